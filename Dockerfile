@@ -16,8 +16,9 @@ WORKDIR /source
 COPY pyproject.toml constraints.txt ./
 RUN mkdir /requirements && grep -v '^triton=' constraints.txt >/requirements/constraints.txt && python -c "import tomllib; \
 project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
-[open(f'/requirements/{name}.txt', 'w').write('\n'.join(project['dependencies'] + project['optional-dependencies'][name])) \
- for name in ('gateway', 'worker')]"
+extras = project['optional-dependencies']; \
+[open(f'/requirements/{name}.txt', 'w').write('\n'.join(project['dependencies'] + [one for extra in own for one in extras[extra]])) \
+ for name, own in {'gateway': ('gateway', 'tracing'), 'worker': ('worker',)}.items()]"
 COPY . .
 RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
 

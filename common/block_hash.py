@@ -13,6 +13,8 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
+from kvrelay.common.adapter_files import AdapterRef
+
 HASH_NBYTES = 16
 MAX_CACHE_SALT = 256  # characters
 
@@ -27,12 +29,17 @@ class HashChain:
 
     __slots__ = ("_block_size", "_known", "_root")
 
-    def __init__(self, fingerprint: bytes, block_size: int, *, cache_salt: str = "") -> None:
+    def __init__(
+        self, fingerprint: bytes, block_size: int, *, cache_salt: str = "", adapter: AdapterRef | None = None
+    ) -> None:
         """``fingerprint``: of the model (see :mod:`kvrelay.common.model_card`). ``block_size``: tokens per block.
 
         The others are extra keys: only requests with the same ones share blocks. One with its default changes no hash.
+        Of an adapter its content counts, and not its name.
         """
         extra_keys = {"cache_salt": cache_salt} if cache_salt else {}
+        if adapter is not None:
+            extra_keys["adapter"] = adapter.digest
         start = msgspec.msgpack.encode((fingerprint, extra_keys))
         self._root = hashlib.blake2b(start, digest_size=HASH_NBYTES, person=b"kvrelay-root").digest()
         self._block_size = block_size

@@ -2,6 +2,9 @@
 
 A block is ``block_size`` consecutive tokens of a sequence. Layers that keep the same of them are a **group**, and a block has a
 physical block in each group. In a physical block come the group's layers, in a layer keys before values, then heads, then tokens.
+
+All groups share one pool, so physical blocks of all of them have the same size: that of the largest group. What is behind a smaller
+group's layers is unused.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import enum
 
 import msgspec
 
+_MAX_STEP_TOKENS = 2048  # that somebody who does not know a worker's steps counts with
 _ITEM_NBYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "uint8": 1}
 
 
@@ -17,12 +21,17 @@ class GroupKind(enum.StrEnum):
     """What a group keeps."""
 
     FULL = "full"  # keys and values of every token
+    WINDOW = "window"  # of the last tokens
+    LATENT = (
+        "latent"  # one vector of every token, of which all heads' keys and values are made: a "key" without a value
+    )
 
 
 class KvGroup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Layers that keep the same of each token."""
 
     kind: GroupKind
+    window: int | None = None  # tokens that a token sees, itself included; None: all before it
     layers: tuple[int, ...]  # of the model, from 0; a layer that reads another's K/V is in no group
     num_kv_heads: int
     key_size: int  # elements of a key, per head
@@ -36,10 +45,15 @@ class KvGroup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class KvGeometry(msgspec.Struct, frozen=True, kw_only=True):
-    """All groups of a model. They are numbered in this order: in block tables, in the ledger."""
+    """All groups of a model. They are numbered in this order: in block tables, in the ledger, on the wire."""
 
     groups: tuple[KvGroup, ...]
     block_size: int  # tokens per block
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Of each group."""
+        return tuple(group.window for group in self.groups)
 
     @property
     def token_nbytes(self) -> int:
@@ -47,6 +61,51 @@ class KvGeometry(msgspec.Struct, frozen=True, kw_only=True):
         return sum(group.token_nbytes for group in self.groups)
 
     @property
+    def physical_nbytes(self) -> int:
+        """Bytes of one physical block, of any group."""
+        return self.block_size * max(group.token_nbytes for group in self.groups)
+
+    @property
     def block_nbytes(self) -> int:
         """Bytes of one block: its physical blocks in all groups."""
-        return self.block_size * self.token_nbytes
+        return len(self.groups) * self.physical_nbytes
+
+    def max_tokens(self, num_blocks: int, max_step_tokens: int) -> int | None:
+        """Tokens of the longest sequence that a pool of so many blocks holds while it is computed; None: it may be of any length.
+
+        ``max_step_tokens``: of a sequence that a step computes at most.
+        """
+        reaches = sorted(reach(one, max_step_tokens, self.block_size) for one in self.windows if one is not None)
+        left, num_groups = num_blocks * len(self.groups), len(self.groups)
+        for most in reaches:
+            if left // num_groups <= most:
+                return left // num_groups * self.block_size
+            left, num_groups = left - most, num_groups - 1
+        return left // num_groups * self.block_size if num_groups else None
+
+
+def first_block(window: int | None, num_computed_tokens: int, block_size: int) -> int:
+    """The first block that any token sees from position ``num_computed_tokens`` on."""
+    return 0 if window is None else max(0, num_computed_tokens + 1 - window) // block_size
+
+
+def reach(window: int, max_step_tokens: int, block_size: int) -> int:
+    """Blocks that a sequence needs at most at a time in a group with a window, if a step computes so many tokens of it."""
+    return -(-(window - 1 + max_step_tokens) // block_size) + 1
+
+
+def num_physical_blocks(windows: tuple[int | None, ...], num_tokens: int, block_size: int, max_step_tokens: int) -> int:
+    """Physical blocks, of all groups together, that a sequence of ``num_tokens`` takes at most while it is computed."""
+    num_blocks = -(-num_tokens // block_size)
+    return sum(
+        num_blocks if window is None else min(num_blocks, reach(window, max_step_tokens, block_size))
+        for window in windows
+    )
+
+
+def num_whole_blocks(windows: tuple[int | None, ...], num_tokens: int, block_size: int) -> int:
+    """The same as a number of blocks with a physical one in every group: what they take together, for who counts in those.
+
+    For steps of 2,048 tokens, which are more than most workers compute of a sequence.
+    """
+    return -(-num_physical_blocks(windows, num_tokens, block_size, _MAX_STEP_TOKENS) // len(windows))

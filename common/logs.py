@@ -1,6 +1,7 @@
 """Log lines that people and machines can read: one line an event, with request_id, attempt and role where there are any.
 
-Code logs through ``logging.getLogger(__name__)`` and passes what belongs to a request as ``extra={"request_id": …}``.
+Code logs through ``logging.getLogger(__name__)`` and passes what belongs to a request as ``extra={"request_id": …}``, and what else
+a program may want to read of a line as ``extra={"fields": {…}}``.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import time
 from kvrelay.common.clock import Clock
 
 _WARNED_EVERY_S = 1.0
-_CONTEXT_FIELDS = ("role", "worker_id", "request_id", "attempt", "peer_id", "cause")
+_CONTEXT_FIELDS = ("role", "worker_id", "request_id", "attempt", "trace_id", "peer_id", "cause")
 
 
 class TextFormatter(logging.Formatter):
@@ -77,4 +78,6 @@ def configure_logs(level: str, log_format: str) -> None:
 
 
 def _context(record: logging.LogRecord) -> dict[str, object]:
-    return {name: record.__dict__[name] for name in _CONTEXT_FIELDS if name in record.__dict__}
+    given = {name: record.__dict__.get(name, "") for name in _CONTEXT_FIELDS}
+    fields: dict[str, object] = record.__dict__.get("fields", {})
+    return {**{name: value for name, value in given.items() if value != ""}, **fields}

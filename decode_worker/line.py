@@ -14,12 +14,12 @@ class Line:
     """What the line has for the next step."""
 
     complete: list[Sequence]  # hold their blocks and K/V, and find places
-    prompt: Sequence | None  # the oldest that has to be computed, if any places are left for it …
+    prompt: Sequence | None  # the first that has to be computed, if any places are left for it …
     has_places: bool  # … and whether they are as many as it takes
 
 
 def shares(num_left: Seq[int], num_tokens: int) -> list[int]:
-    """How many tokens each of the prompts with ``num_left`` tokens, the oldest first, gets of a step of ``num_tokens``."""
+    """How many tokens each of the prompts with ``num_left`` tokens, the next one first, gets of a step of ``num_tokens``."""
     found = [0] * len(num_left)
     for place, share in overtaking(num_left, num_tokens)[:1]:
         found[place] = share
@@ -32,10 +32,10 @@ def shares(num_left: Seq[int], num_tokens: int) -> list[int]:
 
 
 def look_at(waiting: Seq[Sequence], num_places: int) -> Line:
-    """What ``waiting``, the oldest first, has for a step with ``num_places`` free places; a beam search takes several.
+    """What ``waiting``, the next one first, has for a step with ``num_places`` free places; a beam search takes several.
 
-    Complete sequences join at once, but the oldest prompt keeps its places from younger ones, also while it waits for blocks. Else
-    sequences that come complete would take each place that comes free, and those that are computed here would wait for ever.
+    Complete sequences join at once, but the first prompt keeps its places from those behind it, also while it waits for blocks.
+    Else sequences that come complete would take each place that comes free, and those that are computed here would wait for ever.
     """
     complete: list[Sequence] = []
     prompt: Sequence | None = None
@@ -43,7 +43,7 @@ def look_at(waiting: Seq[Sequence], num_places: int) -> Line:
     for sequence in waiting:
         if num_places <= 0:
             break
-        num_needed, is_complete = sequence.sampling.num_sequences, bool(sequence.block_table)
+        num_needed, is_complete = sequence.sampling.num_sequences, bool(sequence.block_tables)
         if not is_complete:
             if prompt is not None:
                 continue

@@ -2,11 +2,15 @@
 
 A step takes one token of every decoding sequence first, lets sequences that were handed over complete join, and spends what
 is left of its time (:mod:`kvrelay.worker.step_cost`) on prompts: local prefill, and preempted sequences that are computed again.
-The oldest prompt comes first; a much shorter one may overtake it (:mod:`kvrelay.worker.overtaking`). Where nobody generates,
-prompts have whole steps.
+Who waits gets its turn in fair order (:mod:`kvrelay.common.fair_queue`); a much shorter prompt may overtake another
+(:mod:`kvrelay.worker.overtaking`). Where nobody generates, prompts have whole steps.
 
-When blocks run out, the youngest sequence gives its blocks up and waits to be recomputed, so the oldest is always served. While a
-sequence waits for blocks, hand-offs leave as many free as it needs (``BlockManager.set_aside``).
+When blocks run out, the least senior sequence gives its blocks up and waits to be recomputed: of the lowest class the youngest. So
+the most senior is always served. While a sequence waits for blocks, hand-offs leave as many free as it needs
+(``BlockManager.set_aside``).
+
+With speculation a step without prompts may get drafts (:mod:`kvrelay.decode_worker.drafts`): as many more rows as there are places
+in the batch, and in blocks that nobody else needs next.
 
 Which sequences belong to one beam search, and are preempted and removed together, :mod:`kvrelay.engine.beams` knows.
 
@@ -15,10 +19,11 @@ Runs on the model thread alone. Knows no sockets and no clock.
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Sequence as Seq
 
+from kvrelay.common.fair_queue import seniority
 from kvrelay.common.sampling import SampledToken
+from kvrelay.decode_worker.drafts import Drafts
 from kvrelay.decode_worker.line import look_at, shares
 from kvrelay.decode_worker.run_ahead import who_goes_on
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
@@ -28,7 +33,7 @@ from kvrelay.engine.step.interface import StepRow
 from kvrelay.engine.step.plan import RowResult
 from kvrelay.engine.step.sequence import Sequence, SequenceStatus
 from kvrelay.worker.overtaking import overtaking
-from kvrelay.worker.scheduler import Progress, Schedule, Scheduler, among, arrival, owner_of, progress_of
+from kvrelay.worker.scheduler import Progress, Schedule, Scheduler, among, owner_of, progress_of
 from kvrelay.worker.step_cost import MixedSteps
 from kvrelay.worker.suspects import Key
 
@@ -37,9 +42,16 @@ class DecodeScheduler(Scheduler):
     """A decode worker's scheduler."""
 
     def __init__(
-        self, settings: DecodeSchedulerSettings, blocks: BlockManager, max_model_len: int, device_type: str
+        self,
+        settings: DecodeSchedulerSettings,
+        blocks: BlockManager,
+        max_model_len: int,
+        device_type: str,
+        drafts: Drafts | None = None,
     ) -> None:
+        """``drafts``: of speculation; None: there is none."""
         super().__init__(settings, blocks, max_model_len, device_type)
+        self._drafts = drafts
         self._searches = BeamSearches(blocks, max_model_len)
         itl_budget_s = None if settings.itl_budget_ms is None else settings.itl_budget_ms / 1000
         self._steps = MixedSteps(itl_budget_s, self._max_batched_tokens, device_type)
@@ -49,7 +61,7 @@ class DecodeScheduler(Scheduler):
     def add(self, sequence: Sequence, first: SampledToken | None = None) -> None:
         """See Scheduler. One to prefill here, or a verified one: that holds its blocks and, unless it searches, a first token."""
         self._searches.add(sequence, first)
-        self._queue(sequence)
+        self._wait(sequence)
 
     def remove(self, key: Key) -> Sequence | None:
         """Take a sequence, or all of a beam search, out and release the blocks. None if it is not (or no longer) here."""
@@ -67,7 +79,11 @@ class DecodeScheduler(Scheduler):
     def observe(self, rows: Seq[StepRow], step_s: float) -> None:
         """The step of ``rows`` took so long: what the next one may take of prompts follows from it."""
         num_prompt_tokens = sum(row.num_tokens for row in rows if row.num_tokens > 1)
-        self._steps.observe(num_prompt_tokens, sum(1 for row in rows if row.num_tokens == 1), step_s)
+        # A token that is drafted costs what one costs that generates.
+        num_generating = sum(1 + len(row.draft) for row in rows if row.num_tokens == 1)
+        self._steps.observe(num_prompt_tokens, num_generating, step_s)
+        if self._drafts is not None and num_prompt_tokens == 0:
+            self._drafts.row_cost.observe(num_generating, step_s)
 
     def on_failed(self, rows: Seq[StepRow], group: frozenset[Key] | None) -> list[Sequence]:
         """See Scheduler. A search begins anew: whether a block that its beams shared has been copied is not known."""
@@ -88,6 +104,7 @@ class DecodeScheduler(Scheduler):
     def schedule(self, now_s: float, group: frozenset[Key] | None = None) -> Schedule:
         """Choose the next step's rows, of ``group`` alone if it is given: allocates blocks, admits, preempts."""
         plan = Schedule(rows=[])
+        self._sort(now_s)
         self._found_none = None
         budget = self._max_batched_tokens
         running = among(group, self.running)
@@ -102,14 +119,32 @@ class DecodeScheduler(Scheduler):
         budget = self._continue_running(plan, budget, prompts)
         if not plan.preempted:
             self._admit_prompts(plan, budget, group)
+        if self._drafts is not None and group is None and all(row.num_tokens == 1 for row in plan.rows):
+            self._draft(plan, self._drafts)
         return plan
+
+    def _draft(self, plan: Schedule, drafts: Drafts) -> None:
+        """Give the rows drafts. Nobody is preempted for one."""
+        num_places = self._max_num_seqs - len(plan.rows)
+        row_share = drafts.row_cost.share(len(plan.rows))
+        for place, row in enumerate(plan.rows):
+            if not row.samples:
+                continue
+            sequence = row.sequence
+            most = min(num_places, self._max_model_len - sequence.num_tokens - 1)
+            draft = drafts.draft(sequence, row_share, most)
+            if draft and self._num_left_over > 0:
+                self._extend(sequence, sequence.num_tokens + len(draft))
+            draft = draft[: sequence.num_blocks * self._blocks.block_size - sequence.num_tokens]
+            if draft:
+                plan.rows[place] = StepRow(sequence, 1, draft=draft)
+                num_places -= len(draft)
 
     def _let_overtake(self, plan: Schedule, budget: int, group: frozenset[Key] | None) -> int:
         """A row for the prompt that overtakes others, if one does; returns what is left of the budget."""
         prompts = [one for one in self.running if one.num_uncomputed_tokens > 1]
-        prompts += [one for one in self.waiting if not one.block_table]
-        prompts = sorted(among(group, prompts), key=arrival)
-        # One alone: all that came before the prompt that overtakes get their blocks, too.
+        prompts = among(group, prompts + [one for one in self.waiting if not one.block_tables])
+        # One alone: all that stand before the prompt that overtakes get their blocks, too.
         for place, share in overtaking([one.num_uncomputed_tokens for one in prompts], budget)[:1]:
             self._admit_prompts(plan, 0, group, last=prompts[place])
             if prompts[place].status is SequenceStatus.RUNNING:  # else there is no room
@@ -118,6 +153,8 @@ class DecodeScheduler(Scheduler):
 
     def ahead(self, flying: Seq[StepRow]) -> Schedule | None:
         """See Scheduler, and :mod:`kvrelay.decode_worker.run_ahead`. Nobody is preempted."""
+        if self._drafts is not None and self._may_draft(flying, self._drafts):
+            return None
         line = look_at(self.waiting, self._num_free_places())
         may_begin = line.prompt is not None and line.has_places and self._may_find_blocks(line.prompt)
         awaits_room = line.prompt is not None and not may_begin
@@ -141,11 +178,20 @@ class DecodeScheduler(Scheduler):
         self._admit_complete(plan, len(line.complete), self.waiting)
         return plan if plan.rows else None
 
+    def _may_draft(self, flying: Seq[StepRow], drafts: Drafts) -> bool:
+        """Whether the step behind may get drafts, or has to wait for tokens of which it is not known how many come."""
+        if any(row.draft for row in flying):
+            return True
+        row_share, most = drafts.row_cost.share(len(flying)), self._max_num_seqs - len(flying)
+        # Who has finished with the step before is in the one under way all the same, and forgotten.
+        goes_on = [row.sequence for row in flying if row.sequence.status is not SequenceStatus.FINISHED]
+        return any(drafts.may_draft(sequence, row_share, most) for sequence in goes_on)
+
     def _would_begin(self, num_left: list[int], budget: int) -> bool:
         """Whether a step with ``budget`` for prompts, of which those that run have ``num_left``, would have tokens for another."""
         if sum(num_left) < budget:
             return True
-        waiting = [one.num_uncomputed_tokens for one in self.waiting if not one.block_table]
+        waiting = [one.num_uncomputed_tokens for one in self.waiting if not one.block_tables]
         return any(place >= len(num_left) for place, _ in overtaking(num_left + waiting, budget)[:1])
 
     def abandon(self, rows: Seq[StepRow]) -> None:
@@ -169,12 +215,16 @@ class DecodeScheduler(Scheduler):
                 continue  # with a token of the step before: this one is too many
             self._advance(sequence, row.num_tokens)
             sequence.prompt_logprobs += result.prompt_logprobs
-            for token in result.tokens:
+            if row.draft and self._drafts is not None:
+                self._drafts.hear(sequence, len(row.draft), len(result.tokens) - 1)
+            for place, token in enumerate(result.tokens):
+                if place > 0:
+                    self._advance(sequence, 1)  # the one in front was drafted: its K/V are there
                 if sequence.sampling.beam_search is not None:
                     self._searches.hear(sequence, token)
                     continue
                 sequence.append(token, self._max_model_len)
-                progress.append(progress_of(sequence, token, len(sequence.block_table)))
+                progress.append(progress_of(sequence, token, sequence.num_blocks))
                 if sequence.is_over:
                     self._end(sequence, keeps_blocks=sequence in writes_on)
                     break
@@ -194,12 +244,12 @@ class DecodeScheduler(Scheduler):
         )
 
     def _continue_running(self, plan: Schedule, budget: int, sequences: Seq[Sequence]) -> int:
-        """Rows for running ``sequences``, oldest first; returns what is left of the budget."""
+        """Rows for running ``sequences``, the most senior first; returns what is left of the budget."""
         for sequence in sequences:
             if budget == 0:
                 break
             if sequence.status is not SequenceStatus.RUNNING:
-                continue  # preempted by an older one in this very loop
+                continue  # preempted by a more senior one in this very loop
             num_tokens = min(budget, sequence.num_uncomputed_tokens)
             if self._make_room(sequence, sequence.num_computed_tokens + num_tokens, plan):
                 plan.rows.append(StepRow(sequence, num_tokens))
@@ -226,8 +276,8 @@ class DecodeScheduler(Scheduler):
                 budget -= self._admit(line.prompt, plan, budget)
                 continue
             # Verified sequences that wait for a place in the batch hold blocks too. If they are all that stands
-            # between the oldest and its blocks, nobody would ever move.
-            if self.running or (victim := self._youngest_holder()) is None:
+            # between the first prompt and its blocks, nobody would ever move.
+            if self.running or (victim := self._least_senior_holder()) is None:
                 return
             self._preempt(victim, plan)
 
@@ -253,6 +303,7 @@ class DecodeScheduler(Scheduler):
         """Let a sequence with blocks run; returns the tokens that it computes in this step."""
         self.waiting.remove(sequence)
         self._blocks.set_aside = self._num_awaited
+        self._fair.begin(sequence, self._now_s)
         self._run(sequence)
         plan.admitted.append(sequence)
         num_tokens = min(budget, sequence.num_uncomputed_tokens)
@@ -272,7 +323,7 @@ class DecodeScheduler(Scheduler):
     def _make_room(self, sequence: Sequence, num_tokens: int, plan: Schedule) -> bool:
         """Give a running sequence the blocks that it writes to until it has ``num_tokens``; False if it gave way itself."""
         while not (self._extend(sequence, num_tokens) and self._searches.unshare(sequence, plan.copies)):
-            victim = self._youngest_holder()
+            victim = self._least_senior_holder()
             assert victim is not None, "nobody holds blocks, yet there is no room"
             self._preempt(victim, plan)
             if sequence.status is not SequenceStatus.RUNNING:
@@ -280,17 +331,17 @@ class DecodeScheduler(Scheduler):
         return True
 
     def _extend(self, sequence: Sequence, num_tokens: int) -> bool:
-        num_missing = self._blocks.num_blocks_for(num_tokens) - len(sequence.block_table)
-        if num_missing > 0:
-            fresh = self._blocks.extend(owner_of(sequence), num_missing)
+        num_blocks = self._blocks.num_blocks_for(num_tokens)
+        if num_blocks > sequence.num_blocks:
+            fresh = self._blocks.extend(owner_of(sequence), num_blocks)
             if fresh is None:
                 return False
-            sequence.block_table.extend(fresh)
+            sequence.append_blocks(fresh)
         return True
 
-    def _youngest_holder(self) -> Sequence | None:
-        holders = self.running + [sequence for sequence in self.waiting if sequence.block_table]
-        return max(holders, key=arrival, default=None)
+    def _least_senior_holder(self) -> Sequence | None:
+        holders = self.running + [sequence for sequence in self.waiting if sequence.block_tables]
+        return max(holders, key=seniority, default=None)
 
     def _preempt(self, victim: Sequence, plan: Schedule) -> None:
         """Take the blocks of a sequence, or of all of its search; it waits to be computed again."""
@@ -301,39 +352,50 @@ class DecodeScheduler(Scheduler):
         victim.num_preemptions += 1
         plan.preempted.append(victim)
         if victim not in self.waiting:
-            self._queue(victim)
+            self._wait(victim)
         else:
             self._blocks.set_aside = self._num_awaited
 
     def _give_way(self, sequence: Sequence, plan: Schedule) -> None:
-        # A row of this step may already be the victim's, if it decodes while an older one prefills: it must not
+        # A row of this step may already be the victim's, if it decodes while a more senior one prefills: it must not
         # compute into blocks that it no longer owns.
         plan.rows[:] = [row for row in plan.rows if row.sequence is not sequence]
         plan.copies.pop(sequence, None)
         self._blocks.release(owner_of(sequence), sequence.retention)
-        sequence.block_table = []
+        sequence.block_tables = []
         sequence.num_computed_tokens = 0
         if sequence.status is SequenceStatus.RUNNING:
             self.running.remove(sequence)
             sequence.set_status(SequenceStatus.WAITING)
 
-    def _queue(self, sequence: Sequence) -> None:
-        bisect.insort(self.waiting, sequence, key=arrival)
+    def _sort(self, now_s: float) -> None:
+        super()._sort(now_s)
         self._blocks.set_aside = self._num_awaited
+
+    def _slides(self, sequence: Sequence) -> bool:
+        """See Scheduler. Another beam may."""
+        return sequence.sampling.beam_search is None
 
     @property
     def _num_awaited(self) -> int:
-        """Blocks of the oldest that waits to be computed, its next one too. Hand-offs would take each block that comes free."""
-        oldest = next((sequence for sequence in self.waiting if not sequence.block_table), None)
-        return 0 if oldest is None else self._blocks.num_blocks_for(oldest.num_tokens) + 1
+        """Blocks of the first that waits to be computed, its next ones too. Hand-offs would take each block that comes free."""
+        first = next((sequence for sequence in self.waiting if not sequence.block_tables), None)
+        if first is None:
+            return 0
+        num_blocks = self._blocks.num_physical_for(first.num_tokens, is_whole=not self._slides(first))
+        return num_blocks + self._blocks.num_groups
 
     def _end(self, sequence: Sequence, *, keeps_blocks: bool = False) -> None:
         """Take a sequence out, wherever it is, and release its blocks, unless a step still writes to them."""
         self._leave(sequence)
+        if self._drafts is not None:
+            self._drafts.forget(sequence)
+        if sequence.tags.start is not None:
+            self._fair.settle(sequence, sequence.num_tokens)
         self._blocks.set_aside = self._num_awaited
         if not keeps_blocks:
             self._release(sequence)
 
     def _release(self, sequence: Sequence) -> None:
         self._blocks.release(owner_of(sequence), sequence.retention)
-        sequence.block_table = []
+        sequence.block_tables = []

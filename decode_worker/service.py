@@ -15,8 +15,8 @@ from kvrelay.common.beam_check import invalid_first_token
 from kvrelay.common.block_hash import HashChain
 from kvrelay.common.sampling import SampledToken
 from kvrelay.decode_worker.refusals import cache_miss, misfit
-from kvrelay.engine.kv.block_manager import sequence_owner
 from kvrelay.engine.kv.leased_blocks import lease_owner
+from kvrelay.engine.kv.owners import sequence_owner
 from kvrelay.engine.step.sequence import Sequence
 from kvrelay.wire.leases.lease import VerifiedLease
 from kvrelay.wire.leases.table import LeaseTable
@@ -48,7 +48,7 @@ from kvrelay.worker.entries import Entry, Phase
 from kvrelay.worker.model_worker import Add, Report
 from kvrelay.worker.scheduler import Progress
 from kvrelay.worker.service import Service
-from kvrelay.worker.submit import Refusal, deadline_of, guide_failed
+from kvrelay.worker.submit import Refusal, guide_failed
 from kvrelay.worker.suspects import Key
 
 
@@ -89,9 +89,8 @@ class DecodeEntry(Entry):
             self.has_sent = True
             prompt_logprobs = new.prompt_logprobs
             num_cached_tokens = new.num_cached_tokens if self.lease_id is None else self.num_cached_tokens
-            started_s = now_s if self.started_s is None else self.started_s
             if self.verified_s is None:
-                timings = Timings(queue_s=started_s - self.sequence.arrival_s, prefill_s=now_s - started_s)
+                timings = self.prefill_timings(now_s)
             else:
                 timings = Timings(transfer_s=self.transfer_s, first_step_s=now_s - self.verified_s)
         delta = TokenDelta(
@@ -137,7 +136,7 @@ class DecodeService(Service[DecodeEntry]):
         return msgspec.structs.replace(
             super().status(),
             num_running=sum(entry.sequence.sampling.num_sequences for entry in running),
-            num_free_blocks=max(0, self.blocks.num_allocatable - self.blocks.num_promised),
+            num_free_blocks=max(0, self.blocks.num_allocatable - self.blocks.num_promised) // self.blocks.num_groups,
         )
 
     def on_message(self, peer_id: str, role: Role, message: Message) -> None:
@@ -175,7 +174,8 @@ class DecodeService(Service[DecodeEntry]):
         return DecodeEntry(
             sequence=sequence,
             gateway_id=gateway_id,
-            deadline_s=deadline_of(submit, sequence.arrival_s),
+            adapter=submit.adapter,
+            deadline_s=sequence.deadline_s,
             next_index=sequence.num_output_tokens,
         )
 
@@ -236,7 +236,7 @@ class DecodeService(Service[DecodeEntry]):
         else:  # its first tokens are still to be chosen
             entry.first = commit.first_token
         sequence.sampling = offer.sampling.after_prefill()
-        sequence.block_table = list(lease.block_ids)
+        sequence.block_tables = lease.block_tables
         sequence.chain, sequence.num_computed_tokens = lease.chain, len(offer.token_ids)
         self.queue_if_ready(entry)
 

@@ -28,6 +28,17 @@ class DecodeSchedulerSettings(SchedulerSettings):
         minimum=0,
     )
     max_waiting: int = setting(512, "sequences that may wait; one more is refused", minimum=1)
+    speculation: str = setting(
+        "off",
+        "what guesses the next tokens, which a step then computes together; the text stays the same: ngram looks them up in prompt "
+        "and output",
+        choices=("off", "ngram"),
+    )
+    speculation_tokens: int = setting(
+        7,
+        "tokens that are guessed at most for a sequence; fewer, if guesses fail or many sequences generate",
+        minimum=1,
+    )
     lease_ttl_s: float = setting(
         30.0, "how long reserved blocks outlive the last traffic of their hand-off", unit="s", minimum=0.1
     )

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any
 
 from kvrelay.common.errors import SettingsError
+from kvrelay.decode_worker.drafts import Drafter, Drafts, drafter_of
+from kvrelay.decode_worker.metrics import DraftMetrics
 from kvrelay.decode_worker.scheduler import DecodeScheduler
 from kvrelay.decode_worker.service import DataPorts, DecodeService
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings, DecodeSettings
 from kvrelay.engine.kv.leased_blocks import LeasedBlocks
 from kvrelay.engine.settings import prompt_step_tokens
 from kvrelay.engine.step.interface import Engine
+from kvrelay.wire.blocks.pieces import pieces_of
 from kvrelay.wire.control.ticker import every
-from kvrelay.wire.leases.lease import LeaseSettings, whole_block
+from kvrelay.wire.leases.lease import LeaseSettings
 from kvrelay.wire.leases.table import LeaseTable
 from kvrelay.wire.lines.data_plane import BlockReceiver
 from kvrelay.wire.lines.shared.receiver import SharedReceiver
@@ -28,7 +32,15 @@ _TICK_S = 0.2  # how late an expired lease may be reaped, or a request whose tim
 class DecodeWorker(Worker[DecodeService]):
     """Implements :class:`kvrelay.common.process.Component`."""
 
-    def __init__(self, engine: Engine, settings: DecodeSchedulerSettings, data_address: str, setup: Setup) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        settings: DecodeSchedulerSettings,
+        data_address: str,
+        setup: Setup,
+        drafter: Drafter | None = None,
+    ) -> None:
+        """``drafter``: None: the one that the settings ask for, if they do."""
         card, network, num_threads = engine.card, setup.network, setup.data_sockets
         max_batched_tokens = prompt_step_tokens(settings.max_batched_tokens, card.device_type)
         if max_batched_tokens < settings.max_num_seqs:
@@ -36,13 +48,16 @@ class DecodeWorker(Worker[DecodeService]):
                 f"--max-batched-tokens is {max_batched_tokens}; it must be at least --max-num-seqs "
                 f"({settings.max_num_seqs}), so that every running sequence gets its token in every step"
             )
-        super().__init__(engine, settings, setup, DecodeScheduler, DecodeService)
+        drafts, drafter = None, drafter or drafter_of(settings)
+        if drafter is not None:
+            drafts = Drafts(drafter, settings.speculation_tokens, DraftMetrics(setup.registry))
+        super().__init__(engine, settings, setup, partial(DecodeScheduler, drafts=drafts), DecodeService)
         self.leases = LeaseTable(
             LeaseSettings(
                 setup.epoch,
                 card.layout.fingerprint(),
                 card.layout.block_size,
-                whole_block(card.block_nbytes),
+                pieces_of(card.layout.geometry),
                 settings.lease_ttl_s,
                 setup.seal_kv,
                 num_threads,
@@ -56,7 +71,7 @@ class DecodeWorker(Worker[DecodeService]):
         receiver = network.block_receiver(
             data_address,
             self.leases,
-            card.block_nbytes,
+            card.layout.geometry.physical_nbytes,
             context=network.context,
             gate=self._gate,
             num_threads=num_threads,
@@ -67,7 +82,7 @@ class DecodeWorker(Worker[DecodeService]):
         if setup.shared_memory is not None:
             place, metrics = setup.shared_memory, self._wire_metrics
             shared = SharedReceiver(
-                place, self.leases, card.block_nbytes, metrics, token=token, num_threads=num_threads
+                place, self.leases, card.layout.geometry.physical_nbytes, metrics, token=token, num_threads=num_threads
             )
             self._receivers["the shared memory's socket"] = shared
             shared_name = shared.name

@@ -71,6 +71,7 @@ def load_part(settings: LoadSettings, part: RankPart | None, progress: Callable[
         device=model.device,
         weight_format=model.weight_format,
         cpu_kernels=model.cpu_kernels,
+        expert_parallel=model.expert_parallel,
         block_size=kv.block_size,
         num_blocks=kv.num_blocks,
         kv_memory_bytes=None if kv.kv_memory_mb is None else kv.kv_memory_mb * 2**20,
@@ -83,11 +84,17 @@ def load_part(settings: LoadSettings, part: RankPart | None, progress: Callable[
         decodes=settings.decodes,
         cuda_graphs=model.cuda_graphs,
         run_ahead=model.run_ahead,
+        adapter_bytes=0 if model.adapters is None else model.adapter_memory_mb * 2**20,
         processors=load_processors(model.logits_processors),
     )
     from kvrelay.engine.config.model import needs_transformers  # noqa: PLC0415 - imports torch
 
     if needs_transformers(model.backend, directory):
+        if model.adapters is not None:
+            raise ModelError(
+                f"--adapters is set, and {directory} runs through transformers, where no adapters are served: leave it out, "
+                "or take a model with a forward pass of ours"
+            )
         from kvrelay.engine.transformers_engine import load_transformers_engine  # noqa: PLC0415 - transformers, too
 
         return load_transformers_engine(options, progress, part)
@@ -98,17 +105,44 @@ def load_part(settings: LoadSettings, part: RankPart | None, progress: Callable[
 
 def _require_ranks(model: ModelSettings, directory: Path) -> None:
     """Raise ModelError unless the model can be cut among ranks."""
+    import torch  # noqa: PLC0415
+
     from kvrelay.engine.backends.options import device_of  # noqa: PLC0415 - imports torch
-    from kvrelay.engine.config.cut import require_fit  # noqa: PLC0415
+    from kvrelay.engine.config.cut import require_experts, require_fit  # noqa: PLC0415
     from kvrelay.engine.config.model import load_config, needs_transformers  # noqa: PLC0415
 
     asked = f"--tensor-parallel is {model.tensor_parallel}"
-    if device_of(model.device).type != "cpu":
-        raise ModelError(f"{asked}; ranks on GPUs are not served yet: take 1, or --device cpu")
+    if model.adapters is not None:
+        raise ModelError(f"{asked} and --adapters is set; ranks serve no adapters yet: take 1, or leave --adapters out")
+    is_through_transformers = needs_transformers(model.backend, directory)
+    if device_of(model.device).type == "cuda":
+        if (num_gpus := torch.cuda.device_count()) < model.tensor_parallel:
+            raise ModelError(
+                f"{asked}, and this worker sees {num_gpus} GPUs, one for each rank: take at most that many"
+            )
+        if is_through_transformers:
+            raise ModelError(
+                f"{asked}; models that run through transformers have ranks on CPUs only: take 1, or --device cpu"
+            )
+        if model.kv_dtype != "auto":
+            raise ModelError(
+                f"{asked} and --kv-dtype {model.kv_dtype}, whose scales are not cut among ranks: take 1, or auto"
+            )
     if model.weight_format != "full":
         raise ModelError(f"{asked} and --weight-format {model.weight_format}, which rounds whole rows; take 1, or full")
-    if not needs_transformers(model.backend, directory):  # else that is found out by the loaded model
-        require_fit(load_config(directory), model.tensor_parallel)
+    if is_through_transformers:
+        if model.expert_parallel:
+            raise ModelError(
+                "--expert-parallel is on; models that run through transformers have no whole experts for ranks: leave it out"
+            )
+        from kvrelay.engine.models.transformers_cut import require_plan  # noqa: PLC0415 - transformers, too
+
+        require_plan(directory, model.tensor_parallel)
+    else:
+        config = load_config(directory)
+        require_fit(config, model.tensor_parallel)
+        if model.expert_parallel:
+            require_experts(config, model.tensor_parallel)
 
 
 def load_guides(model: ModelSettings, fake: FakeSettings, vocab_size: int) -> GuideCompiler:
@@ -134,7 +168,9 @@ def _fake_engine(directory: Path, model: ModelSettings, kv: KvSettings, fake: Fa
         processors=tuple(load_processors(model.logits_processors)),  # which are not run: there are no logits
     )
     pace = FakePace(step_s=fake.fake_step_ms * 1e-3, token_s=fake.fake_token_us * 1e-6)
-    return FakeEngine(card, pace=pace, reads_back_once=True, runs_ahead=model.run_ahead == "on")
+    has_adapters = model.adapters is not None
+    runs_ahead = model.run_ahead == "on"
+    return FakeEngine(card, pace=pace, reads_back_once=True, runs_ahead=runs_ahead, has_adapters=has_adapters)
 
 
 def _sizes(directory: Path) -> tuple[int, int]:

@@ -101,8 +101,9 @@ def outline_model(directory: Path, backend: str, block_size: int) -> ModelOutlin
 
 
 def _may_stay_stored(name: str) -> bool:
-    """Whether a weight of a quantised checkpoint stays as it is on a GPU: experts become full."""
-    return name.endswith("_proj.weight") and ".experts." not in name
+    """Whether a weight of a quantised checkpoint stays as it is on a GPU: experts become full, and what makes keys of latents."""
+    is_projection = name.endswith(("_proj.weight", "_proj_with_mqa.weight"))
+    return is_projection and ".experts." not in name and not name.endswith("kv_b_proj.weight")
 
 
 def check_files(directory: Path, outline: ModelOutline) -> None:

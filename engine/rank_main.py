@@ -1,6 +1,7 @@
 """The process of one rank: joins its leader's group, loads its part of the model, does what it is told, ends with its leader.
 
-Started by :mod:`kvrelay.engine.ranks.process` with the numbers of two descriptors: its link, and the memory for its KV pool.
+Started by :mod:`kvrelay.engine.ranks.process` with the numbers of three descriptors: its link, that of its blocks, and memory
+(``RankProcess.pool_memory``).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import os
 import socket
 import sys
 import threading
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from kvrelay.engine.ranks.link import Link
 from kvrelay.engine.ranks.messages import (
@@ -19,15 +20,19 @@ from kvrelay.engine.ranks.messages import (
     Alive,
     Copy,
     Failed,
-    Joining,
+    Go,
     Launch,
     Load,
     Loaded,
     Logged,
+    Ready,
     Sample,
     ToRank,
 )
 from kvrelay.engine.step.interface import Engine, LaunchedStep
+
+if TYPE_CHECKING:
+    from kvrelay.engine.ranks.group import RankGroup
 
 logger = logging.getLogger(__name__)
 
@@ -46,14 +51,30 @@ class _ToLeader(logging.Handler):
             self._link.send(Logged(record.levelno, self.format(record)))
 
 
-def main(link_descriptor: int, pool_memory: int) -> NoReturn:
+class _Pulse:
+    """Gives signs of life, and ends the process with its leader, also in the middle of a step."""
+
+    def __init__(self, link: Link[ToRank]) -> None:
+        """Starts at once."""
+        self.group: RankGroup | None = None  # once it is joined
+        self._link = link
+        threading.Thread(target=self._beat, daemon=True).start()
+
+    def _beat(self) -> None:
+        while not self._link.is_over(_ALIVE_S):
+            with contextlib.suppress(OSError):
+                self._link.send(Alive(0 if self.group is None else self.group.num_meetings))
+        os._exit(1)
+
+
+def main(link_descriptor: int, blocks_descriptor: int, pool_memory: int) -> NoReturn:
     """Serve the leader."""
     link: Link[ToRank] = Link(socket.socket(fileno=link_descriptor), ToRank)
-    threading.Thread(target=_live, args=(link,), daemon=True).start()
+    pulse = _Pulse(link)
     logging.basicConfig(handlers=[_ToLeader(link)], force=True)
     code = 0
     try:
-        _serve(_load(link, pool_memory), link)
+        _serve(_load(link, blocks_descriptor, pool_memory, pulse), link)
     except EOFError:
         pass
     except Exception:
@@ -62,27 +83,32 @@ def main(link_descriptor: int, pool_memory: int) -> NoReturn:
     os._exit(code)  # the interpreter's own end would wait for collectives that nobody joins any more
 
 
-def _live(link: Link[ToRank]) -> None:
-    """Give signs of life, and end with the leader, also in the middle of a step."""
-    while not link.is_over(_ALIVE_S):
-        with contextlib.suppress(OSError):
-            link.send(Alive())
-    os._exit(1)
+def _load(link: Link[ToRank], blocks_descriptor: int, pool_memory: int, pulse: _Pulse) -> Engine:
+    def meet() -> None:
+        link.send(Ready())
+        told = link.receive()
+        assert isinstance(told, Go), f"the leader says {told}, which this rank waits for"
 
-
-def _load(link: Link[ToRank], pool_memory: int) -> Engine:
     load = link.receive()
     assert isinstance(load, Load), f"the leader begins with {load}"
     try:
         # torch takes seconds to import, in which the process must give signs of life.
+        from kvrelay.engine.backends.options import device_of  # noqa: PLC0415
         from kvrelay.engine.factory import load_part  # noqa: PLC0415
+        from kvrelay.engine.kv.copies import CudaCopies  # noqa: PLC0415
         from kvrelay.engine.models.ranks import RankPart  # noqa: PLC0415
+        from kvrelay.engine.ranks.blocks import BlockServer, ToBlocks  # noqa: PLC0415
         from kvrelay.engine.ranks.group import Meeting  # noqa: PLC0415
 
         meeting = Meeting.find(os.environ)
-        link.send(Joining())
-        part = RankPart(meeting.cut, meeting.join(), pool_memory)
+        meet()
+        pulse.group = meeting.join(device_of(load.settings.model.device))
+        part = RankPart(meeting.cut, pulse.group, meet, pool_memory)
         engine = load_part(load.settings, part, lambda done, total: None)
+        if engine.blocks.device.type == "cuda":
+            blocks: Link[ToBlocks] = Link(socket.socket(fileno=blocks_descriptor), ToBlocks)
+            server = BlockServer(blocks, engine.blocks, pool_memory, CudaCopies(engine.blocks.device))
+            threading.Thread(target=server.serve, daemon=True).start()
     except Exception as error:
         link.send(Failed(str(error)))
         raise
@@ -111,4 +137,4 @@ def _serve(engine: Engine, link: Link[ToRank]) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    main(*map(int, sys.argv[1:]))

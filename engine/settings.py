@@ -46,10 +46,15 @@ class ModelSettings:
     )
     tensor_parallel: int = setting(
         1,
-        "ranks that compute each step together, each with a part of the heads and of the MLP: processes on this host, which share "
-        "--threads; not for GPUs yet",
+        "ranks that compute each step together, each with a part of the heads and of the MLP: processes on this host, with a GPU "
+        "each, or sharing --threads",
         minimum=1,
         maximum=64,
+    )
+    expert_parallel: bool = setting(
+        False,
+        "each of several ranks has some of a layer's experts whole, instead of a part of each; for a mixture of experts with a "
+        "forward pass of ours",
     )
     weight_format: str = setting(
         "full",
@@ -83,6 +88,14 @@ class ModelSettings:
         (),
         "names of logits processors that requests may ask for, from installed packages' entry points "
         "(kvrelay.logits_processors); the same on all workers",
+    )
+    adapters: str | None = setting(
+        None,
+        "directory of adapters (LoRA, as PEFT saves them), each in a folder by its name; the same on workers and gateways; "
+        "default: none are served",
+    )
+    adapter_memory_mb: int = setting(
+        512, "memory for adapters; those that were used least recently make room for others", unit="MiB", minimum=1
     )
     threads: int | None = setting(None, "CPU threads of the model; default: all cores", minimum=1, maximum=1024)
 

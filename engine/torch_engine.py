@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from kvrelay.common.errors import ModelError
@@ -32,6 +31,7 @@ from kvrelay.engine.config.tokenizer import check_tokenizer
 from kvrelay.engine.kv.copies import CudaCopies, StagingPlan
 from kvrelay.engine.kv.geometry import geometry_of
 from kvrelay.engine.kv.pool import KvPool
+from kvrelay.engine.models.adapters import Adapters
 from kvrelay.engine.models.decoder import DecoderModel
 from kvrelay.engine.models.ops import Model, StepGraphs, StepOps
 from kvrelay.engine.models.ranks import RankPart
@@ -40,7 +40,7 @@ from kvrelay.engine.sampling.rows import Asking
 from kvrelay.engine.sampling.sampled import Sampled, UnderWay
 from kvrelay.engine.sampling.sampler import sample
 from kvrelay.engine.step.batch import Batch, build_batch
-from kvrelay.engine.step.interface import BlockStore, DeviceFailedError, LaunchedStep
+from kvrelay.engine.step.interface import AdapterSlots, BlockStore, DeviceFailedError, LaunchedStep
 from kvrelay.engine.step.plan import SamplingInputs, StepPlan
 from kvrelay.engine.step.slots import Slots
 from kvrelay.engine.torch_step import Deferred, TorchStep
@@ -71,8 +71,10 @@ class TorchEngine:
         pool: KvPool,
         options: EngineOptions,
         graphs: StepGraphs | None,
+        adapters: Adapters | None = None,
     ) -> None:
         self._card = card
+        self._adapters = adapters
         self._model = model
         self._ops = ops
         self._pool = pool
@@ -80,7 +82,7 @@ class TorchEngine:
         self._graphs = graphs
         self._device = pool.tensor.device
         max_blocks = -(-card.max_model_len // card.layout.block_size)
-        self._slots = Slots(options.max_num_seqs, max_blocks)
+        self._slots = Slots(options.max_num_seqs, max_blocks, len(card.layout.geometry.groups))
         # What each slot sampled last, where the next step finds it: before the host knows.
         self._sampled_tokens = torch.zeros(options.max_num_seqs, dtype=torch.int64, device=self._device)
 
@@ -94,7 +96,7 @@ class TorchEngine:
         """
         whole = load_config(options.model_dir)
         check_tokenizer(options.model_dir, whole.vocab_size)
-        cut = Cut() if part is None else part.cut
+        cut = Cut() if part is None else replace(part.cut, has_whole_experts=options.expert_parallel)
         config = cut.config(whole)
         device = device_of(options.device)
         dtype = dtype_of(options.dtype, config.dtype, device, partial(why_no_cpu_kernels, options, config))
@@ -109,19 +111,27 @@ class TorchEngine:
             keeps = kept_weights(device)
         kv_scales: torch.Tensor | None = None
         if kv_dtype == torch.float8_e4m3fn:
+            if config.latent is not None:
+                raise ModelError(
+                    f"--kv-dtype is fp8; {config.architecture} keeps latents, which stay as they are: leave it at auto"
+                )
             kv_scales = load_kv_scales(checkpoint_files(options.model_dir), config)
         weights = load_weights(options.model_dir, whole, dtype, device, progress, rounding, cut, keeps)
+        if part is not None:
+            part.meet()
         geometry = geometry_of(whole, options.block_size, kv_dtype)
         memory: GpuMemory | None = None
         if device.type == "cuda":
             from kvrelay.engine.backends.cuda.build import cuda_model, measure_memory, trial_model  # noqa: PLC0415 - a CPU worker may lack Triton
 
             # Also where the pool's size is given: kernels are compiled, and what does not fit is found, at the start.
-            memory = measure_memory(config, trial_model(config, weights, options), kv_dtype, device, options)
-        num_blocks = num_blocks_of(options, geometry.block_nbytes, memory)
-        max_model_len = max_model_len_of(options, config, num_blocks)
+            memory = measure_memory(config, trial_model(config, weights, options, part), kv_dtype, device, options)
         own_geometry = geometry_of(config, options.block_size, kv_dtype)
-        pool = make_pool(options, own_geometry, num_blocks, device, None if part is None else part.pool_memory)
+        num_blocks = num_blocks_of(options, geometry.block_nbytes, memory, own_geometry.block_nbytes)
+        if part is not None:
+            num_blocks = part.collectives.least(num_blocks)  # GPUs need not have the same memory free
+        max_model_len = max_model_len_of(options, config, geometry, num_blocks)
+        pool = make_pool(options, own_geometry, num_blocks, device, part)
         digest = weights_digest(options.model_dir) + ("" if rounding is None else f"-{rounding.value}")
         scales = "" if kv_scales is None else kv_scales_digest(kv_scales)
         card = card_of(options, whole, geometry, num_blocks, device, digest, max_model_len, scales)
@@ -130,9 +140,11 @@ class TorchEngine:
             if rounding is not None:
                 assert isinstance(weights.lm_head, torch.Tensor), "the head was rounded before"
                 weights.lm_head = rounded(weights.lm_head, rounding)
-            return cls(card, DecoderModel(config, weights, ops, part), ops, pool, options, None)
-        model, cuda_ops, graphs = cuda_model(config, weights, pool, max_model_len, options, kv_scales)
-        return cls(card, model, cuda_ops, pool, options, graphs)
+            adapters = Adapters(ops.make_low_rank(dtype), dtype, device) if options.adapter_bytes else None
+            model = DecoderModel(config, weights, ops, part, None if adapters is None else (adapters, whole))
+            return cls(card, model, ops, pool, options, None, adapters)
+        model, cuda_ops, graphs, adapters = cuda_model(config, weights, pool, max_model_len, options, kv_scales, part)
+        return cls(card, model, cuda_ops, pool, options, graphs, adapters)
 
     @property
     def card(self) -> ModelCard:
@@ -140,9 +152,14 @@ class TorchEngine:
         return self._card
 
     @property
-    def pool_bytes(self) -> npt.NDArray[np.uint8]:
-        """See KvPool.bytes; for a leader of ranks."""
-        return self._pool.bytes
+    def adapters(self) -> AdapterSlots | None:
+        """See Engine."""
+        return self._adapters
+
+    @property
+    def blocks(self) -> torch.Tensor:
+        """See KvPool.blocks; for engines of several ranks."""
+        return self._pool.blocks
 
     @property
     def store(self) -> BlockStore:
@@ -219,7 +236,8 @@ class TorchEngine:
         self, batch: Batch, there: _There, logits: torch.Tensor, inputs: SamplingInputs, under_way: UnderWay | None
     ) -> Sampled:
         index = batch.slots[batch.sampling_rows]
-        asking = Asking.of(self._slots, index, batch.seq_lens[batch.sampling_rows], inputs.over)
+        drafts = [batch.rows[row].draft_tokens for row in batch.sampling_rows.tolist()]
+        asking = Asking.of(self._slots, index, batch.seq_lens[batch.sampling_rows], inputs.over, drafts)
         sampled = sample(logits, asking, inputs.rules, self._ops, self._options.processors, under_way)
         self._sampled_tokens[there.sampled_slots] = sampled.tokens
         return sampled
@@ -240,6 +258,10 @@ class TorchEngine:
         """Hidden states of all tokens, unless nobody looks at them, and the logits of the rows that sample, if any do."""
         if self._graphs is not None and self._graphs.fits(batch):
             return None, self._graphs.run(batch, there.token_ids)
+        if self._adapters is not None:
+            self._adapters.begin_step(batch)
+        elif batch.adapters is not None:
+            raise ValueError("rows with adapters; the engine was started for none")
         hidden = self._model.forward(there.token_ids, self._ops.begin_step(batch))
         if not len(batch.sampling_rows):
             return hidden, None
@@ -254,10 +276,11 @@ def _under_way(batch: Batch, there: _There) -> UnderWay | None:
     return UnderWay(batch.is_fed[batch.sampling_rows].astype(np.int32), there.token_ids[there.last_tokens])
 
 
-def max_model_len_of(options: EngineOptions, shape: ModelShape, num_blocks: int) -> int:
+def max_model_len_of(options: EngineOptions, shape: ModelShape, geometry: KvGeometry, num_blocks: int) -> int:
     """Tokens of the longest sequence: the model's own limit, the operator's, and what the pool holds."""
     longest = shape.max_position_embeddings
-    return min(longest, options.max_model_len or longest, num_blocks * options.block_size)
+    fits = geometry.max_tokens(num_blocks, options.max_batched_tokens)
+    return min(longest, options.max_model_len or longest, longest if fits is None else fits)
 
 
 def make_pool(
@@ -265,17 +288,21 @@ def make_pool(
     geometry: KvGeometry,
     num_blocks: int,
     device: torch.device,
-    shared_memory: int | None = None,
+    part: RankPart | None = None,
 ) -> KvPool:
-    """The pool, with what a GPU needs beside its blocks. ``shared_memory``: see KvPool.
+    """The pool of so many logical blocks, or a rank's ``part`` of it, with what a GPU needs beside them.
 
     Raises ModelError if it does not fit the memory.
     """
     try:
         num_spare, staging = 0, None
         if device.type == "cuda":
-            num_spare, staging = NUM_SPARE_BLOCKS, StagingPlan(CudaCopies(device), options.staging_bytes)
-        return KvPool(geometry, num_blocks, device, num_spare=num_spare, staging=staging, shared_memory=shared_memory)
+            num_spare = NUM_SPARE_BLOCKS
+            if part is None:  # else the leader moves blocks, of all ranks
+                staging = StagingPlan(CudaCopies(device), options.staging_bytes)
+        shared_memory = None if part is None else part.pool_memory
+        num_physical = num_blocks * len(geometry.groups)
+        return KvPool(geometry, num_physical, device, num_spare=num_spare, staging=staging, shared_memory=shared_memory)
     except (OSError, OverflowError, MemoryError, torch.OutOfMemoryError) as error:
         raise ModelError(
             f"a KV pool of {num_blocks} blocks of {geometry.block_nbytes / 2**20:.2f} MiB does not fit the memory ({error}): "

@@ -64,6 +64,7 @@ def load_transformers_engine(
     geometry = geometry_of(shape, options.block_size, dtype)
     model.bind(make_ops(shape, KvPool(geometry, 1, device).tensor, options.block_size, 1), dtype)
     if part is not None:
+        part.meet()
         sum_outputs(model.model, summed, part.collectives)
     check_model(model, plain, make_ops, dtype)
     if device.type == "cuda":
@@ -73,22 +74,16 @@ def load_transformers_engine(
             shape, lambda pool, *sizes: (model, make_ops(shape, pool.tensor, *sizes)), dtype, device, options
         )
     num_blocks = num_blocks_of(options, whole_geometry.block_nbytes, memory)
-    pool = make_pool(options, geometry, num_blocks, device, None if part is None else part.pool_memory)
-    ops = make_ops(shape, pool.tensor, max_model_len_of(options, shape, num_blocks), options.max_num_seqs)
+    pool = make_pool(options, geometry, num_blocks, device, part)
+    max_model_len = max_model_len_of(options, shape, geometry, num_blocks)
+    ops = make_ops(shape, pool.tensor, max_model_len, options.max_num_seqs)
     if device.type == "cuda":
         from kvrelay.engine.backends.cuda.build import compile_sampling, compile_steps  # noqa: PLC0415
 
         compile_steps(model, ops, pool, options)
         compile_sampling(torch.zeros(1, shape.vocab_size, dtype=dtype, device=device), ops)
-    card = card_of(
-        options,
-        whole,
-        whole_geometry,
-        num_blocks,
-        device,
-        weights_digest(options.model_dir),
-        max_model_len_of(options, shape, num_blocks),
-    )
+    digest = weights_digest(options.model_dir)
+    card = card_of(options, whole, whole_geometry, num_blocks, device, digest, max_model_len)
     return TorchEngine(card, model, ops, pool, options, None)
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 
 from kvrelay.common.errors import ModelError
+from kvrelay.common.fair_queue import Flow
 from kvrelay.common.sampling import SampledToken
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.decode_worker.worker import DecodeWorker
@@ -137,10 +138,10 @@ class LocalBackend:
             raise
         self._engine = None
         metrics = GatewayMetrics(CollectorRegistry())
-        network = Network.open()
-        pool = WorkerPool(f"executor-{secrets.token_hex(8)}", metrics, _LINK, network, needs_prefill_workers=False)
+        network, of_model = Network.open(), metrics.of_model(self._model_name)
+        pool = WorkerPool(f"executor-{secrets.token_hex(8)}", of_model, _LINK, network, needs_prefill_workers=False)
         # Of one worker nobody need remember what it has cached.
-        relay = Relay(pool, dataclasses.replace(settings.relay, policy="least_loaded"), metrics, network.clock)
+        relay = Relay(pool, dataclasses.replace(settings.relay, policy="least_loaded"), of_model, network.clock)
         self._running = _Running(
             directory=directory,
             worker=worker,
@@ -162,7 +163,8 @@ class LocalBackend:
     async def run(self, request: Request, progress: Progress, *, stream: bool) -> None:
         """See Backend."""
         model, received_s = self._up.model, time.monotonic()
-        model.check()
+        flow = Flow(priority=request.priority)
+        model.check(flow)
         shown = "" if isinstance(request.prompt, Chat) else request.prompt
         body = parse_body(CompletionBody, None, encode_body(request.body(shown, stream=stream)))
         spec = body.spec(max_tokens=body.max_tokens, num_logprobs=body.logprobs)
@@ -173,6 +175,7 @@ class LocalBackend:
             request_id=f"{request.request_id}.{secrets.token_hex(4)}",
             received_s=received_s,
             prompt_param="prompt",
+            flow=flow,
             timeout_s=math.inf if request.timeout_s is None else request.timeout_s,
         )
         progress.on_prompt(sequences[0].prompt_token_ids)
@@ -206,7 +209,7 @@ class LocalBackend:
         status = up.worker.service.status()
 
         def counted(name: str) -> int:
-            return int(up.metrics.registry.get_sample_value(name) or 0)
+            return int(up.metrics.registry.get_sample_value(name, {"model": up.model.name}) or 0)
 
         return {
             "num_running": status.num_running,

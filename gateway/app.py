@@ -6,8 +6,9 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 from fastapi.openapi.docs import get_swagger_ui_html
@@ -20,29 +21,43 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
 from kvrelay import __version__
+from kvrelay.common.clock import Clock
+from kvrelay.common.errors import SettingsError
+from kvrelay.gateway.adapters import AdapterRegistry
+from kvrelay.gateway.apis import adapters as adapter_routes
 from kvrelay.gateway.apis import tokenize
 from kvrelay.gateway.apis.answer_docs import HEALTHY, READY, VERSION
 from kvrelay.gateway.apis.answering import IGNORED_HEADER, IgnoredFields
+from kvrelay.gateway.apis.anthropic import routes as anthropic
 from kvrelay.gateway.apis.openai import routes as openai
 from kvrelay.gateway.apis.responses import routes as responses
 from kvrelay.gateway.apis.tgi import routes as tgi
+from kvrelay.gateway.desk.access import Access
 from kvrelay.gateway.desk.feed import Feed
+from kvrelay.gateway.desk.picker import PickerMetrics
 from kvrelay.gateway.desk.records import Records
-from kvrelay.gateway.desk.report import Activity, known_workers
+from kvrelay.gateway.desk.report import log_activity
 from kvrelay.gateway.desk.routes import add_desk
-from kvrelay.gateway.http.api_keys import ApiKeys
-from kvrelay.gateway.http.edge import Edge, install_error_handlers
+from kvrelay.gateway.http.api_keys import LIMIT_HEADERS, ApiKeys
+from kvrelay.gateway.http.edge import Edge, Observer, install_error_handlers
+from kvrelay.gateway.http.key_tokens import exchange
 from kvrelay.gateway.metrics import GatewayMetrics
 from kvrelay.gateway.model import Model, ModelFiles, Models
+from kvrelay.gateway.model_names import worker_address
 from kvrelay.gateway.relay.relay import Relay
 from kvrelay.gateway.relay.request import TIMINGS_HEADER
-from kvrelay.gateway.settings import GatewaySettings
+from kvrelay.gateway.settings import GatewaySettings, TraceSettings
 from kvrelay.gateway.workers.discovery import Pods, followed
 from kvrelay.gateway.workers.pool import WorkerPool
 from kvrelay.wire.messages import Role
 from kvrelay.wire.network import Network
 from kvrelay.wire.security.keys import WireKeys
 from kvrelay.wire.settings import LinkSettings
+
+if TYPE_CHECKING:
+    from kvrelay.gateway.desk.traces import Traces
+
+_CONNECT_S = 5.0  # behind a start, for links to the workers of all models
 
 
 def create_app(
@@ -52,58 +67,92 @@ def create_app(
     metrics: GatewayMetrics | None = None,
     is_ending: Callable[[], bool] = lambda: False,
 ) -> ASGIApp:
-    """The application; its lifespan connects to the workers. Raises ModelError if the tokenizer cannot be loaded.
+    """The application; its lifespan connects to the workers. Raises ModelError if a tokenizer cannot be loaded, and SettingsError.
 
     ``is_ending``: whether the server only waits for requests that run; what would run for ever ends itself then.
     """
     metrics = metrics or GatewayMetrics(CollectorRegistry())
-    served = [_served(settings, link_settings or LinkSettings(), metrics)]
-    models = Models([model for model, _ in served])
+    adapters = None if settings.adapters is None else AdapterRegistry(Path(settings.adapters))
+    models = _models(settings, link_settings or LinkSettings(), metrics, adapters)
+    workers = settings.workers
+    pods = Pods.connect(workers.namespace, workers.worker_selector) if workers.discovery == "kubernetes" else None
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncGenerator[None]:
-        async with AsyncExitStack() as stack:
-            for model, pods in served:
-                await stack.enter_async_context(followed(settings.workers, pods, model.pool))
-            activity = asyncio.create_task(Activity(models, metrics.tokens, time.monotonic).run())
+        async with followed(workers, pods, {model.name: model.pool for model in models}):
+            tasks = [asyncio.create_task(log_activity(models, time.monotonic))]
+            if adapters is not None:
+                await adapters.scan()
+                tasks.append(asyncio.create_task(adapters.watch()))
+            if api_keys is not None:
+                tasks.append(asyncio.create_task(exchange(api_keys, [model.pool for model in models])))
             yield
-            activity.cancel()
+            for task in tasks:
+                task.cancel()
+            if traces is not None:
+                await asyncio.to_thread(traces.close)
 
     app = FastAPI(title="kvrelay", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.models, app.state.ignored_fields = models, IgnoredFields()
     install_error_handlers(app)
-    for routes in (openai, responses, tgi, tokenize):
+    for routes in (openai, responses, anthropic, tgi, tokenize, adapter_routes):
         app.router.routes += routes.router.routes  # routers within routers would have to be asked one after the other
     _add_operations(app, models, metrics)
+    PickerMetrics(models, metrics.registry)
     records = Records(time.monotonic, time.time)
-    add_desk(app, records, Feed(models, metrics, records, time.monotonic, is_ending))
+    observers: list[Observer] = [records, Access(metrics, time.monotonic, is_logged=settings.access_log)]
+    traces = _traces(settings.traces)
+    if traces is not None:
+        observers.append(traces)
+    add_desk(app, models, records, Feed(models, metrics, records, time.monotonic, is_ending))
     _add_docs_page(app)
     api_keys = None if settings.api_keys is None else ApiKeys(Path(settings.api_keys), time.monotonic)
     paths = frozenset(route.path for route in app.routes if isinstance(route, Route))
-    edge = Edge(app, paths, settings.max_body_bytes, settings.http.client_timeout_s, metrics, api_keys, records)
+    edge = Edge(app, paths, settings.max_body_bytes, settings.http.client_timeout_s, metrics, api_keys, observers)
     return _with_cors(edge, settings.allowed_origins) if settings.allowed_origins else edge
 
 
-def _served(
-    settings: GatewaySettings, link_settings: LinkSettings, metrics: GatewayMetrics
-) -> tuple[Model, Pods | None]:
-    """The model of the settings, and the pods of its workers, unless they are listed. Raises ModelError and SettingsError."""
-    directory, workers = Path(settings.model), settings.workers
-    files = ModelFiles.load(directory, settings.tool_parser, settings.reasoning_parser)
-    is_discovered = workers.discovery == "kubernetes"
-    has_prefill_workers = is_discovered or bool(workers.prefill_workers)
-    network = Network.open()
-    pool = WorkerPool(
-        f"gateway-{secrets.token_hex(8)}",
-        metrics,
-        link_settings,
-        network,
-        needs_prefill_workers=settings.relay.local_prefill == "never" and has_prefill_workers,
-        keys=None if settings.keys is None else WireKeys.load(Path(settings.keys), Role.GATEWAY),
-    )
-    pods = Pods.connect(workers.namespace, workers.worker_selector) if is_discovered else None
-    relay = Relay(pool, settings.relay, metrics, network.clock)
-    return Model(settings.served_model_name or directory.name, files, relay), pods
+def _models(
+    settings: GatewaySettings, link_settings: LinkSettings, metrics: GatewayMetrics, adapters: AdapterRegistry | None
+) -> Models:
+    """The models of the settings, each with a pool of its own. Raises ModelError and SettingsError."""
+    directories = {model.name or Path(model.path).name: Path(model.path) for model in settings.named_models()}
+    aliases = settings.aliases_of(list(directories))
+    settings.check_workers(list(directories))
+    keys = None if settings.keys is None else WireKeys.load(Path(settings.keys), Role.GATEWAY)
+    workers = settings.workers
+    with_prefill_workers = {worker_address(text)[0] or next(iter(directories)) for text in workers.prefill_workers}
+
+    def model(name: str, directory: Path) -> Model:
+        files = ModelFiles.load(directory, settings.tool_parser, settings.reasoning_parser)
+        network, of_model = Network.open(), metrics.of_model(name)
+        has_prefill_workers = workers.discovery == "kubernetes" or name in with_prefill_workers
+        pool = WorkerPool(
+            f"gateway-{secrets.token_hex(8)}",
+            of_model,
+            link_settings,
+            network,
+            needs_prefill_workers=settings.relay.local_prefill == "never" and has_prefill_workers,
+            keys=keys,
+            model=name,
+        )
+        return Model(name, files, Relay(pool, settings.relay, of_model, network.clock))
+
+    models = [model(name, directory) for name, directory in directories.items()]
+    return Models(models, adapters, aliases, settings.default_model)
+
+
+def _traces(settings: TraceSettings) -> Traces | None:
+    """What sends traces; None if nobody wants any. Raises SettingsError if it is not installed."""
+    if settings.trace_endpoint is None:
+        return None
+    try:
+        from kvrelay.gateway.desk.traces import Traces  # noqa: PLC0415 - only who traces needs OpenTelemetry
+    except ImportError as error:
+        raise SettingsError(
+            f"--trace-endpoint needs OpenTelemetry ({error}); install it: pip install 'kvrelay[tracing]'"
+        ) from error
+    return Traces(settings.trace_endpoint, settings, time.monotonic)
 
 
 def _with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
@@ -113,7 +162,7 @@ def _with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
         allow_origins=origins,
         allow_methods=("GET", "POST"),
         allow_headers=("*",),
-        expose_headers=("x-request-id", "retry-after", TIMINGS_HEADER, IGNORED_HEADER),
+        expose_headers=("x-request-id", "retry-after", TIMINGS_HEADER, IGNORED_HEADER, *LIMIT_HEADERS),
     )
 
 
@@ -131,7 +180,29 @@ def _add_docs_page(app: FastAPI) -> None:
     app.mount("/docs", StaticFiles(packages=[("fastapi_swagger", "resources")]))
 
 
+class _Readiness:
+    """Whether this gateway should get requests: if one model is up, and at the start only if all are, or a while has passed.
+
+    So a model whose workers are down fails alone, and a gateway that takes over from another one has all that are up.
+    """
+
+    def __init__(self, models: Models, clock: Clock) -> None:
+        self._models = models
+        self._clock = clock
+        self._wait_until_s: float | None = clock() + _CONNECT_S  # None: nothing is waited for any more
+
+    def look(self) -> tuple[bool, dict[str, list[str]]]:
+        """The answer, and why models cannot be served, by name."""
+        unavailable = {model.name: reasons for model in self._models if (reasons := model.pool.not_ready())}
+        if self._wait_until_s is not None and (not unavailable or self._clock() >= self._wait_until_s):
+            self._wait_until_s = None
+        is_waiting = self._wait_until_s is not None
+        return not is_waiting and len(unavailable) < len(list(self._models)), unavailable
+
+
 def _add_operations(app: FastAPI, models: Models, metrics: GatewayMetrics) -> None:
+    readiness = _Readiness(models, time.monotonic)
+
     @app.get("/health/live", tags=["operations"], responses=HEALTHY)
     async def live() -> Response:
         """The process answers."""
@@ -139,21 +210,20 @@ def _add_operations(app: FastAPI, models: Models, metrics: GatewayMetrics) -> No
 
     @app.get("/health/ready", tags=["operations"], responses=READY)
     async def ready() -> Response:
-        """Requests are well placed here; else 503 with the reasons. Without any worker they are: the answer to them says so."""
-        reasons = [reason for model in models for reason in model.pool.not_ready()]
-        if reasons:
+        """Requests are well placed here; else 503 with the reasons. Without any worker they are: the answer to them says so.
+
+        A model whose workers are down fails alone; `unavailable` names it.
+        """
+        is_ready, unavailable = readiness.look()
+        if not is_ready:
+            reasons = [reason for reasons in unavailable.values() for reason in reasons]
             return JSONResponse({"status": "unavailable", "reasons": reasons}, status_code=503)
-        return JSONResponse({"status": "ok"})
+        return JSONResponse({"status": "ok", "unavailable": unavailable} if unavailable else {"status": "ok"})
 
     @app.get("/version", tags=["operations"], responses=VERSION)
     async def version() -> Response:
         """kvrelay's version."""
         return JSONResponse({"version": __version__})
-
-    @app.get("/debug/workers", tags=["operations"], response_model=None)
-    async def workers() -> Response:
-        """What this gateway knows of its workers, whom it only sends probes, and which way prompts went."""
-        return JSONResponse(known_workers(models))
 
     @app.get("/metrics", tags=["operations"], response_class=PlainTextResponse)
     async def prometheus() -> Response:

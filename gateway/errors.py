@@ -1,4 +1,4 @@
-"""Errors that a client sees, as OpenAI's error objects or TGI's; where they are answered with 503 or 429 they carry Retry-After."""
+"""Errors that a client sees, in the shapes of OpenAI's, TGI's and Anthropic's APIs; with 503 and 429 comes Retry-After."""
 
 from __future__ import annotations
 
@@ -124,6 +124,15 @@ class TooManyRequestsError(ApiError):
     code = "rate_limit_exceeded"
 
 
+class TokenBudgetError(TooManyRequestsError):
+    """This API key has used its tokens."""
+
+    @property
+    def type(self) -> str:
+        """OpenAI's word for what there is too much of."""
+        return "tokens"
+
+
 class HeadersTooLargeError(ApiError):
     """Request line and headers exceed the limit."""
 
@@ -198,3 +207,16 @@ def tgi_error(error: ApiError) -> tuple[int, dict[str, str]]:
         status = own_status or error.status
     body = {"error": f"{prefix}{error}", "error_type": kind}
     return status, body if error.request_id is None else {**body, "request_id": error.request_id}
+
+
+_ANTHROPIC_TYPES = {
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
+    429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error",
+}  # fmt: skip
+
+
+def anthropic_error(error: ApiError) -> tuple[int, dict[str, Any]]:
+    """Status and body for Anthropic's clients."""
+    kind = _ANTHROPIC_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+    body = {"type": "error", "error": {"type": kind, "message": str(error)}}
+    return error.status, body if error.request_id is None else {**body, "request_id": error.request_id}

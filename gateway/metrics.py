@@ -1,4 +1,7 @@
-"""The gateway's metrics. One TTFT, and the parts it is made of, each measured by whoever spent the time."""
+"""The gateway's metrics. One TTFT, and the parts it is made of, each measured by whoever spent the time.
+
+What depends on a model has the label ``model``. Whoever works for one model gets :class:`ModelMetrics`, and knows no label.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from enum import StrEnum
 from itertools import accumulate
+from typing import Generic, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
@@ -14,25 +18,27 @@ from prometheus_client.metrics_core import Metric
 
 from kvrelay.common.clock import Clock
 from kvrelay.common.logs import RareWarnings
+from kvrelay.wire.metrics import WireMetrics
+
+M = TypeVar("M", Counter, Gauge, Histogram)
 
 _LATENCY = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _ITL = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 
 
 class TokenMeter:
-    """Counts tokens and the times between them: all that every token moves, and every prompt before it is sent on.
+    """Counts one model's tokens and the times between them: all that every token moves, and every prompt before it is sent on.
 
     Prometheus' own metrics take a lock per number, and several microseconds per token; here the numbers are plain, and become
     metrics when they are read. On one thread.
     """
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self) -> None:
         self._num_prompt_tokens = 0
         self._num_tokens = 0
         self._num_cached_tokens = 0
         self._num_gaps = [0] * (len(_ITL) + 1)  # by bucket, the last one without a bound
         self._sum_s = 0.0
-        registry.register(self)
 
     def on_prompt(self, num_tokens: int) -> None:
         """A prompt of so many tokens is accepted."""
@@ -54,24 +60,52 @@ class TokenMeter:
         """Tokens of prompts, of output, and of prompts that were cached, so far."""
         return self._num_prompt_tokens, self._num_tokens, self._num_cached_tokens
 
+    @property
+    def gaps(self) -> tuple[list[float], float]:
+        """How many gaps were not above each bound, the last one infinite; and the seconds of all together."""
+        return list(accumulate(map(float, self._num_gaps))), self._sum_s
+
+
+class TokenMeters:
+    """Every model's, as metrics. Implements prometheus_client's Collector."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._meters: dict[str, TokenMeter] = {}
+        registry.register(self)
+
+    def of(self, model: str) -> TokenMeter:
+        """That of a model, made at the first call."""
+        return self._meters.setdefault(model, TokenMeter())
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """Tokens of prompts, of output, and of prompts that were cached, so far, of all models together."""
+        counts = [one.counts for one in self._meters.values()]
+        prompt, output, cached = (sum(part) for part in zip((0, 0, 0), *counts, strict=True))
+        return prompt, output, cached
+
     def collect(self) -> Iterator[Metric]:
         """The metrics. Called by the registry."""
-        yield CounterMetricFamily(
-            "kvrelay_gateway_prompt_tokens", "Prompt tokens accepted", value=self._num_prompt_tokens
+        names = (
+            ("kvrelay_gateway_prompt_tokens", "Prompt tokens accepted"),
+            ("kvrelay_gateway_output_tokens", "Tokens generated"),
+            ("kvrelay_gateway_cached_prompt_tokens", "Prompt tokens that workers had in their caches"),
         )
-        yield CounterMetricFamily(
-            "kvrelay_gateway_cached_prompt_tokens",
-            "Prompt tokens that workers had in their caches",
-            value=self._num_cached_tokens,
-        )
-        yield CounterMetricFamily("kvrelay_gateway_output_tokens", "Tokens generated", value=self._num_tokens)
+        for index, (name, text) in enumerate(names):
+            counter = CounterMetricFamily(name, text, labels=["model"])
+            for model, meter in self._meters.items():
+                counter.add_metric([model], meter.counts[index])
+            yield counter
         bounds = [*map(str, _ITL), "+Inf"]
-        yield HistogramMetricFamily(
+        histogram = HistogramMetricFamily(
             "kvrelay_inter_token_latency_seconds",
             "Time between two deliveries of tokens of a request",
-            buckets=list(zip(bounds, accumulate(map(float, self._num_gaps)), strict=True)),
-            sum_value=self._sum_s,
+            labels=["model"],
         )
+        for model, meter in self._meters.items():
+            counts, sum_s = meter.gaps
+            histogram.add_metric([model], buckets=list(zip(bounds, counts, strict=True)), sum_value=sum_s)
+        yield histogram
 
 
 class GatewayMetrics:
@@ -79,28 +113,23 @@ class GatewayMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
+        self.wire = WireMetrics(registry)
 
         def histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
-            return Histogram(f"kvrelay_{name}_seconds", text, labels, buckets=buckets, registry=registry)
+            return Histogram(f"kvrelay_{name}_seconds", text, ["model", *labels], buckets=buckets, registry=registry)
 
-        self.requests = Counter(
-            "kvrelay_requests_total",
-            "Requests by route and outcome: the HTTP status, client_left, or failed_mid_stream and client_behind of streams",
-            ["route", "outcome"],
-            registry=registry,
-        )
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"kvrelay_{name}_total", text, ["model", *labels], registry=registry)
+
+        def gauge(name: str, text: str, *labels: str) -> Gauge:
+            return Gauge(f"kvrelay_{name}", text, ["model", *labels], registry=registry)
+
         self.in_flight = Gauge("kvrelay_requests_in_flight", "Requests being served", registry=registry)
-        self.tokens = TokenMeter(registry)
-        self.attempts = Counter(
-            "kvrelay_attempts_total",
-            "Attempts by how they ended: finished, stopped (a stop string), given_up, moved, taken_back, or why they failed",
-            ["outcome"],
-            registry=registry,
-        )
-        self.prompt_ways = Counter(
-            "kvrelay_prompt_ways_total",
-            "Attempts by the way of their prompts, hand_off or local (computed by a decode worker), and why",
-            ["way", "reason"],
+        self.key_tokens = Counter(
+            "kvrelay_api_key_tokens_total",
+            "Tokens of requests that are over, by API key, model and kind: prompt, completion, and cached, those of prompts that "
+            "nobody had to compute",
+            ["key", "model", "kind"],
             registry=registry,
         )
         self.disconnects = Counter("kvrelay_client_disconnects_total", "Clients that left early", registry=registry)
@@ -110,40 +139,90 @@ class GatewayMetrics:
             ["reason"],
             registry=registry,
         )
-        self.queued = Gauge(
-            "kvrelay_requests_queued", "Requests that wait for a place on the workers", registry=registry
+        self.requests = counter(
+            "requests",
+            "Requests by model (if one was found), route and outcome: the HTTP status, client_left, or failed_mid_stream and "
+            "client_behind of streams",
+            "route",
+            "outcome",
         )
-        self.refused = Counter(
-            "kvrelay_refused_requests_total", "Requests that got no place, by reason", ["reason"], registry=registry
+        self.tokens = TokenMeters(registry)
+        self.attempts = counter(
+            "attempts",
+            "Attempts by how they ended: finished, stopped (a stop string), given_up, moved, taken_back, or why they failed",
+            "outcome",
         )
+        self.prompt_ways = counter(
+            "prompt_ways",
+            "Attempts by the way of their prompts, hand_off or local (computed by a decode worker), and why",
+            "way",
+            "reason",
+        )
+        self.queued = gauge("requests_queued", "Requests that wait for a place on the workers")
+        self.refused = counter("refused_requests", "Requests that got no place, by reason", "reason")
         self.queued_s = histogram("admission_wait", "How long requests that had to wait did so", _LATENCY)
-        self.workers_up = Gauge("kvrelay_workers_up", "Connected workers by role", ["role"], registry=registry)
-        self.workers_refused = Gauge(
-            "kvrelay_workers_refused", "Connected workers that are not used: other model or KV", registry=registry
+        self.workers_up = gauge("workers_up", "Connected workers by role", "role")
+        self.workers_refused = gauge("workers_refused", "Connected workers that are not used: other model or KV")
+        self.worker_requests = gauge(
+            "worker_requests", "Requests on the connected workers, as they last reported", "role", "state"
         )
-        self.worker_requests = Gauge(
-            "kvrelay_worker_requests",
-            "Requests on the connected workers, as they last reported",
-            ["role", "state"],
-            registry=registry,
-        )
-        self.worker_kv_blocks = Gauge(
-            "kvrelay_worker_kv_blocks",
+        self.worker_kv_blocks = gauge(
+            "worker_kv_blocks",
             "KV blocks of the connected workers, as they last reported; free ones may be cached",
-            ["role", "state"],
-            registry=registry,
+            "role",
+            "state",
         )
-        self.breakers_open = Gauge(
-            "kvrelay_circuit_breakers_open",
+        self.breakers_open = gauge(
+            "circuit_breakers_open",
             "Workers, and pairs of a prefill and a decode worker, that failed several requests and are only sent probes",
-            ["of"],
-            registry=registry,
+            "of",
         )
         self.ttft_s = histogram("time_to_first_token", "Request accepted until its first token", _LATENCY)
         self.e2e_s = histogram("request_duration", "Request accepted until its last token", _LATENCY)
         self.part_s = histogram(
             "ttft_part", "Parts of a request's start: accept, queue, prefill, transfer, first_step", _LATENCY, "part"
         )
+
+    def of_model(self, model: str) -> ModelMetrics:
+        """The part of one model. Made once per model."""
+        return ModelMetrics(self, model)
+
+
+class ModelMetrics:
+    """One model's metrics: those of :class:`GatewayMetrics` by the same names, the label ``model`` filled in."""
+
+    def __init__(self, of_all: GatewayMetrics, model: str) -> None:
+        self.registry = of_all.registry
+        self.wire = of_all.wire
+        self.tokens = of_all.tokens.of(model)
+        self.attempts = _Labelled(of_all.attempts, model)
+        self.prompt_ways = _Labelled(of_all.prompt_ways, model)
+        self.queued = of_all.queued.labels(model)
+        self.refused = _Labelled(of_all.refused, model)
+        self.queued_s = of_all.queued_s.labels(model)
+        self.workers_up = _Labelled(of_all.workers_up, model)
+        self.workers_refused = of_all.workers_refused.labels(model)
+        self.worker_requests = _Labelled(of_all.worker_requests, model)
+        self.worker_kv_blocks = _Labelled(of_all.worker_kv_blocks, model)
+        self.breakers_open = _Labelled(of_all.breakers_open, model)
+        self.ttft_s = of_all.ttft_s.labels(model)
+        self.e2e_s = of_all.e2e_s.labels(model)
+        self.part_s = _Labelled(of_all.part_s, model)
+
+
+class _Labelled(Generic[M]):
+    """A metric whose first label is known."""
+
+    _metric: M
+
+    def __init__(self, metric: M, first: str) -> None:
+        self._metric = metric
+        self._first = first
+
+    def labels(self, *others: str) -> M:
+        """As prometheus_client's."""
+        labelled: M = self._metric.labels(self._first, *others)
+        return labelled
 
 
 logger = logging.getLogger(__name__)

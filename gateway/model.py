@@ -6,24 +6,31 @@ Several models behind one gateway are several objects. Which of them a request i
 from __future__ import annotations
 
 import asyncio
+import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from kvrelay.common.adapter_files import AdapterRef
+from kvrelay.common.fair_queue import Flow
 from kvrelay.common.model_card import SharedLimits
+from kvrelay.gateway.adapters import AdapterRegistry
 from kvrelay.gateway.chat.dialect import Dialect
 from kvrelay.gateway.chat.template import ChatTemplate
 from kvrelay.gateway.errors import InvalidRequestError, ModelNotFoundError, UnavailableError
+from kvrelay.gateway.model_names import Alias
 from kvrelay.gateway.relay.relay import Relay
 from kvrelay.gateway.relay.request import GenerationRequest, GenerationSpec, PromptShare, RequestTimings
+from kvrelay.gateway.routing.split import share_of
 from kvrelay.gateway.text.output import Output, TextDelta, Usage
 from kvrelay.gateway.text.sampling import check_token_ids, sampling_params, word_ids
 from kvrelay.gateway.text.tokenizer import Tokenizer, check_text
 from kvrelay.gateway.workers.pool import WorkerPool
 
-_NO_NAMES = (None, "tgi", "dummy")  # what Hugging Face's clients send when nobody named a model
+_MAX_NAMED = 50  # in an error
+_NO_NAMES = ("tgi", "dummy")  # what Hugging Face's clients send when nobody named a model
 
 TakeNumbered = Callable[[int, TextDelta], None]
 """Takes what is new of one of several sequences, and which. Must not wait."""
@@ -49,21 +56,33 @@ class Model:
     """One model: its name, its files, and the workers that compute it. Shared by all routes, or by all requests of an executor."""
 
     def __init__(self, name: str, files: ModelFiles, relay: Relay) -> None:
-        self.name = name
+        self.name = self.base_name = name  # with an adapter, the two differ
         self.tokenizer = files.tokenizer
         self.template = files.template
         self.dialect = files.dialect
         self.relay = relay
+        self.adapter: AdapterRef | None = None  # that all its requests are computed with
+
+    def adapted(self, adapter: AdapterRef) -> Model:
+        """The same model with an adapter, by the adapter's name."""
+        model = copy.copy(self)
+        model.name, model.adapter = adapter.name, adapter
+        return model
 
     @property
     def pool(self) -> WorkerPool:
         """Its workers."""
         return self.relay.pool
 
-    def check(self) -> None:
-        """Raises UnavailableError if a request could only be refused. To be called before any work goes into it."""
+    @property
+    def is_up(self) -> bool:
+        """Whether there are workers that could generate."""
+        return not self.pool.absent and self.pool.limits is not None
+
+    def check(self, flow: Flow) -> None:
+        """Raises UnavailableError if a request of that flow could only be refused. To be called before any work goes into it."""
         self.limits()
-        self.relay.admission.check_not_full()
+        self.relay.admission.check_not_full(flow)
 
     def limits(self) -> SharedLimits:
         """What all workers that are up can do.
@@ -74,13 +93,13 @@ class Model:
         limits, absent = self.pool.limits, self.pool.absent
         if absent or limits is None:
             reasons = absent or [reason.split(" (")[0] for reason in self.pool.not_ready()]
-            raise UnavailableError(f"{'; '.join(reasons)}; try again later", retry_after_s=1.0)
+            raise UnavailableError(f"model {self.name!r}: {'; '.join(reasons)}; try again later", retry_after_s=1.0)
         return limits
 
     def system_fingerprint(self) -> str | None:
-        """Equal as long as model, weights and number format are; None while no worker is up."""
-        fingerprint = self.pool.fingerprint
-        return None if fingerprint is None else f"fp_{fingerprint.hex()[:12]}"
+        """Equal as long as model, weights, number format and adapter are; None while no worker is up."""
+        fingerprint, adapter = self.pool.fingerprint, "" if self.adapter is None else f"_{self.adapter.digest[:12]}"
+        return None if fingerprint is None else f"fp_{fingerprint.hex()[:12]}{adapter}"
 
     def encode(self, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
         """The tokens of a client's ``text``, at least one. Belongs aside. Raises InvalidRequestError naming ``param``."""
@@ -104,17 +123,18 @@ class Model:
         received_s: float,
         prompt_param: str,
         timeout_s: float = math.inf,
-        min_priority: int | None = None,
+        flow: Flow,
+        trace_id: str = "",
     ) -> list[GenerationRequest]:
         """All choices of all prompts, prompt by prompt.
 
         ``request_id``: nobody else's, as workers go by ids. ``received_s``: on the relay's clock.
-        ``prompt_param``: the prompts' field. ``timeout_s``: the client's; ``min_priority``: what its API key allows.
+        ``prompt_param``: the prompts' field. ``timeout_s``: the client's. ``flow``: whose requests they are.
+        ``trace_id``: of the trace that they are recorded in; empty: in none.
 
         Raises InvalidRequestError, or ContextLengthError, naming the field.
         """
         self._check_num_sequences(len(prompts), spec)
-        priority = spec.priority if min_priority is None else max(spec.priority, min_priority)
         limits = self.limits()
         bad_words = word_ids(spec.bad_words, self.tokenizer)
         sequences: list[GenerationRequest] = []
@@ -133,7 +153,18 @@ class Model:
                 name = f"{request_id}-{len(sequences)}" if sequences else request_id
                 timings = RequestTimings(received_s, prepared_s=self.relay.clock())
                 sequences.append(
-                    GenerationRequest(name, prompt, params, timings, spec, timeout_s, share, priority=priority)
+                    GenerationRequest(
+                        name,
+                        prompt,
+                        params,
+                        timings,
+                        spec,
+                        timeout_s,
+                        share,
+                        flow,
+                        trace_id=trace_id,
+                        adapter=self.adapter,
+                    )
                 )
         return sequences
 
@@ -180,25 +211,61 @@ class Model:
 
 
 class Models:
-    """The models behind one gateway, at least one."""
+    """The models behind one gateway, at least one, the names that lead to them, and the adapters of the first one."""
 
-    def __init__(self, models: Sequence[Model]) -> None:
-        self._by_name = {model.name: model for model in models}
+    def __init__(
+        self,
+        models: Sequence[Model],
+        adapters: AdapterRegistry | None = None,
+        aliases: Sequence[Alias] = (),
+        default: str | None = None,
+    ) -> None:
+        """``adapters``: None: there are none. ``default``: name of a model, or an alias, for requests that name none; None: the
+        first model."""
+        self._models = list(models)
+        by_name = {model.name: model for model in models}
+        self._shares: dict[str, list[tuple[Model, float]]] = {model.name: [(model, 1.0)] for model in models}
+        for alias in aliases:
+            self._shares[alias.name] = [(by_name[name], weight) for name, weight in alias.weights]
+        self._default = default or self._models[0].name
+        self.adapters = adapters
 
     def __iter__(self) -> Iterator[Model]:
-        return iter(self._by_name.values())
+        return iter(self._models)
 
-    def find(self, name: str | None) -> Model:
-        """The model that a request names, or the first one if it names none. Raises ModelNotFoundError."""
-        if name in _NO_NAMES and name not in self._by_name:
-            return next(iter(self))
-        return self.named(name or "")
+    def __contains__(self, name: object) -> bool:
+        return name in self._shares or (self.adapters is not None and name in self.adapters.refs)
 
-    def named(self, name: str) -> Model:
-        """Raises ModelNotFoundError."""
-        if name not in self._by_name:
-            served = ", ".join(map(repr, self._by_name))
-            raise ModelNotFoundError(
-                f"model {name[:200]!r} is not served here; this deployment serves {served}", param="model"
-            )
-        return self._by_name[name]
+    def has_own(self, name: str) -> bool:
+        """Whether a model or an alias has that name, under which no adapter is found."""
+        return name in self._shares
+
+    @property
+    def names(self) -> list[str]:
+        """All that a request may name: models, aliases, adapters. What one of them is called no later one is."""
+        adapters = () if self.adapters is None else self.adapters.refs
+        return list(dict.fromkeys([*self._shares, *adapters]))
+
+    def find(self, name: str | None, conversation: Callable[[], str] = str) -> Model:
+        """The model that a request names, or the default one if it names none. Raises ModelNotFoundError.
+
+        ``conversation``: what the requests of one conversation have in common. It is asked for only where an alias stands for
+        several models; without, all requests are of one conversation.
+        """
+        if name is None or (name in _NO_NAMES and name not in self):
+            name = self._default
+        shares = self.shares(name)
+        if len(shares) == 1:
+            return shares[0][0]
+        return shares[share_of(conversation(), name, [weight for _, weight in shares])][0]
+
+    def shares(self, name: str) -> Sequence[tuple[Model, float]]:
+        """What a name stands for: models, and the weight of each. Raises ModelNotFoundError."""
+        if name in self._shares:
+            return self._shares[name]
+        if self.adapters is not None and (adapter := self.adapters.refs.get(name)) is not None:
+            return [(self._models[0].adapted(adapter), 1.0)]
+        served = ", ".join(map(repr, self.names[:_MAX_NAMED]))
+        raise ModelNotFoundError(
+            f"model {name[:200]!r} is not served here; this deployment serves {served}", param="model"
+        )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from kvrelay.common.errors import SettingsError
-from kvrelay.common.settings import setting
-from kvrelay.wire.settings import KEYS_HELP
+from kvrelay.common.settings import closest, setting
+from kvrelay.gateway.model_names import Alias, NamedModel, is_address, is_label, worker_address
+from kvrelay.wire.settings import KEYS_HELP, SERVED_MODEL_NAME_HELP
 
 # Of how models write calls, and mark thoughts; kvrelay.gateway.chat knows what each means.
 TOOL_PARSERS = (
@@ -17,7 +19,7 @@ TOOL_PARSERS = (
 REASONING_PARSERS = ("auto", "none", "deepseek_r1", "mistral", "qwen3", "seed_oss")
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\sA-Z/?#@]+")
-_ADDRESS = re.compile(r"tcp://(\[[0-9A-Fa-f:.%]+\]|[^\s:/\[\]]+):(?P<port>[0-9]{1,5})|(ipc|inproc)://\S+")
+_HTTP_URL = re.compile(r"https?://[^\s/?#]+(/[^\s?#]*)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +32,17 @@ class DiscoverySettings:
         choices=("static", "kubernetes"),
     )
     prefill_workers: tuple[str, ...] = setting(
-        (), "ZeroMQ addresses of prefill workers, such as tcp://10.0.0.7:7100; without any, all prefill is local"
+        (),
+        "ZeroMQ addresses of prefill workers, such as tcp://10.0.0.7:7100, or MODEL=tcp://… if there are several models; without "
+        "any, all prefill is local",
     )
     decode_workers: tuple[str, ...] = setting(
-        ("tcp://127.0.0.1:7200",), "ZeroMQ addresses of decode workers, such as tcp://10.0.0.8:7200"
+        ("tcp://127.0.0.1:7200",), "ZeroMQ addresses of decode workers, such as tcp://10.0.0.8:7200, or MODEL=tcp://…"
     )
     namespace: str | None = setting(None, "Kubernetes namespace of the workers' pods; default: the gateway's own")
     worker_selector: str = setting(
-        "app.kubernetes.io/name=kvrelay", "labels of the workers' pods, which also have kvrelay.dev/role"
+        "app.kubernetes.io/name=kvrelay",
+        "labels of the workers' pods, which also have kvrelay.dev/role and, if there are several models, kvrelay.dev/model",
     )
 
     def __post_init__(self) -> None:
@@ -48,8 +53,7 @@ class DiscoverySettings:
             raise SettingsError("--decode-workers is empty: nobody could generate; name at least one, tcp://HOST:PORT")
         for name, addresses in (("prefill", self.prefill_workers), ("decode", self.decode_workers)):
             for address in addresses:
-                match = _ADDRESS.fullmatch(address)
-                if match is None or (match["port"] is not None and not 1 <= int(match["port"]) <= 65535):
+                if not is_address(address):
                     raise SettingsError(
                         f"--{name}-workers: {address!r} is no worker's address; write tcp://HOST:PORT (port 1 to 65535), "
                         "such as tcp://10.0.0.8:7200, or ipc://PATH"
@@ -133,6 +137,27 @@ class TlsSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class TraceSettings:
+    """Which requests are recorded as traces, and who gets them."""
+
+    trace_endpoint: str | None = setting(
+        None,
+        "OpenTelemetry collector that gets traces by OTLP over HTTP, such as http://collector:4318; default: no traces",
+    )
+    trace_sample: float = setting(
+        0.1, "part of the requests that are traced, of those whose traceparent does not decide it", minimum=0, maximum=1
+    )
+
+    def __post_init__(self) -> None:
+        """Raises SettingsError on an endpoint that is no URL."""
+        if self.trace_endpoint is not None and _HTTP_URL.fullmatch(self.trace_endpoint) is None:
+            raise SettingsError(
+                f"--trace-endpoint: {self.trace_endpoint!r} is no URL of a collector; write http://HOST:PORT or "
+                "https://HOST:PORT, such as http://collector:4318; /v1/traces is added"
+            )
+
+
+@dataclass(frozen=True, slots=True)
 class GatewaySettings:
     """The gateway's settings."""
 
@@ -140,8 +165,25 @@ class GatewaySettings:
     workers: DiscoverySettings
     http: HttpLimits = field(default_factory=HttpLimits)
     tls: TlsSettings = field(default_factory=TlsSettings)
-    model: str = setting("demo", "model directory, GGUF file, Hugging Face id, or 'demo'; only its tokenizer is loaded")
-    served_model_name: str | None = setting(None, "model name in the API; default: the model directory's name")
+    traces: TraceSettings = field(default_factory=TraceSettings)
+    model: tuple[str, ...] = setting(
+        ("demo",),
+        "model directory, GGUF file, Hugging Face id, or 'demo'; several of them, or NAME=MODEL each, are several models, with "
+        "workers of their own. The gateway loads only tokenizers",
+    )
+    served_model_name: str | None = setting(None, SERVED_MODEL_NAME_HELP)
+    alias: tuple[str, ...] = setting(
+        (),
+        "more names in the API: ALIAS=MODEL, or ALIAS=MODEL:WEIGHT+MODEL:WEIGHT, which gives each model a part of conversations",
+    )
+    default_model: str | None = setting(
+        None, "model, or alias, for requests that name none; default: the first of --model"
+    )
+    adapters: str | None = setting(
+        None,
+        "directory of adapters (LoRA, as PEFT saves them), each in a folder by its name; the same on workers and gateways; "
+        "default: none are served",
+    )
     tool_parser: str = setting(
         "auto",
         "how the model writes calls of functions: a family of models, what its chat template shows, or not at all",
@@ -164,13 +206,59 @@ class GatewaySettings:
     max_body_bytes: int = setting(4 * 2**20, "largest request body", unit="bytes", minimum=1024)
     drain_s: float = setting(30.0, "how long running requests may finish after SIGTERM", unit="s", minimum=0)
     log_level: str = setting("info", "how much is logged", choices=("debug", "info", "warning", "error"))
+    access_log: bool = setting(
+        False,
+        "whether each request is a line of the log: whose it was, how many tokens, how long it took; never its text",
+    )
     log_format: str = setting("text", "shape of log lines", choices=("text", "json"))
 
     def __post_init__(self) -> None:
-        """Raises SettingsError on an origin that no browser sends."""
+        """Raises SettingsError on an origin that no browser sends, and on models that cannot be told apart."""
         for origin in self.allowed_origins:
             if origin != "*" and _ORIGIN.fullmatch(origin) is None:
                 raise SettingsError(
                     f"--allowed-origins: {origin!r} is no origin; write https://HOST or https://HOST:PORT, in lower case and "
                     "without a path, or *"
                 )
+        if not self.model:
+            raise SettingsError("--model is empty: nothing could be served; name a model, such as demo")
+        if self.served_model_name is not None and len(self.model) > 1:
+            raise SettingsError(
+                f"--served-model-name is {self.served_model_name!r}, but there are {len(self.model)} models; write "
+                "--model NAME=MODEL for each"
+            )
+
+    def named_models(self) -> list[NamedModel]:
+        """The models; the only one by ``served_model_name``, if that is set."""
+        models = [NamedModel.of(text) for text in self.model]
+        return models if self.served_model_name is None else [NamedModel(self.served_model_name, models[0].path)]
+
+    def aliases_of(self, names: Collection[str]) -> list[Alias]:
+        """The aliases, now that the models' ``names`` are known. Raises SettingsError on what names another model."""
+        if len(names) < len(self.model):
+            raise SettingsError(f"--model: two models have one name among {', '.join(names)}; write NAME=MODEL")
+        aliases = [Alias.of(text, names) for text in self.alias]
+        known = [*names, *(alias.name for alias in aliases)]
+        if twice := [name for name in known if known.count(name) > 1]:
+            raise SettingsError(f"--alias: {twice[0]!r} is there twice; leave one out")
+        if self.default_model is not None and self.default_model not in known:
+            raise SettingsError(
+                f"--default-model: {self.default_model!r} is not served; {closest(self.default_model, known)}"
+            )
+        return aliases
+
+    def check_workers(self, names: Collection[str]) -> None:
+        """Raises SettingsError on workers that cannot be told by model."""
+        if self.workers.discovery == "kubernetes":
+            if len(names) > 1 and (wrong := [name for name in names if not is_label(name)]):
+                raise SettingsError(
+                    f"--model: {wrong[0]!r} cannot be the value of the label kvrelay.dev/model; write NAME={wrong[0]}, with at "
+                    "most 63 letters, digits, '-', '_' and '.'"
+                )
+            return
+        for text in (*self.workers.prefill_workers, *self.workers.decode_workers):
+            model, address = worker_address(text)
+            if not model and len(names) > 1:
+                raise SettingsError(f"{address} has no model, and there are {len(names)}; write MODEL={address}")
+            if model and model not in names:
+                raise SettingsError(f"{text}: {model!r} is not served; {closest(model, names)}")

@@ -83,6 +83,7 @@ def accumulate(
     query_positions,
     key_start,
     key_end,
+    first_seen,
     seq_len,
     table_ptr,
     head_ptr,
@@ -103,8 +104,8 @@ def accumulate(
 ):
     """The online softmax over the keys `[key_start, key_end)`: the new `acc`, `row_max` and `row_sum`.
 
-    Without MASKED every key is visible to every row. With LOOK_AHEAD a tile's block ids are loaded one iteration
-    before: the loads of keys, whose addresses they are, then wait for nothing.
+    Without MASKED every key is visible to every row. With a window none of them sees a key before `first_seen`. With LOOK_AHEAD
+    a tile's block ids are loaded one iteration before: the loads of keys, whose addresses they are, then wait for nothing.
     """
     dims = tl.arange(0, HEAD_DIM_PAD)
     if LOOK_AHEAD:
@@ -114,6 +115,8 @@ def accumulate(
         positions = tile_start + tl.arange(0, KEYS)
         # Whatever lies past seq_len in the last block is old data, NaN included: never load it.
         present = positions < seq_len
+        if HAS_WINDOW:  # nor what fell out of the window: its block may be anybody's by now
+            present = present & (positions >= first_seen)
         if LOOK_AHEAD:
             blocks = next_blocks
             next_positions = positions + KEYS

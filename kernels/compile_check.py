@@ -35,6 +35,8 @@ from kvrelay.kernels import (
     decode_splits,
     group_scaled_linear,
     grouped_linear,
+    latent_attention,
+    low_rank,
     norm,
     penalties,
     prefill_attention,
@@ -62,6 +64,10 @@ _KERNELS = {
         group_scaled_linear._dequantise_groups_kernel,
         group_scaled_linear._group_scaled_linear_kernel,
         grouped_linear._grouped_linear_kernel,
+        latent_attention._latent_prefill_kernel,
+        latent_attention._latent_split_kernel,
+        low_rank._expand_kernel,
+        low_rank._shrink_kernel,
         norm._rms_norm_kernel,
         penalties._penalties_kernel,
         prefill_attention._prefill_attention_kernel,
@@ -212,6 +218,22 @@ def _attention_launches(
     return _record(case, call)
 
 
+def _latent_launches(num_q_heads: int, dtype: torch.dtype) -> list[Launch]:
+    """DeepSeek's sizes. The combine kernel has more numbers for each head there."""
+    rank, size = 512, 576
+    pool, q = torch.empty((2, 2, 1, 1, 16, size), dtype=dtype), torch.empty((4, num_q_heads, size), dtype=dtype)
+    out = torch.empty((4, num_q_heads, rank), dtype=dtype)
+    tables, lens = torch.empty((4, 8), dtype=torch.int32), torch.empty((5,), dtype=torch.int32)
+    workspace = decode_attention.DecodeWorkspace.allocate(4, num_q_heads, rank, 33, "cpu")
+    options: dict[str, Any] = {"rank": rank, "scale": 0.1, "out": out}
+
+    def call() -> None:
+        latent_attention.latent_prefill_attention(q, pool, 1, tables, lens, lens[:4], max_query_len=4, **options)
+        latent_attention.latent_decode_attention(q, pool, 1, tables, lens[:4], workspace=workspace, **options)
+
+    return _record(f"{_NAMES[dtype]} latents of 512 + 64, {num_q_heads} heads", call)
+
+
 def _box_launches(target: Target) -> list[Launch]:
     """Prefill attention over blocks of 64 tokens, where its tiles are loaded as boxes."""
     backend, arch = target
@@ -315,6 +337,24 @@ def _expert_launches() -> list[Launch]:
     return found
 
 
+def _adapter_launches() -> list[Launch]:
+    """Every tiling over q, k and v of Llama-3-8B; o, whose inputs are as many, as the shape of one part."""
+    found: list[Launch] = []
+    for tiling, name, dtype in (
+        (low_rank.FEW_ROWS, "few rows", torch.bfloat16),
+        (low_rank.MANY_ROWS, "many rows", torch.bfloat16),
+        (low_rank.FP32_ROWS, "any rows", torch.float32),
+    ):
+        for widths in ((4096, 1024, 1024), (4096,)):
+            table = low_rank.LowRankTable(1, 4096, widths, 256, dtype, torch.device("cpu"))
+            x, out = torch.empty((4, 4096), dtype=dtype), torch.empty((4, sum(widths)), dtype=dtype)
+            rows = torch.empty((4,), dtype=torch.int64)
+            adapted = low_rank.AdaptedRows(tiling, rows, torch.empty((4, 3), dtype=torch.int32))
+            case = f"{_NAMES[dtype]} {'+'.join(map(str, widths))}, {name}"
+            found += _record(case, partial(low_rank.add_low_rank, x, out, table, adapted))
+    return found
+
+
 def launches(target: Target) -> list[Launch]:
     """The representative specialisations for a target: SmolLM2-135M, Llama-3-8B, Gemma 2, gpt-oss, the edges of the tile tables."""
     # What a wrapper asks the device that it launches on.
@@ -363,7 +403,8 @@ def _all_launches() -> list[Launch]:
             is_representative |= launch.case == "bf16 d128 32/8 fp8 pool"
         if is_representative or launch.kernel.startswith(("_prefill", "_decode_split")):
             found.append(launch)
-    return [*found, *_linear_launches(), *_group_scaled_launches(), *_expert_launches()]
+    found += [*_latent_launches(128, bf16), *_latent_launches(16, bf16)]
+    return [*found, *_linear_launches(), *_group_scaled_launches(), *_expert_launches(), *_adapter_launches()]
 
 
 def compile_launch(launch: Launch, target: Target) -> KernelResources:

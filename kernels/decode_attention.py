@@ -161,7 +161,10 @@ def _low_halves(pairs):
     return (pairs & 255).to(tl.int8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
 
 
-@triton.jit(do_not_specialize=["num_seqs", "block_tables_stride_seq"])
+# One of several groups of layers has its tables behind another's: wherever they begin, it is the same kernel.
+@triton.jit(
+    do_not_specialize=["num_seqs", "block_tables_stride_seq"], do_not_specialize_on_alignment=["block_tables_ptr"]
+)
 @no_type_check
 def _decode_split_kernel(
     q_ptr,

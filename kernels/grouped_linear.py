@@ -39,7 +39,7 @@ class Routes:
 
 
 def plan_routes(expert_ids: torch.Tensor, num_experts: int) -> Routes:
-    """The routes of `expert_ids` `[num_tokens, k]`, each `0 <= id < num_experts`."""
+    """The routes of `expert_ids` `[num_tokens, k]`, each `0 <= id <= num_experts`; the last one is nobody's, and not computed."""
     ordered, order = expert_ids.flatten().sort(stable=True)
     firsts = torch.arange(num_experts + 1, dtype=ordered.dtype, device=ordered.device)
     return Routes(order, torch.searchsorted(ordered, firsts, out_int32=True))
@@ -168,7 +168,7 @@ def grouped_linear(
         factors: `num_routes` numbers of a float dtype, contiguous, or None: of each route's whole result.
 
     Returns:
-        A new tensor `[num_routes, out_features]` in the dtype of `x`, in the routes' own order.
+        A new tensor `[num_routes, out_features]` in the dtype of `x`, in the routes' own order. Rows of nobody's routes are any.
 
     Raises:
         ValueError: wrong shape, dtype or stride.

@@ -60,7 +60,7 @@ def _saturated(values, scale):
     return tl.minimum(tl.maximum(tl.div_rn(values.to(tl.float32), scale), -_FP8_MAX), _FP8_MAX).to(tl.float8e4nv)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slot_mapping_ptr"])
 @no_type_check
 def _rotary_kv_write_kernel(
     q_ptr,

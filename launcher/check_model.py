@@ -13,7 +13,7 @@ import click
 import transformers
 
 from kvrelay.common.errors import KvrelayError, ModelError
-from kvrelay.common.kv_geometry import KvGeometry, KvGroup
+from kvrelay.common.kv_geometry import GroupKind, KvGeometry, KvGroup
 from kvrelay.engine.outline import ModelOutline, check_files, compare, outline_model, write_random_weights
 from kvrelay.engine.settings import KvSettings, prompt_step_tokens
 from kvrelay.launcher.models import find_configuration
@@ -164,15 +164,16 @@ def _token_text(geometry: KvGeometry) -> str:
 
 def _group_text(group: KvGroup) -> str:
     sizes = f"{group.key_size}" if group.key_size == group.value_size else f"{group.key_size} and {group.value_size}"
-    return (
-        f"{group.kind}: {len(group.layers)} layers, {group.num_kv_heads} heads of {sizes} in {group.dtype}, "
-        f"{group.token_nbytes:,} bytes per token"
-    )
+    window = "" if group.window is None else f" of {group.window:,} tokens"
+    is_latent = group.kind is GroupKind.LATENT
+    kept = f"{group.key_size} numbers for all heads" if is_latent else f"{group.num_kv_heads} heads of {sizes}"
+    return f"{group.kind}{window}: {len(group.layers)} layers, {kept} in {group.dtype}, {group.token_nbytes:,} bytes per token"
 
 
 def _group_json(group: KvGroup) -> dict[str, Any]:
     return {
         "kind": str(group.kind),
+        "window": group.window,
         "num_layers": len(group.layers),
         "num_kv_heads": group.num_kv_heads,
         "key_size": group.key_size,

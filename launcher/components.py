@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, TypeVar
 
-from kvrelay.launcher.models import resolve_model, served_name
+from kvrelay.launcher.models import resolve_model, with_directories
 
 if TYPE_CHECKING:
     from kvrelay.decode_worker.settings import DecodeSettings
@@ -19,9 +19,8 @@ def run_gateway(settings: GatewaySettings) -> int:
     """Serve HTTP until SIGTERM; returns the exit code."""
     from kvrelay.gateway.main import serve  # noqa: PLC0415 - each component imports only what it needs
 
-    directory = resolve_model(settings.model, needs_weights=False)
-    name = settings.served_model_name or served_name(settings.model, directory)
-    return serve(dataclasses.replace(settings, model=str(directory), served_model_name=name))
+    directories = [resolve_model(model.path, needs_weights=False) for model in settings.named_models()]
+    return serve(dataclasses.replace(settings, **with_directories(settings, directories)))
 
 
 def run_prefill_worker(settings: PrefillSettings) -> int:

@@ -16,10 +16,13 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-from kvrelay.common.errors import ModelError
+from kvrelay.common.errors import ModelError, SettingsError
+from kvrelay.gateway.model_names import NamedModel
+from kvrelay.gateway.settings import GatewaySettings
 from kvrelay.launcher.atomic_dir import build_once
 from kvrelay.launcher.errors import DownloadError
 from kvrelay.launcher.progress import announce
@@ -75,6 +78,26 @@ def find_configuration(name: str) -> Path:
 def served_name(name: str, directory: Path) -> str:
     """What clients call the model: the Hugging Face id, or the directory's name."""
     return directory.name if name == "demo" or Path(name).expanduser().exists() else name
+
+
+def with_directories(settings: GatewaySettings, directories: Sequence[Path]) -> dict[str, Any]:
+    """A gateway's settings of its models, each by its name and in its directory, which are in the order of ``--model``.
+
+    Raises SettingsError on a name that only a model that is alone can have.
+    """
+    models = settings.named_models()
+    names = [model.name or served_name(model.path, one) for model, one in zip(models, directories, strict=True)]
+    if len(models) == 1:
+        return {"model": (str(directories[0]),), "served_model_name": names[0]}
+    if len(set(names)) < len(names):
+        raise SettingsError(f"--model: two models have one name among {', '.join(names)}; write NAME=MODEL")
+    texts = tuple(f"{name}={directory}" for name, directory in zip(names, directories, strict=True))
+    for name, text, model in zip(names, texts, models, strict=True):
+        if NamedModel.of(text).name != name:
+            raise SettingsError(
+                f"--model: {name!r} cannot be the name of one of several models; write NAME={model.path}"
+            )
+    return {"model": texts, "served_model_name": None}
 
 
 def models_cache() -> Path:

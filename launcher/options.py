@@ -56,11 +56,17 @@ class Options(Generic[T]):
     ) -> T:
         """Make it from what the command line gave, the environment, and the config file that either of them names.
 
-        ``flags`` are click's parameters (None: not given). ``others``: variables of other commands, which mean nothing here. Raises
-        SettingsError that names the setting, the value, the limit and where the value came from; a bad value is an error
-        also if a stronger source overrides it.
+        ``flags`` are click's parameters (None, or of a list (): not given). ``others``: variables of other commands, which mean
+        nothing here. Raises SettingsError that names the setting, the value, the limit and where the value came from; a bad value
+        is an error also if a stronger source overrides it.
         """
-        given = {name: value for name, value in flags.items() if value is not None and name != CONFIG_PARAMETER}
+        given = {
+            name: ",".join(value)
+            if isinstance(value, tuple)
+            else value  # of an option that may be given again and again
+            for name, value in flags.items()
+            if value not in (None, ()) and name != CONFIG_PARAMETER
+        }
         # An empty variable means "not set": charts and compose files write those for values nobody gave.
         variables = {name: text for name, text in environment.items() if name.startswith(_PREFIX) and text}
         config_file = flags.get(CONFIG_PARAMETER) or variables.get(_CONFIG_VARIABLE)
@@ -118,7 +124,7 @@ def _option(info: SettingInfo) -> click.Option:
         metavar = "|".join(info.choices)
     else:
         metavar = {str: "TEXT", int: "N", float: "X", bool: "BOOL"}[info.kind] + (",…" if info.is_list else "")
-    return click.Option([info.flag, info.name], default=None, metavar=metavar, help=_help(info))
+    return click.Option([info.flag, info.name], default=None, metavar=metavar, help=_help(info), multiple=info.is_list)
 
 
 def _help(info: SettingInfo) -> str:

@@ -58,8 +58,10 @@ class LocalSettings:
         own = {info.name for info in describe(DeploymentSettings)}
         deployment = build(DeploymentSettings, {name: value for name, value in checked.items() if name in own})
         components = {name: value for name, value in checked.items() if name not in own and value is not None}
-        _, _, gateway = (build(component, options_for(component, components)) for component in COMPONENTS)
-        assert isinstance(gateway, GatewaySettings)
+        gateway = build(GatewaySettings, options_for(GatewaySettings, components))
+        of_workers = {name: value for name, value in components.items() if name != "model"}  # each serves one of them
+        for component in (DecodeSettings, PrefillSettings):
+            build(component, options_for(component, of_workers))
         return cls(deployment, gateway, components)
 
 
@@ -70,10 +72,16 @@ def options_for(component: type, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def local_infos() -> list[SettingInfo]:
-    """All options of ``kvrelay local``: its own, then the components'. Where their defaults differ, each keeps its own."""
+    """All options of ``kvrelay local``: its own, then the components'. Where their defaults differ, each keeps its own.
+
+    The models are the gateway's: each of them gets workers.
+    """
     found = {info.name: info for info in describe(DeploymentSettings)}
     own = frozenset(found)
     for info in (info for component in COMPONENTS for info in describe(component)):
+        if info.name == "model":
+            found[info.name] = info
+            continue
         first = found.setdefault(info.name, info)
         if info.name in own or first.default == info.default:
             continue

@@ -6,10 +6,12 @@ On a terminal until Ctrl-C, also while the gateway is away; elsewhere it shows o
 from __future__ import annotations
 
 import json
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from http.client import HTTPException
 from typing import Any
 from urllib.parse import urlsplit
@@ -51,6 +53,36 @@ def run(url: str, api_key: str | None, console: Console) -> int:
             time.sleep(_AGAIN_S)
 
 
+class Picture:
+    """The last picture of a gateway, for who shows it beside something else: empty while there is none."""
+
+    def __init__(self, url: str) -> None:
+        """Raises SettingsError on a URL that is none."""
+        self.last: RenderableType = ""  # may be read on any thread
+        self._request = _request(url, None)
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Keep it up to date, on a thread of its own, whether the gateway is there, comes or goes."""
+        is_over = threading.Event()
+
+        def watch() -> None:
+            while not is_over.is_set():
+                with suppress(AnswerError):
+                    for picture in _pictures(self._request):
+                        self.last = picture
+                        if is_over.is_set():
+                            return
+                self.last = ""
+                is_over.wait(_AGAIN_S)
+
+        threading.Thread(target=watch, name="picture", daemon=True).start()
+        try:
+            yield
+        finally:
+            is_over.set()
+
+
 def render(known: dict[str, Any], state: dict[str, Any]) -> Group:
     """The last ``roster`` and ``state`` of the feed (gateway/desk/snapshot.py), for a terminal."""
     figures = state["figures"]
@@ -76,6 +108,9 @@ def render(known: dict[str, Any], state: dict[str, Any]) -> Group:
 def _workers(known: list[dict[str, Any]], state: dict[str, Any]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("worker", no_wrap=True)
+    shows_models = len({worker["model"] for worker in known}) > 1
+    if shows_models:
+        table.add_column("model")
     for title in ("role", "state"):
         table.add_column(title)
     for title in ("running", "waiting", "tokens waiting", "KV in use", "prompt tokens/s", "handed over/s"):
@@ -94,6 +129,7 @@ def _workers(known: list[dict[str, Any]], state: dict[str, Any]) -> Table:
         most, num_blocks = worker.get("max_running"), worker.get("num_blocks")
         table.add_row(
             Text(_plain(worker.get("name") or worker["address"])),
+            *([Text(_plain(worker["model"]))] if shows_models else []),
             Text(_plain(worker["role"])),
             word,
             f"{num_running}/{most}" if most else str(num_running),

@@ -67,7 +67,7 @@ def step_tokens(
 def turns(
     line: Seq[Prompt], num_tokens: int, now_s: float, ttft_budget_s: float, cost: StepCost | None, block_size: int
 ) -> list[Turn]:
-    """In which order the prompts of ``line`` (in order of arrival) share a step of ``num_tokens``. Each comes once."""
+    """In which order the prompts of ``line``, the next one first, share a step of ``num_tokens``. Each comes once."""
     in_order = [Turn(index) for index in range(len(line))]
     num_left = [prompt.num_tokens for prompt in line]
     first = in_the_way(num_left, num_tokens)

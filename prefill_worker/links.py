@@ -88,7 +88,7 @@ class _Peer:
         if welcome.data_address is None:
             self._refuse(FailureCode.INVALID, f"{self.address} is a {welcome.role} worker: it takes no KV blocks")
             return
-        setup, nbytes = self._links.setup, self._links.card.block_nbytes
+        setup, nbytes = self._links.setup, self._links.card.layout.geometry.physical_nbytes
         self._sender = setup.network.block_sender(
             data_address(self.address, welcome.data_address),
             metrics=self._links.metrics,

@@ -1,4 +1,4 @@
-"""Which prompt tokens to compute next: chunked prefill under a token budget, in order of arrival.
+"""Which prompt tokens to compute next: chunked prefill under a token budget, in fair order (:mod:`kvrelay.common.fair_queue`).
 
 ``step()`` of the prefill worker is schedule → run → postprocess. A prompt gets all its blocks when it is admitted, starts
 behind its cached prefix, and is computed in chunks; several prompts share a step. How large a step is, and who may overtake a
@@ -10,7 +10,6 @@ Runs on the model thread alone. Knows no sockets and no clock.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence as Seq
 
 from kvrelay.common.sampling import SampledToken
@@ -20,7 +19,7 @@ from kvrelay.engine.step.plan import RowResult
 from kvrelay.engine.step.sequence import Sequence, SequenceStatus
 from kvrelay.prefill_worker.chunking import Prompt, step_tokens, turns
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
-from kvrelay.worker.scheduler import Progress, Schedule, Scheduler, among, arrival, progress_of
+from kvrelay.worker.scheduler import Progress, Schedule, Scheduler, among, progress_of
 from kvrelay.worker.step_cost import StepCosts
 from kvrelay.worker.suspects import Key
 
@@ -40,7 +39,7 @@ class PrefillScheduler(Scheduler):
         """Queue a prompt."""
         num_blocks = self._blocks.num_cached_prefix(self._reusable_hashes(sequence))
         self._num_cached[sequence.key] = num_blocks * self._blocks.block_size
-        self.waiting.append(sequence)
+        self._wait(sequence)
 
     def observe(self, rows: Seq[StepRow], step_s: float) -> None:
         """The step of ``rows`` took so long: what the next one's size follows from."""
@@ -56,21 +55,26 @@ class PrefillScheduler(Scheduler):
         return found
 
     def schedule(self, now_s: float, group: frozenset[Key] | None = None) -> Schedule:
-        """See Scheduler. Chunks of prompts, in order of arrival but for those that overtake."""
-        line = among(group, list(heapq.merge(self.running, self.waiting, key=arrival)))
+        """See Scheduler. Chunks of prompts, in fair order but for those that overtake."""
+        line = among(group, self._fair.in_order(self.running + self.waiting, now_s))
         prompts = [self._in_line(sequence) for sequence in line]
         block_size, cost = self._blocks.block_size, self._costs.cost
         budget = step_tokens(self._ttft_budget_s, cost, self._max_batched_tokens, block_size, self._costs.largest_step)
         plan = Schedule(rows=[])
         has_room = True
+        for sequence in self.running:  # whoever shared blocks with it may have let go of them
+            if sequence.num_blocks < self._blocks.num_blocks_for(sequence.num_tokens):
+                self._slide(sequence)
         for turn in turns(prompts, budget, now_s, self._ttft_budget_s, cost, block_size):
             sequence, share = line[turn.index], budget if turn.max_tokens is None else min(budget, turn.max_tokens)
+            if sequence.status is SequenceStatus.RUNNING:
+                share = min(share, sequence.num_blocks * block_size - sequence.num_computed_tokens)
             num_tokens = self._chunk(prompts[turn.index].num_tokens, sequence, share)
-            if num_tokens == 0 and plan.rows:
+            if share == 0 or (num_tokens == 0 and plan.rows):
                 continue
             if sequence.status is SequenceStatus.WAITING:
                 # Nobody starts before one that has no room: it would wait for ever.
-                has_room = has_room and len(self.running) < self._max_num_seqs and self._admit(sequence)
+                has_room = has_room and len(self.running) < self._max_num_seqs and self._admit(sequence, now_s)
                 if not has_room:
                     continue
                 plan.admitted.append(sequence)
@@ -91,7 +95,7 @@ class PrefillScheduler(Scheduler):
             self._advance(sequence, row.num_tokens)
             num_ready_blocks = sequence.num_computed_tokens // self._blocks.block_size
             if token is not None:
-                num_ready_blocks = len(sequence.block_table)
+                num_ready_blocks = self._blocks.num_blocks_for(sequence.num_computed_tokens)
                 self.running.remove(sequence)
                 # A beam search's first tokens are chosen by the decode worker, from the candidates that come with this one.
                 if sequence.sampling.beam_search is None:
@@ -117,11 +121,12 @@ class PrefillScheduler(Scheduler):
         # With blocks that are large for a step it would cost too much of it.
         return max(0, share - num_past) if 8 * num_past <= self._max_batched_tokens else share
 
-    def _admit(self, sequence: Sequence) -> bool:
+    def _admit(self, sequence: Sequence, now_s: float) -> bool:
         """Let a waiting prompt run; False if there are no blocks for it."""
         if not self._allocate(sequence):
             return False
         self.waiting.remove(sequence)
         del self._num_cached[sequence.key]
+        self._fair.begin(sequence, now_s)
         self._run(sequence)
         return True

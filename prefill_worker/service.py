@@ -22,7 +22,6 @@ from kvrelay.wire.messages import (
     Offer,
     Role,
     Submit,
-    Timings,
     TokenDelta,
     Tokens,
 )
@@ -31,7 +30,7 @@ from kvrelay.worker.entries import Entry, Phase
 from kvrelay.worker.model_worker import Report
 from kvrelay.worker.scheduler import Progress
 from kvrelay.worker.service import Service
-from kvrelay.worker.submit import WorkerIdentity, deadline_of, guide_failed
+from kvrelay.worker.submit import WorkerIdentity, guide_failed
 from kvrelay.worker.suspects import Key
 
 _SEND_TIMEOUT_S = 5.0  # for what ZeroMQ has of an entry that nobody wants any more to leave this process
@@ -47,7 +46,7 @@ class PrefillEntry(Entry):
     decode_address: str  # of the worker that it is handed over to
     num_ready_blocks: int = 0
     awaits_link: bool = False  # started, but the link to that worker is not up
-    commit: tuple[SampledToken, Timings] | None = None  # computed, for a link that is not up yet
+    commit: SampledToken | None = None  # computed, for a link that is not up yet
 
     @property
     def num_earlier_tokens(self) -> int:
@@ -85,7 +84,8 @@ class PrefillService(Service[PrefillEntry]):
         return PrefillEntry(
             sequence=sequence,
             gateway_id=gateway_id,
-            deadline_s=deadline_of(submit, sequence.arrival_s),
+            adapter=submit.adapter,
+            deadline_s=sequence.deadline_s,
             submit=submit,
             block_hashes=sequence.chain.hashes_of_all(submit.token_ids),
             decode_address=submit.decode.address,
@@ -118,13 +118,16 @@ class PrefillService(Service[PrefillEntry]):
             timeout_s=None if math.isinf(entry.deadline_s) else entry.deadline_s - self.clock(),
             retention=submit.retention,
             cache_salt=submit.cache_salt,
+            trace_id=submit.trace_id,
+            adapter=submit.adapter,
+            flow=submit.flow,
         )
         entry.awaits_link, entry.hand_off_holds = False, True
         entry.num_ready_blocks = max(entry.num_ready_blocks, sequence.num_cached_tokens // self.blocks.block_size)
-        self._transfers.open(entry.key, link, offer, list(sequence.block_table))
+        self._transfers.open(entry.key, link, offer, sequence.block_tables)
         self._transfers.blocks_ready(entry.key, entry.num_ready_blocks)
         if entry.commit is not None:
-            self._commit(entry, *entry.commit)
+            self._commit(entry, entry.commit)
 
     def on_progress(self, report: Report) -> None:
         """Ship what is computed."""
@@ -144,11 +147,9 @@ class PrefillService(Service[PrefillEntry]):
 
     def _on_first_token(self, entry: PrefillEntry, new: Progress, token: SampledToken) -> None:
         """Tell the gateway at once, and commit."""
-        sequence, now_s = entry.sequence, self.clock()
+        sequence = entry.sequence
         if new.failure is not None:
             return self.close(entry, guide_failed(entry.key, new.failure))
-        started_s = now_s if entry.started_s is None else entry.started_s
-        timings = Timings(queue_s=started_s - sequence.arrival_s, prefill_s=now_s - started_s)
         delta = TokenDelta(
             request_id=sequence.request_id,
             attempt=sequence.attempt,
@@ -156,7 +157,7 @@ class PrefillService(Service[PrefillEntry]):
             tokens=[] if sequence.sampling.beam_search is not None else [token],
             finish_reason=new.finish_reason,
             num_cached_tokens=new.num_cached_tokens,
-            timings=timings,
+            timings=entry.prefill_timings(self.clock()),
             prompt_logprobs=new.prompt_logprobs,
         )
         if new.finish_reason is not None:
@@ -164,12 +165,12 @@ class PrefillService(Service[PrefillEntry]):
         self.ports.send(Role.GATEWAY, entry.gateway_id, Tokens(items=[delta]))
         entry.advance(Phase.HANDING_OVER)
         if entry.hand_off_holds:
-            self._commit(entry, token, timings)
+            self._commit(entry, token)
         else:
-            entry.commit = (token, timings)
+            entry.commit = token
 
-    def _commit(self, entry: PrefillEntry, token: SampledToken, timings: Timings) -> None:
-        self._transfers.commit(entry.key, token, entry.sequence.num_cached_tokens, timings)
+    def _commit(self, entry: PrefillEntry, token: SampledToken) -> None:
+        self._transfers.commit(entry.key, token, entry.sequence.num_cached_tokens)
 
     # -- decode workers: LinkHandler and TransferHandler -----------------------------------------------------------
 

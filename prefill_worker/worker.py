@@ -33,10 +33,11 @@ class PrefillWorker(Worker[PrefillService]):
         transfer_settings: TransferSettings | None = None,
     ) -> None:
         super().__init__(engine, settings, setup, PrefillScheduler, PrefillService)
-        service, clock = self.service, setup.network.clock
-        self._links = DecodeLinks(engine.card, setup, service, self._wire_metrics)
+        service, clock, card = self.service, setup.network.clock, engine.card
+        self._links = DecodeLinks(card, setup, service, self._wire_metrics)
+        settings_of_transfers = transfer_settings or TransferSettings()
         transfers = TransferTable(
-            engine.store, service, transfer_settings or TransferSettings(), self._wire_metrics, clock
+            engine.store, card.layout.geometry, service, settings_of_transfers, self._wire_metrics, clock
         )
         service.attach(self._links, transfers)
         _add_load_gauges(service, setup.registry)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
@@ -10,11 +11,35 @@ import numpy.typing as npt
 
 from kvrelay.common.sampling import Guide, GuideKind, SamplingParams
 from kvrelay.engine.guides.guidance import GuideRefusal, GuideResult
+from kvrelay.engine.step.sequence import GuideState
 
 
 def tokens_guide(*token_ids: int) -> Guide:
     """A guide to this output; a -1 in it is a place where nothing may come."""
     return Guide(kind=GuideKind.REGEX, text=" ".join(map(str, token_ids)))
+
+
+def num_allowed(state: GuideState, draft: Seq[int]) -> int:
+    """See GuideState; of a state that can be copied."""
+    state = copy.copy(state)
+    for place, token_id in enumerate(draft):
+        if state.is_complete:
+            return place
+        try:
+            state.accept(token_id)
+        except ValueError:
+            return place
+    return len(draft)
+
+
+def fill_along(state: GuideState, bitmask: npt.NDArray[np.int32], draft: Seq[int]) -> None:
+    """See GuideState; of a state that can be copied."""
+    state = copy.copy(state)
+    for words, token_id in zip(bitmask, draft, strict=True):
+        state.accept(token_id)
+        if state.is_complete:
+            return
+        state.fill(words)
 
 
 class TokensState:
@@ -27,6 +52,12 @@ class TokensState:
         bitmask[:] = 0
         if self.left[0] >= 0:
             bitmask.view(np.uint32)[self.left[0] // 32] = 1 << self.left[0] % 32
+
+    def num_allowed(self, draft: Seq[int]) -> int:
+        return num_allowed(self, draft)
+
+    def fill_along(self, bitmask: npt.NDArray[np.int32], draft: Seq[int]) -> None:
+        fill_along(self, bitmask, draft)
 
     def accept(self, token_id: int) -> None:
         if token_id != self.left[0]:
@@ -49,6 +80,12 @@ class ChainState:
         assert self._num_left > 0, "asked behind its end"
         may_come = np.arange(32 * len(bitmask)) % 3 == self._residue
         bitmask[:] = np.packbits(may_come, bitorder="little").view(np.int32)
+
+    def num_allowed(self, draft: Seq[int]) -> int:
+        return num_allowed(self, draft)
+
+    def fill_along(self, bitmask: npt.NDArray[np.int32], draft: Seq[int]) -> None:
+        fill_along(self, bitmask, draft)
 
     def accept(self, token_id: int) -> None:
         if self._num_left == 0 or token_id % 3 != self._residue:

@@ -24,8 +24,8 @@ Schema = dict[str, Any]
 # What the chart itself sets: where a pod listens, what it finds, which model it serves.
 OF_THE_CHART = {
     "address", "admin_host", "admin_port", "api_keys", "data_address", "decode_workers", "device", "discovery", "host",
-    "insecure", "keys", "model", "namespace", "port", "prefill_workers", "served_model_name", "tls_cert", "tls_key", "worker_id",
-    "worker_selector",
+    "insecure", "keys", "model", "namespace", "port", "prefill_workers", "served_model_name", "tensor_parallel", "tls_cert",
+    "tls_key", "worker_id", "worker_selector",
 }  # fmt: skip
 
 TEXT: Schema = {"type": "string"}
@@ -108,8 +108,13 @@ def component(settings: type, **more: Schema) -> Schema:
 
 def worker(settings: type) -> Schema:
     """A pool of workers."""
+    (ranks,) = [info for info in describe(settings) if info.name == "tensor_parallel"]
     return component(
-        settings, gpu=closed(resource=TEXT, count=whole(1)), sharedMemory=QUANTITY, startupSeconds=whole(2)
+        settings,
+        tensorParallel=setting_schema(ranks),
+        gpu=closed(resource=TEXT),
+        sharedMemory=QUANTITY,
+        startupSeconds=whole(2),
     )
 
 
@@ -138,6 +143,16 @@ def schema() -> Schema:
             ),
             volume=closed(existingClaim=TEXT, hostPath={"type": "string", "pattern": "^(/.*)?$"}),
         ),
+        adapters=closed(existingClaim=TEXT, hostPath={"type": "string", "pattern": "^(/.*)?$"}),
+        models={
+            "type": "object",
+            "propertyNames": {"pattern": "^[a-z0-9]([a-z0-9-]{0,18}[a-z0-9])?$"},
+            "additionalProperties": closed(
+                model={"$ref": "#/properties/model"},
+                prefill={"$ref": "#/properties/prefill"},
+                decode={"$ref": "#/properties/decode"},
+            ),
+        },
         podSecurityContext=OBJECT,
         containerSecurityContext=OBJECT,
         security=closed(

@@ -4,8 +4,8 @@ Messages are tagged msgspec structs in msgpack, one message per ZeroMQ frame. Un
 and a newer build talk to each other; what both must understand is the protocol version, negotiated by ``Hello``.
 Times are durations in seconds; no message carries a clock reading, since the clocks of two hosts differ.
 
-    gateway  → worker    Hello, Ping, Bye, Submit, Withdraw, Cancel
-    worker   → gateway   Welcome | HelloRefused, Status, Tokens, HandedOver, Preempted, Withdrawn, Failed, Cancelled
+    gateway  → worker    Hello, Ping, Bye, KeyTokens, Submit, Withdraw, Cancel
+    worker   → gateway   Welcome | HelloRefused, Status, KeyTokens, Tokens, HandedOver, Preempted, Withdrawn, Failed, Cancelled
     prefill  → decode    Hello, Ping, Bye, Offer, Commit, Renew, Abort
     decode   → prefill   Welcome | HelloRefused, Status, Grant | Refuse, Verified | Reject
 
@@ -19,6 +19,8 @@ import enum
 
 import msgspec
 
+from kvrelay.common.adapter_files import AdapterRef
+from kvrelay.common.fair_queue import Flow
 from kvrelay.common.model_card import KvLayout, ModelCard
 from kvrelay.common.retention import Retention
 from kvrelay.common.sampling import FinishReason, SampledToken, SamplingParams
@@ -57,6 +59,7 @@ class FailureCode(enum.StrEnum):
     DEADLINE = "deadline"  # the request's time ran out
     INVALID = "invalid"  # the request can never be served here
     CANCELLED = "cancelled"
+    NO_ADAPTER = "no_adapter"  # the worker has not got the request's adapter, nor room for it, now
     NOT_CACHED = "not_cached"  # more of the prompt would have to be computed here than Submit allows
     INTERNAL = "internal"  # an unexpected error on the worker; its log has the trace
 
@@ -99,6 +102,7 @@ class Welcome(_Message, tag=True, frozen=True, kw_only=True):
     epoch: int
     protocol: int
     card: ModelCard
+    model: str = ""  # its name in the API; "": the operator did not tell the worker
     data_address: str | None = None  # decode only: where KV blocks go; a host of 0.0.0.0 means "as you reached me"
     data_token: str | None = None  # decode to prefill only: what its data socket lets connections in by; None: all
     shared_memory: str | None = None  # decode to prefill only: name of the socket that takes shared memory on its host
@@ -132,6 +136,16 @@ class Status(_Message, tag=True, frozen=True, kw_only=True):
     # Of prompts, what it would compute now: a decode worker within its inter-token budget, beside what runs there. None: not known
     # yet; 0: nothing is left of the budget.
     prompt_tokens_per_s: float | None = None
+    adapters: list[str] = []  # digests of those that are loaded
+
+
+class KeyTokens(_Message, tag=True, frozen=True, kw_only=True):
+    """What one gateway's requests have used of their API keys' token budgets. Workers pass it on to all other gateways."""
+
+    gateway: str  # its process: it may have several links, each with a ``peer_id``
+    number: int  # a later one of the same gateway is larger
+    used: dict[str, tuple[int, int]]  # by the name of a key: in the last minute and day, and what is reserved
+    age_s: float = 0.0  # how long a worker has kept it
 
 
 # -- a request ----------------------------------------------------------------------------------------------------
@@ -159,7 +173,10 @@ class Submit(_Message, tag=True, frozen=True, kw_only=True, omit_defaults=True):
     timeout_s: float | None = None  # what is left of the request's time; afterwards nobody waits for it
     retention: Retention | None = None  # how long its blocks should stay cached
     cache_salt: str = ""  # only requests with the same one share cached blocks
+    adapter: AdapterRef | None = None  # what computes it; None: the model as it is
+    flow: Flow = Flow()
     max_uncached_tokens: int | None = None  # of local prefill: refused if more must be computed (``NOT_CACHED``)
+    trace_id: str = ""  # stands in log lines; not empty: the request is traced, and its chunks are told
 
 
 class Withdraw(_Message, tag=True, frozen=True, kw_only=True):
@@ -176,13 +193,22 @@ class Cancel(_Message, tag=True, frozen=True, kw_only=True):
     attempt: int
 
 
-class Timings(msgspec.Struct, frozen=True, kw_only=True):
+class PromptChunk(msgspec.Struct, frozen=True, array_like=True):
+    """What one step computed of a prompt."""
+
+    begun_s: float  # since the first chunk started
+    duration_s: float
+    num_tokens: int
+
+
+class Timings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Parts of the time to first token and of the hand-off, each measured on one worker's monotonic clock."""
 
     queue_s: float | None = None  # arrival until the first chunk started
     prefill_s: float | None = None  # first chunk started until the first token was sampled
     transfer_s: float | None = None  # commit received until every block was verified
     first_step_s: float | None = None  # verified until the first decode step's token
+    chunks: list[PromptChunk] = []  # of prefill_s, if the request is traced: the first ones
 
 
 class Beam(msgspec.Struct, frozen=True, kw_only=True):
@@ -273,6 +299,9 @@ class Offer(_Message, tag=True, frozen=True, kw_only=True, omit_defaults=True):
     timeout_s: float | None = None  # as in Submit
     retention: Retention | None = None  # as in Submit
     cache_salt: str = ""  # as in Submit
+    trace_id: str = ""  # as in Submit
+    adapter: AdapterRef | None = None  # as in Submit
+    flow: Flow = Flow()
 
 
 class Grant(_Message, tag=True, frozen=True, kw_only=True):
@@ -305,7 +334,6 @@ class Commit(_Message, tag=True, frozen=True, kw_only=True):
     chain_hash: bytes
     first_token: SampledToken
     num_cached_tokens: int  # of the prompt, in the prefill worker's cache
-    timings: Timings
 
 
 class Verified(_Message, tag=True, frozen=True, kw_only=True):
@@ -340,7 +368,7 @@ class Abort(_Message, tag=True, frozen=True, kw_only=True):
 
 
 Message = (
-    Hello | Welcome | HelloRefused | Ping | Bye | Status
+    Hello | Welcome | HelloRefused | Ping | Bye | Status | KeyTokens
     | Submit | Withdraw | Cancel | Tokens | HandedOver | Preempted | Withdrawn | Failed | Cancelled
     | Offer | Grant | Refuse | Commit | Verified | Reject | Renew | Abort
 )  # fmt: skip

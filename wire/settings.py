@@ -10,6 +10,10 @@ KEYS_HELP = (
     "directory of keys (kvrelay keys makes them): links to workers are encrypted, both ends prove their role, and KV blocks "
     "are sealed; on all components or on none"
 )
+SERVED_MODEL_NAME_HELP = (
+    "model name in the API; default: the model directory's name. A worker that has one tells gateways, which use it for no other "
+    "model"
+)
 
 
 @dataclass(frozen=True, slots=True)

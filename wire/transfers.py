@@ -13,9 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from kvrelay.common.kv_geometry import KvGeometry
 from kvrelay.common.late_bytes import LateBytes
 from kvrelay.common.sampling import SampledToken
 from kvrelay.wire.blocks.frames import BlockHeader
+from kvrelay.wire.blocks.pieces import pieces_of
 from kvrelay.wire.blocks.seal import KEY_NBYTES, BlockSealer
 from kvrelay.wire.blocks.send_job import SendTicket
 from kvrelay.wire.errors import WireError
@@ -31,7 +33,6 @@ from kvrelay.wire.messages import (
     Refuse,
     Reject,
     Renew,
-    Timings,
     Verified,
 )
 from kvrelay.wire.metrics import WireMetrics
@@ -94,7 +95,8 @@ class _Transfer:
     key: Key
     link: DecodeLink
     offer: Offer
-    block_ids: list[int]
+    block_tables: list[list[int]]  # by group
+    first_blocks: tuple[int, ...]  # of each piece, the first block whose piece is shipped
     since_s: float  # of the state
     state: HandoffState = HandoffState.OFFERED
     lease: Grant | None = None
@@ -103,7 +105,7 @@ class _Transfer:
     progress_s: float = 0.0  # when a block last left
     num_ready: int = 0
     next_block: int = 0  # the first that is neither shipped nor cached over there
-    commit: tuple[SampledToken, int, Timings] | None = None
+    commit: tuple[SampledToken, int] | None = None
     tickets: list[tuple[int, SendTicket]] = field(default_factory=list)
 
     def advance(self, state: HandoffState, now_s: float) -> None:
@@ -117,12 +119,16 @@ class TransferTable:
     def __init__(
         self,
         store: ReadableStore,
+        geometry: KvGeometry,
         handler: TransferHandler,
         settings: TransferSettings,
         metrics: WireMetrics,
         clock: Callable[[], float],
     ) -> None:
+        """``geometry``: of the blocks in ``store``."""
         self._store = store
+        self._pieces = pieces_of(geometry)
+        self._block_size = geometry.block_size
         self._handler = handler
         self._settings = settings
         self._metrics = metrics
@@ -130,16 +136,20 @@ class TransferTable:
         self._transfers: dict[Key, _Transfer] = {}
         self._by_lease: dict[tuple[DecodeLink, int], _Transfer] = {}
 
-    def open(self, key: Key, link: DecodeLink, offer: Offer, block_ids: list[int]) -> None:
-        """Offer a request. The blocks stay readable, in this order, until ``on_blocks_released``.
+    def open(self, key: Key, link: DecodeLink, offer: Offer, block_tables: list[list[int]]) -> None:
+        """Offer a request. Blocks that are ready stay readable until ``on_blocks_released``, but those that no piece is shipped of.
 
-        Raises ValueError if the key is open already, or if there is not one block for each offered hash.
+        ``block_tables``: of each group, in order. They stay the caller's, who may append to them on another thread: those of a
+        group with a window come as they are needed. Raises ValueError if the key is open already, or if a group without a window
+        does not have one block for each offered hash.
         """
         if key in self._transfers:
             raise ValueError(f"a transfer of request {key} is already open")
-        if len(block_ids) != len(offer.block_hashes):
-            raise ValueError(f"request {key}: {len(block_ids)} blocks for {len(offer.block_hashes)} offered hashes")
-        transfer = _Transfer(key, link, offer, block_ids, self._clock())
+        for piece in self._pieces:
+            if piece.window is None and (count := len(block_tables[piece.group])) != len(offer.block_hashes):
+                raise ValueError(f"request {key}: {count} blocks for {len(offer.block_hashes)} offered hashes")
+        first_blocks = tuple(piece.first_block(len(offer.token_ids), self._block_size) for piece in self._pieces)
+        transfer = _Transfer(key, link, offer, block_tables, first_blocks, self._clock())
         self._transfers[key] = transfer
         if not link.control.send(offer):
             self._fail(transfer, FailureCode.PEER_LOST, "the decode worker's link went down before the offer")
@@ -151,12 +161,12 @@ class TransferTable:
             transfer.num_ready = max(transfer.num_ready, num_blocks)
             self._ship(transfer)
 
-    def commit(self, key: Key, first_token: SampledToken, num_cached_tokens: int, timings: Timings) -> None:
+    def commit(self, key: Key, first_token: SampledToken, num_cached_tokens: int) -> None:
         """Everything is computed; the commit follows the last block."""
         transfer = self._transfers.get(key)
         if transfer is not None and not transfer.state.is_over:
-            transfer.num_ready = len(transfer.block_ids)
-            transfer.commit = (first_token, num_cached_tokens, timings)
+            transfer.num_ready = len(transfer.offer.block_hashes)
+            transfer.commit = (first_token, num_cached_tokens)
             self._ship(transfer)
 
     def abort(self, key: Key, reason: str) -> None:
@@ -245,30 +255,18 @@ class TransferTable:
         if grant is None:
             return
         while transfer.next_block < transfer.num_ready:
-            index = transfer.next_block
-            block_id = transfer.block_ids[index]
-            payload = self._store.open_read(block_id)
-            header = BlockHeader(
-                lease_id=grant.lease_id,
-                epoch=grant.epoch,
-                block_index=index,
-                payload_nbytes=payload.nbytes,
-                block_hash=transfer.offer.block_hashes[index],
-                sender_rank=0,  # one rank computes all of a block, and sends it as one piece
-                piece_index=0,
-            )
-            try:
-                ticket = transfer.link.data.send(header, payload, transfer.sealer)
-            except WireError as error:  # the way to the decode worker has died, and the link's end will be noticed next
-                self._store.close_read(block_id)
-                self._fail(transfer, FailureCode.PEER_LOST, str(error))
-                return
-            transfer.tickets.append((block_id, ticket))
+            for piece_index in range(len(self._pieces)):
+                if transfer.first_blocks[piece_index] <= transfer.next_block:
+                    try:
+                        self._ship_piece(transfer, grant, piece_index)
+                    except (
+                        WireError
+                    ) as error:  # the way to the decode worker has died, its link's end will be noticed next
+                        self._fail(transfer, FailureCode.PEER_LOST, str(error))
+                        return
             transfer.next_block += 1
-            if transfer.state is HandoffState.GRANTED:
-                transfer.advance(HandoffState.SHIPPING, self._clock())
         if transfer.commit is not None and transfer.state in (HandoffState.GRANTED, HandoffState.SHIPPING):
-            first_token, num_cached_tokens, timings = transfer.commit
+            first_token, num_cached_tokens = transfer.commit
             transfer.advance(HandoffState.COMMITTED, self._clock())
             transfer.link.control.send(
                 Commit(
@@ -277,9 +275,31 @@ class TransferTable:
                     chain_hash=transfer.offer.block_hashes[-1],
                     first_token=first_token,
                     num_cached_tokens=num_cached_tokens,
-                    timings=timings,
                 )
             )
+
+    def _ship_piece(self, transfer: _Transfer, grant: Grant, piece_index: int) -> None:
+        """Of the next block. Raises WireError, and nothing is shipped."""
+        piece, index = self._pieces[piece_index], transfer.next_block
+        block_id = transfer.block_tables[piece.group][index]
+        payload = self._store.open_read(block_id)
+        header = BlockHeader(
+            lease_id=grant.lease_id,
+            epoch=grant.epoch,
+            block_index=index,
+            payload_nbytes=piece.nbytes,
+            block_hash=transfer.offer.block_hashes[index],
+            sender_rank=piece.sender_rank,
+            piece_index=piece_index,
+        )
+        try:
+            ticket = transfer.link.data.send(header, payload, transfer.sealer)
+        except WireError:
+            self._store.close_read(block_id)
+            raise
+        transfer.tickets.append((block_id, ticket))
+        if transfer.state is HandoffState.GRANTED:
+            transfer.advance(HandoffState.SHIPPING, self._clock())
 
     def _fail(self, transfer: _Transfer, code: FailureCode, detail: str, retry_after_s: float | None = None) -> None:
         self._end(transfer, code.value)

@@ -6,8 +6,9 @@ import enum
 from dataclasses import dataclass
 from typing import Any
 
+from kvrelay.common.adapter_files import AdapterRef
 from kvrelay.engine.step.sequence import Sequence
-from kvrelay.wire.messages import Cancelled, Failed, HandedOver, Tokens, Withdrawn
+from kvrelay.wire.messages import Cancelled, Failed, HandedOver, PromptChunk, Timings, Tokens, Withdrawn
 from kvrelay.worker.suspects import Key
 
 Outcome = HandedOver | Tokens | Withdrawn | Failed | Cancelled
@@ -45,6 +46,7 @@ class Entry:
     sequence: Sequence  # the model thread's, from QUEUED on
     gateway_id: str
     deadline_s: float  # when nobody waits for it any more
+    adapter: AdapterRef | None = None  # what computes it
     phase: Phase = Phase.COMPILING
     started_s: float | None = None  # when it was first in a step
     outcome: Outcome | None = None  # that its gateway is told; None: it knows already, or hears it from another
@@ -75,6 +77,22 @@ class Entry:
         if phase not in _TRANSITIONS[self.phase]:
             raise ValueError(f"request {self.key}: no transition {self.phase.name} -> {phase.name}")
         self.phase = phase
+
+    @property
+    def log_context(self) -> dict[str, Any]:
+        """What a log line about it carries."""
+        trace = self.sequence.trace
+        return {"request_id": self.key[0], "attempt": self.key[1], "trace_id": "" if trace is None else trace.trace_id}
+
+    def prefill_timings(self, now_s: float) -> Timings:
+        """Its prompt has been computed, by this worker."""
+        sequence, started_s = self.sequence, now_s if self.started_s is None else self.started_s
+        chunks = [] if sequence.trace is None else sequence.trace.chunks
+        return Timings(
+            queue_s=started_s - sequence.arrival_s,
+            prefill_s=now_s - started_s,
+            chunks=[PromptChunk(one.begun_s - started_s, one.ended_s - one.begun_s, one.num_tokens) for one in chunks],
+        )
 
     def debug(self) -> dict[str, Any]:
         """For /debug/kv."""

@@ -19,6 +19,7 @@ from kvrelay.wire.lines.shared.place import SharedPlace
 from kvrelay.wire.messages import Role
 from kvrelay.wire.network import Network
 from kvrelay.wire.security.keys import keys_of
+from kvrelay.worker.adapters import AdapterSettings
 from kvrelay.worker.settings import WorkerSettings
 from kvrelay.worker.setup import Setup
 
@@ -51,12 +52,14 @@ def serve_worker(
             settings.address,
             registry,
             Network.open(settings.data.data_sockets),
+            model=settings.served_model_name or "",
             seal_kv=settings.security.seals_kv,
             keys=keys,
             shared_memory=shared_memory,
             data_sockets=settings.data.data_sockets,
             max_retained_share=settings.kv.max_retained_share,
             guides=load_guides(settings.model, settings.fake, engine.card.vocab_size),
+            adapters=AdapterSettings.of(settings.model),
         )
         return make(engine, setup)
 

@@ -16,7 +16,7 @@ from kvrelay.common.sampling import SampledToken
 from kvrelay.engine.step.interface import StepRow
 from kvrelay.engine.step.leader import Leader, LedStep
 from kvrelay.engine.step.plan import RowResult
-from kvrelay.engine.step.sequence import Sequence, SequenceStatus
+from kvrelay.engine.step.sequence import Chunk, Sequence, SequenceStatus
 from kvrelay.worker.metrics import EngineMetrics
 from kvrelay.worker.scheduler import Progress, Schedule, Scheduler
 from kvrelay.worker.suspects import Key, Suspects
@@ -149,16 +149,19 @@ class ModelWorker:
         if plan.admitted:  # told before they compute, so that the offer of a prompt travels meanwhile
             self._emit(Report(started=tuple(sequence.key for sequence in plan.admitted)))
         if plan.copies:
-            self._engine.copy_blocks(list(plan.copies.values()))
+            self._engine.copy_blocks([pair for pairs in plan.copies.values() for pair in pairs])
         behind = self._launched[-1].step if self._launched else None
         self._launched.append(_Launched(plan, self._leader.launch(plan.rows, behind) if plan.rows else None))
 
     def _finish(self, plan: Schedule, results: list[RowResult]) -> None:
         if plan.rows:
-            now_s = self._clock()
-            self._since_s, step_s = now_s, now_s - self._since_s
+            now_s, begun_s = self._clock(), self._since_s
+            self._since_s, step_s = now_s, now_s - begun_s
             self._metrics.step_s.observe(step_s)
             self._scheduler.observe(plan.rows, step_s)
+            for row in plan.rows:
+                if (trace := row.sequence.trace) is not None:
+                    trace.on_step(row.sequence.num_computed_tokens, Chunk(begun_s, now_s, row.num_tokens))
         pairs = zip(plan.rows, results, strict=True)
         going_on = [(row, result) for row, result in pairs if row.sequence.status is not SequenceStatus.FINISHED]
         self._metrics.sampled_tokens.inc(sum(len(result.tokens) for _, result in going_on))

@@ -1,6 +1,6 @@
 """Which prompts overtake a longer one in a step. A pure policy.
 
-Served first come, first served, a prompt of 100 tokens behind one of 32,000 waits for all of them. The first prompt in line that a
+Served one behind the other, a prompt of 100 tokens behind one of 32,000 waits for all of them. The first prompt in line that a
 step does not finish is in the way of all behind it. Those with at most half as much left may overtake it. They have half of what
 it would get among themselves, the shortest first: shortest remaining time first (Schrage 1968) makes the mean wait smallest, but
 alone it starves the long. The other half goes on in order, so nobody waits more than twice as long as if no one overtook. Prompts
@@ -15,7 +15,7 @@ from itertools import accumulate
 
 
 def in_the_way(num_left: Seq[int], num_tokens: int) -> int | None:
-    """Which of the prompts with ``num_left`` tokens, the oldest first, a step of ``num_tokens`` is the first not to finish."""
+    """Which of the prompts with ``num_left`` tokens, the next one first, a step of ``num_tokens`` is the first not to finish."""
     return next((place for place, end in enumerate(accumulate(num_left)) if end > num_tokens), None)
 
 

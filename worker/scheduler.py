@@ -1,18 +1,22 @@
-"""What the schedulers of both roles share: two places in order of arrival, and books that must agree with the block manager's.
+"""What the schedulers of both roles share: who waits and who runs, and books that must agree with the block manager's.
 
-Which tokens are computed next is each role's own. Runs on the model thread alone. Knows no sockets and no clock.
+Who waits stands in the order of :mod:`kvrelay.common.fair_queue`. Which tokens are computed next is each role's own. Runs on the
+model thread alone. Knows no sockets and no clock.
 """
 
 from __future__ import annotations
 
 import bisect
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
+from kvrelay.common.fair_queue import FairQueue, seniority
 from kvrelay.common.sampling import FinishReason, SampledToken
 from kvrelay.engine.beams.search import FinishedBeam
-from kvrelay.engine.kv.block_manager import BlockManager, Owner, sequence_owner
+from kvrelay.engine.kv.block_manager import BlockManager
+from kvrelay.engine.kv.owners import Owner, sequence_owner
 from kvrelay.engine.settings import prompt_step_tokens
 from kvrelay.engine.step.interface import StepRow
 from kvrelay.engine.step.plan import RowResult
@@ -45,13 +49,13 @@ class Schedule:
     """
 
     rows: list[StepRow]
-    copies: dict[Sequence, tuple[int, int]] = field(default_factory=dict)  # of blocks, as (source, target)
+    copies: dict[Sequence, list[tuple[int, int]]] = field(default_factory=dict)  # of blocks, as (source, target)
     admitted: list[Sequence] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
 
 
 class Scheduler(ABC):
-    """Waiting and running sequences of one worker, both in order of arrival."""
+    """Waiting sequences of one worker, in fair order, and running ones, the most senior first."""
 
     def __init__(self, settings: SchedulerSettings, blocks: BlockManager, max_model_len: int, device_type: str) -> None:
         """``device_type``: what computes, "cpu" or "cuda": how large a step may be if the settings do not say."""
@@ -59,6 +63,8 @@ class Scheduler(ABC):
         self._max_batched_tokens = prompt_step_tokens(settings.max_batched_tokens, device_type)
         self._blocks = blocks
         self._max_model_len = max_model_len
+        self._fair = FairQueue()
+        self._now_s = -math.inf  # of the last step
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         # What prompts would get now, beside those that generate; 0: nothing is left for them. None: not known yet.
@@ -75,7 +81,9 @@ class Scheduler(ABC):
     def take_back(self, key: Key) -> bool:
         """Take a sequence out of which nothing is computed, and which holds no blocks; False if there is none of that name."""
         waiting = (one for one in self.waiting if one.key == key)
-        return any(not one.block_table and one.num_preemptions == 0 for one in waiting) and self.remove(key) is not None
+        return (
+            any(not one.block_tables and one.num_preemptions == 0 for one in waiting) and self.remove(key) is not None
+        )
 
     def drop(self, sequence: Sequence) -> None:  # noqa: B027 - a prefill worker has nothing to give up
         """Give up a sequence that ``add`` could not take in."""
@@ -117,12 +125,29 @@ class Scheduler(ABC):
         for place, status in ((self.waiting, SequenceStatus.WAITING), (self.running, SequenceStatus.RUNNING)):
             for sequence in place:
                 assert sequence.status is status, f"{sequence.key} is {sequence.status.name} among the {status.name}"
-                owned = self._blocks.owned_blocks(owner_of(sequence))
-                assert sequence.block_table == owned, f"{sequence.key} computes in {sequence.block_table}, owns {owned}"
+                for group in range(self._blocks.num_groups):
+                    owned = self._blocks.owned_blocks(owner_of(sequence), group)
+                    table = sequence.block_tables[group] if sequence.block_tables else []
+                    theirs = zip(table, owned, strict=False)
+                    is_its = len(table) == len(owned) and all(one in (None, block_id) for block_id, one in theirs)
+                    assert is_its, f"{sequence.key} computes in {table} of group {group}, owns {owned}"
         keys = [(sequence.key, sequence.beam) for sequence in self.waiting + self.running]
         assert len(set(keys)) == len(keys), f"a sequence is here twice: {sorted(keys)}"
 
     # -- for roles -------------------------------------------------------------------------------------------------
+
+    def _wait(self, sequence: Sequence) -> None:
+        """It stands in line from now on."""
+        if sequence.tags.start is None:
+            self._fair.come(sequence)
+        self.waiting.append(sequence)
+        self._sort(max(self._now_s, sequence.arrival_s))
+
+    def _sort(self, now_s: float) -> None:
+        """Put those that wait in their order: when one has come and, since classes age, before each step."""
+        self._now_s = now_s
+        if len(self.waiting) > 1:
+            self.waiting = self._fair.in_order(self.waiting, now_s)
 
     def _leave(self, sequence: Sequence) -> None:
         """Take it out, wherever it is; its blocks stay held."""
@@ -134,7 +159,7 @@ class Scheduler(ABC):
     def _run(self, sequence: Sequence) -> None:
         """It has blocks, and a place from now on."""
         sequence.set_status(SequenceStatus.RUNNING)
-        bisect.insort(self.running, sequence, key=arrival)
+        bisect.insort(self.running, sequence, key=seniority)
 
     def _reusable_hashes(self, sequence: Sequence) -> list[bytes]:
         """Of the leading blocks that may be found in the prefix cache."""
@@ -144,17 +169,20 @@ class Scheduler(ABC):
         """Give a sequence blocks for all its tokens, behind what of it is cached; False if there are none, beside ``spare``."""
         num_blocks = self._blocks.num_blocks_for(sequence.num_tokens)
         hashes = self._reusable_hashes(sequence)
-        allocation = self._blocks.allocate(owner_of(sequence), num_blocks, hashes, spare=spare)
+        is_whole = self._blocks.has_windows and not self._slides(sequence)
+        if is_whole:  # another beam may share no more than the prompt
+            hashes = hashes[: sequence.num_prompt_tokens // self._blocks.block_size]
+        allocation = self._blocks.allocate(owner_of(sequence), num_blocks, hashes, spare=spare, is_whole=is_whole)
         if allocation is None:
             return False
-        sequence.block_table = allocation.block_ids
+        sequence.block_tables = allocation.block_tables
         sequence.num_computed_tokens = allocation.num_cached * self._blocks.block_size
         if sequence.num_preemptions == 0:
             sequence.num_cached_tokens = sequence.num_computed_tokens
         return True
 
     def _advance(self, sequence: Sequence, num_tokens: int) -> None:
-        """So many more tokens are computed; publish the blocks that are full by that."""
+        """So many more tokens are computed; publish the blocks that are full by that, and give back what no later one sees."""
         num_full_before = sequence.num_computed_tokens // self._blocks.block_size
         sequence.num_computed_tokens += num_tokens
         num_full = sequence.num_computed_tokens // self._blocks.block_size
@@ -162,6 +190,16 @@ class Scheduler(ABC):
             hashes = sequence.block_hashes(num_full)
             for index in range(num_full_before, num_full):
                 self._blocks.publish(owner_of(sequence), index, hashes[index])
+        self._slide(sequence)
+
+    def _slide(self, sequence: Sequence) -> None:
+        """Give back what no later token sees, and take what it needs instead."""
+        if self._blocks.has_windows and self._slides(sequence):
+            sequence.append_blocks(self._blocks.slide(owner_of(sequence), sequence.num_computed_tokens))
+
+    def _slides(self, sequence: Sequence) -> bool:
+        """Whether nobody else goes on from an earlier token of it."""
+        return True
 
 
 def progress_of(
@@ -188,8 +226,3 @@ def among(group: frozenset[Key] | None, sequences: list[Sequence]) -> list[Seque
 def owner_of(sequence: Sequence) -> Owner:
     """Who holds its blocks."""
     return sequence_owner(sequence.key, sequence.beam)
-
-
-def arrival(sequence: Sequence) -> float:
-    """What places are in the order of."""
-    return sequence.arrival_s

@@ -27,8 +27,9 @@ from typing import Any, Generic, TypeVar
 
 from kvrelay.common.block_hash import HashChain
 from kvrelay.engine.guides.guidance import GuideCompiler, GuideRefusal, GuideResult
-from kvrelay.engine.kv.block_manager import BlockManager, sequence_owner
-from kvrelay.engine.step.sequence import Sequence
+from kvrelay.engine.kv.block_manager import BlockManager
+from kvrelay.engine.kv.owners import sequence_owner
+from kvrelay.engine.step.sequence import PromptTrace, Sequence
 from kvrelay.wire.messages import (
     PROTOCOL_MAX,
     Cancel,
@@ -37,6 +38,7 @@ from kvrelay.wire.messages import (
     FailureCode,
     Hello,
     HelloRefused,
+    KeyTokens,
     Message,
     Offer,
     Role,
@@ -47,10 +49,12 @@ from kvrelay.wire.messages import (
     Withdrawn,
     WorkerState,
 )
+from kvrelay.worker.adapters import AdapterRefusal, AdapterStore
 from kvrelay.worker.entries import BEGINNING, Entry, Outcome, Phase
+from kvrelay.worker.key_tokens import KeyTokensBoard
 from kvrelay.worker.loop import ModelLoop
 from kvrelay.worker.model_worker import Add, Remove, Report, TakeBack
-from kvrelay.worker.submit import Refusal, WorkerIdentity, guide_failed, refusal_of
+from kvrelay.worker.submit import Refusal, WorkerIdentity, deadline_of, guide_failed, refusal_of
 from kvrelay.worker.suspects import Key
 
 logger = logging.getLogger(__name__)
@@ -67,6 +71,7 @@ class Ports:
     on_loop: Callable[..., None]  # makes another thread's call on the asyncio loop: the function, then its arguments
     guides: GuideCompiler
     prompt_tokens_per_s: Callable[[], float | None]  # what prompts would get now, as in Status
+    adapters: AdapterStore
 
 
 class Service(ABC, Generic[E]):
@@ -85,6 +90,7 @@ class Service(ABC, Generic[E]):
         self.has_work = asyncio.Event()  # there are entries: ``tick`` must be called
         self.ports: Ports  # there before the first message
         self._drained = asyncio.Event()  # draining, and the last entry is gone
+        self._key_tokens = KeyTokensBoard(clock)
 
     # -- what a role does ------------------------------------------------------------------------------------------
 
@@ -125,6 +131,7 @@ class Service(ABC, Generic[E]):
         if hello.role is not Role.GATEWAY:
             detail = f"a {self.role} worker takes no Hello of a {hello.role} worker"
             return HelloRefused(code=FailureCode.INVALID, detail=detail)
+        self._key_tokens.join(hello.peer_id)
         return self.greeting(hello)
 
     def greeting(self, hello: Hello) -> Welcome:
@@ -135,6 +142,7 @@ class Service(ABC, Generic[E]):
             epoch=self.identity.epoch,
             protocol=min(hello.protocol_max, PROTOCOL_MAX),
             card=self.identity.card,
+            model=self.identity.model,
         )
 
     def status(self) -> Status:
@@ -145,10 +153,11 @@ class Service(ABC, Generic[E]):
             num_running=len(self.entries) - num_waiting,
             num_waiting=num_waiting,
             num_waiting_tokens=sum(entry.num_uncomputed_tokens for entry in self.entries.values()),
-            num_free_blocks=self.blocks.num_allocatable,
-            num_blocks=self.blocks.num_blocks,
+            num_free_blocks=self.blocks.num_allocatable // self.blocks.num_groups,
+            num_blocks=self.blocks.num_blocks // self.blocks.num_groups,
             max_running=self.identity.max_running,
             prompt_tokens_per_s=self.ports.prompt_tokens_per_s(),
+            adapters=self.ports.adapters.loaded,
         )
 
     def on_message(self, peer_id: str, role: Role, message: Message) -> None:
@@ -160,11 +169,14 @@ class Service(ABC, Generic[E]):
                 self._on_cancel(peer_id, (request_id, attempt))
             case Role.GATEWAY, Withdraw(request_id=request_id, attempt=attempt):
                 self._on_withdraw(peer_id, (request_id, attempt))
+            case Role.GATEWAY, KeyTokens():
+                self._key_tokens.take(peer_id, message, partial(self.ports.send, Role.GATEWAY))
             case _:
                 logger.debug("unexpected %s of a %s", type(message).__name__, role, extra={"peer_id": peer_id})
 
     def on_peer_lost(self, peer_id: str, role: Role) -> None:
         """A gateway is gone: nobody waits for its requests any more."""
+        self._key_tokens.leave(peer_id)
         for entry in [entry for entry in self.entries.values() if entry.gateway_id == peer_id]:
             self.close(entry, _cancelled(entry.key))
 
@@ -197,29 +209,50 @@ class Service(ABC, Generic[E]):
 
     def chain_of(self, request: Submit | Offer) -> HashChain:
         """What makes the hashes of the request's blocks."""
-        return HashChain(self.fingerprint, self.identity.card.layout.block_size, cache_salt=request.cache_salt)
+        block_size = self.identity.card.layout.block_size
+        return HashChain(self.fingerprint, block_size, cache_salt=request.cache_salt, adapter=request.adapter)
 
     def sequence_of(self, request: Submit | Offer, chain: HashChain) -> Sequence:
         """The request's sequence, which arrives now; nothing of it is computed."""
+        now_s = self.clock()
         return Sequence(
             request_id=request.request_id,
             attempt=request.attempt,
             token_ids=list(request.token_ids),
             num_prompt_tokens=request.num_prompt_tokens,
             sampling=request.sampling,
-            arrival_s=self.clock(),
+            arrival_s=now_s,
             retention=request.retention,
+            flow=request.flow,
+            deadline_s=deadline_of(request, now_s),
             chain=chain,
+            trace=PromptTrace(request.trace_id, len(request.token_ids)) if request.trace_id else None,
         )
 
     def take(self, entry: E) -> None:
-        """Know the entry from now on, and ask for its guide's state behind the output so far."""
+        """Know the entry from now on, and ask for its adapter, and for its guide's state behind the output so far."""
         self.entries[entry.key] = entry
         self.has_work.set()
         sequence = entry.sequence
+        if entry.adapter is not None:
+            self.ports.adapters.acquire(entry.adapter, partial(self._on_adapter, entry))
         if sequence.sampling.guide is not None:
             output = sequence.token_ids[sequence.num_prompt_tokens :]
             self.ports.guides.start(sequence.sampling, output, partial(self.ports.on_loop, self._on_guide, entry))
+
+    def _on_adapter(self, entry: E, result: int | AdapterRefusal) -> None:
+        """The slot where the entry's adapter lies, for its use; or why there is none."""
+        if isinstance(result, AdapterRefusal):
+            self.fail(entry, result.code, result.detail, result.retry_after_s)
+        elif entry.phase is Phase.CLOSING:
+            self._release_adapter(entry)
+        else:
+            entry.sequence.adapter = result
+            self.queue_if_ready(entry)
+
+    def _release_adapter(self, entry: E) -> None:
+        assert entry.adapter is not None, f"{entry.key} has no adapter"
+        self.ports.adapters.release(entry.adapter)
 
     def _on_guide(self, entry: E, result: GuideResult) -> None:
         if isinstance(result, GuideRefusal):
@@ -229,8 +262,10 @@ class Service(ABC, Generic[E]):
             self.queue_if_ready(entry)
 
     def queue_if_ready(self, entry: E) -> None:
-        """Hand the sequence to the model thread if everything of it is there, and its guide."""
+        """Hand the sequence to the model thread if everything of it is there, its guide and its adapter, too."""
         sequence = entry.sequence
+        if entry.adapter is not None and not sequence.adapter:
+            return
         if entry.phase is not Phase.COMPILING or (sequence.sampling.guide is not None and sequence.guide is None):
             return
         try:
@@ -274,8 +309,7 @@ class Service(ABC, Generic[E]):
         try:
             handle(entry, *args)
         except Exception as error:
-            context = {"request_id": entry.key[0], "attempt": entry.key[1]}
-            logger.exception("what the model thread reported could not be handled", extra=context)
+            logger.exception("what the model thread reported could not be handled", extra=entry.log_context)
             self.fail(entry, FailureCode.INTERNAL, f"the hand-off failed: {type(error).__name__}")
 
     # -- the end ---------------------------------------------------------------------------------------------------
@@ -324,6 +358,8 @@ class Service(ABC, Generic[E]):
             if self.state is WorkerState.DRAINING:
                 self._drained.set()
         self.on_gone(entry)
+        if entry.sequence.adapter:  # else it is released when it comes
+            self._release_adapter(entry)
         if entry.outcome is not None:
             self.ports.send(Role.GATEWAY, entry.gateway_id, entry.outcome)
 

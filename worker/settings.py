@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kvrelay.common.settings import setting
 from kvrelay.engine.settings import FakeSettings, KvSettings, ModelSettings
-from kvrelay.wire.settings import DataSettings, SameHostSettings, SecuritySettings
+from kvrelay.wire.settings import SERVED_MODEL_NAME_HELP, DataSettings, SameHostSettings, SecuritySettings
 
 ADMIN_PORT_HELP = "HTTP port of /health, /metrics and /debug/kv"
 
@@ -35,6 +35,7 @@ class WorkerSettings:
     admin_port: int
     admin_host: str = setting("127.0.0.1", "HTTP address of /health, /metrics and /debug/kv")
     worker_id: str | None = setting(None, "name in logs and status; default: made from role, host and process")
+    served_model_name: str | None = setting(None, SERVED_MODEL_NAME_HELP)
     drain_s: float = setting(30.0, "how long running requests may finish after SIGTERM", unit="s", minimum=0)
     log_level: str = setting("info", "how much is logged", choices=("debug", "info", "warning", "error"))
     log_format: str = setting("text", "shape of log lines", choices=("text", "json"))

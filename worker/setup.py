@@ -11,6 +11,7 @@ from kvrelay.wire.lines.shared.place import SharedPlace
 from kvrelay.wire.network import Network
 from kvrelay.wire.security.keys import WireKeys
 from kvrelay.wire.settings import LinkSettings
+from kvrelay.worker.adapters import AdapterSettings
 from kvrelay.worker.loop import ModelLoop
 
 
@@ -31,3 +32,5 @@ class Setup:
     data_sockets: int = 1  # connections, or threads, for the KV blocks of one peer
     max_retained_share: float = 0.5
     guides: GuideCompiler = field(default_factory=NoGuides)
+    adapters: AdapterSettings | None = None
+    model: str = ""  # name in the API that gateways are told; "": none

@@ -21,6 +21,7 @@ class WorkerIdentity:
     card: ModelCard
     max_waiting: int  # requests that may wait; one more is refused
     max_running: int = 0  # sequences that compute at a time; 0: not told
+    model: str = ""  # name in the API; "": none
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,8 @@ def invalid_submit(submit: Submit | Offer, card: ModelCard) -> str | None:
         return f"a token id lies outside of 0 to {card.vocab_size - 1}"
     if len(submit.cache_salt) > MAX_CACHE_SALT:
         return f"cache_salt has {len(submit.cache_salt)} characters; it must have at most {MAX_CACHE_SALT}"
-    if submit.retention is not None and (problem := submit.retention.problem()) is not None:
+    problems = (part.problem() for part in (submit.retention, submit.flow) if part is not None)
+    if (problem := next(filter(None, problems), None)) is not None:
         return problem
     sampling, num_prompt_tokens = submit.sampling, submit.num_prompt_tokens
     return invalid_sampling(sampling, num_prompt_tokens, card) or invalid_beams(

@@ -14,11 +14,13 @@ from typing import Any, Generic, TypeVar
 from kvrelay.common.clock import Clock
 from kvrelay.engine.kv.block_manager import BlockManager
 from kvrelay.engine.kv.books import ledger_json, unbalanced
+from kvrelay.engine.settings import prompt_step_tokens
 from kvrelay.engine.step.interface import Engine
 from kvrelay.engine.step.leader import Leader
 from kvrelay.wire.control.server import ControlServer
 from kvrelay.wire.metrics import WireMetrics
 from kvrelay.wire.security.authentication import PeerGate
+from kvrelay.worker.adapters import AdapterStore
 from kvrelay.worker.metrics import EngineMetrics
 from kvrelay.worker.model_worker import ModelWorker
 from kvrelay.worker.scheduler import Scheduler
@@ -46,11 +48,19 @@ class Worker(ABC, Generic[S]):
     ) -> None:
         """``make_scheduler``: of settings, blocks, the longest sequence and what computes."""
         card, network = engine.card, setup.network
+        windows = card.layout.geometry.windows
         self.blocks = BlockManager(
-            card.num_blocks, card.layout.block_size, network.clock, max_retained_share=setup.max_retained_share
+            card.num_blocks * len(windows),
+            card.layout.block_size,
+            network.clock,
+            windows=windows,
+            max_step_tokens=prompt_step_tokens(settings.max_batched_tokens, card.device_type),
+            max_retained_share=setup.max_retained_share,
         )
         scheduler = make_scheduler(settings, self.blocks, card.max_model_len, card.device_type)
-        identity = WorkerIdentity(setup.worker_id, setup.epoch, card, settings.max_waiting, settings.max_num_seqs)
+        identity = WorkerIdentity(
+            setup.worker_id, setup.epoch, card, settings.max_waiting, settings.max_num_seqs, setup.model
+        )
         self.service = service = make_service(identity, self.blocks, network.clock)
         self._engine = engine
         self.address = setup.address
@@ -73,8 +83,14 @@ class Worker(ABC, Generic[S]):
             setup.address, service, setup.link_settings, metrics=self._wire_metrics, network=network, gate=self._gate
         )
         self._guides = setup.guides
+        self._adapters = AdapterStore(engine.adapters, setup.adapters)
         service.ports = Ports(
-            self._server.send, self._loop, self._call_on_loop, self._guides, lambda: scheduler.prompt_tokens_per_s
+            self._server.send,
+            self._loop,
+            self._call_on_loop,
+            self._guides,
+            lambda: scheduler.prompt_tokens_per_s,
+            self._adapters,
         )
         self._tickers: list[asyncio.Task[None]] = []
 
@@ -113,7 +129,11 @@ class Worker(ABC, Generic[S]):
 
     def debug_kv(self) -> dict[str, Any]:
         """See Component."""
-        return {"ledger": ledger_json(self.blocks), "requests": self.service.debug()}
+        return {
+            "ledger": ledger_json(self.blocks),
+            "requests": self.service.debug(),
+            "adapters": self._adapters.debug(),
+        }
 
     async def drain(self) -> None:
         """Refuse new requests; return when nothing is left of those that there are."""
@@ -125,6 +145,7 @@ class Worker(ABC, Generic[S]):
             ticker.cancel()
         await asyncio.gather(*self._tickers, return_exceptions=True)
         await self._server.stop()
+        await self._adapters.stop()
         await asyncio.to_thread(self._loop.stop)
         await asyncio.to_thread(self._guides.close)
         await self.stop_hand_off()

@@ -33,6 +33,7 @@ class EngineOptions:
     device: str = "auto"
     weight_format: str = "full"  # or "int8", "fp8"
     cpu_kernels: str = "auto"  # "native", or "torch" without ours
+    expert_parallel: bool = False  # whole experts for each of several ranks
     block_size: int = 16
     num_blocks: int | None = None  # instead of kv_memory_bytes
     kv_memory_bytes: int | None = None  # None: 1 GiB on CPU, kv_memory_fraction on a GPU
@@ -47,6 +48,7 @@ class EngineOptions:
     decodes: bool = True  # whether steps of one token for each sequence are worth preparing for
     cuda_graphs: bool = True
     run_ahead: str = "auto"  # "on", "off"; auto is on on a GPU
+    adapter_bytes: int = 0  # of memory for adapters; 0: none will be loaded
     processors: Mapping[str, LogitsProcessor] = field(default_factory=dict)  # by name; requests may ask for them
 
 
@@ -130,21 +132,25 @@ def asked_blocks(options: EngineOptions, block_nbytes: int) -> int | None:
     return None if options.kv_memory_bytes is None else options.kv_memory_bytes // block_nbytes
 
 
-def num_blocks_of(options: EngineOptions, block_nbytes: int, memory: GpuMemory | None) -> int:
+def num_blocks_of(
+    options: EngineOptions, block_nbytes: int, memory: GpuMemory | None, own_nbytes: int | None = None
+) -> int:
     """Blocks of the pool. Raises ModelError if they would serve nobody, or do not fit a GPU beside the largest step.
 
-    ``memory``: what was measured of a GPU; None: there is none, and a default must do.
+    ``memory``: what was measured of a GPU; None: there is none, and a default must do. ``own_nbytes``: what a rank has of the
+    ``block_nbytes`` of a block; None: all.
     """
+    here_nbytes = block_nbytes if own_nbytes is None else own_nbytes
     num_blocks = asked_blocks(options, block_nbytes)
     source = "--kv-memory-mb" if options.num_blocks is None else "--num-blocks"
     if num_blocks is None and memory is not None:
-        num_blocks = pool_nbytes(memory, options.kv_memory_fraction) // block_nbytes
+        num_blocks = pool_nbytes(memory, options.kv_memory_fraction) // here_nbytes
         source = f"--kv-memory-fraction {options.kv_memory_fraction:g}"
     elif num_blocks is None:
         num_blocks = _CPU_KV_BYTES // block_nbytes
-    elif memory is not None and (num_blocks + NUM_SPARE_BLOCKS) * block_nbytes + memory.step > memory.free:
+    elif memory is not None and (num_blocks + NUM_SPARE_BLOCKS) * here_nbytes + memory.step > memory.free:
         raise ModelError(
-            f"{source} gives a pool of {num_blocks} blocks, {num_blocks * block_nbytes / 2**30:.1f} GiB, which does not fit beside "
+            f"{source} gives a pool of {num_blocks} blocks, {num_blocks * here_nbytes / 2**30:.1f} GiB, which does not fit beside "
             f"the largest step, of {options.max_batched_tokens} tokens (the GPU's memory: {memory.text}): lower {source} or "
             "--max-batched-tokens"
         )

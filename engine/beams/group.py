@@ -101,7 +101,7 @@ class BeamGroup:
             beam=beam,
             status=SequenceStatus.WAITING,
             token_ids=list(parent.token_ids),
-            block_table=[],
+            block_tables=[],
             chain=None if parent.chain is None else parent.chain.copy(),
             sampling=parent.sampling.after_prefill(),
             prompt_logprobs=[],

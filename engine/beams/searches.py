@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from kvrelay.common.sampling import SampledToken
 from kvrelay.engine.beams.group import BeamGroup, num_common
 from kvrelay.engine.beams.search import FinishedBeam
-from kvrelay.engine.kv.block_manager import BlockManager, Owner, sequence_owner
+from kvrelay.engine.kv.block_manager import BlockManager
+from kvrelay.engine.kv.owners import Owner, sequence_owner
 from kvrelay.engine.step.sequence import Sequence, SequenceStatus
 
 
@@ -98,24 +99,24 @@ class BeamSearches:
     def _share(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
         """The child goes on behind ``num_tokens`` tokens, whose K/V it reads in the parent's blocks."""
         num_blocks = self._blocks.num_blocks_for(num_tokens)
-        child.block_table = self._blocks.fork(_owner_of(parent), _owner_of(child), num_blocks)
+        child.block_tables = self._blocks.fork(_owner_of(parent), _owner_of(child), num_blocks)
         child.num_computed_tokens = num_tokens
 
-    def unshare(self, sequence: Sequence, copies: dict[Sequence, tuple[int, int]]) -> bool:
+    def unshare(self, sequence: Sequence, copies: dict[Sequence, list[tuple[int, int]]]) -> bool:
         """Copy on write: a beam's next tokens begin in a block that only it holds. False if there is none for that.
 
-        ``copies``: of whole blocks, by who writes behind them, as (source, target); a further one is added if it takes one.
+        ``copies``: of whole blocks, by who writes behind them, as (source, target); further ones are added if it takes any.
         """
         index, num_written = divmod(sequence.num_computed_tokens, self._blocks.block_size)
         if sequence.sampling.beam_search is None or num_written == 0:
             return True
-        shared = sequence.block_table[index]
         own = self._blocks.make_writable(_owner_of(sequence), index)
         if own is None:
             return False
-        if own != shared:
-            sequence.block_table[index] = own
-            copies[sequence] = shared, own
+        for table, block_id in zip(sequence.block_tables, own, strict=True):
+            if table[index] != block_id:
+                copies.setdefault(sequence, []).append((table[index], block_id))
+                table[index] = block_id
         return True
 
     def check_integrity(self, placed: Seq[Sequence]) -> None:
@@ -126,7 +127,7 @@ class BeamSearches:
             led -= {(key, beam.beam) for beam in group.beams}
             for beam in group.beams:
                 is_idle = beam.status is SequenceStatus.WAITING and beam is not group.leader
-                assert not (is_idle and beam.block_table), f"beam {beam.beam} of {key} idles in {beam.block_table}"
+                assert not (is_idle and beam.block_tables), f"beam {beam.beam} of {key} idles in {beam.block_tables}"
         assert not led, f"beams without a search: {sorted(led)}"
 
 

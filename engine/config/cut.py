@@ -21,6 +21,7 @@ class Cut:
 
     rank: int = 0
     num_ranks: int = 1
+    has_whole_experts: bool = False  # of each layer of experts some, instead of a part of each
 
     @property
     def is_whole(self) -> bool:
@@ -40,6 +41,17 @@ class Cut:
         first, end = (rank * (num_columns // unit) // self.num_ranks * unit for rank in (self.rank, self.rank + 1))
         return range(first, end)
 
+    def experts(self, num_experts: int) -> range:
+        """The rank's experts of a layer, of which it has ``expert_columns``."""
+        if not self.has_whole_experts:
+            return range(num_experts)
+        first, end = (rank * num_experts // self.num_ranks for rank in (self.rank, self.rank + 1))
+        return range(first, end)
+
+    def expert_columns(self, num_columns: int) -> range:
+        """The rank's columns of each of its experts."""
+        return range(num_columns) if self.has_whole_experts else self.columns(num_columns)
+
     def vocab(self, vocab_size: int) -> range:
         """The rank's tokens. Every rank but the last ones has ``vocab_part``, so that parts can be gathered as equals."""
         part = self.vocab_part(vocab_size)
@@ -50,11 +62,16 @@ class Cut:
         return -(-vocab_size // self.num_ranks)
 
     def config(self, config: ModelConfig) -> ModelConfig:
-        """The model as the rank computes it; the vocabulary stays whole. Every rank has its columns of all experts."""
+        """The model as the rank computes it; the vocabulary, and the number of experts, stay whole."""
         experts = config.experts
         return replace(
             config,
-            experts=experts and replace(experts, intermediate_size=len(self.columns(experts.intermediate_size))),
+            experts=experts
+            and replace(
+                experts,
+                intermediate_size=len(self.expert_columns(experts.intermediate_size)),
+                shared_size=len(self.columns(experts.shared_size)),
+            ),
             num_q_heads=len(self.heads(config.num_q_heads)),
             num_kv_heads=len(self.heads(config.num_kv_heads)),
             intermediate_size=len(self.columns(config.intermediate_size)),
@@ -70,6 +87,17 @@ def require_fit(shape: ModelShape, num_ranks: int) -> None:
         f"--tensor-parallel is {num_ranks}; {shape.architecture} has {shape.num_q_heads} query and {shape.num_kv_heads} K/V heads, "
         f"which fit {', '.join(map(str, fitting))} ranks: take one of these"
     )
+
+
+def require_experts(config: ModelConfig, num_ranks: int) -> None:
+    """Raise ModelError unless every rank gets an expert of each layer that has some."""
+    if config.experts is None:
+        raise ModelError(f"--expert-parallel is on, but {config.architecture} has no experts: leave it out")
+    if (num_experts := config.experts.router.num_experts) < num_ranks:
+        raise ModelError(
+            f"--expert-parallel is on and --tensor-parallel is {num_ranks}, but {config.architecture} has {num_experts} experts: "
+            f"take at most {num_experts} ranks, or leave --expert-parallel out"
+        )
 
 
 def _fits(shape: ModelShape, num_ranks: int) -> bool:

@@ -24,6 +24,7 @@ class Router:
     num_groups: int = 1  # of neighbouring experts
     top_groups: int = 1  # to which a token's experts belong
     scale: float = 1.0  # of all factors
+    is_wide: bool = False  # logits are computed in float32, whatever the model's number format
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,3 +42,4 @@ class ExpertsConfig:
     router: Router
     intermediate_size: int  # of an expert
     layers: frozenset[int]  # that have experts; the others have an MLP
+    shared_size: int = 0  # of the MLP that every token of such a layer goes to, too; 0: there is none

@@ -9,6 +9,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from kvrelay.engine.config.experts import Scoring
+
 
 class Windows(enum.Enum):
     """Which layers attend within ``sliding_window``, if there is one."""
@@ -33,7 +35,13 @@ class ExpertFacts:
         False  # all of a layer in ``gate_up_proj``, gate and up in turns, and ``down_proj``, with biases; transposed
     )
     has_dense_layers: bool = False  # those that ``decoder_sparse_step`` leaves out, and ``mlp_only_layers``
+    has_first_dense: bool = False  # ``first_k_dense_replace`` layers have none
     is_normalised: bool | None = None  # None: as ``norm_topk_prob`` says
+    scoring: Scoring = Scoring.SOFTMAX
+    is_wide: bool = False  # the router computes in float32
+    choice_bias: str | None = None  # beside the router's weight: what counts where experts are chosen, not in factors
+    has_groups: bool = False  # ``n_group`` and ``topk_group``, unless ``topk_method`` is greedy
+    shared: str | None = None  # ``n_shared_experts`` as one MLP
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +54,7 @@ class Family:
     has_qk_norm: bool = False
     has_sinks: bool = False
     has_clamped_swiglu: bool = False  # by ``swiglu_alpha`` and ``swiglu_limit``
+    is_latent: bool = False  # attention is (:mod:`kvrelay.engine.config.latent`)
     experts: ExpertFacts | None = None
 
 
@@ -82,6 +91,27 @@ FAMILIES: dict[str, Family] = {
             has_router_bias=True,
             is_fused=True,
             is_normalised=True,
+        ),
+    ),
+    "DeepseekV2ForCausalLM": Family(
+        is_latent=True,
+        experts=ExpertFacts(
+            has_first_dense=True,
+            is_normalised=False,
+            is_wide=True,
+            has_groups=True,
+            shared="mlp.shared_experts",
+        ),
+    ),
+    "DeepseekV3ForCausalLM": Family(
+        is_latent=True,
+        experts=ExpertFacts(
+            has_first_dense=True,
+            scoring=Scoring.SIGMOID,
+            is_wide=True,
+            choice_bias="e_score_correction_bias",
+            has_groups=True,
+            shared="mlp.shared_experts",
         ),
     ),
 }

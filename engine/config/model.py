@@ -15,6 +15,7 @@ from typing import Any
 from kvrelay.common.errors import ModelError
 from kvrelay.engine.config.experts import ClampedSwiglu, ExpertsConfig, Router
 from kvrelay.engine.config.families import FAMILIES, ExpertFacts, Family, Windows
+from kvrelay.engine.config.latent import LatentConfig
 from kvrelay.engine.config.rope import RopeConfig
 
 SUPPORTED_DTYPES = ("bfloat16", "float16", "float32")
@@ -39,6 +40,9 @@ class ModelShape:
     sliding_windows: tuple[int | None, ...]  # per layer; None attends to everything before it
     has_softcaps: bool = False  # of attention's scores, in some layer
     has_sinks: bool = False
+    latent_rank: int | None = (
+        None  # a token keeps ``head_dim`` numbers for all heads, the first so many are its value, too
+    )
     dtype: str
     rope_text: str  # equal exactly for equal rotations
 
@@ -63,6 +67,8 @@ class ModelConfig(ModelShape):
     rope: RopeConfig
     experts: ExpertsConfig | None = None
     clamped_swiglu: ClampedSwiglu | None = None  # None: ``silu(gate) * up``
+    latent: LatentConfig | None = None  # None: attention is by heads
+    num_draft_layers: int = 0  # that a checkpoint has behind the others, to draft tokens with; they are not loaded
 
     @property
     def q_size(self) -> int:
@@ -75,7 +81,8 @@ class ModelConfig(ModelShape):
         if self.experts is None:
             return (self.intermediate_size,)
         has_dense = len(self.experts.layers) < self.num_layers
-        return (self.experts.intermediate_size, *((self.intermediate_size,) if has_dense else ()))
+        shared = (self.experts.shared_size,) if self.experts.shared_size else ()
+        return (self.experts.intermediate_size, *shared, *((self.intermediate_size,) if has_dense else ()))
 
 
 def architecture_of(directory: Path) -> str:
@@ -147,6 +154,9 @@ def parse_config(config: Mapping[str, Any], directory: str) -> ModelConfig:
     attention_bias = bool(config.get("attention_bias", False))
     rope = RopeConfig.parse(config, directory)
     has_qkv_bias = attention_bias if family.has_qkv_bias is None else family.has_qkv_bias
+    latent = LatentConfig.parse(config, size, rope, directory) if family.is_latent else None
+    if latent is not None:
+        num_kv_heads, head_dim = 1, latent.size
     return ModelConfig(
         architecture=architecture,
         vocab_size=size("vocab_size"),
@@ -164,6 +174,9 @@ def parse_config(config: Mapping[str, Any], directory: str) -> ModelConfig:
         has_mlp_bias=bool(config.get("mlp_bias", False)),
         has_qk_norm=family.has_qk_norm,
         has_sinks=family.has_sinks,
+        latent=latent,
+        num_draft_layers=size("num_nextn_predict_layers", 0) if config.get("num_nextn_predict_layers") else 0,
+        latent_rank=None if latent is None else latent.rank,
         clamped_swiglu=_clamped_swiglu(config, directory) if family.has_clamped_swiglu else None,
         experts=None if family.experts is None else _experts(config, family.experts, num_layers, size, directory),
         sliding_windows=_sliding_windows(config, family, num_layers, directory),
@@ -221,9 +234,25 @@ def _experts(
     if facts.has_dense_layers:
         step = size("decoder_sparse_step", 1)
         layers = set(range(step - 1, num_layers, step)).difference(config.get("mlp_only_layers") or ())
+    if facts.has_first_dense:
+        layers -= set(range(int(config.get("first_k_dense_replace") or 0)))
     is_normalised = bool(config.get("norm_topk_prob")) if facts.is_normalised is None else facts.is_normalised
+    has_groups = facts.has_groups and config.get("topk_method") != "greedy"
+    num_groups = size("n_group", 1) if has_groups else 1
+    if num_experts % num_groups:
+        raise ModelError(f"{directory}: 'n_group' is {num_groups}; it must divide the {num_experts} experts")
     return ExpertsConfig(
-        router=Router(num_experts=num_experts, top_k=top_k, is_normalised=is_normalised),
+        router=Router(
+            num_experts=num_experts,
+            top_k=top_k,
+            scoring=facts.scoring,
+            is_normalised=is_normalised,
+            num_groups=num_groups,
+            top_groups=size("topk_group", 1) if num_groups > 1 else 1,
+            scale=_number(config, "routed_scaling_factor", 1.0, directory),
+            is_wide=facts.is_wide,
+        ),
         intermediate_size=size(facts.intermediate_size),
         layers=frozenset(layers),
+        shared_size=0 if facts.shared is None else size("n_shared_experts") * size(facts.intermediate_size),
     )

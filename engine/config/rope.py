@@ -55,6 +55,15 @@ class RopeConfig:
         return cls(kind, theta, json.dumps(parameters, sort_keys=True))
 
     @property
+    def score_factor(self) -> float:
+        """Of attention's scores, where a model scales these for YaRN's ``mscale_all_dim`` (DeepSeek); else 1."""
+        parameters = json.loads(self.parameters)
+        mscale = parameters.get("mscale_all_dim")
+        return (
+            _yarn_scale(float(parameters["factor"]), float(mscale)) ** 2 if mscale and self.kind != "default" else 1.0
+        )
+
+    @property
     def canonical(self) -> str:
         """One line that is equal exactly for equal settings."""
         return f"{self.kind} theta={self.theta!r} {self.parameters}"

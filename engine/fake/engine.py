@@ -1,8 +1,9 @@
 """An engine without a model: real blocks, real bytes, made-up tokens. For tests, and for load without weights or torch.
 
-The K/V of a token is a digest of all tokens up to it, written into the pool like real K/V. Before a token is sampled the
-engine reads back *every* position's bytes and compares them with what they must be, so a block that was swapped,
-stale or never written is found exactly where a real model would silently compute nonsense.
+The K/V of a token is a digest of the adapter and all tokens up to it, written into the pool like real K/V. Before a token is
+sampled the engine reads back *every* position's bytes and compares them with what they must be, so a block that was swapped,
+stale or never written is found exactly where a real model would silently compute nonsense. In a group with a window these are the
+positions that the step's tokens see, whether it samples or not.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from itertools import pairwise
 
 import xxhash
 
+from kvrelay.common.adapter_files import AdapterRef
 from kvrelay.common.kv_geometry import GroupKind, KvGeometry, KvGroup
 from kvrelay.common.model_card import KvLayout, ModelCard
 from kvrelay.common.sampling import SampledToken, SamplingParams
+from kvrelay.engine.fake.adapters import FakeAdapters, adapter_root
 from kvrelay.engine.fake.step import FakeSequence, FakeSlots, FakeStep, Memory, Share
 from kvrelay.engine.step.interface import LaunchedStep
 from kvrelay.engine.step.plan import RowResult, Rules, SamplingInputs, StepPlan
@@ -71,15 +74,28 @@ def fake_card(
     model_id: str = "fake",
     vocab_size: int = 1000,
     processors: tuple[str, ...] = (),
+    windows: tuple[int | None, ...] = (None,),
 ) -> ModelCard:
-    """A card for a fake engine; equal ``model_id``, ``block_size`` and ``token_nbytes`` give equal fingerprints."""
-    group = KvGroup(
-        kind=GroupKind.FULL, layers=(0,), num_kv_heads=1, key_size=token_nbytes, value_size=0, dtype="uint8"
+    """A card for a fake engine; equal ``model_id``, ``block_size``, ``token_nbytes`` and ``windows`` give equal fingerprints.
+
+    ``windows``: of its groups of layers, in tokens; each keeps ``token_nbytes`` of a token.
+    """
+    groups = tuple(
+        KvGroup(
+            kind=GroupKind.FULL if window is None else GroupKind.WINDOW,
+            window=window,
+            layers=(number,),
+            num_kv_heads=1,
+            key_size=token_nbytes,
+            value_size=0,
+            dtype="uint8",
+        )
+        for number, window in enumerate(windows)
     )
     layout = KvLayout(
         model_id=model_id,
         weights_digest="fake",
-        geometry=KvGeometry(groups=(group,), block_size=block_size),
+        geometry=KvGeometry(groups=groups, block_size=block_size),
         rope="{}",
     )
     return ModelCard(
@@ -128,18 +144,23 @@ class FakeEngine:
         pace: FakePace | None = None,
         reads_back_once: bool = False,
         runs_ahead: bool = False,
+        has_adapters: bool = False,
     ) -> None:
-        self._token_nbytes = card.layout.geometry.token_nbytes
+        geometry = card.layout.geometry
+        self._windows = geometry.windows
+        self._token_nbytes = geometry.groups[0].token_nbytes
         if self._token_nbytes < _DIGEST_NBYTES:
             raise ValueError(f"{self._token_nbytes} bytes per token; a fake engine needs at least {_DIGEST_NBYTES}")
         self.card = card
-        self.store = MemoryStore(card.num_blocks, card.block_nbytes)
+        self.store = MemoryStore(card.num_blocks * len(self._windows), geometry.physical_nbytes)
         self._on_step = on_step
         self._pace = pace
         self._reads_back_once = reads_back_once
         self.runs_ahead = runs_ahead
+        self._adapters = FakeAdapters()
+        self.adapters = self._adapters if has_adapters else None
         self.num_slots = _NUM_SLOTS
-        self._slots = FakeSlots()
+        self._slots = FakeSlots(len(self._windows))
         self._launched: FakeStep | None = None  # the last one
 
     def copy_blocks(self, pairs: Seq[tuple[int, int]]) -> None:
@@ -164,7 +185,7 @@ class FakeEngine:
         in_front = None if plan.resets else self._launched
         assert in_front is None or not in_front.is_deferred, "the step in front was not told to sample"
         self._slots.apply(plan)
-        shares = [Share(self._slots.sequences[row.slot].copy(), row) for row in plan.rows]
+        shares = [Share(self._slots.sequences[row.slot].copy(row.draft_tokens), row) for row in plan.rows]
         for share in shares:
             self._require_fit(share)
         behind = in_front if any(row.is_fed for row in plan.rows) else None
@@ -176,8 +197,9 @@ class FakeEngine:
         end = row.start + row.num_tokens
         if row.num_tokens < 1 or end > len(sequence.token_ids) + row.is_fed:
             raise ValueError(f"{sequence.name}: no {row.num_tokens} tokens behind {row.start}")
-        if len(sequence.block_table) * self.card.layout.block_size < end:
-            raise ValueError(f"{sequence.name}: {len(sequence.block_table)} blocks do not hold {end} tokens")
+        num_blocks = min(map(len, sequence.block_tables))
+        if num_blocks * self.card.layout.block_size < end:
+            raise ValueError(f"{sequence.name}: {num_blocks} blocks do not hold {end} tokens")
 
     def _compute(self, shares: Seq[Share], inputs: SamplingInputs) -> list[RowResult]:
         """All of a step, now."""
@@ -193,19 +215,23 @@ class FakeEngine:
         return results
 
     def _run(self, share: Share, mask: bytes | None) -> RowResult:
-        sequence, memory, start = share.sequence, share.sequence.memory, share.row.start
+        sequence, memory, row, start = share.sequence, share.sequence.memory, share.row, share.row.start
         end = start + share.num_tokens
-        self._remember(sequence)
+        self._remember(sequence, self._adapters.root(row.adapter))
         # A preempted sequence may get the same blocks again, with others' bytes in them: what it had read then proves nothing.
-        blocks_stayed = memory.verified_blocks == sequence.block_table[: len(memory.verified_blocks)]
+        blocks_stayed = all(
+            table[: len(known)] == known
+            for known, table in zip(memory.verified_blocks, sequence.block_tables, strict=False)
+        )
         if start < memory.num_verified or not blocks_stayed:
             memory.num_verified = 0
         for first, last in self._spans(start, end):
-            self._slice(sequence, first, last)[:] = self._kv(memory, first, last)
+            for group in range(len(self._windows)):
+                self._slice(sequence, first, last, group)[:] = self._kv(memory, first, last, group)
+        self._read_back(sequence, memory, start, end, is_all=row.num_samples > 0)
         prompt_logprobs = self._prompt_logprobs(share)
         if not share.row.num_samples:
             return RowResult((), prompt_logprobs)
-        self._read_back(sequence, memory, end)
         digest = bytes(memory.digests[-_DIGEST_NBYTES:])
         token_id = next_token(sequence, digest, self.card.vocab_size)
         if mask is not None:
@@ -233,24 +259,40 @@ class FakeEngine:
             for position in range(*share.row.prompt_logprobs)
         )
 
-    def _remember(self, sequence: FakeSequence) -> None:
-        """A digest of each of the sequence's tokens as they stand."""
+    def _remember(self, sequence: FakeSequence, root: bytes) -> None:
+        """A digest of each of the sequence's tokens as they stand; ``root``: what stands before the first."""
         digests, token_ids = sequence.memory.digests, sequence.token_ids
         num_known = len(digests) // _DIGEST_NBYTES
         if num_known < len(token_ids):
-            for digest in token_digests(token_ids[num_known:], bytes(digests[-_DIGEST_NBYTES:])):
+            for digest in token_digests(token_ids[num_known:], bytes(digests[-_DIGEST_NBYTES:]) or root):
                 digests += digest
 
-    def _read_back(self, sequence: FakeSequence, memory: Memory, end: int) -> None:
-        for first, last in self._spans(memory.num_verified if self._reads_back_once else 0, end):
-            found, expected = bytes(self._slice(sequence, first, last)), self._kv(memory, first, last)
+    def _read_back(self, sequence: FakeSequence, memory: Memory, start: int, end: int, *, is_all: bool) -> None:
+        """What tokens from ``start`` on see; without ``is_all`` only in groups with a window."""
+        since = memory.num_verified if self._reads_back_once else 0
+        for group, window in enumerate(self._windows):
+            if window is not None:
+                self._compare(sequence, max(since, start + 1 - window), end, group)
+            elif is_all:
+                self._compare(sequence, since, end, group)
+        if not is_all:
+            return
+        if memory.num_verified == 0 or list(map(len, memory.verified_blocks)) != list(map(len, sequence.block_tables)):
+            memory.verified_blocks = [list(table) for table in sequence.block_tables]
+        memory.num_verified = end
+
+    def _compare(self, sequence: FakeSequence, start: int, end: int, group: int) -> None:
+        for first, last in self._spans(start, end):
+            found, expected = (
+                bytes(self._slice(sequence, first, last, group)),
+                self._kv(sequence.memory, first, last, group),
+            )
             if found != expected:
                 differs = next(index for index, byte in enumerate(found) if byte != expected[index])
                 position = first + differs // self._token_nbytes
-                raise KvMismatchError(f"{sequence.name}: K/V of position {position} is not that of its tokens")
-        if memory.num_verified == 0 or len(memory.verified_blocks) != len(sequence.block_table):
-            memory.verified_blocks = list(sequence.block_table)
-        memory.num_verified = end
+                raise KvMismatchError(
+                    f"{sequence.name}: K/V of position {position} in group {group} is not that of its tokens"
+                )
 
     def _spans(self, start: int, end: int) -> list[tuple[int, int]]:
         """Positions ``start`` to ``end``, cut where a block ends."""
@@ -260,18 +302,19 @@ class FakeEngine:
         cuts = [start, *range((start // block_size + 1) * block_size, end, block_size), end]
         return list(pairwise(cuts)) if start < end else []
 
-    def _slice(self, sequence: FakeSequence, first: int, last: int) -> memoryview:
+    def _slice(self, sequence: FakeSequence, first: int, last: int, group: int) -> memoryview:
         """The pool's memory of positions ``first`` to ``last``, which are one block's."""
         block_index, offset = divmod(first, self.card.layout.block_size)
         start = offset * self._token_nbytes
-        block = self.store.block(sequence.block_table[block_index])
+        block = self.store.block(sequence.block_tables[group][block_index])
         return block[start : start + (last - first) * self._token_nbytes]
 
-    def _kv(self, memory: Memory, first: int, last: int) -> bytes:
-        """What these positions must hold: of each its digest, repeated."""
-        digests, size, times = memory.digests, self._token_nbytes, self._token_nbytes // _DIGEST_NBYTES + 1
+    def _kv(self, memory: Memory, first: int, last: int, group: int) -> bytes:
+        """What these positions must hold: of each its digest, repeated; a group begins with another byte of it."""
+        digests, shift = memory.digests, group % _DIGEST_NBYTES
+        end, times = shift + self._token_nbytes, self._token_nbytes // _DIGEST_NBYTES + 2
         starts = range(first * _DIGEST_NBYTES, last * _DIGEST_NBYTES, _DIGEST_NBYTES)
-        return b"".join([(digests[start : start + _DIGEST_NBYTES] * times)[:size] for start in starts])
+        return b"".join([(digests[start : start + _DIGEST_NBYTES] * times)[shift:end] for start in starts])
 
 
 def token_digests(token_ids: Seq[int], parent: bytes = b"") -> list[bytes]:
@@ -343,9 +386,11 @@ def candidates(sampling: SamplingParams, digest: bytes, vocab_size: int) -> tupl
     return tuple(zip(token_ids, log_probs, strict=True))
 
 
-def expected_output(token_ids: Seq[int], num_tokens: int, vocab_size: int) -> list[int]:
+def expected_output(
+    token_ids: Seq[int], num_tokens: int, vocab_size: int, adapter: AdapterRef | None = None
+) -> list[int]:
     """What a greedy fake engine generates after ``token_ids``."""
-    digest = token_digests(token_ids)[-1]
+    digest = token_digests(token_ids, b"" if adapter is None else adapter_root(adapter.digest))[-1]
     output: list[int] = []
     for _ in range(num_tokens):
         output.append(_token_of(digest, vocab_size))

@@ -15,7 +15,7 @@ class Memory:
     """What is known of a sequence from earlier steps. Tokens are only ever appended to a sequence."""
 
     digests: bytearray  # of its leading tokens, 8 bytes each
-    verified_blocks: list[int]  # its leading blocks when positions were last read back …
+    verified_blocks: list[list[int]]  # by group its leading blocks when positions were last read back …
     num_verified: int = 0  # … and how many of those positions still hold
 
 
@@ -27,7 +27,7 @@ class FakeSequence:
     token_ids: list[int]  # prompt and output
     num_prompt_tokens: int
     sampling: SamplingParams
-    block_table: list[int] = field(default_factory=list)
+    block_tables: list[list[int]]  # by group
     memory: Memory = field(default_factory=lambda: Memory(bytearray(), []))
 
     @property
@@ -35,17 +35,25 @@ class FakeSequence:
         """Output so far, earlier attempts' included."""
         return len(self.token_ids) - self.num_prompt_tokens
 
-    def copy(self) -> FakeSequence:
-        """As it stands, but with the same memory: for a row that is computed when the slot may have gone on or changed hands."""
+    def copy(self, draft: tuple[int, ...] = ()) -> FakeSequence:
+        """As it stands, but with the same memory: for a row that is computed when the slot may have gone on or changed hands.
+
+        With a ``draft`` behind its tokens it is another sequence, with a memory of its own.
+        """
         copied = copy.copy(self)
-        copied.token_ids, copied.block_table = list(self.token_ids), list(self.block_table)
+        copied.token_ids = [*self.token_ids, *draft]
+        copied.block_tables = [list(table) for table in self.block_tables]
+        if draft:
+            known = self.memory
+            copied.memory = Memory(bytearray(known.digests), known.verified_blocks, known.num_verified)
         return copied
 
 
 class FakeSlots:
     """All slots of a fake engine, by number."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_groups: int) -> None:
+        self._num_groups = num_groups
         self.sequences: dict[int, FakeSequence] = {}
 
     def apply(self, plan: StepPlan) -> None:
@@ -56,10 +64,14 @@ class FakeSlots:
             del self.sequences[slot]
         for join in plan.joins:
             self.sequences[join.slot] = FakeSequence(
-                join.name, list(join.token_ids), join.num_prompt_tokens, join.sampling
+                join.name,
+                list(join.token_ids),
+                join.num_prompt_tokens,
+                join.sampling,
+                [[] for _ in range(self._num_groups)],
             )
         for delta in plan.tables:
-            self.sequences[delta.slot].block_table[delta.start :] = delta.block_ids
+            self.sequences[delta.slot].block_tables[delta.group][delta.start :] = delta.block_ids
         self.learn((row.slot, row.new_tokens) for row in plan.rows)
 
     def learn(self, new_tokens: Iterable[tuple[int, tuple[int, ...]]]) -> None:

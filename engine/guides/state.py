@@ -60,6 +60,28 @@ class GrammarState:
             self._next = self._mask() if self._coming is None else self._coming.result()
         bitmask[:] = self._next
 
+    def num_allowed(self, draft: Seq[int]) -> int:
+        """See GuideState. None where masks are slow: a draft needs one for each of its tokens."""
+        if self._is_slow or self._trouble is not None or self._is_complete:
+            return 0
+        num_text = next((place for place, token_id in enumerate(draft) if self._is_stop(token_id)), len(draft))
+        num_valid: int = self._matcher.validate_tokens(list(draft[:num_text]))
+        return num_valid
+
+    def fill_along(self, bitmask: npt.NDArray[np.int32], draft: Seq[int]) -> None:
+        """See GuideState."""
+        num_taken, trouble = 0, self._trouble
+        for words, token_id in zip(bitmask, draft, strict=True):
+            if self._matcher.is_stopped():
+                break
+            taken = self._matcher.consume_token(token_id)
+            assert taken, f"a guide was drafted {draft}, and does not allow token {num_taken} of it"
+            num_taken += 1
+            if not self._matcher.is_stopped():
+                words[:] = self._mask()
+        self._matcher.rollback(num_taken)
+        self._trouble = trouble  # it is that of a place where it does not stand
+
     def accept(self, token_id: int) -> None:
         """See GuideState. The ValueError says why, in words for the client."""
         if self._coming is not None:
@@ -67,8 +89,7 @@ class GrammarState:
             self._coming = None
         if self._trouble is not None:
             raise ValueError(self._trouble)
-        is_stop = self._stop_bits.view(np.uint32)[token_id // 32] >> np.uint32(token_id % 32) & np.uint32(1)
-        if is_stop or not self._matcher.consume_token(token_id):
+        if self._is_stop(token_id) or not self._matcher.consume_token(token_id):
             raise ValueError(f"token {token_id} came where the guide does not allow it")
         self._next = None
         self._is_complete = self._matcher.is_stopped() and self._matcher.is_accepting()
@@ -84,6 +105,9 @@ class GrammarState:
     def is_complete(self) -> bool:
         """See GuideState."""
         return self._is_complete
+
+    def _is_stop(self, token_id: int) -> bool:
+        return bool(self._stop_bits.view(np.uint32)[token_id // 32] >> np.uint32(token_id % 32) & np.uint32(1))
 
     def _mask(self) -> npt.NDArray[np.int32]:
         mask = np.zeros_like(self._stop_bits)

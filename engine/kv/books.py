@@ -5,19 +5,30 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvrelay.engine.kv.block_manager import BlockManager
+from kvrelay.engine.kv.ledger import Ledger
 
 
 def unbalanced(blocks: BlockManager) -> list[str]:
-    """Reasons to send no traffic: a group whose ledger does not balance."""
-    ledgers = [blocks.ledger(group) for group in range(blocks.num_groups)]
-    return [f"the ledger does not balance: {ledger}" for ledger in ledgers if not ledger.balances]
+    """Reasons to send no traffic: a ledger that does not balance."""
+    ledger = blocks.ledger()
+    return [] if ledger.balances else [f"the ledger does not balance: {ledger}"]
 
 
 def ledger_json(blocks: BlockManager) -> dict[str, object]:
-    """The ledger for /debug/kv."""
+    """The ledger for /debug/kv: of the pool, and where the blocks of each group of layers are."""
     retained = blocks.retained()
     return {
-        "groups": [_group_json(blocks, group) for group in range(blocks.num_groups)],
+        **_counts(blocks.ledger()),
+        "balances": blocks.ledger().balances,
+        "free_blocks": ranges(blocks.free_blocks()),
+        "groups": [
+            {
+                "window": window,
+                **_counts(blocks.ledger(group)),
+                "blocks": {place: ranges(block_ids) for place, block_ids in blocks.places(group).items()},
+            }
+            for group, window in enumerate(blocks.windows)
+        ],
         "retained": {  # some of the cached ones
             "blocks": len(retained),
             "at_most": blocks.max_retained,
@@ -30,17 +41,13 @@ def ledger_json(blocks: BlockManager) -> dict[str, object]:
     }
 
 
-def _group_json(blocks: BlockManager, group: int) -> dict[str, object]:
-    """One group of layers: how many of its blocks are where, and which."""
-    ledger = blocks.ledger(group)
+def _counts(ledger: Ledger) -> dict[str, int]:
     return {
         "num_blocks": ledger.num_blocks,
         "free": ledger.num_free,
         "cached": ledger.num_cached,
         "leased": ledger.num_leased,
         "running": ledger.num_running,
-        "balances": ledger.balances,
-        "blocks": {place: ranges(block_ids) for place, block_ids in blocks.places(group).items()},
     }
 
 

@@ -1,4 +1,4 @@
-"""Where the K/V heads of a rank lie in a block of the whole model: what of a block is whose, between any two numbers of ranks.
+"""Where the K/V heads of a rank lie in a physical block of the whole model: what is whose, between any two numbers of ranks.
 
 A rank's block holds its heads as the whole model's does: layer by layer, keys before values, then heads, then tokens. So a range
 of heads is two fragments for each layer, and a rank's block is its fragments, one behind the other. Between workers a block
@@ -25,16 +25,21 @@ class Fragment:
 
 def taken(geometry: KvGeometry, cut: Cut) -> list[Fragment]:
     """All of a rank's block, in order."""
-    (group,) = geometry.groups
+    group = _largest(geometry)
     return _fragments(group, geometry.block_size, cut.heads(group.num_kv_heads))
 
 
 def given(geometry: KvGeometry, cut: Cut) -> list[Fragment]:
     """What a rank gives when a block is put together: its heads that no rank before it has."""
-    (group,) = geometry.groups
+    group = _largest(geometry)
     heads = cut.heads(group.num_kv_heads)
     is_copy = cut.rank > 0 and Cut(cut.rank - 1, cut.num_ranks).heads(group.num_kv_heads) == heads
     return [] if is_copy else taken(geometry, cut)
+
+
+def _largest(geometry: KvGeometry) -> KvGroup:
+    """By which all physical blocks are laid out; a smaller group has its layers in front."""
+    return max(geometry.groups, key=lambda group: len(group.layers))
 
 
 def _fragments(group: KvGroup, block_size: int, heads: range) -> list[Fragment]:
@@ -42,7 +47,7 @@ def _fragments(group: KvGroup, block_size: int, heads: range) -> list[Fragment]:
     fragments: list[Fragment] = []
     start = own_start = 0
     for _ in group.layers:
-        for size in (group.key_size, group.value_size):
+        for size in filter(None, (group.key_size, group.value_size)):
             head_nbytes = block_size * size * item_nbytes
             nbytes = len(heads) * head_nbytes
             fragments.append(Fragment(start + heads.start * head_nbytes, own_start, nbytes))

@@ -1,14 +1,16 @@
 """The bytes of blocks of which each rank has a part, for those who ship and receive whole ones.
 
-All parts are memory of this process, its own or shared with a rank's. A block that is read is put together when its sender wants
-it; one that was written is proved whole, and then taken apart. So steps see blocks that were proved, as on a GPU
-(:mod:`kvrelay.engine.kv.staging`).
+On a CPU all parts are memory of this process, its own or shared with a rank's; on GPUs each is copied. A block that is read is
+put together when its sender wants it; one that was written is proved whole, and then taken apart. So steps see blocks that were
+proved, as on a GPU (:mod:`kvrelay.engine.kv.staging`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -21,13 +23,40 @@ from kvrelay.engine.kv.fragments import given, taken
 Bytes = npt.NDArray[np.uint8]
 
 
+class Part(Protocol):
+    """One rank's pool. Both raise RuntimeError if the block cannot be copied. Any thread."""
+
+    def reading(self, block_id: int) -> AbstractContextManager[Bytes]:
+        """The rank's bytes of a block, between enter and exit."""
+
+    def writing(self, block_id: int) -> AbstractContextManager[Bytes]:
+        """Memory to fill with all of the rank's bytes of a block; they are there behind the exit."""
+
+
+class HostPart:
+    """Implements Part over memory of this process."""
+
+    def __init__(self, blocks: Bytes) -> None:
+        """``blocks``: ``[num_blocks or more, its bytes of a block]``."""
+        self._blocks = blocks
+
+    @contextmanager
+    def reading(self, block_id: int) -> Iterator[Bytes]:
+        """See Part."""
+        yield self._blocks[block_id]
+
+    def writing(self, block_id: int) -> AbstractContextManager[Bytes]:
+        """See Part."""
+        return self.reading(block_id)
+
+
 class GatheredStore:
     """Implements :class:`kvrelay.engine.step.interface.BlockStore` over the pools of all ranks."""
 
-    def __init__(self, geometry: KvGeometry, num_blocks: int, parts: Sequence[Bytes]) -> None:
-        """``geometry``: of the whole model. ``parts``: each rank's blocks, ``[num_blocks or more, its bytes of a block]``."""
+    def __init__(self, geometry: KvGeometry, num_blocks: int, parts: Sequence[Part]) -> None:
+        """``geometry``: of the whole model. ``num_blocks``: physical ones. ``parts``: of all ranks, in their order."""
         self.num_blocks = num_blocks
-        self.block_nbytes = geometry.block_nbytes
+        self.block_nbytes = geometry.physical_nbytes
         cuts = [Cut(rank, len(parts)) for rank in range(len(parts))]
         self._given = [(part, given(geometry, cut)) for part, cut in zip(parts, cuts, strict=True)]
         self._taken = [(part, taken(geometry, cut)) for part, cut in zip(parts, cuts, strict=True)]
@@ -53,17 +82,18 @@ class GatheredStore:
         """See BlockStore."""
         whole = self._writes.pop(block_id)
         for part, fragments in self._taken:
-            own = part[block_id]
-            for one in fragments:
-                own[one.own_start : one.own_start + one.nbytes] = whole[one.start : one.start + one.nbytes]
+            with part.writing(block_id) as own:
+                for one in fragments:
+                    own[one.own_start : one.own_start + one.nbytes] = whole[one.start : one.start + one.nbytes]
 
     def gather(self, block_id: int) -> Bytes:
         """A block, put together in memory of its own."""
         whole = np.empty(self.block_nbytes, dtype=np.uint8)
         for part, fragments in self._given:
-            own = part[block_id]
-            for one in fragments:
-                whole[one.start : one.start + one.nbytes] = own[one.own_start : one.own_start + one.nbytes]
+            if fragments:
+                with part.reading(block_id) as own:
+                    for one in fragments:
+                        whole[one.start : one.start + one.nbytes] = own[one.own_start : one.own_start + one.nbytes]
         return whole
 
     def _check(self, block_id: int) -> None:

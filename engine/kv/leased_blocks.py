@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvrelay.engine.kv.block_manager import BlockManager, Owner, OwnerKind
+from kvrelay.engine.kv.block_manager import BlockManager
+from kvrelay.engine.kv.owners import Owner, OwnerKind
 
 
 def lease_owner(lease_key: str) -> Owner:
@@ -18,10 +19,12 @@ class LeasedBlocks:
     def __init__(self, blocks: BlockManager) -> None:
         self._blocks = blocks
 
-    def reserve(self, lease_key: str, num_blocks: int, hashes: Sequence[bytes]) -> tuple[list[int], int] | None:
-        spare = self._blocks.num_promised
-        allocation = self._blocks.allocate(lease_owner(lease_key), num_blocks, hashes, spare=spare)
-        return None if allocation is None else (allocation.block_ids, allocation.num_cached)
+    def reserve(
+        self, lease_key: str, num_blocks: int, hashes: Sequence[bytes], num_tokens: int
+    ) -> tuple[list[list[int]], int] | None:
+        owner, spare = lease_owner(lease_key), self._blocks.num_promised
+        allocation = self._blocks.allocate(owner, num_blocks, hashes, spare=spare, num_computed_tokens=num_tokens)
+        return None if allocation is None else (allocation.block_tables, allocation.num_cached)
 
     def release(self, lease_key: str) -> None:
         self._blocks.release(lease_owner(lease_key))

@@ -1,7 +1,8 @@
-"""The paged KV pool of a model with one group of layers: one tensor, block by block contiguous, readable and writable as bytes.
+"""The paged KV pool: one tensor, block by block contiguous, readable and writable as bytes.
 
-``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]``; index 2 is 0 for keys, 1 for values. Heads come before tokens
-so that a slice of heads is contiguous per layer.
+``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]``; index 2 is 0 for keys, 1 for values, which latents lack. Heads
+come before tokens so that a slice of heads is contiguous per layer. Blocks are physical ones of any group, and layers those of the
+group, which may have fewer than the largest.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import sys
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from kvrelay.common.kv_geometry import KvGeometry
@@ -43,18 +43,21 @@ class KvPool:
         staging: StagingPlan | None = None,
         shared_memory: int | None = None,
     ) -> None:
-        """``shared_memory``: a descriptor of memory for it on a CPU, which is made as large as it needs; None: its own.
+        """``num_blocks``: physical ones, of all groups together. ``shared_memory``: a descriptor of memory for them on a CPU,
+        which is made as large as it needs; None: its own.
 
         ``num_spare``: blocks behind the last one that the engine keeps for itself; nobody opens or owns them.
 
         ``staging``: how blocks get to the host and back; without, and not on CPU, none can be opened. Raises ModelError if its
         memory is too little, or cannot be had.
         """
-        (group,) = geometry.groups
-        assert group.key_size == group.value_size, (
-            f"keys of {group.key_size}, values of {group.value_size} in one tensor"
-        )
-        shape = (num_blocks + num_spare, len(group.layers), 2, group.num_kv_heads, geometry.block_size, group.key_size)
+        group = geometry.groups[0]
+        sizes = {(one.num_kv_heads, one.key_size, one.value_size, one.dtype) for one in geometry.groups}
+        assert len(sizes) == 1, f"{sizes} in one tensor"
+        assert group.value_size in (0, group.key_size), f"values of {group.value_size} beside keys of {group.key_size}"
+        num_layers = max(len(one.layers) for one in geometry.groups)
+        num_kinds = 2 if group.value_size else 1
+        shape = (num_blocks + num_spare, num_layers, num_kinds, group.num_kv_heads, geometry.block_size, group.key_size)
         dtype: torch.dtype = getattr(torch, group.dtype)
         # Zeros, not empty: attention reads the unwritten tail of a block under a mask, and NaN survives masks.
         self.tensor = (
@@ -117,10 +120,9 @@ class KvPool:
         return self._host[block_id * self.block_nbytes : (block_id + 1) * self.block_nbytes]
 
     @property
-    def bytes(self) -> npt.NDArray[np.uint8]:
-        """Of a pool on the CPU, ``[num_blocks, block_nbytes]``: its own memory."""
-        own: npt.NDArray[np.uint8] = self._bytes[: self.num_blocks].numpy()
-        return own
+    def blocks(self) -> torch.Tensor:
+        """Its own memory, ``[num_blocks, block_nbytes]`` uint8."""
+        return self._bytes[: self.num_blocks]
 
     @property
     def _staged(self) -> Staging:

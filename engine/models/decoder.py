@@ -9,9 +9,13 @@ from dataclasses import dataclass
 
 import torch
 
+from kvrelay.engine.config.cut import Cut
 from kvrelay.engine.config.model import ModelConfig
+from kvrelay.engine.models.adapted_layers import LayerAdapters
+from kvrelay.engine.models.adapters import Adapters
+from kvrelay.engine.models.attention import Attention, make_attention
 from kvrelay.engine.models.mlp import make_mlp
-from kvrelay.engine.models.ops import PLAIN, Linear, Ops, Scores, StepContext
+from kvrelay.engine.models.ops import LatentStep, Linear, Ops, StepContext
 from kvrelay.engine.models.ranks import RankPart, embedding, gathered, summed
 from kvrelay.engine.weights.parameters import LayerWeights, ModelWeights
 
@@ -21,11 +25,7 @@ class _Layer:
     """One decoder layer, its products ready to run."""
 
     input_norm: torch.Tensor  # [hidden]
-    qkv: Linear
-    q_norm: torch.Tensor | None  # [head_dim]
-    k_norm: torch.Tensor | None
-    scores: Scores
-    o: Linear
+    attention: Attention
     post_norm: torch.Tensor
     mlp: Linear
 
@@ -33,10 +33,18 @@ class _Layer:
 class DecoderModel:
     """Runs one step's tokens through all layers."""
 
-    def __init__(self, config: ModelConfig, weights: ModelWeights, ops: Ops, part: RankPart | None = None) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: ModelWeights,
+        ops: Ops,
+        part: RankPart | None = None,
+        adapters: tuple[Adapters, ModelConfig] | None = None,
+    ) -> None:
         """Takes ``weights`` over: layers and head leave it one by one, as ``ops`` brings them into the form it multiplies with.
 
-        ``part``: which one ``config`` and ``weights`` are of the model; None: it is whole.
+        ``part``: which one ``config`` and ``weights`` are of the model; None: it is whole. ``adapters``: which the model's products
+        are to add, and the configuration of the whole model; None: none ever.
         """
         self._config = config
         self._ops = ops
@@ -46,9 +54,14 @@ class DecoderModel:
         self._lm_head = gathered(ops.make_linear(weights.lm_head, None), config.vocab_size, part)
         weights.lm_head = weights.embed  # else a head of its own would be there twice while the layers follow
         weights.layers.reverse()
-        self._layers = [_make_layer(config, weights.layers.pop(), ops, part) for _ in range(config.num_layers)]
+        cut = Cut() if part is None else part.cut
+        changed_by, whole = adapters or (None, config)
+        self._layers = [
+            _make_layer(config, weights.layers.pop(), ops, part, LayerAdapters(changed_by, whole, cut, index))
+            for index in range(config.num_layers)
+        ]
 
-    def forward(self, token_ids: torch.Tensor, step: StepContext) -> torch.Tensor:
+    def forward(self, token_ids: torch.Tensor, step: StepContext | LatentStep) -> torch.Tensor:
         """Hidden states behind the last norm. ``token_ids`` ``[num_tokens]`` -> ``[num_tokens, hidden]``.
 
         Side effect: K/V of every token are written into the pool.
@@ -57,7 +70,7 @@ class DecoderModel:
         residual = self._look_up(token_ids)
         hidden = ops.rms_norm(residual, layers[0].input_norm, eps)
         for index, layer in enumerate(layers):
-            hidden = self._attention(hidden, layer, index, step)
+            hidden = layer.attention(hidden, index, step)
             hidden = ops.add_rms_norm(hidden, residual, layer.post_norm, eps)
             hidden = layer.mlp(hidden)
             is_last = index + 1 == len(layers)
@@ -68,29 +81,13 @@ class DecoderModel:
         """``[n, hidden]`` -> ``[n, vocab]`` in the model's dtype. Call it with the rows that sample only."""
         return self._lm_head(hidden)
 
-    def _attention(self, hidden: torch.Tensor, layer: _Layer, index: int, step: StepContext) -> torch.Tensor:
-        config, ops = self._config, self._ops
-        qkv = layer.qkv(hidden)
-        query, key, value = qkv.split_with_sizes((config.q_size, config.kv_size, config.kv_size), dim=-1)
-        query = query.view(-1, config.num_q_heads, config.head_dim)
-        key = key.view(-1, config.num_kv_heads, config.head_dim)
-        value = value.view(-1, config.num_kv_heads, config.head_dim)
-        if layer.q_norm is not None and layer.k_norm is not None:
-            query = ops.rms_norm(query, layer.q_norm, config.rms_norm_eps)
-            key = ops.rms_norm(key, layer.k_norm, config.rms_norm_eps)
-        query = step.rotary_kv_write(query, key, value, index)
-        attended = step.attention(query, index, layer.scores)
-        return layer.o(attended.flatten(-2))
 
-
-def _make_layer(config: ModelConfig, weights: LayerWeights, ops: Ops, part: RankPart | None) -> _Layer:
+def _make_layer(
+    config: ModelConfig, weights: LayerWeights, ops: Ops, part: RankPart | None, adapt: LayerAdapters
+) -> _Layer:
     return _Layer(
         input_norm=weights.input_norm,
-        qkv=ops.make_linear(weights.qkv, weights.qkv_bias),
-        q_norm=weights.q_norm,
-        k_norm=weights.k_norm,
-        scores=PLAIN if weights.sinks is None else Scores(sinks=weights.sinks),
-        o=summed(ops.make_linear(weights.o, weights.o_bias), part),
+        attention=make_attention(config, weights.attention, ops, part, adapt),
         post_norm=weights.post_norm,
-        mlp=summed(make_mlp(config, weights.mlp, ops), part),
+        mlp=summed(make_mlp(config, weights.mlp, ops, adapt), part),
     )

@@ -5,29 +5,35 @@ from __future__ import annotations
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 
 from kvrelay.engine.config.experts import Router
 from kvrelay.engine.config.model import ModelConfig
+from kvrelay.engine.models.adapted_layers import LayerAdapters
 from kvrelay.engine.models.ops import Activation, Linear, Ops
 from kvrelay.engine.models.routing import route
 from kvrelay.engine.weights.parameters import MlpWeights, SparseWeights
 
 
-def make_mlp(config: ModelConfig, weights: MlpWeights | SparseWeights, ops: Ops) -> Linear:
-    """``[num_tokens, hidden]`` in the same shape."""
+def make_mlp(config: ModelConfig, weights: MlpWeights | SparseWeights, ops: Ops, adapt: LayerAdapters) -> Linear:
+    """``[num_tokens, hidden]`` in the same shape. No adapter changes experts."""
     swiglu = config.clamped_swiglu
     activation = ops.silu_mul if swiglu is None else partial(ops.clamped_swiglu, alpha=swiglu.alpha, limit=swiglu.limit)
     if isinstance(weights, MlpWeights):
-        return _Mlp(weights, activation, ops)
+        return _Mlp(weights, activation, ops, adapt)
     assert config.experts is not None, f"{config.architecture} has no experts"
     return _Sparse(config.experts.router, weights, activation, ops)
 
 
 class _Mlp:
-    def __init__(self, weights: MlpWeights, activation: Activation, ops: Ops) -> None:
-        self._gate_up = ops.make_linear(weights.gate_up, weights.gate_up_bias)
+    def __init__(self, weights: MlpWeights, activation: Activation, ops: Ops, adapt: LayerAdapters | None) -> None:
+        gate_up, down = (
+            ops.make_linear(weights.gate_up, weights.gate_up_bias),
+            ops.make_linear(weights.down, weights.down_bias),
+        )
+        self._gate_up = gate_up if adapt is None else adapt.gate_up(gate_up)
         self._activation = activation
-        self._down = ops.make_linear(weights.down, weights.down_bias)
+        self._down = down if adapt is None else adapt.down(down)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._down(self._activation(self._gate_up(hidden)))
@@ -36,9 +42,24 @@ class _Mlp:
 class _Sparse:
     def __init__(self, router: Router, weights: SparseWeights, activation: Activation, ops: Ops) -> None:
         self._router = router
-        self._logits = ops.make_linear(weights.router, weights.router_bias)
+        self._choice_bias = weights.choice_bias
+        self._logits = _wide(weights) if router.is_wide else ops.make_linear(weights.router, weights.router_bias)
         self._experts = ops.make_experts(weights.experts, activation)
+        self._first = weights.first_expert
+        self._num_experts = weights.experts.num_experts
+        self._shared = None if weights.shared is None else _Mlp(weights.shared, activation, ops, None)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        expert_ids, factors = route(self._logits(hidden), self._router)
-        return self._experts(hidden, expert_ids, factors)
+        expert_ids, factors = route(self._logits(hidden), self._router, self._choice_bias)
+        if self._num_experts < self._router.num_experts:
+            own = expert_ids - self._first
+            expert_ids = own.masked_fill_((own < 0) | (own >= self._num_experts), self._num_experts)
+        output = self._experts(hidden, expert_ids, factors)
+        return output if self._shared is None else output.add_(self._shared(hidden))
+
+
+def _wide(weights: SparseWeights) -> Linear:
+    """A router's logits in float32: experts that are nearly equal must not change places."""
+    weight = weights.router.float()
+    bias = None if weights.router_bias is None else weights.router_bias.float()
+    return lambda hidden: F.linear(hidden.float(), weight, bias)

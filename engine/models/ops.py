@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from kvrelay.engine.models.low_rank import LowRankProducts
 from kvrelay.engine.sampling.sampler import SamplerOps
 from kvrelay.engine.step.batch import Batch
 from kvrelay.engine.weights.parameters import ExpertWeights
@@ -18,7 +19,8 @@ Linear = Callable[[torch.Tensor], torch.Tensor]
 Activation = Callable[[torch.Tensor], torch.Tensor]
 """``[n, width]`` -> ``[n, intermediate]``, row by row"""
 Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""(``[n, hidden]``, expert ids ``[n, k]`` int64, factors ``[n, k]``) -> ``[n, hidden]``: factors times outputs, added up"""
+"""(``[n, hidden]``, expert ids ``[n, k]`` int64, factors ``[n, k]``) -> ``[n, hidden]``: factors times outputs, added up. The id
+behind the last expert's stands for none, which adds nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,23 @@ class StepContext(PagedStep, Protocol):
         """Rotate q and k to their positions, write k and v into the pool, return the rotated q.
 
         q ``[num_tokens, num_q_heads, head_dim]``, k and v ``[num_tokens, num_kv_heads, head_dim]``; q may be changed in place.
+        """
+
+
+class LatentStep(Protocol):
+    """One step of a model whose tokens keep latents (:class:`kvrelay.engine.config.latent.LatentConfig`)."""
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """``[num_tokens]`` int64, on the device."""
+
+    def latent_write(self, latents: torch.Tensor, layer: int) -> None:
+        """Write what the step's tokens keep, ``[num_tokens, size]``, into a pool of latents."""
+
+    def latent_attention(self, query: torch.Tensor, layer: int, scale: float) -> torch.Tensor:
+        """Causal attention of ``query`` ``[num_tokens, num_q_heads, size]`` over latents, which are keys of all heads.
+
+        The first ``rank`` numbers of a latent are its value: ``[num_tokens, num_q_heads, rank]``.
         """
 
 
@@ -98,6 +117,9 @@ class PagedOps(SamplerOps, Protocol):
 
     def make_experts(self, weights: ExpertWeights, activation: Activation) -> Experts:
         """A layer of experts, in whatever layout is fastest here. Reads nothing of experts that no token goes to."""
+
+    def make_low_rank(self, dtype: torch.dtype) -> LowRankProducts:
+        """Products with adapters' matrices of this dtype, the model's."""
 
     def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """Root-mean-square norm over the last dimension, computed in fp32."""

@@ -22,6 +22,9 @@ class Collectives(Protocol):
     def gather(self, part: torch.Tensor) -> list[torch.Tensor]:
         """Every rank's ``part``, in the order of ranks."""
 
+    def least(self, number: int) -> int:
+        """The least of all ranks' numbers; waits for them."""
+
 
 @dataclass(frozen=True, slots=True)
 class RankPart:
@@ -29,6 +32,9 @@ class RankPart:
 
     cut: Cut
     collectives: Collectives
+    meet: Callable[
+        [], None
+    ]  # wait until all ranks are here, however long they take to load; collectives wait for seconds
     pool_memory: int | None = None  # a descriptor of memory for its KV pool, which its leader shares; None: its own
 
 

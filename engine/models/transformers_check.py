@@ -20,7 +20,7 @@ from kvrelay.engine.config.model import ModelShape
 from kvrelay.engine.kv.geometry import geometry_of
 from kvrelay.engine.kv.pool import KvPool
 from kvrelay.engine.models.ops import Model, StepOps
-from kvrelay.engine.models.transformers_gate import probe_layers
+from kvrelay.engine.models.transformers_gate import own_windows, probe_layers
 from kvrelay.engine.models.transformers_model import TransformersModel
 from kvrelay.engine.step.batch import build_batch
 from kvrelay.engine.step.plan import PlanRow, SlotJoin, StepPlan, TableDelta
@@ -109,7 +109,7 @@ def _short_windows(model: TransformersModel) -> Iterator[ModelShape]:
     try:
         layers = probe_layers(model.model)
         model.use_our_attention()
-        yield replace(model.shape, sliding_windows=tuple(layer.window for layer in layers))
+        yield replace(model.shape, sliding_windows=own_windows(layers))
     finally:
         config.sliding_window = window
 
@@ -120,14 +120,18 @@ def _paged_logits(
     """Of each prompt, ``[its length, vocab]``."""
     prompts = _prompts(reference)
     num_blocks = [-(-len(token_ids) // _BLOCK_SIZE) for token_ids in prompts]
-    pool = KvPool(geometry_of(shape, _BLOCK_SIZE, dtype), sum(num_blocks), reference.model.device)
+    geometry = geometry_of(shape, _BLOCK_SIZE, dtype)
+    num_groups = len(geometry.groups)
+    pool = KvPool(geometry, sum(num_blocks) * num_groups, reference.model.device)
     model, ops = make(shape, pool.tensor, max(num_blocks) * _BLOCK_SIZE, len(prompts))
-    blocks = iter(torch.randperm(sum(num_blocks), generator=torch.Generator().manual_seed(2)).tolist())
+    blocks = iter(torch.randperm(pool.num_blocks, generator=torch.Generator().manual_seed(2)).tolist())
     params = SamplingParams(max_tokens=1, temperature=0.0)
-    slots = Slots(len(prompts), max(num_blocks))
+    slots = Slots(len(prompts), max(num_blocks), num_groups)
     joins = tuple(SlotJoin(slot, "check", tuple(ids), len(ids), params) for slot, ids in enumerate(prompts))
     tables = tuple(
-        TableDelta(slot, 0, tuple(next(blocks) for _ in range(count))) for slot, count in enumerate(num_blocks)
+        TableDelta(slot, 0, tuple(next(blocks) for _ in range(count)), group)
+        for slot, count in enumerate(num_blocks)
+        for group in range(num_groups)
     )
     hidden: list[list[torch.Tensor]] = [[] for _ in prompts]
     for start in range(0, max(map(len, prompts)), _CHUNK):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,10 +20,20 @@ from kvrelay.common.errors import ModelError
 from kvrelay.engine.config.cut import Cut
 from kvrelay.engine.models.ranks import Collectives
 from kvrelay.engine.models.transformers_gate import probe_layers
-from kvrelay.engine.models.transformers_model import TransformersModel
+from kvrelay.engine.models.transformers_model import TransformersModel, load_full_config, shape_of
+from kvrelay.engine.models.transformers_outline import NoWeights, model_without_weights
 
 _BY_OUTPUTS, _BY_INPUTS = "colwise", "rowwise"
 _WHOLE = {"replicated_with_grad_allreduce"}  # about training
+
+
+def require_plan(directory: Path, num_ranks: int) -> None:
+    """Raise what :func:`cut_model` would of the model in ``directory``; its weights are not read."""
+    dtype = torch.float32
+    model = model_without_weights(load_full_config(directory), dtype)
+    with NoWeights():
+        layers = probe_layers(model)
+        cut_model(TransformersModel(model, layers, shape_of(model, layers, dtype)), Cut(0, num_ranks))
 
 
 def cut_model(whole: TransformersModel, cut: Cut) -> tuple[TransformersModel, list[str]]:

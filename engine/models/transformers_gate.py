@@ -7,7 +7,7 @@ with marks in place of masks shows what each layer is really handed. What we cou
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ class AttentionLayer:
     head_dim: int  # the larger one of keys' and values'
     has_softcap: bool
     has_sinks: bool
+    shared_with: int | None = None  # an earlier layer, whose K/V it reads; None: it has its own
 
 
 class _Mark:
@@ -53,6 +54,10 @@ class _Mark:
         """A mask is moved to a device, or to a type."""
         return self
 
+    def __getitem__(self, _: Any) -> _Mark:
+        """Gemma 4 cuts masks to the queries whose logits are asked for; here these are all."""
+        return self
+
 
 def probe_layers(model: PreTrainedModel) -> list[AttentionLayer]:
     """The attention layers of ``model``, in their order. It is left with another attention implementation.
@@ -63,6 +68,7 @@ def probe_layers(model: PreTrainedModel) -> list[AttentionLayer]:
     if model._is_stateful:  # what generate asks, too: such a model has more to keep than K/V
         raise ModelError(f"{name} keeps a recurrent state beside K/V: such models are not served yet")
     seen: list[AttentionLayer] = []
+    keys: list[torch.Tensor] = []
 
     def attend(
         module: nn.Module,
@@ -72,7 +78,12 @@ def probe_layers(model: PreTrainedModel) -> list[AttentionLayer]:
         attention_mask: Any,
         **arguments: Any,
     ) -> tuple[torch.Tensor, None]:
-        seen.append(_layer_of(name, module, query, key, value, attention_mask, arguments))
+        layer = _layer_of(name, module, query, key, value, attention_mask, arguments)
+        shared_with = next((index for index, other in enumerate(keys) if other is key), None)
+        if shared_with is not None and seen[shared_with].window != layer.window:
+            raise ModelError(f"{name} has layers of different windows that share keys and values: it is not served")
+        seen.append(replace(layer, shared_with=shared_with))
+        keys.append(key)
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
     AttentionInterface.register(_PROBE, attend)
@@ -101,13 +112,26 @@ def probe_layers(model: PreTrainedModel) -> list[AttentionLayer]:
     if len(seen) != num_layers or len({id(layer.module) for layer in seen}) != num_layers:
         raise ModelError(
             f"{name} has {num_layers} layers and calls attention {len(seen)} times, in {len({id(one.module) for one in seen})} "
-            "modules: layers with a state, or with K/V of others, are not served yet"
+            "modules: layers with a state, or that attend twice, are not served yet"
         )
     most = max(layer.num_kv_heads for layer in seen)
     heads = sorted({(layer.num_q_heads, layer.num_kv_heads) for layer in seen})
     if len({num_q_heads for num_q_heads, _ in heads}) != 1 or any(most % num_kv_heads for _, num_kv_heads in heads):
         raise ModelError(f"{name} has layers of different numbers of (query, K/V) heads: {heads}; not served yet")
     return seen
+
+
+def pool_layers(layers: list[AttentionLayer]) -> list[int]:
+    """Of each layer, the one of the pool that it reads: those that share another's K/V have none there."""
+    places: list[int] = []
+    for layer in layers:
+        places.append(max(places, default=-1) + 1 if layer.shared_with is None else places[layer.shared_with])
+    return places
+
+
+def own_windows(layers: list[AttentionLayer]) -> tuple[int | None, ...]:
+    """Of the layers that have K/V of their own."""
+    return tuple(layer.window for layer in layers if layer.shared_with is None)
 
 
 def _layer_of(

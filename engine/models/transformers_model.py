@@ -28,7 +28,7 @@ from kvrelay.engine.config.model import ModelShape
 from kvrelay.engine.config.quantisation import Quantisation, load_quantisation
 from kvrelay.engine.config.tokenizer import check_tokenizer
 from kvrelay.engine.models.ops import PagedOps, PagedStep, Scores
-from kvrelay.engine.models.transformers_gate import AttentionLayer, probe_layers
+from kvrelay.engine.models.transformers_gate import AttentionLayer, own_windows, pool_layers, probe_layers
 from kvrelay.engine.models.transformers_parts import replace_parts
 from kvrelay.engine.weights.headers import check_full, check_layers, read_headers
 from kvrelay.engine.weights.kv_scales import is_attention_scale
@@ -56,6 +56,7 @@ class _Bound:
 
     running: _Running
     index: int  # among the layers of the pool
+    writes: bool  # else it reads another's K/V
     num_kv_heads: int  # of the pool
     head_dim: int  # of the pool
 
@@ -70,8 +71,10 @@ class TransformersModel:
         self._running = _Running()
         self._decoder: nn.Module = getattr(model, model.base_model_prefix)
         self._head, self._given = _head_of(model)
-        for index, layer in enumerate(layers):
-            setattr(layer.module, _BOUND, _Bound(self._running, index, shape.num_kv_heads, shape.head_dim))
+        places = pool_layers(layers)
+        for layer, place in zip(layers, places, strict=True):
+            writes = layer.shared_with is None
+            setattr(layer.module, _BOUND, _Bound(self._running, place, writes, shape.num_kv_heads, shape.head_dim))
 
     def bind(self, ops: PagedOps, dtype: torch.dtype) -> None:
         """From now on products, norms and experts run by ``ops``, which need not be those of any step; weights are taken over."""
@@ -80,6 +83,7 @@ class TransformersModel:
 
     def use_our_attention(self) -> None:
         """Attention goes through the pool from now on."""
+        AttentionInterface.register(_OURS, _attend)
         self.model.set_attn_implementation(_OURS)
 
     @contextmanager
@@ -165,7 +169,8 @@ def _attend(
     value_dim = value.shape[3]
     scores = Scores(query.shape[3] ** -0.5 if scaling is None else scaling, softcap, s_aux)
     copies = bound.num_kv_heads // key.shape[1]
-    step.kv_write(_rows(key, bound.head_dim, copies), _rows(value, bound.head_dim, copies), bound.index)
+    if bound.writes:
+        step.kv_write(_rows(key, bound.head_dim, copies), _rows(value, bound.head_dim, copies), bound.index)
     return step.attention(_rows(query, bound.head_dim), bound.index, scores)[None, :, :, :value_dim], None
 
 
@@ -185,7 +190,6 @@ def load_model(directory: Path, dtype: torch.dtype, device: torch.device) -> Tra
 
     Raises ModelError on what we do not serve, naming it.
     """
-    AttentionInterface.register(_OURS, _attend)
     check_files(directory, dtype)
     model = _from_pretrained(directory, dtype, None).eval().to(device)
     layers = probe_layers(model)
@@ -293,16 +297,16 @@ def shape_of(model: PreTrainedModel, layers: list[AttentionLayer], dtype: torch.
         if one.get("rope_type") in _LEAKING_ROPES:
             # Up to there the factor is the same for all sequences; beyond, one sequence would change another's.
             longest = min(longest, int(one.get("original_max_position_embeddings") or longest))
-    first = layers[0]
+    first, windows = layers[0], own_windows(layers)
     return ModelShape(
         architecture=type(model).__name__,
         vocab_size=int(config.vocab_size),
-        num_layers=len(layers),
+        num_layers=len(windows),
         num_q_heads=first.num_q_heads,
         num_kv_heads=max(layer.num_kv_heads for layer in layers),
         head_dim=-(-max(layer.head_dim for layer in layers) // _HEAD_DIM_STEP) * _HEAD_DIM_STEP,
         max_position_embeddings=longest,
-        sliding_windows=tuple(layer.window for layer in layers),
+        sliding_windows=windows,
         has_softcaps=any(layer.has_softcap for layer in layers),
         has_sinks=any(layer.has_sinks for layer in layers),
         dtype=str(dtype).removeprefix("torch."),

@@ -164,5 +164,4 @@ def _run_experts(module: Any, hidden: torch.Tensor, expert_ids: torch.Tensor, fa
     if experts is None:
         others: torch.Tensor = ExpertsInterface()[_OTHERS](module, hidden, expert_ids, factors)
         return others
-    last = module.num_experts - 1
-    return experts(hidden, expert_ids.clamp(max=last), factors.masked_fill(expert_ids > last, 0.0).contiguous())
+    return experts(hidden, expert_ids.clamp(max=module.num_experts), factors.contiguous())

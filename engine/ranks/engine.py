@@ -10,21 +10,36 @@ on all ranks, because of what it was given, is as good as one that fails on one;
 
 from __future__ import annotations
 
-import mmap
+import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Any, TypeVar
 
 import msgspec
-import numpy as np
+import torch
 
 from kvrelay.common.errors import ModelError
 from kvrelay.common.model_card import ModelCard
+from kvrelay.engine.backends.options import device_of
 from kvrelay.engine.config.cut import Cut
-from kvrelay.engine.kv.gathered import Bytes, GatheredStore
+from kvrelay.engine.kv.copies import CudaCopies
+from kvrelay.engine.kv.gathered import GatheredStore, HostPart, Part
 from kvrelay.engine.models.ranks import RankPart
+from kvrelay.engine.ranks.blocks import BlocksOfRank, OwnBlocks, shared_bytes
 from kvrelay.engine.ranks.group import Meeting, RankGroup
-from kvrelay.engine.ranks.messages import AGREE_S, Copy, Failed, Joining, Launch, Load, Loaded, LoadSettings, Sample
+from kvrelay.engine.ranks.messages import (
+    AGREE_S,
+    LOAD_S,
+    Copy,
+    Failed,
+    Go,
+    Launch,
+    Load,
+    Loaded,
+    LoadSettings,
+    Ready,
+    Sample,
+)
 from kvrelay.engine.ranks.process import RankProcess
 from kvrelay.engine.step.interface import BlockStore, DeviceFailedError, LaunchedStep
 from kvrelay.engine.step.plan import RowResult, SamplingInputs, StepPlan
@@ -62,21 +77,28 @@ class Ranks:
     def join(self, settings: LoadSettings) -> RankGroup:
         """They begin to load, and this process joins them. Raises ModelError if one cannot."""
         self.tell(Load(settings))
-        self._expect(Joining)
-        return self._meeting.join()
+        self.meet()
+        return self._meeting.join(device_of(settings.model.device))
+
+    def meet(self) -> None:
+        """Wait until all are where this process is while it loads. Raises ModelError if one does not come."""
+        self._expect(Ready)
+        self.tell(Go())
 
     def cards(self) -> list[ModelCard]:
         """What they have loaded, once they have. Raises ModelError if one could not."""
         return [loaded.card for loaded in self._expect(Loaded)]
 
-    def agree_on_failure(self) -> bool:
-        """This process could not do what it told them to do; whether they could not, either."""
+    def agree_on_failure(self, reason: str) -> bool:
+        """This process could not do what it told them to do, for ``reason``; whether they could not, either."""
         self.tell(Failed())
-        for process in self.processes:
-            if not isinstance(process.take(AGREE_S), Failed):
-                process.lose("is not where its leader is, which failed")
-                return False
-        return True
+        end_s = time.monotonic() + AGREE_S
+        silent = [one for one in self.processes if not isinstance(one.take(max(0.0, end_s - time.monotonic())), Failed)]
+        if silent:
+            # Others may wait for it in a collective that it has not entered.
+            last = min(silent, key=lambda process: process.num_meetings)
+            last.lose(f"is not where its leader is, which failed: {reason}")
+        return not silent
 
     def close(self) -> None:
         """End them, and wait for that."""
@@ -100,7 +122,10 @@ class Ranks:
     def _expect(self, kind: type[T]) -> list[T]:
         told: list[T] = []
         for process in self.processes:
-            match process.take():
+            match process.take(LOAD_S):
+                case None if process.lost is None:
+                    process.lose(f"has not loaded {LOAD_S:g} s after its leader: it hangs")
+                    raise ModelError(self.lost[0])
                 case Failed(reason):
                     raise ModelError(f"rank {process.rank}: {reason}")
                 case kind() as one:
@@ -126,11 +151,11 @@ class RankedEngine:
         ranks, group = Ranks(num_ranks), None
         try:
             group = ranks.join(settings)
-            own = load_part(RankPart(Cut(0, num_ranks), group))
+            own = load_part(RankPart(Cut(0, num_ranks), group, ranks.meet))
             for card in ranks.cards():
                 assert card == own.card, f"a rank has loaded {card}, its leader {own.card}"
-            parts = [own.pool_bytes, *(_shared(process.pool_memory, own.pool_bytes) for process in ranks.processes)]
-            store = GatheredStore(own.card.layout.geometry, own.card.num_blocks, parts)
+            geometry = own.card.layout.geometry
+            store = GatheredStore(geometry, own.card.num_blocks * len(geometry.groups), _parts(own.blocks, ranks))
             return cls(own, ranks, group, store)
         except BaseException as error:
             # Of a collective, perhaps, which waited for a rank that failed; the check of a model wraps it.
@@ -152,6 +177,10 @@ class RankedEngine:
     def store(self) -> BlockStore:
         """See Engine."""
         return self._store
+
+    @property
+    def adapters(self) -> None:
+        """See Engine. Ranks load none."""
 
     @property
     def runs_ahead(self) -> bool:
@@ -199,7 +228,7 @@ class RankedEngine:
         try:
             return act()
         except Exception as error:
-            if self._ranks.agree_on_failure():
+            if self._ranks.agree_on_failure(str(error)):
                 raise
             raise DeviceFailedError(self._ranks.lost[0]) from error
 
@@ -223,6 +252,10 @@ class _RankedStep:
         return self._own.wait()
 
 
-def _shared(descriptor: int, like: Bytes) -> Bytes:
-    """A rank's pool, as large as the leader's."""
-    return np.frombuffer(mmap.mmap(descriptor, like.nbytes), dtype=np.uint8).reshape(like.shape)
+def _parts(own: torch.Tensor, ranks: Ranks) -> list[Part]:
+    """The pools of all ranks; ``own``: the leader's, ``[num_blocks, block_nbytes]``, as large as the others."""
+    if own.device.type == "cuda":
+        theirs = (BlocksOfRank(process.blocks, process.pool_memory, own.shape[1]) for process in ranks.processes)
+        return [OwnBlocks(own, CudaCopies(own.device)), *theirs]
+    pools = (shared_bytes(process.pool_memory, own.nbytes).reshape(own.shape) for process in ranks.processes)
+    return [HostPart(own.numpy()), *map(HostPart, pools)]

@@ -19,6 +19,7 @@ from kvrelay.engine.config.cut import Cut
 _HOST = "127.0.0.1"
 # Ranks come to each collective at about the same time. Who dies or stops is noticed by its link, much sooner.
 _TIMEOUT = timedelta(seconds=30)
+_BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 
 class Meeting:
@@ -57,30 +58,51 @@ class Meeting:
             "WORLD_SIZE": str(self.cut.num_ranks),
         }
 
-    def join(self) -> RankGroup:
-        """This rank's place in the group; waits until all have joined. Raises RuntimeError if one does not."""
-        return RankGroup(self._store, self.cut)
+    def join(self, device: torch.device) -> RankGroup:
+        """This rank's place in the group; waits until all have joined. Raises RuntimeError if one does not.
+
+        ``device``: of this rank's tensors. A GPU is the calling thread's own from now on, one for each rank.
+        """
+        if device.type == "cuda":
+            device = torch.device("cuda", self.cut.rank)
+            torch.cuda.set_device(device)
+        return RankGroup(self._store, self.cut, device)
 
 
 class RankGroup:
     """Implements :class:`kvrelay.engine.models.ranks.Collectives`. One thread at a time."""
 
-    def __init__(self, store: Store, cut: Cut) -> None:
+    def __init__(self, store: Store, cut: Cut, device: torch.device) -> None:
         """See Meeting.join."""
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else an address of the host, for ranks that are all on it
-        dist.init_process_group("gloo", store=store, rank=cut.rank, world_size=cut.num_ranks, timeout=_TIMEOUT)
+        for backend in ("GLOO", "NCCL"):  # else an address of the host, for ranks that are all on it
+            os.environ.setdefault(f"{backend}_SOCKET_IFNAME", "lo")
+        dist.init_process_group(
+            _BACKENDS[device.type], store=store, rank=cut.rank, world_size=cut.num_ranks, timeout=_TIMEOUT,
+            device_id=device if device.type == "cuda" else None,
+        )  # fmt: skip
+        self._device = device
         self._num_ranks = cut.num_ranks
+        self.num_meetings = 0  # collectives that this rank has entered; any thread may look
 
     def sum(self, partial: torch.Tensor) -> torch.Tensor:
         """See Collectives."""
+        self.num_meetings += 1
         dist.all_reduce(partial)
         return partial
 
     def gather(self, part: torch.Tensor) -> list[torch.Tensor]:
         """See Collectives."""
+        self.num_meetings += 1
         parts = [torch.empty_like(part) for _ in range(self._num_ranks)]
         dist.all_gather(parts, part)
         return parts
+
+    def least(self, number: int) -> int:
+        """See Collectives."""
+        self.num_meetings += 1
+        numbers = torch.tensor([number], device=self._device)
+        dist.all_reduce(numbers, dist.ReduceOp.MIN)
+        return int(numbers.item())
 
     def close(self) -> None:
         """Leave the group; the others cannot go on."""

@@ -9,6 +9,7 @@ from kvrelay.engine.settings import KvSettings, ModelSettings
 from kvrelay.engine.step.plan import SamplingInputs, StepPlan
 
 AGREE_S = 10.0  # how much later than the others a rank may fail
+LOAD_S = 600.0  # how much longer than its leader a rank may take to start, and then to read its weights
 
 
 class LoadSettings(msgspec.Struct, frozen=True):
@@ -51,8 +52,12 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     reason: str = ""
 
 
-class Joining(msgspec.Struct, frozen=True, tag=True):
-    """The process is up, and about to join the group."""
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """What comes next takes all ranks: this one waits for ``Go``."""
+
+
+class Go(msgspec.Struct, frozen=True, tag=True):
+    """All ranks are ready."""
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):
@@ -62,7 +67,9 @@ class Loaded(msgspec.Struct, frozen=True, tag=True):
 
 
 class Alive(msgspec.Struct, frozen=True, tag=True):
-    """Nothing else, every second."""
+    """Every second, whatever the rank computes."""
+
+    num_meetings: int  # collectives that it has entered
 
 
 class Logged(msgspec.Struct, frozen=True, tag=True):
@@ -72,5 +79,5 @@ class Logged(msgspec.Struct, frozen=True, tag=True):
     text: str
 
 
-ToRank = Load | Launch | Sample | Copy | Failed
-FromRank = Joining | Loaded | Alive | Logged | Failed
+ToRank = Load | Go | Launch | Sample | Copy | Failed
+FromRank = Ready | Loaded | Alive | Logged | Failed

@@ -16,6 +16,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 
+from kvrelay.engine.ranks.blocks import Moved
 from kvrelay.engine.ranks.link import Link
 from kvrelay.engine.ranks.messages import Alive, FromRank, Logged
 
@@ -32,20 +33,24 @@ class RankProcess:
         """Starts it. ``environment``: added to this process's. ``on_lost``: hears of it on any thread, before ``take`` tells."""
         self.rank = rank
         self.lost: str | None = None  # why it is of no use any more
-        self.pool_memory = os.memfd_create(f"kvrelay-kv-{rank}")  # for its KV pool, which the leader reads and writes
+        self.num_meetings = 0  # see Alive
+        # For its KV pool, which the leader reads and writes; of a pool on a GPU for one block, by ``blocks``.
+        self.pool_memory = os.memfd_create(f"kvrelay-kv-{rank}")
         self._on_lost = on_lost
         self._is_closing = False
         self._told: queue.SimpleQueue[FromRank | None] = queue.SimpleQueue()
-        ours, theirs = socket.socketpair()
-        with theirs:
+        (ours, theirs), (our_blocks, their_blocks) = socket.socketpair(), socket.socketpair()
+        with theirs, their_blocks:
+            descriptors = (theirs.fileno(), their_blocks.fileno(), self.pool_memory)
             self._process = subprocess.Popen(  # noqa: S603 - our own module
-                [sys.executable, "-P", "-m", "kvrelay.engine.rank_main", str(theirs.fileno()), str(self.pool_memory)],
+                [sys.executable, "-P", "-m", "kvrelay.engine.rank_main", *map(str, descriptors)],
                 env={**os.environ, **environment},
-                pass_fds=(theirs.fileno(), self.pool_memory),
+                pass_fds=descriptors,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # a terminal's Ctrl-C is for the leader, which may still have requests to finish
             )
         self._link: Link[FromRank] = Link(ours, FromRank)
+        self.blocks: Link[Moved] = Link(our_blocks, Moved)
         self._listener = threading.Thread(target=self._listen, name=f"rank-{rank}", daemon=True)
         self._listener.start()
 
@@ -85,6 +90,7 @@ class RankProcess:
         """End it, and wait for that."""
         self._is_closing = True
         self._link.shut()
+        self.blocks.shut()
         try:
             self._process.wait(_END_S)
         except subprocess.TimeoutExpired:
@@ -92,6 +98,7 @@ class RankProcess:
             self._process.wait()
         self._listener.join()
         self._link.close()
+        self.blocks.close()
         os.close(self.pool_memory)
 
     def _listen(self) -> None:
@@ -101,8 +108,8 @@ class RankProcess:
                     case None:
                         self.lose(f"has been silent for {_SILENT_S:g} s: it hangs")
                         return
-                    case Alive():
-                        pass
+                    case Alive(num_meetings):
+                        self.num_meetings = num_meetings
                     case Logged(level, text):
                         logger.log(level, "rank %d: %s", self.rank, text)
                     case told:

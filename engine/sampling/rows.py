@@ -9,7 +9,19 @@ import numpy as np
 import numpy.typing as npt
 
 from kvrelay.engine.sampling.noise import uniforms
-from kvrelay.engine.step.slots import NOBODY, RANDOM, Floats, Ints, Slots, SlotSequence
+from kvrelay.engine.step.slots import (
+    NOBODY,
+    PENALTIES,
+    PROCESSORS,
+    RANDOM,
+    WATERMARK,
+    Floats,
+    Ints,
+    Slots,
+    SlotSequence,
+)
+
+_BY_TOKENS = PENALTIES | WATERMARK | PROCESSORS  # what looks at the tokens so far
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,11 +35,21 @@ class Asking:
     positions: Ints  # [num_rows] of the tokens to sample
 
     @classmethod
-    def of(cls, slots: Slots, index: Ints, positions: Ints, over: Seq[int] = ()) -> Asking:
-        """``over``: those whose token means nothing."""
+    def of(
+        cls,
+        slots: Slots,
+        index: Ints,
+        positions: Ints,
+        over: Seq[int] = (),
+        drafts: Seq[tuple[int, ...]] = (),
+    ) -> Asking:
+        """``over``: those whose token means nothing. ``drafts``: of each row what lies behind its slot's tokens; or of none."""
         sequences, asks = [slots.sequences[slot] for slot in index.tolist()], slots.asks[index]
         for row in over:
             sequences[row], asks[row] = NOBODY, 0
+        for row, draft in enumerate(drafts):
+            if draft and asks[row] & _BY_TOKENS:
+                sequences[row] = sequences[row].behind(draft)
         return cls(slots, index, sequences, asks, positions)
 
     def rows_with(self, ask: int) -> Ints:

@@ -22,20 +22,20 @@ class Batch:
         npt.NDArray[np.bool_] | None
     )  # [num_rows], whose only token is the one that its slot sampled last; None: nobody's
     positions: Ints  # [num_tokens]
-    slot_mapping: Ints  # [num_tokens], block_id * block_size + offset
+    slot_mapping: Ints  # [num_groups, num_tokens], block_id * block_size + offset
     query_start_loc: Ints  # [num_rows + 1]
     seq_lens: Ints  # [num_rows], this step's tokens included
     max_blocks: int  # of a row
-    slot_tables: Ints  # the block tables of all slots …
+    slot_tables: Ints  # [num_groups, num_slots, …], the block tables of all slots …
     table_deltas: tuple[TableDelta, ...]  # … and what has changed in them since the batch before
     num_decode_rows: int  # leading rows of a single token
     sampling_rows: Ints  # [num_sampled] indices of rows that sample
     max_query_len: int
+    adapters: Ints | None = None  # [num_rows], slots of adapters, 0 for none; None: nobody has one
 
-    @property
-    def block_tables(self) -> Ints:
+    def block_tables(self, group: int = 0) -> Ints:
         """``[num_rows, max_blocks]``, padded with 0: a copy."""
-        return self.slot_tables[self.slots, : self.max_blocks]
+        return self.slot_tables[group, self.slots, : self.max_blocks]
 
 
 def build_batch(plan: StepPlan, slots: Slots, block_size: int) -> Batch:
@@ -48,9 +48,10 @@ def build_batch(plan: StepPlan, slots: Slots, block_size: int) -> Batch:
     starts = np.array([row.start for row in rows], dtype=np.int64)
     counts = np.array([row.num_tokens for row in rows], dtype=np.int64)
     is_fed = np.array([row.is_fed for row in rows], dtype=bool)
-    num_known = np.array([len(slots.sequences[row.slot].token_ids) for row in rows], dtype=np.int64)
+    known = [len(slots.sequences[row.slot].token_ids) + len(row.draft_tokens) for row in rows]
+    num_known = np.array(known, dtype=np.int64)
     seq_lens = starts + counts
-    num_blocks = slots.num_blocks[index]
+    num_blocks = slots.num_blocks[:, index].min(axis=0)
     is_wrong = (counts < 1) | (num_blocks * block_size < seq_lens) | (num_known + is_fed < seq_lens)
     for place in np.flatnonzero(is_wrong).tolist():
         raise ValueError(
@@ -67,9 +68,11 @@ def build_batch(plan: StepPlan, slots: Slots, block_size: int) -> Batch:
     for row in rows:
         if row.is_fed:
             token_ids.append(0)
+        elif row.draft_tokens:
+            token_ids.append(row.draft_tokens[-1])
         else:
             token_ids += slots.sequences[row.slot].token_ids[row.start : row.start + row.num_tokens]
-    block_ids = slots.block_tables[index[row_of_token], positions // block_size]
+    block_ids = slots.block_tables[:, index[row_of_token], positions // block_size]
     return Batch(
         rows=rows,
         slots=index,
@@ -85,4 +88,5 @@ def build_batch(plan: StepPlan, slots: Slots, block_size: int) -> Batch:
         num_decode_rows=num_decode_rows,
         sampling_rows=np.flatnonzero([row.num_samples for row in rows]),
         max_query_len=int(counts.max()),
+        adapters=np.array([row.adapter for row in rows]) if any(row.adapter for row in rows) else None,
     )

@@ -14,8 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
+from kvrelay.common.adapter_files import AdapterFiles
 from kvrelay.common.errors import KvrelayError
 from kvrelay.common.late_bytes import LateBytes
 from kvrelay.common.model_card import ModelCard
@@ -27,12 +29,17 @@ from kvrelay.engine.step.sequence import Sequence
 class StepRow:
     """One sequence's share of a step, as its scheduler has it: ``num_tokens`` tokens from ``sequence.num_computed_tokens`` on.
 
-    The row samples a token exactly if the step computes the sequence's last token. ``sequence.block_table`` must already cover the
-    computed tokens.
+    The row samples a token exactly if the step computes the sequence's last token. ``sequence.block_tables`` must already cover
+    the computed tokens.
 
     ``num_ahead``: how many tokens behind ``sequence.num_computed_tokens`` a step that still runs computes; this row starts behind
     those. If these are all that the sequence has, the row is *fed*: its token is the one that step samples, and that nobody knows
     yet (see ``Leader.launch``). Else it is a prompt's next chunk. Both properties are of the time of the launch.
+
+    ``draft``: a guess at the tokens behind the sequence's last one, which the row computes. The step computes the draft, too, and
+    samples behind each of its tokens. The result has the tokens that were sampled as long as the draft was right: one at least,
+    and one more than draft tokens at most. So they are what steps without a draft sample. K/V behind the tokens that count are
+    left over, and overwritten by the next step; the block table must cover them. No row can follow from a step that still runs.
 
     If ``sequence.sampling.num_prompt_logprobs`` is set, the result has an entry for each prompt token that the row's tokens predict
     (a row over tokens ``s`` to ``e`` predicts ``s + 1`` to ``e + 1``) and that ``sequence.prompt_logprobs`` does not have.
@@ -41,6 +48,7 @@ class StepRow:
     sequence: Sequence
     num_tokens: int
     num_ahead: int = 0
+    draft: tuple[int, ...] = ()
 
     @property
     def samples(self) -> bool:
@@ -71,7 +79,7 @@ class LaunchedStep(Protocol):
 
 
 class BlockStore(Protocol):
-    """Byte access to the KV pool, block by block, for shipping and receiving.
+    """Byte access to the KV pool, physical block by physical block, for shipping and receiving.
 
     On CPU the views are the pool's own memory. On a GPU they are pinned staging memory: ``open_read`` begins to copy out and
     ``close_write`` to copy in, and neither waits for the copy. Whoever reads waits, by the read; steps wait by themselves.
@@ -79,11 +87,11 @@ class BlockStore(Protocol):
 
     @property
     def num_blocks(self) -> int:
-        """Blocks in the pool."""
+        """Physical blocks in the pool."""
 
     @property
     def block_nbytes(self) -> int:
-        """Bytes of one block: all layers, K and V."""
+        """Bytes of one physical block: all layers of the largest group, K and V."""
 
     def open_read(self, block_id: int) -> memoryview | LateBytes:
         """The block's bytes (flat, ``block_nbytes``), or their promise; stable until ``close_read``. Never waits.
@@ -111,8 +119,32 @@ class DeviceFailedError(KvrelayError):
     """The device that computes steps has failed for good: no step of this process will ever succeed again."""
 
 
+class AdapterSlots(Protocol):
+    """An engine's places for adapters, from 1 on. Beside steps, one call at a time, on any thread."""
+
+    @property
+    def num_slots(self) -> int:
+        """How many there are."""
+
+    def nbytes(self, files: AdapterFiles) -> int:
+        """Memory that an adapter would take."""
+
+    def load(self, slot: int, directory: Path, digest: str) -> None:
+        """Read an adapter into a free slot; rows of later plans may name it. Waits for the disk.
+
+        Raises AdapterError if it cannot be served with this model, or is not the one with that digest; the slot stays free.
+        """
+
+    def unload(self, slot: int) -> None:
+        """Free a slot. No step has its rows, and no later plan names it before another ``load``."""
+
+
 class Engine(Protocol):
     """A loaded model with its KV pool."""
+
+    @property
+    def adapters(self) -> AdapterSlots | None:
+        """Where adapters are loaded; None: it was started for none."""
 
     @property
     def card(self) -> ModelCard:

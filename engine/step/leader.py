@@ -6,6 +6,7 @@ Of all that computes a worker's steps there is one leader: it has the sequences,
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from itertools import islice
 
 from kvrelay.engine.step.interface import Engine, LaunchedStep, StepRow
 from kvrelay.engine.step.plan import RowResult
@@ -23,11 +24,16 @@ class LedStep:
     """
 
     def __init__(
-        self, planner: Planner, order: Seq[int], samples: dict[Sequence, int], launched: LaunchedStep | None
+        self,
+        planner: Planner,
+        order: Seq[tuple[int, tuple[int, ...]]],
+        samples: dict[Sequence, int],
+        launched: LaunchedStep | None,
     ) -> None:
-        """``order``: of each planned row, which of the caller's it is. ``launched``: None without rows.
+        """``order``: as rows were planned, which of the caller's each is, and its draft. ``launched``: None without rows.
 
-        ``samples``: whose tokens the step samples, in order, and behind how many tokens of each.
+        ``samples``: whose tokens the step samples, in order, and behind how many tokens of each; without those that have a draft,
+        whose next token may be any of several.
         """
         self._planner = planner
         self._order = order
@@ -63,8 +69,11 @@ class LedStep:
         """
         results = [RowResult()] * len(self._order)
         if self._launched is not None:
-            for place, result in zip(self._order, self._launched.wait(), strict=True):
-                results[place] = result
+            planned = iter(self._launched.wait())
+            for place, draft in self._order:
+                results[place] = next(planned)
+                if draft:
+                    results[place] = _accept(results[place], draft, list(islice(planned, len(draft))))
         return results
 
 
@@ -100,11 +109,25 @@ class Leader:
         try:
             plan = self._planner.plan(ordered, None if behind is None else behind.samples)
             samples = {
-                row.sequence: planned.start + planned.num_tokens
-                for row, planned in zip(ordered, plan.rows, strict=True)
-                if planned.num_samples
+                row.sequence: row.sequence.num_computed_tokens + row.num_ahead + row.num_tokens
+                for row in ordered
+                if row.samples and not row.draft
             }
-            return LedStep(self._planner, order, samples, self.engine.launch(plan))
+            drafts = [(index, rows[index].draft) for index in order]
+            return LedStep(self._planner, drafts, samples, self.engine.launch(plan))
         except BaseException:
             self._planner.reset()
             raise
+
+
+def _accept(result: RowResult, draft: tuple[int, ...], behind: Seq[RowResult]) -> RowResult:
+    """The row's result with those ``behind`` its draft's tokens, as long as each of them is what was sampled.
+
+    What is sampled depends on seed, choice, position and the tokens in front only: these are the tokens of steps without a draft.
+    """
+    tokens = list(result.tokens)
+    for token_id, following in zip(draft, behind, strict=True):
+        if tokens[-1].token_id != token_id:
+            break
+        tokens += following.tokens
+    return RowResult(tuple(tokens), result.prompt_logprobs)

@@ -19,6 +19,10 @@ class PlanRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     They are tokens that the slot knows by then. With ``is_fed`` the last one is known to the device only: it is the one that the
     slot's step before sampled, which may still run.
+
+    With ``draft_tokens`` the row's only token is the last of these: they are a guess at what comes behind the tokens that the slot
+    knows, and no later plan counts on them. The slot has a row for each earlier one in the same step, in front of this row, and so
+    their K/V are there when this row reads them.
     """
 
     slot: int
@@ -26,12 +30,12 @@ class PlanRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_tokens: int
     new_tokens: tuple[int, ...] = ()  # what the slot's sequence got since the plan before
     is_fed: bool = False
-    num_samples: int = 0  # how many tokens are sampled behind the last one
+    num_samples: int = 0  # how many tokens are sampled behind the last one, 0 or 1
     prompt_logprobs: tuple[int, int] | None = (
         None  # the positions, first and past the last, whose tokens' are asked for
     )
     adapter: int = 0  # 0: the model as it is
-    draft_tokens: tuple[int, ...] = ()  # a guess at the tokens behind the last one
+    draft_tokens: tuple[int, ...] = ()
 
 
 class SlotJoin(msgspec.Struct, frozen=True, array_like=True):
@@ -95,5 +99,5 @@ class StepPlan(msgspec.Struct, frozen=True):
 class RowResult(msgspec.Struct, frozen=True, array_like=True):
     """What a step yields for a row."""
 
-    tokens: tuple[SampledToken, ...] = ()  # one behind the other; none if the row samples none
+    tokens: tuple[SampledToken, ...] = ()  # one behind the other; none if the row samples none, several with a draft
     prompt_logprobs: tuple[SampledToken, ...] = ()  # of the positions that the row asked for

@@ -6,7 +6,7 @@ with all that is known of it. No tensors, no engine: :mod:`kvrelay.engine.step.l
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -15,7 +15,7 @@ import msgspec
 from kvrelay.common.sampling import SamplingParams
 from kvrelay.engine.step.interface import StepRow
 from kvrelay.engine.step.plan import PlanRow, SamplingInputs, SlotJoin, StepPlan, TableDelta
-from kvrelay.engine.step.rules import has_rules, make_rules, may_have_rules
+from kvrelay.engine.step.rules import Asked, has_rules, make_rules, may_have_rules
 from kvrelay.engine.step.sequence import Sequence, SequenceStatus
 
 
@@ -28,7 +28,7 @@ class _Held:
     needs_host: bool  # by its sampling parameters …
     is_ruled: bool  # … and whether they set or forbid tokens, perhaps for a while only
     num_tokens: int
-    block_table: list[int] = field(default_factory=list)
+    block_tables: list[list[int]] = field(default_factory=list)
 
     def learn(self, sequence: Sequence) -> tuple[int, ...]:
         """The tokens that the engine does not know, which it is told now."""
@@ -61,9 +61,10 @@ class Planner:
     def plan(self, rows: Seq[StepRow], in_front: Collection[Sequence] | None = None) -> StepPlan:
         """The plan of ``rows``, those of a single token first.
 
-        ``in_front``: whose tokens the step samples that still runs; None: no step runs. What can only be sampled once those are
-        known is left to ``sampling_inputs``. Raises ValueError if there are more rows than slots, or a row is ahead of no step.
-        After an error, ``reset``.
+        A row with a draft becomes several of the plan, one for each of its tokens. ``in_front``: whose tokens the step samples that
+        still runs; None: no step runs. What can only be sampled once those are known is left to ``sampling_inputs``. Raises
+        ValueError if there are more rows than slots, a row is ahead of no step, or a draft is not behind a last token. After an
+        error, ``reset``.
         """
         leaves = [self._give_back(one) for one in [one for one in self._held if one.status is SequenceStatus.FINISHED]]
         joins: list[SlotJoin] = []
@@ -84,8 +85,8 @@ class Planner:
             elif held.num_tokens != len(sequence.token_ids):
                 new_tokens = held.learn(sequence)
             # Two lists of the same int objects are compared fast; most tables have not changed.
-            if held.block_table != sequence.block_table:
-                tables.append(_delta(held, sequence.block_table))
+            if held.block_tables != sequence.block_tables:
+                tables += _deltas(held, sequence.block_tables)
             samples = is_fed or num_tokens == num_left
             if samples:
                 needs_host = needs_host or held.needs_host or sequence.guide is not None
@@ -99,13 +100,16 @@ class Planner:
                     is_fed,
                     int(samples),
                     None if held.sampling.num_prompt_logprobs is None else _prompt_positions(row),
+                    sequence.adapter,
                 )
             )
+            if row.draft:
+                planned += _drafted(row, planned[-1])
         sampling: SamplingInputs | None = SamplingInputs()
         if needs_host and in_front is not None:
             sampling = None
         elif needs_host or is_ruled:
-            asking = [(row.sequence, int(row.is_fed)) for row in rows if row.samples]
+            asking = [Asked(row.sequence, int(row.is_fed), row.draft) for row in rows if row.samples]
             sampling = SamplingInputs(make_rules(asking, self._vocab_size))
         resets, self._resets = self._resets, False
         return StepPlan(tuple(planned), tuple(joins), tuple(leaves), tuple(tables), sampling, resets)
@@ -118,16 +122,16 @@ class Planner:
         """
         over: list[int] = []
         new_tokens: list[tuple[int, tuple[int, ...]]] = []
-        asking: list[tuple[Sequence | None, int]] = []
+        asking: list[Asked] = []
         for place, (sequence, count) in enumerate(samples.items()):
             if sequence.status is SequenceStatus.FINISHED:
                 over.append(place)
-                asking.append((None, 0))
+                asking.append(Asked(None))
                 continue
             held = self._held[sequence]
             if held.num_tokens != count:
                 new_tokens.append((held.slot, held.learn(sequence)))
-            asking.append((sequence, 0))
+            asking.append(Asked(sequence))
         return SamplingInputs(make_rules(asking, self._vocab_size), tuple(new_tokens), tuple(over))
 
     def _join(self, sequence: Sequence, rows: Seq[StepRow], joins: list[SlotJoin]) -> _Held:
@@ -171,13 +175,36 @@ def _require_fed(row: StepRow, is_fed: bool) -> None:
         )
 
 
-def _delta(held: _Held, block_table: list[int]) -> TableDelta:
-    known = held.block_table
-    start = min(len(known), len(block_table))
-    if known[:start] != block_table[:start]:
-        start = next(index for index in range(start) if known[index] != block_table[index])
-    known[start:] = block_table[start:]
-    return TableDelta(held.slot, start, tuple(block_table[start:]))
+def _drafted(row: StepRow, planned: PlanRow) -> list[PlanRow]:
+    """The rows of a row's draft, behind that of its token. Raises ValueError if that is not the sequence's last one."""
+    if planned.is_fed or planned.num_tokens != 1 or not planned.num_samples:
+        raise ValueError(f"sequence {row.sequence.key}: a draft behind {planned}, which is not the last token alone")
+    ends = range(1, len(row.draft) + 1)
+    return [
+        PlanRow(
+            planned.slot,
+            planned.start + end,
+            1,
+            num_samples=1,
+            adapter=planned.adapter,
+            draft_tokens=row.draft[:end],
+        )
+        for end in ends
+    ]
+
+
+def _deltas(held: _Held, block_tables: list[list[int]]) -> Iterator[TableDelta]:
+    """What is new in a sequence's tables; it counts as told."""
+    if not held.block_tables:
+        held.block_tables = [[] for _ in block_tables]
+    for group, (known, block_table) in enumerate(zip(held.block_tables, block_tables, strict=True)):
+        if known == block_table:
+            continue
+        start = min(len(known), len(block_table))
+        if known[:start] != block_table[:start]:
+            start = next(index for index in range(start) if known[index] != block_table[index])
+        known[start:] = block_table[start:]
+        yield TableDelta(held.slot, start, tuple(block_table[start:]), group)
 
 
 def _prompt_positions(row: StepRow) -> tuple[int, int] | None:

@@ -10,12 +10,21 @@ is another sequence; it is for the gateway to name all it knows.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from typing import NamedTuple
 
 import msgspec
 
 from kvrelay.common.sampling import SamplingParams
 from kvrelay.engine.step.plan import Rules
 from kvrelay.engine.step.sequence import GuideState, Sequence
+
+
+class Asked(NamedTuple):
+    """What a step samples of one sequence: its next token, and one behind each token of a draft."""
+
+    sequence: Sequence | None  # None: it has ended
+    num_ahead: int = 0  # tokens of it that are under way
+    draft: tuple[int, ...] = ()
 
 
 def may_have_rules(params: SamplingParams) -> bool:
@@ -32,26 +41,27 @@ def has_rules(sequence: Sequence, num_ahead: int = 0) -> bool:
     return bool(params.logit_bias or params.allowed_token_ids or params.bad_words) or _is_early(sequence, num_ahead)
 
 
-def make_rules(asking: Seq[tuple[Sequence | None, int]], vocab_size: int) -> Rules | None:
-    """The rules of a step, or None if there are none. ``asking``: of each row that samples, whose it is (None: a sequence that has
-    ended), and how many tokens that has under way.
+def make_rules(asking: Seq[Asked], vocab_size: int) -> Rules | None:
+    """The rules of a step, or None if there are none. ``asking``: in the order of the rows that sample.
 
-    Of a sequence with tokens under way bad words must be single tokens.
+    Of a sequence with tokens under way bad words must be single tokens. A guide must allow its draft.
     """
-    guides: list[GuideState] = []
+    guided: list[tuple[GuideState, tuple[int, ...]]] = []
     rules = Rules([], [], [], [], [], [], [], [], b"")
-    is_ruled = False
-    for row, (sequence, num_ahead) in enumerate(asking):
+    is_ruled, num_rows = False, 0
+    for sequence, num_ahead, draft in asking:
+        first, num_rows = num_rows, num_rows + 1 + len(draft)
         if sequence is None:
             continue
         if sequence.guide is not None:
-            guides.append(sequence.guide)
-            rules.guided_rows.append(row)
+            guided.append((sequence.guide, draft))
+            rules.guided_rows.extend(range(first, num_rows))
         if has_rules(sequence, num_ahead):
             is_ruled = True
-            _add(rules, row, sequence, num_ahead, vocab_size)
-    if guides:
-        return msgspec.structs.replace(rules, bitmask=_masks(guides, vocab_size))
+            for end in range(len(draft) + 1):
+                _add(rules, first + end, sequence, num_ahead, draft[:end], vocab_size)
+    if guided:
+        return msgspec.structs.replace(rules, bitmask=_masks(guided, len(rules.guided_rows), vocab_size))
     return rules if is_ruled else None
 
 
@@ -60,16 +70,20 @@ def num_words(vocab_size: int) -> int:
     return -(-vocab_size // 32)
 
 
-def _masks(guides: Seq[GuideState], vocab_size: int) -> bytes:
+def _masks(guided: Seq[tuple[GuideState, tuple[int, ...]]], num_rows: int, vocab_size: int) -> bytes:
     import numpy as np  # noqa: PLC0415 - guides need it, and nothing else here: who has a fake engine may lack it
 
-    bitmask = np.zeros((len(guides), num_words(vocab_size)), dtype=np.int32)
-    for words, guide in zip(bitmask, guides, strict=True):
-        guide.fill(words)
+    bitmask, row = np.zeros((num_rows, num_words(vocab_size)), dtype=np.int32), 0
+    for guide, draft in guided:
+        guide.fill(bitmask[row])
+        if draft:
+            guide.fill_along(bitmask[row + 1 : row + 1 + len(draft)], draft)
+        row += 1 + len(draft)
     return bitmask.tobytes()
 
 
-def _add(rules: Rules, row: int, sequence: Sequence, num_ahead: int, vocab_size: int) -> None:
+def _add(rules: Rules, row: int, sequence: Sequence, num_ahead: int, draft: tuple[int, ...], vocab_size: int) -> None:
+    """What holds for the token behind the sequence's, ``num_ahead`` more that nobody knows, and ``draft``."""
     params = sequence.sampling
     for token_id, value in params.logit_bias:
         rules.bias_rows.append(row)
@@ -80,8 +94,10 @@ def _add(rules: Rules, row: int, sequence: Sequence, num_ahead: int, vocab_size:
     assert not num_ahead or all(len(word) == 1 for word in params.bad_words), (
         f"{sequence.key}: {params.bad_words} behind {num_ahead} tokens that nobody knows"
     )
-    forbidden = [word[-1] for word in params.bad_words if _would_complete(word, sequence.token_ids)]
-    if _is_early(sequence, num_ahead):
+    longest = max(map(len, params.bad_words), default=0)
+    token_ids = [*sequence.token_ids[-longest:], *draft] if draft else sequence.token_ids
+    forbidden = [word[-1] for word in params.bad_words if _would_complete(word, token_ids)]
+    if _is_early(sequence, num_ahead + len(draft)):
         # A model's list of them may name tokens that it has no logits for.
         forbidden += [token_id for token_id in params.stop_token_ids if 0 <= token_id < vocab_size]
     rules.forbidden_rows.extend([row] * len(forbidden))

@@ -13,16 +13,21 @@ once that has it. It holds numbers, no tensors.
 from __future__ import annotations
 
 import enum
+import math
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from kvrelay.common.block_hash import HashChain
+from kvrelay.common.fair_queue import Flow, Tags
 from kvrelay.common.retention import Retention
 from kvrelay.common.sampling import FinishReason, SampledToken, SamplingParams
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
+
+_MAX_CHUNKS = 256  # that are remembered of one prompt
 
 
 class SequenceStatus(enum.Enum):
@@ -46,6 +51,15 @@ class GuideState(Protocol):
     def fill(self, bitmask: npt.NDArray[np.int32]) -> None:
         """Set the bit of every token that may come next. ``bitmask``: ``[ceil(vocab_size / 32)]``."""
 
+    def num_allowed(self, draft: Seq[int]) -> int:
+        """How many of the draft's tokens may come one behind the other; fewer, if it would take long to follow them."""
+
+    def fill_along(self, bitmask: npt.NDArray[np.int32], draft: Seq[int]) -> None:
+        """As ``fill``, behind each token of a draft that it allows. It stands where it stood then.
+
+        ``bitmask``: ``[len(draft), ceil(vocab_size / 32)]``; what it says of places behind a complete output means nothing.
+        """
+
     def accept(self, token_id: int) -> None:
         """The token came. Raises ValueError if it may not come."""
 
@@ -54,13 +68,36 @@ class GuideState(Protocol):
         """Whether the grammar allows nothing more."""
 
 
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """What one step computed of a prompt; times are on the clock of ``arrival_s``."""
+
+    begun_s: float
+    ended_s: float
+    num_tokens: int
+
+
+class PromptTrace:
+    """Of a sequence whose request is traced: the steps that computed what was submitted of it."""
+
+    def __init__(self, trace_id: str, num_submitted_tokens: int) -> None:
+        self.trace_id = trace_id
+        self.chunks: list[Chunk] = []  # the first ones
+        self._num_submitted_tokens = num_submitted_tokens
+
+    def on_step(self, num_computed_tokens: int, chunk: Chunk) -> None:
+        """A step computed ``chunk`` behind ``num_computed_tokens``; one that generates is none of the prompt's."""
+        if num_computed_tokens < self._num_submitted_tokens and len(self.chunks) < _MAX_CHUNKS:
+            self.chunks.append(chunk)
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """Tokens and progress of one (request, attempt).
 
     ``token_ids`` holds the prompt and all output so far; an attempt that replays a lost one starts with the earlier
-    attempt's output already in it. ``num_computed_tokens`` counts the leading tokens whose K/V lie in
-    ``block_table``'s blocks; a new sequence that found a cached prefix starts above 0.
+    attempt's output already in it. ``num_computed_tokens`` counts the leading tokens whose K/V lie in the blocks of
+    ``block_tables``; a new sequence that found a cached prefix starts above 0.
     """
 
     request_id: str
@@ -69,7 +106,8 @@ class Sequence:
     num_prompt_tokens: int  # of the client's prompt; the rest of token_ids is output
     sampling: SamplingParams
     arrival_s: float  # monotonic clock of this process
-    block_table: list[int] = field(default_factory=list)
+    # By group of layers its physical blocks, of which those in front of a group's window may be anybody's; none without blocks.
+    block_tables: list[list[int]] = field(default_factory=list)
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0  # found in the prefix cache when the sequence was first admitted
     status: SequenceStatus = SequenceStatus.WAITING
@@ -81,6 +119,11 @@ class Sequence:
     beam: int = 0  # which of a beam search's sequences; they share the key
     chain: HashChain | None = None  # of its blocks; None: no scheduler has the sequence
     retention: Retention | None = None  # how long its request wants its blocks to stay cached
+    trace: PromptTrace | None = None  # None: nobody asks
+    adapter: int = 0  # the engine's slot of the adapter that computes it; 0: the model as it is
+    flow: Flow = field(default_factory=Flow)
+    deadline_s: float = math.inf  # on the same clock; when nobody waits for it any more
+    tags: Tags = field(default_factory=Tags)  # by which it gets its turn
 
     @property
     def key(self) -> tuple[str, int]:
@@ -91,6 +134,17 @@ class Sequence:
     def num_tokens(self) -> int:
         """Prompt and output so far."""
         return len(self.token_ids)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that it has in every group."""
+        tables = self.block_tables
+        return len(tables[0]) if len(tables) == 1 else min(map(len, tables), default=0)  # asked for every row of a step
+
+    def append_blocks(self, block_tables: list[list[int]]) -> None:
+        """Further blocks, of each group."""
+        for table, block_ids in zip(self.block_tables, block_tables, strict=True):
+            table.extend(block_ids)
 
     @property
     def num_output_tokens(self) -> int:

@@ -48,19 +48,24 @@ class SlotSequence:
             self.counts.update(self.token_ids)
         return self.counts
 
+    def behind(self, draft: tuple[int, ...]) -> SlotSequence:
+        """The sequence as it were with the draft's tokens; this one stays as it is."""
+        counts = self.count_tokens().copy() if self.sampling.needs_penalties else None
+        return SlotSequence(self.name, self.token_ids + list(draft), self.num_prompt_tokens, self.sampling, counts)
+
 
 NOBODY = SlotSequence("nobody", [0], 1, SamplingParams(max_tokens=1, temperature=0.0))
 """Of a slot that is free, or in the place of a sequence that has ended: greedy, and asks for nothing."""
 
 
 class Slots:
-    """All slots of an engine. Arrays are indexed by slot. Model thread only."""
+    """All slots of an engine. Arrays are indexed by slot, those of blocks first by group. Model thread only."""
 
-    def __init__(self, num_slots: int, max_blocks: int) -> None:
+    def __init__(self, num_slots: int, max_blocks: int, num_groups: int = 1) -> None:
         """``max_blocks``: of the longest sequence."""
         self.sequences = [NOBODY] * num_slots
-        self.block_tables: Ints = np.zeros((num_slots, max_blocks), dtype=np.int64)  # 0 behind their ends
-        self.num_blocks: Ints = np.zeros(num_slots, dtype=np.int64)
+        self.block_tables: Ints = np.zeros((num_groups, num_slots, max_blocks), dtype=np.int64)  # 0 behind their ends
+        self.num_blocks: Ints = np.zeros((num_groups, num_slots), dtype=np.int64)
         self.asks = np.zeros(num_slots, dtype=np.int64)
         self.temperature: Floats = np.zeros(num_slots, dtype=np.float32)  # 0 = greedy
         self.top_k = np.zeros(num_slots, dtype=np.int32)  # 0 = off
@@ -86,10 +91,6 @@ class Slots:
         for row in plan.rows:
             if row.new_tokens:
                 self.sequences[row.slot].token_ids.extend(row.new_tokens)
-            if row.num_samples > 1 or row.adapter or row.draft_tokens:
-                raise ValueError(
-                    f"{self.sequences[row.slot].name}: {row} asks for drafts or an adapter; there are none"
-                )
 
     def learn(self, new_tokens: Iterable[tuple[int, tuple[int, ...]]]) -> None:
         """Take in (slot, its new tokens) each."""
@@ -99,8 +100,8 @@ class Slots:
     def _join(self, join: SlotJoin) -> None:
         slot, params = join.slot, join.sampling
         self.sequences[slot] = SlotSequence(join.name, list(join.token_ids), join.num_prompt_tokens, params)
-        self.block_tables[slot, : self.num_blocks[slot]] = 0
-        self.num_blocks[slot] = 0
+        self.block_tables[:, slot, : self.num_blocks[:, slot].max()] = 0
+        self.num_blocks[:, slot] = 0
         self.asks[slot] = (
             RANDOM * (params.temperature > 0)
             | LOGPROBS * (params.num_top_logprobs is not None)
@@ -120,13 +121,14 @@ class Slots:
         self.frequency[slot] = params.frequency_penalty
 
     def _change_table(self, delta: TableDelta) -> None:
-        slot, end = delta.slot, delta.start + len(delta.block_ids)
-        if delta.group or end > self.block_tables.shape[1]:
+        group, slot, end = delta.group, delta.slot, delta.start + len(delta.block_ids)
+        num_groups, _, max_blocks = self.block_tables.shape
+        if group >= num_groups or end > max_blocks:
             raise ValueError(
-                f"{self.sequences[slot].name}: a table of {end} blocks in group {delta.group}; there is one group, of tables of "
-                f"{self.block_tables.shape[1]}"
+                f"{self.sequences[slot].name}: a table of {end} blocks in group {group}; there are {num_groups} groups, "
+                f"of tables of {max_blocks}"
             )
-        self.block_tables[slot, delta.start : end] = delta.block_ids
+        self.block_tables[group, slot, delta.start : end] = delta.block_ids
         # What was behind would be read as somebody's keys, if only under a mask.
-        self.block_tables[slot, end : self.num_blocks[slot]] = 0
-        self.num_blocks[slot] = end
+        self.block_tables[group, slot, end : self.num_blocks[group, slot]] = 0
+        self.num_blocks[group, slot] = end

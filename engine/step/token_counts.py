@@ -5,6 +5,7 @@ Counting anew would read all of prompt and output for each token that is added; 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence as Seq
 
 import numpy as np
@@ -37,6 +38,12 @@ class TokenCounts:
             self._entries[place, 0] = token_id
             self._entries[place, 1] += 1
         self._num_seen = len(token_ids)
+
+    def copy(self) -> TokenCounts:
+        """Counts that go on by themselves."""
+        copied = copy.copy(self)
+        copied._places, copied._entries = dict(self._places), self._entries.copy()
+        return copied
 
     @property
     def entries(self) -> npt.NDArray[np.int32]:

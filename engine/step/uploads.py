@@ -3,7 +3,7 @@
 Copies from pageable memory make the host wait, and each costs some microseconds; a step has a dozen arrays of a few kilobytes, and
 masks of a bit per token for guided rows. They are packed into pinned memory and copied at once. The memory is used again when its
 copy is over, and a step's copies are, before the next but one is packed. Each buffer is as large as the largest upload that it had:
-with 64 guided rows of a vocabulary of 128k these are 1 MiB, sixteen times.
+with 64 guided rows of a vocabulary of 128k these are 1 MiB, eighteen times.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import torch
 
 _ALIGNMENT = 16  # bytes; of each array's place, so that any type may be read there
 _MIN_NBYTES = 2**16
-# A step packs up to eight times, some of it behind its forward pass, and two steps are under way: with fewer buffers, launching one
-# would wait for the other. Logits processors make it a few more: there it may.
-_NUM_BUFFERS = 16
+# A step packs up to eight times, and once more with adapters, some of it behind its forward pass, and two steps are under way: with
+# fewer buffers, launching one would wait for the other. Logits processors make it a few more: there it may.
+_NUM_BUFFERS = 18
 
 
 @dataclass(frozen=True, slots=True)

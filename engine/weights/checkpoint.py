@@ -24,7 +24,8 @@ from kvrelay.engine.config.tokenizer import check_tokenizer
 from kvrelay.engine.weights.formats import StoredWeight
 from kvrelay.engine.weights.headers import check_full, check_layers, checkpoint_files, read_headers
 from kvrelay.engine.weights.kv_scales import is_attention_scale
-from kvrelay.engine.weights.parameters import ModelWeights, allocate
+from kvrelay.engine.weights.parameters import ModelWeights
+from kvrelay.engine.weights.places import allocate
 from kvrelay.engine.weights.reader import CheckpointReader
 from kvrelay.engine.weights.rounding import Rounding
 
@@ -165,7 +166,9 @@ def _check_unused(reader: CheckpointReader, name: str, config: ModelConfig) -> N
     """Raise ModelError for a tensor we have no use for, unless the model is the same without it."""
     is_tied_head = name == "lm_head.weight" and config.has_tied_embeddings
     is_rotary_buffer = name.endswith(".rotary_emb.inv_freq")  # of old checkpoints, follows from the config
-    if is_tied_head or is_rotary_buffer or is_attention_scale(name) or reader.is_zero_bias(name):
+    drafts = range(config.num_layers, config.num_layers + config.num_draft_layers)
+    is_draft = any(name.startswith(f"model.layers.{layer}.") for layer in drafts)
+    if is_tied_head or is_rotary_buffer or is_draft or is_attention_scale(name) or reader.is_zero_bias(name):
         return
     raise ModelError(
         f"{reader.headers[name].path}: tensor {name} is unknown to {config.architecture} with this config.json; it would be ignored"

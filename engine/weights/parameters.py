@@ -1,4 +1,4 @@
-"""A model's parameters, and where in them each tensor of a checkpoint belongs.
+"""A model's parameters. Which tensor of a checkpoint belongs where in them: :mod:`kvrelay.engine.weights.places`.
 
 Matrices lie as the model computes with them: q, k and v in one, gate and up in one, a layer's experts below each other. Of a
 model that is cut among ranks (:mod:`kvrelay.engine.config.cut`) only the rank's part is there.
@@ -6,18 +6,11 @@ model that is cut among ranks (:mod:`kvrelay.engine.config.cut`) only the rank's
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from kvrelay.engine.config.cut import Cut
-from kvrelay.engine.config.families import FAMILIES, ExpertFacts
-from kvrelay.engine.config.model import ModelConfig
-from kvrelay.engine.weights.formats import StoredWeight
-from kvrelay.engine.weights.rounding import AnyWeight, RoundedWeight, Rounding, Weight
-
-_Part = tuple[str, int, range]  # of a matrix: name, rows in the checkpoint, and which of them the rank has
+from kvrelay.engine.weights.rounding import AnyWeight, Weight
 
 
 @dataclass(slots=True)
@@ -32,7 +25,7 @@ class MlpWeights:
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """The same of each expert. Experts lie one below the other."""
+    """The same of each expert that is here. Experts lie one below the other."""
 
     num_experts: int
     gate_up: Weight  # [num_experts * width, hidden]; the activation makes ``intermediate`` numbers of ``width``
@@ -47,17 +40,16 @@ class SparseWeights:
 
     router: torch.Tensor  # [num_experts, hidden]
     router_bias: torch.Tensor | None
+    choice_bias: torch.Tensor | None  # [num_experts] fp32, on scores where experts are chosen
     experts: ExpertWeights
+    shared: MlpWeights | None  # to which all tokens go, too
+    first_expert: int = 0  # of the router's, that is here; others of a layer are other ranks'
 
 
 @dataclass(slots=True)
-class LayerWeights:
-    """One decoder layer, or a rank's part of it. Biases and q/k norms are None where the model has none.
+class HeadWeights:
+    """Attention by heads, or a rank's heads of it. Biases and q/k norms are None where the model has none."""
 
-    Of ranks only the first has the biases of ``o`` and ``down``: products are summed over ranks.
-    """
-
-    input_norm: torch.Tensor  # [hidden]
     qkv: AnyWeight  # [q_size + 2 * kv_size, hidden]
     qkv_bias: torch.Tensor | None
     q_norm: torch.Tensor | None  # [head_dim]
@@ -65,6 +57,30 @@ class LayerWeights:
     sinks: torch.Tensor | None  # [num_q_heads]
     o: AnyWeight  # [hidden, q_size]
     o_bias: torch.Tensor | None
+
+
+@dataclass(slots=True)
+class LatentWeights:
+    """Attention over latents (:class:`kvrelay.engine.config.latent.LatentConfig`), or a rank's query heads of it."""
+
+    q_a: AnyWeight | None  # [query_rank, hidden]; None: queries are made of the hidden state
+    q_a_norm: torch.Tensor | None  # [query_rank]
+    q: AnyWeight  # [num_q_heads * query_size, query_rank or hidden]
+    kv_a: AnyWeight  # [rank + rope_size, hidden]
+    kv_a_norm: torch.Tensor  # [rank]
+    kv_b: torch.Tensor  # [num_q_heads * (nope_size + value_size), rank], never quantised
+    o: AnyWeight  # [hidden, num_q_heads * value_size]
+
+
+@dataclass(slots=True)
+class LayerWeights:
+    """One decoder layer, or a rank's part of it.
+
+    Of ranks only the first has the biases of ``o`` and ``down``: products are summed over ranks.
+    """
+
+    input_norm: torch.Tensor  # [hidden]
+    attention: HeadWeights | LatentWeights
     post_norm: torch.Tensor  # [hidden]
     mlp: MlpWeights | SparseWeights
 
@@ -80,222 +96,3 @@ class ModelWeights:
     layers: list[LayerWeights]
     norm: torch.Tensor  # [hidden]
     lm_head: Weight  # [vocab, hidden]
-
-
-@dataclass(frozen=True, slots=True)
-class _Fused:
-    """All experts' matrices, or biases, as one tensor of the checkpoint has them: the last dimension holds outputs."""
-
-    target: Weight  # [num_experts * num_parts * out, in], or biases without ``in``
-    num_parts: int  # of each expert, which the tensor has in turns: gate, up, gate, up …
-
-    def copy_(self, tensor: torch.Tensor) -> None:
-        """``[num_experts, in, out * num_parts]``, or without ``in``."""
-        size, start = tensor.shape[-1] // self.num_parts, 0
-        for expert in tensor:
-            for part in range(self.num_parts):
-                self.target[start : start + size].copy_(expert[..., part :: self.num_parts].movedim(0, -1))
-                start += size
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a tensor of the checkpoint belongs."""
-
-    target: AnyWeight | _Fused
-    shape: tuple[int, ...]  # of the tensor …
-    part: tuple[range, ...]  # … and which of it the target holds, for each dimension
-
-
-def allocate(
-    config: ModelConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    rounding: Rounding | None,
-    cut: Cut,
-    kept: Mapping[str, StoredWeight],
-) -> tuple[ModelWeights, dict[str, Place | None]]:
-    """Empty parameters, and where each checkpoint tensor belongs in them; None: it is another rank's.
-
-    ``kept``: weights that stay as they are stored, if all parts of a matrix are, in one form. Experts become full.
-    """
-    allocator = _Allocator(config, dtype, device, rounding, cut, kept)
-    layers = [allocator.layer(index) for index in range(config.num_layers)]
-    embed = allocator.of_vocab("model.embed_tokens.weight")
-    norm = allocator.parameter("model.norm.weight", config.hidden_size)
-    lm_head = embed if config.has_tied_embeddings else allocator.of_vocab("lm_head.weight")
-    return ModelWeights(embed, layers, norm, lm_head), allocator.places
-
-
-class _Allocator:
-    """Makes parameters, and keeps where tensors belong in them."""
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        dtype: torch.dtype,
-        device: torch.device,
-        rounding: Rounding | None,
-        cut: Cut,
-        kept: Mapping[str, StoredWeight],
-    ) -> None:
-        self._config = config
-        self._dtype = dtype
-        self._device = device
-        self._rounding = rounding
-        self._cut = cut
-        self._kept = kept
-        self.places: dict[str, Place | None] = {}
-
-    def layer(self, index: int) -> LayerWeights:
-        """All of one layer."""
-        config, cut = self._config, self._cut
-        layer, attention = f"model.layers.{index}.", f"model.layers.{index}.self_attn."
-        hidden, size = config.hidden_size, config.head_dim
-        q_rows = _elements(cut.heads(config.num_q_heads), size)
-        kv_rows = _elements(cut.heads(config.num_kv_heads), size)
-        qkv_parts = (
-            ("q_proj", config.q_size, q_rows),
-            ("k_proj", config.kv_size, kv_rows),
-            ("v_proj", config.kv_size, kv_rows),
-        )
-        has_experts = config.experts is not None and index in config.experts.layers
-        return LayerWeights(
-            input_norm=self.parameter(f"{layer}input_layernorm.weight", hidden),
-            qkv=self._projection(attention, qkv_parts, hidden, range(hidden)),
-            qkv_bias=self._packed_bias(attention, qkv_parts) if config.has_qkv_bias else None,
-            q_norm=self.parameter(f"{attention}q_norm.weight", size) if config.has_qk_norm else None,
-            k_norm=self.parameter(f"{attention}k_norm.weight", size) if config.has_qk_norm else None,
-            sinks=self._sinks(f"{attention}sinks") if config.has_sinks else None,
-            o=self._projection(attention, (("o_proj", hidden, range(hidden)),), config.q_size, q_rows),
-            o_bias=self._summed_bias(f"{attention}o_proj.bias") if config.has_o_bias else None,
-            post_norm=self.parameter(f"{layer}post_attention_layernorm.weight", hidden),
-            mlp=self._sparse(layer) if has_experts else self._mlp(f"{layer}mlp."),
-        )
-
-    def parameter(self, name: str, *shape: int) -> torch.Tensor:
-        """A tensor that every rank has all of."""
-        tensor = torch.empty(shape, dtype=self._dtype, device=self._device)
-        self.places[name] = Place(tensor, shape, tuple(map(range, shape)))
-        return tensor
-
-    def of_vocab(self, name: str) -> torch.Tensor:
-        """``[vocab, hidden]``, or the rank's rows of it."""
-        vocab_size, hidden = self._config.vocab_size, self._config.hidden_size
-        tokens, num_rows = self._cut.vocab(vocab_size), self._cut.vocab_part(vocab_size)
-        tensor = torch.empty(num_rows, hidden, dtype=self._dtype, device=self._device)
-        tensor[len(tokens) :].zero_()
-        self.places[name] = Place(tensor[: len(tokens)], (vocab_size, hidden), (tokens, range(hidden)))
-        return tensor
-
-    def _mlp(self, prefix: str) -> MlpWeights:
-        config, mid = self._config, self._config.intermediate_size
-        middle, all_hidden = self._cut.columns(mid), range(config.hidden_size)
-        gate_up_parts = (("gate_proj", mid, middle), ("up_proj", mid, middle))
-        return MlpWeights(
-            gate_up=self._projection(prefix, gate_up_parts, config.hidden_size, all_hidden),
-            gate_up_bias=self._packed_bias(prefix, gate_up_parts) if config.has_mlp_bias else None,
-            down=self._projection(prefix, (("down_proj", config.hidden_size, all_hidden),), mid, middle),
-            down_bias=self._summed_bias(f"{prefix}down_proj.bias") if config.has_mlp_bias else None,
-        )
-
-    def _sinks(self, name: str) -> torch.Tensor:
-        heads = self._cut.heads(self._config.num_q_heads)
-        tensor = torch.empty(len(heads), dtype=self._dtype, device=self._device)
-        self.places[name] = Place(tensor, (self._config.num_q_heads,), (heads,))
-        return tensor
-
-    def _sparse(self, layer: str) -> SparseWeights:
-        config, experts, facts = self._config, self._config.experts, FAMILIES[self._config.architecture].experts
-        assert experts is not None, f"{layer} of {config.architecture} has no experts"
-        assert facts is not None, f"{config.architecture} has no experts"
-        num_experts, router = experts.router.num_experts, f"{layer}{facts.router}"
-        make = self._fused_experts if facts.is_fused else self._single_experts
-        return SparseWeights(
-            router=self.parameter(f"{router}.weight", num_experts, config.hidden_size),
-            router_bias=self.parameter(f"{router}.bias", num_experts) if facts.has_router_bias else None,
-            experts=make(f"{layer}{facts.experts}.", facts, num_experts, experts.intermediate_size),
-        )
-
-    def _single_experts(self, prefix: str, facts: ExpertFacts, num_experts: int, mid: int) -> ExpertWeights:
-        """From tensors of each expert."""
-        hidden, middle, experts = self._config.hidden_size, self._cut.columns(mid), range(num_experts)
-        gate_up = [(f"{expert}.{name}", mid, middle) for expert in experts for name in (facts.gate, facts.up)]
-        down = [(f"{expert}.{facts.down}", hidden, range(hidden)) for expert in experts]
-        return ExpertWeights(
-            num_experts=num_experts,
-            gate_up=self._full(prefix, gate_up, hidden, range(hidden)),
-            gate_up_bias=None,
-            down=self._full(prefix, down, mid, middle),
-            down_bias=None,
-        )
-
-    def _fused_experts(self, prefix: str, _: ExpertFacts, num_experts: int, mid: int) -> ExpertWeights:
-        """From one tensor of all experts for each product."""
-        hidden, middle, experts = range(self._config.hidden_size), self._cut.columns(mid), range(num_experts)
-        both = range(2 * middle.start, 2 * middle.stop)
-
-        def bias(name: str, num_parts: int, outs: range, size: int) -> torch.Tensor:
-            tensor = torch.empty(num_experts * len(outs), dtype=self._dtype, device=self._device)
-            self.places[f"{prefix}{name}_bias"] = Place(_Fused(tensor, num_parts), (num_experts, size), (experts, outs))
-            return tensor
-
-        gate_up = self._matrix(num_experts * len(both), len(hidden))
-        down = self._matrix(num_experts * len(hidden), len(middle))
-        self.places[f"{prefix}gate_up_proj"] = Place(
-            _Fused(gate_up, 2), (num_experts, len(hidden), 2 * mid), (experts, hidden, both)
-        )
-        self.places[f"{prefix}down_proj"] = Place(
-            _Fused(down, 1), (num_experts, mid, len(hidden)), (experts, middle, hidden)
-        )
-        down_bias = None
-        if self._cut.rank == 0:
-            down_bias = bias("down_proj", 1, hidden, len(hidden))
-        else:
-            self.places[f"{prefix}down_proj_bias"] = None
-        return ExpertWeights(num_experts, gate_up, bias("gate_up_proj", 2, both, 2 * mid), down, down_bias)
-
-    def _projection(self, prefix: str, parts: Sequence[_Part], num_columns: int, columns: range) -> AnyWeight:
-        names = [f"{prefix}{name}.weight" for name, _, _ in parts]
-        outlines = [self._kept[name] for name in names if name in self._kept]
-        stored = StoredWeight.joined(outlines, self._device) if len(outlines) == len(parts) else None
-        if stored is None:
-            return self._full(prefix, parts, num_columns, columns)
-        self._put(stored, prefix, parts, num_columns, columns)
-        return stored
-
-    def _full(self, prefix: str, parts: Sequence[_Part], num_columns: int, columns: range) -> Weight:
-        """A matrix that is not kept as it is stored."""
-        matrix = self._matrix(sum(len(rows) for _, _, rows in parts), len(columns))
-        self._put(matrix, prefix, parts, num_columns, columns)
-        return matrix
-
-    def _matrix(self, num_outs: int, num_ins: int) -> Weight:
-        if self._rounding is None:
-            return torch.empty(num_outs, num_ins, dtype=self._dtype, device=self._device)
-        return RoundedWeight.empty((num_outs, num_ins), self._rounding, self._dtype, self._device)
-
-    def _put(self, matrix: AnyWeight, prefix: str, parts: Sequence[_Part], num_columns: int, columns: range) -> None:
-        start = 0
-        for name, size, rows in parts:
-            target = matrix[start : start + len(rows)]
-            self.places[f"{prefix}{name}.weight"] = Place(target, (size, num_columns), (rows, columns))
-            start += len(rows)
-
-    def _packed_bias(self, prefix: str, parts: Sequence[_Part]) -> torch.Tensor:
-        tensor = torch.empty(sum(len(rows) for _, _, rows in parts), dtype=self._dtype, device=self._device)
-        start = 0
-        for name, size, rows in parts:
-            self.places[f"{prefix}{name}.bias"] = Place(tensor[start : start + len(rows)], (size,), (rows,))
-            start += len(rows)
-        return tensor
-
-    def _summed_bias(self, name: str) -> torch.Tensor | None:
-        if self._cut.rank == 0:
-            return self.parameter(name, self._config.hidden_size)
-        self.places[name] = None
-        return None
-
-
-def _elements(heads: range, head_dim: int) -> range:
-    return range(heads.start * head_dim, heads.stop * head_dim)

@@ -150,7 +150,7 @@ class ResponseAnswer(BaseModel):
 
 
 class ServedModel(BaseModel):
-    """The model that is served."""
+    """A model that is served, or an alias."""
 
     id: str = Field(description="Its name.")
     object: Literal["model"] = Field(description="What this is.")
@@ -159,13 +159,18 @@ class ServedModel(BaseModel):
     max_model_len: int | None = Field(
         None, description="So many tokens prompt and answer may have; null while no worker is up."
     )
+    parent: str | None = Field(None, description="Of an adapter: the model that it changes.")
+    root: str | None = Field(None, description="Of an alias: the model that it stands for.")
+    split: dict[str, float] | None = Field(
+        None, description="Of an alias of several models: which part of the conversations each gets."
+    )
 
 
 class ModelList(BaseModel):
     """Of ``/v1/models``."""
 
     object: Literal["list"] = Field(description="What this is.")
-    data: list[ServedModel] = Field(description="The one model.")
+    data: list[ServedModel] = Field(description="The models, then aliases, then adapters.")
 
 
 class Version(BaseModel):
@@ -179,6 +184,9 @@ class Health(BaseModel):
 
     status: Literal["ok", "unavailable"] = Field(description="Whether requests are well placed here.")
     reasons: list[str] = Field(default_factory=list, description="Why not.")
+    unavailable: dict[str, list[str]] = Field(
+        default_factory=dict, description="Models that cannot be served, while others can, and why."
+    )
 
 
 def events_of(description: str) -> dict[str, Any]:
@@ -188,11 +196,11 @@ def events_of(description: str) -> dict[str, Any]:
     return {"text/event-stream": {"schema": schema}}
 
 
-def answers(whole: type[BaseModel]) -> Documented:
+def answers(whole: type[BaseModel], error: type[BaseModel] = ErrorBody) -> Documented:
     """A POST's responses: ``whole``, or a stream of events, or one of the errors."""
     events = events_of("each event's data is a chunk in JSON, the last one's is [DONE]")
     answer = {"model": whole, "description": "The answer; with stream=true its events", "content": events}
-    return {200: answer, **errors_as(ErrorBody, _ERRORS)}
+    return {200: answer, **errors_as(error, _ERRORS)}
 
 
 def errors_as(model: Any, descriptions: Mapping[int | str, str]) -> Documented:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,12 +18,14 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kvrelay.common.sampling import SampledToken
+from kvrelay.gateway.chat.dialect import Chat
 from kvrelay.gateway.errors import ApiError, ClientBehindError
 from kvrelay.gateway.http.request import ApiRequest
 from kvrelay.gateway.http.sse import EventStream
 from kvrelay.gateway.model import Model, Models
 from kvrelay.gateway.relay.request import TIMINGS_HEADER, GenerationRequest, GenerationSpec
-from kvrelay.gateway.text.output import TextDelta, Usage
+from kvrelay.gateway.text.output import TextDelta, Usage, total
+from kvrelay.gateway.text.tokenizer import aside
 
 logger = logging.getLogger(__name__)
 
@@ -65,13 +67,13 @@ class Choice:
 class Format(abc.ABC):
     """How one route writes one answer. Choices are numbered by ``index``. Methods that write events give bytes, maybe none."""
 
-    def opening(self) -> bytes:
-        """Events before the first text."""
+    def opening(self, usage: Usage) -> bytes:
+        """Events before the first text. ``usage``: of all choices so far."""
         return b""
 
     @abc.abstractmethod
-    def chunk(self, index: int, delta: TextDelta) -> bytes:
-        """Events for what is new of one choice."""
+    def chunk(self, index: int, delta: TextDelta, usage: Usage) -> bytes:
+        """Events for what is new of one choice. ``usage``: of its prompt, and of itself so far."""
 
     def closing(self, usage: Usage, extras: dict[str, object]) -> bytes:
         """Events behind the last text. ``extras``: what only kvrelay's clients ask for, beside the usage."""
@@ -92,10 +94,23 @@ def served_models(request: Request) -> Models:
     return models
 
 
+def model_for(request: ApiRequest, name: str | None, conversation: Callable[[], str] = str) -> Model:
+    """The model that a body names, noted as the request's. Raises ModelNotFoundError.
+
+    ``conversation``: what the requests of one conversation have in common, for aliases that several models share.
+    """
+    model = served_models(request).find(name, conversation)
+    request.model = model.name
+    return model
+
+
 def sequences_of(
     model: Model, request: ApiRequest, prompts: Sequence[Sequence[int]], spec: GenerationSpec, prompt_param: str
 ) -> list[GenerationRequest]:
-    """What an HTTP request asks ``model`` for. Raises InvalidRequestError naming the field, or the header, that is wrong."""
+    """What an HTTP request asks ``model`` for, within its API key's budgets.
+
+    Raises InvalidRequestError naming the field, or the header, that is wrong, and TokenBudgetError.
+    """
     request.sequences = sequences = model.sequences(
         prompts,
         spec,
@@ -103,9 +118,33 @@ def sequences_of(
         received_s=request.received_s,
         prompt_param=prompt_param,
         timeout_s=request.timeout_s(),
-        min_priority=request.min_priority,
+        trace_id=request.trace_id,
+        flow=request.flow(spec.priority),
     )
+    request.reserve()
     return sequences
+
+
+async def chat_of(
+    model: Model,
+    request: ApiRequest,
+    prepare: Callable[[], tuple[GenerationSpec, Chat]],
+    prompt_param: str,
+    *,
+    add_special_tokens: bool = False,
+) -> tuple[Chat, list[GenerationRequest]]:
+    """What an HTTP request with a conversation asks ``model`` for; ``prepare``, which reads it, may take long, and runs aside.
+
+    Raises InvalidRequestError naming the field, or the header, that is wrong, and TokenBudgetError.
+    """
+
+    def work() -> tuple[Chat, GenerationSpec, list[int]]:
+        spec, chat = prepare()
+        prompt = model.encode(chat.prompt, prompt_param, add_special_tokens=add_special_tokens)
+        return chat, chat.guided(spec), prompt
+
+    chat, spec, prompt = await aside(work, len(await request.body()))
+    return chat, sequences_of(model, request, [prompt], spec, prompt_param)
 
 
 async def respond(
@@ -123,8 +162,7 @@ async def respond(
     """
     fields: IgnoredFields = request.app.state.ignored_fields
     headers = fields.headers(ignored)
-    # A prompt counts once.
-    usages = [Usage(len(one.prompt_token_ids) if one.is_first else 0) for one in sequences]
+    request.usages = usages = [Usage(len(one.prompt_token_ids)) for one in sequences]
 
     def extras() -> dict[str, object]:
         """What only kvrelay's clients ask for, once the answer is complete: the first choice's timings."""
@@ -134,19 +172,19 @@ async def respond(
         """Write the events, up to the last ones, which are returned."""
 
         def take(index: int, delta: TextDelta) -> None:
-            before = b"" if stream.has_begun else written.opening()
-            stream.write(before + written.chunk(index, delta))
+            before = b"" if stream.has_begun else written.opening(total(sequences, usages))
+            stream.write(before + written.chunk(index, delta, usages[index]))
 
         try:
             await model.run(sequences, usages, take)
-            return written.closing(_total(usages), extras())
+            return written.closing(total(sequences, usages), extras())
         except Exception as error:
             if not stream.has_begun:
                 raise
             request.cut = "client_behind" if isinstance(error, ClientBehindError) else "failed_mid_stream"
             if isinstance(error, ApiError):
                 return written.failed(request.fail(error))
-            logger.exception("a stream failed", extra={"request_id": sequences[0].request_id})
+            logger.exception("a stream failed", extra=sequences[0].log_context)
             failure = ApiError("the server failed while it was answering; try again")
             return written.failed(request.fail(failure))
 
@@ -154,7 +192,7 @@ async def respond(
         return EventStream(produce, written.failed, headers)
     deltas: list[list[TextDelta]] = [[] for _ in sequences]
     await model.run(sequences, usages, lambda index, delta: deltas[index].append(delta))
-    body = written.whole(choose(sequences, deltas), _total(usages))
+    body = written.whole(choose(sequences, deltas), total(sequences, usages))
     return JSONResponse({**body, **extras()} if isinstance(body, dict) else body, headers=headers)
 
 
@@ -174,15 +212,6 @@ def choose(sequences: Sequence[GenerationRequest], deltas: Sequence[Sequence[Tex
             one[0] = msgspec.structs.replace(one[0], prompt_logprobs=prompt_logprobs)
             chosen.append(one)
     return [Choice(index, list(one)) for index, one in enumerate(chosen)]
-
-
-def _total(usages: Sequence[Usage]) -> Usage:
-    """The usage of all choices together."""
-    return Usage(
-        num_prompt_tokens=sum(usage.num_prompt_tokens for usage in usages),
-        num_output_tokens=sum(usage.num_output_tokens for usage in usages),
-        num_cached_tokens=sum(usage.num_cached_tokens for usage in usages),
-    )
 
 
 class IgnoredFields:

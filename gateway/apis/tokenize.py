@@ -34,7 +34,7 @@ class TokenizeBody(RequestBody):
     inputs: str | None = None
     """A text to tokenize, as TGI asks for it."""
     model: str | None = None
-    """The served model; left out, it is that one."""
+    """A model, or an alias; left out, it is the default one."""
     prompt: str | None = None
     """A text to tokenize."""
     messages: Messages | None = None
@@ -69,7 +69,7 @@ class DetokenizeBody(RequestBody):
     """``POST /detokenize``, as vLLM's."""
 
     model: str | None = None
-    """The served model; left out, it is that one."""
+    """A model, or an alias; left out, it is the default one."""
     tokens: Annotated[list[TokenId], Field(max_length=1_000_000, fail_fast=True)]
     """Token ids to turn into text."""
 
@@ -122,7 +122,7 @@ async def tokenize(body: TokenizeBody, request: ApiRequest) -> Response:
     size, models = len(await request.body()), served_models(request)
     if (text := body.inputs) is not None:
         adds_special_tokens = body.add_special_tokens is not False
-        return _json(await aside(lambda: _spans(models.find(None), text, "inputs", adds_special_tokens), size))
+        return _json(await aside(lambda: _spans(models.find(body.model), text, "inputs", adds_special_tokens), size))
     try:
         return _json(await aside(lambda: _ids(models.find(body.model), body), size))
     except ApiError as error:
@@ -132,7 +132,8 @@ async def tokenize(body: TokenizeBody, request: ApiRequest) -> Response:
 @router.post("/chat_tokenize", responses=tgi_answers(ChatTokens))
 async def chat_tokenize(body: ChatBody, request: ApiRequest) -> Response:
     """A chat as text, and its tokens."""
-    model = served_models(request).find(None)  # TGI looks at no name
+    models = served_models(request)
+    model = models.find(body.model if body.model in models else None)  # TGI looks at no name
 
     def work() -> bytes:
         text = body.chat(model).prompt

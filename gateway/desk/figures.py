@@ -109,15 +109,13 @@ def _short(value_s: float | None) -> float | None:
 
 
 def _tallied(collector: Collector) -> dict[str, Tallied]:
-    """The histograms of a collector by the label ``part``, empty where it has none."""
-    bounds: dict[str, list[float]] = defaultdict(list)
-    counts: dict[str, list[float]] = defaultdict(list)
-    sums: dict[str, float] = {}
+    """The histograms of a collector by the label ``part``, empty where it has none; those of all models together."""
+    counts: dict[str, dict[float, float]] = defaultdict(lambda: defaultdict(float))  # by part and bound
+    sums: dict[str, float] = defaultdict(float)
     for sample in (sample for family in collector.collect() for sample in family.samples):
         part = sample.labels.get("part", "")
         if sample.name.endswith("_bucket"):
-            bounds[part].append(float(sample.labels["le"]))
-            counts[part].append(sample.value)
+            counts[part][float(sample.labels["le"])] += sample.value
         elif sample.name.endswith("_sum"):
-            sums[part] = sample.value
-    return {part: Tallied(bounds[part], counts[part], sum_s) for part, sum_s in sums.items()}
+            sums[part] += sample.value
+    return {part: Tallied(list(counts[part]), list(counts[part].values()), sum_s) for part, sum_s in sums.items()}

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any
 
 from kvrelay.common.clock import Clock
 from kvrelay.gateway.http.request import ApiRequest
-from kvrelay.gateway.relay.request import AttemptNote, GenerationRequest, RequestTimings
+from kvrelay.gateway.relay.request import AttemptNote, GenerationRequest, RequestTimings, parts_of
 
 NUM_KEPT = 1000
 _NUM_FAILED = 20
@@ -135,7 +135,16 @@ class Records:
             return None if moment_s is None else round(moment_s - zero_s, 6)
 
         def attempt(note: AttemptNote) -> dict[str, Any]:
-            return {**asdict(note), "begun_s": since(note.begun_s), "ended_s": since(note.ended_s)}
+            return {
+                "number": note.number,
+                "workers": note.workers,
+                "reason": note.reason,
+                "begun_s": since(note.begun_s),
+                "ended_s": since(note.ended_s),
+                "num_output_tokens": note.num_output_tokens,
+                "outcome": note.outcome,
+                "parts_s": {name: value for _, timings in note.heard for name, value in parts_of(timings).items()},
+            }
 
         def sequence(one: SequenceRecord) -> dict[str, Any]:
             timings = one.timings

@@ -1,4 +1,5 @@
-"""What operators ask a gateway for: ``/console`` and what it is fed by, ``/debug/live`` and ``/debug/requests``.
+"""What operators ask a gateway for: ``/console`` and what it is fed by, ``/debug/live``, ``/debug/workers`` and
+``/debug/requests``.
 
 The page's files tell nothing of anybody, so they need no key; what they ask for does. Nothing is fetched from elsewhere. Their
 links are relative: a proxy may add a prefix.
@@ -17,9 +18,11 @@ from starlette.responses import Response
 from kvrelay.gateway.apis.answer_docs import ErrorBody, errors_as
 from kvrelay.gateway.desk.feed import Feed
 from kvrelay.gateway.desk.records import NUM_KEPT, Records
+from kvrelay.gateway.desk.snapshot import described
 from kvrelay.gateway.errors import InvalidRequestError, NotFoundError
 from kvrelay.gateway.http.edge import CONSOLE
 from kvrelay.gateway.http.sse import EventStream, sse
+from kvrelay.gateway.model import Models
 
 _REFUSED = errors_as(ErrorBody, {"4XX": "With the reason"})
 _MEDIA_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "txt": "text/plain"}
@@ -32,13 +35,18 @@ _HEADERS = {
 }
 
 
-def add_desk(app: FastAPI, records: Records, feed: Feed) -> None:
+def add_desk(app: FastAPI, models: Models, records: Records, feed: Feed) -> None:
     """Serve all of it. Who may ask is the edge's matter."""
 
     @app.get("/debug/live", include_in_schema=False)  # what tries all that is described would wait for its end
     async def live() -> Response:
         """Server-sent events: who the workers are (``roster``), and once a second what they do (``state``)."""
         return EventStream(feed.follow, lambda error: sse(error.body(), "error"))
+
+    @app.get("/debug/workers", tags=["operations"], response_model=None)
+    async def workers() -> Response:
+        """What this gateway knows of its workers, whom it only sends probes, and which way prompts went."""
+        return _json(described(models))
 
     @app.get("/debug/requests", tags=["operations"], response_model=None)
     async def requests(request: Request) -> Response:

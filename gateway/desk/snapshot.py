@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import msgspec
 
@@ -66,7 +67,6 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     workers: list[Load]  # as in the roster
     flows: list[tuple[int, int, int]]  # prompts begun lately: prefill worker (-1: none), decode worker, tokens a second
     pairs: list[tuple[int, int, str]]  # of those whose breaker is not closed: both workers, and the breaker
-    ways: dict[str, int]  # attempts since the start, by way and reason
     errors: list[tuple[float, str, int, str]]  # when, request, status, what
 
 
@@ -75,25 +75,14 @@ def roster(models: Models) -> Roster:
     return Roster(
         version=__version__,
         models=[model.name for model in models],
-        workers=[_known(model.name, worker) for model in models for worker in model.pool.workers],
+        workers=[_known(model, worker) for model, worker, _ in _all(models)],
     )
 
 
 def state(models: Models, records: Records, figures: Figures, now_s: float) -> State:
     """What is done. ``now_s``: on the clock of requests."""
-    workers, pairs, ways = [], [], Counter[tuple[str, str]]()
-    indices = {
-        worker.address: index for index, worker in enumerate(one for model in models for one in model.pool.workers)
-    }
-    for model in models:
-        breakers = model.relay.breakers.states()
-        workers += [_load(one, breakers.get((one.address,), BreakerState.CLOSED)) for one in model.pool.workers]
-        ways += model.relay.prompt_ways
-        pairs += [
-            (indices[part[0]], indices[part[1]], breaker.value)
-            for part, breaker in breakers.items()
-            if len(part) == 2 and breaker is not BreakerState.CLOSED and indices.keys() >= set(part)
-        ]
+    pairs = _suspect_pairs(models)
+    indices = {worker.address: index for index, (_, worker, _) in enumerate(_all(models))}
     flows: Counter[tuple[int, int]] = Counter()
     for note, num_tokens in _begun(records, now_s - WINDOW_S):
         prefill, decode = indices.get(note.workers[0]), indices.get(note.workers[-1])
@@ -104,15 +93,62 @@ def state(models: Models, records: Records, figures: Figures, now_s: float) -> S
         num_running=sum(model.relay.admission.num_running for model in models),
         num_queued=sum(model.relay.admission.num_queued for model in models),
         figures=figures,
-        workers=workers,
+        workers=[_load(worker, breaker) for _, worker, breaker in _all(models)],
         flows=[(*pair, round(num / WINDOW_S)) for pair, num in flows.most_common(_NUM_FLOWS)],
-        pairs=pairs[:_NUM_PAIRS],
-        ways={f"{way}: {reason}": number for (way, reason), number in sorted(ways.items())},
+        pairs=[
+            (indices[prefill], indices[decode], breaker)
+            for prefill, decode, breaker in pairs
+            if prefill in indices and decode in indices
+        ][:_NUM_PAIRS],
         errors=[
             (round(records.wall_s(one.ended_s or 0.0), 1), one.request_id[:64], one.status, _what(one))
             for one, _ in zip(records.failed, range(_NUM_ERRORS), strict=False)
         ],
     )
+
+
+def described(models: Models) -> dict[str, Any]:
+    """For people and programs that ask once: each model, each worker by names, and what attempts taught of them."""
+    ways = sum((model.relay.prompt_ways for model in models), Counter[tuple[str, str]]())
+    return {
+        "models": [
+            {
+                "model": model.name,
+                "num_running": model.relay.admission.num_running,
+                "num_queued": model.relay.admission.num_queued,
+                "problems": [*model.pool.absent, *model.pool.not_ready()],
+            }
+            for model in models
+        ],
+        "workers": [
+            msgspec.structs.asdict(_known(model, worker)) | msgspec.structs.asdict(_load(worker, breaker))
+            for model, worker, breaker in _all(models)
+        ],
+        "pairs": [
+            {"prefill": prefill, "decode": decode, "breaker": breaker}
+            for prefill, decode, breaker in _suspect_pairs(models)
+        ],
+        "num_queued": sum(model.relay.admission.num_queued for model in models),
+        "prompt_ways": {f"{way}: {reason}": number for (way, reason), number in sorted(ways.items())},
+    }
+
+
+def _all(models: Models) -> Iterator[tuple[str, Worker, BreakerState]]:
+    """Every worker with its model's name and its own breaker."""
+    for model in models:
+        breakers = model.relay.breakers.states()
+        for worker in model.pool.workers:
+            yield model.name, worker, breakers.get((worker.address,), BreakerState.CLOSED)
+
+
+def _suspect_pairs(models: Models) -> list[tuple[str, str, str]]:
+    """Pairs of addresses whose breaker is not closed, and the breaker."""
+    states = (pair for model in models for pair in model.relay.breakers.states().items())
+    return [
+        (part[0], part[1], breaker.value)
+        for part, breaker in states
+        if len(part) == 2 and breaker is not BreakerState.CLOSED
+    ]
 
 
 def _known(model: str, worker: Worker) -> Known:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 from fastapi import FastAPI
@@ -21,6 +21,7 @@ from kvrelay.gateway.errors import (
     NotFoundError,
     ShuttingDownError,
     SlowClientError,
+    anthropic_error,
     tgi_error,
 )
 from kvrelay.gateway.http.api_keys import ApiKeys, KeyUse
@@ -41,6 +42,7 @@ _OPEN_FOLDERS = ("/docs/", f"{CONSOLE}/")
 TGI_PATHS = frozenset(
     {"/", "/generate", "/generate_stream", "/info", "/health", "/ping", "/tokenize", "/chat_tokenize"}
 )
+_ANTHROPIC_PATHS = frozenset({"/v1/messages", "/v1/messages/count_tokens"})  # the same, in Anthropic's
 
 
 class Observer(Protocol):
@@ -64,14 +66,14 @@ class Edge:
         client_timeout_s: float,
         metrics: GatewayMetrics,
         api_keys: ApiKeys | None = None,
-        observer: Observer | None = None,
+        observers: Sequence[Observer] = (),
     ) -> None:
         """``paths`` are those of the app's routes: requests are counted by them.
 
         ``api_keys``: who may ask for anything but health, metrics and the API's description; None: everybody.
         """
         self._api_keys = api_keys
-        self._observer = observer
+        self._observers = observers
         self._app = app
         self._paths = paths
         self._max_body_bytes = max_body_bytes
@@ -91,7 +93,7 @@ class Edge:
 
         async def reply(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message["headers"], (b"x-request-id", request.request_id.encode())]
+                message["headers"] = [*message["headers"], *request.answer_headers()]
             await send(message)
             if message["type"] == "http.response.start":
                 request.status = message["status"]
@@ -121,6 +123,7 @@ class Edge:
             self._num_in_flight -= 1
             if use is not None:
                 use.leave()
+                request.settle()
             if client.end():
                 self._metrics.disconnects.inc()
             self._note_end(request, path)
@@ -130,22 +133,25 @@ class Edge:
         """The use of its API key, to be left, if it needs one. Raises UnauthorizedError, ForbiddenError, TooManyRequestsError."""
         use: KeyUse | None = None
         if self._api_keys is not None and path not in _OPEN_PATHS and not path.startswith(_OPEN_FOLDERS):
-            use = self._api_keys.enter(request.headers.get("authorization"))
-            request.min_priority = use.min_priority
-            if path.startswith(OPERATORS_PATHS) and not use.is_operator:
+            headers = request.headers
+            request.key_name = self._api_keys.check(headers.get("authorization"), headers.get("x-api-key"))
+            request.key_use = self._api_keys.use_of(request.key_name)
+            use = self._api_keys.enter(request.key_name)
+            request.key_limits = use.limits
+            if path.startswith(OPERATORS_PATHS) and not use.limits.operator:
                 use.leave()
                 raise ForbiddenError("this API key is not an operator's: its line in --api-keys lacks 'operator=1'")
-        if self._observer is not None:
-            self._observer.begin(request)
+        for observer in self._observers:
+            observer.begin(request)
         return use
 
     def _note_end(self, request: ApiRequest, path: str) -> None:
         route = request.scope.get("route")
         name = path if route is None else route.path
         name = name if name in self._paths else "other"
-        self._metrics.requests.labels(name, request.cut or str(request.status or "client_left")).inc()
-        if self._observer is not None:
-            self._observer.end(request, name)
+        self._metrics.requests.labels(request.model, name, request.outcome).inc()
+        for observer in self._observers:
+            observer.end(request, name)
 
 
 class _Client:
@@ -212,7 +218,12 @@ def error_response(error: ApiError, path: str | None = None) -> JSONResponse:
         headers["www-authenticate"] = "Bearer"
     if isinstance(error, SlowClientError):
         headers["connection"] = "close"  # what still comes of the body is not waited for
-    status, body = tgi_error(error) if path in TGI_PATHS else (error.status, error.body())
+    if path in TGI_PATHS:
+        status, body = tgi_error(error)
+    elif path in _ANTHROPIC_PATHS:
+        status, body = anthropic_error(error)
+    else:
+        status, body = error.status, error.body()
     return JSONResponse(body, status_code=status, headers=headers)
 
 
@@ -230,7 +241,7 @@ def install_error_handlers(app: FastAPI) -> None:
         elif isinstance(error, ApiError):
             api_error = error
         else:
-            logger.error("a request failed", exc_info=error, extra={"request_id": asked.request_id})
+            logger.error("a request failed", exc_info=error, extra=asked.log_context)
             api_error = ApiError("the server failed on this request; its log has the reason")
         response = error_response(asked.fail(api_error), request.scope["path"])
         response.headers.update(headers or {})

@@ -21,8 +21,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from kvrelay.common.fair_queue import MIN_PRIORITY, Flow
 from kvrelay.gateway.errors import ApiError, InvalidRequestError
+from kvrelay.gateway.http.api_keys import KeyLimits, KeyUse
 from kvrelay.gateway.relay.request import GenerationRequest
+from kvrelay.gateway.text.output import Usage, total
 
 TIMEOUT_HEADER = "x-request-timeout"
 SECONDS = r"[0-9]{1,9}(\.[0-9]{0,9})?"
@@ -42,11 +45,18 @@ class ApiRequest(Request):
     def __init__(self, scope: Scope, receive: Receive) -> None:
         super().__init__(scope, receive)
         self.received_s = time.monotonic()
-        self.min_priority: int | None = None  # that its API key allows; None: any
+        self.read_s: float | None = None  # when its body was here
+        self.trace_id = ""  # of the trace that it is recorded in; empty: in none
+        self.model = ""  # that it is for, by its own name; "": none was found, or none is needed
+        self.key_name: str | None = None  # of its API key
+        self.key_limits = KeyLimits(min_priority=MIN_PRIORITY)  # that it came in by
+        self.key_use: KeyUse | None = None  # of its API key
+        self._num_reserved = 0  # tokens of that key's budgets
         self.status = 0  # of its answer, once that has begun
         self.cut: str | None = None  # why its answer ended in the middle, behind its status; the metrics' label
         self.error: ApiError | None = None  # that it was answered with
         self.sequences: Sequence[GenerationRequest] = ()  # that workers are asked for
+        self.usages: Sequence[Usage] = ()  # of each of them, once they run
         given = self.headers.get("x-request-id", "")
         # An id from outside goes into logs and messages, so only what is plainly one is taken; and the same may come twice at a
         # time, so workers, which go by ids, get one with something of its own.
@@ -57,10 +67,54 @@ class ApiRequest(Request):
             self.request_id = self.internal_id = secrets.token_hex(12)
         self.state.api_request = self
 
+    @property
+    def log_context(self) -> dict[str, Any]:
+        """What a log line about it carries."""
+        return {"request_id": self.request_id, "trace_id": self.trace_id}
+
+    @property
+    def outcome(self) -> str:
+        """What became of it, for logs and metrics: its status, or why there was none, or no whole answer."""
+        return self.cut or str(self.status or "client_left")
+
     def fail(self, error: ApiError) -> ApiError:
         """``error``, which is to answer this request: it carries the request's id."""
         self.error, error.request_id = error, self.request_id
         return error
+
+    def flow(self, priority: int = 0) -> Flow:
+        """Whose it is where requests wait, if its body asks for that priority."""
+        limits = self.key_limits
+        return Flow(self.key_name or "", max(priority, limits.min_priority), limits.weight)
+
+    def reserve(self) -> None:
+        """Reserve what its ``sequences`` may use of its API key's budgets. Raises TokenBudgetError, and InvalidRequestError.
+
+        One that does not say ``max_tokens`` reserves all that fits the model, or all that is left if that is less.
+        """
+        if self.key_use is None:
+            return
+        sequences, spec = self.sequences, self.sequences[0].spec
+        width = 1 if spec.beam_search is None else spec.beam_search.width
+        num_prompt = sum(len(one.prompt_token_ids) for one in sequences if one.is_first)
+        most = num_prompt + width * sum(one.sampling.max_tokens for one in sequences)
+        least = num_prompt + width * len(sequences) if spec.max_tokens is None else most
+        limits, now_s = self.key_limits.tokens, time.monotonic()
+        self._num_reserved = self.key_use.budget.reserve(limits, least, most, now_s)
+
+    def settle(self) -> None:
+        """It is over: its API key's budgets get what it has really used. An answer without a token costs none."""
+        if self.key_use is None or not self._num_reserved:
+            return
+        has_output = any(one.timings.first_token_s is not None for one in self.sequences)
+        usage = total(self.sequences, self.usages) if has_output else Usage(0)
+        num_used = usage.num_prompt_tokens + usage.num_output_tokens
+        self.key_use.budget.settle(self._num_reserved, num_used, time.monotonic())
+
+    def answer_headers(self) -> list[tuple[bytes, bytes]]:
+        """What every answer to it has: its id, and its API key's limits."""
+        limits = [] if self.key_use is None else self.key_use.headers(time.monotonic())
+        return [(b"x-request-id", self.request_id.encode()), *limits]
 
     def timeout_s(self) -> float:
         """What the client gives the request, by its header; infinite without. Raises InvalidRequestError if that is no time."""
@@ -92,7 +146,9 @@ class ApiRoute(APIRoute):
             await super().handle(scope, receive, send)
             return
         request: ApiRequest = scope["state"]["api_request"]
-        body = parse_body(self._model, request.headers.get("content-type"), await request.body())
+        content = await request.body()
+        request.read_s = time.monotonic()
+        body = parse_body(self._model, request.headers.get("content-type"), content)
         response: Response = await self.endpoint(body, request)
         await response(scope, receive, send)
 

@@ -228,7 +228,7 @@ class EventStream(Response):
         request = self._request
         if "origin" in request.headers:  # a web page's: CORS adds to the head, on its way through ``send``
             return False
-        if not self._exchange.begin((*self.raw_headers, (b"x-request-id", request.request_id.encode())), events):
+        if not self._exchange.begin((*self.raw_headers, *request.answer_headers()), events):
             return False
         request.status = self.status_code
         return True

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from kvrelay.gateway.errors import AttemptsFailedError
-from kvrelay.gateway.metrics import GatewayMetrics
+from kvrelay.gateway.metrics import ModelMetrics
 from kvrelay.gateway.relay.failover import blamed_roles
 from kvrelay.gateway.relay.placement import views
 from kvrelay.gateway.relay.request import GenerationRequest, Place
@@ -72,7 +72,7 @@ class Attempt:
         request: GenerationRequest,
         place: Place,
         take: Take,
-        metrics: GatewayMetrics,
+        metrics: ModelMetrics,
         trial: Trial,
     ) -> None:
         """``trial`` hears what goes well; who made it says when it is over."""

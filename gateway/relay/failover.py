@@ -18,6 +18,7 @@ from kvrelay.wire.messages import FailureCode, Role
 _OF_EITHER = frozenset(
     {
         FailureCode.QUEUE_FULL,
+        FailureCode.NO_ADAPTER,
         FailureCode.DRAINING,
         FailureCode.PEER_LOST,
         FailureCode.INTEGRITY,

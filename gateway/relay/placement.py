@@ -14,7 +14,16 @@ from kvrelay.gateway.relay.request import GenerationRequest, Place
 from kvrelay.gateway.routing.breaker import CircuitBreakers, Part
 from kvrelay.gateway.routing.forecast import Prefiller, Supply
 from kvrelay.gateway.routing.prefixes import PrefixMap, RequestPrefix
-from kvrelay.gateway.routing.ways import CLEARLY_SOONER, Limits, Reason, Route, best_local, choose, choose_way
+from kvrelay.gateway.routing.ways import (
+    CLEARLY_SOONER,
+    Limits,
+    Reason,
+    Route,
+    best_local,
+    choose,
+    choose_way,
+    with_adapter,
+)
 from kvrelay.gateway.settings import RelaySettings
 from kvrelay.gateway.workers.load import Key, WorkerView
 from kvrelay.gateway.workers.pool import WorkerPool
@@ -34,7 +43,7 @@ class Placement:
 
     def prefix_of(self, request: GenerationRequest) -> RequestPrefix:
         """What is known of who has the request's prompt cached, and will be."""
-        return RequestPrefix(self._prefixes, request.prompt_token_ids, request.spec.cache_salt)
+        return RequestPrefix(self._prefixes, request.prompt_token_ids, request.spec.cache_salt, request.adapter)
 
     def no_room(self, max_len: int) -> str:
         """Why there is no place for a request of so many tokens."""
@@ -44,7 +53,8 @@ class Placement:
                 reasons.append(f"no {role} worker that is up holds the {max_len} tokens of prompt and output any more")
         if not reasons and self._breakers.shut(self._clock()):
             reasons.append("workers have failed all of several requests, and are tried again by one at a time")
-        return "; ".join(reasons) or "no worker has room"
+        text = "; ".join(reasons) or "no worker has room"
+        return f"model {self._pool.model!r}: {text}" if self._pool.model else text
 
     def place(self, request: GenerationRequest, num_tokens_to_hold: float) -> Place | None:
         """Workers that would compute the request before long, by one way or the other; None while there are none.
@@ -106,6 +116,12 @@ class Placement:
             return shared
         prefills = [] if self._pool.is_local_only else views(self._pool.prefills.values(), request.max_len)
         decodes = views(self._pool.decodes.values(), request.max_len)
+        if request.adapter is not None:
+            digest, prefill_backlog_s = request.adapter.digest, self._settings.prefill_backlog_s
+            prefills = with_adapter(prefills, digest, lambda view: view.takes_prompt(prefill_backlog_s))
+            decodes = with_adapter(
+                decodes, digest, lambda view: not view.is_full and view.has_room(request.num_tokens + 1)
+            )
         if not math.isinf(backlog_s):
             decodes = [view for view in decodes if view.takes_sequence(num_tokens_to_hold) and view.address != without]
         cached = _cached(request, [*prefills, *decodes])

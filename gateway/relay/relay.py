@@ -22,7 +22,7 @@ from kvrelay.gateway.errors import (
     OverloadedError,
     UnusableGuideError,
 )
-from kvrelay.gateway.metrics import GatewayMetrics
+from kvrelay.gateway.metrics import ModelMetrics
 from kvrelay.gateway.relay.attempt import Attempt, AttemptFailedError, AttemptMovedError, Take
 from kvrelay.gateway.relay.placement import Placement, views
 from kvrelay.gateway.relay.request import AttemptNote, GenerationRequest, Place
@@ -37,14 +37,15 @@ logger = logging.getLogger(__name__)
 _AVOID_S = 2.0  # how long a request avoids what failed it, unless that comes up anew: also if it is the only worker
 _DEFAULT_RETRY_S = 0.5
 _RETRY_AFTER_S = 1.0
-_SHORTAGES = (FailureCode.NO_ROOM, FailureCode.QUEUE_FULL, FailureCode.DRAINING)  # waiting helps; nothing is broken
+# Waiting helps; nothing is broken.
+_SHORTAGES = (FailureCode.NO_ROOM, FailureCode.NO_ADAPTER, FailureCode.QUEUE_FULL, FailureCode.DRAINING)
 _EXPECTED = (*_SHORTAGES, FailureCode.NOT_CACHED, FailureCode.INVALID)
 
 
 class Relay:
     """Runs requests over a worker pool."""
 
-    def __init__(self, pool: WorkerPool, settings: RelaySettings, metrics: GatewayMetrics, clock: Clock) -> None:
+    def __init__(self, pool: WorkerPool, settings: RelaySettings, metrics: ModelMetrics, clock: Clock) -> None:
         self.pool = pool
         self.settings = settings
         self.metrics = metrics
@@ -66,7 +67,7 @@ class Relay:
 
         Raises ApiError if the output cannot be had, and what ``take`` raises.
         """
-        asked = Asked(len(request.prompt_token_ids), request.sampling.max_tokens, priority=request.priority)
+        asked = Asked(len(request.prompt_token_ids), request.sampling.max_tokens, flow=request.flow)
         try:
             await self._admit(request, asked)
         except BaseException:
@@ -105,10 +106,9 @@ class Relay:
         return found
 
     def _on_failure(self, request: GenerationRequest, failure: AttemptFailedError) -> None:
-        extra = {"request_id": request.request_id, "attempt": request.attempt}
         # Refused for want of room, many requests ask again twice a second: the counter tells that better than a log.
         level = logging.DEBUG if failure.code in _EXPECTED else logging.WARNING
-        logger.log(level, "an attempt failed (%s): %s", failure.code.value, failure, extra=extra)
+        logger.log(level, "an attempt failed (%s): %s", failure.code.value, failure, extra=request.log_context)
         match failure.code:
             case FailureCode.INVALID if failure.about == ABOUT_GUIDE:
                 raise UnusableGuideError(request.spec.guide_param, str(failure)) from failure
@@ -186,7 +186,9 @@ class Relay:
         self.metrics.prompt_ways.labels(place.way, place.reason.value).inc()
         part = tuple(worker.address for worker in place.workers)
         begun_s = self.clock()
-        note = request.timings.on_attempt(AttemptNote(part, place.reason.value, begun_s, len(request.output)))
+        note = request.timings.on_attempt(
+            AttemptNote(part, place.reason.value, begun_s, len(request.output), request.attempt)
+        )
         trial = self.breakers.begin(request.share or request.request_id, part, begun_s)
         attempt = Attempt(self.pool, request, place, take, self.metrics, trial)
         outcome = "given_up"  # by its client, or by us, its time being up
@@ -197,7 +199,7 @@ class Relay:
             outcome = "finished" if attempt.is_finished else "stopped"
             if request.num_failures:
                 text = "the request went on after %d failed attempts; its client got all of it"
-                logger.info(text, request.num_failures, extra={"request_id": request.request_id})
+                logger.info(text, request.num_failures, extra=request.log_context)
         except AttemptMovedError as moved:
             outcome = str(moved)
             return False
@@ -235,5 +237,8 @@ class Relay:
             timeout_s=request.deadline_s - asyncio.get_running_loop().time(),
             retention=request.spec.retention,
             cache_salt=request.spec.cache_salt,
+            adapter=request.adapter,
+            flow=request.flow,
             max_uncached_tokens=place.max_uncached_tokens,
+            trace_id=request.trace_id,
         )

@@ -10,9 +10,12 @@ from __future__ import annotations
 import asyncio
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
+from kvrelay.common.adapter_files import AdapterRef
+from kvrelay.common.fair_queue import Flow
 from kvrelay.common.retention import Retention
 from kvrelay.common.sampling import SamplingOptions, SamplingParams
 from kvrelay.gateway.errors import ApiError, RequestTimeoutError
@@ -35,8 +38,10 @@ class AttemptNote:
     reason: str  # why there
     begun_s: float
     num_output_tokens: int  # that the client had before
+    number: int  # from 1 on
     ended_s: float | None = None
     outcome: str = ""  # as the metrics call it, once it is over
+    heard: list[tuple[float, Timings]] = field(default_factory=list)  # what its workers measured, and when that came
 
 
 @dataclass(slots=True)
@@ -69,10 +74,10 @@ class RequestTimings:
         self.submitted_s = now_s
         return now_s - self.received_s
 
-    def on_parts(self, timings: Timings) -> dict[str, float]:
-        """What a worker reports; returned are the parts that are new."""
-        reported = {name.removesuffix("_s"): value for name, value in msgspec.structs.asdict(timings).items()}
-        new = {name: value for name, value in reported.items() if value is not None and name not in self.parts}
+    def on_parts(self, timings: Timings, now_s: float) -> dict[str, float]:
+        """What a worker of the last attempt reports; returned are the parts that are new."""
+        self.notes[-1].heard.append((now_s, timings))
+        new = {name: value for name, value in parts_of(timings).items() if name not in self.parts}
         self.parts |= new
         return new
 
@@ -101,6 +106,17 @@ class RequestTimings:
 
     def _since_received(self, moment_s: float | None) -> float | None:
         return None if moment_s is None else moment_s - self.received_s
+
+
+def parts_of(timings: Timings) -> dict[str, float]:
+    """What of queue, prefill, transfer and first_step a worker measured, in seconds."""
+    measured = {
+        "queue": timings.queue_s,
+        "prefill": timings.prefill_s,
+        "transfer": timings.transfer_s,
+        "first_step": timings.first_step_s,
+    }
+    return {name: value for name, value in measured.items() if value is not None}
 
 
 class PromptShare:
@@ -134,6 +150,7 @@ class GenerationSpec(SamplingOptions, frozen=True, kw_only=True):
 
     max_tokens: int | None = None  # None: as many as fit
     max_tokens_param: str = "max_tokens"  # what the client calls it
+    shortens: bool = False  # where fewer fit, that is what is meant
     seed: int | None = None  # None: the gateway draws one
     stops: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()  # beside the model's own end tokens
@@ -147,7 +164,7 @@ class GenerationSpec(SamplingOptions, frozen=True, kw_only=True):
     num_logprobs: int | None = None
     guide_param: str | None = None  # the client's field that the guide was made from, where that is one
     has_watermark: bool = False
-    priority: int = 0
+    priority: int = 0  # that the client asks for
     retention: Retention | None = None  # how long the KV should stay cached
     cache_salt: str = ""  # only requests with the same one share cached KV
     truncate: int | None = None  # only so many of the prompt's last tokens are used
@@ -189,7 +206,9 @@ class GenerationRequest(msgspec.Struct, eq=False):
     spec: GenerationSpec = GenerationSpec()
     timeout_s: float = math.inf  # of all of it; the relay bounds it
     share: PromptShare | None = None  # with the other choices of the prompt
-    priority: int = 0  # in the line for a place; the smaller, the earlier
+    flow: Flow = Flow()
+    trace_id: str = ""  # of the trace that it is recorded in; empty: in none
+    adapter: AdapterRef | None = None  # what computes it; None: the model as it is
     # While it runs:
     deadline_s: float = math.inf
     prefix: RequestPrefix = msgspec.field(
@@ -205,6 +224,11 @@ class GenerationRequest(msgspec.Struct, eq=False):
     has_prompt_logprobs: bool = False
     num_cached_tokens: int | None = None  # of the prompt, that nobody computed for this request
     waits_since_s: float | None = None  # when room was first missing; None once an attempt gets further than that
+
+    @property
+    def log_context(self) -> dict[str, Any]:
+        """What a log line about it carries."""
+        return {"request_id": self.request_id, "attempt": self.attempt, "trace_id": self.trace_id}
 
     @property
     def is_first(self) -> bool:

@@ -1,6 +1,7 @@
 """Who gets a place on the workers, and when: one line of waiting requests, bounded three ways.
 
-First come, first served, among those of one priority; a request of a better one (a smaller number) passes the others.
+The line is in fair order (:mod:`kvrelay.common.fair_queue`): API keys share by tokens, and smaller priorities pass others. When it
+is full, a request that would not be the last in it takes the place of the last one.
 
 A request that finds a place does not wait. One that does not stands in line, unless the line is full, or it would get its place
 later than it may wait, or so late that it could not be answered in its time: then it is refused at once, with a hint when to
@@ -15,15 +16,16 @@ Lives on the gateway's asyncio loop.
 from __future__ import annotations
 
 import asyncio
-import bisect
 import contextlib
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from kvrelay.common.clock import Clock
+from kvrelay.common.fair_queue import FairQueue, Flow, Tags
 from kvrelay.gateway.errors import OverloadedError, RequestTimeoutError
-from kvrelay.gateway.metrics import GatewayMetrics
+from kvrelay.gateway.metrics import ModelMetrics
 from kvrelay.gateway.routing.forecast import Forecast, Kind, Need, Pace, Served, Supply, kind_of
 
 T = TypeVar("T")
@@ -41,9 +43,16 @@ class Asked:
     num_prompt_tokens: int
     max_tokens: int
     num_to_compute: int = 0  # of the prompt, by a prefill worker, as whoever looks for a place last knew
-    priority: int = 0  # among those that wait; the smallest come first
+    flow: Flow = field(default_factory=Flow)
     kind: Kind = field(init=False)
-    is_first: asyncio.Event = field(init=False, default_factory=asyncio.Event)  # of the line, while it waits
+    num_tokens: float = field(init=False, default=0.0)  # of prompt and output, as estimated when it came
+    arrival_s: float = field(init=False, default=0.0)
+    deadline_s: float = field(init=False, default=math.inf)
+    tags: Tags = field(init=False, default_factory=Tags)
+    is_called: asyncio.Event = field(
+        init=False, default_factory=asyncio.Event
+    )  # it is the first of the line, or pushed out
+    is_pushed_out: bool = field(init=False, default=False)  # of a line that is full, by others that come before it
 
     def __post_init__(self) -> None:
         self.kind = kind_of(self.num_prompt_tokens, self.max_tokens)
@@ -57,7 +66,7 @@ class Admission:
         max_queued: int,
         room_timeout_s: float,
         changed: asyncio.Event,
-        metrics: GatewayMetrics,
+        metrics: ModelMetrics,
         supply: Callable[[], Supply],
         clock: Clock,
     ) -> None:
@@ -70,6 +79,9 @@ class Admission:
         self._supply = supply
         self._clock = clock
         self._line: list[Asked] = []
+        self._called: Asked | None = None  # the first of the line, which looks for a place
+        self._sorted_s = 0.0  # when the line was last put in order
+        self._fair = FairQueue()
         self._running: dict[Asked, float] = {}  # since when they have their places
         self._forecast: tuple[float, Forecast] | None = None  # of the whole line, and when it was made
         metrics.queued.set_function(lambda: self.num_queued)
@@ -84,10 +96,13 @@ class Admission:
         """Requests that have their places."""
         return len(self._running)
 
-    def check_not_full(self) -> None:
+    def check_not_full(self, flow: Flow) -> None:
         """Raises OverloadedError if a request could only be refused, before any work goes into it."""
-        if len(self._line) >= self._max_queued:
-            raise self._refusal("queue_full", f"{len(self._line)} requests wait already, which is the limit")
+        if len(self._line) < self._max_queued:
+            return
+        last = self._line[-1].flow
+        if flow.priority > last.priority or (flow.priority, flow.key) == (last.priority, last.key):
+            raise self._full()
 
     def num_to_hold(self, asked: Asked) -> float:
         """The tokens of prompt and output that a request will hold, as far as one can know."""
@@ -96,58 +111,111 @@ class Admission:
     def expected_wait_s(self, asked: Asked) -> float | None:
         """When a request that stood in line from now on would get its place; None if that cannot be known."""
         now_s = self._clock()
-        place_s = self._forecast_to(self._index(asked.priority), now_s).copy().place(self._need(asked))
-        return None if place_s is None else place_s - now_s
+        self._come(asked, math.inf, now_s)
+        line = self._with(asked, now_s)
+        return self._wait_s(asked, line[: line.index(asked)], now_s)
 
     async def place(self, find: Callable[[], T | None], asked: Asked, timeout_s: float, why: Callable[[], str]) -> T:
         """What ``find`` gives, at once or when its turn has come; ``timeout_s`` of the whole request. ``on_end`` must follow.
 
         Raises OverloadedError, with what ``why`` says if there was no place for too long, and RequestTimeoutError.
         """
-        if not self._line and (found := find()) is not None:
-            self._running[asked] = self._clock()
-            return found
-        self.check_not_full()
         begun_s = self._clock()
-        index = self._index(asked.priority)
-        self._check_in_time(asked, timeout_s, begun_s)
-        if self._forecast is not None and index == len(self._line):
-            self._forecast[1].place(self._need(asked))
-        else:
-            self._forecast = None
-        if index == 0:
-            if self._line:
-                self._line[0].is_first.clear()
-            asked.is_first.set()
-        self._line.insert(index, asked)
+        self._come(asked, timeout_s, begun_s)
+        if not self._line and (found := find()) is not None:
+            self._begin(asked, begun_s)
+            return found
+        self._join(asked, timeout_s, begun_s)
         try:
             found = await self._turn(asked, find, timeout_s, why)
             now_s = self._clock()
-            self._running[asked] = now_s
+            self._begin(asked, now_s)
             self._metrics.queued_s.observe(now_s - begun_s)
             return found
         finally:
-            self._line.remove(asked)
-            if self._line:
-                self._line[0].is_first.set()
+            if not asked.is_pushed_out:
+                self._line.remove(asked)
+                self._sort()
 
     def on_end(self, asked: Asked, num_output_tokens: int, first_token_s: float | None) -> None:
         """A request that had its place is over. ``first_token_s``: when its first token came, on the clock; None: none did."""
         now_s, placed_s = self._clock(), self._running.pop(asked)
+        self._fair.settle(asked, asked.num_prompt_tokens + num_output_tokens)
         # Also if a stop string, or its client, ended it: so much it cost.
         if num_output_tokens and first_token_s is not None:
             served = Served(asked.num_prompt_tokens, num_output_tokens, first_token_s - placed_s, now_s - placed_s)
             self._pace.on_served(asked.kind, served, now_s)
 
+    def _come(self, asked: Asked, timeout_s: float, now_s: float) -> None:
+        asked.arrival_s, asked.deadline_s = now_s, now_s + timeout_s
+        asked.num_tokens = self.num_to_hold(asked)
+        self._fair.come(asked)
+
+    def _begin(self, asked: Asked, now_s: float) -> None:
+        """It has its place."""
+        self._fair.begin(asked, now_s)
+        self._running[asked] = now_s
+
+    def _join(self, asked: Asked, timeout_s: float, now_s: float) -> None:
+        """Stand in line, pushing the last one out if that is full. Raises OverloadedError if it may not."""
+        line = self._with(asked, now_s)
+        index = line.index(asked)
+        is_full, is_last = len(self._line) >= self._max_queued, index == len(self._line)
+        if is_full and is_last:
+            raise self._full()
+        self._check_in_time(asked, line[:index], timeout_s, now_s)
+        if is_full:
+            pushed_out = line.pop()
+            pushed_out.is_pushed_out = True
+            pushed_out.is_called.set()
+        if self._forecast is not None and is_last:
+            self._forecast[1].place(self._need(asked))
+        else:
+            self._forecast = None
+        self._line = line
+        self._call_first()
+
+    def _with(self, asked: Asked, now_s: float) -> list[Asked]:
+        """The line, if the request stood in it."""
+        if (
+            self._line
+            and (last := self._line[-1]).flow == asked.flow
+            and (not asked.flow.key or last.deadline_s <= asked.deadline_s)
+        ):  # as when one key floods the line: nobody else moves
+            return [*self._line, asked]
+        return self._fair.in_order([*self._line, asked], now_s)
+
+    def _sort(self) -> None:
+        """Somebody has left, or time has passed: classes age, and one that has had its turn does so anew."""
+        self._sorted_s = self._clock()
+        if self._line and self._line[0].flow.priority != self._line[-1].flow.priority:
+            self._line = self._fair.in_order(self._line, self._sorted_s)
+        self._call_first()
+
+    def _call_first(self) -> None:
+        """Only the first of the line looks for a place."""
+        first = self._line[0] if self._line else None
+        if first is self._called:
+            return
+        if self._called is not None and not self._called.is_pushed_out:
+            self._called.is_called.clear()
+        self._called = first
+        if first is not None:
+            first.is_called.set()
+
     async def _turn(self, asked: Asked, find: Callable[[], T | None], timeout_s: float, why: Callable[[], str]) -> T:
         begun_s = self._clock()
         until_s = begun_s + min(timeout_s, self._room_timeout_s)
         while (now_s := self._clock()) < until_s:
-            if not asked.is_first.is_set():
+            if asked.is_pushed_out:
+                raise self._full()
+            if now_s - self._sorted_s >= _LOOK_S:
+                self._sort()
+            if asked is not self._called:
                 # Not wait_for: up to Python 3.11 it swallows a cancellation that comes with the event.
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(until_s - now_s):
-                        await asked.is_first.wait()
+                        await asked.is_called.wait()
                 continue
             if (found := find()) is not None:
                 left_s = timeout_s - (now_s - begun_s)
@@ -164,9 +232,9 @@ class Admission:
             raise RequestTimeoutError(f"no worker had a place within the request's {timeout_s:g} s; give it more time")
         raise self._refusal("no_place", why())
 
-    def _check_in_time(self, asked: Asked, timeout_s: float, now_s: float) -> None:
+    def _check_in_time(self, asked: Asked, before: Sequence[Asked], timeout_s: float, now_s: float) -> None:
         service_s = self._service_s(asked, now_s)
-        if service_s is None or (wait_s := self.expected_wait_s(asked)) is None:
+        if service_s is None or (wait_s := self._wait_s(asked, before, now_s)) is None:
             return
         if wait_s > self._room_timeout_s:
             detail = f"a place would come free in some {wait_s:.0f} s; the limit is {self._room_timeout_s:g} s"
@@ -176,15 +244,19 @@ class Admission:
             detail = f"waiting and answering take some {needed_s:.1f} s, the request has {timeout_s:g} s"
             raise self._refusal("would_be_late", detail, wait_s)
 
+    def _full(self) -> OverloadedError:
+        return self._refusal("queue_full", f"{len(self._line)} requests wait already, which is the limit")
+
     def _refusal(self, reason: str, detail: str, retry_after_s: float = 0.0) -> OverloadedError:
         self._metrics.refused.labels(reason).inc()
         return OverloadedError(f"{detail}; try again later", retry_after_s=min(max(1.0, retry_after_s), _MAX_RETRY_S))
 
     # -- estimates -------------------------------------------------------------------------------------------------
 
-    def _index(self, priority: int) -> int:
-        """Where in line a request of that priority comes."""
-        return bisect.bisect_right(self._line, priority, key=lambda asked: asked.priority)
+    def _wait_s(self, asked: Asked, before: Sequence[Asked], now_s: float) -> float | None:
+        """How long a request behind those waits for its place; None if that cannot be known."""
+        place_s = self._forecast_behind(before, now_s).copy().place(self._need(asked))
+        return None if place_s is None else place_s - now_s
 
     def _service_s(self, asked: Asked, now_s: float) -> float | None:
         return self._pace.service_s(asked.kind, asked.num_prompt_tokens, asked.max_tokens, now_s)
@@ -192,14 +264,14 @@ class Admission:
     def _need(self, asked: Asked) -> Need:
         return Need(asked.num_to_compute, self.num_to_hold(asked), self._pace.durations_s(asked.kind))
 
-    def _forecast_to(self, index: int, now_s: float) -> Forecast:
-        """Of those before that place in the line."""
-        is_whole = index == len(self._line)
+    def _forecast_behind(self, before: Sequence[Asked], now_s: float) -> Forecast:
+        """Of those who come before somebody in the line."""
+        is_whole = len(before) == len(self._line)
         if is_whole and self._forecast is not None and now_s - self._forecast[0] < _FORECAST_S:
             return self._forecast[1]
         running = [(self._need(asked), since_s) for asked, since_s in self._running.items()]
         forecast = Forecast(self._supply(), running, now_s)
-        for asked in self._line[:index]:
+        for asked in before:
             forecast.place(self._need(asked))
         if is_whole:
             self._forecast = (now_s, forecast)

@@ -19,7 +19,7 @@ import copy
 import heapq
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from kvrelay.gateway.workers.load import WorkerView
@@ -119,13 +119,14 @@ class Supply:
     backlog_s: float  # of work that may wait at each of them
     free_places: float  # in batches
     free_tokens: float  # of KV
+    taken: Callable[[float], float] = float  # how many of those a request of so many tokens takes
 
     @classmethod
     def of(cls, prefillers: Sequence[Prefiller], decodes: Sequence[WorkerView], backlog_s: float) -> Supply:
         """``decodes``: the decode workers that could be asked."""
         places = sum(view.max_taken - view.num_requests for view in decodes)
         tokens = sum(view.num_free_blocks * view.block_size for view in decodes)
-        return cls(prefillers, backlog_s, places, tokens)
+        return cls(prefillers, backlog_s, places, tokens, decodes[0].tokens_for if decodes else float)
 
 
 class Forecast:
@@ -140,13 +141,13 @@ class Forecast:
             for one in supply.prefillers
         ]
         self._places = supply.free_places
-        self._tokens = supply.free_tokens
+        self._tokens, self._taken = supply.free_tokens, supply.taken
         self._at_s = now_s
         self._num_drawn = 0
         self._ends: list[tuple[float, float]] = []  # a heap: when, and how many tokens are free then
         for need, since_s in running:
             if (left_s := self._draw(need.durations_s, now_s - since_s)) is not None:
-                heapq.heappush(self._ends, (now_s + left_s, need.num_to_hold))
+                heapq.heappush(self._ends, (now_s + left_s, self._taken(need.num_to_hold)))
 
     def copy(self) -> Forecast:
         """One that goes on from here by itself."""
@@ -157,11 +158,11 @@ class Forecast:
 
     def place(self, need: Need) -> float | None:
         """When the next one of the line gets its place, if all before it do; None if that cannot be known."""
-        at_s = self._at_s
+        at_s, num_taken = self._at_s, self._taken(need.num_to_hold)
         prefiller = min(self._prefillers, default=None) if need.num_to_compute else None
         if prefiller is not None:
             at_s = max(at_s, prefiller[0])
-        while self._places < 1 or self._tokens < need.num_to_hold or (self._ends and self._ends[0][0] <= at_s):
+        while self._places < 1 or self._tokens < num_taken or (self._ends and self._ends[0][0] <= at_s):
             if not self._ends:
                 return None
             end_s, num_tokens = heapq.heappop(self._ends)
@@ -172,9 +173,9 @@ class Forecast:
             prefiller[0] = max(prefiller[0], at_s - self._backlog_s) + need.num_to_compute / prefiller[1]
         self._at_s = at_s
         self._places -= 1
-        self._tokens -= need.num_to_hold
+        self._tokens -= num_taken
         if (left_s := self._draw(need.durations_s, 0.0)) is not None:
-            heapq.heappush(self._ends, (at_s + left_s, need.num_to_hold))
+            heapq.heappush(self._ends, (at_s + left_s, num_taken))
         return at_s
 
     def _draw(self, durations_s: Sequence[float], elapsed_s: float) -> float | None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 
+from kvrelay.common.adapter_files import AdapterRef
 from kvrelay.common.block_hash import HashChain
 from kvrelay.gateway.workers.load import WorkerView
 
@@ -82,12 +83,19 @@ class RequestPrefix:
     To route it no more is hashed than is known, as its client waits; the rest when a worker has computed it.
     """
 
-    def __init__(self, prefixes: PrefixMap | None, prompt_token_ids: Sequence[int], cache_salt: str = "") -> None:
+    def __init__(
+        self,
+        prefixes: PrefixMap | None,
+        prompt_token_ids: Sequence[int],
+        cache_salt: str = "",
+        adapter: AdapterRef | None = None,
+    ) -> None:
         """Without ``prefixes`` nothing is hashed, and nothing known."""
         self._prefixes = prefixes
         self._is_trusted = True  # what the map says
         self._prompt = prompt_token_ids
         self._cache_salt = cache_salt
+        self._adapter = adapter
         self._fingerprint: bytes | None = None  # of the KV that the chain is for
         self._chain: HashChain | None = None
         self._holders: set[Holder] = set()  # that have the prompt, as this request has shown
@@ -137,7 +145,9 @@ class RequestPrefix:
     def _chain_for(self, view: WorkerView) -> HashChain:
         if self._chain is None or view.fingerprint != self._fingerprint:
             self._fingerprint = view.fingerprint
-            self._chain = HashChain(view.fingerprint, view.block_size, cache_salt=self._cache_salt)
+            self._chain = HashChain(
+                view.fingerprint, view.block_size, cache_salt=self._cache_salt, adapter=self._adapter
+            )
         return self._chain
 
     def _token_ids(self, output: Sequence[int]) -> Sequence[int]:

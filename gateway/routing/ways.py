@@ -125,6 +125,12 @@ def _first(
     return min(ordered[first:] + ordered[:first], key=cost)
 
 
+def with_adapter(views: list[WorkerView], digest: str, has_place: Callable[[WorkerView], bool]) -> list[WorkerView]:
+    """Those that have loaded the adapter, as long as one of them ``has_place``; else all, of whom one will load it."""
+    having = [view for view in views if digest in view.adapters]
+    return having if any(map(has_place, having)) else views
+
+
 class Limits(msgspec.Struct, frozen=True, gc=False):
     """What may wait where."""
 

@@ -10,7 +10,7 @@ import msgspec
 
 from kvrelay.common.clock import Clock
 from kvrelay.common.sampling import FinishReason, SampledToken
-from kvrelay.gateway.metrics import GatewayMetrics
+from kvrelay.gateway.metrics import ModelMetrics
 from kvrelay.gateway.relay.request import GenerationRequest, RequestTimings
 from kvrelay.gateway.text.tokenizer import Tokenizer
 from kvrelay.wire.messages import Beam, TokenDelta
@@ -49,6 +49,15 @@ class Usage:
             "total_tokens": self.num_prompt_tokens + self.num_output_tokens,
             "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
         }
+
+
+def total(sequences: Sequence[GenerationRequest], usages: Sequence[Usage]) -> Usage:
+    """The usage of all choices together. A prompt counts once."""
+    return Usage(
+        num_prompt_tokens=sum(len(one.prompt_token_ids) for one in sequences if one.is_first),
+        num_output_tokens=sum(usage.num_output_tokens for usage in usages),
+        num_cached_tokens=sum(usage.num_cached_tokens for usage in usages),
+    )
 
 
 def overlap(text: str, marker: str) -> int:
@@ -153,7 +162,7 @@ class Output:
         usage: Usage,
         take: TakeText,
         tokenizer: Tokenizer,
-        metrics: GatewayMetrics,
+        metrics: ModelMetrics,
         clock: Clock,
     ) -> None:
         """``take`` gets the text as it comes, the last of it with a finish reason; ``usage`` is filled.
@@ -208,10 +217,13 @@ class Output:
         return TextDelta(text, beam.tokens, beam.finish_reason, output.stop_reason, beam=index)
 
     def _observe(self, timings: RequestTimings, delta: TokenDelta) -> None:
-        parts = {} if delta.timings is None else timings.on_parts(delta.timings)
+        if delta.timings is None and not delta.tokens:
+            return
+        now_s = self._clock()
+        parts = {} if delta.timings is None else timings.on_parts(delta.timings, now_s)
         is_first = False
         if delta.tokens:
-            gap_s = timings.on_tokens(self._clock())
+            gap_s = timings.on_tokens(now_s)
             is_first = gap_s is None
             self._metrics.tokens.on_tokens(len(delta.tokens), gap_s)
         if parts or is_first:

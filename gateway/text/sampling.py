@@ -48,14 +48,14 @@ def sampling_params(
             f"this deployment's {limit} tokens of prompt and output: shorten the prompt",
             param=prompt_param,
         )
-    if spec.max_tokens is not None and spec.max_tokens > room:
+    if spec.max_tokens is not None and spec.max_tokens > room and not spec.shortens:
         raise ContextLengthError(
             f"the prompt has {num_prompt_tokens} tokens and {spec.max_tokens_param} is {spec.max_tokens}: together more than this "
             f"deployment's {limit} tokens; lower {spec.max_tokens_param} to {room}, or shorten the prompt",
             param=spec.max_tokens_param,
         )
     most = room if spec.beam_search is None else min(room, _DEFAULT_BEAM_TOKENS)
-    max_tokens = most if spec.max_tokens is None else max(1, spec.max_tokens)
+    max_tokens = most if spec.max_tokens is None else min(room, max(1, spec.max_tokens))
     if spec.min_tokens > max_tokens:
         raise InvalidRequestError(
             f"min_tokens is {spec.min_tokens}, more than the {max_tokens} tokens that may come", param="min_tokens"

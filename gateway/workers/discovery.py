@@ -4,8 +4,9 @@
 (410), or is away. :class:`Discovery` calls it again for ever, on a thread of its own, because the client library blocks. While the
 API is away the last known workers stay; who of them really answers, the links to them know.
 
-A worker is a pod with the label ``kvrelay.dev/role`` and a container port named ``control``. It takes requests while it is ready
-and nobody has asked for its deletion; it stays known until it is gone or has ended, because what it has may still finish.
+A worker is a pod with the label ``kvrelay.dev/role`` and a container port named ``control``. Of several models, the label
+``kvrelay.dev/model`` names its own. It takes requests while it is ready and nobody has asked for its deletion; it stays known until
+it is gone or has ended, because what it has may still finish.
 
 It needs ``get``, ``list`` and ``watch`` on pods of one namespace, nothing else.
 """
@@ -17,7 +18,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,7 @@ logger = logging.getLogger(__name__)
 OnWorkers = Callable[[Sequence[FoundWorker]], None]
 
 ROLE_LABEL = "kvrelay.dev/role"
+MODEL_LABEL = "kvrelay.dev/model"
 CONTROL_PORT = "control"
 
 _ROLES = {role.value: role for role in (Role.PREFILL, Role.DECODE)}
@@ -180,23 +182,51 @@ class Discovery:
 
 
 @contextlib.asynccontextmanager
-async def followed(settings: DiscoverySettings, pods: Pods | None, pool: WorkerPool) -> AsyncGenerator[None]:
-    """Gives ``pool`` the workers in ``pods``, as they come and go, or without pods those that are listed; stops it at the end."""
+async def followed(
+    settings: DiscoverySettings, pods: Pods | None, pools: Mapping[str, WorkerPool]
+) -> AsyncGenerator[None]:
+    """Gives ``pools``, by model, the workers in ``pods``, as they come and go, or without pods those that are listed.
+
+    At the end it stops the pools.
+    """
+    share_out = Sharing(pools)
     if pods is None:
-        pool.update(static_workers(settings.prefill_workers, settings.decode_workers))
+        share_out(static_workers(settings.prefill_workers, settings.decode_workers))
         yield
     else:
-        discovery = Discovery(pods, pool.update)
+        discovery = Discovery(pods, share_out)
         discovery.start()
         yield
         await asyncio.to_thread(discovery.stop)
-    await pool.stop()
+    await asyncio.gather(*(pool.stop() for pool in pools.values()))
+
+
+class Sharing:
+    """Gives each pool the workers of its model. One that names no model belongs to the only one; of several, to none."""
+
+    def __init__(self, pools: Mapping[str, WorkerPool]) -> None:
+        self._pools = pools
+        self._foreign: frozenset[str] = frozenset()  # models that workers name, and nobody serves
+
+    def __call__(self, found: Sequence[FoundWorker]) -> None:
+        """These are all workers there are."""
+        only = next(iter(self._pools)) if len(self._pools) == 1 else ""
+        for model, pool in self._pools.items():
+            pool.update([worker for worker in found if (worker.model or only) == model])
+        foreign = frozenset(worker.model for worker in found) - self._pools.keys() - ({""} if only else set())
+        if foreign - self._foreign:
+            logger.warning(
+                "workers are not used whose label %s is none of %s: %s",
+                MODEL_LABEL, ", ".join(map(repr, self._pools)), ", ".join(map(repr, sorted(foreign))),
+            )  # fmt: skip
+        self._foreign = foreign
 
 
 def worker_of(pod: dict[str, Any]) -> FoundWorker | None:
     """The worker in a pod; None if there is none, or none yet, or not any more."""
     metadata, status = pod["metadata"], pod.get("status", {})
-    role = _ROLES.get(metadata.get("labels", {}).get(ROLE_LABEL, ""))
+    labels = metadata.get("labels", {})
+    role = _ROLES.get(labels.get(ROLE_LABEL, ""))
     host, port = status.get("podIP"), _control_port(pod)
     if role is None or not host or port is None or status.get("phase") in _ENDED:
         return None
@@ -208,6 +238,7 @@ def worker_of(pod: dict[str, Any]) -> FoundWorker | None:
         address=f"tcp://{f'[{host}]' if ':' in host else host}:{port}",
         uid=metadata["uid"],
         accepts=is_ready and "deletionTimestamp" not in metadata,
+        model=labels.get(MODEL_LABEL, ""),
     )
 
 

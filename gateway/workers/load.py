@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from kvrelay.common.kv_geometry import num_whole_blocks
 from kvrelay.wire.messages import Status
 
 Key = tuple[str, int]
@@ -37,8 +38,10 @@ class _Attempt:
 class Load:
     """One worker's. Sums are kept, not made: they are asked for with each request, of each worker, whatever runs there."""
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, windows: tuple[int | None, ...] = (None,)) -> None:
+        """``windows``: of the groups of layers that the worker keeps K/V of."""
         self._block_size = block_size
+        self._windows = windows
         self._attempts: dict[Key, _Attempt] = {}
         self._num_uncomputed = 0  # tokens of prompts of our own attempts
         self._num_unreported_blocks = 0  # of our own attempts that the last report does not count
@@ -138,7 +141,7 @@ class Load:
         self._num_done = max(0, self._num_done - num_uncomputed)
 
     def _blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._block_size)
+        return num_whole_blocks(self._windows, num_tokens, self._block_size)
 
 
 class WorkerView(msgspec.Struct, frozen=True, gc=False):  # one per worker and request: a tenth of a dataclass's cost
@@ -155,10 +158,16 @@ class WorkerView(msgspec.Struct, frozen=True, gc=False):  # one per worker and r
     # Of prompts, that it would compute now: a decode worker within its inter-token budget. None: not known; 0: none is left.
     tokens_per_s: float | None = None
     epoch: int = 0  # of its process; another one has nothing cached
+    adapters: Sequence[str] = ()  # digests of those that it has loaded
+    windows: tuple[int | None, ...] = (None,)  # of its groups of layers
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold ``num_tokens`` tokens."""
-        return -(-num_tokens // self.block_size)
+        """Blocks that ``num_tokens`` tokens take: where groups of layers have windows, fewer than hold them."""
+        return num_whole_blocks(self.windows, num_tokens, self.block_size)
+
+    def tokens_for(self, num_tokens: float) -> float:
+        """The same in tokens of blocks."""
+        return num_whole_blocks(self.windows, math.ceil(num_tokens), self.block_size) * self.block_size
 
     def has_room(self, num_tokens: int) -> bool:
         """Whether the request's blocks are free."""

@@ -1,7 +1,8 @@
 """The gateway's workers: who is there, who may be used together, and the way of a message to its request.
 
 Who is there is told from outside, by a list in the settings or by :mod:`kvrelay.gateway.workers.discovery`, as often as it
-changes. A gateway serves one model: workers whose KV layout is not that of the others are connected, named, and not used.
+changes. A pool is of one model: workers that say they serve another, or whose KV layout is not that of the others, are connected,
+named, and not used.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from dataclasses import dataclass
 from functools import partial
 
 from kvrelay.common.model_card import ModelCard, SharedLimits
-from kvrelay.gateway.metrics import GatewayMetrics
+from kvrelay.gateway.metrics import ModelMetrics
+from kvrelay.gateway.model_names import worker_address
 from kvrelay.gateway.workers.load import Key, choose_fingerprint
 from kvrelay.gateway.workers.worker import AttemptEvent, Listener, Worker
-from kvrelay.wire.messages import Hello, Role, Status
-from kvrelay.wire.metrics import WireMetrics
+from kvrelay.wire.messages import Hello, KeyTokens, Role, Status
 from kvrelay.wire.network import Network
 from kvrelay.wire.security.keys import WireKeys
 from kvrelay.wire.settings import LinkSettings
@@ -35,30 +36,33 @@ class FoundWorker:
     address: str
     uid: str = ""  # another one under the same address is another worker
     accepts: bool = True  # else it is starting or leaving: nothing new is sent to it
+    model: str = ""  # that it is listed for; "": the only one that there is
 
 
 class WorkerPool:
-    """All workers. Lives on the gateway's asyncio loop."""
+    """All workers of one model. Lives on the gateway's asyncio loop."""
 
     def __init__(
         self,
         gateway_id: str,
-        metrics: GatewayMetrics,
+        metrics: ModelMetrics,
         link_settings: LinkSettings,
         network: Network,
         *,
         needs_prefill_workers: bool,
         keys: WireKeys | None = None,
+        model: str = "",
     ) -> None:
-        """``network`` is closed with the pool.
+        """``network`` is closed with the pool. ``model``: its name in the API; "": there is one only, whatever it is called.
 
         ``needs_prefill_workers``: while none is up there is no service; else decode workers compute prompts meanwhile, once
         the first of them was up.
         """
+        self.model = model
         self._metrics = metrics
         self._network = network
         self._hello = Hello(role=Role.GATEWAY, peer_id=gateway_id)
-        self._link = (link_settings, WireMetrics(metrics.registry), network, keys)
+        self._link = (link_settings, metrics.wire, network, keys)
         self._needs_prefill_workers = needs_prefill_workers
         self.prefills: dict[str, Worker] = {}  # by address
         self.decodes: dict[str, Worker] = {}
@@ -70,6 +74,9 @@ class WorkerPool:
         self._had_prefill_worker = False  # up; before that those that are listed are starting, and worth waiting for
         self._listeners: dict[Key, Listener] = {}
         self._stopping: set[asyncio.Task[None]] = set()
+        self.on_key_tokens: Callable[[KeyTokens], object] = lambda _: (
+            None
+        )  # hears what other gateways tell through workers
         self.changed = asyncio.Event()  # set when a worker came, went or reported; waiters clear it
         for gauge, state, read in (
             (metrics.worker_requests, "running", lambda status: status.num_running),
@@ -214,15 +221,18 @@ class WorkerPool:
         up = [worker for worker in self.workers if worker.welcome is not None]
         for role in (Role.PREFILL, Role.DECODE):
             self._metrics.workers_up.labels(role.value).set(sum(1 for worker in up if worker.role is role))
-        staying = [(worker.role, worker.fingerprint) for worker in up if not worker.is_retiring]
+        foreign = {worker: reason for worker in up if (reason := worker.foreign_to(self.model))}
+        staying = [
+            (worker.role, worker.fingerprint) for worker in up if not worker.is_retiring and worker not in foreign
+        ]
         self._fingerprint = choose_fingerprint(
             self._fingerprint,
             [fingerprint for role, fingerprint in staying if role is Role.PREFILL],
             [fingerprint for role, fingerprint in staying if role is Role.DECODE],
         )
-        model = next((worker for worker in up if worker.fingerprint == self._fingerprint), None)
+        model = next((one for one in up if one.fingerprint == self._fingerprint and one not in foreign), None)
         for worker in up:
-            misfit = "" if model is None else worker.differences(model)
+            misfit = foreign.get(worker) or ("" if model is None else worker.differences(model))
             if misfit and misfit != worker.misfit:
                 logger.error("%s worker at %s is not used: %s", worker.role, worker.address, misfit)
             worker.misfit = misfit
@@ -238,6 +248,7 @@ class WorkerPool:
 def static_workers(prefill_addresses: Sequence[str], decode_addresses: Sequence[str]) -> list[FoundWorker]:
     """The workers of two lists, for :meth:`WorkerPool.update`."""
     return [
-        *(FoundWorker(Role.PREFILL, address) for address in prefill_addresses),
-        *(FoundWorker(Role.DECODE, address) for address in decode_addresses),
+        FoundWorker(role, address, model=model)
+        for role, values in ((Role.PREFILL, prefill_addresses), (Role.DECODE, decode_addresses))
+        for model, address in map(worker_address, values)
     ]

@@ -15,6 +15,7 @@ from kvrelay.wire.messages import (
     HandedOver,
     Hello,
     HelloRefused,
+    KeyTokens,
     Message,
     Preempted,
     Role,
@@ -102,7 +103,7 @@ class Worker:
         self.status = None
         self.up_since_s = self._clock()
         card = welcome.card
-        self.load = Load(card.layout.block_size)
+        self.load = Load(card.layout.block_size, card.layout.geometry.windows)
         logger.info(
             "%s worker %s at %s: up, %s, %d KV blocks",
             self.role, welcome.worker_id, self.address, card.layout.model_id, card.num_blocks,
@@ -117,6 +118,8 @@ class Worker:
                 if self.load is not None:
                     self.load.on_status(message, self._clock())
                 self._owner.changed.set()
+            case KeyTokens():
+                self._owner.on_key_tokens(message)
             case Tokens(items=items):
                 for item in first_tokens_first(items):
                     self._owner.deliver((item.request_id, item.attempt), item)
@@ -152,6 +155,11 @@ class Worker:
         """Of prompts, that it would compute now, as it last reported; None: not known."""
         return None if self.status is None else self.status.prompt_tokens_per_s
 
+    def foreign_to(self, model: str) -> str:
+        """Why it is no worker of ``model``; empty if it is, or says nothing of its model, or is not up."""
+        name = "" if self.welcome is None else self.welcome.model
+        return f"it serves {name!r}, and is listed for {model!r}" if name and model and name != model else ""
+
     def differences(self, other: Worker) -> str:
         """How its KV layout differs from that of ``other``; empty if it does not, or if one of them is not up."""
         if self.welcome is None or other.welcome is None:
@@ -186,6 +194,8 @@ class Worker:
             block_size=card.layout.block_size,
             max_running=0 if status is None else status.max_running,
             tokens_per_s=self.tokens_per_s,
+            adapters=() if status is None else status.adapters,
+            windows=card.layout.geometry.windows,
         )
 
 

@@ -18,8 +18,13 @@
 {{- if eq .role "gateway" -}}gateway{{- else -}}{{ .role }}-worker{{- end -}}
 {{- end -}}
 
+{{/* Of a pool of one of several models, "model" is its name: a part of the names of its objects, and a label. */}}
 {{- define "kvrelay.component.fullname" -}}
-{{- include "kvrelay.fullname" .root }}-{{ include "kvrelay.component.suffix" . -}}
+{{- $name := include "kvrelay.fullname" .root -}}
+{{- with .model -}}
+{{- $name = printf "%s-%s" ($name | trunc (int (sub 47 (len .))) | trimSuffix "-") . -}}
+{{- end -}}
+{{- $name }}-{{ include "kvrelay.component.suffix" . -}}
 {{- end -}}
 
 {{- define "kvrelay.selectorLabels" -}}
@@ -32,6 +37,30 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 app.kubernetes.io/component: {{ include "kvrelay.component.suffix" . }}
 {{- if ne .role "gateway" }}
 kvrelay.dev/role: {{ .role }}
+{{- end }}
+{{- with .model }}
+kvrelay.dev/model: {{ . | quote }}
+{{- end }}
+{{- end -}}
+
+{{/*
+A role's objects of one template: (dict "root" $ "role" ROLE "template" NAME). Of several models each has its own, of values in which
+those below models.NAME lie over the others.
+*/}}
+{{- define "kvrelay.pools" -}}
+{{- $all := . -}}
+{{- if not .root.Values.models }}
+{{ include .template (dict "root" .root "role" .role) }}
+{{- end }}
+{{- range $name, $given := .root.Values.models }}
+{{- $values := mergeOverwrite (deepCopy $all.root.Values) (deepCopy $given) }}
+{{- if ne $name (keys $all.root.Values.models | sortAlpha | first) }}
+{{- /* Adapters are the first one's, and workers of a model that cannot have any do not start with them. */}}
+{{- $values = mergeOverwrite $values (dict "adapters" (dict "existingClaim" "" "hostPath" "")) }}
+{{- end }}
+{{- $root := dict "Values" $values "Release" $all.root.Release "Chart" $all.root.Chart "Capabilities" $all.root.Capabilities }}
+---
+{{ include $all.template (dict "root" $root "role" $all.role "model" $name) }}
 {{- end }}
 {{- end -}}
 
@@ -96,6 +125,10 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- define "kvrelay.model.env" -}}
 - name: KVRELAY_MODEL
   value: {{ include "kvrelay.model.path" . | quote }}
+{{ include "kvrelay.model.places" . }}
+{{- end -}}
+
+{{- define "kvrelay.model.places" -}}
 - name: HF_HOME
   value: /cache/huggingface
 - name: XDG_CACHE_HOME
@@ -111,6 +144,45 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
     secretKeyRef:
       name: {{ .Values.model.huggingFace.tokenSecret.name }}
       key: {{ .Values.model.huggingFace.tokenSecret.key }}
+{{- end }}
+{{- if or .Values.adapters.existingClaim .Values.adapters.hostPath }}
+- name: KVRELAY_ADAPTERS
+  value: /adapters
+{{- end }}
+{{- end -}}
+
+{{/* What gateways have of several models: the name and the place of each, and their volumes. */}}
+{{- define "kvrelay.models.list" -}}
+{{- $models := list -}}
+{{- range $name, $given := .Values.models -}}
+{{- $model := mergeOverwrite (deepCopy $.Values.model) (deepCopy (required (printf "models.%s.model is empty: give it a name" $name) $given.model)) -}}
+{{- $path := required (printf "models.%s.model.name is empty: a Hugging Face id, or a directory inside the volume" $name) $given.model.name -}}
+{{- if eq $model.source "volume" -}}
+{{- $path = printf "/models/%s/%s" $name (trimPrefix "/" $path) -}}
+{{- end -}}
+{{- $models = append $models (printf "%s=%s" $name $path) -}}
+{{- end -}}
+{{- join "," $models -}}
+{{- end -}}
+
+{{- define "kvrelay.models.mounts" -}}
+{{- range $name, $given := .Values.models }}
+{{- $model := mergeOverwrite (deepCopy $.Values.model) (deepCopy $given.model) }}
+{{- if eq $model.source "volume" }}
+- name: model-{{ $name }}
+  mountPath: /models/{{ $name }}
+  readOnly: true
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{- define "kvrelay.models.volumes" -}}
+{{- range $name, $given := .Values.models }}
+{{- $model := mergeOverwrite (deepCopy $.Values.model) (deepCopy $given.model) }}
+{{- if eq $model.source "volume" }}
+- name: model-{{ $name }}
+  {{- include "kvrelay.model.volume" $model | nindent 2 }}
+{{- end }}
 {{- end }}
 {{- end -}}
 
@@ -143,14 +215,43 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
   {{- end }}
 {{- if eq .Values.model.source "volume" }}
 - name: model
-  {{- if .Values.model.volume.existingClaim }}
+  {{- include "kvrelay.model.volume" .Values.model | nindent 2 }}
+{{- end }}
+{{- end -}}
+
+{{/* Where a model's files are: gets what is below model. */}}
+{{- define "kvrelay.model.volume" -}}
+{{- if .volume.existingClaim -}}
+persistentVolumeClaim:
+  claimName: {{ .volume.existingClaim }}
+  readOnly: true
+{{- else -}}
+hostPath:
+  path: {{ required "model.source is volume: set model.volume.existingClaim or model.volume.hostPath" .volume.hostPath }}
+  type: Directory
+{{- end -}}
+{{- end -}}
+
+{{- define "kvrelay.adapters.volumes" -}}
+{{- if .Values.adapters.existingClaim }}
+- name: adapters
   persistentVolumeClaim:
-    claimName: {{ .Values.model.volume.existingClaim }}
-    readOnly: true
-  {{- else }}
+    claimName: {{ .Values.adapters.existingClaim }}
+{{- else if .Values.adapters.hostPath }}
+- name: adapters
   hostPath:
-    path: {{ required "model.source is volume: set model.volume.existingClaim or model.volume.hostPath" .Values.model.volume.hostPath }}
+    path: {{ .Values.adapters.hostPath }}
     type: Directory
+{{- end }}
+{{- end -}}
+
+{{/* Gateways write what /v1/load_lora_adapter brings; workers only read. */}}
+{{- define "kvrelay.adapters.mounts" -}}
+{{- if or .root.Values.adapters.existingClaim .root.Values.adapters.hostPath }}
+- name: adapters
+  mountPath: /adapters
+  {{- if ne .role "gateway" }}
+  readOnly: true
   {{- end }}
 {{- end }}
 {{- end -}}

@@ -44,6 +44,10 @@ spec:
               valueFrom: {fieldRef: {fieldPath: status.podIP}}
             - name: KVRELAY_WORKER_ID
               valueFrom: {fieldRef: {fieldPath: metadata.name}}
+            {{- with .model }}
+            - name: KVRELAY_SERVED_MODEL_NAME
+              value: {{ . | quote }}
+            {{- end }}
             - name: KVRELAY_ADDRESS
               value: tcp://$(POD_IP):{{ $control }}
             {{- if eq .role "decode" }}
@@ -54,6 +58,8 @@ spec:
               value: $(POD_IP)
             - name: KVRELAY_ADMIN_PORT
               value: {{ $admin | quote }}
+            - name: KVRELAY_TENSOR_PARALLEL
+              value: {{ $values.tensorParallel | int64 | quote }}
             {{- if not $values.gpu.resource }}
             - name: KVRELAY_DEVICE
               value: cpu
@@ -108,6 +114,9 @@ spec:
             failureThreshold: 3
           volumeMounts:
             {{- include "kvrelay.model.mounts" .root | nindent 12 }}
+            {{- with include "kvrelay.adapters.mounts" . }}
+            {{- . | trim | nindent 12 }}
+            {{- end }}
             - name: shm
               mountPath: /dev/shm
             {{- if .root.Values.sameHost.hostPath }}
@@ -122,6 +131,9 @@ spec:
             {{- end }}
       volumes:
         {{- include "kvrelay.model.volumes" .root | nindent 8 }}
+        {{- with include "kvrelay.adapters.volumes" .root }}
+        {{- . | trim | nindent 8 }}
+        {{- end }}
         - name: shm
           emptyDir: {medium: Memory, sizeLimit: {{ $values.sharedMemory }}}
         {{- with .root.Values.sameHost.hostPath }}
@@ -138,11 +150,11 @@ spec:
         {{- end }}
 {{- end -}}
 
-{{/* A GPU is asked for as a limit, which Kubernetes takes as the request, too. */}}
+{{/* A GPU for each rank is asked for as a limit, which Kubernetes takes as the request, too. */}}
 {{- define "kvrelay.worker.resources" -}}
 {{- $resources := deepCopy .resources -}}
 {{- if .gpu.resource -}}
-{{- $limits := merge (dict .gpu.resource (.gpu.count | int64)) (default (dict) $resources.limits) -}}
+{{- $limits := merge (dict .gpu.resource (.tensorParallel | int64)) (default (dict) $resources.limits) -}}
 {{- $_ := set $resources "limits" $limits -}}
 {{- end -}}
 {{- toYaml $resources -}}
@@ -188,7 +200,7 @@ spec:
     - from:
         - podSelector:
             matchLabels:
-              {{- include "kvrelay.component.selectorLabels" (dict "root" .root "role" "prefill") | nindent 14 }}
+              {{- include "kvrelay.component.selectorLabels" (dict "root" .root "role" "prefill" "model" .model) | nindent 14 }}
       ports:
         - {port: control, protocol: TCP}
         - {port: data, protocol: TCP}
@@ -200,7 +212,7 @@ spec:
     - to:
         - podSelector:
             matchLabels:
-              {{- include "kvrelay.component.selectorLabels" (dict "root" .root "role" "decode") | nindent 14 }}
+              {{- include "kvrelay.component.selectorLabels" (dict "root" .root "role" "decode" "model" .model) | nindent 14 }}
       ports:
         - {port: control, protocol: TCP}
         - {port: data, protocol: TCP}

@@ -27,9 +27,8 @@ from kvrelay.common.errors import SettingsError
 from kvrelay.common.settings import describe
 from kvrelay.launcher.bench.bodies import BodyWriter
 from kvrelay.launcher.bench.client import TIMINGS_HEADER, StreamingClient
-from kvrelay.launcher.bench.cpu import CpuMeter
-from kvrelay.launcher.bench.environment import environment
 from kvrelay.launcher.bench.load import LoadRunner
+from kvrelay.launcher.bench.machine import CpuMeter, environment
 from kvrelay.launcher.bench.records import CpuUse, RequestRecord, RunResult
 from kvrelay.launcher.bench.report import print_report, write_result
 from kvrelay.launcher.bench.server import DEFAULT_URL, local_settings, model_of
@@ -140,7 +139,8 @@ def _target(settings: BenchSettings) -> Iterator[Target]:
     if pids:
         raise SettingsError("--server-pid is given with --self-serve, which knows what it starts; leave it out")
     local = local_settings(settings)
-    with LocalDeployment.from_settings(local, resolve_model(local.gateway.model)) as deployment:
+    directories = [resolve_model(model.path) for model in local.gateway.named_models()]
+    with LocalDeployment.from_settings(local, *directories) as deployment:
         with announce(f"starting {', '.join(deployment.plan.admin_urls)}"):
             deployment.wait_ready(settings.target.start_timeout_s)
         model = model_of(deployment.url, None, None)

@@ -23,10 +23,10 @@ from kvrelay.common.cores import available_cores
 from kvrelay.launcher.local.plan import Plan, num_ports, plan_deployment
 from kvrelay.launcher.local.ports import check_free, free_ports
 from kvrelay.launcher.local.supervisor import Status, Supervisor
-from kvrelay.launcher.local.traffic import Traffic
 from kvrelay.launcher.local.view import View
-from kvrelay.launcher.models import resolve_model, served_name
+from kvrelay.launcher.models import resolve_model
 from kvrelay.launcher.settings import LocalSettings
+from kvrelay.launcher.top import Picture
 
 _POLL_S = 0.2  # how soon a signal is acted upon
 
@@ -58,14 +58,14 @@ class LocalDeployment(Supervisor):
         self.log = LogRecorder()
 
     @classmethod
-    def from_settings(cls, settings: LocalSettings, model_directory: Path) -> Self:
-        """Choose the ports. Raises PortTakenError."""
+    def from_settings(cls, settings: LocalSettings, *model_directories: Path) -> Self:
+        """Choose the ports. ``model_directories``: of the models of ``--model``, in order. Raises PortTakenError, SettingsError."""
         front = settings.gateway
         http_port, *ports = free_ports(1 + num_ports(settings), without=front.port)
         return cls(
             plan_deployment(
                 settings,
-                model_directory,
+                *model_directories,
                 http_port=front.port or http_port,
                 ports=ports,
                 num_cores=available_cores(),
@@ -116,10 +116,10 @@ def run(settings: LocalSettings) -> int:
     front = settings.gateway
     if front.port:
         check_free(front.host, front.port)
-    directory = resolve_model(front.model, needs_weights=settings.components.get("engine") != "fake")
-    name = front.served_model_name or served_name(front.model, directory)
-    deployment = LocalDeployment.from_settings(settings, directory)
-    text = ready_text(deployment.url, name, has_keys=front.api_keys is not None)
+    needs_weights = settings.components.get("engine") != "fake"
+    directories = [resolve_model(model.path, needs_weights=needs_weights) for model in front.named_models()]
+    deployment = LocalDeployment.from_settings(settings, *directories)
+    text = ready_text(deployment.url, *deployment.plan.model_names, has_keys=front.api_keys is not None)
     return serve_until_stopped(deployment, text, hide_logs=settings.deployment.quiet)
 
 
@@ -129,7 +129,7 @@ def serve_until_stopped(deployment: LocalDeployment, when_ready: str, *, hide_lo
     Raises ComponentDiedError. Main thread only.
     """
     signals = StopSignals()
-    view = View(Console(), deployment.statuses, Traffic(deployment.admin_urls), hide_logs=hide_logs)
+    view = View(Console(), deployment.statuses, Picture(deployment.url), hide_logs=hide_logs)
     with signals.caught(), view.shown():
         view.say(f"kvrelay: starting {', '.join(deployment.plan.admin_urls)} (Ctrl-C stops)")
         deployment.start(view)
@@ -147,15 +147,16 @@ def serve_until_stopped(deployment: LocalDeployment, when_ready: str, *, hide_lo
     return 0
 
 
-def ready_text(url: str, model: str, *, has_keys: bool) -> str:
-    """What to do next. ``has_keys``: the gateway asks for one."""
+def ready_text(url: str, *models: str, has_keys: bool) -> str:
+    """What to do next. ``models``: their names. ``has_keys``: the gateway asks for one."""
     messages = [{"role": "user", "content": "What is the capital of France?"}]
-    body = json.dumps({"model": model, "temperature": 0, "messages": messages}).replace("'", "'\\''")
+    body = json.dumps({"model": models[0], "temperature": 0, "messages": messages}).replace("'", "'\\''")
     # The certificate is for a name, and this is an address.
     insecure = " -k" if url.startswith("https") else ""
     key = ' \\\n    -H "Authorization: Bearer $API_KEY"' if has_keys else ""
     return (
         f"\nkvrelay is ready at {url} (API documentation: {url}/docs)\n"
+        + (f"Models: {', '.join(models)}\n" if len(models) > 1 else "")
         + ("API_KEY is to be one of the keys of --api-keys.\n" if has_keys else "")
         + f"\n  curl{insecure} {url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\\n    -d '{body}'\n"
     )

@@ -10,14 +10,14 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from kvrelay.decode_worker.settings import DecodeSettings
 from kvrelay.gateway.settings import GatewaySettings
 from kvrelay.launcher.local.process import ComponentSpec
-from kvrelay.launcher.models import served_name
+from kvrelay.launcher.models import with_directories
 from kvrelay.launcher.options import command_line
 from kvrelay.launcher.settings import LocalSettings, options_for
 from kvrelay.prefill_worker.settings import PrefillSettings
@@ -46,11 +46,12 @@ class Plan:
     specs: tuple[ComponentSpec, ...]
     url: str  # of the HTTP API
     admin_urls: dict[str, str]  # of each component: /health, /metrics; of workers also /debug/kv
+    model_names: tuple[str, ...] = ()  # in the API
 
 
 def num_ports(settings: LocalSettings) -> int:
     """How many loopback ports the workers need."""
-    return 2 * settings.deployment.prefill + 3 * settings.deployment.decode
+    return len(settings.gateway.model) * (2 * settings.deployment.prefill + 3 * settings.deployment.decode)
 
 
 def gpu_shares(num_prefill: int, num_decode: int) -> tuple[float, float]:
@@ -69,56 +70,95 @@ def gpu_shares(num_prefill: int, num_decode: int) -> tuple[float, float]:
 
 
 def plan_deployment(
-    settings: LocalSettings, model_directory: Path, *, http_port: int, ports: Sequence[int], num_cores: int
+    settings: LocalSettings, *model_directories: Path, http_port: int, ports: Sequence[int], num_cores: int
 ) -> Plan:
-    """The processes of ``settings``; ``ports`` are free loopback ports, :func:`num_ports` of them."""
-    deployment, given = settings.deployment, settings.components
+    """The processes of ``settings``: workers of each model, and one gateway.
+
+    ``model_directories``: of the models, in the order of ``--model``. ``ports`` are free loopback ports, :func:`num_ports` of them.
+    Raises SettingsError on models that cannot be told apart.
+    """
+    deployment = settings.deployment
+    front = with_directories(settings.gateway, model_directories)
+    served = replace(settings.gateway, **front)
+    names = [model.name for model in served.named_models()]
+    served.aliases_of(names)
     free = iter(ports)
-    prefill = [WorkerPorts(next(free), next(free)) for _ in range(deployment.prefill)]
-    decode = [WorkerPorts(next(free), next(free), next(free)) for _ in range(deployment.decode)]
-    threads = deployment.threads or max(1, num_cores // (len(prefill) + len(decode)))
-    prefill_share, decode_share = gpu_shares(len(prefill), len(decode))
-    everywhere = {**given, "model": str(model_directory), "drain_s": deployment.drain_s}
-
-    def worker(
-        name: str, ports: WorkerPorts, share: float, num_ranks: int | None, component: type, stop_rank: int
-    ) -> ComponentSpec:
-        chosen = {"kv_memory_fraction": share, **everywhere, "threads": threads, "admin_host": _LOOPBACK}
-        if num_ranks is not None:
-            chosen["tensor_parallel"] = num_ranks
-        return ComponentSpec(
-            name=name,
-            command=_command(f"{name.split('-', maxsplit=1)[0]}-worker", component, {**chosen, **_places(name, ports)}),
-            ready_url=f"http://{_LOOPBACK}:{ports.admin}/health/ready",
-            stop_rank=stop_rank,
-            grace_s=deployment.drain_s + _KILL_AFTER_DRAIN_S,
-            # Torch starts one OpenMP thread per core before --threads is read; several workers would fight for the cores.
-            environment={"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)},
+    specs: list[ComponentSpec] = []
+    addresses: dict[type, list[str]] = {PrefillSettings: [], DecodeSettings: []}
+    for component, stop_rank in ((PrefillSettings, 1), (DecodeSettings, 2)):
+        role, number = (
+            ("prefill", deployment.prefill) if component is PrefillSettings else ("decode", deployment.decode)
         )
-
-    ranks = (deployment.prefill_tensor_parallel, deployment.decode_tensor_parallel)
-    specs = [
-        *(worker(f"prefill-{i}", one, prefill_share, ranks[0], PrefillSettings, 1) for i, one in enumerate(prefill)),
-        *(worker(f"decode-{i}", one, decode_share, ranks[1], DecodeSettings, 2) for i, one in enumerate(decode)),
-    ]
+        for model, directory in zip(names, model_directories, strict=True):
+            for _ in range(number):
+                # Of several models, a process is called by its model, too.
+                name = "-".join(
+                    [role, *([model.rpartition("/")[2]] if len(names) > 1 else []), str(len(addresses[component]))]
+                )
+                places = WorkerPorts(next(free), next(free), next(free) if role == "decode" else None)
+                of_model: dict[str, str | None] = {"model": str(directory), "served_model_name": model}
+                if (
+                    model != names[0]
+                ):  # adapters are the first one's, and a model that cannot have any does not start with them
+                    of_model["adapters"] = None
+                specs.append(_worker(settings, name, places, component, of_model, stop_rank, num_cores))
+                address = _tcp(places.control)
+                addresses[component].append(address if len(names) == 1 else f"{model}={address}")
     scheme = "http" if settings.gateway.tls.tls_cert is None else "https"
     url = f"{scheme}://{_reachable(settings.gateway.host)}:{http_port}"
-    front = {
-        "served_model_name": served_name(settings.gateway.model, model_directory),
-        **everywhere,
+    chosen = {
+        **settings.components,
+        **front,
+        "drain_s": deployment.drain_s,
         "port": http_port,
-        "prefill_workers": [_tcp(one.control) for one in prefill],
-        "decode_workers": [_tcp(one.control) for one in decode],
+        "prefill_workers": addresses[PrefillSettings],
+        "decode_workers": addresses[DecodeSettings],
     }
     gateway = ComponentSpec(
         name="gateway",
-        command=_command("gateway", GatewaySettings, front),
+        command=_command("gateway", GatewaySettings, chosen),
         ready_url=f"{url}/health/ready",
         stop_rank=0,
         grace_s=deployment.drain_s + _KILL_AFTER_DRAIN_S,
     )
     admin_urls = {spec.name: spec.ready_url.removesuffix("/health/ready") for spec in [*specs, gateway]}
-    return Plan(specs=(*specs, gateway), url=url, admin_urls=admin_urls)
+    return Plan(specs=(*specs, gateway), url=url, admin_urls=admin_urls, model_names=tuple(names))
+
+
+def _worker(
+    settings: LocalSettings,
+    name: str,
+    ports: WorkerPorts,
+    component: type,
+    of_model: Mapping[str, str | None],
+    stop_rank: int,
+    num_cores: int,
+) -> ComponentSpec:
+    deployment, num_models = settings.deployment, len(settings.gateway.model)
+    role = name.split("-", maxsplit=1)[0]
+    num_prefill, num_decode = num_models * deployment.prefill, num_models * deployment.decode
+    threads = deployment.threads or max(1, num_cores // (num_prefill + num_decode))
+    shares = dict(zip(("prefill", "decode"), gpu_shares(num_prefill, num_decode), strict=True))
+    num_ranks = deployment.prefill_tensor_parallel if role == "prefill" else deployment.decode_tensor_parallel
+    chosen = {
+        "kv_memory_fraction": shares[role],
+        **settings.components,
+        **of_model,
+        "drain_s": deployment.drain_s,
+        "threads": threads,
+        "admin_host": _LOOPBACK,
+        **({} if num_ranks is None else {"tensor_parallel": num_ranks}),
+        **_places(name, ports),
+    }
+    return ComponentSpec(
+        name=name,
+        command=_command(f"{role}-worker", component, chosen),
+        ready_url=f"http://{_LOOPBACK}:{ports.admin}/health/ready",
+        stop_rank=stop_rank,
+        grace_s=deployment.drain_s + _KILL_AFTER_DRAIN_S,
+        # Torch starts one OpenMP thread per core before --threads is read; several workers would fight for the cores.
+        environment={"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)},
+    )
 
 
 def _places(name: str, ports: WorkerPorts) -> dict[str, Any]:

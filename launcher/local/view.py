@@ -1,7 +1,8 @@
 """What ``kvrelay local`` shows: each component's state, and its log lines with its name before them.
 
-On a terminal a table stays below the log; elsewhere each change of state is a line. A view is told by the supervisor's
-threads and never fails them: a terminal that is gone is not a reason to stop serving.
+On a terminal a table stays below the log, and below that what ``kvrelay top`` shows of a gateway that asks for no key;
+elsewhere each change of state is a line. A view is told by the supervisor's threads and never fails them: a terminal that is gone
+is not a reason to stop serving.
 """
 
 from __future__ import annotations
@@ -10,16 +11,16 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Self
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from kvrelay.launcher.local.supervisor import State, Status
-from kvrelay.launcher.local.traffic import Traffic
+from kvrelay.launcher.top import Picture
 
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_red")
-_COLUMNS = ("component", "state", "for", "requests", "prompt tokens/s", "output tokens/s", "memory", "restarts")
+_COLUMNS = ("component", "state", "for", "memory", "restarts")
 _STATE_STYLES = {
     State.LOADING: "yellow",
     State.READY: "bold green",
@@ -46,12 +47,12 @@ class View:
     """Shows a deployment between enter and exit. Implements :class:`kvrelay.launcher.local.supervisor.Observer`."""
 
     def __init__(
-        self, console: Console, statuses: Callable[[], list[Status]], traffic: Traffic, *, hide_logs: bool
+        self, console: Console, statuses: Callable[[], list[Status]], picture: Picture, *, hide_logs: bool
     ) -> None:
-        """``statuses`` and ``traffic`` are asked whenever the table is drawn."""
+        """``statuses`` and ``picture``, of the gateway, are asked whenever the table is drawn."""
         self._console = console
         self._statuses = statuses
-        self._traffic = traffic
+        self._picture = picture
         self._hide_logs = hide_logs
         self._colours: dict[str, str] = {}
 
@@ -62,7 +63,7 @@ class View:
             yield self
             return
         live = Live(console=self._console, get_renderable=self._table, refresh_per_second=4, transient=True)
-        with self._traffic.watched():
+        with self._picture.watched():
             live.start()
             try:
                 yield self
@@ -90,7 +91,7 @@ class View:
         with contextlib.suppress(OSError, ValueError, SystemExit):
             self._console.print(text, soft_wrap=True)
 
-    def _table(self) -> Table:
+    def _table(self) -> Group:
         table = Table(box=None, padding=(0, 2), header_style="dim")
         for title in _COLUMNS:
             table.add_column(title)
@@ -99,11 +100,6 @@ class View:
             state = Text(status.state.value, style=_STATE_STYLES[status.state])
             if status.detail:
                 state.append(f" ({status.detail})", style="red")
-            figures = self._traffic.figures.get(status.name)
-            cells: tuple[str, ...] = ("", "", "")
-            if figures is not None:
-                rates = (figures.prompt_tokens_per_s, figures.output_tokens_per_s)
-                cells = (str(figures.num_requests), *(f"{rate:.0f}" for rate in rates))
             restarts = str(status.num_restarts or "")
-            table.add_row(status.name, state, f"{status.state_s:.0f} s", *cells, memory, restarts)
-        return table
+            table.add_row(status.name, state, f"{status.state_s:.0f} s", memory, restarts)
+        return Group(table, self._picture.last)

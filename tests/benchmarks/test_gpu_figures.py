@@ -7,8 +7,9 @@ import math
 
 import pytest
 import torch
-from gpu_parts.check_sampling import chi_squared_deviation
-from gpu_parts.floors import (
+from gpu_parts.checks.check_sampling import chi_squared_deviation
+from gpu_parts.engine.ttft import hidden_share
+from gpu_parts.frame.floors import (
     Limits,
     decode_attention_bytes,
     decode_step_bytes,
@@ -16,10 +17,9 @@ from gpu_parts.floors import (
     prefill_attention_flops,
     prefill_flops,
 )
-from gpu_parts.rows import Against, Goal, Peer, Row, Unit, absences, table
-from gpu_parts.sizes import LLAMA_3_8B
-from gpu_parts.timing import busy_s
-from gpu_parts.ttft import hidden_share
+from gpu_parts.frame.rows import Against, Goal, Peer, Row, Unit, absences, table
+from gpu_parts.frame.sizes import LLAMA_3_8B
+from gpu_parts.frame.timing import busy_s
 
 LIMITS = Limits(4.3e12, 790e12, 50e9, 50e9)
 

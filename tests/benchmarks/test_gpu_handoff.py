@@ -8,8 +8,8 @@ from typing import cast
 
 import pytest
 import torch
-from gpu_parts.handoff import settle
-from gpu_parts.sizes import BLOCK_SIZE, TINY
+from gpu_parts.engine.handoff import settle
+from gpu_parts.frame.sizes import BLOCK_SIZE, TINY
 from handoff_pools import Pool, Sizes
 from handoff_rounds import Way
 from handoff_ways import KvrelayReceiver, KvrelaySender

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_parts import attention
-from gpu_parts.paged import attention_float64, paged_context, random_pool
-from gpu_parts.peers import NO_TIME, Problem, compiled_flex, flex_call, measure_peers
-from gpu_parts.rows import Row
-from gpu_parts.running import Context
-from gpu_parts.session import Session
-from gpu_parts.sizes import TINY, dry_sizes
+from gpu_parts.frame.rows import Row
+from gpu_parts.frame.running import Context
+from gpu_parts.frame.session import Session
+from gpu_parts.frame.sizes import TINY, dry_sizes
+from gpu_parts.kernels import attention
+from gpu_parts.kernels.paged import attention_float64, paged_context, random_pool
+from gpu_parts.kernels.peers import NO_TIME, Problem, compiled_flex, flex_call, measure_peers
 
 
 def problem(num_seqs: int, query_len: int, length: int) -> Problem:

@@ -12,27 +12,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpu_parts import (
-    attention,
-    batching,
-    check_attention,
-    check_linear,
-    check_model,
-    check_sampling,
-    limits,
-    linears,
-    model_dir,
-    prefill_boxes,
-    sampling,
-    steps,
-    ttft,
-)
-from gpu_parts.comparing import compared
-from gpu_parts.floors import Limits
-from gpu_parts.paged import attention_float64, paged_context, random_pool
-from gpu_parts.rows import Checked, Kernel, Row
-from gpu_parts.running import Context, Fact, Finding, Run
-from gpu_parts.sizes import TINY, dry_sizes
+from gpu_parts.checks import check_attention, check_linear, check_model, check_sampling
+from gpu_parts.checks.comparing import compared
+from gpu_parts.engine import batching, model_dir, steps, ttft
+from gpu_parts.frame.floors import Limits
+from gpu_parts.frame.rows import Checked, Kernel, Row
+from gpu_parts.frame.running import Context, Fact, Finding, Run
+from gpu_parts.frame.sizes import TINY, dry_sizes
+from gpu_parts.kernels import attention, limits, linears, prefill_boxes, sampling
+from gpu_parts.kernels.paged import attention_float64, paged_context, random_pool
 from safetensors.torch import load_file
 
 from kvrelay.common.sampling import SampledToken

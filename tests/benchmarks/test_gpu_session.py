@@ -10,19 +10,30 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from gpu_parts.floors import Limits
-from gpu_parts.plan import CHECKS, FIGURES, LIMITS, chosen, refusal, time_for
-from gpu_parts.rows import Checked, Kernel, Row, Unit
-from gpu_parts.running import PRELOADED, Context, Fact, Failure, Finding, Note, Outcome, Section, load, run_section
-from gpu_parts.session import Session
-from gpu_parts.sizes import dry_sizes
+from gpu_parts.frame.floors import Limits
+from gpu_parts.frame.plan import CHECKS, FIGURES, LIMITS, chosen, refusal, time_for
+from gpu_parts.frame.rows import Checked, Kernel, Row, Unit
+from gpu_parts.frame.running import (
+    PRELOADED,
+    Context,
+    Fact,
+    Failure,
+    Finding,
+    Note,
+    Outcome,
+    Section,
+    load,
+    run_section,
+)
+from gpu_parts.frame.session import Session
+from gpu_parts.frame.sizes import dry_sizes
 
 Found = tuple[list[Finding], Failure | None]
 
 SECTIONS = """
 import os, subprocess, sys, time
-from gpu_parts.rows import Row, Unit
-from gpu_parts.running import Note
+from gpu_parts.frame.rows import Row, Unit
+from gpu_parts.frame.running import Note
 
 def orderly(context):
     yield Note("begins")

@@ -1,6 +1,6 @@
 """Runs in a pod: streams of chat completions, one behind the other, until /tmp/stop is there. Nothing but the standard library.
 
-python client.py URL STREAMS MAX_TOKENS
+python client.py URL STREAMS MAX_TOKENS [API_KEY]
 
 Every finished request is a JSON line: which stream, what came (a digest of the text, the number of chunks), what went wrong if
 anything did, how long the first text took (prompts ahead of it included) and the longest silence behind that. A stream always asks
@@ -22,6 +22,7 @@ import urllib.parse
 SILENCE_S = 15.0  # a server that says nothing for so long is a server that is gone
 CONNECT_S = 2.0  # as every client does: a connection that is not made is tried again
 CONNECT_TRIES = 10
+HEADERS = {"Content-Type": "application/json"}
 STOP = pathlib.Path("/tmp/stop")
 
 
@@ -40,7 +41,7 @@ def ask(url: urllib.parse.SplitResult, stream: int, max_tokens: int) -> dict[str
     connection = http.client.HTTPConnection(url.hostname or "", url.port or 80)
     try:
         connection.sock = connected(url)
-        connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
+        connection.request("POST", "/v1/chat/completions", json.dumps(body), HEADERS)
         response = connection.getresponse()
         if response.status != 200:
             error = f"http {response.status}: {response.read(300).decode(errors='replace')}"
@@ -104,6 +105,8 @@ def connected(url: urllib.parse.SplitResult) -> socket.socket:
 def main() -> None:
     """Ask until told to stop; what runs then is still finished."""
     url = urllib.parse.urlsplit(sys.argv[1])
+    if len(sys.argv) > 4:
+        HEADERS["Authorization"] = f"Bearer {sys.argv[4]}"
     lock = threading.Lock()
 
     def run(stream: int) -> None:

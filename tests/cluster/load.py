@@ -18,10 +18,12 @@ Result = dict[str, Any]
 class Load:
     """``num_streams`` clients in a pod, on a node of the test's choice. Use as a context."""
 
-    def __init__(self, release: Release, *, num_streams: int = 16, max_tokens: int = 80, node: str) -> None:
+    def __init__(
+        self, release: Release, *, num_streams: int = 16, max_tokens: int = 80, node: str, api_key: str | None = None
+    ) -> None:
         self._release = release
         self._name = "streams"
-        self._arguments = [str(num_streams), str(max_tokens)]
+        self._arguments = [str(num_streams), str(max_tokens), *([] if api_key is None else [api_key])]
         self._node = node
         self.num_streams = num_streams
 

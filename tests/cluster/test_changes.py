@@ -106,7 +106,9 @@ def num_lost_attempts(release: Release) -> float:
     """Attempts that ended with their worker, on all gateways."""
     lines = [line for pod in release.ready("gateway") for line in release.metrics(pod, 8000).splitlines()]
     return sum(
-        float(line.split()[-1]) for line in lines if line.startswith('kvrelay_attempts_total{outcome="peer_lost"}')
+        float(line.split()[-1])
+        for line in lines
+        if line.startswith("kvrelay_attempts_total{") and 'outcome="peer_lost"' in line
     )
 
 

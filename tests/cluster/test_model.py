@@ -16,6 +16,7 @@ from kvrelay.launcher.cli import run
 
 from .cluster import MODEL, Cluster, Release, wait_for
 from .conftest import release_of
+from .load import Load, assert_same_answers, failures, summary
 
 COMPONENTS = ("gateway", "prefill-worker", "decode-worker")
 
@@ -36,6 +37,13 @@ for verb, path in json.loads(sys.argv[1]):
     except urllib.error.HTTPError as error:
         answers[f"{verb} {path}"] = error.code
 print(json.dumps(answers))
+"""
+
+# How many processes of a pod are ranks beside their leader.
+COUNT_RANKS = """
+from pathlib import Path
+lines = [path.read_bytes().split(b"\\0") for path in Path("/proc").glob("[0-9]*/cmdline")]
+print(sum(b"kvrelay.engine.rank_main" in line for line in lines))
 """
 
 # A stranger in the cluster, with and without keys of its own: what a worker says to its Hello.
@@ -121,6 +129,20 @@ def test_tokens_equal_those_of_transformers(
         lines = release.metrics(pod, 7180).splitlines()
         verified += sum(float(line.split()[-1]) for line in lines if 'handoffs_total{outcome="verified"}' in line)
     assert verified >= 40
+
+
+def test_one_pool_gets_several_ranks_while_the_other_serves(release: Release, nodes: list[str], key: str) -> None:
+    """Nine query heads fit three ranks. No request fails, and answers stay the same; hand-offs go from one rank to three then."""
+    before = {pod["metadata"]["uid"] for pod in release.pods("prefill-worker")}
+    with Load(release, node=nodes[0], num_streams=3, max_tokens=16, api_key=key) as load:
+        with load.watched() as results:
+            release.upgrade({"decode": {"tensorParallel": 3}})
+        print(summary("decode workers get three ranks", results))
+        assert failures(results) == []
+        assert_same_answers(load.results())
+    assert {pod["metadata"]["uid"] for pod in release.pods("prefill-worker")} == before
+    for pod in release.ready("decode-worker"):
+        assert release.execute(pod["metadata"]["name"], "python", "-c", COUNT_RANKS) == "2\n"
 
 
 def test_a_stream_through_the_service(url: str, key: str) -> None:

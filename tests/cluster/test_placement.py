@@ -35,10 +35,11 @@ def release(cluster: Cluster, gpus: dict[str, int]) -> Iterator[Release]:
         "whenUnsatisfiable": "DoNotSchedule",
     }
 
-    def pool(role: str, count: int) -> dict[str, Any]:
+    def pool(role: str, num_ranks: int) -> dict[str, Any]:
         labels = {"labelSelector": {"matchLabels": {"kvrelay.dev/role": role}}}
         return {
-            "gpu": {"resource": GPU, "count": count},
+            "tensorParallel": num_ranks,
+            "gpu": {"resource": GPU},
             # Without it, nodes without GPUs count among those to spread over, each with none.
             "nodeSelector": {"nvidia.com/gpu.present": "true"},
             "tolerations": [{"key": GPU, "operator": "Exists", "effect": "NoSchedule"}],
@@ -101,7 +102,7 @@ def test_more_than_there_is_waits_and_says_why(release: Release, gpus: dict[str,
     """One worker more than GPUs, two each; and GPUs by a name that no node has."""
     fit = sum(count // 2 for count in gpus.values())
     release.values["decode"]["replicas"] = fit + 1
-    release.values["prefill"] |= {"replicas": 1, "gpu": {"resource": "nvidia.com/mig-3g.40gb", "count": 1}}
+    release.values["prefill"] |= {"replicas": 1, "gpu": {"resource": "nvidia.com/mig-3g.40gb"}}
     release.install(waits=False)
     decode = placed(release, "decode-worker", fit + 1)
     taken = 1 if len(nodes_of(placed(release, "prefill-worker", 1))) else 0

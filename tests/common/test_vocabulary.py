@@ -85,12 +85,14 @@ def others() -> Iterator[tuple[list[str], KvLayout]]:
     for name in ("model_id", "weights_digest", "rope", "kv_scales"):
         yield [name], replace(LAYOUT, **{name: getattr(LAYOUT, name) + "x"})
     yield ["block_size"], replace(LAYOUT, geometry=replace(geometry, block_size=17))
-    for changes in ({"layers": (0,)}, {"num_kv_heads": 2}, {"key_size": 65}, {"value_size": 33}, {"dtype": "float16"}):
+    changes: dict[str, object]
+    sizes: list[dict[str, object]] = [{"num_kv_heads": 2}, {"key_size": 65}, {"value_size": 33}]
+    for changes in [*sizes, {"layers": (0,)}, {"dtype": "float16"}, {"window": 8}]:
         (name,) = changes
         group = replace(GROUP, **changes)
         yield [f"group 0 {name}"], replace(LAYOUT, geometry=replace(geometry, groups=(group,)))
     more = replace(LAYOUT, geometry=replace(geometry, groups=(GROUP, GROUP)))
-    yield [f"group 1 {name}" for name in KvGroup.__struct_fields__], more
+    yield [f"group 1 {name}" for name in KvGroup.__struct_fields__ if name != "window"], more
 
 
 def test_bytes_follow_from_the_geometry() -> None:
@@ -98,7 +100,8 @@ def test_bytes_follow_from_the_geometry() -> None:
     assert (GROUP.token_nbytes, other.token_nbytes) == (2 * 1 * (64 + 32) * 2, 3 * 4 * (8 + 8) * 4)
     geometry = KvGeometry(groups=(GROUP, other), block_size=16)
     assert geometry.token_nbytes == GROUP.token_nbytes + other.token_nbytes
-    assert geometry.block_nbytes == 16 * geometry.token_nbytes
+    assert geometry.physical_nbytes == 16 * other.token_nbytes  # of the larger group
+    assert geometry.block_nbytes == 2 * geometry.physical_nbytes
 
 
 @pytest.mark.parametrize(
@@ -125,6 +128,9 @@ def test_log_lines_carry_the_request() -> None:
     assert line.endswith("WARNING lost request_id=r attempt=2")
     parsed = json.loads(JsonFormatter().format(record("lost", request_id="r", attempt=2)))
     assert (parsed["level"], parsed["message"], parsed["request_id"], parsed["attempt"]) == ("warning", "lost", "r", 2)
+    of_its_own = record("told", request_id="r", fields={"ttft_s": 0.5})
+    assert TextFormatter().format(of_its_own).endswith("told request_id=r ttft_s=0.5")
+    assert json.loads(JsonFormatter().format(of_its_own))["ttft_s"] == 0.5
 
 
 def test_log_lines_carry_exceptions_and_only_known_fields() -> None:

@@ -10,15 +10,19 @@ from typing import Any, cast
 from prometheus_client import CollectorRegistry
 
 from kvrelay.common.block_hash import HashChain
+from kvrelay.common.fair_queue import Flow
 from kvrelay.common.model_card import ModelCard
 from kvrelay.common.sampling import BeamSearch, SampledToken, SamplingParams
+from kvrelay.decode_worker.drafts import Drafter, Drafts
+from kvrelay.decode_worker.metrics import DraftMetrics
 from kvrelay.decode_worker.scheduler import DecodeScheduler
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.engine.beams.search import FinishedBeam, Search, advance
 from kvrelay.engine.fake.engine import FakeEngine, FakePace, candidates, fake_card, token_digests
 from kvrelay.engine.fake.step import FakeSlots
-from kvrelay.engine.kv.block_manager import BlockManager, Owner, OwnerKind, sequence_owner
-from kvrelay.engine.kv.leased_blocks import LeasedBlocks, lease_owner
+from kvrelay.engine.kv.block_manager import BlockManager
+from kvrelay.engine.kv.leased_blocks import lease_owner
+from kvrelay.engine.kv.owners import Owner, OwnerKind, sequence_owner
 from kvrelay.engine.step.interface import BlockStore, Engine, LaunchedStep, StepRow
 from kvrelay.engine.step.leader import Leader
 from kvrelay.engine.step.plan import PlanRow, RowResult, SamplingInputs, StepPlan
@@ -139,7 +143,7 @@ def beside(engine: Engine) -> Engine:
     """Another engine with the same model and the same blocks."""
     other: Any = copy.copy(engine)
     if isinstance(engine, FakeEngine):
-        other._slots, other._launched = FakeSlots(), None
+        other._slots, other._launched = FakeSlots(len(engine.card.layout.geometry.groups)), None
     else:
         other._slots, other._sampled_tokens = copy.deepcopy(other._slots), other._sampled_tokens.clone()
     return cast("Engine", other)
@@ -154,32 +158,48 @@ class Rig:
         num_blocks: int | None = None,
         *,
         pace: FakePace | None = None,
+        windows: tuple[int | None, ...] = (None,),
+        drafter: Drafter | None = None,
         **settings: int | float,
     ) -> None:
-        """``num_blocks``: of the pool, if not the engine's; without an engine, of a fake one. ``pace``: how long steps take."""
-        engine = engine or FakeEngine(fake_card(num_blocks=num_blocks or 64), reads_back_once=pace is not None)
+        """``num_blocks``: of the pool, if not the engine's; without an engine, of a fake one. ``pace``: how long steps take.
+
+        ``drafter``: of speculation.
+
+        ``windows``: of a fake engine's groups of layers.
+        """
+        card = fake_card(num_blocks=num_blocks or 64, windows=windows)
+        engine = engine or FakeEngine(card, reads_back_once=pace is not None)
         self.now_s = 0.0
         self._pace = pace
         card = engine.card
         self.engine = Watched(engine, self._on_launch)
         self._prefill: Leader | None = None
         self._own = engine
-        self.blocks = BlockManager(num_blocks or card.num_blocks, card.layout.block_size, lambda: 0.0)
-        self._fingerprint = card.layout.fingerprint()
-        self.scheduler = DecodeScheduler(
-            DecodeSchedulerSettings(**settings),  # type: ignore[arg-type]
-            self.blocks,
-            min(card.max_model_len, self.blocks.num_blocks * card.layout.block_size),
-            "cpu",
+        windows, num_blocks = card.layout.geometry.windows, num_blocks or card.num_blocks
+        of_scheduler = DecodeSchedulerSettings(**settings)  # type: ignore[arg-type]
+        self.blocks = BlockManager(
+            num_blocks * len(windows),
+            card.layout.block_size,
+            lambda: 0.0,
+            windows=windows,
+            max_step_tokens=of_scheduler.max_batched_tokens or 512,
         )
+        self._fingerprint = card.layout.fingerprint()
+        max_model_len = min(card.max_model_len, num_blocks * card.layout.block_size)
+        self.registry = CollectorRegistry()
+        drafts = None
+        if drafter is not None:
+            drafts = Drafts(drafter, of_scheduler.speculation_tokens, DraftMetrics(self.registry))
+        self.scheduler = DecodeScheduler(of_scheduler, self.blocks, max_model_len, "cpu", drafts)
         self.outputs: dict[str, list[int]] = {}
+        self.sampled: dict[str, list[SampledToken]] = {}  # the same here, with their log probabilities
         self.beams: dict[str, tuple[FinishedBeam, ...]] = {}  # of searches that have ended
         self.begun: list[str] = []  # searches that have begun
         self.ends: dict[str, str] = {}
         self.failed: list[str] = []
         self.prompt_logprobs: dict[str, list[SampledToken]] = {}
         self.most_running = 0
-        self.registry = CollectorRegistry()
         metrics = EngineMetrics(self.registry, self.blocks, num_running=lambda: 0, num_waiting=lambda: 0)
         self.worker = ModelWorker(Leader(self.engine), self.scheduler, metrics, self._hear, lambda: self.now_s)
         self._scribble = b"\x42" * engine.store.block_nbytes  # as floats they are far from all keys and values
@@ -194,6 +214,13 @@ class Rig:
     def count(self, metric: str) -> float:
         """A counter's value."""
         return self.registry.get_sample_value(f"kvrelay_{metric}_total") or 0.0
+
+    def drafted(self, metric: str = "draft") -> float:
+        """Tokens that were drafted, or "accepted_draft"."""
+        name = f"kvrelay_{metric}_tokens_total"
+        return sum(
+            sample.value for family in self.registry.collect() for sample in family.samples if sample.name == name
+        )
 
     @property
     def num_preemptions(self) -> float:
@@ -210,6 +237,7 @@ class Rig:
             name = new.key[0]
             if new.token is not None:
                 self.outputs.setdefault(name, []).append(new.token.token_id)
+                self.sampled.setdefault(name, []).append(new.token)
             elif new.beams:
                 self.beams[name] = new.beams
             else:
@@ -233,19 +261,23 @@ class Rig:
         *,
         handed_over: bool = True,
         guide: GuideState | None = None,
+        priority: int = 0,
     ) -> bool:
         """A request: with its prompt's K/V in place, or to be computed here. False if there is no room for what is in place."""
         self._num_added += 1
         self.ends.pop(name, None)  # of a request of that name before it
         arrival_s, chain = float(self._num_added), HashChain(self._fingerprint, self.blocks.block_size)
         sequence = Sequence(name, 1, list(prompt), len(prompt), sampling, arrival_s, guide=guide, chain=chain)
+        sequence.flow = Flow(priority=priority)
         first = None
         if handed_over:
             lease = lease_owner(name)
-            given = LeasedBlocks(self.blocks).reserve(name, len(prompt) // self.blocks.block_size + 1, [])
+            # Whole, as the prompt is computed in this very pool.
+            num_blocks, spare = len(prompt) // self.blocks.block_size + 1, self.blocks.num_promised
+            given = self.blocks.allocate(lease, num_blocks, spare=spare, is_whole=True)
             if given is None:
                 return False
-            first = self._compute(sequence, lease, given[0])
+            first = self._compute(sequence, lease, given.block_tables)
             if sequence.is_over:  # the service adds no such sequence
                 self.outputs[name], self.ends[name] = [first.token_id], str(sequence.finish_reason)
                 self.blocks.release(sequence_owner(sequence.key))
@@ -260,9 +292,9 @@ class Rig:
         """A request to be computed here."""
         self.add(name, prompt, sampling, handed_over=False)
 
-    def _compute(self, sequence: Sequence, lease: Owner, block_ids: list[int]) -> SampledToken:
+    def _compute(self, sequence: Sequence, lease: Owner, block_tables: list[list[int]]) -> SampledToken:
         """As a prefill worker and a hand-off do."""
-        sequence.block_table = block_ids
+        sequence.block_tables = block_tables
         if self._prefill is None:
             self._prefill = Leader(beside(self._own))
         (result,) = self._prefill.step([StepRow(sequence, sequence.num_tokens)])
@@ -272,6 +304,8 @@ class Rig:
             self.blocks.publish(lease, index, block_hash)
         self.blocks.hand_on(lease, sequence_owner(sequence.key))
         if sequence.sampling.beam_search is None:
+            assert not any(self.blocks.slide(sequence_owner(sequence.key), sequence.num_tokens))
+        if sequence.sampling.beam_search is None:
             sequence.append(first, self.engine.card.max_model_len)
         return first
 
@@ -279,7 +313,8 @@ class Rig:
         """A lease takes ``count`` free blocks, as a hand-off does at any time, and their bytes are another's from then on."""
         given = self.blocks.allocate(Owner(OwnerKind.LEASE, "scribbler"), count)
         if given is not None:
-            self._lease = {block_id: self.engine.store.open_write(block_id) for block_id in given.block_ids}
+            taken = [block_id for table in given.block_tables for block_id in table]
+            self._lease = {block_id: self.engine.store.open_write(block_id) for block_id in taken}
             for view in self._lease.values():
                 view[:] = self._scribble
 

@@ -12,7 +12,8 @@ from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.engine.fake.engine import fake_card
 from kvrelay.engine.kv.block_manager import BlockManager
 from kvrelay.engine.kv.leased_blocks import LeasedBlocks
-from kvrelay.wire.leases.lease import LeaseSettings, whole_block
+from kvrelay.wire.blocks.pieces import whole_block
+from kvrelay.wire.leases.lease import LeaseSettings
 from kvrelay.wire.leases.table import LeaseTable
 from kvrelay.wire.messages import Offer, Submit
 from kvrelay.wire.metrics import WireMetrics

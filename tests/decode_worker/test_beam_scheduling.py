@@ -9,7 +9,7 @@ import pytest
 
 from kvrelay.common.sampling import FinishReason, SamplingParams
 from kvrelay.engine.fake.engine import FakeEngine, expected_output, fake_card
-from kvrelay.engine.kv.block_manager import Owner, OwnerKind
+from kvrelay.engine.kv.owners import Owner, OwnerKind
 from kvrelay.engine.step.sequence import SequenceStatus
 from tests.decode_worker.rig import Rig, beams, expected_beams, greedy
 from tests.engine.conftest import tokens
@@ -58,7 +58,7 @@ def test_full_blocks_are_shared_and_the_last_one_is_copied_where_beams_part() ->
     assert rig.blocks.ledger().num_running == 3  # all four in the prompt's blocks
     assert rig.step() == [("a", 1)] * 4
     assert rig.engine.num_copies == 3  # the fourth keeps the block that the others left
-    tables = [beam.block_table for beam in rig.scheduler.running]
+    tables = [beam.block_tables[0] for beam in rig.scheduler.running]
     assert len({tuple(table[:2]) for table in tables}) == 1
     assert rig.blocks.ledger().num_running <= 2 + 4
     rig.run()
@@ -126,7 +126,7 @@ def test_a_search_is_preempted_as_a_whole_and_goes_on_where_it_was() -> None:
     assert [one.request_id for one in rig.scheduler.running] == ["old"]
     (leader,) = rig.scheduler.waiting
     assert 7 <= leader.num_output_tokens < 16, "it was on its way"
-    assert rig.blocks.ledger().num_running == len(rig.scheduler.running[0].block_table)
+    assert rig.blocks.ledger().num_running == len(rig.scheduler.running[0].block_tables[0])
     rig.blocks.release(lease)
     results = rig.run()
     assert rig.num_preemptions == 1

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from kvrelay.common.sampling import BeamSearch, SamplingParams
-from kvrelay.engine.kv.block_manager import Owner, OwnerKind
+from kvrelay.engine.kv.owners import Owner, OwnerKind
 from kvrelay.engine.torch_engine import TorchEngine
 from kvrelay.launcher.models import resolve_model
 from tests.decode_worker.rig import Rig, greedy

@@ -22,7 +22,6 @@ from kvrelay.wire.messages import (
     Reject,
     Role,
     Submit,
-    Timings,
 )
 
 from ..guides import tokens_guide
@@ -50,12 +49,20 @@ class GuidedRig(Rig):
             chain_hash=b"",
             first_token=SampledToken(first),
             num_cached_tokens=0,
-            timings=Timings(),
         )
         # As if every block had come: what is looked at is the sequence that is made of it.
         owner = next(owner for owner in self.blocks.owners() if owner.kind == "lease")
         chain = HashChain(FINGERPRINT, BLOCK)
-        lease = (self.granted.lease_id, owner.key, "prefill", made, chain, commit, self.blocks.owned_blocks(owner), 0.1)
+        lease = (
+            self.granted.lease_id,
+            owner.key,
+            "prefill",
+            made,
+            chain,
+            commit,
+            [self.blocks.owned_blocks(owner)],
+            0.1,
+        )
         self.service.on_lease_verified(VerifiedLease(*lease))
 
 

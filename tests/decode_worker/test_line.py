@@ -10,7 +10,7 @@ from kvrelay.engine.step.sequence import Sequence
 def waiting(name: str, *, has_blocks: bool, width: int | None = None) -> Sequence:
     search = None if width is None else BeamSearch(width=width)
     sampling = SamplingParams(max_tokens=9, temperature=0.0, beam_search=search)
-    return Sequence(name, 1, [1, 2], 2, sampling, 0.0, block_table=[0] if has_blocks else [])
+    return Sequence(name, 1, [1, 2], 2, sampling, 0.0, block_tables=[[0]] if has_blocks else [])
 
 
 def test_complete_ones_join_and_the_oldest_prompt_keeps_its_place() -> None:

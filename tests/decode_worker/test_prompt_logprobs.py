@@ -8,7 +8,7 @@ from kvrelay.common.block_hash import HashChain
 from kvrelay.common.sampling import SampledToken, SamplingParams
 from kvrelay.engine.fake.engine import token_digests, with_logprobs
 from kvrelay.wire.leases.lease import VerifiedLease
-from kvrelay.wire.messages import Commit, Grant, Offer, Role, Submit, Timings
+from kvrelay.wire.messages import Commit, Grant, Offer, Role, Submit
 from tests.decode_worker.rig import Rig as ModelRig
 from tests.decode_worker.rig import greedy
 from tests.decode_worker.service_rig import BLOCK, CARD, EPOCH, FINGERPRINT, Rig, offer, submit
@@ -50,7 +50,6 @@ def test_a_prompt_that_was_handed_over_has_told_them() -> None:
         chain_hash=b"",
         first_token=SampledToken(7),
         num_cached_tokens=0,
-        timings=Timings(),
     )
     made = asking(offer("a", tokens))
     assert isinstance(made, Offer)
@@ -59,7 +58,7 @@ def test_a_prompt_that_was_handed_over_has_told_them() -> None:
         (owner.key, rig.blocks.owned_blocks(owner)) for owner in rig.blocks.owners() if owner.kind == "lease"
     )
     chain = HashChain(FINGERPRINT, BLOCK)
-    lease = VerifiedLease(grant.lease_id, lease_key, "prefill", made, chain, commit, block_ids, 0.1)
+    lease = VerifiedLease(grant.lease_id, lease_key, "prefill", made, chain, commit, [block_ids], 0.1)
     rig.service.on_lease_verified(lease)
     rig.handle()
     [taken] = rig.scheduler.waiting

@@ -36,6 +36,13 @@ FAMILIES: dict[str, tuple[Any, int]] = {  # and how many ranks
         ),
         2,
     ),
+    "gpt-oss-windows-whole-experts-3": (
+        transformers.GptOssConfig(
+            **{**HEADS, "num_key_value_heads": 3}, num_local_experts=5, num_experts_per_tok=2, attention_bias=True,
+            sliding_window=19, layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        ),
+        3,
+    ),
     "qwen3-2": (transformers.Qwen3Config(**{**HEADS, "num_key_value_heads": 6, "head_dim": 32}), 2),
 }  # fmt: skip
 
@@ -48,7 +55,10 @@ def engines(
     config, num_ranks = FAMILIES[request.param]
     directory: Path = tmp_path_factory.mktemp("model")
     save_model(directory, config)
-    ranked = load_ranks(directory, num_ranks, num_blocks=NUM_BLOCKS, block_size=8, run_ahead="on", dtype="float32")
+    ranked = load_ranks(
+        directory, num_ranks, num_blocks=NUM_BLOCKS, block_size=8, run_ahead="on", dtype="float32",
+        expert_parallel="whole-experts" in request.param,
+    )  # fmt: skip
     yield ranked, load(directory, num_blocks=NUM_BLOCKS, block_size=8, run_ahead="off", dtype="float32")
     ranked.close()
 

@@ -7,7 +7,8 @@ import pytest
 from kvrelay.common.block_hash import HashChain
 from kvrelay.common.sampling import SamplingParams
 from kvrelay.decode_worker.refusals import cache_miss
-from kvrelay.engine.kv.block_manager import BlockManager, Owner, OwnerKind
+from kvrelay.engine.kv.block_manager import BlockManager
+from kvrelay.engine.kv.owners import Owner, OwnerKind
 from kvrelay.wire.messages import FailureCode, Submit
 
 

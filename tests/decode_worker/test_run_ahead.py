@@ -12,7 +12,7 @@ from kvrelay.common.block_hash import HashChain
 from kvrelay.common.sampling import BeamSearch, SamplingParams, Watermark
 from kvrelay.decode_worker.run_ahead import GoingOn, who_goes_on
 from kvrelay.engine.fake.engine import FakeEngine, expected_output, fake_card
-from kvrelay.engine.kv.block_manager import Owner, OwnerKind
+from kvrelay.engine.kv.owners import Owner, OwnerKind
 from kvrelay.engine.step.interface import StepRow
 from kvrelay.engine.step.leader import Leader
 from kvrelay.engine.step.planner import Planner
@@ -161,7 +161,7 @@ def made(name: str, num_tokens: int = 5, **sampling: object) -> Sequence:
     params = greedy(**{"max_tokens": 9, **sampling})  # type: ignore[arg-type]
     sequence = Sequence(name, 1, list(range(num_tokens)), num_tokens - 1, params, 0.0)
     sequence.num_computed_tokens = num_tokens - 1
-    sequence.block_table = [0, 1]
+    sequence.block_tables = [[0, 1]]
     return sequence
 
 

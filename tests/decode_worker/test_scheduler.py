@@ -11,10 +11,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from kvrelay.common.sampling import SamplingParams
 from kvrelay.engine.fake.engine import FakeEngine, FakePace, expected_output, fake_card
-from kvrelay.engine.kv.block_manager import Owner, OwnerKind
+from kvrelay.engine.kv.owners import Owner, OwnerKind
 from kvrelay.engine.step.sequence import SequenceStatus
 from kvrelay.worker.model_worker import Remove
 from tests.decode_worker.rig import Rig, beams, expected_beams, greedy
+from tests.drafters import FakeOracle
 from tests.engine.conftest import tokens
 
 VOCAB = 1000
@@ -60,6 +61,15 @@ def test_the_youngest_gives_way_and_the_oldest_is_served() -> None:
     assert results == {
         "old": expected_output(tokens(0, 11), 20, VOCAB), "young": expected_output(tokens(1, 11), 12, VOCAB)
     }  # fmt: skip
+
+
+def test_who_is_of_a_lower_class_gives_way_before_the_youngest() -> None:
+    rig = Rig(num_blocks=12)
+    for name, priority in (("low", 10), ("a", 0), ("b", 0)):
+        rig.add(name, tokens(ord(name[0]), 8), greedy(10), priority=priority)
+    rig.run()
+    assert rig.num_preemptions > 0
+    assert list(rig.ends) == ["a", "b", "low"]
 
 
 def test_verified_sequences_that_wait_give_their_blocks_to_the_oldest() -> None:
@@ -130,6 +140,25 @@ def test_blocks_that_come_free_are_the_oldest_prompts_however_many_hand_offs_com
         if "old" in rig.ends:
             break
     assert number <= 16 + 2 * 20
+    rig.run()
+
+
+@pytest.mark.parametrize("sampling", [greedy(4), beams(1, 4, stops=())])
+def test_so_they_are_where_groups_have_windows_and_a_beam_search_needs_all_of_its_blocks(
+    sampling: SamplingParams,
+) -> None:
+    rig = Rig(num_blocks=28, windows=(None, 4), max_batched_tokens=16, max_num_seqs=16)
+    for index in range(2):
+        rig.add(f"s{index}", tokens(index, 20), greedy(14))
+    rig.step()
+    rig.local("old", tokens(2, 80), sampling)
+    for number in range(100):
+        for index in range(4):
+            rig.add(f"later{number}.{index}", tokens(3 * number + index, 8), greedy(16))
+        rig.step()
+        if "old" in rig.ends:
+            break
+    assert number <= 16 + 5 + 4
     rig.run()
 
 
@@ -260,11 +289,23 @@ class Everything(RuleBasedStateMachine):
     rig: Rig
 
     @initialize(
-        max_num_seqs=st.sampled_from([5, 8, 12]), max_batched_tokens=st.sampled_from([16, 64]), runs_ahead=st.booleans()
+        max_num_seqs=st.sampled_from([5, 8, 12]),
+        max_batched_tokens=st.sampled_from([16, 64]),
+        runs_ahead=st.booleans(),
+        windows=st.sampled_from([(None,), (None, 7), (None, 12, 3), (6,)]),
+        drafts=st.booleans(),
     )
-    def begin(self, max_num_seqs: int, max_batched_tokens: int, runs_ahead: bool) -> None:
-        engine = FakeEngine(fake_card(num_blocks=28), runs_ahead=runs_ahead)
-        self.rig = Rig(engine, max_num_seqs=max_num_seqs, max_batched_tokens=max_batched_tokens)
+    def begin(
+        self,
+        max_num_seqs: int,
+        max_batched_tokens: int,
+        runs_ahead: bool,
+        windows: tuple[int | None, ...],
+        drafts: bool,
+    ) -> None:
+        engine = FakeEngine(fake_card(num_blocks=28, windows=windows), runs_ahead=runs_ahead)
+        drafter = FakeOracle(VOCAB) if drafts else None
+        self.rig = Rig(engine, drafter=drafter, max_num_seqs=max_num_seqs, max_batched_tokens=max_batched_tokens)
         self.wanted: dict[str, tuple[list[int], SamplingParams]] = {}
         self.num_made = 0
 

@@ -8,7 +8,7 @@ import pytest
 
 from kvrelay.common.sampling import FinishReason, SampledToken, SamplingParams
 from kvrelay.engine.fake.engine import expected_output
-from kvrelay.engine.kv.block_manager import Owner, OwnerKind, sequence_owner
+from kvrelay.engine.kv.owners import Owner, OwnerKind, sequence_owner
 from kvrelay.engine.step.sequence import Sequence
 from kvrelay.wire.messages import (
     Cancel,
@@ -22,7 +22,6 @@ from kvrelay.wire.messages import (
     Refuse,
     Reject,
     Role,
-    Timings,
 )
 from kvrelay.worker.model_worker import Add, Remove, Report
 from tests.decode_worker.service_rig import BLOCK, CARD, EPOCH, Rig, offer, submit
@@ -69,7 +68,7 @@ def test_a_handed_over_sequence_that_cannot_be_taken_in_gives_its_blocks_back() 
     made = Sequence("a", 1, [1, 2], 2, SamplingParams(max_tokens=8), 0.0)
     allocation = rig.blocks.allocate(sequence_owner(made.key), 2)
     assert allocation is not None
-    made.block_table = allocation.block_ids
+    made.block_tables = allocation.block_tables
     rig.model.on_command_failed(Add(made), TypeError("late"))
     assert rig.reports == [Report(failed=(made.key,), detail="not taken in: TypeError")]
     assert rig.blocks.ledger().num_free == CARD.num_blocks
@@ -145,7 +144,6 @@ def test_a_first_token_that_the_model_does_not_have_ends_the_lease(token_id: int
         chain_hash=offered.block_hashes[-1],
         first_token=SampledToken(token_id),
         num_cached_tokens=0,
-        timings=Timings(),
     )
     rig.ask(commit, "prefill", Role.PREFILL)
     _, rejected = rig.sent[-1]

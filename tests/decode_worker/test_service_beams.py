@@ -7,7 +7,7 @@ import pytest
 
 from kvrelay.common.sampling import SampledToken, SamplingParams
 from kvrelay.engine.step.sequence import Sequence
-from kvrelay.wire.messages import Commit, Failed, FailureCode, Grant, Offer, Reject, Role, Submit, Timings
+from kvrelay.wire.messages import Commit, Failed, FailureCode, Grant, Offer, Reject, Role, Submit
 from kvrelay.worker.model_worker import Add
 from tests.decode_worker.rig import beams, expected_beams
 from tests.decode_worker.service_rig import CARD, EPOCH, Rig, offer, submit
@@ -72,7 +72,6 @@ def test_a_commit_without_candidates_ends_the_lease(first: SampledToken, detail:
         chain_hash=offered.block_hashes[-1],
         first_token=first,
         num_cached_tokens=0,
-        timings=Timings(),
     )
     rig.ask(commit, "prefill", Role.PREFILL)
     _, rejected = rig.sent[-1]

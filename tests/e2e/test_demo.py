@@ -123,7 +123,7 @@ async def test_a_killed_worker_costs_time_but_no_token(deployment: LocalDeployme
         assert await running == alone
         assert len(await waiting) == 4
         deployment.wait_ready(timeout_s=120)
-        while not all(worker["is_usable"] for worker in (await client.get("/debug/workers")).json()["workers"]):
+        while not all(worker["state"] == "up" for worker in (await client.get("/debug/workers")).json()["workers"]):
             await asyncio.sleep(0.01)  # polls for a state: the gateway has a link to the new worker, too
     wait_until_idle(deployment)
 

@@ -74,10 +74,18 @@ def tokens(seed: int, count: int) -> list[int]:
     return [generator.randrange(VOCAB) for _ in range(count)]
 
 
-def sequence(token_ids: list[int], blocks: list[int], **sampling: Any) -> Sequence:
-    """A sequence that holds ``blocks``; greedy unless told otherwise."""
+def sequence(token_ids: list[int], blocks: list[int], *, num_groups: int = 1, **sampling: Any) -> Sequence:
+    """A sequence that holds ``blocks``, each with a physical one in every group; greedy unless told otherwise."""
     params = SamplingParams(**{"max_tokens": 100, "temperature": 0.0, **sampling})
-    return Sequence("r", 1, list(token_ids), len(token_ids), params, 0.0, block_table=list(blocks))
+    return Sequence(
+        "r",
+        1,
+        list(token_ids),
+        len(token_ids),
+        params,
+        0.0,
+        block_tables=[[block_id * num_groups + group for block_id in blocks] for group in range(num_groups)],
+    )
 
 
 @pytest.fixture(scope="session")

@@ -39,7 +39,7 @@ def tokens_of(results: Seq[RowResult]) -> list[SampledToken | None]:
 
 def batch_of(rows: Seq[StepRow], block_size: int) -> Batch:
     """The batch that an engine would build of the rows; those of a single token come first."""
-    slots = Slots(len(rows), max((len(row.sequence.block_table) for row in rows), default=0))
+    slots = Slots(len(rows), max((row.sequence.num_blocks for row in rows), default=0))
     plan = Planner(len(rows), 2**16).plan(sorted(rows, key=lambda row: row.num_tokens > 1))
     slots.apply(plan)
     return build_batch(plan, slots, block_size)

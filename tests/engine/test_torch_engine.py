@@ -102,7 +102,7 @@ def check(model: Any, row: Sequence, result: Any, tolerance: float) -> None:
 
 def drive(engine: TorchEngine, model: Any, tolerance: float) -> None:
     """Chunked ragged prefill mixed with decode; every sampled distribution is compared."""
-    every = {"num_logprobs": VOCAB}
+    every = {"num_logprobs": VOCAB, "num_groups": len(engine.card.layout.geometry.groups)}
     blocks = list(range(engine.card.num_blocks))
     random.Random(3).shuffle(blocks)
     lengths = (1, 70, 16, 33, 300, 2)
@@ -111,9 +111,9 @@ def drive(engine: TorchEngine, model: Any, tolerance: float) -> None:
         num_blocks = (length + 20) // 16 + 1
         rows.append(sequence(tokens(index, length), [blocks.pop() for _ in range(num_blocks)], **every))
     # A cached prefix: the fourth row's sibling reads its first two blocks and computes the rest only.
-    sibling = sequence(
-        rows[3].token_ids[:32] + tokens(9, 21), [*rows[3].block_table[:2], blocks.pop(), blocks.pop()], **every
-    )
+    sibling = sequence(rows[3].token_ids[:32] + tokens(9, 21), [blocks.pop() for _ in range(4)], **every)
+    for its, shared in zip(sibling.block_tables, rows[3].block_tables, strict=True):
+        its[:2] = shared[:2]
     chunks = (1, 17, 16, 33, 130, 2)
     first = [(row, min(count, row.num_uncomputed_tokens)) for row, count in zip(rows, chunks, strict=True)]
     for (row, _), result in zip(first, run(engine, first), strict=True):
@@ -194,7 +194,7 @@ def test_blocks_moved_through_the_store_continue_the_sequence(llama: tuple[Path,
     source = sequence(tokens(1, 45), [5, 9, 2, 30], num_logprobs=VOCAB)
     run(prefill, [(source, 45)])
     target = sequence(source.token_ids, [40, 41, 42], num_logprobs=VOCAB)
-    for ours, theirs in zip(source.block_table[:3], target.block_table, strict=True):
+    for ours, theirs in zip(source.block_tables[0][:3], target.block_tables[0], strict=True):
         decode.store.open_write(theirs)[:] = prefill.store.open_read(ours)
         prefill.store.close_read(ours)
         decode.store.close_write(theirs)

@@ -1,4 +1,4 @@
-"""The demo model: in this process as over HTTP, and in every example of docs/executor.md."""
+"""The demo model: in this process as over HTTP, and in every example of docs/executor.md and docs/speculation.md."""
 
 from __future__ import annotations
 
@@ -19,8 +19,12 @@ from kvrelay.launcher.settings import LocalSettings
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "executor.md"
-EXAMPLES = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(encoding="utf-8"), flags=re.DOTALL)
+DOCUMENTS = [Path(__file__).parents[2] / "docs" / name for name in ("executor.md", "speculation.md")]
+EXAMPLES = [
+    example
+    for document in DOCUMENTS
+    for example in re.findall(r"```python\n(.*?)```", document.read_text(encoding="utf-8"), flags=re.DOTALL)
+]
 OPTIONS = {"device": "cpu", "dtype": "float32", "threads": 1, "kv_memory_mb": 256}
 
 

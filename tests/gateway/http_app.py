@@ -73,7 +73,7 @@ async def app_for(
     relay = RelaySettings(**{"room_timeout_s": 0.2, **settings.pop("relay", {})})
     chosen = GatewaySettings(
         relay=relay,
-        model=str(directory),
+        model=(str(directory),),
         served_model_name="tiny",
         workers=DiscoverySettings(decode_workers=(player.address,)),
         **settings,

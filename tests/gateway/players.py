@@ -70,12 +70,13 @@ class Player:
         self.cancelled: asyncio.Queue[tuple[str, int]] = asyncio.Queue()
         self.state = WorkerState.READY
         self.gateway_id = ""
+        self.model = ""  # that it says it serves
         metrics = WireMetrics(CollectorRegistry())
         self.server = ControlServer("tcp://127.0.0.1:*", self, links, metrics=metrics, network=network)
         self.address = ""
 
     def welcome(self, hello: Hello) -> Welcome | HelloRefused:
-        return Welcome(role=self.role, worker_id="w", epoch=1, protocol=1, card=self.card)
+        return Welcome(role=self.role, worker_id="w", epoch=1, protocol=1, card=self.card, model=self.model)
 
     def status(self) -> Status:
         return Status(
@@ -145,7 +146,7 @@ class Stage:
         self.metrics = metrics
 
     def attempts(self, outcome: str) -> float:
-        value = self.metrics.registry.get_sample_value("kvrelay_attempts_total", {"outcome": outcome})
+        value = self.metrics.registry.get_sample_value("kvrelay_attempts_total", {"model": "tiny", "outcome": outcome})
         return value or 0.0
 
     async def run(self, max_tokens: int = 4, request_id: str = "r") -> tuple[list[int], FinishReason | None]:
@@ -201,12 +202,13 @@ async def stage(
         player.address = await player.server.start()
     metrics = GatewayMetrics(CollectorRegistry())
     addresses = [[player.address for player in group] for group in (prefills, decodes)]
-    pool = WorkerPool("gateway", metrics, LINKS, Network.open(), needs_prefill_workers=needs_prefill_workers)
+    of_model = metrics.of_model("tiny")
+    pool = WorkerPool("gateway", of_model, LINKS, Network.open(), needs_prefill_workers=needs_prefill_workers)
     pool.update(static_workers(*addresses))
     try:
         await until(pool, lambda: all(worker.is_usable for worker in pool.workers))
         chosen = RelaySettings(local_prefill="fallback", **settings)  # type: ignore[arg-type]
-        yield Stage(Relay(pool, chosen, metrics, network.clock), pool, players, metrics)
+        yield Stage(Relay(pool, chosen, of_model, network.clock), pool, players, metrics)
     finally:
         await pool.stop()
         for player in players:

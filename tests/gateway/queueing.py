@@ -69,7 +69,7 @@ class World:
         self._computing = asyncio.Lock()
         self._batch = asyncio.Semaphore(machines.max_running)
         self._number = 0
-        metrics = GatewayMetrics(CollectorRegistry())
+        metrics = GatewayMetrics(CollectorRegistry()).of_model("tiny")
         self.admission = Admission(1024, room_timeout_s, self._changed, metrics, self._supply, self.loop.time)
 
     def run(self, *clients: Client, for_s: float) -> None:

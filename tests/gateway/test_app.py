@@ -45,6 +45,23 @@ async def test_text_is_whole_and_the_same_however_it_comes(model_directory: Path
         assert "".join(texts) == SAID
 
 
+async def test_every_chunk_tells_the_usage_so_far(model_directory: Path) -> None:
+    async with app_for(model_directory, saying("one relay hands on")) as app:
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        for path, fields in ((CHAT, {"messages": USER}), (TEXT, {"prompt": ["x", "one relay"], "max_tokens": 99})):
+            *chunks, last = await app.events(path, **fields, stream_options=options)
+            prompts = {len(submit.token_ids) for submit in app.player.submits[-len(fields.get("prompt", "x")) :]}
+            for index in {chunk["choices"][0]["index"] for chunk in chunks}:
+                told = [chunk["usage"] for chunk in chunks if chunk["choices"][0]["index"] == index]
+                assert len({usage["prompt_tokens"] for usage in told}) == 1
+                counts = [usage["completion_tokens"] for usage in told]
+                assert counts == list(range(1 - (path == CHAT), len(counts) + 1 - (path == CHAT)))
+            assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == prompts
+            ends = [chunk["usage"] for chunk in chunks if chunk["choices"][0]["finish_reason"]]
+            assert sum(usage["total_tokens"] for usage in ends) == last["usage"]["total_tokens"]
+        assert "usage" not in (await app.events(CHAT, messages=USER, stream_options={"include_usage": True}))[0]
+
+
 async def test_log_probabilities(model_directory: Path) -> None:
     async with app_for(model_directory, saying("one relay")) as app:
         ids = app.tokenizer.encode("one relay", add_special_tokens=False)
@@ -93,8 +110,8 @@ async def test_a_stop_string_over_tokens_ends_the_work(model_directory: Path) ->
             submit = app.player.submits[-1]
             assert await app.player.cancelled.get() == (submit.request_id, 1)
         metrics = await app.metrics()
-        assert metrics['kvrelay_attempts_total{outcome="stopped"}'] == 2
-        assert metrics["kvrelay_request_duration_seconds_count"] == 2
+        assert metrics['kvrelay_attempts_total{model="tiny",outcome="stopped"}'] == 2
+        assert metrics['kvrelay_request_duration_seconds_count{model="tiny"}'] == 2
 
 
 @pytest.mark.parametrize(

@@ -105,9 +105,9 @@ async def test_a_failure_in_the_middle_is_one_event(model_directory: Path) -> No
         assert [event for event in events if "error" in event] == [events[-1]]
         assert events[-1]["error"]["code"] == "attempts_failed"
         metrics = await app.metrics()
-        assert metrics[f'kvrelay_requests_total{{outcome="failed_mid_stream",route="{TEXT}"}}'] == 1
-        assert f'kvrelay_requests_total{{outcome="200",route="{TEXT}"}}' not in metrics
-        assert metrics['kvrelay_attempts_total{outcome="internal"}'] == 1
+        assert metrics[f'kvrelay_requests_total{{model="tiny",outcome="failed_mid_stream",route="{TEXT}"}}'] == 1
+        assert f'kvrelay_requests_total{{model="tiny",outcome="200",route="{TEXT}"}}' not in metrics
+        assert metrics['kvrelay_attempts_total{model="tiny",outcome="internal"}'] == 1
 
 
 async def test_an_unexpected_error_is_logged_and_not_told(
@@ -157,7 +157,7 @@ async def test_too_much_that_a_client_does_not_take_ends_the_request(
         request = asyncio.create_task(app.asgi(scope, receive, send))
         try:
             async with asyncio.timeout(10):
-                while 'kvrelay_attempts_total{outcome="given_up"}' not in await app.metrics():
+                while 'kvrelay_attempts_total{model="tiny",outcome="given_up"}' not in await app.metrics():
                     await asyncio.sleep(0.005)  # polls for a state, bounded by the timeout above
             takes.set()
             await request
@@ -170,14 +170,14 @@ async def test_too_much_that_a_client_does_not_take_ends_the_request(
         assert 2000 <= len(b"".join(sent)) <= 3500
         assert last["error"]["code"] == "client_behind"
         metrics = await app.metrics()
-        assert metrics[f'kvrelay_requests_total{{outcome="client_behind",route="{TEXT}"}}'] == 1
+        assert metrics[f'kvrelay_requests_total{{model="tiny",outcome="client_behind",route="{TEXT}"}}'] == 1
 
 
 async def test_the_first_error_of_several_choices_ends_all(model_directory: Path) -> None:
     was_given_up = asyncio.Event()
 
     class TwoWays:
-        metrics = GatewayMetrics(CollectorRegistry())
+        metrics = GatewayMetrics(CollectorRegistry()).of_model("tiny")
         clock = time.monotonic
 
         async def run(self, request: GenerationRequest, take: Take) -> None:
@@ -217,7 +217,7 @@ async def test_every_metric_of_the_gateway_moves(model_directory: Path) -> None:
         await app.post(TEXT, prompt="x", stop="relay")
         metrics = await app.metrics()
         for part in ("queue", "prefill", "transfer", "first_step"):
-            assert metrics[f'kvrelay_ttft_part_seconds_count{{part="{part}"}}'] == 2
+            assert metrics[f'kvrelay_ttft_part_seconds_count{{model="tiny",part="{part}"}}'] == 2
         moved = {name.split("{")[0] for name in metrics}
         assert moved >= {
             "kvrelay_requests_total",

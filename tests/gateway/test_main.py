@@ -138,7 +138,7 @@ def test_a_taken_port_is_named(model_directory: Path) -> None:
         with pytest.raises(SettingsError, match=f"cannot listen on 127.0.0.1:{port}.*choose another port"):
             serve(
                 GatewaySettings(
-                    relay=RelaySettings(), workers=DiscoverySettings(), model=str(model_directory), port=port
+                    relay=RelaySettings(), workers=DiscoverySettings(), model=(str(model_directory),), port=port
                 )
             )
 
@@ -146,4 +146,4 @@ def test_a_taken_port_is_named(model_directory: Path) -> None:
 @pytest.mark.usefixtures("_own_logs")
 def test_a_model_without_tokenizer_is_named_and_the_port_given_back(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"no tokenizer\.json"):
-        serve(GatewaySettings(relay=RelaySettings(), workers=DiscoverySettings(), model=str(tmp_path), port=0))
+        serve(GatewaySettings(relay=RelaySettings(), workers=DiscoverySettings(), model=(str(tmp_path),), port=0))

@@ -13,6 +13,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
@@ -22,7 +23,6 @@ from kvrelay.engine.kv.block_manager import BlockManager
 from kvrelay.gateway.http.api_keys import ApiKeys
 from kvrelay.gateway.metrics import GatewayMetrics
 from kvrelay.wire.messages import Role
-from kvrelay.wire.metrics import WireMetrics
 from kvrelay.wire.security.keys import WireKeys
 from kvrelay.worker.metrics import EngineMetrics
 
@@ -30,13 +30,19 @@ ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "helm"
 GOLDEN = Path(__file__).parent / "golden"
 EXAMPLES = sorted(CHART.glob("examples/*.yaml"))
-STORED = ("defaults", "locked-down", "8-gpu-nodes")
+STORED = ("defaults", "locked-down", "8-gpu-nodes", "several-models")
 MONITORING = ("--api-versions", "monitoring.coreos.com/v1")
 VERSIONS = (
     "1.28",
     "1.37",
 )  # the oldest and the newest that there are schemas of: fields come and go, few stay for ten versions
-CUSTOM = {"HTTPRoute", "PodMonitor", "PrometheusRule", "ScaledObject"}  # their schemas are their projects'
+CUSTOM = {
+    "HTTPRoute",
+    "InferencePool",
+    "PodMonitor",
+    "PrometheusRule",
+    "ScaledObject",
+}  # their schemas are their projects'
 _MADE = re.compile(r"^(  (?:gateway|prefill|decode)\.(?:key|pem)|  key|  api-keys): \S+$", re.MULTILINE)
 
 needs_helm = pytest.mark.skipif(shutil.which("helm") is None, reason="no helm")
@@ -203,7 +209,6 @@ def test_alerts_and_dashboard_ask_for_metrics_that_exist() -> None:
     """Every name in an expression is one that a gateway or a worker has."""
     registry = CollectorRegistry()
     GatewayMetrics(registry)
-    WireMetrics(registry)
     EngineMetrics(registry, BlockManager(4, 4, lambda: 0.0), num_running=lambda: 0, num_waiting=lambda: 0)
     known = {sample.name for family in registry.collect() for sample in family.samples}
     known |= {
@@ -244,7 +249,12 @@ def test_alerts_and_dashboard_ask_for_metrics_that_exist() -> None:
         ("image.pullPolicy=Sometimes", "pullPolicy"),
         ("model.source=s3", "source"),
         ("gateway.service.port=70000", "port"),
-        ("prefill.gpu.count=0", "count"),
+        ("prefill.tensorParallel=0", "tensorParallel"),
+        ("decode.settings.tensor_parallel=2", "tensor_parallel"),
+        ("models.v1.model.nam=x", "nam"),
+        ("models.v1.gateway.replicas=1", "gateway"),
+        ("models.V1.model.name=x", "V1"),
+        ("models.v1.decode.replicas=1", "models.v1.model"),
         ("gateway.settings.decode_workers={tcp://1.2.3.4:7200}", "decode_workers"),
     ],
 )
@@ -320,6 +330,75 @@ def test_policies_name_who_may_talk_to_whom() -> None:
 
 
 @needs_helm
+@pytest.mark.parametrize(
+    ("endpoint", "port"),
+    [("http://collector.obs:4318", 4318), ("https://[fd00::1]/otlp", 443), ("http://collector", 80)],
+)
+def test_a_gateway_that_traces_reaches_its_collector(endpoint: str, port: int) -> None:
+    found = objects("--set", f"gateway.settings.trace_endpoint={endpoint}")
+    assert env_of(pod_of(found, "gateway"))["KVRELAY_TRACE_ENDPOINT"] == endpoint
+    egress = found["NetworkPolicy", "relay-kvrelay-gateway"]["spec"]["egress"]
+    assert {"ports": [{"port": port, "protocol": "TCP"}]} in egress
+
+
+@needs_helm
+def test_a_pool_of_gateways_is_one_that_endpoint_pickers_take() -> None:
+    """By the reference of the Gateway API Inference Extension: inference.networking.k8s.io/v1."""
+    name = {"type": "string", "minLength": 1, "maxLength": 253}
+    port = {
+        "type": "object",
+        "properties": {"number": {"type": "integer", "minimum": 1, "maximum": 65535}},
+        "required": ["number"],
+        "additionalProperties": False,
+    }
+    label = {"type": "string", "maxLength": 63, "pattern": r"^(([A-Za-z0-9][-A-Za-z0-9_.]*)?[A-Za-z0-9])?$"}
+    schema = {
+        "type": "object",
+        "properties": {
+            "selector": {
+                "type": "object",
+                "properties": {"matchLabels": {"type": "object", "additionalProperties": label, "maxProperties": 64}},
+                "required": ["matchLabels"],
+                "additionalProperties": False,
+            },
+            "targetPorts": {"type": "array", "items": port, "minItems": 1, "maxItems": 8, "uniqueItems": True},
+            "appProtocol": {"enum": ["http", "kubernetes.io/h2c"]},
+            "endpointPickerRef": {
+                "type": "object",
+                "properties": {
+                    "group": {"type": "string", "maxLength": 253},
+                    "kind": {"type": "string", "minLength": 1, "maxLength": 63},
+                    "name": name,
+                    "port": port,
+                    "failureMode": {"enum": ["FailOpen", "FailClose"]},
+                },
+                "required": ["name", "port"],  # of a Service
+                "additionalProperties": False,
+            },
+        },
+        "required": ["selector", "targetPorts", "endpointPickerRef"],
+        "additionalProperties": False,
+    }
+    found = objects("--values", str(CHART / "examples/inference-pool.yaml"))
+    pool = found["InferencePool", "kvrelay"]
+    jsonschema.validate(pool["spec"], schema)
+    gateway = found["Deployment", "relay-kvrelay-gateway"]["spec"]["template"]
+    selected = pool["spec"]["selector"]["matchLabels"]
+    assert selected.items() <= gateway["metadata"]["labels"].items()
+    worker = found["Deployment", "relay-kvrelay-decode-worker"]["spec"]["template"]
+    assert not selected.items() <= worker["metadata"]["labels"].items()
+    (container,) = gateway["spec"]["containers"]
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert pool["spec"]["targetPorts"] == [{"number": ports["http"]}]
+    [backend] = found["HTTPRoute", "kvrelay"]["spec"]["rules"][0]["backendRefs"]
+    assert backend == {
+        "group": "inference.networking.k8s.io",
+        "kind": "InferencePool",
+        "name": pool["metadata"]["name"],
+    }
+
+
+@needs_helm
 def test_settings_reach_the_program_as_they_are() -> None:
     found = objects(
         "--set-json", 'decode.settings={"max_num_seqs": 1000000, "lease_ttl_s": 2.5, "seal_kv": true}',
@@ -334,6 +413,61 @@ def test_settings_reach_the_program_as_they_are() -> None:
     labels = found["Deployment", "relay-kvrelay-decode-worker"]["spec"]["template"]["metadata"]["labels"]
     assert all(labels[key] == value for key, value in (part.split("=") for part in selector.split(",")))
     assert labels["kvrelay.dev/role"] == "decode"
+
+
+@needs_helm
+def test_each_of_several_models_has_its_pools() -> None:
+    """By values over the common ones; the gateway knows all by name, finds their pods by label, and reads their tokenizers."""
+    found = objects("--values", str(CHART / "examples/several-models.yaml"), *MONITORING)
+    kinds = ("Deployment", "Service", "PodDisruptionBudget", "NetworkPolicy", "ServiceAccount", "PodMonitor")
+    pools = [f"relay-kvrelay-{model}-{role}-worker" for model in ("v1", "v2", "code") for role in ("prefill", "decode")]
+    assert {(kind, name) for kind in kinds for name in pools} <= found.keys()
+    assert ("Deployment", "relay-kvrelay-decode-worker") not in found
+    selectors = [found["Deployment", name]["spec"]["selector"]["matchLabels"] for name in pools]
+    assert len({json.dumps(selector, sort_keys=True) for selector in selectors}) == len(pools)
+    gateway = pod_of(found, "gateway")
+    named = dict(text.split("=", 1) for text in env_of(gateway)["KVRELAY_MODEL"].split(","))
+    mounts = {mount["mountPath"] for mount in gateway["containers"][0]["volumeMounts"]}
+    for model, path in named.items():
+        pod = found["Deployment", f"relay-kvrelay-{model}-decode-worker"]["spec"]["template"]
+        assert pod["metadata"]["labels"]["kvrelay.dev/model"] == model
+        assert env_of(pod["spec"])["KVRELAY_SERVED_MODEL_NAME"] == model
+        assert path.removeprefix(f"/models/{model}/") == env_of(pod["spec"])["KVRELAY_MODEL"].removeprefix("/model/")
+        assert (f"/models/{model}" in mounts) is path.startswith("/models/")
+    assert "/model" not in mounts
+    assert env_of(gateway)["KVRELAY_ALIAS"] == "chat=v1:95+v2:5"
+    assert found["Deployment", "relay-kvrelay-v1-decode-worker"]["spec"]["replicas"] == 3
+    code = found["Deployment", "relay-kvrelay-code-decode-worker"]["spec"]
+    assert (env_of(code["template"]["spec"])["KVRELAY_MAX_NUM_SEQS"], "replicas" in code) == ("128", False)
+    scaled = found["HorizontalPodAutoscaler", "relay-kvrelay-code-decode-worker"]["spec"]
+    assert scaled["scaleTargetRef"]["name"] == "relay-kvrelay-code-decode-worker"
+    assert scaled["metrics"][1]["pods"]["target"]["averageValue"] == "96"
+    (peer,) = found["NetworkPolicy", "relay-kvrelay-v2-decode-worker"]["spec"]["ingress"][1]["from"]
+    assert peer["podSelector"]["matchLabels"]["kvrelay.dev/model"] == "v2"
+    # The gateway's policy is about all of them.
+    egress = json.dumps(found["NetworkPolicy", "relay-kvrelay-gateway"]["spec"]["egress"])
+    assert "kvrelay.dev/model" not in egress
+
+
+@needs_helm
+def test_a_models_name_stays_a_text() -> None:
+    """A number, or true, is no label's value."""
+    found = objects("--set-json", 'models={"1e5": {"model": {"name": "a/b"}}, "true": {"model": {"name": "c/d"}}}')
+    for name in ("1e5", "true"):
+        pod = found["Deployment", f"relay-kvrelay-{name}-decode-worker"]["spec"]["template"]
+        assert pod["metadata"]["labels"]["kvrelay.dev/model"] == name
+        assert env_of(pod["spec"])["KVRELAY_SERVED_MODEL_NAME"] == name
+
+
+@needs_helm
+def test_adapters_are_the_first_models() -> None:
+    """Workers of a model that cannot have any would not start."""
+    models = 'models={"a": {"model": {"name": "a/b"}}, "b": {"model": {"name": "c/d"}}}'
+    found = objects("--set", "adapters.existingClaim=lora", "--set-json", models)
+    for name, has_adapters in (("gateway", True), ("a-decode-worker", True), ("b-decode-worker", False)):
+        pod = pod_of(found, name)
+        assert ("KVRELAY_ADAPTERS" in env_of(pod)) is has_adapters
+        assert ("adapters" in {volume["name"] for volume in pod["volumes"]}) is has_adapters
 
 
 @needs_helm
@@ -359,6 +493,19 @@ def test_gpus_are_asked_for_by_any_name() -> None:
     assert decode["resources"]["limits"] == {"nvidia.com/mig-3g.40gb": 1}
     assert "limits" not in prefill["resources"]
     assert env_of(pod_of(found, "prefill-worker"))["KVRELAY_DEVICE"] == "cpu"
+
+
+@needs_helm
+def test_every_rank_has_a_gpu() -> None:
+    """All of a worker's are in one pod; the pools need not have as many."""
+    found = objects("--set", "decode.tensorParallel=4")
+    for component, num_ranks in (("prefill-worker", 1), ("decode-worker", 4)):
+        pod = pod_of(found, component)
+        assert pod["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": num_ranks}
+        assert env_of(pod)["KVRELAY_TENSOR_PARALLEL"] == str(num_ranks)
+    on_cpus = pod_of(objects("--set", "decode.tensorParallel=2,decode.gpu.resource="), "decode-worker")
+    assert "limits" not in on_cpus["containers"][0]["resources"]
+    assert env_of(on_cpus)["KVRELAY_TENSOR_PARALLEL"] == "2"
 
 
 @needs_helm

@@ -51,12 +51,16 @@ def test_every_kernel_compiles_within_the_limits(environment: dict[str, str]) ->
         "_decode_split_kernel",
         "_dequantise_groups_kernel",
         "_dequantise_kernel",
+        "_expand_kernel",
         "_group_scaled_linear_kernel",
         "_grouped_linear_kernel",
+        "_latent_prefill_kernel",
+        "_latent_split_kernel",
         "_penalties_kernel",
         "_prefill_attention_kernel",
         "_rms_norm_kernel",
         "_rotary_kv_write_kernel",
+        "_shrink_kernel",
         "_swiglu_kernel",
         "_weight_only_linear_kernel",
         "decode_combine_kernel",
@@ -65,10 +69,12 @@ def test_every_kernel_compiles_within_the_limits(environment: dict[str, str]) ->
     }
     assert all(row["registers"] > 0 and row["programs"] > 0 for row in rows)
     _check_attention([row for row in rows if "attention" in row["kernel"] or "decode_split" in row["kernel"]])
+    _check_latents([row for row in rows if row["kernel"].startswith("_latent")])
     _check_boxes([row for row in rows if row["kernel"] == "_prefill_attention_kernel"])
     _check_linears([row for row in rows if row["kernel"] == "_weight_only_linear_kernel"])
     _check_group_scaled([row for row in rows if row["kernel"] == "_group_scaled_linear_kernel"])
     _check_experts([row for row in rows if row["kernel"] == "_grouped_linear_kernel"])
+    _check_adapters([row for row in rows if row["kernel"] in ("_shrink_kernel", "_expand_kernel")])
 
 
 def _check_experts(rows: list[dict[str, Any]]) -> None:
@@ -77,6 +83,18 @@ def _check_experts(rows: list[dict[str, Any]]) -> None:
         assert set(row["loops"]["global_loads"]) == {"16"}, row
         newest = {"cuda:80": "mma", "cuda:90": "wgmma", "cuda:100": "tcgen05"}[row["target"]]
         assert row["loops"]["matrix_kind"] == ("mma" if " 16 rows" in row["case"] else newest), row
+
+
+def _check_adapters(rows: list[dict[str, Any]]) -> None:
+    """Matrices whose addresses come from a table are loaded 16 bytes at a time, beside sums of splits, and meet tensor cores."""
+    assert len(rows) == 4 * 3 * 4  # targets; tilings; one part and three, of both kernels
+    for row in (row for row in rows if row["loops"] is not None):
+        loads = set(row["loops"]["global_loads"])
+        assert loads == {"16"} if row["kernel"] == "_shrink_kernel" else {"16"} <= loads <= {"8", "16"}, row
+        if not row["case"].startswith("fp32"):
+            newest = {"cuda:80": "mma", "cuda:90": "wgmma", "cuda:100": "tcgen05"}[row["target"]]
+            assert row["loops"]["matrix_kind"] == ("mma" if "few rows" in row["case"] else newest), row
+        assert row["programs"] >= 3, row
 
 
 def _check_group_scaled(rows: list[dict[str, Any]]) -> None:
@@ -113,6 +131,15 @@ def _check_linears(rows: list[dict[str, Any]]) -> None:
         assert row["loops"]["matrix_kind"] == ("mma" if is_few else newest), row
         if is_few:
             assert row["programs"] >= 3, row
+
+
+def _check_latents(rows: list[dict[str, Any]]) -> None:
+    """Latents come 16 bytes at a time, beside block ids of four, and two tiles of them fit: one is used, one on its way."""
+    for row in (row for row in rows if row["loops"] is not None):
+        assert set(row["loops"]["global_loads"]) == {"4", "16"}, row
+        assert row["loops"]["matrix_kind"] == "mma", row
+        assert row["shared_bytes"] >= (2 * 16 + 16) * 576 * 2, row  # latents, and the queries
+        assert row["programs"] >= (2 if row["target"] == "cuda:80" else 3), row
 
 
 def _check_attention(rows: list[dict[str, Any]]) -> None:

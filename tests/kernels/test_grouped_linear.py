@@ -65,6 +65,17 @@ def test_products(
     assert_close(second, grouped_linear_reference(first.double(), back, expert_ids, num_experts, factors=factors))
 
 
+def test_routes_of_nobody_change_no_others(device: str, randn: Randn) -> None:
+    """Their expert is the one behind the last: another rank's."""
+    x, weight = randn(20, 40), randn(3 * 24, 40)
+    expert_ids = choices(device, 20, 2, 5)  # one of which nobody chooses
+    is_ours = expert_ids.flatten() < 3
+    assert 0 < is_ours.sum() < len(is_ours)
+    out = grouped_linear(x, weight, plan_routes(expert_ids, 3))
+    expected = grouped_linear_reference(x.double(), weight, expert_ids.clamp(max=2), 3)
+    assert_close(out[is_ours], expected[is_ours])
+
+
 @pytest.mark.parametrize("weight_dtype", [torch.int8, FP8_DTYPE])
 def test_weights_in_8_bits(device: str, randn: Randn, weight_dtype: torch.dtype) -> None:
     x, scale = randn(6, 96, dtype=torch.bfloat16), randn(4 * 40).abs() + 0.1

@@ -64,6 +64,15 @@ def test_without_weights_random_ones_are_compared(
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
 
 
+def test_latents_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_config(tmp_path, "deepseek_v3", **SIZES | tiny.EXPERTS | tiny.LATENT)
+    code, report = found(capsys, str(tmp_path))
+    assert (code, report["path"], report["kv_bytes_per_token"]) == (0, "native", 4 * (16 + 8) * 4)
+    (group,) = report["kv_groups"]
+    assert (group["kind"], group["num_kv_heads"], group["key_size"], group["value_size"]) == ("latent", 1, 24, 0)
+    assert report["logits"].startswith("as transformers computes them")
+
+
 def test_quantised_weights_take_less_of_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_config(tmp_path, "llama", **SIZES)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -90,12 +99,12 @@ def test_quantised_experts_are_full_on_a_gpu(tmp_path: Path, capsys: pytest.Capt
 def test_a_model_too_large_for_the_gpu_is_measured_all_the_same(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """transformers' own defaults are the sizes of DeepSeek-V3."""
+    """transformers' own defaults are the sizes of DeepSeek-V3, of which 58 layers choose experts with a bias for each of 256."""
     write_config(tmp_path, "deepseek_v3", dtype="bfloat16")
     code, report = found(capsys, str(tmp_path), "--gpu", "h100")
     assert (code, report["reason"]) == (1, "it does not fit one GPU of 79 GiB")
-    assert report["num_parameters"] == 671_026_404_352
-    assert report["kv_bytes_per_token"] >= 61 * 576 * 2
+    assert report["num_parameters"] == 671_026_404_352 + 58 * 256
+    assert report["kv_bytes_per_token"] == 61 * 576 * 2
 
 
 def test_where_memory_is_short_logits_are_not_compared(

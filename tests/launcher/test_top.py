@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import ssl
 import threading
 from collections.abc import Iterator
@@ -44,7 +45,6 @@ STATE = State(
     workers=[Load("up", "closed", 2, 1, 512, 40, 900), Load("down", "open", 0, 0, 0, 0, None)],
     flows=[(0, 1, 77), (-1, 1, 5)],
     pairs=[],
-    ways={},
     errors=[(0.0, "request-9", 502, "attempts_failed")],
 )  # fmt: skip
 
@@ -138,5 +138,41 @@ def test_on_a_terminal_it_goes_on_while_the_gateway_is_away(monkeypatch: pytest.
     assert text.count("pre-0") > 2
 
 
+def test_a_picture_for_others_follows_the_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_shown, is_gone = threading.Event(), threading.Event()
+
+    def pictures(_: object) -> Iterator[str]:
+        yield "up"
+        is_shown.set()
+        assert is_gone.wait(10)
+        raise AnswerError("away")
+
+    monkeypatch.setattr("kvrelay.launcher.top._pictures", pictures)
+    picture = top.Picture("http://x")
+    assert picture.last == ""
+    with picture.watched():
+        assert is_shown.wait(10)
+        assert picture.last == "up"
+        thread = next(one for one in threading.enumerate() if one.name == "picture")
+    is_gone.set()
+    thread.join(10)
+    assert picture.last == ""
+
+
 def test_it_reads_what_gateways_say() -> None:
     top.render(msgspec.to_builtins(ROSTER), msgspec.to_builtins(STATE))
+
+
+def test_of_several_models_each_worker_has_its_own() -> None:
+    def told(roster: Roster) -> str:
+        console = Console(file=io.StringIO(), width=200)
+        console.print(top.render(msgspec.to_builtins(roster), msgspec.to_builtins(STATE)))
+        return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
+
+    first, second = ROSTER.workers
+    other = msgspec.structs.replace(second, model="large")
+    text = told(msgspec.structs.replace(ROSTER, models=["tiny", "large"], workers=[first, other]))
+    assert re.search(r"worker +model +role", text)
+    assert re.search(r"pre-0 +tiny +prefill", text)
+    assert re.search(r"tcp://b:2 +large +decode", text)
+    assert "model" not in told(ROSTER)

@@ -91,7 +91,7 @@ async def served(
     )
     lost = DecodeWorker(doomed, DecodeSchedulerSettings(), ADDRESS, worker_setup("doomed"))  # type: ignore[arg-type]
     kept = DecodeWorker(scarce, DecodeSchedulerSettings(), ADDRESS, worker_setup("scarce", registry))  # type: ignore[arg-type]
-    metrics = GatewayMetrics(CollectorRegistry())
+    metrics = GatewayMetrics(CollectorRegistry()).of_model("tiny")
     network = Network.open()
     pool = WorkerPool("gateway", metrics, LINKS, network, needs_prefill_workers=False)
     relay = Relay(pool, RelaySettings(local_prefill="fallback"), metrics, network.clock)
@@ -135,7 +135,7 @@ async def served(
         await asyncio.to_thread(network.close)
     for survivor in (prefill, kept):
         assert_nothing_held(survivor)
-    if {group.kind for group in engines.scarce.card.layout.geometry.groups} == {GroupKind.FULL}:
+    if {group.kind for group in engines.scarce.card.layout.geometry.groups} <= {GroupKind.FULL, GroupKind.LATENT}:
         assert registry.get_sample_value("kvrelay_preemptions_total"), "nobody was preempted"
     assert registry.get_sample_value("kvrelay_handoffs_total", {"outcome": "verified"}), "nothing was handed over"
     return [stream.tokens for stream in streams]

@@ -1,4 +1,4 @@
-"""Models of transformers over our Triton kernels, in their interpreter or on a GPU: softcaps, sinks, windows, unequal heads."""
+"""Models over our Triton kernels, in their interpreter or on a GPU: softcaps, sinks, windows, unequal heads, latents."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
+from kvrelay.common.kv_geometry import first_block
 from kvrelay.common.sampling import SampledToken, SamplingParams
-from kvrelay.engine import transformers_engine
-from kvrelay.engine.backends.cuda.ops import CudaPagedOps
+from kvrelay.engine import torch_engine, transformers_engine
+from kvrelay.engine.backends.cuda.ops import CudaOps, CudaPagedOps
 from kvrelay.engine.step.interface import StepRow
 from kvrelay.engine.step.sequence import Sequence
 from kvrelay.engine.torch_engine import TorchEngine
 from tests.engine.led import step
 
-from .test_types import NUM_BLOCKS, engine_of, generate, logprobs, saved
+from .test_types import NUM_BLOCKS, engine_of, generate, logprobs, options_of, saved
 from .test_types import PROMPTS as ALL_PROMPTS
 from .tiny import VOCAB
 
@@ -32,18 +34,38 @@ class Run:
     def __init__(self, engine: TorchEngine) -> None:
         self.engine = engine
         self.block_size = engine.card.layout.block_size
-        self._free = list(torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(3)).tolist())
+        self.windows = engine.card.layout.geometry.windows
+        num_blocks = NUM_BLOCKS * len(self.windows)
+        self._free = list(torch.randperm(num_blocks, generator=torch.Generator().manual_seed(3)).tolist())
         self.outputs: dict[str, list[SampledToken]] = {}
+        for block_id in range(
+            num_blocks
+        ):  # an earlier run may have spoiled them: behind a sequence's end there are numbers
+            engine.store.open_write(block_id)[:] = bytes(engine.store.block_nbytes)
+            engine.store.close_write(block_id)
 
-    def blocks(self, num_tokens: int) -> list[int]:
-        """Blocks that nobody else has."""
-        return [self._free.pop() for _ in range(-(-num_tokens // self.block_size))]
+    def blocks(self, num_tokens: int) -> list[list[int]]:
+        """Blocks that nobody else has, of each group."""
+        return [[self._free.pop() for _ in range(-(-num_tokens // self.block_size))] for _ in self.windows]
+
+    def seen(self, sequence: Sequence, group: int) -> list[int]:
+        """Indices of the blocks that its next token sees."""
+        first = first_block(self.windows[group], sequence.num_computed_tokens, self.block_size)
+        return list(range(first, len(sequence.block_tables[group])))
+
+    def spoil(self, sequence: Sequence) -> None:
+        """Nobody reads what fell out of a window: it may be anybody's by now, and not even numbers."""
+        for group, table in enumerate(sequence.block_tables):
+            for block_id in table[: self.seen(sequence, group)[0]]:
+                self.engine.store.open_write(block_id)[:] = b"\xff" * self.engine.store.block_nbytes
+                self.engine.store.close_write(block_id)
 
     def step(self, sequences: list[Sequence]) -> None:
         """One step of a chunk, or a token, each."""
         rows = [StepRow(one, min(CHUNK, one.num_uncomputed_tokens)) for one in sequences]
         for row, token in zip(rows, step(self.engine, rows), strict=True):
             row.sequence.num_computed_tokens += row.num_tokens
+            self.spoil(row.sequence)
             if token is not None:
                 row.sequence.token_ids.append(token.token_id)
                 self.outputs.setdefault(row.sequence.request_id, []).append(token)
@@ -56,9 +78,14 @@ class Done:
 
 
 def handed_over(sequence: Sequence, source: Run, target: Run) -> Sequence:
-    """The sequence on another engine, which has the bytes of its blocks."""
-    blocks = target.blocks(len(sequence.block_table) * target.block_size)
-    for there, here in zip(sequence.block_table, blocks, strict=True):
+    """The sequence on another engine, which has the bytes of its blocks, as far as it sees them."""
+    tables = target.blocks(len(sequence.block_tables[0]) * target.block_size)
+    moves = [
+        (sequence.block_tables[group][index], tables[group][index])
+        for group in range(len(tables))
+        for index in source.seen(sequence, group)
+    ]
+    for there, here in moves:
         read = source.engine.store.open_read(there)
         view = read if isinstance(read, memoryview) else read.wait(Done(), 10.0)
         assert view is not None, f"no staging memory for block {there}"
@@ -66,7 +93,7 @@ def handed_over(sequence: Sequence, source: Run, target: Run) -> Sequence:
         target.engine.store.close_write(here)
         source.engine.store.close_read(there)
     moved = Sequence(sequence.request_id, 2, list(sequence.token_ids), sequence.num_prompt_tokens, sequence.sampling, 0.0,
-                     block_table=blocks)  # fmt: skip
+                     block_tables=tables)  # fmt: skip
     moved.num_computed_tokens = sequence.num_computed_tokens
     return moved
 
@@ -76,7 +103,7 @@ def relayed(prefill: Run, decode: Run) -> Iterator[list[SampledToken]]:
     params = SamplingParams(max_tokens=100, temperature=0.0, num_logprobs=VOCAB)
     waiting = [
         Sequence(
-            str(index), 1, list(prompt), len(prompt), params, 0.0, block_table=prefill.blocks(len(prompt) + NUM_TOKENS)
+            str(index), 1, list(prompt), len(prompt), params, 0.0, block_tables=prefill.blocks(len(prompt) + NUM_TOKENS)
         )
         for index, prompt in enumerate(PROMPTS)
     ]
@@ -109,6 +136,22 @@ def test_kernels_compute_what_transformers_does(
         monkeypatch.setattr(transformers_engine, "_ops_on", lambda *_: CudaPagedOps)
     changes = {"block_size": BLOCK_SIZE, "device": "cuda" if is_cuda else "cpu"}
     engines = [engine_of(tmp_path, **changes) for _ in range(2)]
+    assert_equal(engines, model)
+
+
+@pytest.mark.timeout(120)  # the interpreter takes four seconds on a quiet machine
+@pytest.mark.filterwarnings("ignore")
+def test_kernels_over_latents_compute_what_transformers_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = saved("deepseek_v3", tmp_path)
+    is_cuda = torch.cuda.is_available()
+    if not is_cuda:
+        monkeypatch.setattr(torch_engine, "cpu_ops", lambda options, *of: CudaOps(*of, options.max_num_seqs))
+    options = options_of(tmp_path, block_size=BLOCK_SIZE, device="cuda" if is_cuda else "cpu")
+    assert_equal([TorchEngine.load(options, lambda *_: None) for _ in range(2)], model)
+
+
+def assert_equal(engines: list[TorchEngine], model: PreTrainedModel) -> None:
+    """What two engines generate, one after the other, and its log probabilities, are those of ``generate``."""
     outputs = relayed(*map(Run, engines))
     for prompt, tokens in zip(PROMPTS, outputs, strict=True):
         expected, expected_logprobs = generate(model, prompt, NUM_TOKENS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from kvrelay.engine.models.transformers_model import TransformersModel
 from .test_types import engine_of, saved
 
 WIDTH = 16
+NO_LAYERS: Any = SimpleNamespace(sliding_windows=(None,))  # of a model: no step is made
 
 
 class ShiftedRMSNorm(LlamaRMSNorm):
@@ -66,7 +68,7 @@ def test_a_part_is_replaced_only_by_one_with_its_results(kind: str, dtype: torch
     hidden = torch.randn(2, 3, WIDTH).to(dtype)
     expected = part(hidden)
     holder = Holder(part)
-    transformers_parts._replace_in(holder, CpuPagedOps(None, torch.zeros(1, dtype=dtype)), dtype)  # type: ignore[arg-type]
+    transformers_parts._replace_in(holder, CpuPagedOps(NO_LAYERS, torch.zeros(1, dtype=dtype)), dtype)
     assert (holder.part is not part) == is_replaced
     tolerance = 1e-5 if dtype == torch.float32 else 0.03
     torch.testing.assert_close(holder.part(hidden), expected, rtol=tolerance, atol=tolerance)

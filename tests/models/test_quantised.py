@@ -187,7 +187,8 @@ def logits_of(model: Any) -> torch.Tensor:
 def ours(engine: TorchEngine) -> torch.Tensor:
     """The engine's log probabilities behind the prompt."""
     num_blocks = -(-len(PROMPT) // engine.card.layout.block_size)
-    sequence = native.sequence(PROMPT, list(range(num_blocks)), num_logprobs=VOCAB)
+    num_groups = len(engine.card.layout.geometry.groups)
+    sequence = native.sequence(PROMPT, list(range(num_blocks)), num_groups=num_groups, num_logprobs=VOCAB)
     (token,) = step(engine, [StepRow(sequence, len(PROMPT))])
     assert token is not None
     dense = torch.full((VOCAB,), -math.inf)
@@ -215,9 +216,9 @@ def test_ranks_have_their_parts_of_stored_weights(llama: Path, tmp_path: Path) -
         for cut in (Cut(), Cut(0, 2), Cut(1, 2))
     )
     downs = [one.layers[0].mlp.down for one in ranks]
-    keys = [one.layers[0].qkv[48:64] for one in ranks]  # behind three query heads of 16
+    keys = [one.layers[0].attention.qkv[48:64] for one in ranks]  # behind three query heads of 16
     assert torch.equal(torch.cat(downs, dim=1), whole.layers[0].mlp.down)
-    assert torch.equal(torch.cat(keys), whole.layers[0].qkv[96:128])
+    assert torch.equal(torch.cat(keys), whole.layers[0].attention.qkv[96:128])
 
 
 def test_experts_of_fp8_through_transformers(tmp_path: Path) -> None:

@@ -6,17 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from kvrelay.common.errors import ModelError
-from kvrelay.engine.config.cut import Cut
-from kvrelay.engine.models.transformers_cut import cut_model
-from kvrelay.engine.models.transformers_model import load_model
+from kvrelay.engine.torch_engine import TorchEngine
 from tests.engine.conftest import assert_same_tokens
 from tests.engine.ranks.conftest import load_ranks
 
 from .test_kernels import Run, relayed
-from .test_types import BLOCK_SIZE, NUM_BLOCKS, engine_of, saved
+from .test_types import BLOCK_SIZE, NUM_BLOCKS, engine_of, options_of, saved
 
 # Softcaps, biases, an MLP of two products, parallel layers, and queries, keys and values in one product.
 SERVED = ("llama", "gemma2", "starcoder2", "cohere2", "gpt_neox", "exaone4")
@@ -54,6 +51,20 @@ def test_two_ranks_give_the_tokens_of_one(model_type: str, tmp_path: Path) -> No
         two.close()
 
 
+def test_ranks_have_query_heads_and_all_latents(tmp_path: Path) -> None:
+    saved("deepseek_v3", tmp_path)
+    one = TorchEngine.load(options_of(tmp_path), lambda *_: None)
+    two: Any = load_ranks(tmp_path, 2, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, dtype="float32")
+    try:
+        assert two.card.layout.geometry == one.card.layout.geometry
+        expected = list(relayed(Run(one), Run(TorchEngine.load(options_of(tmp_path), lambda *_: None))))
+        for prefill, decode in ((two, one), (one, two)):
+            for given, tokens in zip(relayed(Run(prefill), Run(decode)), expected, strict=True):
+                assert_same_tokens(given, tokens, ROUNDING)
+    finally:
+        two.close()
+
+
 @pytest.mark.parametrize(
     ("model_type", "num_ranks", "reason"),
     [
@@ -67,8 +78,12 @@ def test_two_ranks_give_the_tokens_of_one(model_type: str, tmp_path: Path) -> No
         ("llama", 4, "has 2, 4 heads in its layers, which fit 1, 2 ranks"),
     ],
 )
-def test_what_cannot_be_cut_is_named(model_type: str, num_ranks: int, reason: str, tmp_path: Path) -> None:
+def test_what_cannot_be_cut_is_named(
+    model_type: str, num_ranks: int, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without its weights, so that none are loaded for nothing."""
     saved(model_type, tmp_path)
-    whole = load_model(tmp_path, torch.float32, torch.device("cpu"))
+    (tmp_path / "model.safetensors").unlink()
+    monkeypatch.setattr("kvrelay.engine.ranks.engine.Ranks", None)
     with pytest.raises(ModelError, match=reason):
-        cut_model(whole, Cut(0, num_ranks))
+        load_ranks(tmp_path, num_ranks, backend="transformers", dtype="float32")

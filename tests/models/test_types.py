@@ -29,7 +29,9 @@ from .tiny import VOCAB, NotTinyError, generate, text_types, tiny_model
 # state.
 _ALIKE = "llama gemma2 gemma4_text gpt_oss qwen3_moe deepseek_v3 mimo_v2_flash gpt2 cohere2 opt mamba2"
 ALIKE = frozenset(_ALIKE.split())
-NATIVE = frozenset({"gpt_oss", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"})
+NATIVE = frozenset(
+    {"deepseek_v2", "deepseek_v3", "gpt_oss", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"}
+)
 _PAGE = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
 _LISTED = (
     _PAGE.partition("## Types that run through transformers")[2]
@@ -64,9 +66,9 @@ def options_of(directory: Path, **changes: Any) -> EngineOptions:
     return EngineOptions(model_dir=directory, model_id="tiny", **(chosen | changes))
 
 
-def saved(model_type: str, directory: Path) -> transformers.PreTrainedModel:
+def saved(model_type: str, directory: Path, **changes: Any) -> transformers.PreTrainedModel:
     """A tiny model of the type, saved. Raises NotTinyError."""
-    model = tiny_model(model_type)
+    model = tiny_model(model_type, **changes)
     model.save_pretrained(directory)
     return model
 
@@ -112,7 +114,18 @@ async def test_a_type_with_a_path_of_ours_generates_as_transformers(model_type: 
     )
     outline = outline_model(tmp_path, "native", BLOCK_SIZE)
     assert outline.geometry == engines.prefill.card.layout.geometry
-    assert outline.num_parameters == model.num_parameters()
+    assert outline.num_parameters == sum(tensor.numel() for tensor in model.state_dict().values())
+    await assert_equal(engines, model)
+
+
+@pytest.mark.parametrize("model_type", ["gemma3n_text", "gemma4_text"])
+@pytest.mark.filterwarnings("ignore")
+async def test_layers_that_share_keys_and_values_have_none_of_their_own(model_type: str, tmp_path: Path) -> None:
+    model = saved(model_type, tmp_path, num_kv_shared_layers=2)
+    engines = Engines(engine_of(tmp_path), engine_of(tmp_path), engine_of(tmp_path, num_blocks=NUM_SCARCE_BLOCKS))
+    geometry = engines.prefill.card.layout.geometry
+    assert sum(len(group.layers) for group in geometry.groups) == 2
+    assert outline_model(tmp_path, "transformers", BLOCK_SIZE).geometry == geometry
     await assert_equal(engines, model)
 
 

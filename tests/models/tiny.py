@@ -165,13 +165,16 @@ class NotTinyError(Exception):
     """No configuration of a type that we tried gives a small model."""
 
 
-def tiny_model(model_type: str) -> PreTrainedModel:
-    """A random model of the type, in float32. Every weight has a say: norms, sinks and biases, too. Raises NotTinyError."""
+def tiny_model(model_type: str, **changes: Any) -> PreTrainedModel:
+    """A random model of the type, in float32. Every weight has a say: norms, sinks and biases, too. Raises NotTinyError.
+
+    ``changes``: fields of its configuration.
+    """
     config_class = CONFIG_MAPPING[model_type]
     problem = ""
     for more in (MORE.get(model_type, {}), EXPERTS, {**EXPERTS, **LATENT}):
         try:
-            config = config_class(**{**SIZES, **more})
+            config = config_class(**{**SIZES, **more, **changes})
             with torch.device("meta"):
                 size = AutoModelForCausalLM.from_config(config).num_parameters()
             if size > MAX_PARAMETERS:
@@ -196,6 +199,9 @@ def _fill(model: PreTrainedModel) -> None:
                 parameter.copy_(noise * (parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 1.0))
             else:
                 parameter.add_(noise * 0.1)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.1)
 
 
 def text_types() -> list[str]:

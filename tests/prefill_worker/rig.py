@@ -7,7 +7,8 @@ from prometheus_client import CollectorRegistry
 from kvrelay.common.block_hash import HashChain
 from kvrelay.common.clock import Clock
 from kvrelay.common.sampling import SamplingParams
-from kvrelay.engine.kv.block_manager import BlockManager, sequence_owner
+from kvrelay.engine.kv.block_manager import BlockManager
+from kvrelay.engine.kv.owners import sequence_owner
 from kvrelay.engine.step.interface import Engine
 from kvrelay.engine.step.leader import Leader
 from kvrelay.engine.step.sequence import Sequence

@@ -12,7 +12,7 @@ from kvrelay.prefill_worker.scheduler import PrefillScheduler
 from kvrelay.prefill_worker.service import PrefillService
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
 from kvrelay.wire.errors import WireError
-from kvrelay.wire.messages import DecodeTarget, Offer, Submit, Timings
+from kvrelay.wire.messages import DecodeTarget, Offer, Submit
 from kvrelay.wire.transfers import DecodeLink, TransferTable
 from tests.worker.rig import ServiceRig
 
@@ -41,14 +41,14 @@ class PlayedTransfers:
         self.aborted: list[tuple[str, int]] = []
         self.broken: set[tuple[str, int]] = set()
 
-    def open(self, key: tuple[str, int], link: DecodeLink, offer: Offer, block_ids: list[int]) -> None:
+    def open(self, key: tuple[str, int], link: DecodeLink, offer: Offer, block_tables: list[list[int]]) -> None:
         self.open_keys.append(key)
 
     def blocks_ready(self, key: tuple[str, int], num_blocks: int) -> None:
         if key in self.broken and num_blocks > 0:
             raise WireError("this block sender is closed: its decode worker is lost")
 
-    def commit(self, key: tuple[str, int], token: SampledToken, num_cached_tokens: int, timings: Timings) -> None:
+    def commit(self, key: tuple[str, int], token: SampledToken, num_cached_tokens: int) -> None:
         self.committed.append(key)
 
     def abort(self, key: tuple[str, int], reason: str) -> None:

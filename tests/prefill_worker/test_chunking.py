@@ -10,7 +10,8 @@ import pytest
 
 from kvrelay.common.block_hash import HashChain
 from kvrelay.common.sampling import SampledToken, SamplingParams
-from kvrelay.engine.kv.block_manager import BlockManager, sequence_owner
+from kvrelay.engine.kv.block_manager import BlockManager
+from kvrelay.engine.kv.owners import sequence_owner
 from kvrelay.engine.step.interface import StepRow
 from kvrelay.engine.step.plan import RowResult
 from kvrelay.engine.step.sequence import Sequence

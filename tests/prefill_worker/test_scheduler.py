@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from kvrelay.common.block_hash import HashChain
-from kvrelay.common.sampling import FinishReason, SampledToken, SamplingParams
-from kvrelay.engine.kv.block_manager import BlockManager, sequence_owner
+from kvrelay.common.fair_queue import Flow
+from kvrelay.common.sampling import BeamSearch, FinishReason, SampledToken, SamplingParams
+from kvrelay.engine.kv.block_manager import BlockManager
+from kvrelay.engine.kv.owners import sequence_owner
 from kvrelay.engine.step.interface import StepRow
 from kvrelay.engine.step.plan import RowResult
 from kvrelay.engine.step.sequence import Sequence, SequenceStatus
@@ -17,17 +19,20 @@ from kvrelay.worker.scheduler import Progress
 BLOCK = 4
 
 
-def sequence(name: str, tokens: list[int], arrival_s: float = 0.0) -> Sequence:
-    params = SamplingParams(max_tokens=8, temperature=0.0)
-    return Sequence(name, 1, list(tokens), len(tokens), params, arrival_s, chain=HashChain(b"model", BLOCK))
+def sequence(name: str, tokens: list[int], arrival_s: float = 0.0, flow: Flow | None = None) -> Sequence:
+    params, chain = SamplingParams(max_tokens=8, temperature=0.0), HashChain(b"model", BLOCK)
+    return Sequence(name, 1, list(tokens), len(tokens), params, arrival_s, chain=chain, flow=flow or Flow())
 
 
 class Rig:
     """A scheduler over a pool of ``num_blocks``; ``step`` pretends to compute."""
 
-    def __init__(self, num_blocks: int = 64, **settings: int) -> None:
-        self.blocks = BlockManager(num_blocks, BLOCK, lambda: 0.0)
-        self.scheduler = PrefillScheduler(PrefillSchedulerSettings(**settings), self.blocks, num_blocks * BLOCK, "cpu")
+    def __init__(self, num_blocks: int = 64, windows: tuple[int | None, ...] = (None,), **settings: int) -> None:
+        of_scheduler = PrefillSchedulerSettings(**settings)
+        self.blocks = BlockManager(
+            num_blocks, BLOCK, lambda: 0.0, windows=windows, max_step_tokens=of_scheduler.max_batched_tokens or 512
+        )
+        self.scheduler = PrefillScheduler(of_scheduler, self.blocks, num_blocks * BLOCK, "cpu")
 
     def learn(self, token_s: float) -> None:
         """Steps have taken so long for each of their tokens."""
@@ -53,6 +58,24 @@ def test_a_long_prompt_is_computed_in_chunks_and_tells_its_ready_blocks() -> Non
         progress.append((shares, computed[0].num_ready_blocks, computed[0].token))
     assert progress == [([("a", 16)], 4, None), ([("a", 16)], 8, None), ([("a", 6)], 10, SampledToken(7))]
     assert rig.step() == ([], [])
+
+
+def test_a_beam_search_needs_no_more_room_than_any_prompt() -> None:
+    """Its beams are the decode worker's. If it had to have all its blocks here, it would wait for ever, and all behind it."""
+    rig = Rig(16, windows=(None, 8), max_batched_tokens=8)
+    search = sequence("search", list(range(40)))
+    search.sampling = SamplingParams(max_tokens=8, temperature=0.0, beam_search=BeamSearch(width=2, num_return=1))
+    rig.scheduler.add(search)
+    shares = [rig.step()[0] for _ in range(5)]
+    assert shares == [[("search", 8)]] * 5
+
+
+def test_keys_share_and_a_better_class_comes_before_all_of_a_lower_one() -> None:
+    rig = Rig(max_batched_tokens=16)
+    names = [("f1", "flood", 0), ("f2", "flood", 0), ("f3", "flood", 0), ("a1", "a", 0), ("h1", "flood", -10)]
+    for place, (name, key, priority) in enumerate(names):
+        rig.scheduler.add(sequence(name, [place] * 16, place / 100, Flow(key, priority)))
+    assert [rig.step(now_s=0.1)[0] for _ in names] == [[(name, 16)] for name in ("h1", "f1", "a1", "f2", "f3")]
 
 
 def test_prompts_share_a_step_in_order_of_arrival() -> None:

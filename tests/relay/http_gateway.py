@@ -20,12 +20,14 @@ import tokenizers.trainers
 import uvicorn
 from prometheus_client import CollectorRegistry
 
+from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.decode_worker.worker import DecodeWorker
 from kvrelay.engine.fake.engine import fake_card
 from kvrelay.gateway.app import create_app
 from kvrelay.gateway.main import make_http_server
 from kvrelay.gateway.metrics import GatewayMetrics, Refusals
-from kvrelay.gateway.settings import DiscoverySettings, GatewaySettings, HttpLimits, RelaySettings
+from kvrelay.gateway.settings import DiscoverySettings, GatewaySettings, HttpLimits, RelaySettings, TraceSettings
+from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
 from kvrelay.prefill_worker.worker import PrefillWorker
 
 from .workers import LINKS, OnStep, assert_nothing_held, decode_worker, prefill_worker
@@ -89,23 +91,31 @@ async def deployment(
     http: HttpLimits | None = None,
     send_buffer_bytes: int | None = None,
     drain_s: float = 2,
+    traces: TraceSettings | None = None,
+    chunk_tokens: int | None = None,
 ) -> AsyncIterator[Deployment]:
     """Everything up and ready; stopped afterwards. ``gate`` (of the decode worker) and ``prefill_gate`` see every step's rows;
-    without ``hands_over`` the gateway knows no prefill worker; ``send_buffer_bytes``: what the kernel may hold of an answer."""
+    without ``hands_over`` the gateway knows no prefill worker; ``send_buffer_bytes``: what the kernel may hold of an answer;
+    ``chunk_tokens``: of prompts that one step computes at most."""
     card = fake_card(vocab_size=VOCAB, num_blocks=128)
-    decode, prefill = decode_worker(None, card, gate), prefill_worker(None, card, prefill_gate)
+    num_seqs = 64 if chunk_tokens is None else min(64, chunk_tokens)
+    decode_settings = DecodeSchedulerSettings(max_batched_tokens=chunk_tokens, max_num_seqs=num_seqs)
+    decode = decode_worker(None, card, gate, settings=decode_settings)
+    prefill_settings = PrefillSchedulerSettings(max_batched_tokens=chunk_tokens)
+    prefill = prefill_worker(None, card, prefill_gate, settings=prefill_settings)
     workers: Sequence[PrefillWorker | DecodeWorker] = [decode, prefill]
     for worker in workers:
         await worker.start()
     settings = GatewaySettings(
         relay=relay or RelaySettings(local_prefill="fallback", room_timeout_s=5.0),
-        model=str(directory),
+        model=(str(directory),),
         served_model_name="tiny",
         workers=DiscoverySettings(
             prefill_workers=(prefill.address,) if hands_over else (), decode_workers=(decode.address,)
         ),
         max_body_bytes=100_000,
         http=http or HttpLimits(),
+        traces=traces or TraceSettings(),
     )
     listener = socket.socket()
     if send_buffer_bytes is not None:

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 from kvrelay.common.sampling import SamplingParams
 from kvrelay.decode_worker.worker import DecodeWorker
 from kvrelay.engine.fake.engine import expected_output, fake_card
-from kvrelay.engine.kv.block_manager import Owner, OwnerKind
+from kvrelay.engine.kv.owners import Owner, OwnerKind
 from kvrelay.gateway.metrics import GatewayMetrics
 from kvrelay.gateway.relay.request import GenerationRequest, RequestTimings
 from kvrelay.wire.blocks.frames import BlockHeader
@@ -62,6 +62,7 @@ class Proved:
     """A header with the checksum of another payload."""
 
     def __init__(self, header: BlockHeader, payload: memoryview) -> None:
+        self.payload_nbytes = header.payload_nbytes
         self._frame = header.pack(payload)
 
     def pack(self, payload: memoryview) -> bytes:
@@ -157,7 +158,7 @@ async def test_a_request_that_a_worker_has_no_blocks_for_moves_to_one_that_has()
         await relay.run(GenerationRequest("a", prompt, sampling, RequestTimings(0.0)), take)
         crowded[0].blocks.release(THIEF)
     assert output == expected_output(prompt, 60, VOCAB)
-    assert metrics.registry.get_sample_value("kvrelay_attempts_total", {"outcome": "moved"}) == 1
+    assert metrics.registry.get_sample_value("kvrelay_attempts_total", {"model": "tiny", "outcome": "moved"}) == 1
 
 
 async def test_a_decode_worker_that_dies_is_replaced_without_a_seam() -> None:

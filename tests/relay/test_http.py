@@ -211,7 +211,7 @@ async def test_raw_bodies(up: Deployment) -> None:
 
 
 async def test_a_full_pool_is_an_honest_503(model: Path) -> None:
-    from kvrelay.engine.kv.block_manager import Owner, OwnerKind  # noqa: PLC0415
+    from kvrelay.engine.kv.owners import Owner, OwnerKind  # noqa: PLC0415
     from kvrelay.gateway.settings import RelaySettings  # noqa: PLC0415
 
     async with deployment(model, relay=RelaySettings(local_prefill="fallback", room_timeout_s=0.3)) as up:

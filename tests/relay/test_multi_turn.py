@@ -18,7 +18,7 @@ from kvrelay.common.block_hash import HashChain
 from kvrelay.common.retention import Retention
 from kvrelay.decode_worker.worker import DecodeWorker
 from kvrelay.engine.fake.engine import fake_card
-from kvrelay.engine.kv.block_manager import Owner, OwnerKind
+from kvrelay.engine.kv.owners import Owner, OwnerKind
 from kvrelay.gateway.metrics import GatewayMetrics
 from kvrelay.gateway.relay.relay import Relay
 from kvrelay.gateway.relay.request import GenerationSpec
@@ -164,11 +164,11 @@ async def test_who_has_a_prompt_no_more_as_was_thought_refuses_it() -> None:
         turn = [*prompt, *output, *tokens(2, 3)]
         await c.generate("b", turn, 12)
         outcomes = c.metrics.attempts
-        assert outcomes.labels("not_cached")._value.get() == 1
-        assert outcomes.labels("finished")._value.get() == 2
+        assert outcomes.labels("tiny", "not_cached")._value.get() == 1
+        assert outcomes.labels("tiny", "finished")._value.get() == 2
         await c.settled()
         assert (await c.generate("c", turn, 12))[1] == full_blocks(len(turn) - 1)  # known again
-        assert outcomes.labels("not_cached")._value.get() == 1
+        assert outcomes.labels("tiny", "not_cached")._value.get() == 1
 
 
 async def test_the_other_policy_knows_no_prefixes() -> None:

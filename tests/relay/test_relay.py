@@ -15,7 +15,7 @@ from kvrelay.common.model_card import ModelCard
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.engine.fake.engine import expected_output, fake_card
 from kvrelay.engine.fake.step import Share
-from kvrelay.engine.kv.block_manager import Owner, OwnerKind
+from kvrelay.engine.kv.owners import Owner, OwnerKind
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
 from kvrelay.wire.messages import Cancel, Cancelled, Failed, FailureCode
 

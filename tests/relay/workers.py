@@ -53,7 +53,7 @@ def prefill_worker(
     **options: Any,
 ) -> PrefillWorker:
     """``options``: further ones of the setup."""
-    engine = FakeEngine(card or fake_card(), on_step or (lambda rows: None))
+    engine = FakeEngine(card or fake_card(), on_step or (lambda rows: None), has_adapters="adapters" in options)
     setup = worker_setup(name, registry, **options)
     return PrefillWorker(engine, settings or PrefillSchedulerSettings(), setup, transfer_settings)
 
@@ -68,7 +68,7 @@ def decode_worker(
     **options: Any,
 ) -> DecodeWorker:
     """The same."""
-    engine = FakeEngine(card or fake_card(), on_step or (lambda rows: None))
+    engine = FakeEngine(card or fake_card(), on_step or (lambda rows: None), has_adapters="adapters" in options)
     return DecodeWorker(engine, settings or DecodeSchedulerSettings(), ADDRESS, worker_setup(name, registry, **options))
 
 
@@ -95,13 +95,14 @@ async def gateway(
     for worker in workers:
         await worker.start()
     network = Network.open()
-    pool = WorkerPool("gateway", metrics, LINKS, network, needs_prefill_workers=False)
+    of_model = metrics.of_model("tiny")
+    pool = WorkerPool("gateway", of_model, LINKS, network, needs_prefill_workers=False)
     pool.update(static_workers([worker.address for worker in prefills], [worker.address for worker in decodes]))
     try:
         while not all(worker.is_usable or worker.misfit for worker in pool.workers):
             pool.changed.clear()
             await pool.changed.wait()
-        yield Relay(pool, settings, metrics, network.clock)
+        yield Relay(pool, settings, of_model, network.clock)
     finally:
         await pool.stop()
         for worker in [worker for worker in reversed(workers) if worker not in dead]:
@@ -125,6 +126,6 @@ async def generate(
         return True
 
     await relay.run(request, take)
-    assert output == expected_output(prompt, max_tokens, fake_card().vocab_size)
+    assert output == expected_output(prompt, max_tokens, fake_card().vocab_size, request.adapter)
     assert len(num_cached) == 1
     return output, num_cached.pop()

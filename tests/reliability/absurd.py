@@ -19,6 +19,13 @@ from kvrelay.wire.messages import Message
 _INTS = (-(2**63), -(2**31), -5, -1, *range(6), 8, 63, 64, 255, 256, 1000, 2**31 - 1, 2**31, 2**32, 2**63, 2**64 - 1)
 _FLOATS = (math.nan, math.inf, -math.inf, -1.0, -0.0, 0.0, 1e-300, 0.5, 1.0, 2.0, 30.0, 1e9, 1e308)
 _STRINGS = ("", "a", "b", "0", "x" * 300, "line\nline", "\0", "ß𝄞", "tcp://127.0.0.1:1", "nonsense", "{}", "%s%n")
+_SCALARS: dict[type[inspect.Type], Sequence[Any]] = {
+    inspect.IntType: _INTS,
+    inspect.FloatType: _FLOATS,
+    inspect.StrType: _STRINGS,
+    inspect.BoolType: (False, True),
+    inspect.NoneType: (None,),
+}
 _LENGTHS = (0, 0, 1, 1, 2, 3, 6, 40)
 _KNOWN_SHARE = 0.6
 
@@ -57,21 +64,17 @@ def _maker(kind: inspect.Type) -> _Maker:
         case inspect.TupleType(item_types=items):
             makers = [_maker(item) for item in items]
             made = lambda rng, known: [make(rng, known) for make in makers]  # noqa: E731
+        case inspect.DictType(key_type=key_kind, value_type=value_kind):
+            key, value = _maker(key_kind), _maker(value_kind)
+            made = lambda rng, known: {key(rng, known): value(rng, known) for _ in range(rng.choice(_LENGTHS))}  # noqa: E731
         case inspect.EnumType(cls=cls):
             values = [each.value for each in cls]
             made = lambda rng, _: rng.choice(values)  # noqa: E731
-        case inspect.IntType():
-            made = lambda rng, _: rng.choice(_INTS)  # noqa: E731
-        case inspect.FloatType():
-            made = lambda rng, _: rng.choice(_FLOATS)  # noqa: E731
-        case inspect.StrType():
-            made = lambda rng, _: rng.choice(_STRINGS)  # noqa: E731
         case inspect.BytesType():
             made = lambda rng, _: rng.randbytes(rng.choice((0, 1, 16, 16, 32, 33)))  # noqa: E731
-        case inspect.BoolType():
-            made = lambda rng, _: rng.random() < 0.5  # noqa: E731
-        case inspect.NoneType():
-            made = lambda _rng, _known: None  # noqa: E731
+        case inspect.IntType() | inspect.FloatType() | inspect.StrType() | inspect.BoolType() | inspect.NoneType():
+            choices = _SCALARS[type(kind)]
+            made = lambda rng, _: rng.choice(choices)  # noqa: E731
         case _:
             raise TypeError(f"{kind}: no values are made of this type yet; add them here")
     return made

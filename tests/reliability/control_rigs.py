@@ -26,16 +26,18 @@ from kvrelay.prefill_worker.scheduler import PrefillScheduler
 from kvrelay.prefill_worker.service import PrefillService
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
 from kvrelay.wire.blocks.frames import BlockHeader, parse_header
+from kvrelay.wire.blocks.pieces import whole_block
 from kvrelay.wire.blocks.send_job import SendTicket
 from kvrelay.wire.codec import MAX_CONTROL_FRAME_NBYTES, Codec
 from kvrelay.wire.control.server import ControlServer
-from kvrelay.wire.leases.lease import LeaseSettings, whole_block
+from kvrelay.wire.leases.lease import LeaseSettings
 from kvrelay.wire.leases.table import LeaseTable
 from kvrelay.wire.messages import FailureCode, Message, Offer
 from kvrelay.wire.metrics import WireMetrics
 from kvrelay.wire.network import Network
 from kvrelay.wire.settings import LinkSettings
 from kvrelay.wire.transfers import DecodeLink, TransferSettings, TransferTable
+from kvrelay.worker.adapters import AdapterStore
 from kvrelay.worker.metrics import EngineMetrics
 from kvrelay.worker.model_worker import ModelWorker
 from kvrelay.worker.service import Ports
@@ -106,7 +108,7 @@ class _Rig:
         return self.now_s
 
     def ports(self) -> Ports:
-        return Ports(self.server.send, cast("Any", self), self.call, NoGuides(), lambda: None)
+        return Ports(self.server.send, cast("Any", self), self.call, NoGuides(), lambda: None, AdapterStore(None, None))
 
     def call(self, function: Callable[..., object], *args: Any) -> None:
         """As OnLoop."""
@@ -214,9 +216,8 @@ class PrefillRig(_Rig):
         scheduler = PrefillScheduler(PrefillSchedulerSettings(), self.blocks, CARD.max_model_len, "cpu")
         self.model = ModelWorker(Leader(self.engine), scheduler, self.metrics, self.reports.append, self.clock)
         self.service: PrefillService = PrefillService(self.identity, self.blocks, self.clock)
-        transfers = TransferTable(
-            self.engine.store, self.service, TransferSettings(), WireMetrics(CollectorRegistry()), self.clock
-        )
+        geometry, metrics = CARD.layout.geometry, WireMetrics(CollectorRegistry())
+        transfers = TransferTable(self.engine.store, geometry, self.service, TransferSettings(), metrics, self.clock)
         self.server = _Server(self.service, self.network)
         self.service.ports = self.ports()
         self.service.attach(cast("DecodeLinks", self), transfers)

@@ -158,8 +158,7 @@ class Member:
         body = self.fetch("/debug/kv", 30.0)
         assert body is not None, f"{self.name} does not tell its ledger; its log is {self.log}"
         state: dict[str, Any] = json.loads(body)
-        (group,) = state["ledger"]["groups"]
-        return {**state["ledger"], **group, "num_requests": len(state["requests"])}
+        return {**state["ledger"], "num_requests": len(state["requests"])}
 
     def counted(self, name: str) -> float:
         """The sum of a metric's samples."""

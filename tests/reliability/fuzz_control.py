@@ -16,7 +16,7 @@ import msgspec
 
 from kvrelay.common.sampling import SampledToken
 from kvrelay.engine.fake.engine import expected_output
-from kvrelay.engine.kv.block_manager import sequence_owner
+from kvrelay.engine.kv.owners import sequence_owner
 from kvrelay.wire.codec import Codec
 from kvrelay.wire.errors import MalformedMessageError
 from kvrelay.wire.leases.lease import VerifiedLease
@@ -30,7 +30,6 @@ from kvrelay.wire.messages import (
     Renew,
     Role,
     Submit,
-    Timings,
     Tokens,
     Verified,
 )
@@ -170,7 +169,7 @@ class DecodeFuzz(_Fuzz):
 
     def on_lease_verified(self, lease: VerifiedLease) -> None:
         """As LeaseHandler: whoever's lease it is, its memory must be what an honest worker computes for these tokens."""
-        for block_id, block in zip(lease.block_ids, kv_blocks(list(lease.offer.token_ids)), strict=False):
+        for block_id, block in zip(lease.block_tables[0], kv_blocks(list(lease.offer.token_ids)), strict=False):
             assert bytes(self.rig.engine.store.block(block_id)) == block, f"lease {lease.lease_id}: other bytes"
         self.num_verified += 1
         self.rig.service.on_lease_verified(lease)
@@ -312,7 +311,6 @@ def _commit_of(grant: Grant, offer: Offer, first_token: int) -> Commit:
         chain_hash=offer.block_hashes[-1],
         first_token=SampledToken(first_token),
         num_cached_tokens=0,
-        timings=Timings(),
     )
 
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
-from kvrelay.engine.kv.block_manager import Owner, OwnerKind
+from kvrelay.engine.kv.owners import Owner, OwnerKind
 from kvrelay.wire.blocks.frames import parse_header
 
-from ..wire.lease_bench import TWO_PIECES, content_of
+from ..wire.lease_bench import TWO_GROUPS, content_of
 from ..wire.leases.test_leases_at_random import LeaseMachine, SealedLeaseMachine
 
 Changes = dict[int, int]
@@ -59,9 +59,11 @@ class LyingMachine(LeaseMachine):
         num_rejected = self.num_rejected
         if self.bench.receive((frame, payload)) == "ok":
             taken = parse_header(frame)
-            block_id = self.manager.owned_blocks(Owner(OwnerKind.LEASE, str(taken.lease_id)))[taken.block_index]
+            part = self.pieces[taken.piece_index]
+            owner = Owner(OwnerKind.LEASE, str(taken.lease_id))
+            block_id = self.manager.owned_blocks(owner, part.group)[taken.block_index]
+            assert block_id is not None, "a piece that nobody sees was taken"
             right = content_of(self.offers[taken.lease_id].block_hashes[taken.block_index])
-            part = TWO_PIECES[taken.piece_index]
             assert taken.sender_rank == part.sender_rank, "another rank's piece was taken"
             there = slice(part.start, part.start + part.nbytes)
             assert bytes(self.store.block(block_id)[there]) == right[there], "other bytes were taken"
@@ -76,5 +78,12 @@ class SealedLyingMachine(LyingMachine, SealedLeaseMachine):
     """Sealed ones."""
 
 
+class TwoGroupsLyingMachine(LyingMachine):
+    """Of a model with two groups of layers."""
+
+    pieces = TWO_GROUPS
+
+
+TestLyingFramesOfTwoGroups = TwoGroupsLyingMachine.TestCase
 TestLyingFrames = LyingMachine.TestCase
 TestSealedLyingFrames = SealedLyingMachine.TestCase

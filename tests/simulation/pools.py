@@ -144,7 +144,7 @@ def run(pools: Pools, mix: Mix, seconds: float, seed: int = 1) -> Result:
     """Requests come for so long, to workers that have computed a few others; returns when all have ended."""
     relay = RelaySettings(local_prefill=pools.local_prefill)
     with living(lambda: World(seed, pools.num_prefills, pools.num_decodes, 1, MACHINES, relay)) as world:
-        _calm(world)
+        calm(world)
         gateway = world.members["g0"]
         tasks: list[asyncio.Task[None]] = []
 
@@ -174,7 +174,7 @@ def run(pools: Pools, mix: Mix, seconds: float, seed: int = 1) -> Result:
         return Result(outcomes, dict(gateway.relay.prompt_ways), seconds)
 
 
-def _calm(world: World) -> None:
+def calm(world: World) -> None:
     """A network and machines that have nothing against anybody."""
     wires = world.wires
     world.loop.step_s = wires.message_s = wires.send_s = wires.receive_s = 0.0005

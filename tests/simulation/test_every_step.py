@@ -17,6 +17,7 @@ from .world import Client, World, running
 PROMPT = list(range(1, 40))
 NUM_TOKENS = 12
 SEED = 7
+WINDOWS = (None, 10)  # of two groups of layers: blocks also fall out of a window
 AT_ONCE_S = 3.0  # of a request that needs another attempt; nothing of what waits for a time-out is over by then
 NO_VERDICT_S = TransferSettings().verify_timeout_s
 # Every so many moments, by hypothesis's profile; each fault begins at another one.
@@ -39,7 +40,7 @@ WORKER_FAULTS: dict[str, Fault] = {
 @pytest.fixture(scope="module")
 def moments() -> range:
     """The events of the undisturbed request."""
-    with running(SEED) as world:
+    with running(SEED, windows=WINDOWS) as world:
         first = world.loop.num_events + 1
         client = world.submit("g0", PROMPT, NUM_TOKENS)
         while client.outcome is None:
@@ -54,7 +55,7 @@ def moments() -> range:
 
 def struck(moment: int, fault: Fault, *, seal_kv: bool = False) -> tuple[World, Client]:
     """The world after ``fault`` came right before event ``moment``, everything settled and checked."""
-    with running(SEED, seal_kv=seal_kv) as world:
+    with running(SEED, windows=WINDOWS, seal_kv=seal_kv) as world:
         world.loop.triggers[moment] = lambda: fault(world)
         client = world.submit("g0", PROMPT, NUM_TOKENS, defers=moment % 4 > 1)
         world.advance(12.0)  # longer than silence is borne
@@ -79,8 +80,8 @@ def test_a_worker_or_a_connection_fails_and_the_client_sees_nothing(name: str, m
 def test_a_broken_connection_for_blocks_is_noticed_at_once_and_no_worker_counts_as_lost(moments: range) -> None:
     """Not by a time-out: all workers are well, and so are their links to the gateway."""
     num_tried_again = 0
-    for moment in moments[:: max(1, STRIDE // 3)]:
-        with running(SEED, seal_kv=moment % 2 == 1, local_prefill="fallback") as world:
+    for moment in moments[:: max(1, STRIDE // 4)]:
+        with running(SEED, windows=WINDOWS, seal_kv=moment % 2 == 1, local_prefill="fallback") as world:
             gateways = [one for one in world.wires.connections if one.client.process.name.startswith("g")]
 
             def strike(world: World = world) -> None:
@@ -105,7 +106,9 @@ def test_a_connection_for_blocks_that_leads_nowhere_is_not_used_again(moments: r
     num_waited = 0
     for moment in moments[:: max(1, STRIDE // 5)]:
         seal_kv = moment % 2 == 1
-        with running(SEED, num_prefills=1, num_decodes=1, seal_kv=seal_kv, local_prefill="fallback") as world:
+        with running(
+            SEED, windows=WINDOWS, num_prefills=1, num_decodes=1, seal_kv=seal_kv, local_prefill="fallback"
+        ) as world:
             world.loop.triggers[moment] = lambda world=world: freeze_blocks("p0", "d0")(world)
             client, begun_s = world.submit("g0", PROMPT, NUM_TOKENS), world.loop.now_s
             while client.outcome is None and world.loop.now_s < begun_s + NO_VERDICT_S + AT_ONCE_S:
@@ -129,7 +132,7 @@ SLOW_TOKENS = 60
 @pytest.fixture(scope="module")
 def slow_moments() -> range:
     """The events of the undisturbed request on a slow model."""
-    with running(SEED) as world:
+    with running(SEED, windows=WINDOWS) as world:
         world.loop.step_s = SLOW_STEP_S
         first, begun_s = world.loop.num_events + 1, world.loop.now_s
         client = world.submit("g0", PROMPT, SLOW_TOKENS)
@@ -143,7 +146,7 @@ def slow_moments() -> range:
 def test_whose_client_or_gateway_is_gone_holds_no_block_after_a_second(name: str, slow_moments: range) -> None:
     fault: Fault = leave if name == "leave" else kill("g0")
     for moment in slow_moments[:: max(1, STRIDE // 2)]:
-        with running(SEED) as world:
+        with running(SEED, windows=WINDOWS) as world:
             world.loop.step_s = SLOW_STEP_S
             gone_s: list[float] = []
 
@@ -167,7 +170,7 @@ def test_blocks_are_not_written_again_while_they_are_being_sent(moments: range) 
     """The next prompt waits for just the blocks of the one that is taken back in the midst of its hand-off."""
     num_finished = 0
     for moment in moments[:: max(1, STRIDE // 3)]:
-        with running(SEED, num_prefills=1, num_decodes=1) as world:
+        with running(SEED, windows=WINDOWS, num_prefills=1, num_decodes=1) as world:
             world.wires.send_s = 0.05
             world.loop.triggers[moment] = lambda world=world: leave(world)
             world.submit("g0", PROMPT, NUM_TOKENS)

@@ -34,7 +34,10 @@ class Acts(RuleBasedStateMachine):
         self.world: World
 
     def begin(self, seed: int, seal_kv: bool) -> None:
-        self.world = self.stack.enter_context(running(seed, num_gateways=2, seal_kv=seal_kv))
+        windows = (None, 10) if seed % 2 else (None,)  # of groups of layers
+        drafts = seed % 3 == 0  # decode workers speculate
+        world = running(seed, num_gateways=2, seal_kv=seal_kv, windows=windows, drafts=drafts)
+        self.world = self.stack.enter_context(world)
 
     @rule(gateway=GATEWAYS, family=st.integers(0, 2), num_prompt=st.integers(1, 60), num_tokens=st.integers(1, 30))
     def submit(self, gateway: str, family: int, num_prompt: int, num_tokens: int) -> None:

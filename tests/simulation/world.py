@@ -34,6 +34,7 @@ from kvrelay.prefill_worker.worker import PrefillWorker
 from kvrelay.wire.messages import TokenDelta
 from kvrelay.wire.settings import LinkSettings
 from kvrelay.worker.setup import Setup
+from tests.drafters import FakeOracle
 
 from .clock import Process, ProcessState, SimLoop, no_real_clock
 from .threads import SimModelLoop, sim_network
@@ -94,6 +95,7 @@ class Machines:
     num_blocks: int = NUM_BLOCKS
     block_size: int = 4
     seal_kv: bool = False
+    windows: tuple[int | None, ...] = (None,)  # of each group of layers
     prefill: PrefillSchedulerSettings = field(
         default_factory=lambda: PrefillSchedulerSettings(max_batched_tokens=16, max_num_seqs=3, max_waiting=8)
     )
@@ -103,11 +105,12 @@ class Machines:
         )
     )
     pace: FakePace | None = None  # None: steps take a moment by chance; else nothing runs ahead or is read back twice
+    drafts: bool = False  # decode workers speculate, and are wrong now and then
     checks_books: bool = True  # of every worker, after every event
 
     def engine(self, process: Process, *, runs_ahead: bool) -> FakeEngine:
         """A worker's, in that process."""
-        card = fake_card(num_blocks=self.num_blocks, block_size=self.block_size, vocab_size=VOCAB)
+        card = fake_card(num_blocks=self.num_blocks, block_size=self.block_size, vocab_size=VOCAB, windows=self.windows)
         pace = self.pace
         if pace is None:
             return FakeEngine(card, runs_ahead=runs_ahead)
@@ -159,7 +162,7 @@ class World:
     def _boot(self, name: str, member: Member, epoch: int) -> None:
         network = sim_network(self.wires)
         if name[0] == "g":
-            metrics = GatewayMetrics(member.registry)
+            metrics = GatewayMetrics(member.registry).of_model("tiny")
             member.pool = WorkerPool(member.process.name, metrics, LINKS, network, needs_prefill_workers=False)
             member.relay = Relay(member.pool, self._relay, metrics, network.clock)
             addresses = [[f"tcp://{one}:1" for one in names] for names in (self.prefill_names, self.decode_names)]
@@ -181,7 +184,8 @@ class World:
         if name[0] == "p":
             worker = PrefillWorker(engine, machines.prefill, setup)
         else:
-            worker = DecodeWorker(engine, machines.decode, f"tcp://{name}:2", setup)
+            drafter = FakeOracle(VOCAB) if machines.drafts else None
+            worker = DecodeWorker(engine, machines.decode, f"tcp://{name}:2", setup, drafter)
         member.worker = worker
         asyncio.ensure_future(worker.start())  # noqa: RUF006 - the loop keeps it
 
@@ -359,7 +363,11 @@ class World:
     def count(self, metric: str, **labels: str) -> float:
         """A metric, over all members so far."""
         members = [*self.members.values(), *self.ended]
-        return sum(member.registry.get_sample_value(metric, labels) or 0 for member in members)
+        return sum(
+            member.registry.get_sample_value(metric, labels if member.relay is None else {**labels, "model": "tiny"})
+            or 0
+            for member in members
+        )
 
 
 @contextmanager
@@ -372,10 +380,12 @@ def running(
     seal_kv: bool = False,
     num_blocks: int = NUM_BLOCKS,
     local_prefill: str = "sooner",
+    windows: tuple[int | None, ...] = (None,),
+    drafts: bool = False,
 ) -> Iterator[World]:
     """A world with everybody up, whose steps take moments by chance."""
     relay = RelaySettings(local_prefill=local_prefill, request_timeout_s=60, room_timeout_s=20)
-    machines = Machines(num_blocks=num_blocks, seal_kv=seal_kv)
+    machines = Machines(num_blocks=num_blocks, seal_kv=seal_kv, windows=windows, drafts=drafts)
     with living(lambda: World(seed, num_prefills, num_decodes, num_gateways, machines, relay)) as world:
         yield world
 

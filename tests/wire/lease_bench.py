@@ -17,14 +17,16 @@ from prometheus_client import CollectorRegistry
 
 from kvrelay.common.block_hash import HashChain
 from kvrelay.common.sampling import SampledToken, SamplingParams
-from kvrelay.engine.fake.engine import MemoryStore
-from kvrelay.engine.kv.block_manager import BlockManager, Owner, OwnerKind
+from kvrelay.engine.fake.engine import MemoryStore, fake_card
+from kvrelay.engine.kv.block_manager import BlockManager
+from kvrelay.engine.kv.owners import Owner, OwnerKind
 from kvrelay.wire.blocks.frames import BlockHeader, parse_header
+from kvrelay.wire.blocks.pieces import Piece, whole_block
 from kvrelay.wire.blocks.seal import TAG_NBYTES, BlockSealer
 from kvrelay.wire.errors import BlockRefusedError
-from kvrelay.wire.leases.lease import LeaseSettings, Piece, VerifiedLease, whole_block
+from kvrelay.wire.leases.lease import LeaseSettings, VerifiedLease
 from kvrelay.wire.leases.table import LeaseTable
-from kvrelay.wire.messages import Commit, FailureCode, Grant, Offer, Timings
+from kvrelay.wire.messages import Commit, FailureCode, Grant, Offer
 from kvrelay.wire.metrics import WireMetrics
 
 Key = tuple[str, int]
@@ -37,7 +39,9 @@ BAD_PAYLOAD = b"\xee" * BLOCK_NBYTES
 EPOCH = 7
 TTL_S = 30.0
 FINGERPRINT = b"f" * 16
+GEOMETRY = fake_card(block_size=BLOCK_SIZE, token_nbytes=BLOCK_NBYTES // BLOCK_SIZE).layout.geometry
 TWO_PIECES = (Piece(0, 0, 128), Piece(1, 128, BLOCK_NBYTES - 128))  # of two ranks
+TWO_GROUPS = (Piece(0, 0, BLOCK_NBYTES), Piece(0, 0, BLOCK_NBYTES - 64, group=1, window=5))  # the second is smaller
 
 
 class Clock:
@@ -56,9 +60,13 @@ class LeaseBlocks:
     def __init__(self, manager: BlockManager) -> None:
         self.manager = manager
 
-    def reserve(self, lease_key: str, num_blocks: int, hashes: Sequence[bytes]) -> tuple[list[int], int] | None:
-        allocation = self.manager.allocate(Owner(OwnerKind.LEASE, lease_key), num_blocks, hashes)
-        return None if allocation is None else (allocation.block_ids, allocation.num_cached)
+    def reserve(
+        self, lease_key: str, num_blocks: int, hashes: Sequence[bytes], num_tokens: int
+    ) -> tuple[list[list[int]], int] | None:
+        allocation = self.manager.allocate(
+            Owner(OwnerKind.LEASE, lease_key), num_blocks, hashes, num_computed_tokens=num_tokens
+        )
+        return None if allocation is None else (allocation.block_tables, allocation.num_cached)
 
     def release(self, lease_key: str) -> None:
         self.manager.release(Owner(OwnerKind.LEASE, lease_key))
@@ -159,8 +167,9 @@ class LeaseBench:
     ) -> None:
         self.clock = Clock()
         self.pieces = pieces
-        self.manager = BlockManager(num_blocks, BLOCK_SIZE, lambda: 0.0)
-        self.store = self.new_store(num_blocks)
+        windows = tuple({piece.group: piece.window for piece in pieces}.values())
+        self.manager = BlockManager(num_blocks * len(windows), BLOCK_SIZE, lambda: 0.0, windows=windows)
+        self.store = self.new_store(num_blocks * len(windows))
         self.ends = LeaseEnds()
         self.registry = CollectorRegistry()
         self.metrics = WireMetrics(self.registry)
@@ -205,8 +214,12 @@ class LeaseBench:
 
     def assert_holds(self, lease: VerifiedLease) -> None:
         """The pool has what was offered."""
-        for block_id, block_hash in zip(lease.block_ids, lease.offer.block_hashes, strict=False):
-            assert bytes(self.store.block(block_id)) == content_of(block_hash)
+        num_tokens = len(lease.offer.token_ids)
+        for piece in self.pieces:
+            for index in range(piece.first_block(num_tokens, BLOCK_SIZE), len(lease.offer.block_hashes)):
+                there = slice(piece.start, piece.start + piece.nbytes)
+                found = bytes(self.store.block(lease.block_tables[piece.group][index]))[there]
+                assert found == content_of(lease.offer.block_hashes[index])[there]
 
     def assert_all_free(self) -> None:
         """No lease holds anything, no view is open, the books balance."""
@@ -256,7 +269,6 @@ class Granted:
             chain_hash=self.offer.block_hashes[-1],
             first_token=SampledToken(1),
             num_cached_tokens=0,
-            timings=Timings(),
         )
         return msgspec.structs.replace(commit, **changes)
 

@@ -9,14 +9,15 @@ import zmq
 from prometheus_client import CollectorRegistry
 
 from kvrelay.common.sampling import SampledToken
-from kvrelay.engine.kv.block_manager import BlockManager, Owner, OwnerKind
+from kvrelay.engine.kv.block_manager import BlockManager
+from kvrelay.engine.kv.owners import Owner, OwnerKind
 from kvrelay.wire.leases.lease import VerifiedLease
 from kvrelay.wire.lines.block_sender import BlockSender
 from kvrelay.wire.lines.data_plane import BlockReceiver
 from kvrelay.wire.lines.shared.place import SharedPlace
 from kvrelay.wire.lines.shared.receiver import SharedReceiver
 from kvrelay.wire.lines.shared.sender import SharedTarget
-from kvrelay.wire.messages import Abort, Commit, FailureCode, Grant, Message, Offer, Reject, Timings, Verified
+from kvrelay.wire.messages import Abort, Commit, FailureCode, Grant, Message, Offer, Reject, Verified
 from kvrelay.wire.metrics import WireMetrics
 from kvrelay.wire.transfers import DecodeLink, TransferSettings, TransferTable
 
@@ -24,6 +25,7 @@ from .lease_bench import (
     BLOCK_NBYTES,
     BLOCK_SIZE,
     EPOCH,
+    GEOMETRY,
     NUM_TOKENS,
     WAIT_S,
     Key,
@@ -99,7 +101,7 @@ class Rig(LeaseBench):
         self.source = self.new_store(num_blocks)
         self.transfer_ends = TransferEnds()
         self.transfers = TransferTable(
-            self.source, self.transfer_ends, TransferSettings(), self.prefill_metrics, self.clock
+            self.source, GEOMETRY, self.transfer_ends, TransferSettings(), self.prefill_metrics, self.clock
         )
         self.senders: list[BlockSender] = []
         self.peers = ExitStack()  # others who send
@@ -129,9 +131,9 @@ class Rig(LeaseBench):
         owner = Owner(OwnerKind.SEQUENCE, f"{offer.request_id}/{offer.attempt}")
         allocation = self.source_manager.allocate(owner, len(offer.block_hashes), ())
         assert allocation is not None
-        for block_id, block_hash in zip(allocation.block_ids, offer.block_hashes, strict=True):
+        for block_id, block_hash in zip(allocation.block_tables[0], offer.block_hashes, strict=True):
             self.source.block(block_id)[:] = content_of(block_hash)
-        self.transfers.open(key, link or self.link, offer, allocation.block_ids)
+        self.transfers.open(key, link or self.link, offer, allocation.block_tables)
         return key
 
     def granted(self, num_tokens: int = NUM_TOKENS, request_id: str = "r") -> tuple[Key, Grant]:
@@ -142,7 +144,7 @@ class Rig(LeaseBench):
         return key, grant
 
     def commit(self, key: Key) -> None:
-        self.transfers.commit(key, SampledToken(5), 0, Timings())
+        self.transfers.commit(key, SampledToken(5), 0)
 
     def hand_over(self, num_tokens: int = NUM_TOKENS, request_id: str = "r") -> VerifiedLease:
         """A whole hand-off; the verified lease's blocks are still leased."""

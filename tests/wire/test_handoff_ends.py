@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvrelay.engine.kv.block_manager import Owner, OwnerKind
+from kvrelay.engine.kv.owners import Owner, OwnerKind
 from kvrelay.wire.blocks.frames import BlockHeader
 from kvrelay.wire.blocks.seal import BlockSealer
 from kvrelay.wire.blocks.send_job import SendTicket
@@ -315,10 +315,10 @@ def test_an_offer_on_a_link_that_is_down_fails_at_once(one_rig: Rig) -> None:
 def test_misuse_raises(one_rig: Rig) -> None:
     offer = offer_of(list(range(BLOCK_SIZE)))
     with pytest.raises(ValueError, match="2 blocks"):
-        one_rig.transfers.open(("r", 1), one_rig.link, offer, [0, 1])
+        one_rig.transfers.open(("r", 1), one_rig.link, offer, [[0, 1]])
     assert one_rig.line.sent == []
     one_rig.open(offer)
     with pytest.raises(ValueError, match="already open"):
-        one_rig.transfers.open(("r", 1), one_rig.link, offer, [0])
+        one_rig.transfers.open(("r", 1), one_rig.link, offer, [[0]])
     with pytest.raises(ValueError, match="Renew is not an answer"):
         one_rig.transfers.on_message(one_rig.link, Renew(lease_id=1, epoch=1))

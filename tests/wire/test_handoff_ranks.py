@@ -11,7 +11,7 @@ import pytest
 
 from kvrelay.common.kv_geometry import GroupKind, KvGeometry, KvGroup
 from kvrelay.engine.config.cut import Cut
-from kvrelay.engine.kv.gathered import GatheredRead, GatheredStore
+from kvrelay.engine.kv.gathered import GatheredRead, GatheredStore, HostPart
 
 from .lease_bench import BLOCK_NBYTES, BLOCK_SIZE
 from .rig import Rig
@@ -34,7 +34,7 @@ class RanksStore(GatheredStore):
         num_own = [len(Cut(rank, num_ranks).heads(group.num_kv_heads)) for rank in range(num_ranks)]
         sizes = [BLOCK_NBYTES * count // group.num_kv_heads for count in num_own]
         self.parts = [np.zeros((num_blocks, size), dtype=np.uint8) for size in sizes]
-        super().__init__(geometry, num_blocks, self.parts)
+        super().__init__(geometry, num_blocks, [HostPart(part) for part in self.parts])
         self.reads: Counter[int] = Counter()
         self.writes: Counter[int] = Counter()
 

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import zmq
 
-from kvrelay.engine.kv.block_manager import Owner, OwnerKind
+from kvrelay.engine.kv.owners import Owner, OwnerKind
 from kvrelay.wire.messages import Abort, FailureCode, Grant, Refuse
 
 from .lease_bench import (
@@ -48,14 +48,14 @@ def test_every_byte_arrives(rig: Rig) -> None:
 
 def test_room_is_reserved_for_the_first_token_too(one_rig: Rig) -> None:
     lease = one_rig.hand_over(num_tokens=8)  # two full blocks: the ninth token needs a third
-    assert (len(lease.offer.block_hashes), len(lease.block_ids)) == (2, 3)
+    assert (len(lease.offer.block_hashes), len(lease.block_tables[0])) == (2, 3)
 
 
 def test_full_blocks_are_published_and_a_later_hand_off_does_not_send_them(one_rig: Rig) -> None:
     first = one_rig.hand_over()
     one_rig.manager.release(Owner(OwnerKind.LEASE, first.lease_key))
     second = one_rig.hand_over(request_id="again")
-    assert second.block_ids[:2] == first.block_ids[:2]
+    assert second.block_tables[0][:2] == first.block_tables[0][:2]
     # The partial block is never published, so it is sent again.
     assert one_rig.counted("kv_blocks_received") == 4
     assert one_rig.counted("kv_blocks_reused") == 2

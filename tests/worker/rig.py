@@ -12,6 +12,7 @@ from kvrelay.engine.fake.engine import FakeEngine
 from kvrelay.engine.kv.block_manager import BlockManager
 from kvrelay.engine.step.leader import Leader
 from kvrelay.wire.messages import Cancelled, Failed, FailureCode, Message, Role, Submit, TokenDelta, Tokens
+from kvrelay.worker.adapters import AdapterStore
 from kvrelay.worker.loop import ModelLoop
 from kvrelay.worker.metrics import EngineMetrics
 from kvrelay.worker.model_worker import Command, ModelWorker, Report
@@ -43,7 +44,12 @@ class ServiceRig(Generic[S]):
         self.model = ModelWorker(Leader(self.engine), scheduler, metrics, self.reports.append, self.clock)
         self.service = service(WorkerIdentity("worker", EPOCH, card, 512), blocks, self.clock)
         self.service.ports = Ports(
-            self._send, cast("ModelLoop", self), self.call, self.guides, lambda: scheduler.prompt_tokens_per_s
+            self._send,
+            cast("ModelLoop", self),
+            self.call,
+            self.guides,
+            lambda: scheduler.prompt_tokens_per_s,
+            AdapterStore(None, None),
         )
 
     def clock(self) -> float:

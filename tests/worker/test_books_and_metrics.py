@@ -6,9 +6,10 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from kvrelay.common.retention import Retention
-from kvrelay.engine.kv.block_manager import BlockManager, Owner, OwnerKind
+from kvrelay.engine.kv.block_manager import BlockManager
 from kvrelay.engine.kv.books import ledger_json, ranges, unbalanced
-from kvrelay.engine.kv.group_blocks import Ledger
+from kvrelay.engine.kv.ledger import Ledger
+from kvrelay.engine.kv.owners import Owner, OwnerKind
 from kvrelay.worker.metrics import EngineMetrics
 
 
@@ -30,7 +31,7 @@ def blocks() -> BlockManager:
 
 
 def test_a_ledger_that_does_not_balance_is_not_ready(blocks: BlockManager) -> None:
-    blocks._groups[0].free.pop()  # a block is lost
+    blocks._physical._free.pop()  # a block is lost
     (reason,) = unbalanced(blocks)
     assert reason.startswith("the ledger does not balance: Ledger(num_blocks=10, num_free=3,")
     with pytest.raises(AssertionError, match="lost: "):
@@ -38,12 +39,14 @@ def test_a_ledger_that_does_not_balance_is_not_ready(blocks: BlockManager) -> No
 
 
 def test_every_block_has_a_place(blocks: BlockManager) -> None:
-    (group,) = ledger_json(blocks)["groups"]
+    ledger = ledger_json(blocks)
+    (group,) = ledger["groups"]
     places = group["blocks"]
-    assert set(places) == {"free", "cached", "sequence a/1", "sequence b/1", "lease 7"}
+    assert set(places) == {"cached", "sequence a/1", "sequence b/1", "lease 7"}
+    free = _numbers(ledger["free_blocks"])
     seen = {number for text in places.values() for number in _numbers(text)}
-    assert seen == set(range(10))
-    assert len(_numbers(places["free"])) == 4
+    assert seen == set(range(10)) - set(free)
+    assert len(free) == 4
 
 
 def _numbers(text: str) -> list[int]:
@@ -59,25 +62,30 @@ def test_ranges_are_short() -> None:
 
 def test_the_ledger_as_json(blocks: BlockManager) -> None:
     ledger = ledger_json(blocks)
-    del ledger["groups"][0]["blocks"]
+    del ledger["groups"][0]["blocks"], ledger["free_blocks"]
     assert ledger == {
-        "groups": [{"num_blocks": 10, "free": 4, "cached": 1, "leased": 2, "running": 3, "balances": True}],
+        "num_blocks": 10,
+        "free": 4,
+        "cached": 1,
+        "leased": 2,
+        "running": 3,
+        "balances": True,
+        "groups": [{"window": None, "num_blocks": 6, "free": 0, "cached": 1, "leased": 2, "running": 3}],
         "retained": {"blocks": 0, "at_most": 5, "by_priority": {}},
         "owners": {"sequence a/1": 2, "sequence b/1": 2, "lease 7": 2},
     }
 
 
 def test_each_group_has_its_ledger() -> None:
-    blocks = BlockManager(4, 4, lambda: 0.0, further_groups=(3,))
+    blocks = BlockManager(6, 4, lambda: 0.0, windows=(None, 4))
     owner = Owner(OwnerKind.SEQUENCE, "a/1")
     blocks.allocate(owner, 2)
-    blocks.drop(owner, 1, 1)
-    full, window = ledger_json(blocks)["groups"]
-    assert (full["running"], full["free"], full["blocks"]["sequence a/1"]) == (2, 2, "0-1")
-    assert (window["running"], window["free"], window["blocks"]["sequence a/1"]) == (1, 2, "1")
-    blocks._groups[1].free.pop()
-    (reason,) = unbalanced(blocks)
-    assert reason.startswith("the ledger does not balance: Ledger(num_blocks=3, num_free=1,")
+    blocks.slide(owner, 7)
+    ledger = ledger_json(blocks)
+    full, window = ledger["groups"]
+    assert (full["running"], full["window"], full["blocks"]["sequence a/1"]) == (2, None, "0-1")
+    assert (window["running"], window["window"], window["blocks"]["sequence a/1"]) == (1, 4, "3")
+    assert (ledger["running"], ledger["free"]) == (3, 3)
 
 
 def test_what_is_retained_is_shown(blocks: BlockManager) -> None:

@@ -12,7 +12,18 @@ import pytest
 from kvrelay.common.sampling import FinishReason, Guide, GuideKind
 from kvrelay.engine.fake.engine import expected_output, fake_card
 from kvrelay.engine.guides.guidance import NoGuides
-from kvrelay.wire.messages import ABOUT_GUIDE, Cancel, Cancelled, FailureCode, Role, Submit, Withdraw, Withdrawn
+from kvrelay.wire.messages import (
+    ABOUT_GUIDE,
+    Cancel,
+    Cancelled,
+    FailureCode,
+    Hello,
+    KeyTokens,
+    Role,
+    Submit,
+    Withdraw,
+    Withdrawn,
+)
 from kvrelay.worker.entries import Entry, Phase
 from tests.decode_worker.service_rig import Rig as DecodeRig
 from tests.guides import tokens_guide
@@ -283,3 +294,28 @@ def test_there_is_work_as_long_as_there_are_requests(rig: ServiceRig[Any]) -> No
     assert rig.service.has_work.is_set()
     rig.settle()
     assert not rig.service.has_work.is_set()
+
+
+def key_tokens(gateway: str, number: int, age_s: float = 0.0) -> KeyTokens:
+    return KeyTokens(gateway=gateway, number=number, used={"alice": (number, number)}, age_s=age_s)
+
+
+def test_what_a_gateway_tells_of_api_keys_reaches_the_others_and_those_that_come_later(rig: ServiceRig[Any]) -> None:
+    def join(*names: str) -> None:
+        for name in names:
+            rig.service.welcome(Hello(role=Role.GATEWAY, peer_id=name))
+
+    join("a", "b", "c")
+    rig.service.on_peer_lost("c", Role.GATEWAY)
+    rig.ask(key_tokens("process-a", 1), "a")
+    assert rig.sent == [("b", key_tokens("process-a", 1))]
+    rig.now_s += 2
+    rig.ask(key_tokens("process-a", 2), "a")
+    rig.service.on_peer_lost("a", Role.GATEWAY)
+    rig.now_s += 3
+    join("late")
+    rig.sent.clear()
+    for _ in range(2):  # what it missed is told once
+        rig.ask(key_tokens("process-late", 1), "late")
+    assert [message for peer, message in rig.sent if peer == "late"] == [key_tokens("process-a", 2, age_s=3.0)]
+    assert [message for peer, message in rig.sent if peer == "b"] == 2 * [key_tokens("process-late", 1)]

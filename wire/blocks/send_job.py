@@ -62,7 +62,7 @@ class SendTicket:
 
 
 class SendJob(msgspec.Struct, frozen=True):
-    """A block that waits to be sent. Its payload does not change until the ticket is done."""
+    """A piece that waits to be sent: the head of a payload, which does not change until the ticket is done."""
 
     ticket: SendTicket
     header: BlockHeader
@@ -81,13 +81,13 @@ class SendJob(msgspec.Struct, frozen=True):
         while this waits, for the line to see whether its peer is there; what it raises comes out.
         """
         if isinstance(self.payload, memoryview):
-            return self.payload
+            return self.payload[: self.header.payload_nbytes]
         while not wakeup.is_set:
             if self.ticket.is_unwanted:
                 self.ticket.end()
                 return None
             if (view := self.payload.wait(self.ticket, _LOOK_S)) is not None:
-                return view
+                return view[: self.header.payload_nbytes]
             look()
         return None
 

@@ -5,17 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvrelay.wire.blocks.frames import BlockHeader
+from kvrelay.wire.blocks.pieces import Piece
 from kvrelay.wire.blocks.seal import TAG_NBYTES, BlockOpener
 from kvrelay.wire.errors import BlockRefusedError
-from kvrelay.wire.leases.lease import Piece
 
 
 def misfit(
-    header: BlockHeader, block_hashes: Sequence[bytes], pieces: Sequence[Piece], *, is_sealed: bool
+    header: BlockHeader,
+    block_hashes: Sequence[bytes],
+    pieces: Sequence[Piece],
+    first_blocks: Sequence[int],
+    *,
+    is_sealed: bool,
 ) -> BlockRefusedError | None:
     """Why ``header`` is not that of a piece that was promised; None if it is.
 
-    ``block_hashes``, ``pieces``: the lease's. ``is_sealed``: it takes sealed ones.
+    ``block_hashes``, ``pieces``, ``first_blocks``: the lease's. ``is_sealed``: it takes sealed ones.
     """
     if header.is_sealed is not is_sealed:
         came, taken = ("sealed", "plain") if header.is_sealed else ("plain", "sealed")
@@ -26,6 +31,9 @@ def misfit(
     piece = pieces[header.piece_index] if header.piece_index < len(pieces) else None
     if piece is None or header.sender_rank != piece.sender_rank:
         detail = f"piece {header.piece_index} of {len(pieces)} from rank {header.sender_rank}, which does not send it"
+        return BlockRefusedError("wrong_piece", detail)
+    if header.block_index < (first := first_blocks[header.piece_index]):
+        detail = f"piece {header.piece_index} of block {header.block_index}, which nobody sees: it comes from block {first} on"
         return BlockRefusedError("wrong_piece", detail)
     if header.payload_nbytes != piece.nbytes:
         detail = f"{header.payload_nbytes} bytes announced, the piece has {piece.nbytes}"

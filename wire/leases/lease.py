@@ -8,6 +8,7 @@ from typing import Protocol
 
 from kvrelay.common.block_hash import HashChain
 from kvrelay.wire.blocks.frames import Place
+from kvrelay.wire.blocks.pieces import Piece
 from kvrelay.wire.blocks.seal import BlockOpener
 from kvrelay.wire.leases.states import HandoffState, advance
 from kvrelay.wire.messages import Commit, FailureCode, Offer
@@ -16,8 +17,13 @@ from kvrelay.wire.messages import Commit, FailureCode, Offer
 class BlockReservations(Protocol):
     """The block manager, as a lease sees it. Thread-safe."""
 
-    def reserve(self, lease_key: str, num_blocks: int, hashes: Sequence[bytes]) -> tuple[list[int], int] | None:
-        """Blocks for a lease, of which the leading ``n`` (second value) hold what ``hashes`` name; None without room."""
+    def reserve(
+        self, lease_key: str, num_blocks: int, hashes: Sequence[bytes], num_tokens: int
+    ) -> tuple[list[list[int]], int] | None:
+        """Blocks for a lease of ``num_tokens`` tokens, by group; the leading ``n`` (second value) hold what ``hashes`` name.
+
+        None without room. Where a group needs no block for what comes behind those tokens, there is any number.
+        """
 
     def release(self, lease_key: str) -> None:
         """Give the lease's blocks back."""
@@ -37,20 +43,6 @@ class WritableStore(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """A part of every block of a lease, which comes as a frame of its own."""
-
-    sender_rank: int  # which of the sender's ranks has it
-    start: int  # its first byte in the block
-    nbytes: int
-
-
-def whole_block(block_nbytes: int) -> tuple[Piece, ...]:
-    """The pieces of a block that comes as one, from a sender of one rank."""
-    return (Piece(0, 0, block_nbytes),)
-
-
-@dataclass(frozen=True, slots=True)
 class VerifiedLease:
     """All that the decode worker needs to go on with the sequence."""
 
@@ -60,7 +52,7 @@ class VerifiedLease:
     offer: Offer
     chain: HashChain  # of its tokens' blocks
     commit: Commit
-    block_ids: list[int]
+    block_tables: list[list[int]]  # by group
     transfer_s: float  # commit received until the last block was verified
 
 
@@ -83,7 +75,7 @@ class LeaseSettings:
     epoch: int
     fingerprint: bytes
     block_size: int
-    pieces: tuple[Piece, ...]  # of each block, by index; together they are the block
+    pieces: tuple[Piece, ...]  # of each block, by index
     ttl_s: float
     seals_kv: bool = False  # every lease gets a key, and takes sealed blocks only
     num_receivers: int = 1  # threads that write blocks at a time, of each way that these come by
@@ -97,9 +89,10 @@ class Lease:
     peer_id: str
     offer: Offer
     chain: HashChain  # of its tokens' blocks
-    block_ids: list[int]
+    block_tables: list[list[int]]  # by group
     num_cached: int
     pieces: tuple[Piece, ...]
+    first_blocks: tuple[int, ...]  # of each piece, the first block whose piece comes: nobody sees those before
     expires_s: float
     opener: BlockOpener | None  # None: blocks come plain
     state: HandoffState = HandoffState.GRANTED
@@ -124,15 +117,19 @@ class Lease:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every block is here, received or cached."""
-        return self.num_cached + self.num_received == len(self.offer.block_hashes)
+        """Whether every block is here: received, cached, or seen by nobody."""
+        return max(self.num_cached, min(self.first_blocks)) + self.num_received == len(self.offer.block_hashes)
+
+    def num_pieces_of(self, block_index: int) -> int:
+        """How many pieces of a block come, if it is not cached."""
+        return sum(first <= block_index for first in self.first_blocks)
 
     def receive(self, place: Place) -> bool:
         """A piece is proved; returns whether its block is by that."""
         block_index = place[0]
         self.received.add(place)
         self.num_pieces[block_index] = num_pieces = self.num_pieces.get(block_index, 0) + 1
-        is_whole = num_pieces == len(self.pieces)
+        is_whole = num_pieces == self.num_pieces_of(block_index)
         self.num_received += is_whole
         return is_whole
 

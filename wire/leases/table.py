@@ -6,7 +6,8 @@ the blocks are the handler's from then on) or ``on_lease_rejected`` (its blocks 
     epoch        it was written for this process, not for an earlier one under the same address
     lease        it is live; a lease id is never used twice
     index, hash  it is of the block that the offer promised at this place: same model, tokens and position
-    rank, piece  it is a piece that this rank of the sender has; a block is proved when each of its pieces is
+    rank, piece  it is a piece that this rank of the sender has, of a block that its group's window reaches; a block is proved
+                 when each of its pieces that come is
     size         exactly that piece
     checksum     over the header and over what lies in *pool memory* after the write;
     or seal      with sealed blocks: decrypted into pool memory, header and payload are those that the lease's peer sealed
@@ -92,26 +93,27 @@ class LeaseTable:
             return Refuse(request_id=key[0], attempt=key[1], code=code, detail=detail, retry_after_s=retry_after_s)
 
         block_size = self._settings.block_size
-        chain = HashChain(self._settings.fingerprint, block_size, cache_salt=offer.cache_salt)
+        chain = HashChain(self._settings.fingerprint, block_size, cache_salt=offer.cache_salt, adapter=offer.adapter)
         unfit = self._unfit(offer, chain)
         if unfit is not None:
             return refuse(*unfit)
-        num_full = len(offer.token_ids) // block_size
-        num_blocks = len(offer.token_ids) // block_size + 1
+        num_tokens = len(offer.token_ids)
+        num_full, num_blocks = num_tokens // block_size, num_tokens // block_size + 1
         with self._lock:
             if key in self._by_key:
                 return refuse(FailureCode.INVALID, f"attempt {key[1]} of request {key[0]} is already leased")
             lease_id = secrets.randbits(_LEASE_ID_BITS)
-            reserved = self._blocks.reserve(str(lease_id), num_blocks, offer.block_hashes[:num_full])
+            reserved = self._blocks.reserve(str(lease_id), num_blocks, offer.block_hashes[:num_full], num_tokens)
             if reserved is None:
                 self._metrics.handoffs.labels("refused_no_room").inc()
                 return refuse(FailureCode.NO_ROOM, f"no room for {num_blocks} KV blocks", retry_after_s=0.5)
-            block_ids, num_cached = reserved
+            tables, num_cached = reserved
             seal_key = new_key() if self._settings.seals_kv else None
             opener = None if seal_key is None else BlockOpener(seal_key)
             expires_s = self._clock() + self._settings.ttl_s
             pieces = self._settings.pieces
-            lease = Lease(lease_id, peer_id, offer, chain, block_ids, num_cached, pieces, expires_s, opener)
+            firsts = tuple(piece.first_block(num_tokens, block_size) for piece in pieces)
+            lease = Lease(lease_id, peer_id, offer, chain, tables, num_cached, pieces, firsts, expires_s, opener)
             self._leases[lease_id] = self._by_key[key] = lease
         self._metrics.reused_blocks.inc(num_cached)
         return Grant(
@@ -191,7 +193,7 @@ class LeaseTable:
                     "request_id": lease.offer.request_id,
                     "attempt": lease.offer.attempt,
                     "state": lease.state.value,
-                    "blocks": len(lease.block_ids),
+                    "blocks": len(lease.block_tables[0]),
                     "cached": lease.num_cached,
                     "received": lease.num_received,
                     "expires_in_s": round(lease.expires_s - now_s, 3),
@@ -216,7 +218,7 @@ class LeaseTable:
             if place in lease.received or header.block_index < lease.num_cached:
                 raise self._refused("duplicate", f"{header} is there")
             is_sealed = lease.opener is not None
-            refusal = misfit(header, lease.offer.block_hashes, lease.pieces, is_sealed=is_sealed)
+            refusal = misfit(header, lease.offer.block_hashes, lease.pieces, lease.first_blocks, is_sealed=is_sealed)
             if refusal is None:
                 if is_sealed:
                     self._verdict.wait_for(lambda: place not in lease.writing)
@@ -237,7 +239,8 @@ class LeaseTable:
         with self._lock:
             lease = self._leases[header.lease_id]
             assert place in lease.writing, f"{header} is finished, but was not begun"
-            block_id, piece = lease.block_ids[header.block_index], lease.pieces[header.piece_index]
+            piece = lease.pieces[header.piece_index]
+            block_id = lease.block_tables[piece.group][header.block_index]
         # Outside of the lock: nobody else may touch this piece now, and a view may have to be waited for.
         try:
             view = self._store.open_write(block_id)[piece.start : piece.start + piece.nbytes]
@@ -353,7 +356,7 @@ class LeaseTable:
                     offer=lease.offer,
                     chain=lease.chain,
                     commit=lease.commit,
-                    block_ids=lease.block_ids,
+                    block_tables=lease.block_tables,
                     transfer_s=self._clock() - lease.committed_s,
                 )
             else:

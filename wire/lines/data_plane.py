@@ -181,7 +181,7 @@ class TcpLine:
         else:
             job.ticket.follow(tracker)
         self._blocks_sent.inc()
-        self._bytes_sent.inc(job.payload.nbytes)
+        self._bytes_sent.inc(job.header.payload_nbytes)
         return True
 
 

@@ -52,7 +52,7 @@ class _Piece:
 
     pool_rows: (
         torch.Tensor
-    )  # [2 * n * num_kv_heads * blocks per chunk] rows of the flat pool, layer 0: keys, then values
+    )  # [num_kinds * n * num_kv_heads * blocks per chunk] rows of the flat pool, layer 0: keys, then values
     tiles: torch.Tensor  # [n] the item's tile, counted from first_tile
     first_tile: int
     end_tile: int
@@ -64,7 +64,7 @@ class _Piece:
 class _LoneQuery:
     """One sequence's decode step, alone in the batch."""
 
-    pool_rows: torch.Tensor  # [2 * num_kv_heads * blocks] rows of the flat pool, layer 0: keys, then values
+    pool_rows: torch.Tensor  # [num_kinds * num_kv_heads * blocks] rows of the flat pool, layer 0: keys, then values
     seq_len: int
 
 
@@ -83,7 +83,7 @@ class _Group:
 
 
 class AttentionPlan:
-    """The items of one step for one sliding window."""
+    """The items of one step for one group of layers."""
 
     def __init__(
         self,
@@ -93,14 +93,21 @@ class AttentionPlan:
         sliding_window: int | None,
         scratch: AttentionScratch,
         *,
+        group: int = 0,
         has_plain_scores: bool = True,
+        latent_rank: int | None = None,
     ) -> None:
-        """``has_plain_scores``: ``run`` is given no ``Scores`` with a softcap or sinks."""
-        # pool: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]
-        _, self._num_layers, _, self._num_kv_heads, self._block_size, self._head_dim = pool.shape
+        """``group``: whose block tables are read. ``has_plain_scores``: ``run`` is given no ``Scores`` with a softcap or sinks.
+
+        ``latent_rank``: the pool has keys only, and so many of their first numbers are values.
+        """
+        # pool: [num_blocks, num_layers, 2 or 1, num_kv_heads, block_size, head_dim]
+        _, self._num_layers, self._num_kinds, self._num_kv_heads, self._block_size, self._head_dim = pool.shape
+        self._value_dim = self._head_dim if latent_rank is None else latent_rank
         self._flat_pool = pool.view(-1, self._block_size * self._head_dim)
         self._group_size = num_q_heads // self._num_kv_heads
         self._window = sliding_window
+        self._tables = batch.block_tables(group)
         self._scratch = scratch
         split, end = batch.num_decode_rows, len(batch.rows)
         self._groups = []
@@ -143,7 +150,7 @@ class AttentionPlan:
         piece_len = self._items_per_piece(tile, chunk)
         order = np.lexsort((is_masked, np.arange(len(tile_of_item)) // piece_len))
         tiles, keys, masked = tile_of_item[order], item_key[order], is_masked[order]
-        pool_rows = self._pool_rows(batch.block_tables[start:end], chunk, keys, row_of_tile[tiles])
+        pool_rows = self._pool_rows(self._tables[start:end], chunk, keys, row_of_tile[tiles], first_key[tiles])
         mask = self._mask(chunk, tile, keys[masked], first_position[tiles[masked]])
         num_masked = np.concatenate(([0], np.cumsum(masked)))
         starts = np.arange(0, len(order), piece_len)
@@ -184,13 +191,18 @@ class AttentionPlan:
             is_split=is_split,
         )
 
-    def _pool_rows(self, tables: Ints, chunk: int, keys: Ints, rows: Ints) -> Ints:
-        """Where items' keys and values lie in the flat pool, ``[2, num_items, num_kv_heads, blocks of a chunk]``."""
+    def _pool_rows(self, tables: Ints, chunk: int, keys: Ints, rows: Ints, first_keys: Ints) -> Ints:
+        """Where items' keys and values lie in the flat pool, ``[num_kinds, num_items, num_kv_heads, blocks of a chunk]``.
+
+        ``first_keys``: of each item, the first position that any of its tile's queries sees.
+        """
         block_index = keys[:, None] // self._block_size + np.arange(chunk // self._block_size)[None, :]
-        # Places behind the last block read some block of the table; the mask hides them.
+        # Places behind the last block, and in front of the window, read some block of the table; the mask hides them. Those in
+        # front may be anybody's by now, and not even numbers.
+        block_index = np.maximum(block_index, first_keys[:, None] // self._block_size)
         block_ids = tables[rows[:, None], np.minimum(block_index, tables.shape[1] - 1)]
-        rows_per_block = self._num_layers * 2 * self._num_kv_heads
-        heads = np.arange(2 * self._num_kv_heads).reshape(2, 1, -1, 1)
+        rows_per_block = self._num_layers * self._num_kinds * self._num_kv_heads
+        heads = np.arange(self._num_kinds * self._num_kv_heads).reshape(self._num_kinds, 1, -1, 1)
         pool_rows: Ints = block_ids[None, :, None, :] * rows_per_block + heads
         return pool_rows
 
@@ -213,15 +225,15 @@ class AttentionPlan:
         return max(1, wanted // self._block_size) * self._block_size
 
     def _items_per_piece(self, tile: int, chunk: int) -> int:
-        kv_bytes = 2 * self._num_kv_heads * chunk * self._head_dim * self._flat_pool.dtype.itemsize
+        kv_bytes = self._num_kinds * self._num_kv_heads * chunk * self._head_dim * self._flat_pool.dtype.itemsize
         scores = self._num_kv_heads * self._group_size * tile * chunk
         return max(1, min(_MAX_PIECE_ITEMS, _PIECE_KV_BYTES // kv_bytes, _PIECE_SCORES // scores))
 
     def run(self, query: torch.Tensor, layer: int, out: torch.Tensor, scores: Scores = PLAIN) -> None:
         """Attend with ``query`` ``[num_tokens, num_q_heads, head_dim]``, K/V of all positions already in the pool.
 
-        Writes every row of ``out``, of the same shape. Scores are rounded to the model's dtype once, as ``bmm`` gives
-        them; softmax and the combination of items run in fp32.
+        Writes every row of ``out`` ``[num_tokens, num_q_heads, value_dim]``. Scores are rounded to the model's dtype once, as
+        ``bmm`` gives them; softmax and the combination of items run in fp32.
         """
         if self._lone_query is not None:
             self._run_lone_query(self._lone_query, query, layer, out, scores)
@@ -230,9 +242,9 @@ class AttentionPlan:
 
     def _plan_lone_query(self, batch: Batch) -> _LoneQuery:
         seq_len = int(batch.seq_lens[0])
-        block_ids = batch.block_tables[0, : -(-seq_len // self._block_size)]
-        rows_per_block = self._num_layers * 2 * self._num_kv_heads
-        rows = block_ids[None, :] * rows_per_block + np.arange(2 * self._num_kv_heads)[:, None]
+        block_ids = self._tables[0, : -(-seq_len // self._block_size)]
+        rows_per_layer = self._num_kinds * self._num_kv_heads
+        rows = block_ids[None, :] * (self._num_layers * rows_per_layer) + np.arange(rows_per_layer)[:, None]
         return _LoneQuery(torch.from_numpy(rows.reshape(-1)), seq_len)
 
     def _run_lone_query(
@@ -240,11 +252,11 @@ class AttentionPlan:
     ) -> None:
         heads, head_dim = self._num_kv_heads, self._head_dim
         gathered = self._scratch.rows(len(lone.pool_rows), self._flat_pool.shape[1])
-        torch.index_select(self._flat_pool, 0, lone.pool_rows + layer * 2 * heads, out=gathered)
-        kv = gathered.view(2, 1, heads, -1, head_dim)[:, :, :, : lone.seq_len]
+        torch.index_select(self._flat_pool, 0, lone.pool_rows + layer * self._num_kinds * heads, out=gathered)
+        kv = gathered.view(self._num_kinds, 1, heads, -1, head_dim)[:, :, :, : lone.seq_len]
         # The query heads of one KV head are the rows of one matrix.
         rows = query.reshape(1, heads, self._group_size, head_dim)
-        attended = F.scaled_dot_product_attention(rows, kv[0], kv[1], scale=scores.scale)
+        attended = F.scaled_dot_product_attention(rows, kv[0], kv[-1][..., : self._value_dim], scale=scores.scale)
         out.copy_(attended.view_as(out))
 
     def _run_group(self, group: _Group, query: torch.Tensor, layer: int, out: torch.Tensor, scores: Scores) -> None:
@@ -255,7 +267,7 @@ class AttentionPlan:
         tiles = lanes.view(num_tiles, tile, heads, per_head, head_dim).permute(0, 2, 3, 1, 4)
         tiles = tiles.reshape(num_tiles, heads, per_head * tile, head_dim)
         if group.is_split or scores.sinks is not None:
-            sums = _OnlineSums(tiles.shape)
+            sums = _OnlineSums(torch.Size((*tiles.shape[:-1], self._value_dim)))
             if scores.sinks is not None:
                 sums.add_sinks(scores.sinks.view(1, heads, per_head).repeat_interleave(tile, dim=-1))
             for piece in group.pieces:
@@ -265,20 +277,21 @@ class AttentionPlan:
         else:
             partials = [self._attend(group, piece, tiles, layer, scores)[0] for piece in group.pieces]
             result = partials[0] if len(partials) == 1 else torch.cat(partials)
-        # [num_tiles, kv_heads, group, tile, head_dim] -> [num_tiles * tile, q_heads, head_dim]
-        result = result.view(num_tiles, heads, per_head, tile, head_dim).permute(0, 3, 1, 2, 4)
-        result = result.reshape(num_tiles * tile, heads * per_head, head_dim)
+        # [num_tiles, kv_heads, group, tile, value_dim] -> [num_tiles * tile, q_heads, value_dim]
+        result = result.view(num_tiles, heads, per_head, tile, self._value_dim).permute(0, 3, 1, 2, 4)
+        result = result.reshape(num_tiles * tile, heads * per_head, self._value_dim)
         out[group.tokens] = result if group.lanes is None else result.index_select(0, group.lanes)
 
     def _attend(
         self, group: _Group, piece: _Piece, tiles: torch.Tensor, layer: int, options: Scores
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        # -> ([n, kv_heads, group * tile, head_dim], [n, kv_heads, group * tile] fp32 if results are summed up)
+        # -> ([n, kv_heads, group * tile, value_dim], [n, kv_heads, group * tile] fp32 if results are summed up)
         heads, head_dim, num_items = self._num_kv_heads, self._head_dim, len(piece.tiles)
-        rows = piece.pool_rows + layer * 2 * heads
+        rows = piece.pool_rows + layer * self._num_kinds * heads
         gathered = self._scratch.rows(len(rows), self._flat_pool.shape[1])
         torch.index_select(self._flat_pool, 0, rows, out=gathered)
-        keys, values = gathered.view(2, num_items * heads, group.chunk, head_dim).unbind()
+        kv = gathered.view(self._num_kinds, num_items * heads, group.chunk, head_dim)
+        keys, values = kv[0], kv[-1][..., : self._value_dim]
         items = tiles[piece.first_tile : piece.end_tile]
         if group.is_split:
             items = items[piece.tiles]
@@ -292,7 +305,7 @@ class AttentionPlan:
         by_lane = scores.view(num_items, heads, self._group_size, group.tile, group.chunk)
         by_lane[piece.num_unmasked :] += piece.mask
         weights = torch.softmax(scores, dim=-1)
-        partial = torch.bmm(weights.to(values.dtype), values).view(num_items, heads, num_rows, head_dim)
+        partial = torch.bmm(weights.to(values.dtype), values).view(num_items, heads, num_rows, self._value_dim)
         if not group.is_split and options.sinks is None:
             return partial, None
         # The likeliest key's weight is exp(0) / sum, so the log-sum-exp costs two maxima and no second exp.
@@ -304,7 +317,7 @@ class _OnlineSums:
     """Sums of partial results, each weighted by exp(lse), kept relative to the largest lse so far."""
 
     def __init__(self, shape: torch.Size) -> None:
-        # shape: [num_tiles, kv_heads, rows, head_dim]
+        # shape: [num_tiles, kv_heads, rows, value_dim]
         self._sums = torch.zeros(shape)
         self._weights = torch.zeros(shape[:-1])
         self._highest = torch.full(shape[:-1], torch.finfo(torch.float32).min)

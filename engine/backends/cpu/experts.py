@@ -66,9 +66,11 @@ class CpuExperts:
         """See Experts."""
         num_tokens, top_k = expert_ids.shape
         routes = expert_ids.flatten()
-        order = routes.argsort(stable=True)
-        starts = F.pad(torch.bincount(routes, minlength=self._num_experts).cumsum(0), (1, 0))
+        starts = F.pad(torch.bincount(routes, minlength=self._num_experts + 1)[:-1].cumsum(0), (1, 0))
+        order = routes.argsort(stable=True)[: int(starts[-1])]
+        out = torch.zeros(len(routes), hidden.shape[1], dtype=torch.float32)
+        if not len(order):
+            return out.view(num_tokens, top_k, -1).sum(dim=1).to(hidden.dtype)
         sorted_out = self._down(self._activation(self._gate_up(hidden[order // top_k], starts)), starts)
-        out = torch.empty(sorted_out.shape, dtype=torch.float32)
         out[order] = sorted_out * factors.flatten()[order, None].float()
         return out.view(num_tokens, top_k, -1).sum(dim=1).to(hidden.dtype)

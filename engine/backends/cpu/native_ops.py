@@ -16,10 +16,13 @@ import torch
 
 from kvrelay.engine.backends.cpu.experts import CpuExperts, GroupedLinear, NativeGroupedLinear, SplitLinear
 from kvrelay.engine.backends.cpu.linear import Int8Linear, NativeLinear, has_packed_linear
+from kvrelay.engine.backends.cpu.low_rank import NativeLowRank
 from kvrelay.engine.backends.cpu.native import CpuKernels
 from kvrelay.engine.backends.cpu.native.library import Step
 from kvrelay.engine.backends.cpu.ops import CpuPagedOps, KvWriter, cos_sin_rows
 from kvrelay.engine.config.model import ModelConfig, ModelShape
+from kvrelay.engine.kv.geometry import LayerGroups
+from kvrelay.engine.models.low_rank import LowRankProducts
 from kvrelay.engine.models.ops import PLAIN, Activation, Experts, Linear, Scores
 from kvrelay.engine.sampling.penalties import Penalties
 from kvrelay.engine.sampling.rows import SamplingRows
@@ -37,28 +40,35 @@ class NativeCpuPagedStep:
         self,
         batch: Batch,
         shape: ModelShape,
+        groups: LayerGroups,
         pool: torch.Tensor,
         kernels: CpuKernels,
         tables: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
         """``tables``: cosines and sines, for kernels that rotate."""
         self._kernels = kernels
-        self._windows = shape.sliding_windows
+        self._groups = groups
         self._batch = batch
         self._pool = pool
-        self._writer: KvWriter | None = None
+        self._writers: dict[int, KvWriter] = {}
         _, num_layers, _, kv_heads, block_size, head_dim = pool.shape
-        of_batch = (batch.positions, batch.slot_mapping, batch.block_tables, batch.seq_lens, batch.query_start_loc)
-        arrays = [np.ascontiguousarray(array, dtype=np.int64) for array in of_batch]
-        positions, slots, block_tables, seq_lens, query_starts = arrays
-        self._kept = (tables, arrays)  # the kernels have their addresses
         cos, sin = (0, 0) if tables is None else (table.data_ptr() for table in tables)
-        self._step = Step(
-            pool=pool.data_ptr(), cos=cos, sin=sin, positions=_address(positions), slots=_address(slots),
-            block_tables=_address(block_tables), seq_lens=_address(seq_lens), query_starts=_address(query_starts),
-            num_tokens=len(positions), num_rows=len(seq_lens), max_blocks=block_tables.shape[1], num_layers=num_layers,
-            q_heads=shape.num_q_heads, kv_heads=kv_heads, block_size=block_size, head_dim=head_dim,
-        )  # fmt: skip
+        self._kept: list[object] = [tables]  # the kernels have their addresses
+        positions, seq_lens, query_starts = map(self._address, (batch.positions, batch.seq_lens, batch.query_start_loc))
+        self._steps = [
+            Step(
+                pool=pool.data_ptr(), cos=cos, sin=sin, positions=positions, slots=self._address(batch.slot_mapping[group]),
+                block_tables=self._address(batch.block_tables(group)), seq_lens=seq_lens, query_starts=query_starts,
+                num_tokens=len(batch.positions), num_rows=len(batch.seq_lens), max_blocks=batch.max_blocks, num_layers=num_layers,
+                q_heads=shape.num_q_heads, kv_heads=kv_heads, block_size=block_size, head_dim=head_dim,
+            )
+            for group in range(len(groups.windows))
+        ]  # fmt: skip
+
+    def _address(self, array: Ints) -> int:
+        kept = np.ascontiguousarray(array, dtype=np.int64)
+        self._kept.append(kept)
+        return kept.ctypes.data
 
     @property
     def positions(self) -> torch.Tensor:
@@ -67,13 +77,16 @@ class NativeCpuPagedStep:
 
     def kv_write(self, key: torch.Tensor, value: torch.Tensor, layer: int) -> None:
         """See PagedStep."""
-        if self._writer is None:
-            self._writer = KvWriter(self._batch, self._pool)
-        self._writer.write(key, value, layer)
+        group, place = self._groups.places[layer]
+        if group not in self._writers:
+            self._writers[group] = KvWriter(self._batch.slot_mapping[group], self._pool)
+        self._writers[group].write(torch.cat((key, value), dim=1), place)
 
     def attention(self, query: torch.Tensor, layer: int, scores: Scores = PLAIN) -> torch.Tensor:
         """See PagedStep."""
-        return self._kernels.attention(self._step, layer, query, self._windows[layer], scores.scale, scores.sinks)
+        group, place = self._groups.places[layer]
+        window = self._groups.windows[group]
+        return self._kernels.attention(self._steps[group], place, query, window, scores.scale, scores.sinks)
 
 
 class NativeCpuStep(NativeCpuPagedStep):
@@ -81,7 +94,8 @@ class NativeCpuStep(NativeCpuPagedStep):
 
     def rotary_kv_write(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int) -> torch.Tensor:
         """See StepContext."""
-        return self._kernels.rotary_kv_write(self._step, layer, query, key, value)
+        group, place = self._groups.places[layer]
+        return self._kernels.rotary_kv_write(self._steps[group], place, query, key, value)
 
 
 class NativeCpuPagedOps:
@@ -91,6 +105,7 @@ class NativeCpuPagedOps:
         """The model must :meth:`CpuKernels.fit`."""
         self._plain = CpuPagedOps(shape, pool)
         self._shape = shape
+        self._groups = LayerGroups.of(shape.sliding_windows)
         self._pool = pool
         self._kernels = kernels
 
@@ -112,6 +127,10 @@ class NativeCpuPagedOps:
 
         return CpuExperts(weights, activation, grouped)
 
+    def make_low_rank(self, dtype: torch.dtype) -> LowRankProducts:
+        """See PagedOps."""
+        return NativeLowRank(self._kernels)
+
     def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """See PagedOps."""
         if not CpuKernels.fits_width(hidden.shape[-1]):
@@ -129,7 +148,7 @@ class NativeCpuPagedOps:
 
     def begin_step(self, batch: Batch) -> NativeCpuPagedStep:
         """See PagedOps."""
-        return NativeCpuPagedStep(batch, self._shape, self._pool, self._kernels)
+        return NativeCpuPagedStep(batch, self._shape, self._groups, self._pool, self._kernels)
 
     def argmax(self, logits: torch.Tensor) -> torch.Tensor:
         """See SamplerOps. The kernel is for bf16; logits that were processed are fp32."""
@@ -161,7 +180,7 @@ class NativeCpuOps(NativeCpuPagedOps):
 
     def begin_step(self, batch: Batch) -> NativeCpuStep:
         """See Ops."""
-        return NativeCpuStep(batch, self._config, self._pool, self._kernels, self._tables)
+        return NativeCpuStep(batch, self._config, self._groups, self._pool, self._kernels, self._tables)
 
     def clamped_swiglu(self, gate_up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
         """See Ops."""
@@ -185,7 +204,3 @@ def has_native_linear(kernels: CpuKernels, weight: Weight) -> bool:
     if kernels.has_bf16_dot_products:
         return not torch.cpu._is_amx_tile_supported()
     return not has_packed_linear(torch.bfloat16)
-
-
-def _address(array: Ints) -> int:
-    return array.ctypes.data

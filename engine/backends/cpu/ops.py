@@ -16,32 +16,39 @@ from kvrelay.engine.backends.cpu.experts import CpuExperts, SplitLinear
 from kvrelay.engine.backends.cpu.linear import Int8Linear, PackedLinear, PlainLinear, has_packed_linear
 from kvrelay.engine.config.model import ModelConfig, ModelShape
 from kvrelay.engine.config.rope import cos_sin_tables
+from kvrelay.engine.kv.geometry import LayerGroups
+from kvrelay.engine.models.low_rank import LowRankProducts, TorchLowRank
 from kvrelay.engine.models.ops import PLAIN, Activation, Experts, Linear, Scores
 from kvrelay.engine.sampling.draw import draw_tokens
 from kvrelay.engine.sampling.penalties import Penalties, penalize
 from kvrelay.engine.sampling.rows import SamplingRows
 from kvrelay.engine.step.batch import Batch
+from kvrelay.engine.step.slots import Ints
 from kvrelay.engine.weights.formats import StoredWeight
 from kvrelay.engine.weights.parameters import ExpertWeights
 from kvrelay.engine.weights.rounding import AnyWeight, RoundedWeight
 
 
 class KvWriter:
-    """Writes a batch's keys and values into a pool ``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]``."""
+    """Writes one group's keys and values into a pool ``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]``.
 
-    def __init__(self, batch: Batch, pool: torch.Tensor) -> None:
-        _, _, _, num_kv_heads, block_size, head_dim = pool.shape
+    Latents: into one of ``[num_blocks, num_layers, 1, 1, block_size, head_dim]``.
+    """
+
+    def __init__(self, slot_mapping: Ints, pool: torch.Tensor) -> None:
+        """``slot_mapping``: of one group of layers."""
+        _, _, num_kinds, num_kv_heads, block_size, head_dim = pool.shape
         self._flat_pool = pool.view(-1, head_dim)
-        self._rows_per_layer = 2 * num_kv_heads * block_size
-        blocks, offsets = np.divmod(batch.slot_mapping, block_size)
+        self._rows_per_layer = num_kinds * num_kv_heads * block_size
+        blocks, offsets = np.divmod(slot_mapping, block_size)
         first = blocks * (pool.shape[1] * self._rows_per_layer) + offsets
-        rows = first[:, None] + np.arange(2 * num_kv_heads) * block_size
+        rows = first[:, None] + np.arange(num_kinds * num_kv_heads) * block_size
         self._new_rows = torch.from_numpy(rows.reshape(-1))  # of the flat pool, layer 0
 
-    def write(self, key: torch.Tensor, value: torch.Tensor, layer: int) -> None:
-        """Both ``[num_tokens, num_kv_heads, head_dim]``."""
+    def write(self, kv: torch.Tensor, layer: int) -> None:
+        """``[num_tokens, num_kinds * num_kv_heads, head_dim]``: keys before values. Changes it."""
         # A broken sequence's NaN would outlive it: attention reads a block's unwritten tail under a mask, and 0 * NaN is NaN.
-        kv = torch.cat((key, value), dim=1).nan_to_num_(0.0, 0.0, 0.0)
+        kv = kv.nan_to_num_(0.0, 0.0, 0.0)
         self._flat_pool.index_copy_(0, self._new_rows + layer * self._rows_per_layer, kv.view(-1, kv.shape[-1]))
 
 
@@ -52,55 +59,75 @@ class CpuPagedStep:
         self,
         batch: Batch,
         shape: ModelShape,
+        groups: LayerGroups,
         pool: torch.Tensor,
         scratch: AttentionScratch,
     ) -> None:
-        self._windows = shape.sliding_windows
-        self._plans = {
-            window: AttentionPlan(
-                batch,
-                pool,
-                shape.num_q_heads,
-                window,
-                scratch,
-                has_plain_scores=not (shape.has_softcaps or shape.has_sinks),
+        self._groups = groups
+        self._latent_rank = shape.latent_rank
+        is_plain = not (shape.has_softcaps or shape.has_sinks)
+        self._plans = [
+            AttentionPlan(
+                *(batch, pool, shape.num_q_heads, window, scratch),
+                group=group,
+                has_plain_scores=is_plain,
+                latent_rank=shape.latent_rank,
             )
-            for window in set(shape.sliding_windows)
-        }
+            for group, window in enumerate(groups.windows)
+        ]
         self.positions = torch.from_numpy(batch.positions)
-        self._writer = KvWriter(batch, pool)
+        self._writers = [KvWriter(slot_mapping, pool) for slot_mapping in batch.slot_mapping]
 
     def kv_write(self, key: torch.Tensor, value: torch.Tensor, layer: int) -> None:
         """See PagedStep."""
-        self._writer.write(key, value, layer)
+        group, place = self._groups.places[layer]
+        self._writers[group].write(torch.cat((key, value), dim=1), place)
 
     def attention(self, query: torch.Tensor, layer: int, scores: Scores = PLAIN) -> torch.Tensor:
         """See PagedStep."""
         out = query.new_empty(query.shape)
-        self._plans[self._windows[layer]].run(query, layer, out, scores)
+        group, place = self._groups.places[layer]
+        self._plans[group].run(query, place, out, scores)
+        return out
+
+    def latent_write(self, latents: torch.Tensor, layer: int) -> None:
+        """See PagedStep."""
+        group, place = self._groups.places[layer]
+        self._writers[group].write(latents[:, None], place)
+
+    def latent_attention(self, query: torch.Tensor, layer: int, scale: float) -> torch.Tensor:
+        """See PagedStep."""
+        assert self._latent_rank is not None, f"layer {layer} keeps no latents"
+        out = query.new_empty(*query.shape[:2], self._latent_rank)
+        group, place = self._groups.places[layer]
+        self._plans[group].run(query, place, out, Scores(scale=scale))
         return out
 
 
 class CpuStep(CpuPagedStep):
-    """Implements StepContext for one batch."""
+    """Implements StepContext and LatentStep for one batch."""
 
     def __init__(
         self,
         batch: Batch,
         shape: ModelShape,
+        groups: LayerGroups,
         pool: torch.Tensor,
         scratch: AttentionScratch,
-        tables: tuple[torch.Tensor, torch.Tensor],
+        tables: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> None:
-        super().__init__(batch, shape, pool, scratch)
-        self._cos, self._sin = (table[self.positions][:, None, :] for table in tables)  # [num_tokens, 1, head_dim]
+        """``tables``: None of a model of latents, which rotates by itself."""
+        super().__init__(batch, shape, groups, pool, scratch)
+        # [num_tokens, 1, head_dim] each
+        self._angles = [] if tables is None else [table[self.positions][:, None, :] for table in tables]
 
     def rotary_kv_write(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int) -> torch.Tensor:
         """See StepContext."""
         heads = torch.cat((query, key), dim=1)
         # Rounded where the reference rounds: after each product and after the sum.
+        cos, sin = self._angles
         swapped = heads.roll(heads.shape[-1] // 2, -1)
-        heads = (heads * self._cos).add_(swapped.mul_(self._sin))
+        heads = (heads * cos).add_(swapped.mul_(sin))
         query, key = heads.split_with_sizes((query.shape[1], key.shape[1]), dim=1)
         self.kv_write(key, value, layer)
         return query
@@ -111,6 +138,7 @@ class CpuPagedOps:
 
     def __init__(self, shape: ModelShape, pool: torch.Tensor) -> None:
         self._shape = shape
+        self._groups = LayerGroups.of(shape.sliding_windows)
         self._pool = pool
         self._scratch = AttentionScratch(pool.dtype)
         self._packs = has_packed_linear(pool.dtype)
@@ -126,6 +154,10 @@ class CpuPagedOps:
     def make_experts(self, weights: ExpertWeights, activation: Activation) -> Experts:
         """See PagedOps."""
         return CpuExperts(weights, activation, partial(SplitLinear, self.make_linear))
+
+    def make_low_rank(self, dtype: torch.dtype) -> LowRankProducts:
+        """See PagedOps."""
+        return TorchLowRank()
 
     def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """See PagedOps."""
@@ -145,7 +177,7 @@ class CpuPagedOps:
 
     def begin_step(self, batch: Batch) -> CpuPagedStep:
         """See PagedOps."""
-        return CpuPagedStep(batch, self._shape, self._pool, self._scratch)
+        return CpuPagedStep(batch, self._shape, self._groups, self._pool, self._scratch)
 
     def argmax(self, logits: torch.Tensor) -> torch.Tensor:
         """See SamplerOps. Of fp32: torch has no fast one for less."""
@@ -166,11 +198,11 @@ class CpuOps(CpuPagedOps):
     def __init__(self, config: ModelConfig, pool: torch.Tensor, max_model_len: int) -> None:
         super().__init__(config, pool)
         self._config = config
-        self._tables = cos_sin_rows(config, max_model_len, pool.dtype)
+        self._tables = None if config.latent else cos_sin_rows(config, max_model_len, pool.dtype)
 
     def begin_step(self, batch: Batch) -> CpuStep:
         """See Ops."""
-        return CpuStep(batch, self._config, self._pool, self._scratch, self._tables)
+        return CpuStep(batch, self._config, self._groups, self._pool, self._scratch, self._tables)
 
     def clamped_swiglu(self, gate_up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
         """See Ops."""

@@ -15,14 +15,18 @@ from kvrelay.common.errors import ModelError
 from kvrelay.common.sampling import SamplingParams
 from kvrelay.engine.backends.cuda.graphs import CudaRecorder, DecodeGraphs, Recorder
 from kvrelay.engine.backends.cuda.linear import can_multiply
+from kvrelay.engine.backends.cuda.low_rank import AdaptedSteps
 from kvrelay.engine.backends.cuda.memory import GpuMemory
-from kvrelay.engine.backends.cuda.ops import CudaOps, CudaPagedOps, StepInputs
+from kvrelay.engine.backends.cuda.ops import CudaOps, CudaPagedOps
+from kvrelay.engine.backends.cuda.step import StepInputs
 from kvrelay.engine.backends.options import EngineOptions, asked_blocks
 from kvrelay.engine.config.model import ModelConfig, ModelShape
 from kvrelay.engine.kv.geometry import geometry_of
 from kvrelay.engine.kv.pool import KvPool
+from kvrelay.engine.models.adapters import Adapters
 from kvrelay.engine.models.decoder import DecoderModel
 from kvrelay.engine.models.ops import Model
+from kvrelay.engine.models.ranks import RankPart
 from kvrelay.engine.sampling.rows import Asking
 from kvrelay.engine.sampling.sampled import UnderWay
 from kvrelay.engine.sampling.sampler import sample
@@ -49,26 +53,37 @@ def cuda_model(
     max_model_len: int,
     options: EngineOptions,
     kv_scales: torch.Tensor | None,
-) -> tuple[DecoderModel, CudaOps, DecodeGraphs | None]:
+    part: RankPart | None,
+) -> tuple[DecoderModel, CudaOps, DecodeGraphs | None, Adapters | None]:
     """The model over ``pool``, which has a spare block. Takes ``weights`` over. Capturing graphs takes seconds.
 
-    ``kv_scales``: see :func:`cuda_ops`.
+    ``kv_scales``: see :func:`cuda_ops`. ``part``: see DecoderModel; without graphs, as nobody has tried collectives in them.
     """
     graphs: DecodeGraphs | None = None
     try:
         ops = cuda_ops(config, pool, max_model_len, options, kv_scales)
         compute_dtype = weights.embed.dtype
-        model = DecoderModel(config, weights, ops)
+        adapters: Adapters | None = None
+        adapted: AdaptedSteps | None = None
+        if options.adapter_bytes:
+            products = ops.make_low_rank(compute_dtype)
+            adapters = Adapters(products, compute_dtype, pool.tensor.device)
+            adapted = AdaptedSteps(adapters, products)
+        model = DecoderModel(config, weights, ops, part, None if adapters is None else (adapters, config))
         compile_steps(model, ops, pool, options)
+        if adapted is not None:
+            compile_adapters(model, ops, pool, adapted)
         compile_sampling(torch.zeros(1, config.vocab_size, dtype=compute_dtype, device=pool.tensor.device), ops)
-        if options.decodes and options.cuda_graphs:
-            graphs = decode_graphs(config, model, ops, pool, options, compute_dtype, CudaRecorder())
+        if part is not None:
+            logger.info("several ranks launch decode steps kernel by kernel: their collectives are in no CUDA graph")
+        elif options.decodes and options.cuda_graphs:
+            graphs = decode_graphs(config, model, ops, pool, options, compute_dtype, CudaRecorder(), adapted)
     except torch.OutOfMemoryError as error:
         raise ModelError(
             f"no memory is left beside the KV pool for steps and their graphs ({error}): lower --kv-memory-fraction or "
             "--kv-memory-mb, or start without graphs (--no-cuda-graphs)"
         ) from error
-    return model, ops, graphs
+    return model, ops, graphs, adapters
 
 
 def cuda_ops(
@@ -106,14 +121,14 @@ def kept_weights(device: torch.device) -> Callable[[StoredWeight], bool]:
     return partial(can_multiply, has_e4m3=True)
 
 
-def trial_model(config: ModelConfig, weights: ModelWeights, options: EngineOptions) -> MakeTrial:
+def trial_model(config: ModelConfig, weights: ModelWeights, options: EngineOptions, part: RankPart | None) -> MakeTrial:
     """A model over a pool that is only there to measure; ``weights`` stay whole."""
 
     def make(pool: KvPool, max_model_len: int, max_num_seqs: int) -> tuple[DecoderModel, CudaOps]:
         kv_scales = unit_kv_scales(config) if pool.tensor.dtype == torch.float8_e4m3fn else None
         ops = cuda_ops(config, pool, max_model_len, replace(options, max_num_seqs=max_num_seqs), kv_scales)
         # The model empties the list of layers that it is given, and multiplies with the very same matrices.
-        return DecoderModel(config, replace(weights, layers=list(weights.layers)), ops), ops
+        return DecoderModel(config, replace(weights, layers=list(weights.layers)), ops, part), ops
 
     return make
 
@@ -138,7 +153,9 @@ def measure_memory(
     step_nbytes = torch.cuda.max_memory_allocated(device) - before - pool_nbytes
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    memory = GpuMemory(total, free, held=torch.cuda.memory_reserved(device), step=max(0, step_nbytes))
+    # Adapters come later, and must find room then.
+    held = torch.cuda.memory_reserved(device) + options.adapter_bytes
+    memory = GpuMemory(total, free - options.adapter_bytes, held, step=max(0, step_nbytes))
     logger.info("GPU memory: %s", memory.text)
     return memory
 
@@ -167,7 +184,7 @@ def run_largest_step(
     pool = KvPool(geometry, num_blocks, device)
     # Of very short sequences more make up a step than ever run.
     model, ops = make(pool, max_len, max(options.max_num_seqs, len(prompts)))
-    slots, batch = _made_up(prompts, sampling, options.block_size)
+    slots, batch = _made_up(prompts, sampling, options.block_size, len(geometry.groups))
     hidden = model.forward(ops.upload((batch.token_ids,))[0], ops.begin_step(batch))
     num_sampled = min(options.max_num_seqs, num_tokens)
     asking = Asking.of(slots, np.zeros(num_sampled, dtype=np.int64), np.ones(num_sampled, dtype=np.int64))
@@ -184,9 +201,20 @@ def compile_steps(model: Model, ops: CudaPagedOps, pool: KvPool, options: Engine
     spare = (pool.num_blocks,)
     for num_single in decode_batch_sizes(options.max_num_seqs):
         rows = [(1, spare)] * num_single + [(2, spare)]
-        _, batch = _made_up(rows, SamplingParams(max_tokens=1), options.block_size)
+        _, batch = _made_up(rows, SamplingParams(max_tokens=1), options.block_size, len(pool.geometry.groups))
         hidden = model.forward(ops.upload((batch.token_ids,))[0], ops.begin_step(batch))
         model.logits(hidden[-1:])
+
+
+@torch.inference_mode()
+def compile_adapters(model: Model, ops: CudaPagedOps, pool: KvPool, adapted: AdaptedSteps) -> None:
+    """Compute a token in the spare block of ``pool`` with each kernel that adapters have; nobody has one yet."""
+    geometry = pool.geometry
+    rows = [(1, (pool.num_blocks,))]
+    _, batch = _made_up(rows, SamplingParams(max_tokens=1), geometry.block_size, len(geometry.groups))
+    for tiling in adapted.tilings:
+        with adapted.over(adapted.no_rows(1, tiling)):
+            model.forward(ops.upload((batch.token_ids,))[0], ops.begin_step(batch))
 
 
 @torch.inference_mode()
@@ -203,16 +231,20 @@ def compile_sampling(logits: torch.Tensor, ops: CudaPagedOps) -> None:
 
 
 def _made_up(
-    prompts: Seq[tuple[int, tuple[int, ...]]], sampling: SamplingParams, block_size: int
+    prompts: Seq[tuple[int, tuple[int, ...]]], sampling: SamplingParams, block_size: int, num_groups: int = 1
 ) -> tuple[Slots, Batch]:
-    """A step over prompts of zeros, (length, blocks) each, those of one token first."""
-    slots = Slots(len(prompts), max(len(blocks) for _, blocks in prompts))
+    """A step over prompts of zeros, (length, blocks) each, those of one token first. All groups write the same blocks."""
+    slots = Slots(len(prompts), max(len(blocks) for _, blocks in prompts), num_groups)
     plan = StepPlan(
         rows=tuple(PlanRow(slot, 0, length) for slot, (length, _) in enumerate(prompts)),
         joins=tuple(
             SlotJoin(slot, "made up", (0,) * length, length, sampling) for slot, (length, _) in enumerate(prompts)
         ),
-        tables=tuple(TableDelta(slot, 0, blocks) for slot, (_, blocks) in enumerate(prompts)),
+        tables=tuple(
+            TableDelta(slot, 0, blocks, group)
+            for slot, (_, blocks) in enumerate(prompts)
+            for group in range(num_groups)
+        ),
     )
     slots.apply(plan)
     return slots, build_batch(plan, slots, block_size)
@@ -227,8 +259,9 @@ def decode_graphs(
     options: EngineOptions,
     compute_dtype: torch.dtype,
     recorder: Recorder,
+    adapted: AdaptedSteps | None = None,
 ) -> DecodeGraphs:
-    """Graphs of all batches that decode, captured now. ``compute_dtype``: the logits'."""
+    """Graphs of all batches that decode, captured now. ``compute_dtype``: the logits'. ``adapted``: see DecodeGraphs."""
 
     def forward(token_ids: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
         return model.logits(model.forward(token_ids, ops.step_of(inputs)))
@@ -239,4 +272,6 @@ def decode_graphs(
         recorder,
         logits=torch.empty(options.max_num_seqs, config.vocab_size, dtype=compute_dtype, device=pool.tensor.device),
         padding_slot=pool.num_blocks * options.block_size,
+        num_groups=len(pool.geometry.groups),
+        adapted=adapted,
     )

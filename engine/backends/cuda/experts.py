@@ -24,7 +24,8 @@ class CudaExperts:
         routes = plan_routes(expert_ids, weights.num_experts)
         gate_up = _multiply(hidden, weights.gate_up, weights.gate_up_bias, routes)
         out = _multiply(self._activation(gate_up), weights.down, weights.down_bias, routes, factors)
-        return out.view(*expert_ids.shape, -1).sum(dim=1)
+        # Of a route to none nothing was computed.
+        return out.view(*expert_ids.shape, -1).masked_fill(expert_ids[:, :, None] == weights.num_experts, 0).sum(dim=1)
 
 
 def _multiply(

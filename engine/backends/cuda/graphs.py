@@ -20,8 +20,10 @@ from typing import Protocol
 
 import torch
 
-from kvrelay.engine.backends.cuda.ops import StepInputs
+from kvrelay.engine.backends.cuda.low_rank import AdaptedSteps
+from kvrelay.engine.backends.cuda.step import StepInputs
 from kvrelay.engine.step.batch import Batch
+from kvrelay.kernels.low_rank import AdaptedRows
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +62,7 @@ class CudaRecorder:
 class _Rung:
     token_ids: torch.Tensor  # [batch_size] int64
     inputs: StepInputs
+    adapted: AdaptedRows | None  # None: of steps without adapters
     replay: Replay
 
 
@@ -80,22 +83,29 @@ class DecodeGraphs:
         *,
         logits: torch.Tensor,
         padding_slot: int,
+        num_groups: int = 1,
+        adapted: AdaptedSteps | None = None,
     ) -> None:
         """Capture them all.
 
         ``forward``: logits ``[n, vocab]`` of ``n`` tokens, one for each sequence. ``inputs_of`` brings a batch's numbers to the
         device. ``logits``: ``[max_num_seqs, vocab]``, where all graphs leave theirs.
-        ``padding_slot``: of a block that no sequence ever holds.
+        ``padding_slot``: of a block that no sequence ever holds. ``num_groups``: of layers.
+        ``adapted``: what steps with adapters are made of, which have graphs of their own; None: they have none.
         """
         self._inputs_of = inputs_of
         self._padding_slot = padding_slot
-        self._rungs: dict[int, _Rung] = {}
+        self._num_groups = num_groups
+        self._adapted = adapted
+        self._rungs: dict[tuple[int, bool], _Rung] = {}  # by size, and whether rows may have adapters
         self._logits = logits
         sizes = ladder(len(logits))
         # The largest first: the smaller ones then find room in what it left in the pool.
         for done, size in enumerate(reversed(sizes)):
             logger.info("capturing decode graphs: %d of %d, batches of up to %d", done + 1, len(sizes), size)
-            self._rungs[size] = self._capture(forward, recorder, size)
+            self._rungs[size, False] = self._capture(forward, recorder, size, None)
+            if adapted is not None:
+                self._rungs[size, True] = self._capture(forward, recorder, size, adapted)
         self._sizes = sizes
 
     def _capture(
@@ -103,6 +113,7 @@ class DecodeGraphs:
         forward: Callable[[torch.Tensor, StepInputs], torch.Tensor],
         recorder: Recorder,
         size: int,
+        adapted: AdaptedSteps | None,
     ) -> _Rung:
         device = self._logits.device
 
@@ -112,7 +123,7 @@ class DecodeGraphs:
         token_ids = zeros(size, dtype=torch.int64)
         inputs = StepInputs(
             positions=zeros(size, dtype=torch.int64),
-            slot_mapping=torch.full((size,), self._padding_slot, dtype=torch.int64, device=device),
+            slot_mapping=torch.full((self._num_groups, size), self._padding_slot, dtype=torch.int64, device=device),
             slots=zeros(size, dtype=torch.int64),
             seq_lens=zeros(size, dtype=torch.int32),
             query_start_loc=zeros(1, dtype=torch.int32),
@@ -124,17 +135,23 @@ class DecodeGraphs:
             # Of its own, each would stay in memory. The copy takes some microseconds.
             self._logits[:size] = forward(token_ids, inputs)
 
-        return _Rung(token_ids, inputs, recorder.record(run))
+        if adapted is None:
+            return _Rung(token_ids, inputs, None, recorder.record(run))
+        rows = adapted.no_rows(size, adapted.tilings[0])
+        with adapted.over(rows):
+            return _Rung(token_ids, inputs, rows, recorder.record(run))
 
     def fits(self, batch: Batch) -> bool:
         """See StepGraphs. Every row must decode, and there must not be too many."""
+        if batch.adapters is not None and self._adapted is None:
+            return False
         return batch.num_decode_rows == len(batch.rows) == len(batch.sampling_rows) <= self._sizes[-1]
 
     def run(self, batch: Batch, token_ids: torch.Tensor) -> torch.Tensor:
         """See StepGraphs."""
         inputs = self._inputs_of(batch)
         num_rows = len(batch.rows)
-        rung = self._rungs[self._sizes[bisect.bisect_left(self._sizes, num_rows)]]
+        rung = self._rungs[self._sizes[bisect.bisect_left(self._sizes, num_rows)], batch.adapters is not None]
         rung.token_ids[:num_rows] = token_ids
         rung.inputs.positions[:num_rows] = inputs.positions
         rung.inputs.slots[:num_rows] = inputs.slots
@@ -142,7 +159,10 @@ class DecodeGraphs:
             (rung.inputs.slot_mapping, inputs.slot_mapping, self._padding_slot),
             (rung.inputs.seq_lens, inputs.seq_lens, 0),
         ):
-            there[:num_rows] = here
-            there[num_rows:] = padding  # of the step before, perhaps a larger one
+            there[..., :num_rows] = here
+            there[..., num_rows:] = padding  # of the step before, perhaps a larger one
+        if rung.adapted is not None:
+            assert self._adapted is not None, "captured without adapters"
+            self._adapted.fill(rung.adapted, batch)
         rung.replay()
         return self._logits[:num_rows]

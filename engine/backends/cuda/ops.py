@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,9 +12,12 @@ import torch.nn.functional as F
 
 from kvrelay.engine.backends.cuda.experts import CudaExperts
 from kvrelay.engine.backends.cuda.linear import RoundedLinear, StoredLinear
+from kvrelay.engine.backends.cuda.low_rank import CudaLowRank
+from kvrelay.engine.backends.cuda.step import CudaPagedStep, CudaStep, PagedKv, StepInputs
 from kvrelay.engine.config.model import ModelConfig, ModelShape
 from kvrelay.engine.config.rope import cos_sin_tables
-from kvrelay.engine.models.ops import PLAIN, Activation, Experts, Linear, Scores
+from kvrelay.engine.kv.geometry import LayerGroups
+from kvrelay.engine.models.ops import Activation, Experts, Linear
 from kvrelay.engine.sampling.filters import filter_typical_rows
 from kvrelay.engine.sampling.penalties import Penalties
 from kvrelay.engine.sampling.rows import SamplingRows
@@ -25,157 +27,39 @@ from kvrelay.engine.step.uploads import Joined, Uploader
 from kvrelay.engine.weights.parameters import ExpertWeights
 from kvrelay.engine.weights.rounding import AnyWeight, RoundedWeight
 from kvrelay.kernels.activation import clamped_swiglu, silu_mul
-from kvrelay.kernels.decode_attention import DecodeWorkspace, paged_decode_attention, splits_for_device
+from kvrelay.kernels.decode_attention import DecodeWorkspace, splits_for_device
 from kvrelay.kernels.kv_scales import require_compute_dtype, require_e4m3
+from kvrelay.kernels.latent_attention import latent_programs
 from kvrelay.kernels.norm import add_rms_norm, rms_norm
 from kvrelay.kernels.penalties import NewTokens, apply_penalties
-from kvrelay.kernels.prefill_attention import paged_prefill_attention
-from kvrelay.kernels.prefill_tiles import TileLoads, nvidia_capability, tile_loads
-from kvrelay.kernels.rotary import rotary_kv_write
+from kvrelay.kernels.prefill_tiles import nvidia_capability, tile_loads
 from kvrelay.kernels.sampling import sample
 
 # Where the operations run in an interpreter: any number does.
 _MULTIPROCESSORS_OF_A_CPU = 16
 
 
-@dataclass(frozen=True, slots=True)
-class StepInputs:
-    """One step's numbers on the device. Rows of a single token come first."""
-
-    positions: torch.Tensor  # [num_tokens] int64
-    slot_mapping: torch.Tensor  # [num_tokens] int64
-    slots: torch.Tensor  # [num_rows] int64, whose block tables they have
-    seq_lens: torch.Tensor  # [num_rows] int32, 0 for padding
-    query_start_loc: torch.Tensor  # [num_prefill_rows + 1] int32, of the rows behind num_decode_rows
-    num_decode_rows: int
-    max_query_len: int
-
-
-@dataclass(frozen=True, slots=True)
-class PagedKv:
-    """All layers' keys and values, and how they are read."""
-
-    pool: torch.Tensor  # [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]
-    kv_scales: torch.Tensor | None  # [num_layers, 2, num_kv_heads] fp32, of an fp8 pool
-    loads: tuple[TileLoads, ...]  # of each layer's prefill attention
-
-
-class CudaPagedStep:
-    """Implements PagedStep for one batch: single-token rows by the decode kernel, the others by the prefill kernel."""
-
-    def __init__(
-        self,
-        inputs: StepInputs,
-        shape: ModelShape,
-        kv: PagedKv,
-        workspace: DecodeWorkspace,
-        block_tables: torch.Tensor,
-    ) -> None:
-        """``block_tables``: of all slots."""
-        self._block_tables = block_tables.index_select(0, inputs.slots)
-        self._shape = shape
-        self._kv = kv
-        self._workspace = workspace
-        self._inputs = inputs
-        self._scale = shape.head_dim**-0.5
-
-    @property
-    def positions(self) -> torch.Tensor:
-        """See PagedStep."""
-        return self._inputs.positions
-
-    def kv_write(self, key: torch.Tensor, value: torch.Tensor, layer: int) -> None:
-        """See PagedStep. Not into an fp8 pool."""
-        pool, block_size = self._kv.pool, self._kv.pool.shape[4]
-        blocks, offsets = self._inputs.slot_mapping // block_size, self._inputs.slot_mapping % block_size
-        # A broken sequence's NaN would outlive it: attention reads a block's unwritten tail under a mask, and 0 * NaN is NaN.
-        pool[blocks, layer, 0, :, offsets] = key.nan_to_num(0.0, 0.0, 0.0)
-        pool[blocks, layer, 1, :, offsets] = value.nan_to_num(0.0, 0.0, 0.0)
-
-    def attention(self, query: torch.Tensor, layer: int, scores: Scores = PLAIN) -> torch.Tensor:
-        """See PagedStep."""
-        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        inputs, window = self._inputs, self._shape.sliding_windows[layer]
-        scale = self._scale if scores.scale is None else scores.scale
-        sinks = None if scores.sinks is None else scores.sinks.detach()
-        split = inputs.num_decode_rows
-        if split:
-            paged_decode_attention(
-                query[:split],
-                self._kv.pool,
-                layer,
-                self._block_tables[:split],
-                inputs.seq_lens[:split],
-                scale=scale,
-                sliding_window=window,
-                workspace=self._workspace,
-                out=out[:split],
-                kv_scales=self._kv.kv_scales,
-                softcap=scores.softcap,
-                sinks=sinks,
-            )
-        if split < inputs.seq_lens.shape[0]:
-            paged_prefill_attention(
-                query[split:],
-                self._kv.pool,
-                layer,
-                self._block_tables[split:],
-                inputs.query_start_loc,
-                inputs.seq_lens[split:],
-                scale=scale,
-                sliding_window=window,
-                max_query_len=inputs.max_query_len,
-                out=out[split:],
-                kv_scales=self._kv.kv_scales,
-                softcap=scores.softcap,
-                sinks=sinks,
-                loads=self._kv.loads[layer],
-            )
-        return out
-
-
-class CudaStep(CudaPagedStep):
-    """Implements StepContext for one batch."""
-
-    def __init__(
-        self,
-        inputs: StepInputs,
-        shape: ModelShape,
-        kv: PagedKv,
-        workspace: DecodeWorkspace,
-        block_tables: torch.Tensor,
-        tables: tuple[torch.Tensor, torch.Tensor],
-    ) -> None:
-        """``block_tables``: of all slots."""
-        super().__init__(inputs, shape, kv, workspace, block_tables)
-        self._cos, self._sin = tables
-
-    def rotary_kv_write(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int) -> torch.Tensor:
-        """See StepContext."""
-        inputs = self._inputs
-        rotary_kv_write(
-            query,
-            key,
-            value,
-            self._cos,
-            self._sin,
-            inputs.positions,
-            self._kv.pool,
-            layer,
-            inputs.slot_mapping,
-            self._kv.kv_scales,
-        )
-        return query
-
-
-def _changes(deltas: Seq[TableDelta], max_blocks: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
-    """Where ``deltas`` change tables of ``max_blocks``, laid out one behind the other, and to which blocks."""
+def _changes(
+    deltas: Seq[TableDelta], num_slots: int, max_blocks: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
+    """Where ``deltas`` change tables of ``max_blocks``, laid out one behind the other by group and slot, and to which blocks."""
     places, block_ids = [np.empty(0, np.int64)], [np.empty(0, np.int32)]
     for delta in deltas:
-        first = delta.slot * max_blocks + delta.start
+        first = (delta.group * num_slots + delta.slot) * max_blocks + delta.start
         places.append(np.arange(first, first + len(delta.block_ids)))
         block_ids.append(np.array(delta.block_ids, dtype=np.int32))
     return np.concatenate(places), np.concatenate(block_ids)
+
+
+def _by_group(kv_scales: torch.Tensor, groups: LayerGroups) -> torch.Tensor:
+    """A model's scales as ``[num_groups, num_layers, 2, num_kv_heads]``, as layers lie in the pool; 1 where there is none."""
+    if len(kv_scales) != len(groups.places):
+        raise ValueError(f"kv_scales of {len(kv_scales)} layers; the model has {len(groups.places)}")
+    most = max(map(len, groups.layers))
+    by_group = kv_scales.new_ones(len(groups.layers), most, *kv_scales.shape[1:])
+    for group, layers in enumerate(groups.layers):
+        by_group[group, : len(layers)] = kv_scales[list(layers)]
+    return by_group
 
 
 def _num_multiprocessors(device: torch.device) -> int:
@@ -195,28 +79,32 @@ class CudaPagedOps:
         max_num_seqs: int,
         kv_scales: torch.Tensor | None = None,
     ) -> None:
-        """An fp8 (e4m3) pool needs ``kv_scales`` ``[num_layers, 2, num_kv_heads]`` fp32, on the pool's device.
+        """An fp8 (e4m3) pool needs ``kv_scales`` ``[num_layers, 2, num_kv_heads]`` of the model, fp32, on the pool's device.
 
         Raises:
             ValueError: an fp8 pool on a device without that type; scales that are missing, not wanted or of another shape.
         """
         if kv_scales is not None:
             require_e4m3(pool.device)
-        require_compute_dtype(pool, kv_scales)
         self._shape = shape
-        capability = nvidia_capability(pool.device)
-        loads = tuple(tile_loads(capability, pool, window) for window in shape.sliding_windows)
-        self._kv = PagedKv(pool, kv_scales, loads)
+        groups, capability = LayerGroups.of(shape.sliding_windows), nvidia_capability(pool.device)
+        by_group = None if kv_scales is None else _by_group(kv_scales, groups)
+        require_compute_dtype(pool, None if by_group is None else by_group[0])
+        loads = tuple(tile_loads(capability, pool, window) for window in groups.windows)
+        self._kv = PagedKv(pool, groups, by_group, loads)
         self._uploader = Uploader(pool.device)
         # Of all slots, and of one more: before the first step so many rows and a prompt are tried.
         max_blocks = -(-max_model_len // pool.shape[4])
-        self.block_tables = torch.zeros(max_num_seqs + 1, max_blocks, dtype=torch.int32, device=pool.device)
+        self.block_tables = torch.zeros(
+            len(groups.windows), max_num_seqs + 1, max_blocks, dtype=torch.int32, device=pool.device
+        )
         self._num_multiprocessors = _num_multiprocessors(pool.device)
         self._compiled: set[tuple[object, ...]] = set()  # kinds of products with weights of 4 and 8 bits
-        max_splits = splits_for_device(self._num_multiprocessors, shape.num_kv_heads)
-        self._workspace = DecodeWorkspace.allocate(
-            max_num_seqs, shape.num_q_heads, shape.head_dim, max_splits, pool.device
-        )
+        num_programs, value_size = shape.num_kv_heads, shape.head_dim
+        if shape.latent_rank is not None:
+            num_programs, value_size = latent_programs(shape.num_q_heads), shape.latent_rank
+        max_splits = splits_for_device(self._num_multiprocessors, num_programs)
+        self._workspace = DecodeWorkspace.allocate(max_num_seqs, shape.num_q_heads, value_size, max_splits, pool.device)
 
     def make_linear(self, weight: AnyWeight, bias: torch.Tensor | None) -> Linear:
         """See Ops. cuBLAS reads ``[out, in]`` as it is; others need bf16 or fp16 activations."""
@@ -237,6 +125,10 @@ class CudaPagedOps:
         """See PagedOps."""
         return CudaExperts(weights, activation)
 
+    def make_low_rank(self, dtype: torch.dtype) -> CudaLowRank:
+        """See PagedOps."""
+        return CudaLowRank(self._uploader.upload, dtype, self.block_tables.device)
+
     def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """See PagedOps."""
         return rms_norm(hidden, weight, eps)
@@ -256,7 +148,7 @@ class CudaPagedOps:
     def inputs_of(self, batch: Batch) -> StepInputs:
         """A batch's numbers, uploaded; ``block_tables`` are changed by what is new in them."""
         num_decode = batch.num_decode_rows
-        places, block_ids = _changes(batch.table_deltas, self.block_tables.shape[1])
+        places, block_ids = _changes(batch.table_deltas, *self.block_tables.shape[1:])
         positions, slot_mapping, slots, seq_lens, query_start_loc, places_there, block_ids_there = (
             self._uploader.upload(
                 (
@@ -328,8 +220,10 @@ class CudaOps(CudaPagedOps):
         """``kv_scales``: see CudaPagedOps, and what it raises."""
         super().__init__(config, pool, max_model_len, max_num_seqs, kv_scales)
         self._config = config
-        cos, sin = cos_sin_tables(config.rope, config.head_dim, max_model_len)
-        self._tables = (cos.to(pool.device), sin.to(pool.device))
+        self._tables: tuple[torch.Tensor, torch.Tensor] | None = None
+        if config.latent is None:
+            cos, sin = cos_sin_tables(config.rope, config.head_dim, max_model_len)
+            self._tables = (cos.to(pool.device), sin.to(pool.device))
 
     def begin_step(self, batch: Batch) -> CudaStep:
         """See Ops."""

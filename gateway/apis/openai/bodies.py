@@ -17,6 +17,7 @@ from kvrelay.gateway.model import Model
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 TEXT_PARTS = ("text", "input_text", "output_text")
+BEGINNING_LEN = 256  # characters of a message, or tokens of a prompt, by which conversations are told apart
 
 
 def checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -33,8 +34,8 @@ def checked_role(role: Any, param: str) -> str:
     return str(role)
 
 
-def text_of(content: Any, param: str) -> str:
-    """A content as one text: it is one, or a list of text parts. Raises InvalidRequestError, also on images."""
+def text_of(content: Any, param: str, between: str = "") -> str:
+    """A content as one text: it is one, or text parts with ``between`` between them. Raises InvalidRequestError, also on images."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -53,7 +54,20 @@ def text_of(content: Any, param: str) -> str:
             "this deployment reads text only: no images, audio or files",
             param=param,
         )
-    return "".join(pieces)
+    return between.join(pieces)
+
+
+def beginning_of(messages: Sequence[Mapping[str, Any]]) -> str:
+    """How a conversation begins: of each message, up to the first one of the user, the first characters. Checks nothing."""
+    starts: list[str] = []
+    for message in messages:
+        content = message.get("content")
+        part = content[0] if isinstance(content, list) and content else content
+        text = part.get("text") if isinstance(part, Mapping) else part
+        starts.append(text[:BEGINNING_LEN] if isinstance(text, str) else "")
+        if message.get("role") == "user":
+            break
+    return "\0".join(starts)
 
 
 def _checked(message: Mapping[str, Any], param: str) -> dict[str, Any]:
@@ -118,6 +132,10 @@ class ChatBody(SamplingBody):
     echo: bool | None = None
     """Whether the answer repeats the message that it continues."""
 
+    def beginning(self) -> str:
+        """Up to the first message of the user."""
+        return beginning_of(self.messages)
+
     def chat(self, model: Model) -> Chat:
         """The conversation as the model's prompt. Raises InvalidRequestError naming the field that is wrong."""
         variables = dict(self.chat_template_kwargs or {})
@@ -153,3 +171,9 @@ class CompletionBody(SamplingBody):
     """Whether the answer begins with the prompt."""
     add_special_tokens: bool | None = None
     """Whether the tokenizer adds special tokens, as by default."""
+
+    def beginning(self) -> str:
+        """Of the first prompt."""
+        prompts = [self.prompt] if isinstance(self.prompt, str) else self.prompt
+        prompt = prompts[0] if isinstance(prompts[0], str | list) else prompts
+        return prompt[:BEGINNING_LEN] if isinstance(prompt, str) else str(prompt[:BEGINNING_LEN])

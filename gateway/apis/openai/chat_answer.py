@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from kvrelay.common.sampling import FinishReason, SampledToken
@@ -37,13 +38,14 @@ class ChatFormat(OpenAIFormat):
         self._parsers = None if make_parser is None else [make_parser() for _ in range(num_choices)]
         self._has_called = [False] * num_choices
 
-    def opening(self) -> bytes:
+    def opening(self, usage: Usage) -> bytes:
         """The chunks that say who speaks."""
         delta = {"role": "assistant", "content": self._echoed}
         choices = [{"index": index, "delta": delta, "finish_reason": None} for index in range(self._num_choices)]
-        return b"".join([self._event([choice]) for choice in choices])
+        so_far = self._so_far(replace(usage, num_output_tokens=0))  # of none of the choices has been told yet
+        return b"".join([self._event([choice], **so_far) for choice in choices])
 
-    def chunk(self, index: int, delta: TextDelta) -> bytes:
+    def chunk(self, index: int, delta: TextDelta, usage: Usage) -> bytes:
         """One chunk of a stream; none for text that is held back because it may be a marker's beginning."""
         said = {"content": delta.text} if delta.text else {}
         if self._parsers is not None:
@@ -58,7 +60,7 @@ class ChatFormat(OpenAIFormat):
         is_silent = self._parsers is not None and not said and delta.finish_reason is None
         if is_silent and not more and not self._shown.logprobs and not self._shown.token_ids:
             return b""
-        return self._event([choice], **more)
+        return self._event([choice], **self._so_far(usage), **more)
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
         """The body of an answer that is not streamed."""

@@ -26,6 +26,7 @@ class Shown:
     token_ids: bool = False
     ids_as_tokens: bool = False  # in log probabilities, ``token_id:17`` instead of a token's text
     usage: bool = False  # at a stream's end; whole answers always have it
+    usage_so_far: bool = False  # the same in every chunk
 
 
 class OpenAIFormat(Format):
@@ -46,6 +47,10 @@ class OpenAIFormat(Format):
     def failed(self, error: ApiError) -> bytes:
         """The error, and the end."""
         return sse(error.body()) + DONE
+
+    def _so_far(self, usage: Usage) -> dict[str, Any]:
+        """What every chunk tells of the usage."""
+        return {"usage": usage.body()} if self._shown.usage_so_far else {}
 
     def _event(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
         return sse({**self._chunk_head, "choices": choices, **more}) if more else self._template.event(choices)
@@ -154,9 +159,9 @@ class CompletionFormat(OpenAIFormat):
         self._offsets: dict[int, int] = {}  # by choice: characters sent so far; there from its first delta on
         self._prompt_logprobs: dict[int, list[SampledToken]] = {}  # by prompt
 
-    def chunk(self, index: int, delta: TextDelta) -> bytes:
+    def chunk(self, index: int, delta: TextDelta, usage: Usage) -> bytes:
         """One chunk of a stream."""
-        return self._event([self._choice(Choice(index, [delta]))])
+        return self._event([self._choice(Choice(index, [delta]))], **self._so_far(usage))
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
         """The body of an answer that is not streamed."""

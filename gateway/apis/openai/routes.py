@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -18,7 +19,7 @@ from kvrelay.gateway.apis.answer_docs import (
     TextAnswer,
     answers,
 )
-from kvrelay.gateway.apis.answering import respond, sequences_of, served_models
+from kvrelay.gateway.apis.answering import chat_of, model_for, respond, sequences_of, served_models
 from kvrelay.gateway.apis.openai.bodies import ChatBody, CompletionBody
 from kvrelay.gateway.apis.openai.chat_answer import ChatFormat
 from kvrelay.gateway.apis.openai.completion_answer import CompletionFormat, Shown
@@ -37,40 +38,38 @@ _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
 
 @router.get("/v1/models", responses={200: {"model": ModelList}, **UNAUTHORIZED})
 async def models(request: Request) -> Response:
-    """The models that are served."""
-    return JSONResponse({"object": "list", "data": [_model_entry(model) for model in served_models(request)]})
+    """The models that are served, then their aliases, then adapters."""
+    models = served_models(request)
+    return JSONResponse({"object": "list", "data": [_model_entry(name, models.shares(name)) for name in models.names]})
 
 
 @router.get("/v1/models/{model:path}", responses={**answers(ServedModel), **UNAUTHORIZED})
 async def model(request: Request, model: Annotated[str, Path(description="Its name.")]) -> Response:
-    """One model, by its name."""
-    return JSONResponse(_model_entry(served_models(request).named(model)))
+    """One model, by its name or an alias."""
+    return JSONResponse(_model_entry(model, served_models(request).shares(model)))
 
 
 @router.post("/v1/chat/completions", responses=answers(ChatAnswer), openapi_extra=REQUEST_HEADERS)
 async def chat(body: ChatBody, request: ApiRequest) -> Response:
     """Answer a chat."""
-    model = served_models(request).find(body.model)
-    model.check()
+    model = model_for(request, body.model, body.conversation)
+    model.check(request.flow(body.line_priority))
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequestError("top_logprobs needs logprobs=true", param="top_logprobs")
     name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
 
-    def prepare() -> tuple[Chat, GenerationSpec, list[int]]:
-        spec = body.spec(max_tokens=max_tokens, num_logprobs=num_logprobs, max_tokens_param=name)
-        chat = body.chat(model)
-        prompt = model.encode(chat.prompt, "messages", add_special_tokens=bool(body.add_special_tokens))
-        return chat, chat.guided(spec), prompt
+    def prepare() -> tuple[GenerationSpec, Chat]:
+        return body.spec(max_tokens=max_tokens, num_logprobs=num_logprobs, max_tokens_param=name), body.chat(model)
 
-    chat, spec, prompt = await aside(prepare, len(await request.body()))
-    sequences = sequences_of(model, request, [prompt], spec, "messages")
+    adds_special_tokens = bool(body.add_special_tokens)
+    chat, sequences = await chat_of(model, request, prepare, "messages", add_special_tokens=adds_special_tokens)
     written = ChatFormat(
         _head(model, request, "chatcmpl", "chat.completion"),
         model.tokenizer,
         _shown(body, logprobs=bool(body.logprobs)),
-        num_choices=spec.num_choices,
+        num_choices=body.n or 1,
         make_parser=None if chat.has_plain_answers else chat.parser,
         echoed=chat.echoed,
     )
@@ -80,8 +79,8 @@ async def chat(body: ChatBody, request: ApiRequest) -> Response:
 @router.post("/v1/completions", responses=answers(TextAnswer), openapi_extra=REQUEST_HEADERS)
 async def completions(body: CompletionBody, request: ApiRequest) -> Response:
     """Continue one text, or several."""
-    model = served_models(request).find(body.model)
-    model.check()
+    model = model_for(request, body.model, body.conversation)
+    model.check(request.flow(body.line_priority))
     max_tokens = _DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     spec = body.spec(max_tokens=max_tokens, num_logprobs=body.logprobs)
     if body.echo and body.logprobs is not None and spec.num_prompt_logprobs is None:
@@ -126,18 +125,31 @@ def _head(model: Model, request: ApiRequest, prefix: str, kind: str) -> dict[str
     }
 
 
-def _model_entry(model: Model) -> dict[str, Any]:
-    entry: dict[str, Any] = {"id": model.name, "object": "model", "created": 0, "owned_by": "kvrelay"}
-    if (limits := model.pool.limits) is not None:
-        entry["max_model_len"] = limits.max_model_len
+def _model_entry(name: str, shares: Sequence[tuple[Model, float]]) -> dict[str, Any]:
+    entry: dict[str, Any] = {"id": name, "object": "model", "created": 0, "owned_by": "kvrelay"}
+    limits = [model.pool.limits.max_model_len for model, _ in shares if model.pool.limits is not None]
+    if limits:
+        entry["max_model_len"] = min(limits)
+    if len(shares) > 1:
+        total = sum(weight for _, weight in shares)
+        entry["split"] = {model.name: round(weight / total, 6) for model, weight in shares}
+        return entry
+    [(model, _)] = shares
+    if model.name != name:
+        entry["root"] = model.name
+    elif model.adapter is not None:
+        entry["parent"] = model.base_name
     return entry
 
 
 def _shown(body: SamplingBody, *, logprobs: bool) -> Shown:
+    options = body.stream_options
+    tells_usage = options is not None and bool(options.include_usage)
     return Shown(
         logprobs=logprobs,
         prompt_logprobs=body.prompt_logprobs is not None,
         token_ids=bool(body.return_token_ids),
         ids_as_tokens=bool(body.return_tokens_as_token_ids),
-        usage=body.stream_options is not None and bool(body.stream_options.include_usage),
+        usage=tells_usage,
+        usage_so_far=tells_usage and options is not None and bool(options.continuous_usage_stats),
     )

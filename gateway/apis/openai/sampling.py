@@ -7,6 +7,7 @@ not serve are refused by name as soon as they ask for something: silence would c
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -72,13 +73,15 @@ class StreamOptions(RequestBody):
 
     include_usage: bool | None = None
     """Whether the last chunk tells the usage."""
+    continuous_usage_stats: bool | None = None
+    """With `include_usage`: whether every chunk tells its choice's usage so far."""
 
 
 class OpenAIBody(OpenBody):
-    """What the bodies of all OpenAI's routes share."""
+    """What the bodies of all OpenAI's routes share, and Anthropic's."""
 
     model: str | None = None
-    """The served model; left out, it is that one."""
+    """A model, or an alias; left out, it is the default one."""
     stream: bool | None = None
     """Whether the answer comes as server-sent events."""
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
@@ -89,6 +92,17 @@ class OpenAIBody(OpenBody):
     """Equal requests with the same seed get the same answer; left out, one is drawn."""
     cache_salt: CacheSalt | None = None
     """Cached prefixes are shared only among requests with the same salt."""
+
+    def conversation(self) -> str:
+        """What the requests of one conversation have in common: `prompt_cache_key`, `user`, or how it begins."""
+        for name in ("prompt_cache_key", "user", "safety_identifier"):
+            if isinstance(key := self._extras.get(name), str) and key:
+                return f"{name} {key}"
+        return self.beginning()
+
+    @abstractmethod
+    def beginning(self) -> str:
+        """Of the prompt, what stays as it is when the conversation goes on."""
 
 
 class SamplingBody(OpenAIBody):
@@ -167,6 +181,11 @@ class SamplingBody(OpenAIBody):
     return_tokens_as_token_ids: bool | None = None
     """Whether log probabilities name tokens as `token_id:17`."""
 
+    @property
+    def line_priority(self) -> int:
+        """Of the request, among those that wait."""
+        return (self.priority or 0) + _TIER_PRIORITY.get(self.service_tier or "", 0)
+
     def spec(
         self, *, max_tokens: int | None, num_logprobs: int | None, max_tokens_param: str = "max_tokens"
     ) -> GenerationSpec:
@@ -216,7 +235,7 @@ class SamplingBody(OpenAIBody):
             has_watermark=bool(self.watermark),
             processors=tuple(self.logits_processors or ()),
             beam_search=beams,
-            priority=(self.priority or 0) + _TIER_PRIORITY.get(self.service_tier or "", 0),
+            priority=self.line_priority,
             retention=retention,
             truncate=self.truncate_prompt_tokens,
         )

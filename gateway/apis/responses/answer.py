@@ -158,14 +158,14 @@ class ResponseFormat(Format):
         self._finish_reason: FinishReason | None = None
         self._num_reasoning_tokens = 0
 
-    def opening(self) -> bytes:
+    def opening(self, usage: Usage) -> bytes:
         """The response begins."""
         body = {**self._head, "status": "in_progress", "output": [], "usage": None}
         self._items.event("response.created", response=body)
         self._items.event("response.in_progress", response=body)
         return self._items.take()
 
-    def chunk(self, index: int, delta: TextDelta) -> bytes:
+    def chunk(self, index: int, delta: TextDelta, usage: Usage) -> bytes:
         """Events of what the text turned out to be."""
         parsed = self._parser.push(delta.text)
         if delta.finish_reason is not None:
@@ -195,7 +195,7 @@ class ResponseFormat(Format):
     def whole(self, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
         """The response object."""
         for delta in choices[0].deltas:
-            self.chunk(0, delta)
+            self.chunk(0, delta, usage)
         self._items.close(self._status)
         return self._body(usage)
 

@@ -12,8 +12,8 @@ from starlette.responses import Response
 
 from kvrelay.common.sampling import Guide, GuideKind
 from kvrelay.gateway.apis.answer_docs import REQUEST_HEADERS, ResponseAnswer, answers
-from kvrelay.gateway.apis.answering import respond, sequences_of, served_models
-from kvrelay.gateway.apis.openai.bodies import Effort, checked_role, text_of
+from kvrelay.gateway.apis.answering import chat_of, model_for, respond
+from kvrelay.gateway.apis.openai.bodies import Effort, beginning_of, checked_role, text_of
 from kvrelay.gateway.apis.openai.output_format import format_guide, make_guide
 from kvrelay.gateway.apis.openai.sampling import BOOKKEEPING, MAX_LOGPROBS, OpenAIBody, refuse_unsupported
 from kvrelay.gateway.apis.responses.answer import ResponseFormat
@@ -22,7 +22,6 @@ from kvrelay.gateway.errors import InvalidRequestError
 from kvrelay.gateway.http.request import ApiRequest, ApiRoute, RequestBody
 from kvrelay.gateway.model import Model
 from kvrelay.gateway.relay.request import GenerationSpec
-from kvrelay.gateway.text.tokenizer import aside
 
 router = APIRouter(route_class=ApiRoute, tags=["OpenAI"])
 
@@ -96,6 +95,11 @@ class ResponseBody(OpenAIBody):
             guide_param=None if guide is None else "text.format",
         )
 
+    def beginning(self) -> str:
+        """Instructions, and the input up to the first message of the user."""
+        items = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
+        return beginning_of([{"content": self.instructions}, *items])
+
     def chat(self, model: Model) -> Chat:
         """The conversation as the model's prompt. Raises InvalidRequestError naming the item that is wrong."""
         messages: list[dict[str, Any]] = []
@@ -162,17 +166,9 @@ def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any], param: st
 @router.post("/v1/responses", responses=answers(ResponseAnswer), openapi_extra=REQUEST_HEADERS)
 async def create_response(body: ResponseBody, request: ApiRequest) -> Response:
     """Answer a conversation."""
-    model = served_models(request).find(body.model)
-    model.check()
-
-    def prepare() -> tuple[Chat, GenerationSpec, list[int]]:
-        spec = body.spec()
-        chat = body.chat(model)
-        prompt = model.encode(chat.prompt, "input", add_special_tokens=False)
-        return chat, chat.guided(spec), prompt
-
-    chat, spec, prompt = await aside(prepare, len(await request.body()))
-    sequences = sequences_of(model, request, [prompt], spec, "input")
+    model = model_for(request, body.model, body.conversation)
+    model.check(request.flow())
+    chat, sequences = await chat_of(model, request, lambda: (body.spec(), body.chat(model)), "input")
     head = _head(body, request, model.name)
     written = ResponseFormat(head, model.tokenizer, chat.parser(), shows_logprobs=body.shows_logprobs)
     return await respond(request, model, sequences, written, is_stream=bool(body.stream), ignored=body.ignored())

@@ -46,7 +46,7 @@ class GenerateFormat(Format):
         self._num_tokens = 0
         self._held: list[SampledToken] = []  # the last token, if it came before the word that it is the last
 
-    def chunk(self, index: int, delta: TextDelta) -> bytes:
+    def chunk(self, index: int, delta: TextDelta, usage: Usage) -> bytes:
         """An event for each token; the last one has the text."""
         self._texts.append(delta.text)
         tokens = [*self._held, *delta.tokens]

@@ -15,12 +15,13 @@ from starlette.responses import JSONResponse, Response
 
 from kvrelay.common.sampling import Guide, GuideKind
 from kvrelay.gateway.apis.answer_docs import REQUEST_HEADERS
-from kvrelay.gateway.apis.answering import respond, sequences_of, served_models
+from kvrelay.gateway.apis.answering import model_for, respond, sequences_of, served_models
+from kvrelay.gateway.apis.openai.bodies import BEGINNING_LEN
 from kvrelay.gateway.apis.openai.output_format import make_guide
 from kvrelay.gateway.apis.openai.sampling import MAX_CHOICES, MAX_LOGPROBS, MAX_STOPS
 from kvrelay.gateway.apis.tgi.answer import GenerateFormat, Wanted
 from kvrelay.gateway.apis.tgi.answer_docs import HEALTHY, GenerateAnswer, Info, StreamEvent, tgi_answers
-from kvrelay.gateway.errors import InvalidRequestError
+from kvrelay.gateway.errors import InvalidRequestError, ModelNotFoundError
 from kvrelay.gateway.http.request import ApiRequest, ApiRoute, RequestBody
 from kvrelay.gateway.relay.request import GenerationSpec
 from kvrelay.gateway.text.tokenizer import aside
@@ -57,7 +58,7 @@ class GenerateParameters(RequestBody):
     """TGI's parameters. Without any of those that sample, the likeliest token is taken."""
 
     adapter_id: str | None = None
-    """Refused: no adapters are served."""
+    """The adapter that computes the text; without, the model as it is."""
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     """How many texts to generate; the likeliest is returned."""
     temperature: Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)] | None = None
@@ -126,11 +127,6 @@ class GenerateParameters(RequestBody):
         )
 
     def _check_together(self, *, is_stream: bool) -> None:
-        if self.adapter_id:
-            raise InvalidRequestError(
-                f"adapter_id={self.adapter_id[:80]!r} is not supported: no adapters are served here; leave it out",
-                param="adapter_id",
-            )
         if self.decoder_input_details and is_stream:
             raise InvalidRequestError(
                 "decoder_input_details=true is not supported when streaming tokens", param="decoder_input_details"
@@ -157,6 +153,8 @@ class GenerateBody(RequestBody):
 
     inputs: Annotated[str, Field(min_length=1)]
     """The text to continue."""
+    model: str | None = None
+    """A model, or an alias, where several are served; TGI has no such field. Left out, it is the default one."""
     # TGI samples for a body without any parameters, and takes the likeliest token for one with empty parameters.
     parameters: GenerateParameters | None = None
     """How to continue it. Without any the text is sampled."""
@@ -196,8 +194,8 @@ async def compat_generate(body: CompatBody, request: ApiRequest) -> Response:
 
 @router.get("/info", responses=tgi_answers(Info))
 async def info(request: Request) -> Response:
-    """What is served, and within which limits."""
-    model = served_models(request).find(None)
+    """What is served, and within which limits; of several models the default one, or `?model=NAME`."""
+    model = served_models(request).find(request.query_params.get("model"))
     limit, card = model.limits().max_model_len, model.pool.cards[0]
     info = Info(
         model_id=model.name,
@@ -216,14 +214,24 @@ async def info(request: Request) -> Response:
 @router.get("/ping", response_class=Response, responses=HEALTHY)
 async def health(request: Request) -> Response:
     """Nothing, if there are workers that could generate; else 503 with the reason."""
-    served_models(request).find(None).limits()
+    models = list(served_models(request))
+    for model in models:
+        if model.is_up:
+            return Response()
+    models[0].limits()
     return Response()
 
 
 async def _respond(body: GenerateBody, request: ApiRequest, *, is_stream: bool, is_compat: bool = False) -> Response:
-    model = served_models(request).find(None)
-    model.check()
     parameters = body.wanted
+    try:
+        model = model_for(request, parameters.adapter_id or body.model, lambda: body.inputs[:BEGINNING_LEN])
+    except ModelNotFoundError as error:
+        if not parameters.adapter_id:
+            raise
+        text = f"adapter_id={(parameters.adapter_id or '')[:80]!r} is not served here: {error}"
+        raise InvalidRequestError(text, param="adapter_id") from error
+    model.check(request.flow())
     spec = parameters.spec(is_stream=is_stream)
 
     def encode() -> list[int]:

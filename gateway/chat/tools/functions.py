@@ -62,7 +62,7 @@ class ToolChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_tools(tools: Sequence[Any] | None, param: str = "tools") -> tuple[Function, ...]:
-    """The functions of a request, in OpenAI's shape of chat completions (nested) or of responses (flat).
+    """The functions of a request, in OpenAI's shape of chat completions (nested) or of responses (flat), or in Anthropic's.
 
     Raises InvalidRequestError that names the field within ``param``.
     """
@@ -128,9 +128,9 @@ def _function(tool: Any, param: str) -> Function:
         if not isinstance(fields.get(key), kind | None):
             expected = "text" if kind is str else "true or false"
             raise InvalidRequestError(f"{where}.{key} must be {expected}", param=f"{where}.{key}")
-    parameters = fields.get("parameters")
-    if parameters is not None:
-        _check_schema(parameters, f"{where}.parameters")
+    key = "input_schema" if "input_schema" in fields else "parameters"
+    if (parameters := fields.get(key)) is not None:
+        _check_schema(parameters, f"{where}.{key}")
     return Function(
         name=name,
         description=fields.get("description"),

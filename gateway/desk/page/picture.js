@@ -45,7 +45,7 @@ function tile(worker, [name, breaker, running, waiting, , used], { x, y, w, h, i
     svg("rect", { class: "track", x: x + 5, y: top, width: w - 10, height: size }),
     svg("rect", { class: kind, x: x + 5, y: top, width: (w - 10) * part, height: size }),
   ];
-  const parts = [svg("rect", { class: classes, x, y, width: w, height: h, rx: 4 }), svg("title", {}, `${label}: ${name}, ${running} running, KV ${percent(kv)}`)];
+  const parts = [svg("rect", { class: classes, x, y, width: w, height: h, rx: 4 }), svg("title", {}, `${label} of ${worker.model}: ${name}, ${running} running, KV ${percent(kv)}`)];
   if (isSmall) return svg("g", {}, ...parts, ...bar(busy, "running", y + 4, 5), ...bar(kv, "kv", y + h - 9, 5));
   const fit = Math.max(4, Math.floor((w - 12) / 7));
   const told = name !== "up" ? [name] : [`${running} run, ${waiting} wait, KV ${percent(kv)}`, `${running} run, KV ${percent(kv)}`, `KV ${percent(kv)}`];
@@ -60,7 +60,7 @@ export function fillTable(body, roster, state) {
     const [name, breaker, running, waiting, tokens, used, speed] = state.workers[index];
     const said = [name, breaker === "closed" ? "" : `breaker ${breaker}`, worker.problem ?? ""].filter(Boolean).join("; ");
     return el("tr", {},
-      el("th", { scope: "row" }, nameOf(worker.address)), el("td", {}, worker.role), el("td", { class: `text ${name}` }, said),
+      el("th", { scope: "row" }, nameOf(worker.address)), el("td", {}, roster.models.length > 1 ? `${worker.role} of ${worker.model}` : worker.role), el("td", { class: `text ${name}` }, said),
       ...[worker.max_running ? `${running} of ${worker.max_running}` : running, waiting, count(tokens), percent(worker.num_blocks ? used / worker.num_blocks : null), speed === null ? "-" : count(speed)]
         .map((value) => el("td", {}, `${value}`)));
   }));

@@ -64,7 +64,7 @@ def compare(
     is_plain = options.softcap is None and options.sinks is None
     plan = AttentionPlan(batch, pool, heads[0], window, AttentionScratch(dtype), has_plain_scores=is_plain)
     plan.run(query, layer, out, options)
-    for index, table in enumerate(batch.block_tables):
+    for index, table in enumerate(batch.block_tables()):
         tokens = slice(int(batch.query_start_loc[index]), int(batch.query_start_loc[index + 1]))
         context = pool[table, layer].permute(1, 2, 0, 3, 4).flatten(2, 3)
         keys, values = context[:, :, : int(batch.seq_lens[index])]

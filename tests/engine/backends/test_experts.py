@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -64,16 +65,19 @@ def one_by_one(weights: ExpertWeights, hidden: torch.Tensor, ids: torch.Tensor, 
     return out
 
 
+NO_LAYERS: Any = SimpleNamespace(sliding_windows=(None,))  # of a model: no step is made
+
+
 def native_ops() -> Any:
     try:
         kernels = load_kernels(EngineOptions(None, ""), torch.bfloat16)  # type: ignore[arg-type]  # no model is read
     except CpuKernelsError as error:
         pytest.skip(str(error))
-    return NativeCpuPagedOps(None, torch.zeros(1, dtype=torch.bfloat16), kernels)  # type: ignore[arg-type]  # nor a step
+    return NativeCpuPagedOps(NO_LAYERS, torch.zeros(1, dtype=torch.bfloat16), kernels)
 
 
 def plain_ops(dtype: torch.dtype) -> CpuPagedOps:
-    return CpuPagedOps(None, torch.zeros(1, dtype=dtype))  # type: ignore[arg-type]  # no step
+    return CpuPagedOps(NO_LAYERS, torch.zeros(1, dtype=dtype))
 
 
 OPS: dict[str, tuple[Callable[[], Any], torch.dtype]] = {
@@ -95,6 +99,19 @@ def test_a_layer_is_the_sum_of_its_experts(kind: str, has_bias: bool) -> None:
         assert out.dtype == dtype
         tolerance = 1e-5 if dtype == torch.float32 else 0.02
         torch.testing.assert_close(out.double(), one_by_one(weights, *given), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("kind", OPS)
+def test_the_id_behind_the_last_expert_adds_nothing(kind: str) -> None:
+    """As experts of other ranks have it; also where no token goes to an expert that is here."""
+    make_ops, dtype = OPS[kind]
+    experts = make_ops().make_experts(layer(dtype), swiglu)
+    hidden, ids, factors = tokens(9, dtype)
+    others = ids.clone()
+    others[:, 1] = NUM_EXPERTS
+    expected = experts(hidden, ids, factors * torch.tensor([1.0, 0.0]))
+    torch.testing.assert_close(experts(hidden, others, factors), expected)
+    assert not experts(hidden, torch.full_like(ids, NUM_EXPERTS), factors).any()
 
 
 def test_int8_weights() -> None:

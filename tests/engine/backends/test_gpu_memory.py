@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -73,7 +74,8 @@ def test_memory_is_measured_beside_the_weights_and_the_largest_steps_own_pool(mo
     for name, function in played.items():
         monkeypatch.setattr(torch.cuda, name, function)
     nothing = cast(Any, None)
-    assert cuda.measure_memory(nothing, nothing, nothing, nothing, nothing) == GpuMemory(
-        total=80 * GIB, free=60 * GIB, held=17 * GIB, step=GIB
+    options: Any = SimpleNamespace(adapter_bytes=2 * GIB)  # of which none are there yet
+    assert cuda.measure_memory(nothing, nothing, nothing, nothing, options) == GpuMemory(
+        total=80 * GIB, free=58 * GIB, held=19 * GIB, step=GIB
     )
     assert calls == ["reset", "step", "empty", "look"]

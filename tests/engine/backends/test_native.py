@@ -9,6 +9,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 from kvrelay.common.errors import ModelError
 from kvrelay.engine.backends.cpu.build import cpu_ops, why_no_cpu_kernels
 from kvrelay.engine.backends.cpu.linear import NativeLinear
+from kvrelay.engine.backends.cpu.low_rank import NativeLowRank
 from kvrelay.engine.backends.cpu.native import CpuKernels, CpuKernelsError, compiled
 from kvrelay.engine.backends.cpu.native.compiled import default_cache_dir
 from kvrelay.engine.backends.cpu.native_ops import NativeCpuOps
@@ -23,9 +25,11 @@ from kvrelay.engine.backends.cpu.ops import CpuOps
 from kvrelay.engine.backends.options import EngineOptions
 from kvrelay.engine.config.model import ModelConfig
 from kvrelay.engine.config.rope import RopeConfig
+from kvrelay.engine.models.low_rank import TokenGroups, TorchLowRank
 from kvrelay.engine.models.ops import PLAIN, Scores
 from kvrelay.engine.step.batch import Batch
 from kvrelay.engine.step.interface import StepRow
+from kvrelay.engine.weights.adapters import LowRank
 from tests.engine import led
 from tests.engine.backends.test_attention import RAGGED, dense
 from tests.engine.conftest import sequence
@@ -202,12 +206,12 @@ def test_attention_against_the_dense_reference(
     batch, num_blocks = batch_of(rows, 16)
     pool = bf16(num_blocks, 2, 2, heads[1], 16, head_dim)
     # What lies behind a sequence's end must not be read: it may be NaN.
-    for table, seq_len in zip(batch.block_tables, batch.seq_lens.tolist(), strict=True):
+    for table, seq_len in zip(batch.block_tables(), batch.seq_lens.tolist(), strict=True):
         pool[table[(seq_len - 1) // 16], :, :, :, (seq_len - 1) % 16 + 1 :] = float("nan")
     query = bf16(len(batch.positions), heads[0], head_dim, seed=5)
     found = NativeCpuOps(config_of(heads, head_dim, window=window), pool, 1024, kernels).begin_step(batch)
     found = found.attention(query, 1)
-    for index, table in enumerate(batch.block_tables):
+    for index, table in enumerate(batch.block_tables()):
         context = pool[table, 1].permute(1, 2, 0, 3, 4).flatten(2, 3)
         keys, values = context[:, :, : int(batch.seq_lens[index])]
         tokens = slice(int(batch.query_start_loc[index]), int(batch.query_start_loc[index + 1]))
@@ -365,3 +369,35 @@ def test_why_there_are_no_kernels(kernels: CpuKernels, monkeypatch: pytest.Monke
     assert why(64, "auto") is why(64, "native") is None
     assert why(64, "torch") == "--cpu-kernels is torch"
     assert str(why(80, "auto")).startswith("they have no code for head_dim 80 with widths")
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "ranks"), [(96, (40, 8), (1, 16)), (72, (33,), (6,)), (20, (64, 32, 32), (256, 3, 4))]
+)
+def test_adapters_are_added_as_torch_adds_them(
+    kernels: CpuKernels, inputs: int, outputs: tuple[int, ...], ranks: tuple[int, ...]
+) -> None:
+    """Groups of one to six rows, an adapter without some of the layers, rows without any; other rows keep every bit."""
+    num_rows, slots = 13, np.array([2, 5, 9])
+    groups = TokenGroups(slots, np.array([0, 1, 5, 11]), np.array([12, 0, 3, 4, 7, 1, 2, 5, 6, 8, 9]))
+    ours, reference = NativeLowRank(kernels), TorchLowRank()
+    for products in (ours, reference):
+        products.add_site(inputs, outputs)
+        for slot in slots.tolist():
+            starts = np.cumsum((0, *outputs))
+            parts = [
+                LowRank(int(start), bf16(rank, inputs, seed=slot), bf16(size, rank, seed=slot + 1), 0.3 * slot)
+                for start, size, rank in zip(starts, outputs, ranks, strict=False)
+            ]
+            products.put(slot, 0, [None if slot == 5 and index else part for index, part in enumerate(parts)])
+        products.begin_step(groups)
+    hidden, before = bf16(num_rows, inputs, seed=3, scale=0.1), bf16(num_rows, sum(outputs), seed=4)
+    found, expected = before.clone(), before.clone()
+    ours.add(0, hidden, found)
+    reference.add(0, hidden, expected)
+    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02 * expected.float().std().item())
+    assert torch.equal(found[10:12], before[10:12])
+    alone = before[:1].clone()
+    ours.begin_step(TokenGroups(np.array([5]), np.array([0, 1]), np.array([0])))
+    ours.add(0, hidden[:1], alone)
+    assert torch.equal(alone, found[:1])

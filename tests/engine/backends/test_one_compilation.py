@@ -31,6 +31,7 @@ from triton.runtime import jit
 from kvrelay.common.sampling import SamplingParams
 from kvrelay.engine.backends.cuda import build as cuda
 from kvrelay.engine.backends.cuda import ops as ops_cuda
+from kvrelay.engine.backends.cuda.low_rank import AdaptedSteps
 from kvrelay.engine import torch_engine
 from kvrelay.engine.backends.options import EngineOptions
 from kvrelay.engine.step.interface import StepRow
@@ -62,7 +63,7 @@ if block_size == 64:  # tiles are boxes there
     ops_cuda.nvidia_capability = lambda device: (9, 0)
 options = EngineOptions(
     Path(sys.argv[1]), "tiny", dtype="bfloat16", device="cpu", block_size=block_size, num_blocks=NUM_BLOCKS, run_ahead="on",
-    max_num_seqs=MAX_NUM_SEQS, max_batched_tokens=30,
+    max_num_seqs=MAX_NUM_SEQS, max_batched_tokens=30, adapter_bytes=1,
 )
 
 
@@ -76,10 +77,12 @@ engine = torch_engine.TorchEngine.load(options, lambda done, total: None)
 config = load_config(options.model_dir)
 weights = load_weights(options.model_dir, config, torch.bfloat16, torch.device("cpu"), lambda done, total: None)
 # What a start does on a GPU.
-trial = cuda.trial_model(config, weights, options)
+trial = cuda.trial_model(config, weights, options, None)
 cuda.run_largest_step(config, trial, torch.bfloat16, torch.device("cpu"), options)
 cuda.compile_steps(engine._model, engine._ops, engine._pool, options)
+cuda.compile_adapters(engine._model, engine._ops, engine._pool, AdaptedSteps(engine._adapters, engine._adapters._products))
 cuda.compile_sampling(torch.zeros(1, config.vocab_size), engine._ops)
+engine._adapters._loaded.update((1, 2, 3))  # nothing reads their matrices
 known = {name: set(found) for name, found in keys.items()}
 
 
@@ -93,7 +96,10 @@ def params():
 
 def sequence(length, computed):
     blocks = random.sample(range(NUM_BLOCKS), -(-(length + 2) // options.block_size))
-    return Sequence(str(length), 1, [0] * length, length, params(), 0.0, block_table=blocks, num_computed_tokens=computed)
+    return Sequence(
+        str(length), 1, [0] * length, length, params(), 0.0, block_tables=[blocks], num_computed_tokens=computed,
+        adapter=random.randrange(4),
+    )
 
 
 num_mixed, leader = 0, Leader(engine)
@@ -146,3 +152,5 @@ def test_no_step_compiles_what_the_start_did_not(
     assert said["_prefill_attention_kernel"] == "1"
     assert said["_decode_split_kernel"] == "3"
     assert said["_penalties_kernel"] == "2"  # with and without a token under way
+    # For few rows and for many, over products of one linear layer and of several.
+    assert said["_shrink_kernel"] == said["_expand_kernel"] == "4"

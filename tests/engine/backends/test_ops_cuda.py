@@ -35,7 +35,7 @@ options = EngineOptions(Path(sys.argv[1]), "tiny", device="cpu", num_blocks=32, 
 
 def outputs():
     engine = torch_engine.TorchEngine.load(options, lambda done, total: None)
-    leader, rows = Leader(engine), []
+    leader, rows, num_groups = Leader(engine), [], len(engine.card.layout.geometry.groups)
     for index, length in enumerate((1, 37, 20)):
         sampling = SamplingParams(
             max_tokens=99, seed=index, num_logprobs=199, temperature=index / 2, top_k=50, top_p=0.9, presence_penalty=0.2,
@@ -44,7 +44,8 @@ def outputs():
         )
         blocks = [9 * index + place for place in range(6)]
         tokens = [(7 * index + 3 * place) % 199 for place in range(length)]
-        rows.append(Sequence(str(index), 1, tokens, length, sampling, 0.0, block_table=blocks))
+        tables = [[block * num_groups + group for block in blocks] for group in range(num_groups)]
+        rows.append(Sequence(str(index), 1, tokens, length, sampling, 0.0, block_tables=tables))
     for _ in range(3):
         step = [(row, min(25, row.num_uncomputed_tokens)) for row in rows]
         for (row, count), result in zip(step, leader.step([StepRow(*item) for item in step])):
@@ -162,7 +163,7 @@ def outputs(with_graphs):
         # What measures the memory on a GPU; the weights can be served afterwards. Prompts of 96 and 4 tokens; of what fits.
         for num_tokens, num_blocks, taken in ((20, 32, 2), (100, 32, 7), (100, 1, 1)):
             chosen = replace(options, max_batched_tokens=num_tokens, num_blocks=num_blocks)
-            pool_nbytes = run_largest_step(config, trial_model(config, weights, chosen), torch.float32, device, chosen)
+            pool_nbytes = run_largest_step(config, trial_model(config, weights, chosen, None), torch.float32, device, chosen)
             assert pool_nbytes == taken * engine.card.block_nbytes, (num_tokens, num_blocks, pool_nbytes)
         assert len(weights.layers) == config.num_layers
         compile_steps(engine._model, engine._ops, engine._pool, options)  # they run as they are on a GPU
@@ -182,7 +183,7 @@ def outputs(with_graphs):
         )
         blocks = [6 * index + place for place in range(6)]
         tokens = [(7 * index + 3 * place) % 199 for place in range(length)]
-        rows.append(Sequence(str(index), 1, tokens, length, sampling, 0.0, block_table=blocks))
+        rows.append(Sequence(str(index), 1, tokens, length, sampling, 0.0, block_tables=[blocks]))
 
     def take(step, given):
         for row, result in zip(step, given):
@@ -288,7 +289,8 @@ from pathlib import Path
 import torch
 
 from kvrelay.engine.config.model import load_config
-from kvrelay.engine.backends.cuda.ops import CudaOps, StepInputs
+from kvrelay.engine.backends.cuda.ops import CudaOps
+from kvrelay.engine.backends.cuda.step import StepInputs
 
 config = load_config(Path(sys.argv[1]))
 shape = (8, config.num_layers, 2, config.num_kv_heads, 16, config.head_dim)
@@ -301,7 +303,7 @@ else:
     raise AssertionError("scales were not missed")
 torch.manual_seed(0)
 inputs = StepInputs(
-    torch.tensor([20, 0, 1, 2]), torch.tensor([52, 0, 1, 2]), torch.tensor([2, 0]),
+    torch.tensor([20, 0, 1, 2]), torch.tensor([[52, 0, 1, 2]]), torch.tensor([2, 0]),
     torch.tensor([21, 3], dtype=torch.int32), torch.tensor([0, 3], dtype=torch.int32), 1, 3,
 )
 query, key, value = (torch.randn(4, n, config.head_dim) for n in (config.num_q_heads, *[config.num_kv_heads] * 2))
@@ -309,7 +311,7 @@ results = []
 for kv_scales in (None, torch.full((config.num_layers, 2, config.num_kv_heads), 0.01)):
     own = torch.zeros(shape) if kv_scales is None else pool
     ops = CudaOps(config, own, 64, 4, kv_scales)
-    ops.block_tables[2, :2] = torch.tensor([1, 3])
+    ops.block_tables[:, 2, :2] = torch.tensor([1, 3])
     step = ops.step_of(inputs)
     results.append(step.attention(step.rotary_kv_write(query.clone(), key, value, 0), 0))
 # Numbers of three bits behind the point, and their average over the context.
@@ -370,7 +372,7 @@ def logits(weights, length):
     ops = CudaOps(config, torch.zeros(shape, dtype=HALF), 384, 4)
     model = DecoderModel(config, weights, ops)
     tokens = [(7 * place) % 199 for place in range(length)]
-    sequence = Sequence("a", 1, tokens, length, SamplingParams(max_tokens=9), 0.0, block_table=list(range(24)))
+    sequence = Sequence("a", 1, tokens, length, SamplingParams(max_tokens=9), 0.0, block_tables=[list(range(24))])
     batch = batch_of([StepRow(sequence, length)], 16)
     with torch.inference_mode():
         hidden = model.forward(ops.upload((batch.token_ids,))[0], ops.begin_step(batch))
@@ -380,7 +382,7 @@ def logits(weights, length):
 for length in (5, 12):
     rounded, by_hand, full = load(rounding), load(rounding), load(None)
     for layer in by_hand.layers:
-        for part, name in ((layer, "qkv"), (layer, "o"), (layer.mlp, "gate_up"), (layer.mlp, "down")):
+        for part, name in ((layer.attention, "qkv"), (layer.attention, "o"), (layer.mlp, "gate_up"), (layer.mlp, "down")):
             matrix = getattr(part, name)
             assert isinstance(matrix, RoundedWeight), name
             setattr(part, name, matrix.dequantised().to(HALF))

@@ -22,7 +22,8 @@ from triton.runtime import interpreter
 
 from kvrelay.engine.backends.cuda import ops as ops_cuda
 from kvrelay.engine.config.model import load_config
-from kvrelay.engine.backends.cuda.ops import CudaOps, StepInputs
+from kvrelay.engine.backends.cuda.ops import CudaOps
+from kvrelay.engine.backends.cuda.step import StepInputs
 
 config = replace(load_config(Path(sys.argv[1])), sliding_windows=(None, 30, None))
 pool = torch.full((4, 3, 2, config.num_kv_heads, 64, config.head_dim), float("nan"), dtype=torch.float16)
@@ -30,7 +31,7 @@ torch.manual_seed(0)
 pool[1] = torch.randn(pool[1].shape).half()
 pool[3, :, :, :, :36] = torch.randn(3, 2, config.num_kv_heads, 36, config.head_dim).half()
 inputs = StepInputs(
-    torch.arange(70, 100), torch.arange(70, 100), torch.tensor([1]),
+    torch.arange(70, 100), torch.arange(70, 100).expand(3, 30), torch.tensor([1]),
     torch.tensor([100], dtype=torch.int32), torch.tensor([0, 30], dtype=torch.int32), 0, 30,
 )
 query = torch.randn(30, config.num_q_heads, config.head_dim).half()
@@ -51,7 +52,7 @@ for capability in ((8, 0), (9, 0)):
     ops = CudaOps(config, pool, 128, 4)
     # Asked once: what a step does no longer depends on it.
     ops_cuda.nvidia_capability = None
-    ops.block_tables[1, :2] = torch.tensor([1, 3])
+    ops.block_tables[:, 1, :2] = torch.tensor([1, 3])
     step = ops.step_of(inputs)
     for layer in range(3):
         before = num_boxes

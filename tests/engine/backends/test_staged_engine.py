@@ -104,7 +104,7 @@ def test_blocks_that_have_come_are_copied_within_the_pool(llama: tuple[Path, Any
     engine = staged(LateDevice())
     row = received(engine, blocks)
     engine.copy_blocks([(42, 50)])
-    row.block_table[2] = 50
+    row.block_tables[0][2] = 50
     row.token_ids.append(first.token_id)
     assert step(engine, row, 1) == [second]
 

@@ -97,7 +97,8 @@ def test_products_are_those_of_full_weights(
     kept, full = load(tmp_path, keeps=True), load(tmp_path, keeps=False)
     generator = torch.Generator().manual_seed(2)
     for projection in PROJECTIONS:
-        ours, theirs = (one.layers[1] if projection in ("qkv", "o") else one.layers[1].mlp for one in (kept, full))
+        part = "attention" if projection in ("qkv", "o") else "mlp"
+        ours, theirs = (getattr(one.layers[1], part) for one in (kept, full))
         weight, wanted = getattr(ours, projection), getattr(theirs, projection)
         bias = getattr(theirs, f"{projection}_bias")
         assert isinstance(weight, StoredWeight), projection
@@ -113,10 +114,10 @@ def test_what_a_gpu_does_not_multiply_becomes_full(qwen: Path, tmp_path: Path) -
     """A type that it does not have; a matrix of which a part is full, or in groups of another order."""
     for name in ("fp8-blocks", "awq"):
         weights = load(stored(qwen, tmp_path / name, name), keeps=True, has_e4m3=False)
-        assert isinstance(weights.layers[0].qkv, StoredWeight) == (name == "awq")
+        assert isinstance(weights.layers[0].attention.qkv, StoredWeight) == (name == "awq")
     mixed = load(stored(qwen, tmp_path / "mixed", "awq", but="k_proj"), keeps=True)
-    assert isinstance(mixed.layers[0].qkv, torch.Tensor)
-    assert isinstance(mixed.layers[0].o, StoredWeight)
+    assert isinstance(mixed.layers[0].attention.qkv, torch.Tensor)
+    assert isinstance(mixed.layers[0].attention.o, StoredWeight)
 
 
 def test_parts_in_another_order_of_inputs_become_full(qwen: Path, tmp_path: Path) -> None:
@@ -127,7 +128,7 @@ def test_parts_in_another_order_of_inputs_become_full(qwen: Path, tmp_path: Path
 
     store(qwen, tmp_path, GPTQ, of)
     kept, full = load(tmp_path, keeps=True), load(tmp_path, keeps=False)
-    assert torch.equal(kept.layers[0].qkv, full.layers[0].qkv)
+    assert torch.equal(kept.layers[0].attention.qkv, full.layers[0].attention.qkv)
     assert isinstance(kept.layers[0].mlp.gate_up, StoredWeight)
 
 
@@ -159,6 +160,6 @@ def test_weights_may_be_rounded_again(name: str, qwen: Path, tmp_path: Path) -> 
     keep = partial(can_multiply, has_e4m3=True)
     weights = load_weights(tmp_path, config, HALF, torch.device("cpu"), lambda *_: None, Rounding.INT8, keeps=keep)
     for ours, wanted in zip(weights.layers, full.layers, strict=True):
-        assert isinstance(ours.qkv, RoundedWeight)
-        assert isinstance(wanted.qkv, torch.Tensor)
-        assert torch.equal(ours.qkv.values, rounded(wanted.qkv, Rounding.INT8).values)
+        assert isinstance(ours.attention.qkv, RoundedWeight)
+        assert isinstance(wanted.attention.qkv, torch.Tensor)
+        assert torch.equal(ours.attention.qkv.values, rounded(wanted.attention.qkv, Rounding.INT8).values)

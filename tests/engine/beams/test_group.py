@@ -16,7 +16,7 @@ def told(*candidates: tuple[int, float]) -> SampledToken:
 
 def group(width: int, *, first: SampledToken | None = None) -> BeamGroup:
     root = Sequence(
-        "r", 1, [10, 11, 12], 3, beams(width, stops=()), 0.0, block_table=[5], status=SequenceStatus.RUNNING
+        "r", 1, [10, 11, 12], 3, beams(width, stops=()), 0.0, block_tables=[[5]], status=SequenceStatus.RUNNING
     )
     return BeamGroup(root, 100, first)
 
@@ -35,7 +35,7 @@ def test_the_first_child_goes_on_in_its_parent_s_place_and_others_are_forked() -
     ]
     assert turnover.ended == []
     assert [beam.token_ids[3:] for beam in made.beams] == [[1], [2], [3]]
-    assert all(child.block_table == [] for _, child in turnover.forked)
+    assert all(child.block_tables == [] for _, child in turnover.forked)
     assert not made.is_ready
 
 

@@ -158,7 +158,7 @@ def test_reading_back_once_starts_over_with_another_block_table() -> None:
     row = sequence(tokens(6, 6), [0, 1, 2])
     expected = expected_output(row.token_ids, 3, engine.card.vocab_size)
     assert [run(engine, row, 6), run(engine, row, 1)] == expected[:2]
-    row.block_table[0] = 30  # as after a preemption, but nobody computed block 30
+    row.block_tables[0][0] = 30  # as after a preemption, but nobody computed block 30
     with pytest.raises(KvMismatchError, match="position 0 "):
         run(engine, row, 1)
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 
@@ -337,3 +338,31 @@ def test_a_dead_end_is_told_by_the_next_token(guide_compiler: GrammarCompiler, v
     assert not len(RandomModel(vocabulary, 0).allowed(state))
     with pytest.raises(ValueError, match="no token at all"):
         state.accept(vocabulary.index(b"b"))
+
+
+def test_a_draft_has_the_masks_that_its_tokens_get_one_by_one(
+    guide_compiler: GrammarCompiler, vocabulary: list[bytes]
+) -> None:
+    schema = json.dumps({"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]})
+    plain, drafted, free = (state_of(compiled(guide_compiler, GuideKind.JSON_SCHEMA, schema)) for _ in range(3))
+    output, _ = RandomModel(vocabulary, 3).generate(free)
+    masks = np.zeros((len(output), -(-len(vocabulary) // 32)), dtype=np.int32)
+    for mask, token_id in zip(masks, output, strict=True):
+        plain.fill(mask)
+        plain.accept(token_id)
+    along, here, num_allowed = np.zeros_like(masks[:5]), np.zeros_like(masks[0]), set()
+    for start in range(len(output)):
+        draft = output[start : start + 5]
+        num_allowed.add(drafted.num_allowed([*draft, EOS]) - len(draft))
+        drafted.fill_along(along[: len(draft)], draft)
+        behind = masks[start + 1 : start + 1 + len(draft)]
+        assert (along[: len(behind)] == behind).all()
+        drafted.fill(here)
+        assert (here == masks[start]).all()
+        forbidden = int(np.flatnonzero(~np.unpackbits(here.view(np.uint8), bitorder="little").astype(bool))[0])
+        assert drafted.num_allowed([forbidden]) == 0
+        drafted.accept(output[start])
+    assert drafted.is_complete == plain.is_complete
+    # Nothing where the last mask was slow, as the very first one is.
+    assert 0 in num_allowed
+    assert max(num_allowed) == 0

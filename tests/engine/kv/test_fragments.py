@@ -10,7 +10,7 @@ import pytest
 from kvrelay.common.kv_geometry import GroupKind, KvGeometry, KvGroup
 from kvrelay.engine.config.cut import Cut
 from kvrelay.engine.kv.fragments import Fragment, given, taken
-from kvrelay.engine.kv.gathered import GatheredStore
+from kvrelay.engine.kv.gathered import GatheredStore, HostPart
 
 NUM_BLOCKS = 3
 
@@ -91,4 +91,4 @@ def test_a_block_goes_from_pool_to_pool(num_senders: int, num_receivers: int) ->
 
 def store(layout: KvGeometry, num_ranks: int, blocks: np.ndarray) -> GatheredStore:
     parts = [blocks[:, owned(layout, Cut(rank, num_ranks))].copy() for rank in range(num_ranks)]
-    return GatheredStore(layout, NUM_BLOCKS, parts)
+    return GatheredStore(layout, NUM_BLOCKS, [HostPart(part) for part in parts])

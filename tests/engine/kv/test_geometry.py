@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvrelay.engine.config.model import load_config
+from kvrelay.common.kv_geometry import GroupKind
+from kvrelay.engine.config.model import load_config, parse_config
 from kvrelay.engine.kv.geometry import geometry_of
 from kvrelay.engine.kv.pool import KvPool
 
@@ -22,3 +23,26 @@ def test_a_pool_s_blocks_have_the_bytes_of_the_geometry(llama: tuple[Path, Any],
     pool = KvPool(geometry, 3, torch.device("cpu"))
     assert (pool.tensor.dtype, pool.block_nbytes) == (dtype, geometry.block_nbytes)
     assert pool.tensor.shape == (3, config.num_layers, 2, config.num_kv_heads, 8, config.head_dim)
+
+
+DEEPSEEK_V3: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"], "vocab_size": 129_280, "hidden_size": 7168, "intermediate_size": 18_432,
+    "moe_intermediate_size": 2048, "num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128,
+    "n_shared_experts": 1, "n_routed_experts": 256, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4,
+    "first_k_dense_replace": 3, "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "qk_nope_head_dim": 128, "max_position_embeddings": 163_840, "norm_topk_prob": True, "torch_dtype": "bfloat16",
+}  # fmt: skip
+
+
+def test_a_token_of_deepseek_v3_keeps_576_numbers_per_layer() -> None:
+    (group,) = geometry_of(parse_config(DEEPSEEK_V3, "here"), 16, torch.bfloat16).groups
+    assert (group.kind, group.num_kv_heads, group.key_size, group.value_size) == (GroupKind.LATENT, 1, 576, 0)
+    assert group.token_nbytes == 61 * 576 * 2
+
+
+def test_a_pool_of_latents_has_no_room_for_values() -> None:
+    config = parse_config({**DEEPSEEK_V3, "num_hidden_layers": 4}, "here")
+    geometry = geometry_of(config, 8, torch.bfloat16)
+    pool = KvPool(geometry, 3, torch.device("cpu"))
+    assert pool.tensor.shape == (3, 4, 1, 1, 8, 576)
+    assert pool.block_nbytes == geometry.physical_nbytes == 8 * geometry.token_nbytes

@@ -20,12 +20,16 @@ from kvrelay.common.errors import ModelError
 from kvrelay.engine.ranks import process
 from kvrelay.engine.ranks.engine import RankedEngine, Ranks
 from kvrelay.engine.ranks.group import Meeting, RankGroup
+from kvrelay.engine.ranks.messages import LoadSettings
+from kvrelay.engine.settings import KvSettings, ModelSettings
 from kvrelay.engine.step.interface import DeviceFailedError, Engine, StepRow
 from tests.engine.conftest import SIZES, VOCAB, assert_same_tokens, load, save_model, sequence, tokens
 from tests.engine.led import step
 
 from .conftest import load_ranks
 
+# Ranks add the parts of a sum in another order than one product does: 1.001e-5 in gpt_oss, of log probabilities down to -13.
+ROUNDING = 2e-5
 SOON_S = 10.0  # on a machine with other things to do
 
 
@@ -33,6 +37,14 @@ SOON_S = 10.0  # on a machine with other things to do
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory: Path = tmp_path_factory.mktemp("llama")
     save_model(directory, transformers.LlamaConfig(**SIZES))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model for three ranks."""
+    directory: Path = tmp_path_factory.mktemp("three")
+    save_model(directory, transformers.LlamaConfig(**{**SIZES, "num_key_value_heads": SIZES["num_attention_heads"]}))
     return directory
 
 
@@ -70,7 +82,7 @@ def wait_until(condition: Any, what: str) -> None:
 
 def run(engine: Engine, **sampling: Any) -> Any:
     """A prompt in two chunks, and a token."""
-    row = sequence(tokens(1, 45), [5, 9, 2, 30], **sampling)
+    row = sequence(tokens(1, 45), [5, 9, 2, 30], num_groups=len(engine.card.layout.geometry.groups), **sampling)
     step(engine, [StepRow(row, 20)])
     row.num_computed_tokens = 20
     (result,) = step(engine, [StepRow(row, 25)])
@@ -104,6 +116,37 @@ def test_experts_and_sinks_are_cut_as_they_are_one_model(tmp_path: Path) -> None
         engine.close()
 
 
+SPARSE: dict[str, tuple[Any, int]] = {  # and how many ranks
+    "gpt_oss-2": (
+        transformers.GptOssConfig(
+            **SIZES, num_experts_per_tok=2, num_local_experts=5, attention_bias=True, sliding_window=None
+        ),
+        2,
+    ),
+    "mixtral-2": (
+        transformers.MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=None), 2
+    ),
+    "qwen3_moe-3": (
+        transformers.Qwen3MoeConfig(
+            **{**SIZES, "num_key_value_heads": 3}, num_experts=7, num_experts_per_tok=3, moe_intermediate_size=32,
+            mlp_only_layers=[1], norm_topk_prob=True,
+        ), 3
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", SPARSE)
+def test_ranks_with_whole_experts_compute_what_one_rank_does(tmp_path: Path, family: str) -> None:
+    config, num_ranks = SPARSE[family]
+    save_model(tmp_path, config)
+    engine: Any = load_ranks(tmp_path, num_ranks, expert_parallel=True)
+    try:
+        (_, result), (_, expected) = (run(one, num_logprobs=VOCAB) for one in (engine, load(tmp_path)))
+        assert_same_tokens([result], [expected], ROUNDING)
+    finally:
+        engine.close()
+
+
 def test_blocks_of_one_rank_continue_on_two_and_back(engine: Any, model: Path) -> None:
     """A hand-off without a network, both ways."""
     alone = load(model, model_id=model.name)
@@ -111,7 +154,7 @@ def test_blocks_of_one_rank_continue_on_two_and_back(engine: Any, model: Path) -
         row, result = run(source, num_logprobs=5)
         row.token_ids.append(result.token_id)
         moved = sequence(row.token_ids, [60, 61, 62], num_logprobs=5)
-        for ours, theirs in zip(row.block_table[:3], moved.block_table, strict=True):
+        for ours, theirs in zip(row.block_tables[0][:3], moved.block_tables[0], strict=True):
             given = source.store.open_read(ours)
             target.store.open_write(theirs)[:] = given if isinstance(given, memoryview) else given.wait(None, 1)
             target.store.close_write(theirs)
@@ -136,9 +179,10 @@ def test_a_rank_that_is_not_where_its_leader_is_ends_the_engine(engine: Any, mon
 
     monkeypatch.setattr(engine._own, "launch", fails)
     monkeypatch.setattr("kvrelay.engine.ranks.engine.AGREE_S", 1.0)
-    with pytest.raises(DeviceFailedError, match="rank 1"):
+    reason = r"rank 1 \(process \d+\) is not where its leader is, which failed: only here"
+    with pytest.raises(DeviceFailedError, match=reason):
         run(engine)
-    with pytest.raises(DeviceFailedError, match="rank 1"):
+    with pytest.raises(DeviceFailedError, match=reason):
         engine.check_device()
 
 
@@ -153,9 +197,8 @@ def test_a_rank_that_dies_ends_the_engine_with_a_reason(engine: Any) -> None:
         run(engine)
 
 
-def test_the_rank_that_died_is_named_and_not_one_that_was_killed_for_it(tmp_path: Path) -> None:
-    save_model(tmp_path, transformers.LlamaConfig(**{**SIZES, "num_key_value_heads": SIZES["num_attention_heads"]}))
-    engine: Any = load_ranks(tmp_path, 3)
+def test_the_rank_that_died_is_named_and_not_one_that_was_killed_for_it(three: Path) -> None:
+    engine: Any = load_ranks(three, 3)
     try:
         first, second = pids()
         os.kill(second, signal.SIGKILL)
@@ -163,6 +206,69 @@ def test_the_rank_that_died_is_named_and_not_one_that_was_killed_for_it(tmp_path
         assert engine.not_live() == [f"rank 2 (process {second}) was ended by SIGKILL"]
     finally:
         engine.close()
+
+
+def test_the_rank_that_others_wait_for_is_named_and_not_one_that_waits(
+    three: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is alive, and never comes to the step's first collective."""
+    engine: Any = load_ranks(three, 3)
+    try:
+        waits, hangs = engine._ranks.processes
+        monkeypatch.setattr(hangs, "send", lambda message: None)
+
+        def times_out(plan: Any) -> Any:
+            wait_until(lambda: waits.num_meetings > hangs.num_meetings, "rank 1 has not entered a collective")
+            raise TimeoutError("nobody came")
+
+        monkeypatch.setattr(engine._own, "launch", times_out)
+        monkeypatch.setattr("kvrelay.engine.ranks.engine.AGREE_S", 0.5)
+        with pytest.raises(DeviceFailedError, match=r"^rank 2 .* is not where its leader is, .*: nobody came$"):
+            run(engine)
+    finally:
+        engine.close()
+
+
+def test_a_rank_that_loads_later_than_its_leader_is_waited_for_outside_of_collectives(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For collectives have half a minute."""
+    groups: list[RankGroup] = []
+    joins, meets = Ranks.join, Ranks.meet
+
+    def join(ranks: Ranks, settings: Any) -> RankGroup:
+        groups.append(joins(ranks, settings))
+        os.kill(ranks.processes[0].pid, signal.SIGSTOP)
+        return groups[0]
+
+    def meet(ranks: Ranks) -> None:
+        if groups:
+            assert not groups[0].num_meetings
+            os.kill(ranks.processes[0].pid, signal.SIGCONT)
+        meets(ranks)
+
+    monkeypatch.setattr(Ranks, "join", join)
+    monkeypatch.setattr(Ranks, "meet", meet)
+    engine: Any = load_ranks(model, 2, backend="transformers", dtype="float32")
+    try:
+        assert groups[0].num_meetings, "the check of a model compares what all ranks compute"
+    finally:
+        engine.close()
+
+
+def test_a_rank_that_does_not_come_to_an_end_of_loading_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.mkfifo(tmp_path / "config.json")  # whoever opens it waits for a writer
+
+    def is_loaded(part: Any) -> Any:
+        monkeypatch.setattr("kvrelay.engine.ranks.engine.LOAD_S", 0.5)
+        part.meet()
+
+    settings = ModelSettings(model=str(tmp_path), device="cpu", tensor_parallel=2, threads=2)
+    with pytest.raises(ModelError, match=r"^rank 1 \(process \d+\) has not loaded 0.5 s after its leader: it hangs$"):
+        RankedEngine.load(LoadSettings(settings, KvSettings(num_blocks=8), 4, None, decodes=True), 2, is_loaded)
+    assert not pids()
 
 
 def test_a_rank_that_dies_in_the_check_of_a_model_is_named(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,6 +327,17 @@ def test_what_ranks_do_not_serve_is_refused_before_any_starts(model: Path, monke
         load_ranks(model, 3)
     with pytest.raises(ModelError, match="--weight-format int8, which rounds whole rows"):
         load_ranks(model, 2, weight_format="int8")
+    with pytest.raises(ModelError, match="LlamaForCausalLM has no experts"):
+        load_ranks(model, 2, expert_parallel=True)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    for num_ranks, settings, reason in (
+        (3, {}, "this worker sees 2 GPUs, one for each rank"),
+        (2, {"kv_dtype": "fp8"}, "--kv-dtype fp8, whose scales are not cut among ranks"),
+        (2, {"backend": "transformers"}, "models that run through transformers have ranks on CPUs only"),
+    ):
+        with pytest.raises(ModelError, match=reason):
+            load_ranks(model, num_ranks, device="cuda", **settings)
 
 
 LEADER = """

@@ -21,7 +21,7 @@ from kvrelay.engine.sampling.sampler import process_logits, sample
 from kvrelay.engine.step.interface import StepRow
 from kvrelay.engine.step.plan import Rules
 from kvrelay.engine.step.planner import Planner
-from kvrelay.engine.step.rules import make_rules
+from kvrelay.engine.step.rules import Asked, make_rules
 from kvrelay.engine.step.sequence import Sequence
 from kvrelay.engine.step.slots import Slots
 
@@ -68,7 +68,7 @@ def asked(sequences: list[Sequence], vocab_size: int, num_ahead: Seq[int] | None
     joined = planner.plan([StepRow(one, one.num_uncomputed_tokens + 1) for one in sequences])
     slots.apply(joined)
     positions = np.array([len(one.token_ids) + count for one, count in zip(sequences, ahead, strict=True)])
-    rules = make_rules(list(zip(sequences, ahead, strict=True)), vocab_size)
+    rules = make_rules(list(map(Asked, sequences, ahead)), vocab_size)
     return Asking.of(slots, np.array([row.slot for row in joined.rows]), positions), rules
 
 

@@ -15,7 +15,7 @@ from transformers import (
     SequenceBiasLogitsProcessor,
 )
 
-from kvrelay.engine.step.rules import has_rules, make_rules
+from kvrelay.engine.step.rules import Asked, has_rules, make_rules
 from kvrelay.engine.step.sequence import Sequence
 from tests.engine.conftest import sequence
 from tests.engine.sampling.rig import processed, run
@@ -106,16 +106,16 @@ def test_min_tokens_is_hugging_faces(num_output_tokens: int) -> None:
     behind = sequence(token_ids[:-1], [], min_tokens=3, stop_token_ids=(2, 60))
     behind.num_prompt_tokens = 5
     assert has_rules(behind, num_ahead=1) == (num_output_tokens < 3)
-    rules = make_rules([(behind, 1)], VOCAB)
+    rules = make_rules([Asked(behind, 1)], VOCAB)
     assert (rules is not None and rules.forbidden_tokens) == ([2, 60] if num_output_tokens < 3 else False)
 
 
 def test_a_bad_word_that_depends_on_a_token_under_way_is_refused() -> None:
-    rules = make_rules([(sequence([1], [], bad_words=((7,),)), 1)], VOCAB)
+    rules = make_rules([Asked(sequence([1], [], bad_words=((7,),)), 1)], VOCAB)
     assert rules is not None
     assert rules.forbidden_tokens == [7]
     with pytest.raises(AssertionError, match="behind 1 tokens that nobody knows"):
-        make_rules([(sequence([1], [], bad_words=((7,), (1, 2))), 1)], VOCAB)
+        make_rules([Asked(sequence([1], [], bad_words=((7,), (1, 2))), 1)], VOCAB)
 
 
 def test_a_guide_forbids_what_it_does_not_allow() -> None:

@@ -80,7 +80,7 @@ def test_beside_a_sequence_that_shares_the_beginning(llama: tuple[Path, Any]) ->
     run(engine, [(second, 40)])
     # Preempted: what it has stays, so two of the first one's blocks can take the place of its own.
     assert second.num_cacheable_tokens == 40
-    second.block_table[:2] = first.block_table[:2]
+    second.block_tables[0][:2] = first.block_tables[0][:2]
     second.num_computed_tokens = 32
     run(engine, [(second, 52)])
     check(model, first, 2)

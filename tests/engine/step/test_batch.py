@@ -26,10 +26,10 @@ def test_a_batch_by_hand() -> None:
     batch = batch_of([long, short], 4)
     assert batch.token_ids.tolist() == [short.sequence.token_ids[5], *long.sequence.token_ids[3:7]]
     assert batch.positions.tolist() == [5, 3, 4, 5, 6]
-    assert batch.slot_mapping.tolist() == [6 * 4 + 1, 7 * 4 + 3, 2 * 4, 2 * 4 + 1, 2 * 4 + 2]
+    assert batch.slot_mapping[0].tolist() == [6 * 4 + 1, 7 * 4 + 3, 2 * 4, 2 * 4 + 1, 2 * 4 + 2]
     assert batch.query_start_loc.tolist() == [0, 1, 5]
     assert batch.seq_lens.tolist() == [6, 7]
-    assert batch.block_tables.tolist() == [[4, 6], [7, 2]]
+    assert batch.block_tables().tolist() == [[4, 6], [7, 2]]
     assert (batch.num_decode_rows, batch.max_query_len, batch.sampling_rows.tolist()) == (1, 4, [0])
 
 
@@ -54,15 +54,15 @@ def test_random_batches(seed: int) -> None:
         for position in range(first, first + packed.num_tokens):
             assert batch.token_ids[place] == of.token_ids[position]
             assert batch.positions[place] == position
-            slot = of.block_table[position // block_size] * block_size + position % block_size
-            assert batch.slot_mapping[place] == slot
+            slot = of.block_tables[0][position // block_size] * block_size + position % block_size
+            assert batch.slot_mapping[0, place] == slot
             place += 1
         num_blocks = -(-int(batch.seq_lens[index]) // block_size)
-        assert batch.block_tables[index, :num_blocks].tolist() == of.block_table[:num_blocks]
+        assert batch.block_tables()[index, :num_blocks].tolist() == of.block_tables[0][:num_blocks]
         assert (index in batch.sampling_rows) == (batch.seq_lens[index] == of.num_tokens) == packed.samples
         assert (index < batch.num_decode_rows) == (packed.num_tokens == 1)
     assert batch.query_start_loc[-1] == place == len(batch.token_ids)
-    assert batch.block_tables.shape[1] == -(-int(batch.seq_lens.max()) // block_size)
+    assert batch.block_tables().shape[1] == -(-int(batch.seq_lens.max()) // block_size)
     assert batch.max_query_len == max(packed.num_tokens for packed in rows)
 
 

@@ -51,11 +51,11 @@ def test_what_is_known_is_not_told_again() -> None:
 def test_a_table_is_told_from_where_it_differs(table: list[int], start: int, told: tuple[int, ...]) -> None:
     planner, slots, one = Planner(1, VOCAB), Slots(1, 5), sequence([1], [1000, 2000, 3000, 4000])
     slots.apply(planner.plan([StepRow(one, 1)]))
-    one.block_table[:] = table
+    one.block_tables[0][:] = table
     plan = planner.plan([StepRow(one, 1)])
     assert [(delta.start, delta.block_ids) for delta in plan.tables] == [(start, told)]
     slots.apply(plan)
-    assert slots.block_tables.tolist() == [table + [0] * (5 - len(table))]
+    assert slots.block_tables[0].tolist() == [table + [0] * (5 - len(table))]
 
 
 def test_slots_are_given_on_and_their_sequences_join_again() -> None:
@@ -111,19 +111,21 @@ def test_an_engine_knows_of_every_row_what_its_sequence_is(seed: int) -> None:
     """Whatever was done to sequences since they last computed, and whoever had their slots meanwhile."""
     draws = random.Random(seed)
     num_slots = draws.randint(1, 6)
-    planner, slots = Planner(num_slots, VOCAB), Slots(num_slots, 12)
+    planner, slots = Planner(num_slots, VOCAB), Slots(num_slots, 12, 2)
     alive: list[Sequence] = []
     for _ in range(150):
         if draws.random() < 0.3:
             sampling = {"temperature": draws.choice((0.0, 0.7)), "presence_penalty": draws.choice((0.0, 0.5))}
-            alive.append(sequence([draws.randrange(VOCAB) for _ in range(draws.randint(1, 9))], [], **sampling))
+            alive.append(
+                sequence([draws.randrange(VOCAB) for _ in range(draws.randint(1, 9))], [], num_groups=2, **sampling)
+            )
         if alive and draws.random() < 0.2:
             alive.pop(draws.randrange(len(alive))).set_status(SequenceStatus.FINISHED)
         for one in alive:
             one.token_ids += [draws.randrange(VOCAB) for _ in range(draws.choice((0, 1, 1, 3)))]
-            if draws.random() < 0.5:
-                kept = one.block_table[: draws.choice((12, 12, 2, 0))]
-                one.block_table = (kept + [draws.randrange(9) for _ in range(draws.choice((0, 1, 5)))])[:12]
+            for group in (group for group in range(2) if draws.random() < 0.5):
+                kept = one.block_tables[group][: draws.choice((12, 12, 2, 0))]
+                one.block_tables[group] = (kept + [draws.randrange(9) for _ in range(draws.choice((0, 1, 5)))])[:12]
         if draws.random() < 0.05:
             planner.reset()
         rows = [computed(one) for one in draws.sample(alive, min(len(alive), draws.randint(1, num_slots)))]
@@ -137,8 +139,8 @@ def test_an_engine_knows_of_every_row_what_its_sequence_is(seed: int) -> None:
                 of.num_prompt_tokens,
                 of.sampling,
             )
-            table = slots.block_tables[planned.slot].tolist()
-            assert table == of.block_table + [0] * (12 - len(of.block_table))
+            for table, its in zip(slots.block_tables[:, planned.slot].tolist(), of.block_tables, strict=True):
+                assert table == its + [0] * (12 - len(its))
             asks = RANDOM * (of.sampling.temperature > 0) | PENALTIES * (of.sampling.presence_penalty > 0)
             assert slots.asks[planned.slot] == asks
         assert sum(one is not NOBODY for one in slots.sequences) >= len(rows)

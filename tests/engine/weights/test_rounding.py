@@ -68,8 +68,9 @@ def test_a_checkpoints_projections_are_rounded_and_nothing_else(llama: tuple[Pat
         load_weights(llama[0], config, torch.bfloat16, CPU, lambda done, total: None, kind) for kind in (None, rounding)
     )
     pairs = list(zip(small.layers, full.layers, strict=True))
-    for part, wanted in [*pairs, *((one.mlp, other.mlp) for one, other in pairs)]:
-        for name in set(part.__slots__) - {"mlp"}:
+    inner = [(getattr(one, part), getattr(other, part)) for one, other in pairs for part in ("attention", "mlp")]
+    for part, wanted in [*pairs, *inner]:
+        for name in set(part.__slots__) - {"attention", "mlp"}:
             ours, theirs = getattr(part, name), getattr(wanted, name)
             if name not in PROJECTIONS:
                 assert theirs is None or torch.equal(ours, theirs), name

@@ -58,7 +58,7 @@ def test_projections_are_packed_in_order(llama: tuple[Path, Any]) -> None:
     weights, theirs = load(directory), model.state_dict()
     prefix = "model.layers.1."
     qkv = torch.cat([theirs[f"{prefix}self_attn.{name}_proj.weight"] for name in "qkv"])
-    torch.testing.assert_close(weights.layers[1].qkv, qkv, rtol=0, atol=0)
+    torch.testing.assert_close(weights.layers[1].attention.qkv, qkv, rtol=0, atol=0)
     gate_up = torch.cat([theirs[f"{prefix}mlp.{name}_proj.weight"] for name in ("gate", "up")])
     torch.testing.assert_close(weights.layers[1].mlp.gate_up, gate_up, rtol=0, atol=0)
     assert torch.equal(weights.lm_head, theirs["lm_head.weight"])
@@ -189,7 +189,9 @@ def parameters(weights: ModelWeights) -> dict[str, torch.Tensor]:
     """Named as ``expected`` names them."""
     named = {"embed": weights.embed, "norm": weights.norm, "lm_head": weights.lm_head}
     for index, layer in enumerate(weights.layers):
-        fields = {field: getattr(part, field) for part in (layer, layer.mlp) for field in part.__slots__}
+        fields = {
+            field: getattr(part, field) for part in (layer, layer.attention, layer.mlp) for field in part.__slots__
+        }
         named |= {f"{index}.{field}": tensor for field, tensor in fields.items() if isinstance(tensor, torch.Tensor)}
     return named
 
@@ -420,6 +422,37 @@ def test_ranks_have_each_element_once_and_read_no_more(
             assert torch.equal(torch.cat(own, dim=1), tensor)
         else:
             assert_joined(field, config, cuts, own, tensor)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        transformers.MixtralConfig(**SIZES, num_local_experts=5, sliding_window=None),
+        transformers.GptOssConfig(**SIZES, num_local_experts=5, attention_bias=True),
+    ],
+)
+def test_ranks_with_whole_experts_have_each_once_and_read_no_others(
+    opened: Device, tmp_path: Path, config: Any
+) -> None:
+    save_model(tmp_path, config)
+    whole, parts = load(tmp_path), []
+    for rank in range(2):
+        read_before, cut = opened.read_nbytes, Cut(rank, 2, has_whole_experts=True)
+        part = load_weights(tmp_path, load_config(tmp_path), torch.float32, CPU, lambda done, total: None, cut=cut)
+        held = [*parameters(part).values(), *(one for layer in part.layers for one in tensors(layer.mlp))]
+        assert opened.read_nbytes - read_before <= sum(tensor.nbytes for tensor in held)
+        parts.append(part)
+    for layer, *own in zip(whole.layers, *(part.layers for part in parts), strict=True):
+        first, second = (tensors(one.mlp) for one in own)
+        for expected, *joined in zip(tensors(layer.mlp), first, second, strict=True):
+            assert torch.equal(torch.cat(joined), expected)
+
+
+def tensors(mlp: Any) -> list[torch.Tensor]:
+    """Of experts."""
+    experts = mlp.experts
+    every = (experts.gate_up, experts.gate_up_bias, experts.down, experts.down_bias)
+    return [tensor for tensor in every if tensor is not None]
 
 
 def assert_joined(

@@ -12,19 +12,22 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
+from kvrelay.gateway.apis.anthropic.routes import MessageBody
 from kvrelay.gateway.apis.openai.bodies import ChatBody, CompletionBody
 from kvrelay.gateway.apis.responses.routes import ResponseBody
 from kvrelay.gateway.apis.tgi.routes import GenerateBody
 from kvrelay.gateway.apis.tokenize import DetokenizeBody
 
-from ..http_app import CHAT, TEXT, app_for
+from ..http_app import CHAT, TEXT, App, app_for
 from ..players import good
 
 RESPONSES = "/v1/responses"
+MESSAGES = "/v1/messages"
 BODIES: dict[str, dict[str, Any]] = {
     CHAT: {"messages": [{"role": "user", "content": "x"}]},
     TEXT: {"prompt": "x"},
     RESPONSES: {"input": "x"},
+    MESSAGES: {"messages": [{"role": "user", "content": "x"}], "max_tokens": 5},
     "/detokenize": {},
 }
 BEAMS = {"use_beam_search": True}
@@ -196,7 +199,55 @@ async def test_what_cannot_be_served_is_refused_by_name(model_directory: Path, p
         assert not app.player.submits
 
 
-@pytest.mark.parametrize("body", [ChatBody, CompletionBody, DetokenizeBody, ResponseBody, GenerateBody])
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"top_k": -1}, "top_k"),
+        ({"temperature": 2.1}, "temperature"),
+        ({"stop_sequences": ["x"] * 17}, "stop_sequences"),
+        ({"messages": []}, "messages is an empty list"),
+        ({"thinking": {"type": "always"}}, "thinking.type"),
+        ({"system": [{"type": "image", "source": {}}]}, "system[0] must be a text part"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type is 'web_search_20250305'"),
+        ({"tools": [{"name": "f", "input_schema": {"type": "array"}}]}, "tools[0].input_schema.type is 'array'"),
+        ({"tool_choice": {"type": "any"}}, "there are no tools"),
+        (
+            {"tools": [{"name": "f", "input_schema": {}}], "tool_choice": {"type": "tool", "name": "g"}},
+            "'g', which is not",
+        ),
+        ({"output_config": {"format": {"type": "json_object"}}}, "output_config.format must be"),
+        ({"mcp_servers": [{"url": "https://x"}]}, "mcp_servers"),
+        *(
+            ({"messages": [{"role": role, "content": content}]}, text)
+            for role, content, text in (
+                ("tool", "x", "messages[0].role is 'tool'"),
+                ("user", [], "messages[0].content must be a text or a list of blocks"),
+                ("user", [{"type": "image", "source": {}}], "content[0].type is 'image'"),
+                ("user", [{"type": "tool_use"}], "content[0].type is 'tool_use'"),
+                ("user", ["x"], "messages[0].content[0] must be a block, an object with a type, not 'x'"),
+                ("user", [{"type": "text"}], "content[0].text must be a text"),
+                ("user", [{"type": "tool_result", "content": "x"}], "content[0].tool_use_id must be a text"),
+                (
+                    "user",
+                    [{"type": "tool_result", "tool_use_id": "a", "content": [{"type": "image"}]}],
+                    "content[0].content[0] must be a text part",
+                ),
+                ("assistant", [{"type": "tool_use", "name": "f", "input": "{}"}], "content[0].input must be an object"),
+                ("assistant", [{"type": "tool_use", "id": "a", "name": "f", "input": {}}], "that needs a text"),
+            )
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+async def test_what_anthropics_clients_are_refused(app: App, fields: dict[str, Any], text: str) -> None:
+    answer = await app.client.post(MESSAGES, json={**BODIES[MESSAGES], **fields})
+    assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error"), answer.text
+    assert text in answer.json()["error"]["message"]
+    assert not app.player.submits
+
+
+@pytest.mark.parametrize("body", [ChatBody, CompletionBody, DetokenizeBody, ResponseBody, GenerateBody, MessageBody])
 def test_every_number_has_a_bound(body: type[BaseModel]) -> None:
     numbers = list(_numbers(body.model_json_schema()))
     assert numbers

@@ -173,7 +173,7 @@ async def test_an_error_in_the_middle_is_the_last_event(model_directory: Path) -
         assert events[2]["error"].startswith("Request failed during generation: 1 attempts failed")
         assert len(events) == 3
         assert (await app.metrics())[
-            'kvrelay_requests_total{outcome="failed_mid_stream",route="/generate_stream"}'
+            'kvrelay_requests_total{model="tiny",outcome="failed_mid_stream",route="/generate_stream"}'
         ] == 1
 
 

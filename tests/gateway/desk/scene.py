@@ -114,7 +114,7 @@ async def scene(
     addresses = [tuple(one.address for one in workers if one.role is role) for role in (Role.PREFILL, Role.DECODE)]
     settings = GatewaySettings(
         relay=RelaySettings(local_prefill="fallback"),
-        model=str(directory),
+        model=(str(directory),),
         served_model_name="tiny",
         workers=DiscoverySettings(prefill_workers=addresses[0], decode_workers=addresses[1]),
         api_keys=api_keys,

@@ -167,7 +167,7 @@ def test_the_last_ones_are_kept_and_failures_for_longer() -> None:
 def test_of_many_attempts_the_first_and_the_last_are_kept() -> None:
     timings = RequestTimings(0.0)
     for number in range(100):
-        timings.on_attempt(AttemptNote((), "", float(number), 0))
+        timings.on_attempt(AttemptNote((), "", float(number), 0, number + 1))
     assert [note.begun_s for note in timings.notes] == [*range(8), *range(92, 100)]
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvrelay.gateway.desk.report import Activity
-from kvrelay.gateway.model import Model, ModelFiles, Models
+from kvrelay.gateway.model import Model, ModelFiles
 from kvrelay.wire.messages import FailureCode, Submit
 
 from ..clock import Clock
@@ -24,8 +24,8 @@ async def test_workers_and_their_breakers_are_shown(model_directory: Path) -> No
         assert (known["pairs"], known["num_queued"]) == ([], 0)
         [worker] = known["workers"]
         assert worker["address"] == app.player.address
-        assert (worker["role"], worker["is_usable"], worker["breaker"]) == ("decode", True, "open")
-        assert worker["num_free_blocks"] > 0
+        assert (worker["role"], worker["model"], worker["state"], worker["breaker"]) == ("decode", "tiny", "up", "open")
+        assert 0 <= worker["num_used_blocks"] < worker["num_blocks"]
         assert known["prompt_ways"] == {"local: only_way": 3}
         refused = await app.client.post(TEXT, json={"prompt": "x"})
         assert "failed all of several requests" in refused.json()["error"]["message"]
@@ -39,13 +39,13 @@ async def test_a_line_says_what_was_done_since_the_last_one_and_nothing_of_nothi
         worker = s.pool.decodes[s.players[0].address]
         await until(s.pool, lambda: worker.status is not None)
         model = Model("tiny", ModelFiles.load(model_directory), s.relay)
-        activity = Activity(Models([model]), s.metrics.tokens, clock)
+        activity = Activity(model, clock)
         assert activity.line() is None
         running = asyncio.create_task(s.run())
         play = await begun.get()
-        s.metrics.tokens.on_prompt(200)
-        s.metrics.tokens.on_cached(50)
-        s.metrics.tokens.on_tokens(40, None)
+        s.relay.metrics.tokens.on_prompt(200)
+        s.relay.metrics.tokens.on_cached(50)
+        s.relay.metrics.tokens.on_tokens(40, None)
         clock.now_s += 10
         assert activity.line() == (
             "1 requests running, 0 waiting; 20 prompt and 4 output tokens/s; KV in use: decode 0%; 25% of prompt tokens were cached"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -18,12 +19,17 @@ from kvrelay.engine.fake.engine import fake_card
 from kvrelay.gateway.errors import TooManyRequestsError, UnauthorizedError
 from kvrelay.gateway.http.api_keys import ApiKeys, KeyLimits, KeyUse, hash_key
 from kvrelay.gateway.http.edge import Edge
+from kvrelay.gateway.http.key_tokens import exchange
 from kvrelay.gateway.metrics import GatewayMetrics
-from kvrelay.wire.messages import Submit
+from kvrelay.gateway.routing.budgets import OtherGateways, TokenBudget
+from kvrelay.gateway.workers.pool import WorkerPool, static_workers
+from kvrelay.wire.messages import Hello, HelloRefused, KeyTokens, Message, Role, Submit, Welcome
+from kvrelay.wire.network import Network
+from kvrelay.worker.key_tokens import KeyTokensBoard
 
 from ..clock import Clock
-from ..http_app import CHAT, app_for
-from ..players import Player, good
+from ..http_app import CHAT, app_for, saying
+from ..players import LINKS, Player, good, until
 
 
 def keys_file(tmp_path: Path, *names: str) -> Path:
@@ -32,6 +38,10 @@ def keys_file(tmp_path: Path, *names: str) -> Path:
         "# who may ask\n\n" + "".join(f"{name} {hash_key(f'key-of-{name}')}  # since May\n" for name in names)
     )
     return path
+
+
+def new_use() -> KeyUse:
+    return KeyUse(TokenBudget("alice", OtherGateways("me")))
 
 
 def test_a_key_is_known_by_its_name(tmp_path: Path) -> None:
@@ -180,7 +190,7 @@ async def test_only_a_key_that_may_passes_the_line(tmp_path: Path, model_directo
         plays = [await asyncio.wait_for(begun.get(), 10)]
         for name in ("alice", "bob"):
             tasks.append(asyncio.create_task(ask(name)))
-            while (await app.metrics()).get("kvrelay_requests_queued", 0) < len(tasks) - 1:
+            while (await app.metrics()).get('kvrelay_requests_queued{model="tiny"}', 0) < len(tasks) - 1:
                 await asyncio.sleep(0)
         for _ in tasks[1:]:
             good(*plays[-1])
@@ -190,14 +200,152 @@ async def test_only_a_key_that_may_passes_the_line(tmp_path: Path, model_directo
         assert served == ["alice", "bob", "alice"]
 
 
+def limited(tmp_path: Path, limits: str) -> str:
+    path = keys_file(tmp_path, "alice")
+    path.write_text(path.read_text().replace("  # since May", f" {limits}"))
+    return str(path)
+
+
+ALICE = {"authorization": "Bearer key-of-alice"}
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+async def test_a_key_gets_429_when_its_tokens_are_used(tmp_path: Path, model_directory: Path, is_stream: bool) -> None:
+    """A request reserves ``max_tokens`` and pays for what came; the answer says what is left as it begins."""
+    keys = limited(tmp_path, "tokens_per_minute=60 tokens_per_day=5000")
+    body = {"prompt": [1, 2, 3, 4], "max_tokens": 40, "stream": is_stream}
+    async with app_for(model_directory, saying("four"), api_keys=keys) as app:
+
+        async def ask(path: str = "/v1/completions", **more: object) -> httpx.Response:
+            return await app.client.post(path, json={**body, **more}, headers=ALICE)
+
+        first = await ask()
+        assert first.status_code == 200
+        assert [first.headers[f"x-ratelimit-{name}-tokens"] for name in ("limit", "remaining")] == ["60", "16"]
+        num_used = 4 + len(app.tokenizer.encode("four", add_special_tokens=False))
+        refused = await ask(max_tokens=56)
+        assert (refused.status_code, refused.json()["error"]["type"]) == (429, "tokens")
+        assert refused.json()["error"]["code"] == "rate_limit_exceeded"
+        assert 55 <= int(refused.headers["retry-after"]) <= 61
+        assert refused.headers["x-ratelimit-remaining-tokens"] == str(60 - num_used)
+        assert refused.headers["x-ratelimit-reset-tokens"] in ("1m0s", "1m1s")
+        unfit = await ask(max_tokens=57)
+        assert (unfit.status_code, "retry-after" in unfit.headers) == (400, False)
+        messages = await app.client.post(
+            "/v1/messages",
+            json={"model": "tiny", "max_tokens": 50, "messages": [{"role": "user", "content": "hi"}]},
+            headers={"x-api-key": "key-of-alice"},
+        )
+        assert (messages.status_code, messages.json()["error"]["type"]) == (429, "rate_limit_error")
+        assert "retry-after" in messages.headers
+        assert len(app.player.submits) == 1
+        rest = await ask(max_tokens=56 - num_used)
+        assert rest.status_code == 200
+
+
+async def test_what_no_worker_answers_costs_no_tokens(tmp_path: Path, model_directory: Path) -> None:
+    keys = limited(tmp_path, "tokens_per_minute=60")
+    body = {"prompt": [1, 2, 3, 4], "max_tokens": 40}
+    async with app_for(
+        model_directory, lambda *_: None, api_keys=keys, relay={"request_timeout_s": 0.1, "room_timeout_s": 0.1}
+    ) as app:
+        for _ in range(3):
+            answer = await app.client.post("/v1/completions", json=body, headers=ALICE)
+            assert (answer.status_code, answer.headers["x-ratelimit-remaining-tokens"]) == (504, "16")
+
+
+def test_the_headers_tell_of_requests_too() -> None:
+    limits, use = KeyLimits.parse({"requests_per_s": "0.01", "burst": "5"}), new_use()
+    use.enter(limits, 0.0)
+    use.enter(limits, 0.0)
+    told = {name.decode(): value.decode() for name, value in use.headers(10.0)}
+    assert told == {
+        "x-ratelimit-limit-requests": "5",
+        "x-ratelimit-remaining-requests": "3",
+        "x-ratelimit-reset-requests": "3m10s",
+    }
+    assert dict(use.headers(199.9))[b"x-ratelimit-reset-requests"] == b"100ms"
+    use.enter(KeyLimits(), 200.0)
+    assert use.headers(200.0) == []
+
+
+async def test_a_key_that_asks_too_often_is_told_its_limits(tmp_path: Path, model_directory: Path) -> None:
+    keys = limited(tmp_path, "requests_per_s=0.01 burst=1")
+    async with app_for(model_directory, good, api_keys=keys) as app:
+        answers = [await app.client.get("/v1/models", headers=ALICE) for _ in range(2)]
+    assert [answer.status_code for answer in answers] == [200, 429]
+    for answer in answers:
+        assert answer.headers["x-ratelimit-limit-requests"] == "1"
+        assert answer.headers["x-ratelimit-remaining-requests"] == "0"
+        assert answer.headers["x-ratelimit-reset-requests"] in ("1m39s", "1m40s")
+
+
+class Board(Player):
+    """A worker as far as it passes on what gateways tell of keys."""
+
+    def __init__(self, network: Network) -> None:
+        super().__init__(Role.DECODE, good, network)
+        self.board = KeyTokensBoard(network.clock)
+
+    def welcome(self, hello: Hello) -> Welcome | HelloRefused:
+        self.board.join(hello.peer_id)
+        return super().welcome(hello)
+
+    def on_message(self, peer_id: str, role: Role, message: Message) -> None:
+        assert isinstance(message, KeyTokens)
+        self.board.take(peer_id, message, partial(self.server.send, Role.GATEWAY))
+
+
+async def test_two_gateways_count_a_keys_tokens_together(tmp_path: Path) -> None:
+    """Over real sockets and a worker between them; also one that starts when the tokens are used."""
+    path, network = Path(limited(tmp_path, "tokens_per_day=1000")), Network.open()
+    worker = Board(network)
+    worker.address = await worker.server.start()
+    pools: list[WorkerPool] = []
+    tasks: list[asyncio.Task[None]] = []
+
+    async def start(name: str) -> KeyUse:
+        metrics = GatewayMetrics(CollectorRegistry()).of_model("tiny")
+        pool = WorkerPool(name, metrics, LINKS, Network.open(), needs_prefill_workers=False)
+        pools.append(pool)
+        pool.update(static_workers([], [worker.address]))
+        await until(pool, lambda: all(one.is_usable for one in pool.workers))
+        keys = ApiKeys(path, time.monotonic)
+        tasks.append(asyncio.create_task(exchange(keys, [pool])))
+        return keys.enter("alice")
+
+    async def hears(use: KeyUse, num_left: int) -> None:
+        async with asyncio.timeout(20):
+            while (left := use.budget.left(use.limits.tokens, time.monotonic())) is None or left.num_tokens != num_left:
+                await asyncio.sleep(0.005)  # polls for a state, bounded by the timeout above
+
+    try:
+        first, second = await start("first"), await start("second")
+        first.budget.reserve(first.limits.tokens, 700, 700, time.monotonic())
+        await hears(second, 300)
+        first.budget.settle(700, 400, time.monotonic())
+        await hears(second, 600)
+        second.budget.reserve(second.limits.tokens, 100, 100, time.monotonic())
+        await hears(first, 500)
+        await hears(await start("third"), 500)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for pool in pools:
+            await pool.stop()
+        await worker.server.stop()
+        await asyncio.to_thread(network.close)
+
+
 def test_without_limits_there_are_none() -> None:
-    use = KeyUse()
+    use = new_use()
     for _ in range(10_000):
         use.enter(KeyLimits(), 0.0)
 
 
 def test_requests_a_second_and_at_once() -> None:
-    limits, use = KeyLimits.parse({"requests_per_s": "2", "burst": "3"}), KeyUse()
+    limits, use = KeyLimits.parse({"requests_per_s": "2", "burst": "3"}), new_use()
     for _ in range(3):
         use.enter(limits, 100.0)
     with pytest.raises(TooManyRequestsError, match="may ask 2 times a second, 3 at once") as refusal:
@@ -213,7 +361,7 @@ def test_requests_a_second_and_at_once() -> None:
 
 
 def test_what_is_refused_costs_nothing() -> None:
-    limits, use = KeyLimits.parse({"requests_per_s": "1"}), KeyUse()
+    limits, use = KeyLimits.parse({"requests_per_s": "1"}), new_use()
     use.enter(limits, 0.0)
     for tenth in range(1, 10):
         with pytest.raises(TooManyRequestsError):
@@ -222,7 +370,7 @@ def test_what_is_refused_costs_nothing() -> None:
 
 
 def test_requests_at_a_time() -> None:
-    limits, use = KeyLimits.parse({"concurrency": "2"}), KeyUse()
+    limits, use = KeyLimits.parse({"concurrency": "2"}), new_use()
     use.enter(limits, 0.0)
     use.enter(limits, 0.0)
     with pytest.raises(TooManyRequestsError, match="has 2 requests running, which is its limit"):
@@ -239,9 +387,11 @@ def test_one_a_second_at_least_can_come_at_once() -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"speed": "1"}, "an unknown option; known are requests_per_s, burst, concurrency, min_priority"),
+        ({"speed": "1"}, "an unknown option; known are requests_per_s, burst, concurrency, tokens_per_minute"),
         ({"burst": "1.5", "requests_per_s": "1"}, "burst is not a number"),
         ({"concurrency": "0"}, "concurrency must be above 0"),
+        ({"tokens_per_day": "1e6"}, "tokens_per_day is not a number"),
+        ({"weight": "2000"}, "weight must be 0.001 to 1000"),
         ({"requests_per_s": "1.2.3"}, "requests_per_s is not a number"),
         ({"burst": "2"}, "burst means nothing without requests_per_s"),
     ],

@@ -63,7 +63,9 @@ class Client:
 def counted(metrics: GatewayMetrics) -> Callable[[str], float | None]:
     """Requests by outcome."""
     labels = {"route": "/work"}
-    return lambda name: metrics.registry.get_sample_value("kvrelay_requests_total", {**labels, "outcome": name})
+    return lambda name: metrics.registry.get_sample_value(
+        "kvrelay_requests_total", {**labels, "model": "", "outcome": name}
+    )
 
 
 @pytest.mark.parametrize("messages", [(HALF, LEFT), (HALF, WHOLE, LEFT)])

@@ -263,7 +263,7 @@ async def test_a_worker_that_fails_everybody_costs_three_requests_an_attempt(cap
             assert await s.run(request_id=f"r{number}") == ALL
         assert 3 <= len(broken.submits) <= 4, "a probe, if a second has passed"
         assert s.relay.breakers.states() == {(broken.address,): BreakerState.OPEN}
-        gauge = s.metrics.registry.get_sample_value("kvrelay_circuit_breakers_open", {"of": "worker"})
+        gauge = s.metrics.registry.get_sample_value("kvrelay_circuit_breakers_open", {"model": "tiny", "of": "worker"})
         assert gauge == 1
     assert f"{broken.address} failed several requests" in caplog.text
 

@@ -8,6 +8,7 @@ import re
 import pytest
 from prometheus_client import CollectorRegistry
 
+from kvrelay.common.fair_queue import Flow
 from kvrelay.gateway.errors import ApiError, RequestTimeoutError, UnavailableError
 from kvrelay.gateway.metrics import GatewayMetrics
 from kvrelay.gateway.routing.admission import Admission, Asked
@@ -20,7 +21,7 @@ class Office:
     def __init__(self, num_places: int, max_queued: int = 100, room_timeout_s: float = 60.0) -> None:
         self.loop = asyncio.get_running_loop()
         self.changed = asyncio.Event()
-        self.metrics = GatewayMetrics(CollectorRegistry())
+        self.metrics = GatewayMetrics(CollectorRegistry()).of_model("tiny")
         self.backlog_s = 0.0  # of the one prefill worker, which computes 100 tokens a second
         self.admission = Admission(max_queued, room_timeout_s, self.changed, self.metrics, self.supply, self.loop.time)
         self.num_places = num_places
@@ -48,18 +49,25 @@ class Office:
         await asyncio.sleep(service_s)
         self.admission.on_end(asked, 10, begun_s + service_s / 2)
 
-    async def ask(self, name: str, num_tokens: int = 100, timeout_s: float = 600.0, priority: int = 0) -> str:
-        asked = Asked(num_tokens, 10, num_to_compute=num_tokens, priority=priority)
+    async def ask(
+        self, name: str, num_tokens: int = 100, timeout_s: float = 600.0, priority: int = 0, key: str = ""
+    ) -> str:
+        asked = Asked(num_tokens, 10, num_to_compute=num_tokens, flow=Flow(key, priority))
         await self.admission.place(self.find, asked, timeout_s, lambda: "no worker has room")
         self.served.append(name)
         return name
 
     def refused(self, reason: str) -> float:
-        return self.metrics.registry.get_sample_value("kvrelay_refused_requests_total", {"reason": reason}) or 0
+        return (
+            self.metrics.registry.get_sample_value(
+                "kvrelay_refused_requests_total", {"model": "tiny", "reason": reason}
+            )
+            or 0
+        )
 
     @property
     def queued(self) -> float | None:
-        return self.metrics.registry.get_sample_value("kvrelay_requests_queued")
+        return self.metrics.registry.get_sample_value("kvrelay_requests_queued", {"model": "tiny"})
 
 
 async def test_who_finds_a_place_does_not_wait() -> None:
@@ -119,7 +127,7 @@ async def test_a_full_line_refuses_at_once() -> None:
     assert office.loop.time() == before_s
     assert refusal.value.retry_after_s == 1.0
     with pytest.raises(UnavailableError):
-        office.admission.check_not_full()
+        office.admission.check_not_full(Flow())
     assert office.refused("queue_full") == 2
     for task in tasks:
         task.cancel()
@@ -190,7 +198,7 @@ async def test_whose_time_is_nearly_up_when_its_turn_comes_is_not_computed() -> 
     office = Office(0)
     late = asyncio.ensure_future(office.ask("late", timeout_s=10.0))
     await asyncio.sleep(7)
-    other = Asked(100, 10, priority=-1)
+    other = Asked(100, 10, flow=Flow(priority=-10))
     early = asyncio.ensure_future(office.admission.place(lambda: "place", other, 600.0, str))
     await early
     await asyncio.sleep(2)
@@ -243,3 +251,36 @@ async def test_who_is_passed_may_run_out_of_time_and_the_line_goes_on() -> None:
     office.free()
     await first
     assert office.served == ["first"]
+
+
+async def test_keys_take_turns_and_a_full_line_pushes_out_who_floods_it() -> None:
+    office = Office(num_places=0, max_queued=4)
+    tasks = {name: asyncio.ensure_future(office.ask(name, key="flood")) for name in ("f1", "f2", "f3", "f4")}
+    await asyncio.sleep(0.1)
+    with pytest.raises(UnavailableError, match="4 requests wait already"):
+        office.admission.check_not_full(Flow("flood"))
+    office.admission.check_not_full(Flow("other"))
+    tasks |= {name: asyncio.ensure_future(office.ask(name, key="other")) for name in ("o1", "o2")}
+    await asyncio.sleep(0.1)
+    for name in ("f3", "f4"):
+        with pytest.raises(UnavailableError, match="4 requests wait already"):
+            await tasks.pop(name)
+    assert (office.refused("queue_full"), office.queued) == (3, 4)
+    for _ in tasks:
+        office.free()
+        await asyncio.sleep(0.1)
+    await asyncio.gather(*tasks.values())
+    assert office.served == ["f1", "o1", "f2", "o2"]
+
+
+async def test_a_class_that_waits_for_long_gets_a_turn() -> None:
+    office = Office(num_places=0)
+    tasks = [asyncio.ensure_future(office.ask(name, priority=3)) for name in ("low1", "low2")]
+    for number in range(8):
+        tasks.append(asyncio.ensure_future(office.ask(f"high{number}")))
+        await asyncio.sleep(0.5)
+        office.free()
+        await asyncio.sleep(0.5)
+    assert [place for place, name in enumerate(office.served) if name.startswith("low")] == [4]
+    for task in tasks:
+        task.cancel()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvrelay.gateway.routing.forecast import Pace, Served, kind_of
+from kvrelay.gateway.routing.forecast import Forecast, Need, Pace, Served, Supply, kind_of
+from kvrelay.gateway.workers.load import WorkerView
 
 SHORT, LONG = kind_of(100, 1000), kind_of(7000, 64)
 
@@ -37,3 +38,10 @@ def test_what_nothing_confirms_is_not_known_any_more() -> None:
     assert pace.is_known(SHORT, 39.0)
     assert not pace.is_known(SHORT, 41.0)
     assert pace.service_s(SHORT, 100, 40, 41.0) is None
+
+
+def test_room_is_counted_as_groups_with_windows_take_it() -> None:
+    """A sequence of 32k tokens of Gemma 3's shape takes a quarter of the blocks that hold it, so two find room in half of them."""
+    decode = WorkerView("", b"", 3, 0, 1024, 3000, 16, max_running=64, windows=(None, *[1024] * 5))
+    forecast = Forecast(Supply.of([], [decode], 0.0), [], 0.0)
+    assert [forecast.place(Need(0, 2**15, [5.0])) for _ in range(3)] == [0.0, 0.0, 5.0]

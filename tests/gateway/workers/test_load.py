@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from kvrelay.gateway.workers.load import Load
+from kvrelay.gateway.workers.load import Load, WorkerView
 from kvrelay.wire.messages import Status, WorkerState
 
 BLOCK = 16
@@ -33,6 +33,19 @@ def test_what_is_over_counts_no_more() -> None:
     assert load.num_waiting_tokens == 1000
     load.close(("r", 1), 320)
     assert (load.num_requests, load.num_free_blocks(100)) == (2, 70)
+
+
+def test_what_groups_with_windows_give_back_is_room_for_others() -> None:
+    """Gemma 3: a sequence of 32k tokens takes a quarter of the blocks that hold it. By all of them a worker was full half empty."""
+    windows = (None, *[1024] * 5)
+    num_blocks = -(-(2048 + 5 * ((1023 + 2048) // BLOCK + 2)) // 6)
+    load = Load(BLOCK, windows)
+    load.on_status(status(), 1.0)
+    load.open(("r", 1), 2**15, 1.1, is_sent=True, num_to_compute=2**15)
+    assert load.num_free_blocks(3000) == 100 - num_blocks
+    view = WorkerView("", b"", 3, 0, num_blocks, 3000, BLOCK, windows=windows)
+    assert view.takes_sequence(2**15)
+    assert not view.takes_sequence(2**15 + 6 * BLOCK)
 
 
 def test_others_are_what_the_report_has_beyond_our_own() -> None:

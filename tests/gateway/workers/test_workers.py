@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import cast
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -10,6 +11,7 @@ from prometheus_client import CollectorRegistry
 from kvrelay.common.errors import KvrelayError
 from kvrelay.engine.fake.engine import fake_card
 from kvrelay.gateway.metrics import GatewayMetrics
+from kvrelay.gateway.workers.discovery import Sharing
 from kvrelay.gateway.workers.pool import FoundWorker, WorkerPool
 from kvrelay.gateway.workers.worker import first_tokens_first
 from kvrelay.wire.messages import Role, Submit, TokenDelta
@@ -90,7 +92,7 @@ async def test_a_worker_with_other_kv_is_named_and_not_used(caplog: pytest.LogCa
         assert not on.pool.decodes[other.address].is_usable
         assert f"decode worker at {other.address} is not used: its KV is not that of {prefill.address}" in caplog.text
         assert "another" in caplog.text
-        assert on.metrics.registry.get_sample_value("kvrelay_workers_refused") == 1
+        assert on.metrics.registry.get_sample_value("kvrelay_workers_refused", {"model": "tiny"}) == 1
         assert on.pool.not_ready() == []
         # Only when nobody else is left that could serve, the gateway serves what is there.
         on.pool.update(found(prefill, other))
@@ -98,6 +100,44 @@ async def test_a_worker_with_other_kv_is_named_and_not_used(caplog: pytest.LogCa
         assert on.pool.not_ready() == [f"no prefill worker is up ({misfit})"]
         on.pool.update(found(other))
         assert on.pool.not_ready() == []
+
+
+async def test_a_worker_of_another_model_is_named_and_not_used() -> None:
+    """Also if it is the first one: its KV is not what the others' is compared with."""
+    async with stage(good, good) as on:
+        fits, other = on.players
+        on.pool.update([])
+        on.pool.model = fits.model = "small"
+        other.model, other.card = "large", fake_card(model_id="large")
+        on.pool.update(found(other))
+        await until(on.pool, lambda: bool(on.pool.decodes[other.address].misfit))
+        assert on.pool.not_ready() == ["no decode worker is up (it serves 'large', and is listed for 'small')"]
+        on.pool.update(found(fits, other))
+        await until(on.pool, lambda: on.pool.decodes[fits.address].is_usable)
+        assert [worker.address for worker in on.pool.workers if worker.misfit] == [other.address]
+        assert await on.run() == ALL
+        assert other.submits == []
+
+
+async def test_workers_without_a_model_belong_to_the_only_one() -> None:
+    """And those of several models to each its own; a name that nobody serves is told."""
+    pools = {name: cast(WorkerPool, Given()) for name in ("small", "large")}
+    everybody = [FoundWorker(Role.DECODE, f"tcp://{name}:1", model=name) for name in ("small", "large", "medium", "")]
+    Sharing(pools)(everybody)
+    assert [pool.names for pool in pools.values()] == [["tcp://small:1"], ["tcp://large:1"]]  # type: ignore[attr-defined]
+    only = Given()
+    Sharing({"small": cast(WorkerPool, only)})(everybody)
+    assert only.names == ["tcp://small:1", "tcp://:1"]
+
+
+class Given:
+    """Takes the place of a pool."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def update(self, found: list[FoundWorker]) -> None:
+        self.names = [worker.address for worker in found]
 
 
 async def test_a_misfit_that_is_gone_is_no_misfit_any_more() -> None:
@@ -169,7 +209,11 @@ async def test_workers_on_their_way_out_are_as_good_as_none() -> None:
 
 async def test_a_gateway_that_was_told_nothing_is_not_ready() -> None:
     pool = WorkerPool(
-        "g", GatewayMetrics(CollectorRegistry()), LinkSettings(), Network.open(), needs_prefill_workers=False
+        "g",
+        GatewayMetrics(CollectorRegistry()).of_model("tiny"),
+        LinkSettings(),
+        Network.open(),
+        needs_prefill_workers=False,
     )
     assert pool.not_ready() == ["who the workers are is not known yet"]
     pool.update([])

@@ -18,8 +18,7 @@ import pytest
 from kvrelay.common.errors import SettingsError
 from kvrelay.common.settings import build
 from kvrelay.launcher import cli
-from kvrelay.launcher.bench.cpu import CpuMeter
-from kvrelay.launcher.bench.environment import environment
+from kvrelay.launcher.bench.machine import CpuMeter, environment
 from kvrelay.launcher.bench.records import CpuUse, RunResult, read_result
 from kvrelay.launcher.bench.run import doubts, settings_as_given
 from kvrelay.launcher.bench.server import local_settings
@@ -200,9 +199,9 @@ def test_nobody_answers(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_what_self_serve_starts() -> None:
     local = local_settings(build(BenchSettings, {"serve": "prefill=2, local-prefill=never", "model": "m"}))
-    assert (local.gateway.model, local.deployment.prefill, local.gateway.relay.local_prefill) == ("m", 2, "never")
+    assert (local.gateway.model, local.deployment.prefill, local.gateway.relay.local_prefill) == (("m",), 2, "never")
     assert local.gateway.port == 0
-    assert local_settings(build(BenchSettings, {"self_serve": True})).gateway.model == "demo"
+    assert local_settings(build(BenchSettings, {"self_serve": True})).gateway.model == ("demo",)
     with pytest.raises(SettingsError, match="--serve: unknown key 'prefil'; did you mean 'prefill'"):
         local_settings(build(BenchSettings, {"serve": "prefil=2"}))
     with pytest.raises(SettingsError, match="--serve: --decode is 0; it must be at least 1"):

@@ -19,6 +19,7 @@ from pathlib import Path
 import click
 import pytest
 
+from kvrelay.common.errors import SettingsError
 from kvrelay.decode_worker.settings import DecodeSettings
 from kvrelay.gateway.settings import GatewaySettings
 from kvrelay.launcher import cli
@@ -245,6 +246,52 @@ def test_a_plan_wires_the_components_together() -> None:
     assert front.workers.prefill_workers == (first.address, second.address)
     assert front.workers.decode_workers == (decode.address,)
     assert (front.port, front.log_level) == (8000, "error")
+
+
+def test_each_of_several_models_has_its_workers() -> None:
+    flags = {"model": ("small=/models/a", "org/b"), "alias": ("chat=small:9+org/b:1",), "prefill": "1", "decode": "2"}
+    settings = LOCAL.load({**flags, "adapters": "/lora"}, {})
+    ports = list(range(20_000, 20_000 + num_ports(settings)))
+    assert len(ports) == 2 * (2 + 3 + 3)
+    plan = plan_deployment(settings, Path("/models/a"), Path("/cache/b"), http_port=8000, ports=ports, num_cores=12)
+    assert list(plan.admin_urls) == [
+        "prefill-small-0", "prefill-b-1", "decode-small-0", "decode-small-1", "decode-b-2", "decode-b-3", "gateway"
+    ]  # fmt: skip
+    assert plan.model_names == ("small", "org/b")
+    prefill, decode = parsed(PrefillSettings, plan.specs[0]), parsed(DecodeSettings, plan.specs[4])
+    assert isinstance(prefill, PrefillSettings)
+    assert isinstance(decode, DecodeSettings)
+    assert (prefill.model.model, prefill.served_model_name, prefill.model.threads) == ("/models/a", "small", 2)
+    assert (decode.model.model, decode.served_model_name) == ("/cache/b", "org/b")
+    assert (prefill.model.adapters, decode.model.adapters) == ("/lora", None)  # they are the first model's
+    front = parsed(GatewaySettings, plan.specs[-1])
+    assert isinstance(front, GatewaySettings)
+    assert front.model == ("small=/models/a", "org/b=/cache/b")
+    assert front.workers.prefill_workers[0] == f"small={prefill.address}"
+    assert front.workers.decode_workers[2] == f"org/b={decode.address}"
+    assert [alias.name for alias in front.aliases_of(plan.model_names)] == ["chat"]
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        (["one/a", "two/a"], "two models have one name among a"),
+        (
+            ["one/a", "one/my model"],
+            "'my model' cannot be the name of one of several models; write NAME=one/my model",
+        ),
+    ],
+)
+def test_models_that_cannot_be_told_apart_are_refused(
+    model: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for path in model:
+        Path(path).mkdir(parents=True)
+    settings = LocalSettings.of(model=model)
+    ports = list(range(20_000, 20_000 + num_ports(settings)))
+    with pytest.raises(SettingsError, match=says):
+        plan_deployment(settings, *map(Path, model), http_port=8000, ports=ports, num_cores=8)
 
 
 def test_every_option_of_a_component_reaches_those_that_have_it(tmp_path: Path) -> None:

@@ -8,8 +8,10 @@ import os
 from rich.console import Console
 
 from kvrelay.launcher.local.supervisor import State, Status
-from kvrelay.launcher.local.traffic import Figures, Traffic
 from kvrelay.launcher.local.view import View
+from kvrelay.launcher.top import Picture
+
+NOBODY = Picture("http://127.0.0.1:9")  # answers there
 
 
 def status(state: State, **changes: object) -> Status:
@@ -27,7 +29,7 @@ def status(state: State, **changes: object) -> Status:
 
 def test_plain_lines() -> None:
     stream = io.StringIO()
-    view = View(Console(file=stream, width=20), list, Traffic({}), hide_logs=False)
+    view = View(Console(file=stream, width=20), list, NOBODY, hide_logs=False)
     with view.shown():
         view.on_line("decode-0", "hello [not markup]")
         view.on_state(status(State.READY))
@@ -41,7 +43,7 @@ def test_plain_lines() -> None:
 
 def test_hidden_logs_and_a_stream_that_is_gone() -> None:
     stream = io.StringIO()
-    view = View(Console(file=stream), list, Traffic({}), hide_logs=True)
+    view = View(Console(file=stream), list, NOBODY, hide_logs=True)
     view.on_line("decode-0", "hello")
     assert stream.getvalue() == ""
     stream.close()
@@ -55,7 +57,7 @@ def test_a_pipe_that_nobody_reads_ends_nothing() -> None:
 
     before = os.dup(1)
     try:
-        View(Console(file=Gone()), list, Traffic({}), hide_logs=False).say("nobody hears this")
+        View(Console(file=Gone()), list, NOBODY, hide_logs=False).say("nobody hears this")
     finally:
         os.dup2(before, 1)
         os.close(before)
@@ -65,13 +67,11 @@ def test_the_table_on_a_terminal() -> None:
     stream = io.StringIO()
     console = Console(file=stream, force_terminal=True, width=140)
     states = [status(State.READY), status(State.DIED, name="gateway", detail="exit code 3", num_restarts=2)]
-    traffic = Traffic({})
-    traffic.figures["decode-0"] = Figures(3, 456.4, 78.9)
-    view = View(console, lambda: states, traffic, hide_logs=False)
+    view = View(console, lambda: states, NOBODY, hide_logs=False)
     with view.shown():
         view.on_line("decode-0", "hello [not markup]")
         view.on_state(states[1])
         view.say("ready")
     shown = stream.getvalue()
-    for text in ("hello [not markup]", "gateway: died (exit code 3)", "component", "5 MiB", "restarts", "456", "79"):
+    for text in ("hello [not markup]", "gateway: died (exit code 3)", "component", "5 MiB", "restarts"):
         assert text in shown

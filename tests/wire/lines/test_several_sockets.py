@@ -11,7 +11,7 @@ import pytest
 import zmq
 from prometheus_client import CollectorRegistry
 
-from kvrelay.engine.kv.block_manager import Owner, OwnerKind
+from kvrelay.engine.kv.owners import Owner, OwnerKind
 from kvrelay.wire.blocks.frames import BlockHeader, parse_header
 from kvrelay.wire.blocks.send_job import Line, SendJob
 from kvrelay.wire.lines.block_sender import BlockSender

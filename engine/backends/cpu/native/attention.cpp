@@ -261,10 +261,13 @@ void attend(const Step* step, int64_t layer, const Tile& tile, const bf16* query
     }
 
     const int64_t end = tile.position + tile.count;  // of the keys that the last query sees
-    const int64_t begin = window > 0 ? std::max<int64_t>(0, tile.position - window + 1) / kChunk * kChunk : 0;
+    const int64_t visible = window > 0 ? std::max<int64_t>(0, tile.position - window + 1) : 0;  // the first key that one sees
+    const int64_t begin = visible / kChunk * kChunk;
     for (int64_t first = begin; first < end; first += kChunk) {
         const int64_t count = std::min(kChunk, end - first);
         const int64_t padded = locate(keys, table, step->block_size, step->num_layers * layer_stride(step), dim, first, count, scratch.rows);
+        // What no query of the tile sees may be anybody's by now, and not even numbers: the first that one sees stands for it.
+        if (visible > first) std::fill_n(scratch.rows, visible - first, scratch.rows[visible - first]);
         pack_keys(scratch.rows, count, padded, dim, value_offset, scratch.keys.data());
         pack_values(scratch.rows, count, padded, dim, value_offset, scratch.values.data());
         for (int64_t lane = 0; lane < lanes; lane += kRows) {

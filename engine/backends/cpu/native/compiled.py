@@ -19,7 +19,7 @@ from pathlib import Path
 
 _SOURCES = tuple(
     Path(__file__).with_name(f"{name}.cpp")
-    for name in ("ops", "linear", "linear_dot_products", "linear_portable", "attention")
+    for name in ("ops", "linear", "linear_dot_products", "linear_portable", "low_rank", "attention")
 )
 _HEADERS = tuple(Path(__file__).with_name(name) for name in ("step.h", "linear.h"))
 _FLAGS = ("-O3", "-std=c++17", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC", "-shared")

@@ -53,11 +53,13 @@ class CpuKernels:
         self._linear.argtypes = (pointer, pointer, pointer, pointer, integer, integer, integer)
         self._grouped_linear = library.kvrelay_grouped_linear
         self._grouped_linear.argtypes = (*(pointer,) * 5, *(integer,) * 3)
+        self._add_low_rank = library.kvrelay_add_low_rank
+        self._add_low_rank.argtypes = (pointer, integer, *(pointer,) * 3, integer, pointer, integer, pointer, integer)
         # Else the processor has none, and products are of floats.
         self.has_bf16_dot_products: bool = bool(library.kvrelay_has_bf16_dot_products())
         for function in (
             self._rms_norm, self._silu_mul, self._argmax, self._rotary, self._attention, self._pack, self._linear,
-            self._grouped_linear, self._clamped_swiglu,
+            self._grouped_linear, self._clamped_swiglu, self._add_low_rank,
         ):  # fmt: skip
             function.restype = None
 
@@ -155,6 +157,16 @@ class CpuKernels:
             inputs,
         )
         return out
+
+    def add_low_rank(
+        self, table: int, num_parts: int, groups: tuple[int, int, int, int], hidden: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """Add to ``out`` ``[rows, outputs]`` what adapters make of ``hidden`` ``[rows, inputs]``.
+
+        ``table``: address of ``[slots, num_parts]`` of ``struct LowRankPart`` in low_rank.cpp. ``groups``: addresses of the arrays
+        of TokenGroups, in its order, and how many groups there are: to ask arrays for these takes longer than small products.
+        """
+        self._add_low_rank(table, num_parts, *groups, hidden.data_ptr(), hidden.shape[1], out.data_ptr(), out.shape[1])
 
     def argmax(self, logits: torch.Tensor) -> torch.Tensor:
         """The likeliest token of each row of ``[n, vocab]``, ``[n]`` int64."""

@@ -1,4 +1,4 @@
-"""Who used the CPU during a run: the generator, the server, others, the hypervisor.
+"""The machine that a benchmark ran on: what it is, and who used its CPU: the generator, the server, others, the hypervisor.
 
 On one machine the generator and other programs take what the server lacks; figures without this say little.
 """
@@ -6,12 +6,17 @@ On one machine the generator and other programs take what the server lacks; figu
 from __future__ import annotations
 
 import contextlib
+import os
+import platform
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
 
 import psutil
 
+import kvrelay
 from kvrelay.launcher.bench.records import CpuUse
 
 
@@ -79,3 +84,30 @@ class CpuMeter:
             stolen=(after.stolen_s - before.stolen_s) / elapsed_s,
             generator_max_lag_s=max_lag_s,
         )
+
+
+def environment() -> dict[str, str]:
+    """Machine, cores, kernel and versions; of the machine that the generator runs on."""
+    found = {
+        "machine": platform.machine(),
+        "cpu": _cpu_model() or platform.processor() or "unknown",
+        "cores": str(os.cpu_count() or 1),
+        "memory_gib": f"{psutil.virtual_memory().total / 2**30:.1f}",
+        "kernel": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "kvrelay": kvrelay.__version__,
+    }
+    for package in ("torch", "triton", "transformers"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _cpu_model() -> str | None:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)

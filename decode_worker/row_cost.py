@@ -1,0 +1,46 @@
+"""What one more row adds to a step, learned from the latest steps without prompts. Pure state.
+
+Not seconds but a ratio is kept: how much of the part that any number of rows costs. A machine that becomes slower, or contexts that
+grow, change both parts; only steps of clearly different sizes tell them apart.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from itertools import combinations
+
+_NUM_STEPS = 16
+_FIRST_RATIO = 0.02  # a 135M model on a CPU; on a GPU it is less, and soon measured
+_MAX_RATIO = 0.25
+_WEIGHT = 0.1  # of what a step tells: disturbed ones shall not decide
+
+
+class RowCost:
+    """Of one worker's steps."""
+
+    def __init__(self) -> None:
+        self._steps: deque[tuple[int, float]] = deque(maxlen=_NUM_STEPS)
+        self._ratio = _FIRST_RATIO
+
+    def observe(self, num_rows: int, step_s: float) -> None:
+        """A step of so many rows. One that took no time at all tells nothing."""
+        if step_s <= 0:
+            return
+        self._steps.append((num_rows, step_s))
+        most = max(one for one, _ in self._steps)
+        slopes = [
+            (one_s - other_s) / (one - other)
+            for (one, one_s), (other, other_s) in combinations(self._steps, 2)
+            if one != other and 4 * abs(one - other) >= most
+        ]
+        if len(slopes) < _NUM_STEPS:
+            return
+        row_s = max(0.0, statistics.median(slopes))  # Theil 1950, Sen 1968
+        fixed_s = statistics.median(step_s - row_s * num_rows for num_rows, step_s in self._steps)
+        ratio = row_s / fixed_s if fixed_s > 0 else _MAX_RATIO
+        self._ratio += _WEIGHT * (min(ratio, _MAX_RATIO) - self._ratio)
+
+    def share(self, num_rows: int) -> float:
+        """How much of the time of a step of so many rows is for the rows, 0 to 1."""
+        return num_rows * self._ratio / (1 + num_rows * self._ratio)

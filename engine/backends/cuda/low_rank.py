@@ -1,0 +1,127 @@
+"""Adapters' products by our Triton kernels: two launches for all adapters of a step at a site."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvrelay.common.adapter_files import MAX_RANK
+from kvrelay.engine.models.adapters import Adapters
+from kvrelay.engine.models.low_rank import NUM_ADAPTER_SLOTS, TokenGroups
+from kvrelay.engine.step.batch import Batch
+from kvrelay.engine.weights.adapters import LowRank
+from kvrelay.kernels.low_rank import FEW_ROWS, FP32_ROWS, MANY_ROWS, AdaptedRows, LowRankTable, Tiling, add_low_rank
+
+# A tile of few rows reads an adapter's matrices again for each 16; above, programs are enough without splits, which take memory.
+_MAX_FEW_PER_ADAPTER, _MAX_FEW = 32, 1024
+Upload = Callable[[Sequence[npt.NDArray[Any]]], list[torch.Tensor]]
+
+
+class CudaLowRank:
+    """Implements LowRankProducts, also for steps that a CUDA graph holds."""
+
+    def __init__(self, upload: Upload, dtype: torch.dtype, device: torch.device) -> None:
+        self._upload = upload
+        self._dtype = dtype
+        self._device = device
+        self._tables: list[LowRankTable] = []  # of each site
+        self._rows: AdaptedRows | None = None  # of the step
+
+    @property
+    def tilings(self) -> tuple[Tiling, ...]:
+        """All that steps take: each is a kernel of its own. The first is for few rows, and for graphs."""
+        return (FP32_ROWS,) if self._dtype == torch.float32 else (FEW_ROWS, MANY_ROWS)
+
+    def add_site(self, num_inputs: int, widths: Sequence[int]) -> None:
+        """See LowRankProducts."""
+        self._tables.append(LowRankTable(NUM_ADAPTER_SLOTS, num_inputs, widths, MAX_RANK, self._dtype, self._device))
+
+    def put(self, slot: int, site: int, parts: Sequence[LowRank | None]) -> None:
+        """See LowRankProducts."""
+        for index, part in enumerate(parts):
+            if part is not None:
+                self._tables[site].put(slot, index, part.a, part.b, part.scaling)
+
+    def drop(self, slot: int) -> None:
+        """See LowRankProducts."""
+        for table in self._tables:
+            table.drop(slot)
+
+    def begin_step(self, groups: TokenGroups | None) -> None:
+        """See LowRankProducts."""
+        if groups is not None:
+            num_tokens = len(groups.tokens)
+            is_few = num_tokens <= min(_MAX_FEW, _MAX_FEW_PER_ADAPTER * len(groups.slots))
+            tiling = self.tilings[0 if is_few else -1]
+            self.use(AdaptedRows(tiling, *self._upload((groups.tokens, tiles_of(groups, tiling.rows)))))
+
+    def use(self, rows: AdaptedRows) -> None:
+        """What follows are the products of a step, or of a graph, with these rows."""
+        self._rows = rows
+
+    def no_rows(self, most: int, tiling: Tiling) -> AdaptedRows:
+        """Memory for ``most`` rows and their tiles, of which none is there."""
+        rows = torch.zeros(most, dtype=torch.int64, device=self._device)
+        return AdaptedRows(tiling, rows, torch.zeros(most, 3, dtype=torch.int32, device=self._device))
+
+    def fill(self, rows: AdaptedRows, groups: TokenGroups) -> None:
+        """Write a step's groups into memory of :meth:`no_rows`."""
+        tokens, tiles = self._upload((groups.tokens, tiles_of(groups, rows.tiling.rows)))
+        rows.rows[: len(tokens)] = tokens
+        rows.tiles[: len(tiles)] = tiles
+        rows.tiles[len(tiles) :] = 0  # of the step before, perhaps one with more
+
+    def add(self, site: int, hidden: torch.Tensor, out: torch.Tensor) -> None:
+        """See LowRankProducts."""
+        assert self._rows is not None, "a step has begun"
+        add_low_rank(hidden, out, self._tables[site], self._rows)
+
+
+class AdaptedSteps:
+    """Steps with adapters over rows in memory that stays: those of a CUDA graph, and those that only compile kernels."""
+
+    def __init__(self, adapters: Adapters, products: CudaLowRank) -> None:
+        """``products``: those of ``adapters``."""
+        self._adapters = adapters
+        self._products = products
+
+    @property
+    def tilings(self) -> tuple[Tiling, ...]:
+        """See CudaLowRank."""
+        return self._products.tilings
+
+    def no_rows(self, most: int, tiling: Tiling) -> AdaptedRows:
+        """See CudaLowRank."""
+        return self._products.no_rows(most, tiling)
+
+    @contextmanager
+    def over(self, rows: AdaptedRows) -> Iterator[None]:
+        """The model's products are those of a step with these rows, whatever will be in their memory."""
+        self._products.use(rows)
+        self._adapters.is_on = True
+        try:
+            yield
+        finally:
+            self._adapters.is_on = False
+
+    def fill(self, rows: AdaptedRows, batch: Batch) -> None:
+        """Write ``batch``, which has rows with adapters, into memory of :meth:`no_rows`. Raises as Adapters.begin_step."""
+        groups = self._adapters.groups_of(batch)
+        assert groups is not None, "no row has an adapter"
+        self._products.fill(rows, groups)
+
+
+def tiles_of(groups: TokenGroups, num_rows: int) -> npt.NDArray[np.int32]:
+    """``[num_tiles, 3]``: slot, first place in ``groups.tokens`` and number of tokens, at most ``num_rows``, of one group each."""
+    counts = np.diff(groups.starts)
+    num_tiles = -(-counts // num_rows)
+    of_tiles = np.repeat(np.arange(len(counts)), num_tiles)
+    index = np.arange(len(of_tiles)) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)
+    first = groups.starts[of_tiles] + index * num_rows
+    count = np.minimum(num_rows, groups.starts[of_tiles + 1] - first)
+    return np.stack((groups.slots[of_tiles], first, count), axis=1).astype(np.int32)

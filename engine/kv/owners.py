@@ -1,0 +1,25 @@
+"""Who holds blocks: a sequence, or a lease of a hand-off."""
+
+from __future__ import annotations
+
+import enum
+from typing import NamedTuple
+
+
+class OwnerKind(enum.StrEnum):
+    """What holds a block."""
+
+    SEQUENCE = "sequence"
+    LEASE = "lease"
+
+
+class Owner(NamedTuple):
+    """A holder of blocks; ``key`` is unique within its kind while it holds any. A tuple: every block's books hash it."""
+
+    kind: OwnerKind
+    key: str
+
+
+def sequence_owner(key: tuple[str, int], beam: int = 0) -> Owner:
+    """The owner of a sequence's blocks, by its (request_id, attempt) and its number among the beams of one search."""
+    return Owner(OwnerKind.SEQUENCE, f"{key[0]}/{key[1]}#{beam}" if beam else f"{key[0]}/{key[1]}")

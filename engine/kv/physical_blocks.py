@@ -1,0 +1,193 @@
+"""The physical blocks of a pool: which group has each, who holds it, under which hash others find it.
+
+Each is in exactly one of three places::
+
+    free ──take──▶ owned (by one or more) ──let go, leave──▶ cached (published) ──evict──▶ owned
+      ▲                 └──────let go, leave (unpublished)──▶ free
+
+Released published blocks stay as prefix cache (:mod:`kvrelay.engine.kv.prefix_cache`). Not thread-safe: the block manager's lock is
+around it. Knows no tables: which blocks belong together is :class:`kvrelay.engine.kv.block_manager.BlockManager`'s.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+from kvrelay.common.clock import Clock
+from kvrelay.common.kv_geometry import first_block
+from kvrelay.engine.kv.ledger import Ledger
+from kvrelay.engine.kv.owners import Owner, OwnerKind
+from kvrelay.engine.kv.prefix_cache import Claim, PrefixCache, merged
+
+
+class PhysicalBlocks:
+    """Holds numbers and hashes; the bytes are the pool's."""
+
+    def __init__(self, num_blocks: int, num_groups: int, max_retained: int, clock: Clock) -> None:
+        """``max_retained``: blocks that may be cached above the default priority at a time."""
+        self.num_blocks = num_blocks
+        self.cache = PrefixCache(max_retained, clock)  # published, nobody's
+        self._free = deque(range(num_blocks))
+        self._holders: list[set[Owner]] = [set() for _ in range(num_blocks)]
+        self._claims: list[tuple[Claim, ...] | None] = [None] * num_blocks  # of owned blocks: how long they shall stay
+        self._hash_of: dict[int, bytes] = {}  # published blocks
+        self._block_of: list[dict[bytes, int]] = [{} for _ in range(num_groups)]
+        self._group_of = [0] * num_blocks  # of blocks that are not free
+        self._num_taken = [0] * num_groups  # by group, blocks that are not free
+        self._num_cached = [0] * num_groups
+        self._num_leases = [0] * num_blocks  # by block: how many of its holders are leases
+        self._num_leased = [0] * num_groups  # blocks with at least one lease as holder
+
+    @property
+    def num_allocatable(self) -> int:
+        """Free or cached."""
+        return len(self._free) + len(self.cache)
+
+    def free(self) -> list[int]:
+        """Those that no group has."""
+        return list(self._free)
+
+    def cached(self, group: int) -> list[int]:
+        """A group's blocks that are cached."""
+        return [block_id for block_id in self.cache.blocks() if self._group_of[block_id] == group]
+
+    def ledger(self, group: int | None) -> Ledger:
+        """Counts by place: of the pool, or of those that a group has."""
+        groups = range(len(self._block_of)) if group is None else (group,)
+        taken, cached, leased = (
+            sum(counts[one] for one in groups) for counts in (self._num_taken, self._num_cached, self._num_leased)
+        )
+        num_blocks, num_free = (self.num_blocks, len(self._free)) if group is None else (taken, 0)
+        return Ledger(num_blocks, num_free, cached, leased, taken - cached - leased)
+
+    def published(self, group: int, block_hashes: Iterable[bytes]) -> list[int]:
+        """A group's blocks under these hashes, which are all published."""
+        block_of = self._block_of[group]
+        return [block_of[block_hash] for block_hash in block_hashes]
+
+    def num_cached_prefix(self, hashes: Sequence[bytes], windows: Sequence[int | None], block_size: int) -> int:
+        """How many leading blocks are published, as far as somebody can go on behind them. ``windows``: of each group."""
+        num_full = len(hashes)
+        windowed: list[tuple[int, dict[bytes, int]]] = []
+        for window, block_of in zip(windows, self._block_of, strict=True):
+            if window is None:
+                num_full = next((n for n, one in enumerate(hashes[:num_full]) if one not in block_of), num_full)
+            else:
+                windowed.append((window, block_of))
+        if not windowed:
+            return num_full
+        num_cached, since = 0, [0] * len(windowed)  # from which block on none is missing, by group
+        for num_blocks, block_hash in enumerate(hashes[:num_full], 1):
+            is_whole = True
+            for place, (window, block_of) in enumerate(windowed):
+                if block_hash not in block_of:
+                    since[place] = num_blocks
+                is_whole = is_whole and since[place] <= first_block(window, num_blocks * block_size, block_size)
+            num_cached = num_blocks if is_whole else num_cached
+        return num_cached
+
+    def is_owned(self, block_id: int) -> bool:
+        """Whether anybody holds it."""
+        return bool(self._holders[block_id])
+
+    def is_shared(self, block_id: int) -> bool:
+        """Whether others than one owner rely on what is in it, or may come to."""
+        return len(self._holders[block_id]) > 1 or block_id in self._hash_of
+
+    def hold(self, owner: Owner, block_id: int) -> None:
+        """``owner`` holds a block that is not free, from now on."""
+        if not self._holders[block_id] and block_id in self._hash_of:
+            self._claims[block_id] = self.cache.remove(block_id)
+            self._num_cached[self._group_of[block_id]] -= 1
+        self._holders[block_id].add(owner)
+        if owner.kind is OwnerKind.LEASE:
+            self._num_leases[block_id] += 1
+            self._num_leased[self._group_of[block_id]] += self._num_leases[block_id] == 1
+
+    def let_go(self, owner: Owner, block_id: int) -> None:
+        """``owner`` holds it no more; unless somebody else takes it over, it ``leave``s."""
+        self._holders[block_id].remove(owner)
+        if owner.kind is OwnerKind.LEASE:
+            self._num_leases[block_id] -= 1
+            self._num_leased[self._group_of[block_id]] -= self._num_leases[block_id] == 0
+
+    def leave(self, block_id: int) -> None:
+        """An owner has let go of it: it is cached or free, unless others hold it."""
+        if self._holders[block_id]:
+            return
+        if block_id in self._hash_of:
+            self.cache.add(block_id, self._claims[block_id])
+            self._num_cached[self._group_of[block_id]] += 1
+        else:
+            self._set_free(block_id)
+
+    def claim(self, block_id: int, claims: tuple[Claim, ...]) -> None:
+        """A request that used it claims so much for it."""
+        known = self._claims[block_id]
+        if known is not claims:
+            self._claims[block_id] = claims if known is None else merged(known, claims)
+
+    def take(self, owner: Owner, group: int, num_blocks: int) -> list[int]:
+        """So many blocks for one group of ``owner``'s, free ones first; there must be as many allocatable."""
+        while len(self._free) < num_blocks:
+            block_id = self.cache.evict()
+            self._num_cached[self._group_of[block_id]] -= 1
+            del self._block_of[self._group_of[block_id]][self._hash_of.pop(block_id)]
+            self._set_free(block_id)
+        fresh = [self._free.popleft() for _ in range(num_blocks)]
+        self._num_taken[group] += num_blocks
+        for block_id in fresh:
+            self._group_of[block_id] = group
+            self.hold(owner, block_id)
+        return fresh
+
+    def publish(self, block_id: int, block_hash: bytes) -> None:
+        """Others of its group may find it by ``block_hash``, unless another is found by that already.
+
+        Raises ValueError if it has another hash.
+        """
+        known = self._hash_of.get(block_id)
+        if known is not None and known != block_hash:
+            raise ValueError(f"block {block_id} is published as {known.hex()}, not {block_hash.hex()}")
+        block_of = self._block_of[self._group_of[block_id]]
+        if known is None and block_hash not in block_of:
+            self._hash_of[block_id] = block_hash
+            block_of[block_hash] = block_id
+
+    def check_integrity(self, held: Iterable[tuple[Owner, int, list[int]]]) -> None:
+        """Assert that every block is in exactly one place and that the books agree with each other.
+
+        ``held``: of each owner and group, the blocks that its tables say it holds.
+        """
+        self.cache.check_integrity()
+        free, cached = set(self._free), set(self.cache.blocks())
+        assert len(free) == len(self._free), f"a block is free twice: {sorted(self._free)}"
+        holders: list[set[Owner]] = [set() for _ in range(self.num_blocks)]
+        for owner, group, block_ids in held:
+            assert len(set(block_ids)) == len(block_ids), f"{owner} holds a block twice: {block_ids}"
+            for block_id in block_ids:
+                holders[block_id].add(owner)
+                assert self._group_of[block_id] == group, f"block {block_id} of group {group} is another's"
+        assert holders == self._holders, "owners disagree"
+        owned = {block_id for block_id, its in enumerate(holders) if its}
+        assert not free & owned | free & cached | owned & cached, f"at two places: {free=}, {owned=}, {cached=}"
+        assert free | owned | cached == set(range(self.num_blocks)), f"lost: {free=}, {owned=}, {cached=}"
+        published = {block_id: (self._group_of[block_id], one) for block_id, one in self._hash_of.items()}
+        found = {number: (group, one) for group, its in enumerate(self._block_of) for one, number in its.items()}
+        assert found == published, "published hashes disagree"
+        assert cached <= set(published) <= owned | cached, f"cached {cached}, published {sorted(published)}"
+        leases = [sum(holder.kind is OwnerKind.LEASE for holder in its) for its in holders]
+        assert self._num_leases == leases, "a block's count of leases is wrong"
+        for group in range(len(self._block_of)):
+            is_its = [self._group_of[block_id] == group for block_id in range(self.num_blocks)]
+            counts = [sum(is_its[one] for one in blocks) for blocks in (owned | cached, cached)]
+            assert counts == [self._num_taken[group], self._num_cached[group]], f"counts of group {group} are wrong"
+            num_leased = sum(is_its[block_id] for block_id, count in enumerate(leases) if count)
+            assert self._num_leased[group] == num_leased, f"leased count of group {group} is wrong"
+        assert self.ledger(None).balances, f"the ledger does not balance: {self.ledger(None)}"
+
+    def _set_free(self, block_id: int) -> None:
+        self._claims[block_id] = None
+        self._num_taken[self._group_of[block_id]] -= 1
+        self._free.append(block_id)

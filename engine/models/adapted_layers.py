@@ -1,0 +1,62 @@
+"""Where adapters may change a model with a forward pass of ours: its linear layers, as its products have them side by side."""
+
+from __future__ import annotations
+
+from kvrelay.engine.config.cut import Cut
+from kvrelay.engine.config.model import ModelConfig
+from kvrelay.engine.models.adapters import AdaptedLayer, Adapters
+from kvrelay.engine.models.ops import Linear
+
+
+class LayerAdapters:
+    """Makes products that adapters change, of one decoder layer or a rank's part of it; without ``adapters`` none."""
+
+    def __init__(self, adapters: Adapters | None, whole: ModelConfig, cut: Cut, index: int) -> None:
+        """``whole``: the model, all of it; ``cut``: which part of it is here."""
+        self._adapters = adapters
+        self._whole = whole
+        self._cut = cut
+        self._index = index
+
+    def qkv(self, linear: Linear) -> Linear:
+        """Attention's first product."""
+        whole, hidden = self._whole, range(self._whole.hidden_size)
+        q_size, kv_size = whole.q_size, whole.kv_size
+        kv_rows = self._elements(whole.num_kv_heads)
+        return self._adapted(
+            linear,
+            self._layer("self_attn.q_proj", q_size, len(hidden), self._elements(whole.num_q_heads), hidden),
+            self._layer("self_attn.k_proj", kv_size, len(hidden), kv_rows, hidden),
+            self._layer("self_attn.v_proj", kv_size, len(hidden), kv_rows, hidden),
+        )
+
+    def o(self, linear: Linear) -> Linear:
+        """Attention's last product; a rank's is summed over ranks afterwards."""
+        whole, hidden = self._whole, range(self._whole.hidden_size)
+        rows = self._elements(whole.num_q_heads)
+        return self._adapted(linear, self._layer("self_attn.o_proj", len(hidden), whole.q_size, hidden, rows))
+
+    def gate_up(self, linear: Linear) -> Linear:
+        """The MLP's first product."""
+        hidden, mid = range(self._whole.hidden_size), self._whole.intermediate_size
+        columns = self._cut.columns(mid)
+        return self._adapted(
+            linear,
+            self._layer("mlp.gate_proj", mid, len(hidden), columns, hidden),
+            self._layer("mlp.up_proj", mid, len(hidden), columns, hidden),
+        )
+
+    def down(self, linear: Linear) -> Linear:
+        """The MLP's last product; a rank's is summed over ranks afterwards."""
+        hidden, mid = range(self._whole.hidden_size), self._whole.intermediate_size
+        return self._adapted(linear, self._layer("mlp.down_proj", len(hidden), mid, hidden, self._cut.columns(mid)))
+
+    def _layer(self, name: str, num_outputs: int, num_inputs: int, outputs: range, inputs: range) -> AdaptedLayer:
+        return AdaptedLayer(f"model.layers.{self._index}.{name}", num_outputs, num_inputs, outputs, inputs)
+
+    def _elements(self, num_heads: int) -> range:
+        heads, size = self._cut.heads(num_heads), self._whole.head_dim
+        return range(heads.start * size, heads.stop * size)
+
+    def _adapted(self, linear: Linear, *layers: AdaptedLayer) -> Linear:
+        return linear if self._adapters is None else self._adapters.adapted(linear, *layers)

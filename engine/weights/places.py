@@ -1,0 +1,297 @@
+"""Where in a model's parameters each tensor of a checkpoint belongs, and the parameters themselves, empty.
+
+Of a model that is cut among ranks (:mod:`kvrelay.engine.config.cut`) only the rank's part is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvrelay.engine.config.cut import Cut
+from kvrelay.engine.config.families import FAMILIES, ExpertFacts
+from kvrelay.engine.config.model import ModelConfig
+from kvrelay.engine.weights.formats import StoredWeight
+from kvrelay.engine.weights.parameters import (
+    ExpertWeights,
+    HeadWeights,
+    LatentWeights,
+    LayerWeights,
+    MlpWeights,
+    ModelWeights,
+    SparseWeights,
+)
+from kvrelay.engine.weights.rounding import AnyWeight, RoundedWeight, Rounding, Weight
+
+_Part = tuple[str, int, range]  # of a matrix: name, rows in the checkpoint, and which of them the rank has
+
+
+@dataclass(frozen=True, slots=True)
+class _Fused:
+    """All experts' matrices, or biases, as one tensor of the checkpoint has them: the last dimension holds outputs."""
+
+    target: Weight  # [num_experts * num_parts * out, in], or biases without ``in``
+    num_parts: int  # of each expert, which the tensor has in turns: gate, up, gate, up …
+
+    def copy_(self, tensor: torch.Tensor) -> None:
+        """``[num_experts, in, out * num_parts]``, or without ``in``."""
+        size, start = tensor.shape[-1] // self.num_parts, 0
+        for expert in tensor:
+            for part in range(self.num_parts):
+                self.target[start : start + size].copy_(expert[..., part :: self.num_parts].movedim(0, -1))
+                start += size
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a tensor of the checkpoint belongs."""
+
+    target: AnyWeight | _Fused
+    shape: tuple[int, ...]  # of the tensor …
+    part: tuple[range, ...]  # … and which of it the target holds, for each dimension
+
+
+def allocate(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    rounding: Rounding | None,
+    cut: Cut,
+    kept: Mapping[str, StoredWeight],
+) -> tuple[ModelWeights, dict[str, Place | None]]:
+    """Empty parameters, and where each checkpoint tensor belongs in them; None: it is another rank's.
+
+    ``kept``: weights that stay as they are stored, if all parts of a matrix are, in one form. Experts become full.
+    """
+    allocator = _Allocator(config, dtype, device, rounding, cut, kept)
+    layers = [allocator.layer(index) for index in range(config.num_layers)]
+    embed = allocator.of_vocab("model.embed_tokens.weight")
+    norm = allocator.parameter("model.norm.weight", config.hidden_size)
+    lm_head = embed if config.has_tied_embeddings else allocator.of_vocab("lm_head.weight")
+    return ModelWeights(embed, layers, norm, lm_head), allocator.places
+
+
+class _Allocator:
+    """Makes parameters, and keeps where tensors belong in them."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        rounding: Rounding | None,
+        cut: Cut,
+        kept: Mapping[str, StoredWeight],
+    ) -> None:
+        self._config = config
+        self._dtype = dtype
+        self._device = device
+        self._rounding = rounding
+        self._cut = cut
+        self._kept = kept
+        self.places: dict[str, Place | None] = {}
+
+    def layer(self, index: int) -> LayerWeights:
+        """All of one layer."""
+        config, layer = self._config, f"model.layers.{index}."
+        has_experts = config.experts is not None and index in config.experts.layers
+        attention = self._heads if config.latent is None else self._latent
+        return LayerWeights(
+            input_norm=self.parameter(f"{layer}input_layernorm.weight", config.hidden_size),
+            attention=attention(f"{layer}self_attn."),
+            post_norm=self.parameter(f"{layer}post_attention_layernorm.weight", config.hidden_size),
+            mlp=self._sparse(layer) if has_experts else self._mlp(f"{layer}mlp.", config.intermediate_size),
+        )
+
+    def parameter(self, name: str, *shape: int) -> torch.Tensor:
+        """A tensor that every rank has all of."""
+        tensor = torch.empty(shape, dtype=self._dtype, device=self._device)
+        self.places[name] = Place(tensor, shape, tuple(map(range, shape)))
+        return tensor
+
+    def of_vocab(self, name: str) -> torch.Tensor:
+        """``[vocab, hidden]``, or the rank's rows of it."""
+        vocab_size, hidden = self._config.vocab_size, self._config.hidden_size
+        tokens, num_rows = self._cut.vocab(vocab_size), self._cut.vocab_part(vocab_size)
+        tensor = torch.empty(num_rows, hidden, dtype=self._dtype, device=self._device)
+        tensor[len(tokens) :].zero_()
+        self.places[name] = Place(tensor[: len(tokens)], (vocab_size, hidden), (tokens, range(hidden)))
+        return tensor
+
+    def _heads(self, prefix: str) -> HeadWeights:
+        config, cut = self._config, self._cut
+        hidden, size = config.hidden_size, config.head_dim
+        q_rows = _elements(cut.heads(config.num_q_heads), size)
+        kv_rows = _elements(cut.heads(config.num_kv_heads), size)
+        qkv_parts = (
+            ("q_proj", config.q_size, q_rows),
+            ("k_proj", config.kv_size, kv_rows),
+            ("v_proj", config.kv_size, kv_rows),
+        )
+        return HeadWeights(
+            qkv=self._projection(prefix, qkv_parts, hidden, range(hidden)),
+            qkv_bias=self._packed_bias(prefix, qkv_parts) if config.has_qkv_bias else None,
+            q_norm=self.parameter(f"{prefix}q_norm.weight", size) if config.has_qk_norm else None,
+            k_norm=self.parameter(f"{prefix}k_norm.weight", size) if config.has_qk_norm else None,
+            sinks=self._sinks(f"{prefix}sinks") if config.has_sinks else None,
+            o=self._projection(prefix, (("o_proj", hidden, range(hidden)),), config.q_size, q_rows),
+            o_bias=self._summed_bias(f"{prefix}o_proj.bias") if config.has_o_bias else None,
+        )
+
+    def _latent(self, prefix: str) -> LatentWeights:
+        """Ranks have their query heads; what all heads share is on every rank."""
+        config, latent, hidden = self._config, self._config.latent, self._config.hidden_size
+        assert latent is not None, f"{config.architecture} attends by heads"
+        heads, num_heads = self._cut.heads(config.num_q_heads), config.num_q_heads
+
+        def whole(name: str, num_rows: int) -> AnyWeight:
+            return self._projection(prefix, ((name, num_rows, range(num_rows)),), hidden, range(hidden))
+
+        def of_heads(size: int) -> tuple[int, range]:
+            return num_heads * size, _elements(heads, size)
+
+        rank, query_rank, value_size = latent.rank, latent.query_rank, latent.value_size
+        name, num_ins = ("q_proj", hidden) if query_rank is None else ("q_b_proj", query_rank)
+        num_rows, rows = of_heads(latent.nope_size + value_size)
+        kv_b = torch.empty(len(rows), rank, dtype=self._dtype, device=self._device)
+        self.places[f"{prefix}kv_b_proj.weight"] = Place(kv_b, (num_rows, rank), (rows, range(rank)))
+        has_query_rank = query_rank is not None
+        return LatentWeights(
+            q_a=whole("q_a_proj", num_ins) if has_query_rank else None,
+            q_a_norm=self.parameter(f"{prefix}q_a_layernorm.weight", num_ins) if has_query_rank else None,
+            q=self._projection(prefix, ((name, *of_heads(latent.query_size)),), num_ins, range(num_ins)),
+            kv_a=whole("kv_a_proj_with_mqa", latent.size),
+            kv_a_norm=self.parameter(f"{prefix}kv_a_layernorm.weight", rank),
+            kv_b=kv_b,
+            o=self._projection(prefix, (("o_proj", hidden, range(hidden)),), *of_heads(value_size)),
+        )
+
+    def _mlp(self, prefix: str, mid: int) -> MlpWeights:
+        config = self._config
+        middle, all_hidden = self._cut.columns(mid), range(config.hidden_size)
+        gate_up_parts = (("gate_proj", mid, middle), ("up_proj", mid, middle))
+        return MlpWeights(
+            gate_up=self._projection(prefix, gate_up_parts, config.hidden_size, all_hidden),
+            gate_up_bias=self._packed_bias(prefix, gate_up_parts) if config.has_mlp_bias else None,
+            down=self._projection(prefix, (("down_proj", config.hidden_size, all_hidden),), mid, middle),
+            down_bias=self._summed_bias(f"{prefix}down_proj.bias") if config.has_mlp_bias else None,
+        )
+
+    def _sinks(self, name: str) -> torch.Tensor:
+        heads = self._cut.heads(self._config.num_q_heads)
+        tensor = torch.empty(len(heads), dtype=self._dtype, device=self._device)
+        self.places[name] = Place(tensor, (self._config.num_q_heads,), (heads,))
+        return tensor
+
+    def _sparse(self, layer: str) -> SparseWeights:
+        config, experts, facts = self._config, self._config.experts, FAMILIES[self._config.architecture].experts
+        assert experts is not None, f"{layer} of {config.architecture} has no experts"
+        assert facts is not None, f"{config.architecture} has no experts"
+        num_experts, router = experts.router.num_experts, f"{layer}{facts.router}"
+        make = self._fused_experts if facts.is_fused else self._single_experts
+        return SparseWeights(
+            router=self.parameter(f"{router}.weight", num_experts, config.hidden_size),
+            router_bias=self.parameter(f"{router}.bias", num_experts) if facts.has_router_bias else None,
+            choice_bias=None if facts.choice_bias is None else self._wide(f"{router}.{facts.choice_bias}", num_experts),
+            experts=make(f"{layer}{facts.experts}.", facts, num_experts, experts.intermediate_size),
+            shared=self._mlp(f"{layer}{facts.shared}.", experts.shared_size) if facts.shared else None,
+            first_expert=self._cut.experts(num_experts).start,
+        )
+
+    def _wide(self, name: str, size: int) -> torch.Tensor:
+        """A vector in float32, whatever the model's type: its last bits decide."""
+        tensor = torch.empty(size, dtype=torch.float32, device=self._device)
+        self.places[name] = Place(tensor, (size,), (range(size),))
+        return tensor
+
+    def _single_experts(self, prefix: str, facts: ExpertFacts, num_experts: int, mid: int) -> ExpertWeights:
+        """From tensors of each expert."""
+        hidden, middle, experts = (
+            self._config.hidden_size,
+            self._cut.expert_columns(mid),
+            self._cut.experts(num_experts),
+        )
+        names = (facts.gate, facts.up, facts.down)
+        self.places |= {f"{prefix}{expert}.{name}.weight": None for expert in range(num_experts) for name in names}
+        gate_up = [(f"{expert}.{name}", mid, middle) for expert in experts for name in (facts.gate, facts.up)]
+        down = [(f"{expert}.{facts.down}", hidden, range(hidden)) for expert in experts]
+        return ExpertWeights(
+            num_experts=len(experts),
+            gate_up=self._full(prefix, gate_up, hidden, range(hidden)),
+            gate_up_bias=None,
+            down=self._full(prefix, down, mid, middle),
+            down_bias=None,
+        )
+
+    def _fused_experts(self, prefix: str, _: ExpertFacts, num_experts: int, mid: int) -> ExpertWeights:
+        """From one tensor of all experts for each product."""
+        hidden, experts = range(self._config.hidden_size), self._cut.experts(num_experts)
+        middle = self._cut.expert_columns(mid)
+        both = range(2 * middle.start, 2 * middle.stop)
+
+        def bias(name: str, num_parts: int, outs: range, size: int) -> torch.Tensor:
+            tensor = torch.empty(len(experts) * len(outs), dtype=self._dtype, device=self._device)
+            self.places[f"{prefix}{name}_bias"] = Place(_Fused(tensor, num_parts), (num_experts, size), (experts, outs))
+            return tensor
+
+        gate_up = self._matrix(len(experts) * len(both), len(hidden))
+        down = self._matrix(len(experts) * len(hidden), len(middle))
+        self.places[f"{prefix}gate_up_proj"] = Place(
+            _Fused(gate_up, 2), (num_experts, len(hidden), 2 * mid), (experts, hidden, both)
+        )
+        self.places[f"{prefix}down_proj"] = Place(
+            _Fused(down, 1), (num_experts, mid, len(hidden)), (experts, middle, hidden)
+        )
+        down_bias = None
+        if self._cut.rank == 0 or self._cut.has_whole_experts:
+            down_bias = bias("down_proj", 1, hidden, len(hidden))
+        else:
+            self.places[f"{prefix}down_proj_bias"] = None
+        return ExpertWeights(len(experts), gate_up, bias("gate_up_proj", 2, both, 2 * mid), down, down_bias)
+
+    def _projection(self, prefix: str, parts: Sequence[_Part], num_columns: int, columns: range) -> AnyWeight:
+        names = [f"{prefix}{name}.weight" for name, _, _ in parts]
+        outlines = [self._kept[name] for name in names if name in self._kept]
+        stored = StoredWeight.joined(outlines, self._device) if len(outlines) == len(parts) else None
+        if stored is None:
+            return self._full(prefix, parts, num_columns, columns)
+        self._put(stored, prefix, parts, num_columns, columns)
+        return stored
+
+    def _full(self, prefix: str, parts: Sequence[_Part], num_columns: int, columns: range) -> Weight:
+        """A matrix that is not kept as it is stored."""
+        matrix = self._matrix(sum(len(rows) for _, _, rows in parts), len(columns))
+        self._put(matrix, prefix, parts, num_columns, columns)
+        return matrix
+
+    def _matrix(self, num_outs: int, num_ins: int) -> Weight:
+        if self._rounding is None:
+            return torch.empty(num_outs, num_ins, dtype=self._dtype, device=self._device)
+        return RoundedWeight.empty((num_outs, num_ins), self._rounding, self._dtype, self._device)
+
+    def _put(self, matrix: AnyWeight, prefix: str, parts: Sequence[_Part], num_columns: int, columns: range) -> None:
+        start = 0
+        for name, size, rows in parts:
+            target = matrix[start : start + len(rows)]
+            self.places[f"{prefix}{name}.weight"] = Place(target, (size, num_columns), (rows, columns))
+            start += len(rows)
+
+    def _packed_bias(self, prefix: str, parts: Sequence[_Part]) -> torch.Tensor:
+        tensor = torch.empty(sum(len(rows) for _, _, rows in parts), dtype=self._dtype, device=self._device)
+        start = 0
+        for name, size, rows in parts:
+            self.places[f"{prefix}{name}.bias"] = Place(tensor[start : start + len(rows)], (size,), (rows,))
+            start += len(rows)
+        return tensor
+
+    def _summed_bias(self, name: str) -> torch.Tensor | None:
+        if self._cut.rank == 0:
+            return self.parameter(name, self._config.hidden_size)
+        self.places[name] = None
+        return None
+
+
+def _elements(heads: range, head_dim: int) -> range:
+    return range(heads.start * head_dim, heads.stop * head_dim)

@@ -1,0 +1,147 @@
+"""The adapters that clients may name: what lies in a directory, which all gateways and workers see.
+
+A folder there is an adapter, by the folder's name. The directory is looked through every two seconds; only files that have changed
+are read. What cannot be served is told once, and disturbs nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from kvrelay.common.adapter_files import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    AdapterAbsentError,
+    AdapterError,
+    AdapterFiles,
+    AdapterRef,
+    adapter_digest,
+    adapter_directory,
+    check_adapter_name,
+)
+
+logger = logging.getLogger(__name__)
+
+_SCAN_S = 2.0
+
+_Stamp = tuple[tuple[int, int, int], ...]
+"""Of each file its size, its time and its number."""
+
+
+class AdapterRegistry:
+    """One directory. Asyncio loop only; files are read on another thread."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.refs: Mapping[str, AdapterRef] = {}
+        """All adapters by name, as they were when last looked at."""
+        self._seen: dict[str, tuple[_Stamp, AdapterRef | None]] = {}  # None: it cannot be served
+        self._problem = ""  # why the directory cannot be read, as told
+        self._lock = asyncio.Lock()
+
+    async def watch(self) -> None:
+        """Look again and again. Cancel to end it."""
+        while True:
+            await asyncio.sleep(_SCAN_S)
+            await self.scan()
+
+    async def scan(self) -> None:
+        """Look now."""
+        async with self._lock:
+            try:
+                seen = await asyncio.to_thread(_look, self.directory, dict(self._seen))
+            except OSError as error:  # what was there stays known
+                if (problem := str(error)) != self._problem:
+                    logger.warning("%s, of --adapters, cannot be read: %s", self.directory, problem)
+                self._problem = problem
+                return
+            self._problem = ""
+            self.refs = {name: ref for name, (_, ref) in seen.items() if ref is not None}
+            self._seen = seen
+
+    async def add(self, name: str, source: Path, *, replaces: bool) -> None:
+        """Copy an adapter's files from ``source``, whole or not at all. ``replaces``: one of that name, if there is one.
+
+        Raises AdapterError if it cannot be served, its name is taken, or the directory cannot be written.
+        """
+        async with self._lock:  # a scan between the old one's going and the new one's coming would find neither
+            await asyncio.to_thread(_add, self.directory, name, source, replaces)
+        await self.scan()
+
+    async def remove(self, name: str) -> None:
+        """Delete an adapter's folder. Raises AdapterAbsentError if there is none, AdapterError if it cannot be deleted."""
+        async with self._lock:
+            await asyncio.to_thread(_remove, self.directory, name)
+        await self.scan()
+
+
+def _add(root: Path, name: str, source: Path, replaces: bool) -> None:
+    check_adapter_name(name)
+    AdapterFiles.read(source)
+    target = root / name
+    if target.exists() and not replaces:
+        raise AdapterError(f"there is an adapter {name!r} already: unload it first, or ask for load_inplace")
+    try:
+        # Beside the others, by a name that nobody looks at: what they see is whole.
+        with tempfile.TemporaryDirectory(prefix=".adding-", dir=root) as directory:
+            fresh = Path(directory, "fresh")
+            fresh.mkdir()
+            for file in (CONFIG_FILE, WEIGHTS_FILE):
+                shutil.copyfile(source / file, fresh / file)
+            AdapterFiles.read(fresh)
+            if target.exists():
+                target.rename(Path(directory, "before"))
+            fresh.rename(target)
+    except OSError as error:
+        raise AdapterError(f"{root}, of --adapters, cannot be written: {error}") from error
+
+
+def _remove(root: Path, name: str) -> None:
+    check_adapter_name(name)
+    if not (root / name / CONFIG_FILE).is_file():  # anything else there is not ours to delete
+        raise AdapterAbsentError(f"there is no adapter {name!r}")
+    try:
+        with tempfile.TemporaryDirectory(prefix=".removing-", dir=root) as directory:
+            (root / name).rename(Path(directory, "gone"))
+    except FileNotFoundError as error:
+        raise AdapterAbsentError(f"there is no adapter {name!r}") from error
+    except OSError as error:
+        raise AdapterError(f"{root}, of --adapters, cannot be written: {error}") from error
+
+
+def _look(
+    directory: Path, before: Mapping[str, tuple[_Stamp, AdapterRef | None]]
+) -> dict[str, tuple[_Stamp, AdapterRef | None]]:
+    seen: dict[str, tuple[_Stamp, AdapterRef | None]] = {}
+    for folder in sorted(path for path in directory.iterdir() if not path.name.startswith(".") and path.is_dir()):
+        try:
+            stamp = _stamp(folder)
+            known = before.get(folder.name)
+            if known is None or known[0] != stamp:
+                known = stamp, _read(directory, folder.name)
+            seen[folder.name] = known
+        except OSError:  # on its way here, or away
+            continue
+    return seen
+
+
+def _stamp(folder: Path) -> _Stamp:
+    stats = [(folder / name).stat() for name in (CONFIG_FILE, WEIGHTS_FILE)]
+    return tuple((stat.st_size, stat.st_mtime_ns, stat.st_ino) for stat in stats)
+
+
+def _read(directory: Path, name: str) -> AdapterRef | None:
+    try:
+        folder = adapter_directory(directory, name)
+        AdapterFiles.read(folder)
+        return AdapterRef(name, adapter_digest(folder))
+    except AdapterAbsentError:
+        return None
+    except AdapterError as error:
+        logger.warning("adapter %r is not served: %s", name[:200], error)
+        return None

@@ -1,0 +1,259 @@
+"""Anthropic's routes, ``/v1/messages`` and ``/v1/messages/count_tokens``: bodies to jobs. No tool is run here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter
+from pydantic import Field
+from starlette.responses import JSONResponse, Response
+
+from kvrelay.common.sampling import Guide, GuideKind
+from kvrelay.gateway.apis.answer_docs import REQUEST_HEADERS, answers
+from kvrelay.gateway.apis.answering import chat_of, model_for, respond
+from kvrelay.gateway.apis.anthropic.answer import AnthropicErrorBody, MessageAnswer, MessageFormat, TokenCount
+from kvrelay.gateway.apis.openai.bodies import beginning_of, text_of
+from kvrelay.gateway.apis.openai.output_format import make_guide
+from kvrelay.gateway.apis.openai.sampling import MAX_STOPS, OpenAIBody, refuse_unsupported
+from kvrelay.gateway.chat.dialect import Chat, read_chat
+from kvrelay.gateway.errors import InvalidRequestError
+from kvrelay.gateway.http.request import ApiRequest, ApiRoute, RequestBody
+from kvrelay.gateway.model import Model
+from kvrelay.gateway.relay.request import GenerationSpec
+from kvrelay.gateway.text.tokenizer import aside
+
+router = APIRouter(route_class=ApiRoute, tags=["Anthropic"])
+
+_BOOKKEEPING = {"metadata", "service_tier", "cache_control"}  # would change no answer; prefixes are cached anyway
+_HARMLESS: dict[str, tuple[Any, ...]] = {
+    "container": (),
+    "mcp_servers": ([],),
+}  # everything else of these names is refused
+_MODES = {"auto": "auto", "any": "required", "none": "none"}
+_BETWEEN = "\n\n"  # texts that come as blocks of their own
+
+
+class ToolChoice(RequestBody):
+    """Which tools the model may, must or must not use."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    """`any`: one of them, `tool`: the one that is named."""
+    name: str | None = None
+    """The tool to use."""
+    disable_parallel_tool_use: bool | None = None
+    """Whether one answer may use one tool only."""
+
+
+class Thinking(RequestBody):
+    """Whether the model thinks first; for its chat template."""
+
+    type: Literal["enabled", "adaptive", "between_tools", "disabled"]
+    """Without any of them it is as the model's chat template has it."""
+    budget_tokens: Annotated[int, Field(ge=1)] | None = None
+    """What the template is told of how long to think; no limit."""
+
+
+class OutputConfig(RequestBody):
+    """How the answer is to be."""
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    """How much the model should think; for its chat template."""
+    format: dict[str, Any] | None = None
+    """What the text must match: a `json_schema`."""
+
+
+class CountBody(OpenAIBody):
+    """``POST /v1/messages/count_tokens``"""
+
+    known_extras = frozenset(_BOOKKEEPING | _HARMLESS.keys())
+
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1, fail_fast=True)]
+    """The conversation so far. An assistant's message at its end is continued."""
+    system: str | list[dict[str, Any]] | None = None
+    """A text, or text blocks, in front of the messages."""
+    tools: list[dict[str, Any]] | None = None
+    """Functions that the model may ask for."""
+    tool_choice: ToolChoice | None = None
+    """Which of them it may, must or must not use."""
+    thinking: Thinking | None = None
+    """Whether the model thinks first; for its chat template."""
+    output_config: OutputConfig | None = None
+    """How the answer is to be."""
+
+    def conversation(self) -> str:
+        """What the requests of one conversation have in common: `metadata.user_id`, or how it begins."""
+        metadata = self._extras.get("metadata")
+        user = metadata.get("user_id") if isinstance(metadata, dict) else None
+        return f"user {user}" if isinstance(user, str) and user else self.beginning()
+
+    def beginning(self) -> str:
+        """The system's text, and messages up to the first one of the user."""
+        return beginning_of([{"content": self.system}, *self.messages])
+
+    def chat(self, model: Model) -> Chat:
+        """The conversation as the model's prompt. Raises InvalidRequestError naming the block that is wrong."""
+        refuse_unsupported(self._extras, _HARMLESS, "nothing but the model runs here; leave it out")
+        messages: list[dict[str, Any]] = []
+        if self.system is not None:
+            messages.append({"role": "system", "content": text_of(self.system, "system", _BETWEEN)})
+        for index, message in enumerate(self.messages):
+            _add_message(messages, message, f"messages[{index}]")
+        choice = self.tool_choice or ToolChoice(type="auto" if self.tools else "none")
+        named = {"type": "function", "function": {"name": choice.name}}
+        return read_chat(
+            model.template,
+            model.dialect,
+            messages,
+            tools=[_function(tool, f"tools[{index}]") for index, tool in enumerate(self.tools or ())],
+            tool_choice=_MODES.get(choice.type, named),
+            allows_parallel=not choice.disable_parallel_tool_use,
+            continues=self._continues(messages[-1], choice),
+            variables=self._variables(),
+        )
+
+    def guide(self) -> Guide | None:
+        """What the text must match. Raises InvalidRequestError if that is no JSON Schema."""
+        form = None if self.output_config is None else self.output_config.format
+        if form is None:
+            return None
+        if form.get("type") != "json_schema" or "schema" not in form:
+            raise InvalidRequestError('output_config.format must be {"type": "json_schema", "schema": …}')
+        return make_guide(GuideKind.JSON_SCHEMA, form["schema"], "output_config.format.schema")
+
+    def _continues(self, last: Mapping[str, Any], choice: ToolChoice) -> bool:
+        if last["role"] != "assistant":
+            return False
+        if not last["content"] or choice.type != "none":
+            raise InvalidRequestError(
+                f"messages[{len(self.messages) - 1}] is the assistant's, so the answer continues its text; that needs a text, "
+                "and cannot go with tools: end with a user's message"
+            )
+        return True
+
+    def _variables(self) -> dict[str, Any]:
+        variables: dict[str, Any] = {}
+        if self.thinking is not None:
+            thinks = self.thinking.type != "disabled"
+            variables |= {"enable_thinking": thinks, "thinking": thinks}  # families differ in its name
+            if self.thinking.budget_tokens is not None:
+                variables["thinking_budget"] = self.thinking.budget_tokens
+        if self.output_config is not None and self.output_config.effort is not None:
+            variables["reasoning_effort"] = self.output_config.effort
+        return variables
+
+
+class MessageBody(CountBody):
+    """``POST /v1/messages``"""
+
+    max_tokens: Annotated[int, Field(ge=1)]
+    """At most so many tokens are generated; fewer if no more fit."""
+    stop_sequences: Annotated[list[str], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
+    """The answer ends in front of any of these texts."""
+    top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    """Only so many of the likeliest tokens are sampled; 0 switches it off."""
+
+    def spec(self) -> GenerationSpec:
+        """The body in our own vocabulary. Raises InvalidRequestError naming the field that is refused."""
+        guide = self.guide()
+        return GenerationSpec(
+            **self.model_dump(include={"temperature", "top_p", "top_k", "seed", "cache_salt"}, exclude_none=True),
+            max_tokens=self.max_tokens,
+            shortens=True,  # everybody has to give a number, whatever the model has room for
+            stops=tuple(stop for stop in self.stop_sequences or () if stop),
+            guide=guide,
+            guide_param=None if guide is None else "output_config.format",
+        )
+
+
+def _function(tool: Mapping[str, Any], param: str) -> dict[str, Any]:
+    """A tool of the client's own, as a function. Raises InvalidRequestError on one that Anthropic's servers would run."""
+    if (kind := tool.get("type") or "custom") != "custom":
+        raise InvalidRequestError(
+            f"{param}.type is {str(kind)[:80]!r}; no tool is run here: describe one of your own, with name and input_schema"
+        )
+    return {**tool, "type": "function"}
+
+
+def _add_message(messages: list[dict[str, Any]], message: Mapping[str, Any], param: str) -> None:
+    """Add a message, and each tool's result as one of its own, as chat templates have them. Raises InvalidRequestError."""
+    role = message.get("role")
+    if role not in ("user", "assistant", "system"):
+        raise InvalidRequestError(f"{param}.role is {str(role)[:80]!r}; it must be user, assistant or system")
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[dict[str, Any]] = []
+    for index, block in enumerate(_blocks(message.get("content"), param)):
+        where = f"{param}.content[{index}]"
+        if not isinstance(block, Mapping):
+            raise InvalidRequestError(f"{where} must be a block, an object with a type, not {str(block)[:80]!r}")
+        match role, block.get("type"):
+            case _, "text":
+                texts.append(_field(block, "text", where))
+            case "user", "tool_result":
+                messages.append(_tool_result(block, where))
+            case "assistant", "tool_use":
+                name, arguments = _field(block, "name", where), _field(block, "input", where, dict)
+                function = {"name": name, "arguments": arguments}
+                calls.append({"id": _field(block, "id", where), "type": "function", "function": function})
+            case "assistant", "thinking":
+                thoughts.append(_field(block, "thinking", where))
+            case "assistant", "redacted_thinking":
+                pass  # only who wrote it could read it
+            case _, kind:
+                raise InvalidRequestError(
+                    f"{where}.type is {str(kind)[:80]!r}, which a message of role {role} cannot have here; this deployment reads "
+                    "text only: no images, documents or search results"
+                )
+    told: dict[str, Any] = {"role": role, "content": _BETWEEN.join(texts)}
+    if calls:
+        told |= {"tool_calls": calls, "content": told["content"] or None}
+    if thoughts:
+        told["reasoning_content"] = "".join(thoughts)
+    if texts or role == "assistant":
+        messages.append(told)
+
+
+def _blocks(content: Any, param: str) -> list[Any]:
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    if isinstance(content, list) and content:
+        return content
+    raise InvalidRequestError(f"{param}.content must be a text or a list of blocks, not {str(content)[:80]!r}")
+
+
+def _tool_result(block: Mapping[str, Any], where: str) -> dict[str, Any]:
+    content = block.get("content")
+    text = "" if content is None else text_of(content, f"{where}.content", _BETWEEN)
+    if block.get("is_error") is True:  # chat templates have no other way to tell it
+        text = f"Error: {text}"
+    return {"role": "tool", "tool_call_id": _field(block, "tool_use_id", where), "content": text}
+
+
+def _field(block: Mapping[str, Any], name: str, where: str, kind: type[Any] = str) -> Any:
+    if not isinstance(value := block.get(name), kind):
+        wanted = "a text" if kind is str else "an object"
+        raise InvalidRequestError(f"{where}.{name} must be {wanted}, not {str(value)[:80]!r}")
+    return value
+
+
+@router.post("/v1/messages", responses=answers(MessageAnswer, AnthropicErrorBody), openapi_extra=REQUEST_HEADERS)
+async def create_message(body: MessageBody, request: ApiRequest) -> Response:
+    """Answer a conversation."""
+    model = model_for(request, body.model, body.conversation)
+    model.check(request.flow())
+    chat, sequences = await chat_of(model, request, lambda: (body.spec(), body.chat(model)), "messages")
+    is_shortened = sequences[0].sampling.max_tokens < body.max_tokens
+    written = MessageFormat(f"msg_{request.internal_id}", model.name, chat.parser(), is_shortened=is_shortened)
+    return await respond(request, model, sequences, written, is_stream=bool(body.stream), ignored=body.ignored())
+
+
+@router.post("/v1/messages/count_tokens", responses=answers(TokenCount, AnthropicErrorBody))
+async def count_tokens(body: CountBody, request: ApiRequest) -> Response:
+    """How many tokens a conversation has, tools included. No worker is needed."""
+    model = model_for(request, body.model, body.conversation)
+
+    def work() -> int:
+        return len(model.encode(body.chat(model).prompt, "messages", add_special_tokens=False))
+
+    return JSONResponse({"input_tokens": await aside(work, len(await request.body()))})

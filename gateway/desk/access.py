@@ -1,0 +1,52 @@
+"""Who asked for how much: tokens by API key as metrics, and, if wanted, a log line for each request. Never a text or a key."""
+
+from __future__ import annotations
+
+import logging
+
+from kvrelay.common.clock import Clock
+from kvrelay.gateway.http.request import ApiRequest
+from kvrelay.gateway.metrics import GatewayMetrics
+from kvrelay.gateway.text.output import total
+
+logger = logging.getLogger(__name__)
+
+
+class Access:
+    """Of one gateway. Implements :class:`kvrelay.gateway.http.edge.Observer`."""
+
+    def __init__(self, metrics: GatewayMetrics, clock: Clock, *, is_logged: bool) -> None:
+        """``clock``: that of requests."""
+        self._key_tokens = metrics.key_tokens
+        self._clock = clock
+        self._is_logged = is_logged
+
+    def begin(self, request: ApiRequest) -> None:
+        """It is let in; there is nothing to tell yet."""
+
+    def end(self, request: ApiRequest, route: str) -> None:
+        """Counts its tokens if it has got any; tells what was posted, also by somebody who was not let in."""
+        usage = total(request.sequences, request.usages)
+        begun_s = [one.timings.first_token_s for one in request.sequences if one.timings.first_token_s is not None]
+        first_token_s = min(begun_s, default=None)  # of any prompt, as prompts of one body need not begin in order
+        if request.key_name is not None and first_token_s is not None:
+            for kind, num_tokens in (
+                ("prompt", usage.num_prompt_tokens),
+                ("completion", usage.num_output_tokens),
+                ("cached", usage.num_cached_tokens),
+            ):
+                self._key_tokens.labels(request.key_name, request.model, kind).inc(num_tokens)
+        if not self._is_logged or request.method != "POST":
+            return
+        ttft_s = None if first_token_s is None else round(first_token_s - request.received_s, 4)
+        fields = {
+            "outcome": request.outcome,
+            "model": request.model,
+            "api_key": request.key_name,
+            "prompt_tokens": usage.num_prompt_tokens,
+            "completion_tokens": usage.num_output_tokens,
+            "cached_tokens": usage.num_cached_tokens,
+            "ttft_s": ttft_s,
+            "total_s": round(self._clock() - request.received_s, 4),
+        }
+        logger.info("POST %s", route, extra={**request.log_context, "fields": fields})

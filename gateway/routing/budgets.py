@@ -1,0 +1,192 @@
+"""How many tokens an API key may use in a minute and in a day, counted over all gateways of a release without a database.
+
+A budget is a sliding window, kept in sixty slots (N. Mahdi, "An alternative approach to rate limiting", Figma 2017): no more than
+the limit in *any* minute or day. A request reserves its prompt and ``max_tokens`` when it comes; when it is over, what it has
+really used enters the window in place of that.
+
+Each gateway counts its own requests exactly, and hears from every other one what that has used, every ``TELL_S``
+(:class:`~kvrelay.wire.messages.KeyTokens`, through workers). So it knows the others' use late, and takes no more than its share of
+what is left until it has told its own (B. Raghavan et al., "Cloud Control with Distributed Rate Limiting", SIGCOMM 2007). The
+next share is of what is left then, and so shares follow the traffic: a key that asks one gateway only has nearly all of it after a
+few rounds. A first request in a round may take more than the share, or large ones would never fit.
+
+The error, while gateways hear each other: a key may get more than its limit by two requests for each gateway beside one. One
+gateway alone makes none. A gateway that has gone counts for a window longer, evenly less; a new one hears of all that is known.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvrelay.gateway.errors import InvalidRequestError, TokenBudgetError
+from kvrelay.wire.messages import KeyTokens
+
+WINDOWS_S = (60.0, 86_400.0)  # of a minute's and of a day's budget; limits are given in this order
+TELL_S = 0.5
+
+_NAMES = ("minute", "day")
+_NUM_SLOTS = 60
+_LIVE_S = 10 * TELL_S  # a gateway that was silent for longer is gone
+_BUSY_RETRY_S = 1.0
+
+
+class Window:
+    """The tokens of the last ``length_s`` seconds. A slot leaves as a whole, when all of it is older."""
+
+    def __init__(self, length_s: float) -> None:
+        self.length_s = length_s
+        self._slot_s = length_s / _NUM_SLOTS
+        self._slots: deque[tuple[int, int]] = deque()  # number and tokens of those that are not empty
+
+    def add(self, num_tokens: int, now_s: float) -> None:
+        """They are used now."""
+        while self._slots and self._leaves_s(self._slots[0][0]) <= now_s:
+            self._slots.popleft()
+        slot = int(now_s // self._slot_s)
+        if self._slots and self._slots[-1][0] == slot:
+            num_tokens += self._slots.pop()[1]
+        self._slots.append((slot, num_tokens))
+
+    def num_tokens(self, moment_s: float) -> int:
+        """How many will be in the window then, now or later, if nothing is added."""
+        return sum(num for slot, num in self._slots if self._leaves_s(slot) > moment_s)
+
+    def _leaves_s(self, slot: int) -> float:
+        return (slot + 1) * self._slot_s + self.length_s
+
+
+class OtherGateways:
+    """What the other gateways of the release have told of their use, each of all its keys."""
+
+    def __init__(self, gateway: str) -> None:
+        """``gateway``: our own name, as in KeyTokens."""
+        self._gateway = gateway
+        self._told: dict[str, tuple[KeyTokens, float]] = {}  # by gateway; and when it said so
+
+    def hear(self, told: KeyTokens, now_s: float) -> None:
+        """One of them tells its use. What is no news, as it came by several ways, changes nothing."""
+        known = self._told.get(told.gateway)
+        if told.gateway == self._gateway or (known is not None and known[0].number >= told.number):
+            return
+        self._told[told.gateway] = told, now_s - told.age_s
+        for name, (last, told_s) in list(self._told.items()):
+            if now_s - told_s > (max(WINDOWS_S) if last.used else _LIVE_S):
+                del self._told[name]
+
+    def num_live(self, now_s: float) -> int:
+        """Those that could let requests in now."""
+        return sum(now_s - told_s <= _LIVE_S for _, told_s in self._told.values())
+
+    def num_tokens(self, key: str, window: int, moment_s: float) -> float:
+        """How many of a key's tokens will be in their windows then, now or later, if they let nothing in."""
+        num_tokens = 0.0
+        for told, told_s in self._told.values():
+            if key in told.used:
+                age_s = moment_s - told_s
+                part = 1.0 if age_s <= _LIVE_S else max(0.0, 1.0 - age_s / WINDOWS_S[window])
+                num_tokens += part * told.used[key][window]
+        return num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """Of one budget."""
+
+    limit: int
+    num_tokens: int
+    reset_s: float  # until all of it is there again, if nobody asks
+
+
+class TokenBudget:
+    """One key's, at one gateway. ``limits`` are tokens in each of ``WINDOWS_S``, infinite for none; they may change."""
+
+    def __init__(self, key: str, others: OtherGateways) -> None:
+        self._key = key
+        self._others = others
+        self._windows = [Window(length_s) for length_s in WINDOWS_S]
+        self._num_reserved = 0  # by requests that are not over
+        self._num_let_in = 0  # since the others were told
+
+    def reserve(self, limits: Sequence[float], least: int, most: int, now_s: float) -> int:
+        """A request needs ``least`` tokens, and takes up to ``most``: returns how many are reserved. ``settle`` must follow.
+
+        Raises TokenBudgetError if so many are not left, and InvalidRequestError if there never will be.
+        """
+        if all(map(math.isinf, limits)):
+            return 0
+        num_tokens: float = most
+        for window, limit in enumerate(limits):
+            if least > limit:
+                raise InvalidRequestError(
+                    f"the request may use {least} tokens, and this API key has {limit:.0f} a {_NAMES[window]}; ask for fewer"
+                )
+            left = limit - self._num_used(window, now_s)
+            if left < least:
+                raise TokenBudgetError(
+                    f"this API key may use {limit:.0f} tokens a {_NAMES[window]}, {max(0, math.floor(left))} of them are left, "
+                    f"and the request asks for {least}",
+                    retry_after_s=self._wait_s(window, limit - least, now_s),
+                )
+            share = self._share(left, now_s)
+            if share < least:
+                raise TokenBudgetError(
+                    f"this API key has asked for much at once: {math.floor(left)} tokens a {_NAMES[window]} are left, and other "
+                    "gateways may be using them; try again",
+                    retry_after_s=TELL_S,
+                )
+            num_tokens = min(num_tokens, share)
+        granted = math.floor(num_tokens)
+        self._num_reserved += granted
+        self._num_let_in += granted
+        return granted
+
+    def settle(self, num_reserved: int, num_used: int, now_s: float) -> None:
+        """A request is over that had so many reserved."""
+        self._num_reserved -= num_reserved
+        for window in self._windows:
+            window.add(num_used, now_s)
+
+    def used(self, now_s: float) -> tuple[int, int]:
+        """Here, in a minute and in a day, with what is reserved: for other gateways."""
+        minute, day = (window.num_tokens(now_s) + self._num_reserved for window in self._windows)
+        return minute, day
+
+    def on_told(self) -> None:
+        """The others know what is used here."""
+        self._num_let_in = 0
+
+    def left(self, limits: Sequence[float], now_s: float) -> Left | None:
+        """Of the budget that has least left; None if there is none."""
+        lefts: list[Left] = []
+        for window, limit in enumerate(limits):
+            if not math.isinf(limit):
+                num_left = max(0, math.floor(limit - self._num_used(window, now_s)))
+                lefts.append(Left(int(limit), num_left, self._wait_s(window, 0.0, now_s)))
+        return min(lefts, key=lambda left: left.num_tokens, default=None)
+
+    def _num_used(self, window: int, now_s: float) -> float:
+        here = self._windows[window].num_tokens(now_s) + self._num_reserved
+        return here + self._others.num_tokens(self._key, window, now_s)
+
+    def _share(self, left: float, now_s: float) -> float:
+        """So much of what is left may be reserved now. Rounds of two gateways overlap, so a share is half of an equal one."""
+        num_others = self._others.num_live(now_s)
+        if not num_others or not self._num_let_in:
+            return left
+        return (left + self._num_let_in) / (2 * (num_others + 1)) - self._num_let_in
+
+    def _wait_s(self, window: int, bound: float, now_s: float) -> float:
+        """Until no more than ``bound`` tokens are in the window. When requests end that run is not known: soon."""
+        slot_s = WINDOWS_S[window] / _NUM_SLOTS
+
+        def is_in_bound(slot: int) -> bool:
+            moment_s = now_s + slot * slot_s
+            others = self._others.num_tokens(self._key, window, moment_s)
+            return self._windows[window].num_tokens(moment_s) + others <= bound
+
+        wait_s = slot_s * bisect_left(range(_NUM_SLOTS + 1), True, key=is_in_bound)
+        return max(wait_s, _BUSY_RETRY_S) if self._num_reserved else wait_s

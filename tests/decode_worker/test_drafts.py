@@ -1,0 +1,191 @@
+"""Speculation under the decode scheduler: the same tokens in fewer steps; how many are drafted, and for whom."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from kvrelay.decode_worker.drafts import Record, num_to_draft
+from kvrelay.decode_worker.ngram import NgramDrafter
+from kvrelay.engine.fake.engine import FakeEngine, FakePace, expected_output, fake_card
+from kvrelay.engine.step.interface import StepRow
+from kvrelay.engine.step.planner import Planner
+from kvrelay.worker.model_worker import Remove
+from tests.decode_worker.rig import Rig, beams, expected_beams, greedy
+from tests.decode_worker.test_run_ahead import workload
+from tests.drafters import FakeOracle
+from tests.engine.conftest import sequence, tokens
+from tests.guides import ChainState
+
+VOCAB = 50
+ALWAYS_RIGHT = 10**9
+
+
+def fake_rig(num_blocks: int = 64, *, runs_ahead: bool = False, num_right: int = ALWAYS_RIGHT, **options: Any) -> Rig:
+    engine = FakeEngine(fake_card(num_blocks=num_blocks, vocab_size=VOCAB), runs_ahead=runs_ahead)
+    return Rig(engine, drafter=FakeOracle(VOCAB, num_right), **options)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_everybody_gets_the_tokens_that_come_without_drafts(seed: int) -> None:
+    """Preempted, guided, cancelled, run ahead where nobody drafts; every block that is read back is the tokens'."""
+    draws = random.Random(seed)
+    rig = fake_rig(
+        draws.choice((14, 20, 64)),
+        runs_ahead=draws.random() < 0.5,
+        num_right=draws.choice((1, 4, 20)),
+        max_num_seqs=draws.choice((4, 9, 16)),
+        max_batched_tokens=draws.choice((16, 24, 512)),
+        speculation_tokens=draws.choice((1, 3, 7)),
+    )
+    plain = Rig(FakeEngine(fake_card(num_blocks=256, vocab_size=VOCAB)))
+    removed = set()
+    for name, prompt, sampling, handed_over, guided in workload(seed):
+        plain.add(name, prompt, sampling, handed_over=handed_over, guide=ChainState(guided) if guided else None)
+        while not rig.add(
+            name, prompt, sampling, handed_over=handed_over, guide=ChainState(guided) if guided else None
+        ):
+            rig.let_go()
+            rig.step()
+        for _ in range(draws.randint(0, 2)):
+            rig.step()
+            if draws.random() < 0.5:
+                rig.let_go()
+                rig.scribble(draws.randint(1, 6))
+        if draws.random() < 0.15:
+            removed.add(name)
+            rig.worker.handle(Remove((name, 1)))
+    plain.run()
+    rig.run()
+    for name, output in plain.outputs.items():
+        if name in removed:
+            assert rig.outputs[name] == output[: len(rig.outputs[name])]
+        else:
+            assert (rig.outputs[name], rig.ends.get(name)) == (output, plain.ends.get(name)), name
+            assert rig.sampled.get(name) == plain.sampled.get(name)
+    assert not rig.failed
+
+
+def test_a_text_that_is_guessed_comes_in_fewer_steps() -> None:
+    for runs_ahead in (False, True):
+        rig = fake_rig(runs_ahead=runs_ahead, speculation_tokens=7)
+        rig.add("a", tokens(0, 9), greedy(65))
+        rig.run()
+        assert rig.outputs["a"] == expected_output(tokens(0, 9), 65, VOCAB)
+        # The first from the hand-off; then guesses of 1, 2 and 4 tokens as trust grows, and of 7; none behind the last token.
+        assert len(rig.engine.rows) < 15
+        assert rig.drafted() == rig.drafted("accepted_draft") == 65 - 1 - len(rig.engine.rows)
+        assert rig.count("sampled_tokens") == 64
+
+
+def test_the_batch_has_no_more_rows_than_places() -> None:
+    rig = fake_rig(max_num_seqs=6, speculation_tokens=7)
+    for index in range(5):
+        rig.add(f"s{index}", tokens(index, 9), greedy(30))
+    rig.run()
+    assert max(map(len, rig.engine.rows)) == 6
+
+
+def test_no_draft_takes_a_block_that_somebody_needs_next() -> None:
+    rig = fake_rig(17, speculation_tokens=7)
+    for index in range(2):
+        rig.add(f"s{index}", tokens(index, 7), greedy(25))
+    rig.run()
+    assert rig.drafted() > 0
+    assert rig.num_preemptions == 0
+
+
+def test_beams_get_no_drafts() -> None:
+    rig, sampling = fake_rig(), beams(3)
+    rig.add("search", tokens(0, 9), sampling)
+    assert rig.run() == {"search": expected_beams(tokens(0, 9), sampling, VOCAB)}
+    assert rig.drafted() == 0
+
+
+def test_nothing_is_kept_of_who_stops_while_the_next_step_runs() -> None:
+    drafter = NgramDrafter()
+    rig = Rig(FakeEngine(fake_card(vocab_size=VOCAB), runs_ahead=True), drafter=drafter)
+    stop = expected_output(tokens(0, 9), 9, VOCAB)[-1]
+    rig.add("stops", tokens(0, 9), greedy(40, stop_token_ids=(stop,)))
+    rig.add("goes on", tokens(1, 9), greedy(20))
+    rig.run()
+    assert rig.ends == {"stops": "stop", "goes on": "length"}
+    assert not drafter._indices
+
+
+def test_steps_with_prompts_have_no_drafts() -> None:
+    rig = fake_rig(max_batched_tokens=16, max_num_seqs=8)
+    rig.add("a", tokens(0, 9), greedy(30))
+    rig.step()
+    rig.local("long", tokens(1, 60), greedy(3))
+    for _ in range(4):
+        assert [name for name, _ in rig.step()] == ["a", "long"]
+    rig.run()
+
+
+def test_a_step_that_fails_loses_no_token() -> None:
+    fails = [False] * 3 + [True] + [False] * 50
+    engine = FakeEngine(fake_card(vocab_size=VOCAB), lambda shares: 1 / 0 if fails.pop(0) else None)  # type: ignore[arg-type,return-value]
+    rig = Rig(engine, drafter=FakeOracle(VOCAB))
+    for index in range(2):
+        rig.local(f"s{index}", tokens(index, 9), greedy(30))
+    rig.run(breaks=True)
+    assert not rig.failed
+    for index in range(2):
+        assert rig.outputs[f"s{index}"] == expected_output(tokens(index, 9), 30, VOCAB)
+
+
+def test_many_who_are_guessed_wrong_are_hardly_drafted() -> None:
+    """Where rows cost half of a step, texts of which one guess in two is right are left alone, but for a try now and then."""
+    rig = fake_rig(256, num_right=1, pace=FakePace(0.01, 0.001), max_num_seqs=32)
+    for index in range(16):
+        rig.add(f"s{index}", tokens(index, 9), greedy(100))
+    rig.run()
+    alone = fake_rig(num_right=20)
+    alone.add("s", tokens(0, 9), greedy(100))
+    alone.run()
+    assert rig.drafted() / 16 < alone.drafted()
+
+
+@pytest.mark.parametrize(
+    ("chance", "row_share", "num_tokens"),
+    [(0.5, 0.05, 1), (0.7, 0.05, 3), (0.95, 0.05, 7), (0.95, 0.4, 4), (0.29, 0.05, 0), (0.6, 0.4, 0), (0.99, 0.6, 0)],
+)
+def test_more_is_drafted_where_it_comes_true_and_rows_cost_little(
+    chance: float, row_share: float, num_tokens: int
+) -> None:
+    assert num_to_draft(chance, row_share, most=7) == num_tokens
+
+
+def test_a_guess_that_failed_is_tried_again_some_day() -> None:
+    record = Record()
+    while num_to_draft(record.chance, 0.1, 7):
+        record.hear(1, 0)
+    record.skip()
+    assert num_to_draft(record.chance, 0.1, 7) == 0
+    for _ in range(100):
+        record.skip()
+    assert num_to_draft(record.chance, 0.1, 7) == 1
+
+
+def test_a_plan_has_a_row_for_each_token_of_a_draft() -> None:
+    one = sequence([1, 2, 3], [7, 8], bad_words=((3, 5), (6,)), min_tokens=2, stop_token_ids=(9,))
+    one.num_computed_tokens, one.adapter = 2, 3
+    plan = Planner(1, VOCAB).plan([StepRow(one, 1, draft=(3, 4))])
+    assert {row.adapter for row in plan.rows} == {3}
+    assert [(row.start, row.draft_tokens, row.num_samples) for row in plan.rows] == [
+        (2, (), 1), (3, (3,), 1), (4, (3, 4), 1)
+    ]  # fmt: skip
+    assert plan.sampling is not None
+    assert plan.sampling.rules is not None
+    forbidden = zip(plan.sampling.rules.forbidden_rows, plan.sampling.rules.forbidden_tokens, strict=True)
+    assert sorted(forbidden) == [(0, 5), (0, 6), (0, 9), (1, 5), (1, 6), (1, 9), (2, 6)]
+
+
+def test_only_the_last_token_has_a_draft_behind_it() -> None:
+    one = sequence([1, 2, 3], [7, 8])
+    for row in (StepRow(one, 1, draft=(4,)), StepRow(one, 3, draft=(4,))):
+        with pytest.raises(ValueError, match="which is not the last token alone"):
+            Planner(1, VOCAB).plan([row])

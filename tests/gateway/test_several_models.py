@@ -1,0 +1,172 @@
+"""Several models behind one gateway, over HTTP: who answers, what is told of each, and what happens when one is down."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from kvrelay.engine.fake.engine import fake_card
+from kvrelay.gateway.app import create_app
+from kvrelay.gateway.http.api_keys import hash_key
+from kvrelay.gateway.settings import DiscoverySettings, GatewaySettings, RelaySettings
+from kvrelay.gateway.text.tokenizer import Tokenizer
+from kvrelay.wire.messages import Role
+from kvrelay.wire.network import Network
+
+from .http_app import CHAT, TEXT, App, lifespan, saying
+from .players import LINKS, Player
+
+USER = [{"role": "user", "content": "hand over"}]
+ALIASES = ("chat=large", "canary=small:3+large:1")
+
+
+@asynccontextmanager
+async def two_models(directory: Path, **settings: Any) -> AsyncIterator[dict[str, App]]:
+    """Models that say their own names, each with a player; all connected."""
+    network = Network.open()
+    players: dict[str, Player] = {}
+    for name in ("small", "large"):
+        card = fake_card(vocab_size=300, num_blocks=128, model_id=name)
+        players[name] = player = Player(Role.DECODE, saying(name), network, card)
+        player.model = name
+        player.address, player.tokenizer = await player.server.start(), Tokenizer.load(directory)
+    chosen = GatewaySettings(
+        relay=RelaySettings(room_timeout_s=0.2),
+        model=tuple(f"{name}={directory}" for name in players),
+        workers=DiscoverySettings(decode_workers=tuple(f"{name}={one.address}" for name, one in players.items())),
+        alias=ALIASES,
+        **settings,
+    )
+    app = create_app(chosen, link_settings=LINKS)
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    try:
+        async with lifespan(app), httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
+            async with asyncio.timeout(20):
+                while (await client.get("/health/ready")).status_code != 200:
+                    await asyncio.sleep(0.005)  # polls for a state, bounded by the timeout above
+            yield {name: App(app, client, player, player.tokenizer) for name, player in players.items()}
+    finally:
+        for player in players.values():
+            await player.server.stop()
+        await asyncio.to_thread(network.close)
+
+
+async def test_each_request_goes_to_the_model_that_it_names(model_directory: Path) -> None:
+    async with two_models(model_directory) as apps:
+        app = apps["small"]
+        for name, answers in (("small", "small"), ("large", "large"), ("chat", "large"), (None, "small")):
+            named = {} if name is None else {"model": name}
+            chat = await app.post(CHAT, messages=USER, **named)
+            assert (chat["model"], chat["choices"][0]["message"]["content"]) == (answers, answers)
+            text = await app.post(TEXT, prompt="x", max_tokens=20, **named)
+            assert (text["model"], text["choices"][0]["text"]) == (answers, answers)
+            response = await app.post("/v1/responses", input="x", **named)
+            assert (response["model"], response["output"][-1]["content"][0]["text"]) == (answers, answers)
+            message = await app.post("/v1/messages", messages=USER, max_tokens=20, **named)
+            assert (message["model"], message["content"][0]["text"]) == (answers, answers)
+            assert (await app.post("/generate", inputs="x", **named))["generated_text"] == answers
+            assert (await app.client.get("/info", params=named)).json()["model_id"] == answers
+            assert (await app.post("/tokenize", prompt="x", **named))["count"] == 1
+        for path, body in ((CHAT, {"messages": USER}), ("/v1/responses", {"input": "x"})):
+            error = (await app.post(path, status=404, model="medium", **body))["error"]
+            assert error["code"] == "model_not_found"
+            assert "'small', 'large', 'chat', 'canary'" in error["message"]
+
+
+async def test_models_and_aliases_are_listed(model_directory: Path) -> None:
+    async with two_models(model_directory, default_model="chat") as apps:
+        client = apps["small"].client
+        entries = {entry["id"]: entry for entry in (await client.get("/v1/models")).json()["data"]}
+        assert list(entries) == ["small", "large", "chat", "canary"]
+        assert entries["chat"]["root"] == "large"
+        assert entries["canary"]["split"] == {"small": 0.75, "large": 0.25}
+        assert all(entry["max_model_len"] == entries["small"]["max_model_len"] for entry in entries.values())
+        assert (await client.get("/v1/models/canary")).json() == entries["canary"]
+        assert (await apps["small"].post(CHAT, messages=USER))["model"] == "large"  # the default
+
+
+@pytest.mark.parametrize("field", ["prompt_cache_key", "user", "messages"])
+async def test_a_conversation_stays_with_its_share(model_directory: Path, field: str) -> None:
+    async with two_models(model_directory) as apps:
+        app, counts = apps["small"], Counter[str]()
+
+        async def ask(number: int, turn: int) -> str:
+            first = f"question {number}" if field == "messages" else f"turn {turn}"
+            messages = [{"role": "user", "content": first}]
+            messages += [{"role": "assistant", "content": "so"}, {"role": "user", "content": f"turn {turn}"}] * turn
+            named = {} if field == "messages" else {field: f"conversation {number}"}
+            body = {"model": "canary", "messages": messages, "max_tokens": 1, **named}
+            return str((await app.post(CHAT, **body))["model"])
+
+        for number in range(64):
+            turns = {await ask(number, turn) for turn in range(2)}
+            assert len(turns) == 1
+            counts.update(turns)
+        assert 5 <= counts["large"] <= 28  # of 64, a quarter; each with a chance of 1 in 1,000 to be missed
+
+
+async def test_an_adapter_takes_no_models_name_and_no_aliases(model_directory: Path, tmp_path: Path) -> None:
+    keys, adapters = tmp_path / "keys", tmp_path / "adapters"
+    keys.write_text(f"boss {hash_key('secret')} operator=1\n")
+    adapters.mkdir()
+    async with two_models(model_directory, adapters=str(adapters), api_keys=str(keys)) as apps:
+        apps["small"].client.headers["authorization"] = "Bearer secret"
+        for name in ("large", "canary"):
+            refusal = await apps["small"].post("/v1/load_lora_adapter", 400, lora_name=name, lora_path=str(tmp_path))
+            assert "take another" in refusal["error"]["message"]
+
+
+async def test_a_prompt_is_told_apart_by_more_than_its_first_character(model_directory: Path) -> None:
+    async with two_models(model_directory) as apps:
+        ask = apps["small"].post
+        answers = {(await ask(TEXT, model="canary", prompt=f"question {n}", max_tokens=1))["model"] for n in range(32)}
+        assert answers == {"small", "large"}
+        for prompt in ("", [1, 2], ["", "x"], [[1], [2]]):
+            await ask(TEXT, model="canary", prompt=prompt, max_tokens=1)
+
+
+async def test_a_model_that_is_down_fails_alone_with_its_name(model_directory: Path) -> None:
+    async with two_models(model_directory) as apps:
+        app = apps["small"]
+        await apps["large"].player.server.stop()
+        async with asyncio.timeout(20):
+            while not (ready := (await app.client.get("/health/ready")).json()).get("unavailable"):
+                await asyncio.sleep(0.005)  # polls for a state, bounded
+        assert (ready["status"], list(ready["unavailable"])) == ("ok", ["large"])
+        response = await app.client.post(CHAT, json={"model": "chat", "messages": USER})
+        assert (response.status_code, "retry-after" in response.headers) == (503, True)
+        assert response.json()["error"]["message"].startswith("model 'large': no decode worker is up")
+        assert (await app.post(CHAT, model="small", messages=USER))["choices"][0]["message"]["content"] == "small"
+        assert (await app.client.get("/health")).status_code == 200
+        known = (await app.client.get("/debug/workers")).json()
+        assert [(one["model"], bool(one["problems"])) for one in known["models"]] == [("small", False), ("large", True)]
+        assert {one["model"]: one["state"] for one in known["workers"]} == {"small": "up", "large": "down"}
+        await apps["small"].player.server.stop()
+        async with asyncio.timeout(20):
+            while (await app.client.get("/health/ready")).status_code == 200:
+                await asyncio.sleep(0.005)  # polls for a state, bounded
+
+
+async def test_metrics_are_told_by_model(model_directory: Path) -> None:
+    async with two_models(model_directory) as apps:
+        app = apps["small"]
+        await app.post(CHAT, messages=USER, model="chat")
+        await app.post(TEXT, prompt="x", model="small", max_tokens=20)
+        await app.post(TEXT, prompt="x", model="small", max_tokens=20)
+        await app.post(CHAT, status=404, messages=USER, model="medium")
+        metrics = await app.metrics()
+        for model, num in (("small", 2), ("large", 1)):
+            assert metrics[f'kvrelay_attempts_total{{model="{model}",outcome="finished"}}'] == num
+            assert metrics[f'kvrelay_time_to_first_token_seconds_count{{model="{model}"}}'] == num
+            assert metrics[f'kvrelay_workers_up{{model="{model}",role="decode"}}'] == 1
+        assert metrics[f'kvrelay_requests_total{{model="large",outcome="200",route="{CHAT}"}}'] == 1
+        assert metrics[f'kvrelay_requests_total{{model="",outcome="404",route="{CHAT}"}}'] == 1
+        tokens = {model: metrics[f'kvrelay_gateway_output_tokens_total{{model="{model}"}}'] for model in apps}
+        assert tokens["small"] > tokens["large"] > 0

@@ -1,0 +1,130 @@
+"""Every alert fires when its time has come, and not before: Prometheus' own unit tests of rules, by ``promtool``.
+
+That the series exist, with these labels, is tested with a real deployment in :mod:`tests.e2e.test_monitoring`.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+
+from .alerts import NAMESPACE, alerts, groups, needs_helm
+
+pytestmark = [needs_helm, pytest.mark.skipif(shutil.which("promtool") is None, reason="no promtool")]
+
+GATEWAY, DECODE = "relay-kvrelay-gateway-0", "relay-kvrelay-decode-worker-0"
+OK = 'kvrelay_requests_total{route="/v1/completions", outcome="200", pod="relay-kvrelay-gateway-0"}'
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is scraped each minute, in promtool's notation; the alert is silent at one minute, and fires at another."""
+
+    alert: str
+    series: dict[str, str]
+    silent_at: int
+    fires_at: int
+    labels: dict[str, str]
+
+
+CASES = [
+    Case(
+        "KvrelayNoWorker",
+        {
+            f'kvrelay_workers_up{{model="tiny", role="decode", pod="{GATEWAY}"}}': "1x4 0x20",
+            f'kvrelay_workers_up{{model="tiny", role="prefill", pod="{GATEWAY}"}}': "1x24",
+        },
+        5, 7, {"model": "tiny", "role": "decode"},
+    ),
+    Case(
+        "KvrelayRequestsFail",
+        {
+            OK: "0+60x40",
+            OK.replace("200", "502"): "0x10 0+2x30",
+            # A gateway that is not ready says so to its probes.
+            OK.replace("200", "503").replace("/v1/completions", "/health/ready"): "0+12x40",
+        },
+        10, 25, {},
+    ),
+    Case(
+        "KvrelayBlocksRefused",
+        {f'kvrelay_refused_kv_blocks_total{{cause="wrong_hash", pod="{DECODE}"}}': "0+0.5x15 8+5x20"},
+        15, 20, {"cause": "wrong_hash", "pod": DECODE},
+    ),
+    Case("KvrelayStrangers", {f'kvrelay_refused_keys_total{{pod="{DECODE}"}}': "0+0.5x15 8+5x20"}, 15, 20, {"pod": DECODE}),
+    Case("KvrelayWorkersRefused", {f'kvrelay_workers_refused{{pod="{GATEWAY}"}}': "0x5 1x30"}, 14, 17, {}),
+    Case(
+        "KvrelayRequestsWait",
+        {
+            f'kvrelay_ttft_part_seconds_bucket{{part="accept", le="5.0", pod="{GATEWAY}"}}': "0+10x15 150+8x25",
+            f'kvrelay_ttft_part_seconds_bucket{{part="accept", le="10.0", pod="{GATEWAY}"}}': "0+10x40",
+            f'kvrelay_ttft_part_seconds_bucket{{part="accept", le="+Inf", pod="{GATEWAY}"}}': "0+10x40",
+        },
+        15, 27, {},
+    ),
+    Case(
+        "KvrelayRequestsRefused",
+        {
+            OK: "0+60x40",
+            f'kvrelay_refused_requests_total{{reason="would_wait", pod="{GATEWAY}"}}': "0x10 0+6x30",
+            OK.replace("200", "503"): "0x10 0+6x30",
+        },
+        10, 25, {},
+    ),
+    Case(
+        "KvrelayDecodeFull",
+        {
+            f'kvrelay_kv_cache_usage_perc{{pod="{DECODE}"}}': "0.99x40",
+            f'kvrelay_kv_cache_usage_perc{{pod="{DECODE[:-1]}1"}}': "0.5x10 0.97x30",
+            'kvrelay_kv_cache_usage_perc{pod="relay-kvrelay-prefill-worker-0"}': "0x40",
+        },
+        14, 17, {},
+    ),
+]  # fmt: skip
+
+
+def test_every_alert_has_a_case() -> None:
+    assert [case.alert for case in CASES] == list(alerts())
+
+
+def test_alerts_fire_in_time(tmp_path: Path) -> None:
+    rules = alerts()
+
+    def fired(case: Case) -> dict[str, object]:
+        rule = rules[case.alert]
+        summary = re.sub(
+            r"\{\{ \$labels\.(\w+) \}\}", lambda name: case.labels[name[1]], rule["annotations"]["summary"]
+        )
+        return {"exp_labels": case.labels | rule["labels"], "exp_annotations": {"summary": summary}}
+
+    tests = [
+        {
+            "interval": "1m",
+            "input_series": [
+                {"series": name.replace("{", f'{{namespace="{NAMESPACE}", '), "values": values}
+                for name, values in case.series.items()
+            ],
+            "alert_rule_test": [
+                {"alertname": case.alert, "eval_time": f"{case.silent_at}m", "exp_alerts": []},
+                {"alertname": case.alert, "eval_time": f"{case.fires_at}m", "exp_alerts": [fired(case)]},
+            ],
+        }
+        for case in CASES
+    ]
+    (tmp_path / "rules.yaml").write_text(yaml.safe_dump(groups()))
+    asked = {"rule_files": ["rules.yaml"], "evaluation_interval": "1m", "tests": tests}
+    (tmp_path / "tests.yaml").write_text(yaml.safe_dump(asked))
+    ended = subprocess.run(
+        ["promtool", "test", "rules", str(tmp_path / "tests.yaml")],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr

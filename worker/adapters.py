@@ -1,0 +1,178 @@
+"""A worker's adapters: loaded when a request asks for one, kept under a budget of memory, the least recently used out first.
+
+An adapter is loaded beside steps, one at a time; only requests for it wait. One that runs has users, and stays. The directory is
+read when an adapter is asked for: who asks says its digest, so files that were changed are another adapter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvrelay.common.adapter_files import (
+    AdapterAbsentError,
+    AdapterError,
+    AdapterFiles,
+    AdapterRef,
+    adapter_directory,
+)
+from kvrelay.engine.settings import ModelSettings
+from kvrelay.engine.step.interface import AdapterSlots
+from kvrelay.wire.messages import FailureCode
+
+logger = logging.getLogger(__name__)
+
+_RETRY_AFTER_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterSettings:
+    """Where adapters lie, and what they may take."""
+
+    directory: Path
+    max_bytes: int
+
+    @classmethod
+    def of(cls, model: ModelSettings) -> AdapterSettings | None:
+        """None: none are served."""
+        return None if model.adapters is None else cls(Path(model.adapters), model.adapter_memory_mb * 2**20)
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRefusal:
+    """Why a request does not get its adapter."""
+
+    code: FailureCode
+    detail: str
+    retry_after_s: float | None = None
+
+
+Take = Callable[[int | AdapterRefusal], None]
+"""Hears the slot, which is the caller's until ``release``, or the refusal. Raises nothing."""
+
+
+@dataclass(slots=True)
+class _Loaded:
+    slot: int
+    nbytes: int
+    num_users: int = 0
+
+
+class AdapterStore:
+    """Asyncio loop only; files are read on another thread."""
+
+    def __init__(self, slots: AdapterSlots | None, settings: AdapterSettings | None) -> None:
+        """``slots``: the engine's; without them, or without ``settings``, every adapter is refused."""
+        self._slots = slots
+        self._settings = settings
+        self._loaded: dict[str, _Loaded] = {}  # by digest, least recently used first
+        self._waiting: dict[AdapterRef, list[Take]] = {}
+        self._loading: asyncio.Task[None] | None = None  # while anybody waits
+
+    @property
+    def loaded(self) -> list[str]:
+        """Digests of the adapters that are there."""
+        return list(self._loaded)
+
+    def acquire(self, ref: AdapterRef, take: Take) -> None:
+        """``take`` hears where the adapter lies: at once if it does, else when it is loaded."""
+        if ref.digest in self._loaded:
+            take(self._use(ref.digest))
+            return
+        if self._slots is None or self._settings is None:
+            detail = f"adapter {ref.name!r} is asked for, and this worker has no --adapters"
+            take(AdapterRefusal(FailureCode.NO_ADAPTER, detail, _RETRY_AFTER_S))
+            return
+        self._waiting.setdefault(ref, []).append(take)
+        if self._loading is None:
+            self._loading = asyncio.create_task(self._load_all(self._slots, self._settings))
+
+    def release(self, ref: AdapterRef) -> None:
+        """One user less."""
+        loaded = self._loaded[ref.digest]
+        assert loaded.num_users > 0, f"adapter {ref.name} has no user"
+        loaded.num_users -= 1
+
+    def debug(self) -> dict[str, Any]:
+        """For /debug/kv."""
+        return {
+            digest: {"slot": one.slot, "bytes": one.nbytes, "users": one.num_users}
+            for digest, one in self._loaded.items()
+        }
+
+    async def stop(self) -> None:
+        """Load no more."""
+        if self._loading is not None:
+            self._loading.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._loading
+
+    def _use(self, digest: str) -> int:
+        loaded = self._loaded.pop(digest)
+        self._loaded[digest] = loaded
+        loaded.num_users += 1
+        return loaded.slot
+
+    async def _load_all(self, slots: AdapterSlots, settings: AdapterSettings) -> None:
+        try:
+            while self._waiting:
+                ref = next(iter(self._waiting))
+                refusal = await self._load(ref, slots, settings)
+                for take in self._waiting.pop(ref):
+                    take(self._use(ref.digest) if refusal is None else refusal)
+        finally:
+            self._loading = None
+
+    async def _load(self, ref: AdapterRef, slots: AdapterSlots, settings: AdapterSettings) -> AdapterRefusal | None:
+        if ref.digest in self._loaded:  # under another name
+            return None
+        try:
+            files = await asyncio.to_thread(_read, settings.directory, ref.name)
+            nbytes = slots.nbytes(files)
+            if nbytes > settings.max_bytes:
+                raise AdapterError(
+                    f"{files.directory} takes {nbytes / 2**20:.0f} MiB; --adapter-memory-mb is "
+                    f"{settings.max_bytes // 2**20}: raise it"
+                )
+            slot = self._make_room(nbytes, slots, settings)
+            if slot is None:
+                detail = f"no room for adapter {ref.name!r}: all of the {len(self._loaded)} that are loaded are in use"
+                return AdapterRefusal(FailureCode.NO_ADAPTER, detail, _RETRY_AFTER_S)
+            await asyncio.to_thread(slots.load, slot, files.directory, ref.digest)
+        except AdapterAbsentError as error:
+            return AdapterRefusal(FailureCode.NO_ADAPTER, str(error), _RETRY_AFTER_S)
+        except AdapterError as error:
+            return AdapterRefusal(FailureCode.INVALID, str(error))
+        except Exception as error:  # memory that is not there, for instance: it must end these requests alone
+            logger.exception("adapter %s could not be loaded", ref.name)
+            return AdapterRefusal(
+                FailureCode.INTERNAL, f"adapter {ref.name!r} could not be loaded: {type(error).__name__}"
+            )
+        self._loaded[ref.digest] = _Loaded(slot, nbytes)
+        logger.info("adapter %s is loaded, %.1f MiB", ref.name, nbytes / 2**20)
+        return None
+
+    def _make_room(self, nbytes: int, slots: AdapterSlots, settings: AdapterSettings) -> int | None:
+        """A free slot, and memory for so much; None if what is there is in use."""
+        idle = [digest for digest, one in self._loaded.items() if one.num_users == 0]
+        used = sum(one.nbytes for one in self._loaded.values())
+        in_use = used - sum(self._loaded[digest].nbytes for digest in idle)
+        if in_use + nbytes > settings.max_bytes or len(self._loaded) - len(idle) >= slots.num_slots:
+            return None
+        for digest in idle:
+            if used + nbytes <= settings.max_bytes and len(self._loaded) < slots.num_slots:
+                break
+            gone = self._loaded.pop(digest)
+            slots.unload(gone.slot)
+            used -= gone.nbytes
+        taken = {one.slot for one in self._loaded.values()}
+        return next(slot for slot in range(1, slots.num_slots + 1) if slot not in taken)
+
+
+def _read(root: Path, name: str) -> AdapterFiles:
+    return AdapterFiles.read(adapter_directory(root, name))
