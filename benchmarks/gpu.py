@@ -60,11 +60,11 @@ def _run(
     only: tuple[str, ...], budget_s: float, output: Path | None, work_dir: Path | None, seed: int, *, is_dry: bool
 ) -> int:
     # Not before the environment is ready.
-    from gpu_parts.model_dir import scratch_directory  # noqa: PLC0415
-    from gpu_parts.plan import NAMES, chosen  # noqa: PLC0415
-    from gpu_parts.running import Context  # noqa: PLC0415
-    from gpu_parts.session import Session  # noqa: PLC0415
-    from gpu_parts.sizes import dry_sizes, full_sizes  # noqa: PLC0415
+    from gpu_parts.engine.model_dir import scratch_directory  # noqa: PLC0415
+    from gpu_parts.frame.plan import NAMES, chosen  # noqa: PLC0415
+    from gpu_parts.frame.running import Context  # noqa: PLC0415
+    from gpu_parts.frame.session import Session  # noqa: PLC0415
+    from gpu_parts.frame.sizes import dry_sizes, full_sizes  # noqa: PLC0415
 
     unknown = [name for name in only if name not in NAMES]
     if unknown:

@@ -89,7 +89,7 @@ class Batch:
             sampling = SamplingParams(max_tokens=10_000, temperature=0.0, stop_token_ids=(_END,), guide=self.guide)
             blocks = list(range(first_block, first_block + per_sequence))
             first_block += per_sequence
-            one = Sequence(f"r{number}", 1, tokens, _PROMPT_LEN, sampling, 0.0, block_table=blocks)
+            one = Sequence(f"r{number}", 1, tokens, _PROMPT_LEN, sampling, 0.0, block_tables=[blocks])
             if self.guide is not None:
                 one.guide = compiled(self.compiler, sampling)
             self.leader.step([StepRow(one, _PROMPT_LEN)])

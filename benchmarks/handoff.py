@@ -38,7 +38,7 @@ from handoff_rounds import Round, Way, run_round
 from handoff_ways import receive, send
 from sides import Side
 
-from kvrelay.launcher.bench.cpu import CpuMeter
+from kvrelay.launcher.bench.machine import CpuMeter
 from kvrelay.launcher.bench.records import CpuUse
 
 LONGEST_S = 1800.0  # for one size of blocks

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import xxhash
 
+from kvrelay.common.kv_geometry import GroupKind, KvGeometry, KvGroup
+
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
@@ -20,6 +22,15 @@ class Sizes:
     def nbytes(self) -> int:
         """Bytes of a round."""
         return self.block_nbytes * self.num_blocks
+
+
+def geometry_of(sizes: Sizes, block_size: int) -> KvGeometry:
+    """Blocks of one group."""
+    token_nbytes = sizes.block_nbytes // block_size
+    group = KvGroup(
+        kind=GroupKind.FULL, layers=(0,), num_kv_heads=1, key_size=token_nbytes, value_size=0, dtype="uint8"
+    )
+    return KvGeometry(groups=(group,), block_size=block_size)
 
 
 class Pool:
@@ -61,9 +72,11 @@ class WholePool:
     def __init__(self, num_blocks: int) -> None:
         self._block_ids = list(range(num_blocks))
 
-    def reserve(self, lease_key: str, num_blocks: int, hashes: Sequence[bytes]) -> tuple[list[int], int]:
+    def reserve(
+        self, lease_key: str, num_blocks: int, hashes: Sequence[bytes], num_tokens: int
+    ) -> tuple[list[list[int]], int]:
         """The whole pool."""
-        return self._block_ids, 0
+        return [self._block_ids], 0
 
     def release(self, lease_key: str) -> None:
         """Nothing to do."""

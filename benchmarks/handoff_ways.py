@@ -9,22 +9,23 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 import zmq
-from handoff_pools import Pool, Sizes, WholePool
+from handoff_pools import Pool, Sizes, WholePool, geometry_of
 from handoff_rounds import Way, receive_rounds, send_rounds
 from prometheus_client import CollectorRegistry
 
 from kvrelay.common.block_hash import HashChain
 from kvrelay.common.memory import keep_freed_memory
 from kvrelay.common.sampling import SampledToken, SamplingParams
+from kvrelay.wire.blocks.pieces import whole_block
 from kvrelay.wire.codec import Codec
-from kvrelay.wire.leases.lease import LeaseSettings, VerifiedLease, whole_block
+from kvrelay.wire.leases.lease import LeaseSettings, VerifiedLease
 from kvrelay.wire.leases.table import LeaseTable
 from kvrelay.wire.lines.block_sender import BlockSender
 from kvrelay.wire.lines.data_plane import BlockReceiver
 from kvrelay.wire.lines.shared.place import SharedPlace
 from kvrelay.wire.lines.shared.receiver import SharedReceiver
 from kvrelay.wire.lines.shared.sender import SharedTarget
-from kvrelay.wire.messages import Commit, FailureCode, Grant, Message, Offer, Timings, Verified
+from kvrelay.wire.messages import Commit, FailureCode, Grant, Message, Offer, Verified
 from kvrelay.wire.metrics import WireMetrics
 from kvrelay.wire.sockets import num_network_threads
 from kvrelay.wire.transfers import DecodeLink, TransferSettings, TransferTable
@@ -212,7 +213,9 @@ class KvrelaySender:
             num_sockets=way.num_sockets,
         )
         self._link = DecodeLink(self._control, self._sender, way.seals_kv)
-        self._transfers = TransferTable(pool, TransferEnds(), TransferSettings(), metrics, time.monotonic)
+        self._transfers = TransferTable(
+            pool, geometry_of(sizes, BLOCK_SIZE), TransferEnds(), TransferSettings(), metrics, time.monotonic
+        )
         self._num_rounds = 0
 
     def run(self) -> float:
@@ -230,13 +233,13 @@ class KvrelaySender:
             sampling=SamplingParams(max_tokens=2),
             block_hashes=HashChain(FINGERPRINT, BLOCK_SIZE).hashes_of_all(tokens),
         )
-        self._transfers.open(key, self._link, offer, list(range(self._sizes.num_blocks)))
+        self._transfers.open(key, self._link, offer, [list(range(self._sizes.num_blocks))])
         grant = self._control.recv()
         assert isinstance(grant, Grant), grant
         self._transfers.on_message(self._link, grant)
         started_s = time.perf_counter()
         self._transfers.blocks_ready(key, self._sizes.num_blocks)
-        self._transfers.commit(key, SampledToken(1), 0, Timings())
+        self._transfers.commit(key, SampledToken(1), 0)
         verified = self._control.recv()
         seconds = time.perf_counter() - started_s
         assert isinstance(verified, Verified), verified

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from gpu_parts.rows import Checked, Kernel
+from gpu_parts.frame.rows import Checked, Kernel
 
 # The largest relative error ||actual - expected|| / ||expected|| of a whole tensor, and of any of its rows. Rounding the result
 # once to bf16 makes 1.7e-3, rounding the weights of attention, too, about twice that; tf32 where fp32 is due makes 3e-4.

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from gpu_parts.floors import Limits
-from gpu_parts.plan import CHECKS, refusal, time_for
-from gpu_parts.rows import Checked, Row, absences, table
-from gpu_parts.running import Context, Fact, Failure, Finding, Note, Outcome, Section, run_section
+from gpu_parts.frame.floors import Limits
+from gpu_parts.frame.plan import CHECKS, refusal, time_for
+from gpu_parts.frame.rows import Checked, Row, absences, table
+from gpu_parts.frame.running import Context, Fact, Failure, Finding, Note, Outcome, Section, run_section
 
 _SHORTEST_S = 2.0  # a section that gets less is not begun
 

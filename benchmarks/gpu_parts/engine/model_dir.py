@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from gpu_parts.running import Context
-from gpu_parts.sizes import ModelShape
+from gpu_parts.frame.running import Context
+from gpu_parts.frame.sizes import ModelShape
 
 _STD = 0.02
 _WRITERS = 6

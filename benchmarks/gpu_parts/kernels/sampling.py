@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from gpu_parts.rows import Against, Goal, Peer, Row, Unit
-from gpu_parts.running import Context, Finding
+from gpu_parts.frame.rows import Against, Goal, Peer, Row, Unit
+from gpu_parts.frame.running import Context, Finding
 from kvrelay.kernels import apply_penalties, sample
 
 _HISTORY = 1024  # distinct tokens of each row that have penalties

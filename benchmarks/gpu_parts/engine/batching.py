@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 import torch
 
-from gpu_parts.model_dir import model_directory
-from gpu_parts.rows import Against, Goal, Peer, Row, Unit
-from gpu_parts.running import Context, Fact, Finding, Note
-from gpu_parts.sizes import BLOCK_SIZE, Batching
-from gpu_parts.stepping import DecodeDriver, load_engine
+from gpu_parts.engine.model_dir import model_directory
+from gpu_parts.engine.stepping import DecodeDriver, load_engine
+from gpu_parts.frame.rows import Against, Goal, Peer, Row, Unit
+from gpu_parts.frame.running import Context, Fact, Finding, Note
+from gpu_parts.frame.sizes import BLOCK_SIZE, Batching
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 
 _FACT = "kvrelay's tokens/s"

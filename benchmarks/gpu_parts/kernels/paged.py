@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from gpu_parts.sizes import BLOCK_SIZE, ModelShape
+from gpu_parts.frame.sizes import BLOCK_SIZE, ModelShape
 from kvrelay.kernels import DecodeWorkspace, paged_decode_attention, paged_prefill_attention, splits_for_device
 from kvrelay.kernels.prefill_tiles import TileLoads
 

@@ -13,9 +13,9 @@ from direct_link import DirectLink
 from prometheus_client import CollectorRegistry
 from sides import heard
 
-from gpu_parts.running import Context
-from gpu_parts.sizes import BLOCK_SIZE
-from gpu_parts.stepping import load_engine
+from gpu_parts.engine.stepping import load_engine
+from gpu_parts.frame.running import Context
+from gpu_parts.frame.sizes import BLOCK_SIZE
 from kvrelay.common.memory import keep_freed_memory
 from kvrelay.common.sampling import SamplingParams
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-from gpu_parts.model_dir import write_model
-from gpu_parts.rows import Checked, Kernel
-from gpu_parts.running import Context, Finding
+from gpu_parts.engine.model_dir import write_model
+from gpu_parts.frame.rows import Checked, Kernel
+from gpu_parts.frame.running import Context, Finding
 from kvrelay.common.sampling import SampledToken, SamplingParams
 from kvrelay.engine.backends.options import EngineOptions
 from kvrelay.engine.step.interface import StepRow
@@ -120,7 +120,7 @@ def _generate(engine: TorchEngine, seed: int) -> tuple[list[Sequence], list[list
     for number, length in enumerate(_PROMPT_LENS):
         tokens = torch.randint(3, engine.card.vocab_size, (length,), generator=generator).tolist()
         blocks = list(range(number * 8, number * 8 + 8))  # 128 tokens
-        sequences.append(Sequence(f"r{number}", 1, tokens, length, sampling, 0.0, block_table=blocks))
+        sequences.append(Sequence(f"r{number}", 1, tokens, length, sampling, 0.0, block_tables=[blocks]))
     outputs: dict[Sequence, list[SampledToken]] = {one: [] for one in sequences}
 
     leader = Leader(engine)

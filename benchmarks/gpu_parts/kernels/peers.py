@@ -14,10 +14,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from gpu_parts.paged import PagedContext
-from gpu_parts.rows import Peer
-from gpu_parts.sizes import BLOCK_SIZE
-from gpu_parts.timing import Stopwatch
+from gpu_parts.frame.rows import Peer
+from gpu_parts.frame.sizes import BLOCK_SIZE
+from gpu_parts.frame.timing import Stopwatch
+from gpu_parts.kernels.paged import PagedContext
 
 _WORKSPACE_BYTES = 256 << 20
 _MAX_DIFFERENCE = 2e-2  # relative, between two implementations in bf16

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import torch
 
-from gpu_parts.comparing import compared
-from gpu_parts.linears import compute_dtype, random_linear, roundings
-from gpu_parts.paged import num_multiprocessors
-from gpu_parts.rows import Kernel
-from gpu_parts.running import Context, Finding
+from gpu_parts.checks.comparing import compared
+from gpu_parts.frame.rows import Kernel
+from gpu_parts.frame.running import Context, Finding
+from gpu_parts.kernels.linears import compute_dtype, random_linear, roundings
+from gpu_parts.kernels.paged import num_multiprocessors
 from kvrelay.engine.backends.cuda.linear import RoundedLinear
 from kvrelay.kernels.weight_only_linear import dequantise_weight
 

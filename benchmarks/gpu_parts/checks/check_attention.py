@@ -7,11 +7,18 @@ from collections.abc import Iterator
 
 import torch
 
-from gpu_parts.comparing import compared, poisoned
-from gpu_parts.paged import PagedContext, attention_float64, decode_call, paged_context, prefill_call, random_pool
-from gpu_parts.rows import Kernel
-from gpu_parts.running import Context, Finding, Note
-from gpu_parts.sizes import BLOCK_SIZE, BOX_BLOCK_SIZE
+from gpu_parts.checks.comparing import compared, poisoned
+from gpu_parts.frame.rows import Kernel
+from gpu_parts.frame.running import Context, Finding, Note
+from gpu_parts.frame.sizes import BLOCK_SIZE, BOX_BLOCK_SIZE
+from gpu_parts.kernels.paged import (
+    PagedContext,
+    attention_float64,
+    decode_call,
+    paged_context,
+    prefill_call,
+    random_pool,
+)
 from kvrelay.kernels import rotary_kv_write
 from kvrelay.kernels.prefill_tiles import TileLoads
 

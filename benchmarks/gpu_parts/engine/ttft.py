@@ -10,11 +10,11 @@ from collections.abc import Iterator
 import torch
 from sides import Side
 
-from gpu_parts.handoff import SAME_HOST, fact_name
-from gpu_parts.model_dir import model_directory
-from gpu_parts.rows import Against, Goal, Peer, Row, Unit
-from gpu_parts.running import PRELOADED, Context, Finding, Note
-from gpu_parts.workers import Answer, asker, run_decode_worker, run_prefill_worker
+from gpu_parts.engine.handoff import SAME_HOST, fact_name
+from gpu_parts.engine.model_dir import model_directory
+from gpu_parts.engine.workers import Answer, asker, run_decode_worker, run_prefill_worker
+from gpu_parts.frame.rows import Against, Goal, Peer, Row, Unit
+from gpu_parts.frame.running import PRELOADED, Context, Finding, Note
 
 _WARM_UPS = 2
 _TTFT_GOAL = Goal("≤ 1.15x local prefill", Against.PEER, 1.15)

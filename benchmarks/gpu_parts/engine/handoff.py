@@ -21,9 +21,9 @@ from handoff_rounds import Way, receive_rounds, run_round, send_rounds
 from handoff_ways import KvrelayReceiver, KvrelaySender
 from sides import Side, heard
 
-from gpu_parts.rows import Against, Goal, Row, Unit
-from gpu_parts.running import PRELOADED, Context, Fact, Finding
-from gpu_parts.sizes import BLOCK_SIZE
+from gpu_parts.frame.rows import Against, Goal, Row, Unit
+from gpu_parts.frame.running import PRELOADED, Context, Fact, Finding
+from gpu_parts.frame.sizes import BLOCK_SIZE
 from kvrelay.common.memory import keep_freed_memory
 from kvrelay.engine.config.model import parse_config
 from kvrelay.engine.kv.copies import CudaCopies, StagingPlan

@@ -20,15 +20,15 @@ from pathlib import Path
 
 import torch
 
-from gpu_parts.floors import Limits
-from gpu_parts.rows import Checked, Kernel, Row
-from gpu_parts.sizes import Sizes
-from gpu_parts.timing import Stopwatch, device_state
+from gpu_parts.frame.floors import Limits
+from gpu_parts.frame.rows import Checked, Kernel, Row
+from gpu_parts.frame.sizes import Sizes
+from gpu_parts.frame.timing import Stopwatch, device_state
 from kvrelay.common.lifeline import end_with_parent
 
 _END_S = 20.0  # what a process may take to end behind its last word
 # What cannot be imported is left out: who needs it says so. Importing any of it touches no device.
-PRELOADED = ["torch", "gpu_parts.running", "gpu_parts.attention", "gpu_parts.stepping"]
+PRELOADED = ["torch", "gpu_parts.frame.running", "gpu_parts.kernels.attention", "gpu_parts.engine.stepping"]
 
 
 @dataclass(frozen=True, slots=True)

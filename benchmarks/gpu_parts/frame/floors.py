@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gpu_parts.sizes import ModelShape
+from gpu_parts.frame.sizes import ModelShape
 
 
 @dataclass(frozen=True, slots=True)

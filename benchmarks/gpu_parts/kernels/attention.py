@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 import torch
 
-from gpu_parts.floors import decode_attention_bytes, prefill_attention_flops
-from gpu_parts.paged import decode_call, paged_context, prefill_call, random_pool
-from gpu_parts.peers import NO_TIME, Problem, measure_peers
-from gpu_parts.rows import Against, Goal, Peer, Row, Unit
-from gpu_parts.running import Context, Finding
-from gpu_parts.sizes import BLOCK_SIZE
-from gpu_parts.timing import Stopwatch
+from gpu_parts.frame.floors import decode_attention_bytes, prefill_attention_flops
+from gpu_parts.frame.rows import Against, Goal, Peer, Row, Unit
+from gpu_parts.frame.running import Context, Finding
+from gpu_parts.frame.sizes import BLOCK_SIZE
+from gpu_parts.frame.timing import Stopwatch
+from gpu_parts.kernels.paged import decode_call, paged_context, prefill_call, random_pool
+from gpu_parts.kernels.peers import NO_TIME, Problem, measure_peers
 
 _FP8 = torch.float8_e4m3fn
 _LARGE_BYTES = 1e9  # from here on a decode kernel has no excuse

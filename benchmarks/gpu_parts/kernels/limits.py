@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import torch
 
-from gpu_parts.floors import Limits
-from gpu_parts.rows import Row, Unit
-from gpu_parts.running import Context, Finding, Note
-from gpu_parts.timing import device_name
+from gpu_parts.frame.floors import Limits
+from gpu_parts.frame.rows import Row, Unit
+from gpu_parts.frame.running import Context, Finding, Note
+from gpu_parts.frame.timing import device_name
 
 
 def measure_limits(context: Context) -> Iterator[Finding]:

@@ -7,15 +7,16 @@ import time
 import torch
 from prometheus_client import CollectorRegistry
 
-from gpu_parts.model_dir import model_directory
-from gpu_parts.running import Context
-from gpu_parts.sizes import BLOCK_SIZE
+from gpu_parts.engine.model_dir import model_directory
+from gpu_parts.frame.running import Context
+from gpu_parts.frame.sizes import BLOCK_SIZE
 from kvrelay.common.block_hash import HashChain
 from kvrelay.common.sampling import SamplingParams
 from kvrelay.decode_worker.scheduler import DecodeScheduler
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.engine.backends.options import EngineOptions
-from kvrelay.engine.kv.block_manager import BlockManager, sequence_owner
+from kvrelay.engine.kv.block_manager import BlockManager
+from kvrelay.engine.kv.owners import sequence_owner
 from kvrelay.engine.step.leader import Leader
 from kvrelay.engine.step.sequence import Sequence
 from kvrelay.engine.torch_engine import TorchEngine
@@ -90,7 +91,7 @@ class DecodeDriver:
         num_blocks = -(-(prompt_len + 1) // BLOCK_SIZE)
         allocation = self._blocks.allocate(sequence_owner(sequence.key), num_blocks)
         assert allocation is not None, f"{num_blocks} blocks in a pool of {self._blocks.num_blocks}"
-        sequence.block_table = list(allocation.block_ids)
+        sequence.block_tables = allocation.block_tables
         sequence.num_computed_tokens = prompt_len
         self._worker.handle(Add(sequence))
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import torch
 
-from gpu_parts.rows import Checked, Kernel
-from gpu_parts.running import Context, Finding
+from gpu_parts.frame.rows import Checked, Kernel
+from gpu_parts.frame.running import Context, Finding
 from kvrelay.kernels import kept_mask_reference, sample
 
 _MIN_EXPECTED = 5.0  # draws of a token that has a class of its own in the test of the distribution

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import torch
 
-from gpu_parts.check_attention import box_dtype
-from gpu_parts.floors import prefill_attention_flops
-from gpu_parts.paged import paged_context, prefill_call, random_pool
-from gpu_parts.rows import Peer, Row, Unit
-from gpu_parts.running import Context, Finding
-from gpu_parts.sizes import BOX_BLOCK_SIZE
+from gpu_parts.checks.check_attention import box_dtype
+from gpu_parts.frame.floors import prefill_attention_flops
+from gpu_parts.frame.rows import Peer, Row, Unit
+from gpu_parts.frame.running import Context, Finding
+from gpu_parts.frame.sizes import BOX_BLOCK_SIZE
+from gpu_parts.kernels.paged import paged_context, prefill_call, random_pool
 from kvrelay.kernels.prefill_tiles import TileLoads, nvidia_capability, tile_loads
 
 

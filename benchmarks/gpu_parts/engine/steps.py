@@ -9,12 +9,12 @@ import torch
 from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile
 
-from gpu_parts.floors import decode_step_bytes, prefill_flops
-from gpu_parts.rows import Against, Goal, Row, Unit
-from gpu_parts.running import Context, Finding, Note
-from gpu_parts.sizes import BLOCK_SIZE
-from gpu_parts.stepping import DecodeDriver, PrefillDriver, fill_pool, load_engine
-from gpu_parts.timing import busy_s
+from gpu_parts.engine.stepping import DecodeDriver, PrefillDriver, fill_pool, load_engine
+from gpu_parts.frame.floors import decode_step_bytes, prefill_flops
+from gpu_parts.frame.rows import Against, Goal, Row, Unit
+from gpu_parts.frame.running import Context, Finding, Note
+from gpu_parts.frame.sizes import BLOCK_SIZE
+from gpu_parts.frame.timing import busy_s
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.nn.functional as F
 
-from gpu_parts.floors import linear_bytes
-from gpu_parts.paged import num_multiprocessors
-from gpu_parts.rows import Against, Goal, Peer, Row, Unit
-from gpu_parts.running import Context, Finding
+from gpu_parts.frame.floors import linear_bytes
+from gpu_parts.frame.rows import Against, Goal, Peer, Row, Unit
+from gpu_parts.frame.running import Context, Finding
+from gpu_parts.kernels.paged import num_multiprocessors
 from kvrelay.engine.weights.rounding import RoundedWeight, Rounding, rounded
 from kvrelay.kernels.kv_scales import require_e4m3
 from kvrelay.kernels.weight_only_linear import linear_splits, weight_only_linear

@@ -1,0 +1,1 @@
+"""Numerics, before anything is timed."""

@@ -1,0 +1,1 @@
+"""Times of the whole engine, and of workers."""

@@ -1,0 +1,1 @@
+"""What every run has: sections in processes of their own, rows of figures, sizes, floors, timing."""

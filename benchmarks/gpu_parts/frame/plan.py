@@ -1,0 +1,63 @@
+"""Which sections a run has, in which order, how much time each gets, and whether it may run at all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from gpu_parts.frame.rows import Kernel
+from gpu_parts.frame.running import Section
+
+CHECKS_ONLY = "checks"
+_RESERVED = 0.4  # of the later sections' longest times: what an earlier one must leave them
+_OF_A_STEP = (Kernel.DECODE, Kernel.PREFILL, Kernel.MODEL)
+
+LIMITS = Section("limits", "gpu_parts.kernels.limits:measure_limits", 25)
+CHECKS: dict[Kernel, Section] = {
+    Kernel.SAMPLING: Section("check-sampling", "gpu_parts.checks.check_sampling:check_sampling", 25),
+    Kernel.DECODE: Section("check-decode", "gpu_parts.checks.check_attention:check_decode_attention", 25),
+    Kernel.PREFILL: Section("check-prefill", "gpu_parts.checks.check_attention:check_prefill_attention", 40),
+    Kernel.BOXES: Section("check-boxes", "gpu_parts.checks.check_attention:check_prefill_boxes", 25),
+    Kernel.FP8: Section("check-fp8", "gpu_parts.checks.check_attention:check_fp8", 30),
+    Kernel.LINEAR: Section("check-linear", "gpu_parts.checks.check_linear:check_linear", 35),
+    Kernel.MODEL: Section("check-model", "gpu_parts.checks.check_model:check_model", 60),
+}
+FIGURES: tuple[Section, ...] = (
+    Section("decode-step", "gpu_parts.engine.steps:measure_decode_steps", 80, _OF_A_STEP),
+    Section("prefill", "gpu_parts.engine.steps:measure_prefill_steps", 45, _OF_A_STEP),
+    Section("decode-attention", "gpu_parts.kernels.attention:measure_decode", 90, (Kernel.DECODE,)),
+    Section("prefill-attention", "gpu_parts.kernels.attention:measure_prefill", 70, (Kernel.PREFILL,)),
+    Section("prefill-boxes", "gpu_parts.kernels.prefill_boxes:measure_prefill_boxes", 15, (Kernel.BOXES,)),
+    Section("sampling", "gpu_parts.kernels.sampling:measure_sampling", 30, (Kernel.SAMPLING,)),
+    Section("handoff", "gpu_parts.engine.handoff:measure_handoff", 50),
+    Section("ttft", "gpu_parts.engine.ttft:measure_ttft", 70, _OF_A_STEP),
+    Section("batching", "gpu_parts.engine.batching:measure_ours", 45, _OF_A_STEP),
+    Section("batching-peer", "gpu_parts.engine.batching:measure_theirs", 75),
+    # The defaults' figures are taken by now; what one may choose comes behind them, and is the first to be left out.
+    Section("decode-attention-fp8", "gpu_parts.kernels.attention:measure_decode_fp8", 35, (Kernel.DECODE, Kernel.FP8)),
+    Section("linears", "gpu_parts.kernels.linears:measure_linears", 35, (Kernel.LINEAR,)),
+    Section("decode-step-int8", "gpu_parts.engine.steps:measure_decode_steps_int8", 45, (*_OF_A_STEP, Kernel.LINEAR)),
+)
+NAMES = (CHECKS_ONLY, *(section.name for section in FIGURES))
+
+
+def chosen(only: Sequence[str]) -> list[Section]:
+    """The sections of a run, in order: the limits, the checks of all that is timed, then the figures.
+
+    ``only``: names of figures, or ``checks`` for all checks; empty: everything.
+    """
+    figures = [section for section in FIGURES if not only or section.name in only]
+    needed = {kernel for section in figures for kernel in section.kernels}
+    has_all = not only or CHECKS_ONLY in only
+    return [LIMITS, *(check for kernel, check in CHECKS.items() if has_all or kernel in needed), *figures]
+
+
+def time_for(section: Section, later: Sequence[Section], remaining_s: float) -> float:
+    """Seconds that ``section`` may take: its longest, but the later ones keep a part of theirs."""
+    reserved_s = _RESERVED * sum(other.longest_s for other in later)
+    return max(min(section.longest_s, remaining_s - reserved_s), 0.0)
+
+
+def refusal(section: Section, is_right: Mapping[str, bool]) -> str | None:
+    """Why no times of ``section`` are taken; None if they may be. ``is_right``: of the kernels that were checked to the end."""
+    wrong = [kernel for kernel in section.kernels if not is_right.get(kernel, False)]
+    return f"refused: {', '.join(wrong)} did not pass the numerics" if wrong else None

@@ -1,0 +1,1 @@
+"""Times of single kernels, and of the device itself."""
