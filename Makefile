@@ -3,7 +3,7 @@
 # JOBS=1 runs the tests in one process instead of two.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup clients constraints demo serve test test-all chaos overload fuzz soak check verify kind-up kind-test kind-down clean
+.PHONY: help setup clients constraints demo serve test test-all chaos overload fuzz soak check docs verify kind-up kind-test kind-down clean
 
 # A script's own folder must not come before the installed packages: ours have folders named like other packages.
 export PYTHONSAFEPATH := 1
@@ -57,9 +57,12 @@ check: setup ## lint, format, types, import rules, what is generated
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
-	.venv/bin/mypy benchmarks tools/chart.py
+	.venv/bin/mypy benchmarks tools/chart.py tools/site.py
 	.venv/bin/lint-imports
 	.venv/bin/python tools/chart.py --check
+
+docs: setup ## build the site into build/site; a link or an anchor that leads nowhere is an error
+	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict --quiet
 
 verify: setup ## compare greedy tokens with transformers, prompt by prompt (minutes)
 	@exec .venv/bin/kvrelay verify --model demo --dtype float32 $(ARGS)
