@@ -3,7 +3,7 @@
 # JOBS=1 runs the tests in one process instead of two.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup clients constraints demo serve test test-all chaos overload fuzz soak check docs verify kind-up kind-test kind-down clean
+.PHONY: help setup clients constraints demo serve test test-all chaos overload fuzz soak check docs licences images verify kind-up kind-test kind-down clean
 
 # A script's own folder must not come before the installed packages: ours have folders named like other packages.
 export PYTHONSAFEPATH := 1
@@ -63,6 +63,12 @@ check: setup ## lint, format, types, import rules, what is generated
 
 docs: setup ## build the site into build/site; a link or an anchor that leads nowhere is an error
 	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict --quiet
+
+licences: setup ## list the licences of all that is installed; one that pyproject.toml does not allow is an error
+	@.venv/bin/pip-licenses
+
+images: ## build all images and push them (make images REGISTRY=ghcr.io/you VERSION=0.1.0; needs docker)
+	@REGISTRY='$(REGISTRY)' VERSION='$(VERSION)' sh tools/images.sh
 
 verify: setup ## compare greedy tokens with transformers, prompt by prompt (minutes)
 	@exec .venv/bin/kvrelay verify --model demo --dtype float32 $(ARGS)
