@@ -57,7 +57,7 @@ check: setup ## lint, format, types, import rules, what is generated
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
-	.venv/bin/mypy benchmarks tools/chart.py tools/site.py
+	.venv/bin/mypy benchmarks examples tools/chart.py tools/site.py
 	.venv/bin/lint-imports
 	.venv/bin/python tools/chart.py --check
 

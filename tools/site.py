@@ -22,8 +22,14 @@ if TYPE_CHECKING:
 _ROOT = Path(__file__).parent.parent
 _PAGES = {"README.md": "index.md"} | {
     path: path
-    for path in ("SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md", "helm/README.md", "benchmarks/README.md")
-    if (_ROOT / path).exists()
+    for path in (
+        "SECURITY.md",
+        "CONTRIBUTING.md",
+        "CHANGELOG.md",
+        "examples/README.md",
+        "helm/README.md",
+        "benchmarks/README.md",
+    )
 }
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#\s]+)(#[^)\s]*)?\)")
 

@@ -1,0 +1,54 @@
+"""A worker is killed in the middle of an answer, and the answer goes on: the same text, after a pause.
+
+Starts a gateway, a prefill worker and two decode workers on this machine. Asks once undisturbed, then once more, and kills the
+decode worker that writes the answer.
+"""
+
+import json
+import os
+import signal
+import time
+import urllib.request
+
+from openai import OpenAI
+
+from kvrelay.launcher.local.deployment import LocalDeployment
+from kvrelay.launcher.models import resolve_model
+from kvrelay.launcher.settings import LocalSettings
+
+NUM_BEFORE = 10  # pieces of the answer that come before the kill
+
+
+def ask(deployment: LocalDeployment, *, kills: bool) -> tuple[str, float]:
+    """The answer, and the longest pause in it, in seconds."""
+    client = OpenAI(base_url=f"{deployment.url}/v1", api_key="none")
+    stream = client.completions.create(
+        model=client.models.list().data[0].id, prompt="Once upon a time", seed=7, max_tokens=60, stream=True
+    )
+    text, num_pieces, longest_s, last_s = "", 0, 0.0, time.monotonic()
+    for chunk in stream:
+        text, num_pieces = text + chunk.choices[0].text, num_pieces + 1
+        print(chunk.choices[0].text, end="", flush=True)
+        longest_s, last_s = max(longest_s, time.monotonic() - last_s), time.monotonic()
+        if kills and num_pieces == NUM_BEFORE:
+            name = busy_decode_worker(deployment)
+            os.kill(deployment.pids[name], signal.SIGKILL)
+            print(f" [{name} is killed] ", end="", flush=True)
+    print()
+    return text, longest_s
+
+
+def busy_decode_worker(deployment: LocalDeployment) -> str:
+    """Whose request is running, as the gateway sees it."""
+    with urllib.request.urlopen(f"{deployment.url}/debug/workers", timeout=10) as answer:  # noqa: S310 - of this machine
+        workers = json.load(answer)["workers"]
+    name: str = next(one["name"] for one in workers if one["role"] == "decode" and one["num_running"])
+    return name
+
+
+settings = LocalSettings.of(port=0, decode=2, kv_memory_mb=256, dtype="float32")
+with LocalDeployment.from_settings(settings, resolve_model("demo")) as deployment:
+    deployment.wait_ready(timeout_s=180)
+    undisturbed, _ = ask(deployment, kills=False)
+    text, pause_s = ask(deployment, kills=True)
+print(f"the same text: {text == undisturbed}; the longest pause took {pause_s:.2f} s")
