@@ -57,9 +57,10 @@ check: setup ## lint, format, types, import rules, what is generated
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
-	.venv/bin/mypy benchmarks examples tools/chart.py tools/site.py
+	.venv/bin/mypy benchmarks examples tools/chart.py tools/pages.py tools/site.py
 	.venv/bin/lint-imports
 	.venv/bin/python tools/chart.py --check
+	.venv/bin/python tools/pages.py --check
 
 docs: setup ## build the site into build/site; a link or an anchor that leads nowhere is an error
 	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict --quiet

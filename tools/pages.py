@@ -1,0 +1,154 @@
+"""Writes the pages that follow from something else: settings from the programs' own, metrics from what a deployment tells.
+
+.venv/bin/python tools/pages.py            write docs/settings.md and docs/metrics.md
+.venv/bin/python tools/pages.py --check    exit 1 if they are not what this would write
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import httpx
+from prometheus_client import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvrelay.common.settings import SettingInfo, describe
+from kvrelay.decode_worker.settings import DecodeSettings
+from kvrelay.gateway.settings import GatewaySettings
+from kvrelay.launcher.local.deployment import LocalDeployment
+from kvrelay.launcher.models import resolve_model
+from kvrelay.launcher.settings import DeploymentSettings, LocalSettings
+from kvrelay.prefill_worker.settings import PrefillSettings
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+
+_WORKERS = "kvrelay prefill-worker and kvrelay decode-worker"
+_SETTINGS_HEAD = """# Settings
+
+Every setting has one name. `max_num_seqs` is the flag `--max-num-seqs`, the variable `KVRELAY_MAX_NUM_SEQS`, the key
+`max_num_seqs` in the TOML file that `--config` names, and `decode.settings.max_num_seqs` in the [chart](../helm/README.md).
+A flag wins over a variable, a variable over the file. A name that does not exist is an error, wherever it stands.
+
+`kvrelay local` takes all settings below. `tools/pages.py` writes this page from the code.
+"""
+_METRICS_HEAD = """# Metrics
+
+Gateway and workers serve them for Prometheus at `/metrics`: a gateway at its API's port, a worker at `--admin-port`. The
+[chart](../helm/README.md) brings a dashboard and alerts. Times are in seconds. `tools/pages.py` writes this page from what a
+deployment tells.
+"""
+
+
+def settings_page() -> str:
+    """docs/settings.md: what both workers have is there once."""
+    prefill, decode, gateway = (by_name(one) for one in (PrefillSettings, DecodeSettings, GatewaySettings))
+    both = {name: info for name, info in decode.items() if prefill.get(name) == info}
+    parts = {
+        "kvrelay gateway": gateway,
+        _WORKERS: both,
+        "kvrelay prefill-worker": {name: info for name, info in prefill.items() if name not in both},
+        "kvrelay decode-worker": {name: info for name, info in decode.items() if name not in both},
+        "kvrelay local": by_name(DeploymentSettings),
+    }
+    lines = [_SETTINGS_HEAD.rstrip()]
+    for title, infos in parts.items():
+        lines += ["", f"## {title}", "", "| setting | default | |", "| --- | --- | --- |"]
+        lines += [f"| `{info.flag}` | {default_of(info)} | {cell(limits_of(info))} |" for info in infos.values()]
+    return "\n".join(lines) + "\n"
+
+
+def by_name(settings: type) -> dict[str, SettingInfo]:
+    """The settings of one program."""
+    return {info.name: info for info in describe(settings)}
+
+
+def default_of(info: SettingInfo) -> str:
+    """In a table."""
+    if info.default is None or info.default == ():
+        return ""
+    if isinstance(info.default, tuple):
+        return ", ".join(info.default)
+    if isinstance(info.default, bool):
+        return "on" if info.default else "off"
+    return f"{info.default:g}" if isinstance(info.default, float) else str(info.default)
+
+
+def limits_of(info: SettingInfo) -> str:
+    """What it is for, and what it may be."""
+    limits = []
+    if info.choices is not None:
+        limits.append("one of " + ", ".join(f"`{choice}`" for choice in info.choices))
+    if info.unit is not None:
+        limits.append(f"in {info.unit}")
+    if info.minimum is not None:
+        limits.append(f"at least {info.minimum:g}")
+    if info.maximum is not None:
+        limits.append(f"at most {info.maximum:g}")
+    return info.help + (f" ({'; '.join(limits)})" if limits else "")
+
+
+def cell(text: str) -> str:
+    """In a table."""
+    return text.replace("|", "\\|").replace("<", "&lt;")
+
+
+def metrics_page() -> str:
+    """docs/metrics.md. Starts a deployment on this machine, for seconds."""
+    settings = LocalSettings.of(port=0, engine="fake", kv_memory_mb=16, speculation="ngram")
+    with LocalDeployment.from_settings(settings, resolve_model("demo", needs_weights=False)) as deployment:
+        deployment.wait_ready(timeout_s=120)
+        told = {name: families(url) for name, url in deployment.admin_urls.items()}
+    gateway, prefill, decode = told["gateway"], told["prefill-0"], told["decode-0"]
+    of_all = gateway.keys() & prefill.keys() & decode.keys()
+    of_workers = (prefill.keys() & decode.keys()) - of_all
+    parts = {
+        "Of gateways": without(gateway, of_all),
+        "Of workers": {name: decode[name] for name in of_workers},
+        "Of prefill workers": without(prefill, of_all | of_workers),
+        "Of decode workers": without(decode, of_all | of_workers),
+        "Of all": {name: decode[name] for name in of_all},
+    }
+    lines = [_METRICS_HEAD.rstrip()]
+    for title, part in parts.items():
+        lines += ["", f"## {title}", "", "| metric | kind | |", "| --- | --- | --- |"]
+        lines += [f"| `{name}` | {one.type} | {cell(one.documentation)} |" for name, one in sorted(part.items())]
+    return "\n".join(lines) + "\n"
+
+
+def families(url: str) -> dict[str, Metric]:
+    """Our metrics there, by the names that queries have."""
+    text = httpx.get(f"{url}/metrics", timeout=10).raise_for_status().text
+    found: Iterable[Metric] = text_string_to_metric_families(text)
+    named = {f"{one.name}_total" if one.type == "counter" else one.name: one for one in found}
+    return {
+        name: one
+        for name, one in named.items()
+        if not name.startswith(("python_", "process_")) and "_created" not in name
+    }
+
+
+def without(told: dict[str, Metric], names: set[str]) -> dict[str, Metric]:
+    """Those whose names are not among ``names``."""
+    return {name: one for name, one in told.items() if name not in names}
+
+
+def main() -> int:
+    """Write, or check."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if something has drifted")
+    is_check = parser.parse_args().check
+    written = {DOCS / "settings.md": settings_page(), DOCS / "metrics.md": metrics_page()}
+    drifted = [path for path, text in written.items() if not path.exists() or path.read_text() != text]
+    for path in drifted:
+        if is_check:
+            sys.stderr.write(f"{path.relative_to(DOCS.parent)} is not what tools/pages.py writes; run it\n")
+        else:
+            path.write_text(written[path])
+    return 1 if is_check and drifted else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
