@@ -1,4 +1,4 @@
-"""The programs of ``examples/``, as they are."""
+"""The programs of ``examples/``, as they are, and the one of the quickstart."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from kvrelay.launcher.local.deployment import LocalDeployment
 from .conftest import wait_until_idle
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+QUICKSTART = Path(__file__).parents[2] / "docs" / "quickstart.md"
 
 pytestmark = pytest.mark.timeout(300)
 
 
-def run(program: str, url: str = "") -> str:
+def run(program: Path, url: str = "") -> str:
     """What ``program`` prints."""
     done = subprocess.run(
-        [sys.executable, EXAMPLES / program],
+        [sys.executable, program],
         env={**os.environ, "KVRELAY_URL": url},
         capture_output=True,
         text=True,
@@ -42,16 +43,25 @@ def run(program: str, url: str = "") -> str:
     ],
 )
 def test_asks_a_server(program: str, expected: str, deployment: LocalDeployment) -> None:
-    assert re.search(expected, run(program, deployment.url))
+    assert re.search(expected, run(EXAMPLES / program, deployment.url))
     wait_until_idle(deployment)
 
 
 def test_a_batch_in_one_process() -> None:
-    assert "The capital of France is Paris" in run("batch.py")
+    assert "The capital of France is Paris" in run(EXAMPLES / "batch.py")
 
 
 def test_failover_is_a_pause() -> None:
-    assert re.search(r"\[decode-\d is killed\].*\nthe same text: True; the longest pause took ", run("failover.py"))
+    assert re.search(
+        r"\[decode-\d is killed\].*\nthe same text: True; the longest pause took ", run(EXAMPLES / "failover.py")
+    )
+
+
+def test_the_quickstart_gets_an_answer(deployment: LocalDeployment, tmp_path: Path) -> None:
+    [program] = re.findall(r"```python\n(.*?)```", QUICKSTART.read_text(encoding="utf-8"), flags=re.DOTALL)
+    (tmp_path / "program.py").write_text(program.replace("http://127.0.0.1:8000", deployment.url))
+    assert run(tmp_path / "program.py") == "The capital of France is Paris."
+    wait_until_idle(deployment)
 
 
 def test_every_example_is_tested() -> None:
