@@ -112,8 +112,6 @@ def _require_ranks(model: ModelSettings, directory: Path) -> None:
     from kvrelay.engine.config.model import load_config, needs_transformers  # noqa: PLC0415
 
     asked = f"--tensor-parallel is {model.tensor_parallel}"
-    if model.adapters is not None:
-        raise ModelError(f"{asked} and --adapters is set; ranks serve no adapters yet: take 1, or leave --adapters out")
     is_through_transformers = needs_transformers(model.backend, directory)
     if device_of(model.device).type == "cuda":
         if (num_gpus := torch.cuda.device_count()) < model.tensor_parallel:
