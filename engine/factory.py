@@ -90,11 +90,6 @@ def load_part(settings: LoadSettings, part: RankPart | None, progress: Callable[
     from kvrelay.engine.config.model import needs_transformers  # noqa: PLC0415 - imports torch
 
     if needs_transformers(model.backend, directory):
-        if model.adapters is not None:
-            raise ModelError(
-                f"--adapters is set, and {directory} runs through transformers, where no adapters are served: leave it out, "
-                "or take a model with a forward pass of ours"
-            )
         from kvrelay.engine.transformers_engine import load_transformers_engine  # noqa: PLC0415 - transformers, too
 
         return load_transformers_engine(options, progress, part)
