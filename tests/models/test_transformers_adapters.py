@@ -47,8 +47,8 @@ def linear_layers(model: transformers.PreTrainedModel) -> dict[str, tuple[int, i
     return {name: tuple(shape) for name, shape in found.items()}  # type: ignore[misc]
 
 
-def save_merged(model: transformers.PreTrainedModel, adapter: Path, directory: Path) -> None:
-    """The model whose weights are ``W + scaling * B A``, by PEFT's formulas."""
+def merged_with(model: transformers.PreTrainedModel, adapter: Path) -> transformers.PreTrainedModel:
+    """A model whose weights are ``W + scaling * B A``, by PEFT's formulas."""
     merged, tensors = copy.deepcopy(model), load_file(adapter / WEIGHTS_FILE)
     config = json.loads((adapter / CONFIG_FILE).read_text())
     scaling = config["lora_alpha"] / (config["r"] ** 0.5 if config["use_rslora"] else config["r"])
@@ -57,7 +57,7 @@ def save_merged(model: transformers.PreTrainedModel, adapter: Path, directory: P
             module = merged.get_submodule(key.removeprefix("base_model.model.").removesuffix(".lora_A.weight"))
             delta = scaling * (tensors[key.replace(".lora_A.", ".lora_B.")] @ tensors[key])
             module.weight += delta.T if type(module) is Conv1D else delta
-    merged.save_pretrained(directory)
+    return merged
 
 
 def adapters_of(model: transformers.PreTrainedModel, directory: Path) -> list[AdapterRef]:
@@ -81,7 +81,7 @@ def expected_of(
     found = generate(engine_of(base, block_size=16, **options), [0])
     for index, ref in enumerate(refs, start=1):
         directory = base.with_name(f"merged-{ref.name}")
-        save_merged(model, base.parent / ref.name, directory)
+        merged_with(model, base.parent / ref.name).save_pretrained(directory)
         found += generate(engine_of(directory, block_size=16, **options), [0] * (index + 1))[index:]
     return found
 
