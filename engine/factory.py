@@ -90,11 +90,6 @@ def load_part(settings: LoadSettings, part: RankPart | None, progress: Callable[
     from kvrelay.engine.config.model import needs_transformers  # noqa: PLC0415 - imports torch
 
     if needs_transformers(model.backend, directory):
-        if model.adapters is not None:
-            raise ModelError(
-                f"--adapters is set, and {directory} runs through transformers, where no adapters are served: leave it out, "
-                "or take a model with a forward pass of ours"
-            )
         from kvrelay.engine.transformers_engine import load_transformers_engine  # noqa: PLC0415 - transformers, too
 
         return load_transformers_engine(options, progress, part)
@@ -112,8 +107,6 @@ def _require_ranks(model: ModelSettings, directory: Path) -> None:
     from kvrelay.engine.config.model import load_config, needs_transformers  # noqa: PLC0415
 
     asked = f"--tensor-parallel is {model.tensor_parallel}"
-    if model.adapters is not None:
-        raise ModelError(f"{asked} and --adapters is set; ranks serve no adapters yet: take 1, or leave --adapters out")
     is_through_transformers = needs_transformers(model.backend, directory)
     if device_of(model.device).type == "cuda":
         if (num_gpus := torch.cuda.device_count()) < model.tensor_parallel:

@@ -1,7 +1,7 @@
 """The process of one rank: joins its leader's group, loads its part of the model, does what it is told, ends with its leader.
 
-Started by :mod:`kvrelay.engine.ranks.process` with the numbers of three descriptors: its link, that of its blocks, and memory
-(``RankProcess.pool_memory``).
+Started by :mod:`kvrelay.engine.ranks.process` with the numbers of four descriptors: its link, those of its blocks and of its
+adapters, and memory (``RankProcess.pool_memory``).
 """
 
 from __future__ import annotations
@@ -67,14 +67,14 @@ class _Pulse:
         os._exit(1)
 
 
-def main(link_descriptor: int, blocks_descriptor: int, pool_memory: int) -> NoReturn:
+def main(link_descriptor: int, blocks_descriptor: int, adapters_descriptor: int, pool_memory: int) -> NoReturn:
     """Serve the leader."""
     link: Link[ToRank] = Link(socket.socket(fileno=link_descriptor), ToRank)
     pulse = _Pulse(link)
     logging.basicConfig(handlers=[_ToLeader(link)], force=True)
     code = 0
     try:
-        _serve(_load(link, blocks_descriptor, pool_memory, pulse), link)
+        _serve(_load(link, blocks_descriptor, adapters_descriptor, pool_memory, pulse), link)
     except EOFError:
         pass
     except Exception:
@@ -83,7 +83,9 @@ def main(link_descriptor: int, blocks_descriptor: int, pool_memory: int) -> NoRe
     os._exit(code)  # the interpreter's own end would wait for collectives that nobody joins any more
 
 
-def _load(link: Link[ToRank], blocks_descriptor: int, pool_memory: int, pulse: _Pulse) -> Engine:
+def _load(
+    link: Link[ToRank], blocks_descriptor: int, adapters_descriptor: int, pool_memory: int, pulse: _Pulse
+) -> Engine:
     def meet() -> None:
         link.send(Ready())
         told = link.receive()
@@ -97,6 +99,7 @@ def _load(link: Link[ToRank], blocks_descriptor: int, pool_memory: int, pulse: _
         from kvrelay.engine.factory import load_part  # noqa: PLC0415
         from kvrelay.engine.kv.copies import CudaCopies  # noqa: PLC0415
         from kvrelay.engine.models.ranks import RankPart  # noqa: PLC0415
+        from kvrelay.engine.ranks.adapters import AdapterServer, ToAdapters  # noqa: PLC0415
         from kvrelay.engine.ranks.blocks import BlockServer, ToBlocks  # noqa: PLC0415
         from kvrelay.engine.ranks.group import Meeting  # noqa: PLC0415
 
@@ -109,6 +112,9 @@ def _load(link: Link[ToRank], blocks_descriptor: int, pool_memory: int, pulse: _
             blocks: Link[ToBlocks] = Link(socket.socket(fileno=blocks_descriptor), ToBlocks)
             server = BlockServer(blocks, engine.blocks, pool_memory, CudaCopies(engine.blocks.device))
             threading.Thread(target=server.serve, daemon=True).start()
+        if engine.adapters is not None:
+            adapters: Link[ToAdapters] = Link(socket.socket(fileno=adapters_descriptor), ToAdapters)
+            threading.Thread(target=AdapterServer(adapters, engine.adapters).serve, daemon=True).start()
     except Exception as error:
         link.send(Failed(str(error)))
         raise

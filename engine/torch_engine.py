@@ -143,7 +143,9 @@ class TorchEngine:
             adapters = Adapters(ops.make_low_rank(dtype), dtype, device) if options.adapter_bytes else None
             model = DecoderModel(config, weights, ops, part, None if adapters is None else (adapters, whole))
             return cls(card, model, ops, pool, options, None, adapters)
-        model, cuda_ops, graphs, adapters = cuda_model(config, weights, pool, max_model_len, options, kv_scales, part)
+        model, cuda_ops, graphs, adapters = cuda_model(
+            config, whole, weights, pool, max_model_len, options, kv_scales, part
+        )
         return cls(card, model, cuda_ops, pool, options, graphs, adapters)
 
     @property

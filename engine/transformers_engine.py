@@ -18,9 +18,11 @@ from kvrelay.engine.backends.options import EngineOptions, device_of, dtype_of, 
 from kvrelay.engine.config.model import SUPPORTED_DTYPES
 from kvrelay.engine.kv.geometry import geometry_of
 from kvrelay.engine.kv.pool import KvPool
+from kvrelay.engine.models.adapters import Adapters
 from kvrelay.engine.models.ranks import RankPart
+from kvrelay.engine.models.transformers_adapters import adapt_layers, adaptable_layers
 from kvrelay.engine.models.transformers_check import MakeOps, check_model, plain_logits
-from kvrelay.engine.models.transformers_cut import cut_model, sum_outputs
+from kvrelay.engine.models.transformers_cut import LinearCut, cut_model, sum_outputs
 from kvrelay.engine.models.transformers_model import load_model
 from kvrelay.engine.torch_engine import TorchEngine, card_of, make_pool, max_model_len_of
 from kvrelay.engine.weights.checkpoint import weights_digest
@@ -57,15 +59,20 @@ def load_transformers_engine(
     whole_geometry = geometry_of(whole, options.block_size, dtype)
     make_ops = _ops_on(device, options)
     plain = plain_logits(model)
-    summed: list[str] = []
+    layers = adaptable_layers(model) if options.adapter_bytes else {}
+    cuts: dict[str, LinearCut] = {}
     if part is not None:
-        model, summed = cut_model(model, part.cut)
+        model, cuts = cut_model(model, part.cut)
     shape = model.shape
     geometry = geometry_of(shape, options.block_size, dtype)
-    model.bind(make_ops(shape, KvPool(geometry, 1, device).tensor, options.block_size, 1), dtype)
+    binding = make_ops(shape, KvPool(geometry, 1, device).tensor, options.block_size, 1)
+    adapters, products = None, binding.make_low_rank(dtype)
+    if options.adapter_bytes:
+        adapters = Adapters(products, dtype, device)
+    model.bind(binding, dtype, None if adapters is None else adapt_layers(adapters, layers, cuts))
     if part is not None:
         part.meet()
-        sum_outputs(model.model, summed, part.collectives)
+        sum_outputs(model.model, cuts, part.collectives)
     check_model(model, plain, make_ops, dtype)
     if device.type == "cuda":
         from kvrelay.engine.backends.cuda.build import measure_memory  # noqa: PLC0415 - a CPU worker may lack Triton
@@ -78,13 +85,16 @@ def load_transformers_engine(
     max_model_len = max_model_len_of(options, shape, geometry, num_blocks)
     ops = make_ops(shape, pool.tensor, max_model_len, options.max_num_seqs)
     if device.type == "cuda":
-        from kvrelay.engine.backends.cuda.build import compile_sampling, compile_steps  # noqa: PLC0415
+        from kvrelay.engine.backends.cuda.build import compile_adapters, compile_sampling, compile_steps  # noqa: PLC0415
+        from kvrelay.engine.backends.cuda.low_rank import AdaptedSteps  # noqa: PLC0415
 
         compile_steps(model, ops, pool, options)
+        if adapters is not None:
+            compile_adapters(model, ops, pool, AdaptedSteps(adapters, products))
         compile_sampling(torch.zeros(1, shape.vocab_size, dtype=dtype, device=device), ops)
     digest = weights_digest(options.model_dir)
     card = card_of(options, whole, whole_geometry, num_blocks, device, digest, max_model_len)
-    return TorchEngine(card, model, ops, pool, options, None)
+    return TorchEngine(card, model, ops, pool, options, None, adapters)
 
 
 def _ops_on(device: torch.device, options: EngineOptions) -> MakeOps:

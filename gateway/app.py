@@ -72,8 +72,7 @@ def create_app(
     ``is_ending``: whether the server only waits for requests that run; what would run for ever ends itself then.
     """
     metrics = metrics or GatewayMetrics(CollectorRegistry())
-    adapters = None if settings.adapters is None else AdapterRegistry(Path(settings.adapters))
-    models = _models(settings, link_settings or LinkSettings(), metrics, adapters)
+    models = _models(settings, link_settings or LinkSettings(), metrics)
     workers = settings.workers
     pods = Pods.connect(workers.namespace, workers.worker_selector) if workers.discovery == "kubernetes" else None
 
@@ -81,7 +80,7 @@ def create_app(
     async def lifespan(_: FastAPI) -> AsyncGenerator[None]:
         async with followed(workers, pods, {model.name: model.pool for model in models}):
             tasks = [asyncio.create_task(log_activity(models, time.monotonic))]
-            if adapters is not None:
+            for adapters in models.adapters.values():
                 await adapters.scan()
                 tasks.append(asyncio.create_task(adapters.watch()))
             if api_keys is not None:
@@ -112,12 +111,11 @@ def create_app(
     return _with_cors(edge, settings.allowed_origins) if settings.allowed_origins else edge
 
 
-def _models(
-    settings: GatewaySettings, link_settings: LinkSettings, metrics: GatewayMetrics, adapters: AdapterRegistry | None
-) -> Models:
+def _models(settings: GatewaySettings, link_settings: LinkSettings, metrics: GatewayMetrics) -> Models:
     """The models of the settings, each with a pool of its own. Raises ModelError and SettingsError."""
     directories = {model.name or Path(model.path).name: Path(model.path) for model in settings.named_models()}
     aliases = settings.aliases_of(list(directories))
+    adapters = {name: AdapterRegistry(Path(path)) for name, path in settings.adapters_of(list(directories)).items()}
     settings.check_workers(list(directories))
     keys = None if settings.keys is None else WireKeys.load(Path(settings.keys), Role.GATEWAY)
     workers = settings.workers

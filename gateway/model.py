@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -211,30 +211,31 @@ class Model:
 
 
 class Models:
-    """The models behind one gateway, at least one, the names that lead to them, and the adapters of the first one."""
+    """The models behind one gateway, at least one, the names that lead to them, and their adapters."""
 
     def __init__(
         self,
         models: Sequence[Model],
-        adapters: AdapterRegistry | None = None,
+        adapters: Mapping[str, AdapterRegistry] | None = None,
         aliases: Sequence[Alias] = (),
         default: str | None = None,
     ) -> None:
-        """``adapters``: None: there are none. ``default``: name of a model, or an alias, for requests that name none; None: the
-        first model."""
+        """``adapters``: of models that have any, by name. ``default``: name of a model, or an alias, for requests that name none;
+        None: the first model."""
         self._models = list(models)
         by_name = {model.name: model for model in models}
         self._shares: dict[str, list[tuple[Model, float]]] = {model.name: [(model, 1.0)] for model in models}
         for alias in aliases:
             self._shares[alias.name] = [(by_name[name], weight) for name, weight in alias.weights]
         self._default = default or self._models[0].name
-        self.adapters = adapters
+        # In the order of models, so that the first one's count if two have a name.
+        self._adapters = {name: adapters[name] for name in by_name if name in adapters} if adapters else {}
 
     def __iter__(self) -> Iterator[Model]:
         return iter(self._models)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._shares or (self.adapters is not None and name in self.adapters.refs)
+        return name in self._shares or any(name in registry.refs for registry in self._adapters.values())
 
     def has_own(self, name: str) -> bool:
         """Whether a model or an alias has that name, under which no adapter is found."""
@@ -243,8 +244,13 @@ class Models:
     @property
     def names(self) -> list[str]:
         """All that a request may name: models, aliases, adapters. What one of them is called no later one is."""
-        adapters = () if self.adapters is None else self.adapters.refs
+        adapters = [name for registry in self._adapters.values() for name in registry.refs]
         return list(dict.fromkeys([*self._shares, *adapters]))
+
+    @property
+    def adapters(self) -> Mapping[str, AdapterRegistry]:
+        """Of models that have any, by name; the models in their order."""
+        return self._adapters
 
     def find(self, name: str | None, conversation: Callable[[], str] = str) -> Model:
         """The model that a request names, or the default one if it names none. Raises ModelNotFoundError.
@@ -263,8 +269,9 @@ class Models:
         """What a name stands for: models, and the weight of each. Raises ModelNotFoundError."""
         if name in self._shares:
             return self._shares[name]
-        if self.adapters is not None and (adapter := self.adapters.refs.get(name)) is not None:
-            return [(self._models[0].adapted(adapter), 1.0)]
+        for model, registry in self._adapters.items():
+            if (adapter := registry.refs.get(name)) is not None:
+                return [(self._shares[model][0][0].adapted(adapter), 1.0)]
         served = ", ".join(map(repr, self.names[:_MAX_NAMED]))
         raise ModelNotFoundError(
             f"model {name[:200]!r} is not served here; this deployment serves {served}", param="model"

@@ -1,4 +1,6 @@
-"""How settings name models: ``NAME=MODEL``, ``ALIAS=MODEL:WEIGHT+MODEL:WEIGHT``, ``MODEL=tcp://HOST:PORT``. Pure."""
+"""How settings name models, pure: ``NAME=MODEL``, ``ALIAS=MODEL:WEIGHT+MODEL:WEIGHT``, ``MODEL=tcp://HOST:PORT`` and
+``MODEL=DIRECTORY``.
+"""
 
 from __future__ import annotations
 
@@ -64,6 +66,12 @@ class Alias:
         if not any(weight for _, weight in weights):
             raise SettingsError(f"--alias: the weights of {name!r} are all 0; give one model a part")
         return cls(name, tuple(weights))
+
+
+def adapters_directory(text: str) -> tuple[str, str]:
+    """The model ("": the only one) and the directory of one value of ``--adapters``. A path that has a = begins with / or ./"""
+    match = _NAMED.fullmatch(text)
+    return ("", text) if match is None else (match["name"], match["rest"])
 
 
 def worker_address(text: str) -> tuple[str, str]:

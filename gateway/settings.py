@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from kvrelay.common.errors import SettingsError
 from kvrelay.common.settings import closest, setting
-from kvrelay.gateway.model_names import Alias, NamedModel, is_address, is_label, worker_address
+from kvrelay.gateway.model_names import Alias, NamedModel, adapters_directory, is_address, is_label, worker_address
 from kvrelay.wire.settings import KEYS_HELP, SERVED_MODEL_NAME_HELP
 
 # Of how models write calls, and mark thoughts; kvrelay.gateway.chat knows what each means.
@@ -179,10 +179,10 @@ class GatewaySettings:
     default_model: str | None = setting(
         None, "model, or alias, for requests that name none; default: the first of --model"
     )
-    adapters: str | None = setting(
-        None,
-        "directory of adapters (LoRA, as PEFT saves them), each in a folder by its name; the same on workers and gateways; "
-        "default: none are served",
+    adapters: tuple[str, ...] = setting(
+        (),
+        "directory of adapters (LoRA, as PEFT saves them), each in a folder by its name; MODEL=DIRECTORY if there are several "
+        "models; the same as that model's workers have; default: none are served",
     )
     tool_parser: str = setting(
         "auto",
@@ -246,6 +246,23 @@ class GatewaySettings:
                 f"--default-model: {self.default_model!r} is not served; {closest(self.default_model, known)}"
             )
         return aliases
+
+    def adapters_of(self, names: Collection[str]) -> dict[str, str]:
+        """Directories of adapters by model, now that the models' ``names`` are known. Raises SettingsError."""
+        directories: dict[str, str] = {}
+        for text in self.adapters:
+            name, directory = adapters_directory(text)
+            if not name and len(names) > 1:
+                raise SettingsError(
+                    f"--adapters: {text!r} has no model, and there are {len(names)}; write MODEL={text}"
+                )
+            model = name or next(iter(names))
+            if model not in names:
+                raise SettingsError(f"--adapters: {model!r} of {text!r} is not served; {closest(model, names)}")
+            if model in directories:
+                raise SettingsError(f"--adapters: {model!r} has two directories; leave one out")
+            directories[model] = directory
+        return directories
 
     def check_workers(self, names: Collection[str]) -> None:
         """Raises SettingsError on workers that cannot be told by model."""

@@ -20,6 +20,7 @@ _CHOSEN = frozenset(
         "worker_id", "worker_selector",
     }
 )  # fmt: skip
+_OF_MODELS = frozenset({"adapters", "model"})  # a gateway has them of several models, a worker of one
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ class LocalSettings:
         deployment = build(DeploymentSettings, {name: value for name, value in checked.items() if name in own})
         components = {name: value for name, value in checked.items() if name not in own and value is not None}
         gateway = build(GatewaySettings, options_for(GatewaySettings, components))
-        of_workers = {name: value for name, value in components.items() if name != "model"}  # each serves one of them
+        of_workers = {name: value for name, value in components.items() if name not in _OF_MODELS}
         for component in (DecodeSettings, PrefillSettings):
             build(component, options_for(component, of_workers))
         return cls(deployment, gateway, components)
@@ -74,13 +75,13 @@ def options_for(component: type, values: Mapping[str, Any]) -> dict[str, Any]:
 def local_infos() -> list[SettingInfo]:
     """All options of ``kvrelay local``: its own, then the components'. Where their defaults differ, each keeps its own.
 
-    The models are the gateway's: each of them gets workers.
+    What is of models is as the gateway has it: of each of them. Each gets workers, which have its own.
     """
     found = {info.name: info for info in describe(DeploymentSettings)}
     own = frozenset(found)
+    found |= {info.name: info for info in describe(GatewaySettings) if info.name in _OF_MODELS}
     for info in (info for component in COMPONENTS for info in describe(component)):
-        if info.name == "model":
-            found[info.name] = info
+        if info.name in _OF_MODELS:
             continue
         first = found.setdefault(info.name, info)
         if info.name in own or first.default == info.default:

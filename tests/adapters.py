@@ -68,5 +68,5 @@ def merge(model_dir: Path, adapter_dir: Path, merged_dir: Path) -> None:
         alphas = config["alpha_pattern"].items()
         alpha = next((value for key, value in alphas if re.fullmatch(rf"(.*\.)?({key})", module)), config["lora_alpha"])
         scaling = alpha / (len(a) ** 0.5 if config["use_rslora"] else len(a))
-        weights[f"{module}.weight"] += scaling * (b @ a)
+        weights[f"{module}.weight"] = weights[f"{module}.weight"].float() + scaling * (b @ a)
     save_file(weights, merged_dir / "model.safetensors", metadata={"format": "pt"})

@@ -149,6 +149,7 @@ def schema() -> Schema:
             "propertyNames": {"pattern": "^[a-z0-9]([a-z0-9-]{0,18}[a-z0-9])?$"},
             "additionalProperties": closed(
                 model={"$ref": "#/properties/model"},
+                adapters={"$ref": "#/properties/adapters"},
                 prefill={"$ref": "#/properties/prefill"},
                 decode={"$ref": "#/properties/decode"},
             ),

@@ -8,7 +8,8 @@ must come out with its part of the heads, and the check at load compares the ran
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,14 @@ _BY_OUTPUTS, _BY_INPUTS = "colwise", "rowwise"
 _WHOLE = {"replicated_with_grad_allreduce"}  # about training
 
 
+@dataclass(frozen=True, slots=True)
+class LinearCut:
+    """A rank's part of a linear layer: some of its outputs, or of its inputs; those of all ranks are to be summed then."""
+
+    by_outputs: bool
+    part: range
+
+
 def require_plan(directory: Path, num_ranks: int) -> None:
     """Raise what :func:`cut_model` would of the model in ``directory``; its weights are not read."""
     dtype = torch.float32
@@ -36,8 +45,8 @@ def require_plan(directory: Path, num_ranks: int) -> None:
         cut_model(TransformersModel(model, layers, shape_of(model, layers, dtype)), Cut(0, num_ranks))
 
 
-def cut_model(whole: TransformersModel, cut: Cut) -> tuple[TransformersModel, list[str]]:
-    """The rank's part, and the layers, by name, whose outputs are to be summed over ranks. Takes ``whole`` over.
+def cut_model(whole: TransformersModel, cut: Cut) -> tuple[TransformersModel, dict[str, LinearCut]]:
+    """The rank's part, and the layers, by name, that were cut. Takes ``whole`` over.
 
     Raises ModelError if the type has no plan, one that we do not follow, or heads that the ranks do not divide.
     """
@@ -47,7 +56,8 @@ def cut_model(whole: TransformersModel, cut: Cut) -> tuple[TransformersModel, li
     if not plan:
         raise ModelError(f"{asked}, but transformers has no plan to cut {name}: take 1")
     _require_heads(whole, cut.num_ranks)
-    layers, summed = dict(model.named_modules()), []
+    layers = dict(model.named_modules())
+    cuts: dict[str, LinearCut] = {}
     # Experts are parameters of their module.
     for layer_name in dict.fromkeys([*layers, *(name for name, _ in model.named_parameters())]):
         kind = _kind_of(plan, layer_name.removeprefix(f"{model.base_model_prefix}."))
@@ -56,9 +66,7 @@ def cut_model(whole: TransformersModel, cut: Cut) -> tuple[TransformersModel, li
         layer = layers.get(layer_name)
         if kind not in (_BY_OUTPUTS, _BY_INPUTS) or type(layer) is not nn.Linear:
             raise ModelError(f"{asked}, but {layer_name} of {name} is cut by {kind}, which is not served yet: take 1")
-        _cut_layer(layer, cut, by_outputs=kind == _BY_OUTPUTS)
-        if kind == _BY_INPUTS:
-            summed.append(layer_name)
+        cuts[layer_name] = _cut_layer(layer, cut, by_outputs=kind == _BY_OUTPUTS)
     try:
         attention = probe_layers(model)
     except ModelError as error:
@@ -72,17 +80,17 @@ def cut_model(whole: TransformersModel, cut: Cut) -> tuple[TransformersModel, li
     )
     part = TransformersModel(model, attention, shape)
     part.use_our_attention()
-    return part, summed
+    return part, cuts
 
 
-def sum_outputs(model: PreTrainedModel, layer_names: list[str], collectives: Collectives) -> None:
-    """From now on these layers' outputs are sums over ranks. A layer that has gone into a larger part is that part's last."""
+def sum_outputs(model: PreTrainedModel, cuts: Mapping[str, LinearCut], collectives: Collectives) -> None:
+    """From now on layers that are cut by inputs give sums over ranks. One that has gone into a larger part is that part's last."""
 
     def add_up(_layer: nn.Module, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
         return collectives.sum(output)
 
     modules = dict(model.named_modules())
-    for name in layer_names:
+    for name in (name for name, cut in cuts.items() if not cut.by_outputs):
         layer = modules.get(name) or modules[name.rpartition(".")[0]]
         layer.register_forward_hook(add_up)
 
@@ -94,7 +102,7 @@ def _kind_of(plan: dict[str, str], layer_name: str) -> str | None:
     return None
 
 
-def _cut_layer(layer: Any, cut: Cut, *, by_outputs: bool) -> None:
+def _cut_layer(layer: Any, cut: Cut, *, by_outputs: bool) -> LinearCut:
     """Keep the rank's part of a linear layer's outputs, or inputs."""
     size = layer.out_features if by_outputs else layer.in_features
     first, end = (rank * size // cut.num_ranks for rank in (cut.rank, cut.rank + 1))
@@ -107,6 +115,7 @@ def _cut_layer(layer: Any, cut: Cut, *, by_outputs: bool) -> None:
         bias = bias if cut.rank == 0 else None  # it is added once
     layer.weight = nn.Parameter(weight.clone(), requires_grad=False)
     layer.bias = None if bias is None else nn.Parameter(bias.detach().clone(), requires_grad=False)
+    return LinearCut(by_outputs, range(first, end))
 
 
 def _require_heads(whole: TransformersModel, num_ranks: int) -> None:

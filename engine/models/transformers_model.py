@@ -29,7 +29,7 @@ from kvrelay.engine.config.quantisation import Quantisation, load_quantisation
 from kvrelay.engine.config.tokenizer import check_tokenizer
 from kvrelay.engine.models.ops import PagedOps, PagedStep, Scores
 from kvrelay.engine.models.transformers_gate import AttentionLayer, own_windows, pool_layers, probe_layers
-from kvrelay.engine.models.transformers_parts import replace_parts
+from kvrelay.engine.models.transformers_parts import Adapt, replace_parts
 from kvrelay.engine.weights.headers import check_full, check_layers, read_headers
 from kvrelay.engine.weights.kv_scales import is_attention_scale
 from kvrelay.engine.weights.reader import CheckpointReader
@@ -76,9 +76,9 @@ class TransformersModel:
             writes = layer.shared_with is None
             setattr(layer.module, _BOUND, _Bound(self._running, place, writes, shape.num_kv_heads, shape.head_dim))
 
-    def bind(self, ops: PagedOps, dtype: torch.dtype) -> None:
+    def bind(self, ops: PagedOps, dtype: torch.dtype, adapt: Adapt | None = None) -> None:
         """From now on products, norms and experts run by ``ops``, which need not be those of any step; weights are taken over."""
-        replace_parts(self.model, ops, dtype)
+        replace_parts(self.model, ops, dtype, adapt)
         self._head, self._given = _head_of(self.model)
 
     def use_our_attention(self) -> None:

@@ -7,12 +7,14 @@ replaced.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface
+from transformers.pytorch_utils import Conv1D
 
 from kvrelay.engine.models.ops import Experts, Linear, PagedOps
 from kvrelay.engine.weights.parameters import ExpertWeights
@@ -24,33 +26,52 @@ _MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 _TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 0.02}  # relative
 _OTHERS = "grouped_mm"  # of transformers, for experts that are not bound
 
+Adapt = Callable[[Linear, tuple[str, ...]], Linear]
+"""(a product, the layers by name whose outputs it has side by side) -> one that adapters may change"""
 
-def replace_parts(model: PreTrainedModel, ops: PagedOps, dtype: torch.dtype) -> None:
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether it runs as a product of ours."""
+    return type(module) is nn.Linear or type(module) is Conv1D
+
+
+def linear_shape(module: Any) -> tuple[int, int]:
+    """(outputs, inputs) of a module that ``is_linear``."""
+    num_outputs, num_inputs = module.weight.shape if type(module) is nn.Linear else module.weight.T.shape
+    return num_outputs, num_inputs
+
+
+def replace_parts(model: PreTrainedModel, ops: PagedOps, dtype: torch.dtype, adapt: Adapt | None = None) -> None:
     """From now on these parts run in the form that ``ops`` are fastest with; each weight is taken over, one by one."""
     ExpertsInterface.register(_EXPERTS, _run_experts)
     model.set_experts_implementation(_EXPERTS)
-    _replace_in(model, ops, dtype)
+    _replace_in(model, "", ops, dtype, adapt or (lambda linear, names: linear))
 
 
-def _replace_in(parent: nn.Module, ops: PagedOps, dtype: torch.dtype) -> None:
+def _replace_in(parent: nn.Module, path: str, ops: PagedOps, dtype: torch.dtype, adapt: Adapt) -> None:
     # Routers are small, and multiply with their weights by themselves.
     is_router = any(word in type(parent).__name__ for word in _ROUTERS)
     for name, child in list(parent.named_children()):
-        ours = None if is_router else _ours(child, ops, dtype)
+        ours = None if is_router else _ours(child, path + name, ops, dtype, adapt)
         if ours is None:
-            _replace_in(child, ops, dtype)
+            _replace_in(child, f"{path}{name}.", ops, dtype, adapt)
         else:
             setattr(parent, name, ours)
 
 
-def _ours(module: Any, ops: PagedOps, dtype: torch.dtype) -> nn.Module | None:
+def _ours(module: Any, name: str, ops: PagedOps, dtype: torch.dtype, adapt: Adapt) -> nn.Module | None:
     """What goes in the module's place; experts are bound where they are."""
-    if type(module) is nn.Linear:
-        return _product(ops, module)
+    if is_linear(module):
+        product = _product(ops, module)
+        product.adapt(adapt, name)
+        return product
     if type(module).__name__.endswith("RMSNorm"):
         return _norm_like(module, ops, dtype)
     if {name for name, _ in module.named_children()} == _MLP and type(module.act_fn).__name__.startswith("SiLU"):
-        return _mlp_like(module, ops, dtype)
+        mlp = _mlp_like(module, ops, dtype)
+        if mlp is not None:
+            mlp.adapt(adapt, name)
+        return mlp
     if getattr(module, "has_post_expert_norm", None) is False:
         setattr(module, _BOUND, _bound_experts(module, ops))
     return None
@@ -64,6 +85,10 @@ class _Product(nn.Module):
         self._linear = linear
         self.register_buffer("weight", weight.new_empty(0), persistent=False)  # some models ask for its type
 
+    def adapt(self, adapt: Adapt, *names: str) -> None:
+        """Adapters may change it from now on. ``names``: of its layers."""
+        self._linear = adapt(self._linear, names)
+
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """``[..., in]`` -> ``[..., out]``"""
         flat = self._linear(hidden.reshape(-1, hidden.shape[-1]))
@@ -72,10 +97,16 @@ class _Product(nn.Module):
 
 def _product(ops: PagedOps, *layers: Any) -> _Product:
     """Of all linear layers, their outputs side by side."""
-    weights = [layer.weight.detach() for layer in layers]
+    weights = [_weight_of(layer) for layer in layers]
     biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
     weight = torch.cat(weights) if len(layers) > 1 else weights[0]
     return _Product(ops.make_linear(weight, torch.cat(biases) if biases else None), weight)
+
+
+def _weight_of(layer: Any) -> torch.Tensor:
+    """``[out, in]``, contiguous. GPT-2's Conv1D has it the other way round."""
+    weight: torch.Tensor = layer.weight.detach()
+    return weight.T.contiguous() if type(layer) is Conv1D else weight
 
 
 class _Mlp(nn.Module):
@@ -86,6 +117,11 @@ class _Mlp(nn.Module):
         self._gate_up = _product(ops, mlp.gate_proj, mlp.up_proj)
         self._down = _product(ops, mlp.down_proj)
         self._silu_mul = ops.silu_mul
+
+    def adapt(self, adapt: Adapt, name: str) -> None:
+        """Adapters may change it from now on. ``name``: the module's whose place it takes."""
+        self._gate_up.adapt(adapt, f"{name}.gate_proj", f"{name}.up_proj")
+        self._down.adapt(adapt, f"{name}.down_proj")
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """``[..., hidden]`` in the same shape."""

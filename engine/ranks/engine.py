@@ -25,6 +25,7 @@ from kvrelay.engine.config.cut import Cut
 from kvrelay.engine.kv.copies import CudaCopies
 from kvrelay.engine.kv.gathered import GatheredStore, HostPart, Part
 from kvrelay.engine.models.ranks import RankPart
+from kvrelay.engine.ranks.adapters import RankedAdapters
 from kvrelay.engine.ranks.blocks import BlocksOfRank, OwnBlocks, shared_bytes
 from kvrelay.engine.ranks.group import Meeting, RankGroup
 from kvrelay.engine.ranks.messages import (
@@ -41,7 +42,7 @@ from kvrelay.engine.ranks.messages import (
     Sample,
 )
 from kvrelay.engine.ranks.process import RankProcess
-from kvrelay.engine.step.interface import BlockStore, DeviceFailedError, LaunchedStep
+from kvrelay.engine.step.interface import AdapterSlots, BlockStore, DeviceFailedError, LaunchedStep
 from kvrelay.engine.step.plan import RowResult, SamplingInputs, StepPlan
 from kvrelay.engine.torch_engine import TorchEngine
 
@@ -144,6 +145,8 @@ class RankedEngine:
         self._ranks = ranks
         self._group = group
         self._store = store
+        links = [process.adapters for process in ranks.processes]
+        self._adapters = None if own.adapters is None else RankedAdapters(own.adapters, links)
 
     @classmethod
     def load(cls, settings: LoadSettings, num_ranks: int, load_part: Callable[[RankPart], TorchEngine]) -> RankedEngine:
@@ -179,8 +182,9 @@ class RankedEngine:
         return self._store
 
     @property
-    def adapters(self) -> None:
-        """See Engine. Ranks load none."""
+    def adapters(self) -> AdapterSlots | None:
+        """See Engine."""
+        return self._adapters
 
     @property
     def runs_ahead(self) -> bool:

@@ -16,6 +16,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 
+from kvrelay.engine.ranks.adapters import AdapterLoaded
 from kvrelay.engine.ranks.blocks import Moved
 from kvrelay.engine.ranks.link import Link
 from kvrelay.engine.ranks.messages import Alive, FromRank, Logged
@@ -40,8 +41,9 @@ class RankProcess:
         self._is_closing = False
         self._told: queue.SimpleQueue[FromRank | None] = queue.SimpleQueue()
         (ours, theirs), (our_blocks, their_blocks) = socket.socketpair(), socket.socketpair()
-        with theirs, their_blocks:
-            descriptors = (theirs.fileno(), their_blocks.fileno(), self.pool_memory)
+        our_adapters, their_adapters = socket.socketpair()
+        with theirs, their_blocks, their_adapters:
+            descriptors = (theirs.fileno(), their_blocks.fileno(), their_adapters.fileno(), self.pool_memory)
             self._process = subprocess.Popen(  # noqa: S603 - our own module
                 [sys.executable, "-P", "-m", "kvrelay.engine.rank_main", *map(str, descriptors)],
                 env={**os.environ, **environment},
@@ -51,6 +53,7 @@ class RankProcess:
             )
         self._link: Link[FromRank] = Link(ours, FromRank)
         self.blocks: Link[Moved] = Link(our_blocks, Moved)
+        self.adapters: Link[AdapterLoaded] = Link(our_adapters, AdapterLoaded)
         self._listener = threading.Thread(target=self._listen, name=f"rank-{rank}", daemon=True)
         self._listener.start()
 
@@ -91,6 +94,7 @@ class RankProcess:
         self._is_closing = True
         self._link.shut()
         self.blocks.shut()
+        self.adapters.shut()
         try:
             self._process.wait(_END_S)
         except subprocess.TimeoutExpired:
@@ -99,6 +103,7 @@ class RankProcess:
         self._listener.join()
         self._link.close()
         self.blocks.close()
+        self.adapters.close()
         os.close(self.pool_memory)
 
     def _listen(self) -> None:

@@ -5,6 +5,7 @@ Only an operator's key opens them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,8 @@ class LoadBody(RequestBody):
     """A directory that the gateway sees, with PEFT's two files; they are copied."""
     load_inplace: bool | None = None
     """Whether an adapter of that name is replaced."""
+    base_model_name: str | None = None
+    """Whose adapter it is, where several models have some."""
 
 
 class UnloadBody(RequestBody):
@@ -58,10 +61,15 @@ class UnloadBody(RequestBody):
 @router.post("/v1/load_lora_adapter", response_class=Response, responses=_ANSWERS)
 async def load(body: LoadBody, request: ApiRequest) -> Response:
     """Serve an adapter from now on. Other gateways see it within two seconds; workers load it when it is asked for."""
-    adapters = _adapters(request)
-    if served_models(request).has_own(body.lora_name):
+    models = served_models(request)
+    base, adapters = _base(_adapters(request), body.base_model_name)
+    if models.has_own(body.lora_name):
         raise InvalidRequestError(
             f"lora_name {body.lora_name[:200]!r} is a model's name, or an alias; take another", param="lora_name"
+        )
+    if body.lora_name in models and (found := models.find(body.lora_name).base_name) != base:
+        raise InvalidRequestError(
+            f"lora_name {body.lora_name[:200]!r} is an adapter of model {found!r}; take another", param="lora_name"
         )
     try:
         await adapters.add(body.lora_name, Path(body.lora_path), replaces=bool(body.load_inplace))
@@ -73,22 +81,36 @@ async def load(body: LoadBody, request: ApiRequest) -> Response:
 @router.post("/v1/unload_lora_adapter", response_class=Response, responses=_ANSWERS)
 async def unload(body: UnloadBody, request: ApiRequest) -> Response:
     """Delete an adapter's folder, so that it is served no more. Requests that run with it go on, on workers that have it."""
-    adapters = _adapters(request)
-    try:
-        await adapters.remove(body.lora_name)
-    except AdapterAbsentError as error:
-        raise ModelNotFoundError(str(error), param="lora_name") from error
-    except AdapterError as error:
-        raise InvalidRequestError(str(error), param="lora_name") from error
-    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+    for adapters in _adapters(request).values():
+        try:
+            await adapters.remove(body.lora_name)
+        except AdapterAbsentError:  # perhaps it is another model's
+            continue
+        except AdapterError as error:
+            raise InvalidRequestError(str(error), param="lora_name") from error
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+    raise ModelNotFoundError(f"there is no adapter {body.lora_name[:200]!r}", param="lora_name")
 
 
-def _adapters(request: ApiRequest) -> AdapterRegistry:
+def _adapters(request: ApiRequest) -> Mapping[str, AdapterRegistry]:
+    """By model, at least one. Raises ApiError if it is none of the client's business, or there are none."""
     if not request.key_limits.operator:
         raise ForbiddenError("adapters are an operator's matter: send a key whose line in --api-keys has 'operator=1'")
     adapters = served_models(request).adapters
-    if adapters is None:
+    if not adapters:
         raise InvalidRequestError(
             "this deployment serves no adapters: start gateways and workers with --adapters DIRECTORY"
         )
     return adapters
+
+
+def _base(adapters: Mapping[str, AdapterRegistry], name: str | None) -> tuple[str, AdapterRegistry]:
+    """The model that a new adapter is for, and its adapters. Raises InvalidRequestError."""
+    if name is None and len(adapters) == 1:
+        return next(iter(adapters.items()))
+    if name is not None and name in adapters:
+        return name, adapters[name]
+    given = "is needed" if name is None else f"is {name[:200]!r}, which has no --adapters"
+    raise InvalidRequestError(
+        f"base_model_name {given}; models with adapters are {', '.join(map(repr, adapters))}", param="base_model_name"
+    )

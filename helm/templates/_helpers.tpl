@@ -54,10 +54,6 @@ those below models.NAME lie over the others.
 {{- end }}
 {{- range $name, $given := .root.Values.models }}
 {{- $values := mergeOverwrite (deepCopy $all.root.Values) (deepCopy $given) }}
-{{- if ne $name (keys $all.root.Values.models | sortAlpha | first) }}
-{{- /* Adapters are the first one's, and workers of a model that cannot have any do not start with them. */}}
-{{- $values = mergeOverwrite $values (dict "adapters" (dict "existingClaim" "" "hostPath" "")) }}
-{{- end }}
 {{- $root := dict "Values" $values "Release" $all.root.Release "Chart" $all.root.Chart "Capabilities" $all.root.Capabilities }}
 ---
 {{ include $all.template (dict "root" $root "role" $all.role "model" $name) }}
@@ -145,7 +141,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
       name: {{ .Values.model.huggingFace.tokenSecret.name }}
       key: {{ .Values.model.huggingFace.tokenSecret.key }}
 {{- end }}
-{{- if or .Values.adapters.existingClaim .Values.adapters.hostPath }}
+{{- if include "kvrelay.adapters.given" .Values.adapters }}
 - name: KVRELAY_ADAPTERS
   value: /adapters
 {{- end }}
@@ -232,28 +228,36 @@ hostPath:
 {{- end -}}
 {{- end -}}
 
-{{- define "kvrelay.adapters.volumes" -}}
-{{- if .Values.adapters.existingClaim }}
-- name: adapters
-  persistentVolumeClaim:
-    claimName: {{ .Values.adapters.existingClaim }}
-{{- else if .Values.adapters.hostPath }}
-- name: adapters
-  hostPath:
-    path: {{ .Values.adapters.hostPath }}
-    type: Directory
-{{- end }}
+{{/* Whether there are any: gets the values of adapters. */}}
+{{- define "kvrelay.adapters.given" -}}
+{{- if or .existingClaim .hostPath }}yes{{ end -}}
 {{- end -}}
 
-{{/* Gateways write what /v1/load_lora_adapter brings; workers only read. */}}
-{{- define "kvrelay.adapters.mounts" -}}
-{{- if or .root.Values.adapters.existingClaim .root.Values.adapters.hostPath }}
-- name: adapters
-  mountPath: /adapters
-  {{- if ne .role "gateway" }}
-  readOnly: true
+{{/* A volume of adapters: gets (dict "name" NAME "adapters" VALUES). */}}
+{{- define "kvrelay.adapters.volume" -}}
+- name: {{ .name }}
+  {{- if .adapters.existingClaim }}
+  persistentVolumeClaim:
+    claimName: {{ .adapters.existingClaim }}
+  {{- else }}
+  hostPath:
+    path: {{ .adapters.hostPath }}
+    type: Directory
   {{- end }}
-{{- end }}
+{{- end -}}
+
+{{/* Names of those of several models that have adapters, between commas. */}}
+{{- define "kvrelay.models.adapted" -}}
+{{- if and .Values.models (include "kvrelay.adapters.given" .Values.adapters) -}}
+{{- fail "adapters are of one model, and there are several: leave them out, and set models.NAME.adapters" -}}
+{{- end -}}
+{{- $names := list -}}
+{{- range $name, $given := .Values.models -}}
+{{- if include "kvrelay.adapters.given" (default (dict) $given.adapters) -}}
+{{- $names = append $names $name -}}
+{{- end -}}
+{{- end -}}
+{{- join "," $names -}}
 {{- end -}}
 
 {{/* What a pod has by its component's values: where it runs, as what. */}}

@@ -114,8 +114,10 @@ spec:
             failureThreshold: 3
           volumeMounts:
             {{- include "kvrelay.model.mounts" .root | nindent 12 }}
-            {{- with include "kvrelay.adapters.mounts" . }}
-            {{- . | trim | nindent 12 }}
+            {{- if include "kvrelay.adapters.given" .root.Values.adapters }}
+            - name: adapters
+              mountPath: /adapters
+              readOnly: true
             {{- end }}
             - name: shm
               mountPath: /dev/shm
@@ -131,8 +133,8 @@ spec:
             {{- end }}
       volumes:
         {{- include "kvrelay.model.volumes" .root | nindent 8 }}
-        {{- with include "kvrelay.adapters.volumes" .root }}
-        {{- . | trim | nindent 8 }}
+        {{- if include "kvrelay.adapters.given" .root.Values.adapters }}
+        {{- include "kvrelay.adapters.volume" (dict "name" "adapters" "adapters" .root.Values.adapters) | nindent 8 }}
         {{- end }}
         - name: shm
           emptyDir: {medium: Memory, sizeLimit: {{ $values.sharedMemory }}}

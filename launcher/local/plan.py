@@ -82,6 +82,7 @@ def plan_deployment(
     served = replace(settings.gateway, **front)
     names = [model.name for model in served.named_models()]
     served.aliases_of(names)
+    adapters = served.adapters_of(names)
     free = iter(ports)
     specs: list[ComponentSpec] = []
     addresses: dict[type, list[str]] = {PrefillSettings: [], DecodeSettings: []}
@@ -96,11 +97,7 @@ def plan_deployment(
                     [role, *([model.rpartition("/")[2]] if len(names) > 1 else []), str(len(addresses[component]))]
                 )
                 places = WorkerPorts(next(free), next(free), next(free) if role == "decode" else None)
-                of_model: dict[str, str | None] = {"model": str(directory), "served_model_name": model}
-                if (
-                    model != names[0]
-                ):  # adapters are the first one's, and a model that cannot have any does not start with them
-                    of_model["adapters"] = None
+                of_model = {"model": str(directory), "served_model_name": model, "adapters": adapters.get(model)}
                 specs.append(_worker(settings, name, places, component, of_model, stop_rank, num_cores))
                 address = _tcp(places.control)
                 addresses[component].append(address if len(names) == 1 else f"{model}={address}")

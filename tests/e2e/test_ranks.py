@@ -13,6 +13,7 @@ import pytest
 
 from kvrelay.launcher.local.deployment import LocalDeployment
 from kvrelay.launcher.settings import LocalSettings
+from tests.adapters import linear_shapes, merge, write_adapter
 from tests.reliability.figures import wait_until
 
 from .conftest import PATIENCE_S, wait_until_idle
@@ -26,13 +27,39 @@ NAMES = ("greedy", "frequency_penalty", "prompt_logprobs", "temperature", "json_
 LONG = Wish("Tell me a story.", {"seed": 3, "temperature": 1.0, "max_tokens": 48, "ignore_eos": True})
 
 
+ADAPTER = "formal"
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory, model_directory: Path) -> Path:
+    """A directory with one adapter, of all layers."""
+    directory: Path = tmp_path_factory.mktemp("adapters")
+    write_adapter(directory / ADAPTER, linear_shapes(model_directory), size=0.15)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def merged(
+    adapters: Path, model_directory: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LocalDeployment]:
+    """One rank, of the model that the adapter is merged into."""
+    directory = tmp_path_factory.mktemp("merged") / "model"
+    merge(model_directory, adapters / ADAPTER, directory)
+    settings = LocalSettings.of(
+        port=0, device="cpu", dtype="float32", threads=1, num_blocks=64, prefill=0, room_timeout_s=PATIENCE_S
+    )
+    with LocalDeployment.from_settings(settings, directory) as running:
+        running.wait_ready(timeout_s=180)
+        yield running
+
+
 @pytest.fixture(scope="module", params=[(3, 1), (1, 3)], ids=["3-to-1", "1-to-3"])
-def unequal(request: pytest.FixtureRequest, model_directory: Path) -> Iterator[LocalDeployment]:
+def unequal(request: pytest.FixtureRequest, model_directory: Path, adapters: Path) -> Iterator[LocalDeployment]:
     """A prefill and a decode worker, one of them on three ranks; the model has nine query heads."""
     prefill, decode = request.param
     settings = LocalSettings.of(
         port=0, device="cpu", dtype="float32", threads=1, num_blocks=64, local_prefill="fallback",
-        room_timeout_s=PATIENCE_S, prefill_tensor_parallel=prefill, decode_tensor_parallel=decode,
+        room_timeout_s=PATIENCE_S, adapters=str(adapters), prefill_tensor_parallel=prefill, decode_tensor_parallel=decode,
     )  # fmt: skip
     with LocalDeployment.from_settings(settings, model_directory) as running:
         running.wait_ready(timeout_s=180)
@@ -46,6 +73,20 @@ async def test_unequal_pools_answer_as_one_rank_does(deployment: LocalDeployment
         assert [(one["text"], one["token_ids"]) for one in answer.choices] == [
             (one["text"], one["token_ids"]) for one in expected[name].choices
         ], name
+    await asyncio.to_thread(wait_until_idle, unequal)
+
+
+async def test_unequal_pools_compute_with_an_adapter(
+    deployment: LocalDeployment, merged: LocalDeployment, unequal: LocalDeployment
+) -> None:
+    wishes = {name: WISHES[name] for name in NAMES}
+    named = {name: Wish(wish.prompt, {**wish.fields, "model": ADAPTER}) for name, wish in wishes.items()}
+    expected, base = await ask_alone(merged.url, wishes), await ask_alone(deployment.url, wishes)
+    both = await ask_together(unequal.url, {**named, **{f"base, {name}": wish for name, wish in wishes.items()}})
+    for name in wishes:
+        assert both[name].outputs == expected[name].outputs, name
+        assert both[f"base, {name}"].outputs == base[name].outputs, name
+    assert any(expected[name].outputs != base[name].outputs for name in wishes)
     await asyncio.to_thread(wait_until_idle, unequal)
 
 

@@ -35,7 +35,7 @@ async def test_an_alias_stands_for_a_model_or_for_shares_of_several(model_direct
         files = ModelFiles.load(model_directory)
         small, large = Model("small", files, on.relay), Model("large", files, on.relay)
         aliases = [Alias("chat", (("large", 1.0),)), Alias("canary", (("small", 3.0), ("large", 1.0)))]
-        models = Models([small, large], None, aliases, default="canary")
+        models = Models([small, large], aliases=aliases, default="canary")
         assert models.names == ["small", "large", "chat", "canary"]
         assert models.find("chat", lambda: pytest.fail("nothing is to be decided")) is large
         chosen = {f"user {number}": models.find(None, f"user {number}".__str__) for number in range(40)}

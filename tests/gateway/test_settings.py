@@ -109,3 +109,30 @@ def test_names_of_several_models_are_labels_in_kubernetes() -> None:
         build(GatewaySettings, {"model": ""})
     with pytest.raises(SettingsError, match="--served-model-name is 'x', but there are 2 models"):
         build(GatewaySettings, {**TWO, "served_model_name": "x"})
+
+
+@pytest.mark.parametrize(
+    ("given", "names", "expected"),
+    [
+        ("/lora", ["demo"], {"demo": "/lora"}),
+        ("./a=b", ["demo"], {"demo": "./a=b"}),
+        ("demo=/lora", ["demo"], {"demo": "/lora"}),
+        ("org/b=/lora, a=/x=y", ["a", "org/b", "c"], {"org/b": "/lora", "a": "/x=y"}),
+        ((), ["a", "b"], {}),
+    ],
+)
+def test_directories_of_adapters_are_told_by_model(given: str, names: list[str], expected: dict[str, str]) -> None:
+    assert build(GatewaySettings, {"adapters": given}).adapters_of(names) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ("/lora", "--adapters: '/lora' has no model, and there are 2; write MODEL=/lora"),
+        ("lrge=/lora", "--adapters: 'lrge' of 'lrge=/lora' is not served; did you mean 'large'"),
+        ("small=/a,small=/b", "--adapters: 'small' has two directories; leave one out"),
+    ],
+)
+def test_a_directory_of_adapters_that_is_no_models_is_refused(given: str, why: str) -> None:
+    with pytest.raises(SettingsError, match=why):
+        build(GatewaySettings, {"adapters": given}).adapters_of(["small", "large"])

@@ -19,6 +19,7 @@ from kvrelay.gateway.settings import DiscoverySettings, GatewaySettings, RelaySe
 from kvrelay.gateway.text.tokenizer import Tokenizer
 from kvrelay.wire.messages import Role
 from kvrelay.wire.network import Network
+from tests.adapters import write_adapter
 
 from .http_app import CHAT, TEXT, App, lifespan, saying
 from .players import LINKS, Player
@@ -112,15 +113,86 @@ async def test_a_conversation_stays_with_its_share(model_directory: Path, field:
         assert 5 <= counts["large"] <= 28  # of 64, a quarter; each with a chance of 1 in 1,000 to be missed
 
 
-async def test_an_adapter_takes_no_models_name_and_no_aliases(model_directory: Path, tmp_path: Path) -> None:
-    keys, adapters = tmp_path / "keys", tmp_path / "adapters"
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+SHAPES = {"model.layers.0.self_attn.q_proj": (12, 8)}
+
+
+@pytest.fixture
+def with_adapters(tmp_path: Path) -> dict[str, Any]:
+    """Settings: each of both models has an adapter of its own, and one of a name that the other's has, too."""
+    for number, name in enumerate(("small", "large")):
+        for adapter in (f"of-{name}", "of-both", "chat"):
+            write_adapter(tmp_path / name / adapter, SHAPES, seed=number)
+    keys = tmp_path / "keys"
     keys.write_text(f"boss {hash_key('secret')} operator=1\n")
-    adapters.mkdir()
-    async with two_models(model_directory, adapters=str(adapters), api_keys=str(keys)) as apps:
+    return {"adapters": tuple(f"{name}={tmp_path / name}" for name in ("large", "small")), "api_keys": str(keys)}
+
+
+@asynccontextmanager
+async def as_operator(directory: Path, settings: dict[str, Any]) -> AsyncIterator[dict[str, App]]:
+    async with two_models(directory, **settings) as apps:
         apps["small"].client.headers["authorization"] = "Bearer secret"
+        yield apps
+
+
+async def test_each_model_has_adapters(model_directory: Path, with_adapters: dict[str, Any]) -> None:
+    async with as_operator(model_directory, with_adapters) as apps:
+        app = apps["small"]
+        listed = {one["id"]: one.get("parent") for one in (await app.client.get("/v1/models")).json()["data"]}
+        # A name that two have is the first model's, and none takes an alias.
+        assert {name: parent for name, parent in listed.items() if parent is not None} == {
+            "of-both": "small", "of-small": "small", "of-large": "large"
+        }  # fmt: skip
+        for name, base in (("of-small", "small"), ("of-large", "large"), ("of-both", "small")):
+            for path, body in ((CHAT, {"messages": USER}), (TEXT, {"prompt": "x", "max_tokens": 20})):
+                answer = await app.post(path, model=name, **body)
+                assert answer["model"] == name
+                said = answer["choices"][0]
+                assert (said.get("text") or said["message"]["content"]) == base
+                submitted = apps[base].player.submits[-1].adapter
+                assert submitted is not None
+                assert submitted.name == name
+        await app.post(CHAT, model="large", messages=USER)
+        assert apps["large"].player.submits[-1].adapter is None
+        refusal = await app.post(CHAT, 404, model="of-none", messages=USER)
+        assert "'of-large'" in refusal["error"]["message"]
+
+
+async def test_an_operator_says_whose_adapter_is_brought(
+    model_directory: Path, with_adapters: dict[str, Any], tmp_path: Path
+) -> None:
+    write_adapter(tmp_path / "trained", SHAPES, seed=5)
+    async with as_operator(model_directory, with_adapters) as apps:
+        app, body = apps["small"], {"lora_name": "new", "lora_path": str(tmp_path / "trained")}
+        assert "base_model_name is needed" in (await app.post(LOAD, 400, **body))["error"]["message"]
+        refusal = await app.post(LOAD, 400, **body, base_model_name="chat")
+        assert (
+            "'chat', which has no --adapters; models with adapters are 'small', 'large'" in refusal["error"]["message"]
+        )
+        assert (await app.client.post(LOAD, json={**body, "base_model_name": "large"})).status_code == 200
+        assert (tmp_path / "large" / "new" / "adapter_config.json").is_file()
+        assert (await app.post(TEXT, prompt="x", model="new", max_tokens=20))["choices"][0]["text"] == "large"
+        for of in ({}, {"load_inplace": True}):
+            refusal = await app.post(LOAD, 400, **body, base_model_name="small", **of)
+            assert "is an adapter of model 'large'; take another" in refusal["error"]["message"]
         for name in ("large", "canary"):
-            refusal = await apps["small"].post("/v1/load_lora_adapter", 400, lora_name=name, lora_path=str(tmp_path))
+            refusal = await app.post(LOAD, 400, **{**body, "lora_name": name}, base_model_name="small")
             assert "take another" in refusal["error"]["message"]
+        for name, path in (("new", "large"), ("of-both", "small"), ("of-both", "large")):
+            assert (tmp_path / path / name).is_dir()
+            assert (await app.client.post(UNLOAD, json={"lora_name": name})).status_code == 200
+            assert not (tmp_path / path / name).exists()
+        await app.post(UNLOAD, 404, lora_name="of-both")
+
+
+async def test_a_model_without_adapters_serves_beside_one_that_has_some(
+    model_directory: Path, with_adapters: dict[str, Any]
+) -> None:
+    settings = {**with_adapters, "adapters": with_adapters["adapters"][:1]}
+    async with as_operator(model_directory, settings) as apps:
+        app = apps["small"]
+        assert (await app.post(TEXT, prompt="x", model="of-both", max_tokens=20))["choices"][0]["text"] == "large"
+        await app.post(TEXT, 404, prompt="x", model="of-small")
 
 
 async def test_a_prompt_is_told_apart_by_more_than_its_first_character(model_directory: Path) -> None:

@@ -19,9 +19,11 @@ import pytest
 import yaml
 from prometheus_client import CollectorRegistry
 
+from kvrelay.common.settings import build
 from kvrelay.engine.kv.block_manager import BlockManager
 from kvrelay.gateway.http.api_keys import ApiKeys
 from kvrelay.gateway.metrics import GatewayMetrics
+from kvrelay.gateway.settings import GatewaySettings
 from kvrelay.wire.messages import Role
 from kvrelay.wire.security.keys import WireKeys
 from kvrelay.worker.metrics import EngineMetrics
@@ -460,14 +462,53 @@ def test_a_models_name_stays_a_text() -> None:
 
 
 @needs_helm
-def test_adapters_are_the_first_models() -> None:
-    """Workers of a model that cannot have any would not start."""
-    models = 'models={"a": {"model": {"name": "a/b"}}, "b": {"model": {"name": "c/d"}}}'
-    found = objects("--set", "adapters.existingClaim=lora", "--set-json", models)
-    for name, has_adapters in (("gateway", True), ("a-decode-worker", True), ("b-decode-worker", False)):
-        pod = pod_of(found, name)
-        assert ("KVRELAY_ADAPTERS" in env_of(pod)) is has_adapters
-        assert ("adapters" in {volume["name"] for volume in pod["volumes"]}) is has_adapters
+@pytest.mark.parametrize(
+    ("given", "volume"),
+    [
+        ("adapters.existingClaim=lora", {"persistentVolumeClaim": {"claimName": "lora"}}),
+        ("adapters.hostPath=/srv/lora", {"hostPath": {"path": "/srv/lora", "type": "Directory"}}),
+    ],
+)
+def test_all_pods_have_the_volume_of_adapters(given: str, volume: Manifest) -> None:
+    """Gateways write what is brought over HTTP, so theirs is not read-only. Without a volume nobody serves any."""
+    found = objects("--set", given)
+    for component in ("gateway", "prefill-worker", "decode-worker"):
+        pod = pod_of(found, component)
+        (container,) = pod["containers"]
+        mount = {"name": "adapters", "mountPath": env_of(pod)["KVRELAY_ADAPTERS"]}
+        assert (mount if component == "gateway" else {**mount, "readOnly": True}) in container["volumeMounts"]
+        assert {"name": "adapters", **volume} in pod["volumes"]
+    assert "adapters" not in rendered()
+
+
+@needs_helm
+def test_each_of_several_models_has_adapters_of_its_own() -> None:
+    models = {
+        "a": {"model": {"name": "a/b"}, "adapters": {"existingClaim": "lora-a"}},
+        "b": {"model": {"name": "c/d"}},
+        "c": {"model": {"name": "e/f"}, "adapters": {"hostPath": "/srv/lora"}},
+    }
+    found = objects("--set-json", f"models={json.dumps(models)}")
+    volumes = {
+        "a": {"persistentVolumeClaim": {"claimName": "lora-a"}},
+        "c": {"hostPath": {"path": "/srv/lora", "type": "Directory"}},
+    }
+    front = pod_of(found, "gateway")
+    settings = build(GatewaySettings, {"adapters": env_of(front)["KVRELAY_ADAPTERS"]})
+    for name, directory in settings.adapters_of(list(models)).items():
+        assert {"name": f"adapters-{name}", "mountPath": directory} in front["containers"][0]["volumeMounts"]
+        assert {"name": f"adapters-{name}", **volumes[name]} in front["volumes"]
+    assert set(settings.adapters_of(list(models))) == set(volumes)
+    for name in models:
+        for role in ("prefill", "decode"):
+            pod = pod_of(found, f"{name}-{role}-worker")
+            there = [volume for volume in pod["volumes"] if volume["name"] == "adapters"]
+            assert there == ([{"name": "adapters", **volumes[name]}] if name in volumes else [])
+            assert ("KVRELAY_ADAPTERS" in env_of(pod)) is (name in volumes)
+    refused = helm(
+        "template", str(CHART), "--set", "adapters.hostPath=/srv", "--set-json", f"models={json.dumps(models)}"
+    )
+    assert "there are several: leave them out, and set models.NAME.adapters" in refused.stderr
 
 
 @needs_helm

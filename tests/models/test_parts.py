@@ -68,7 +68,9 @@ def test_a_part_is_replaced_only_by_one_with_its_results(kind: str, dtype: torch
     hidden = torch.randn(2, 3, WIDTH).to(dtype)
     expected = part(hidden)
     holder = Holder(part)
-    transformers_parts._replace_in(holder, CpuPagedOps(NO_LAYERS, torch.zeros(1, dtype=dtype)), dtype)
+    transformers_parts._replace_in(
+        holder, "", CpuPagedOps(NO_LAYERS, torch.zeros(1, dtype=dtype)), dtype, lambda linear, names: linear
+    )
     assert (holder.part is not part) == is_replaced
     tolerance = 1e-5 if dtype == torch.float32 else 0.03
     torch.testing.assert_close(holder.part(hidden), expected, rtol=tolerance, atol=tolerance)

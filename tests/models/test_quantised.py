@@ -23,8 +23,7 @@ from safetensors.torch import load_file, save_file
 from kvrelay.common.errors import ModelError
 from kvrelay.engine.config.cut import Cut
 from kvrelay.engine.config.model import load_config
-from kvrelay.engine.step.interface import StepRow
-from kvrelay.engine.torch_engine import TorchEngine
+from kvrelay.engine.step.interface import Engine, StepRow
 from kvrelay.engine.weights.checkpoint import load_weights
 from tests.engine import conftest as native
 from tests.engine.led import step
@@ -164,6 +163,11 @@ def stored(source: Path, target: Path, made: Format) -> Path:
 
 def reference(source: Path, directory: Path, made: Format) -> torch.Tensor:
     """transformers' log probabilities behind the prompt ``[vocab]``."""
+    return logits_of(dequantised(source, directory, made))
+
+
+def dequantised(source: Path, directory: Path, made: Format) -> Any:
+    """The model of transformers with full weights."""
     if made.theirs is not None:
         model = transformers.AutoModelForCausalLM.from_pretrained(
             directory, quantization_config=made.theirs, dtype=torch.float32
@@ -174,7 +178,7 @@ def reference(source: Path, directory: Path, made: Format) -> torch.Tensor:
         for name, linear in model.named_modules():
             if isinstance(linear, torch.nn.Linear) and is_stored(name):
                 linear.weight.data = made.full(linear.weight.data)
-    return logits_of(model)
+    return model
 
 
 @torch.inference_mode()
@@ -184,11 +188,12 @@ def logits_of(model: Any) -> torch.Tensor:
     return torch.log_softmax(logits.float(), dim=-1)
 
 
-def ours(engine: TorchEngine) -> torch.Tensor:
+def ours(engine: Engine, adapter: int = 0) -> torch.Tensor:
     """The engine's log probabilities behind the prompt."""
     num_blocks = -(-len(PROMPT) // engine.card.layout.block_size)
     num_groups = len(engine.card.layout.geometry.groups)
     sequence = native.sequence(PROMPT, list(range(num_blocks)), num_groups=num_groups, num_logprobs=VOCAB)
+    sequence.adapter = adapter
     (token,) = step(engine, [StepRow(sequence, len(PROMPT))])
     assert token is not None
     dense = torch.full((VOCAB,), -math.inf)

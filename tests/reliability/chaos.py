@@ -7,7 +7,7 @@ Two gateways and two workers of each role. Workers and gateways are killed (SIGK
 and their connections cut or held, at random moments; one member of a role at a time, so that there is always a spare one. Who
 ends is started anew. Every question was answered once before, without faults; whatever an answer says afterwards must be the
 same: text, token ids, finish reason, usage, and log probabilities. Half of the questions are greedy, half sampled with a seed;
-some have stop strings.
+some have stop strings. Half of them are put to one of two adapters, and decode workers speculate.
 
 A client whose gateway is killed sees its connection break, as it would on a cluster, and asks again; all else must be invisible.
 """
@@ -29,8 +29,10 @@ from typing import Any
 import httpx
 
 from kvrelay.wire.security.keys import make_keys
+from tests.adapters import linear_shapes, write_adapter
 
-from .fleet import Figures, Fleet, Life, Member, fleet
+from .drafts import DraftWatch
+from .fleet import MODEL_NAME, Figures, Fleet, Life, Member, fleet
 from .questions import Answer, HonestError, Question, StreamCutError, ask, questions
 
 FAULTS = {"kill": 5, "drain": 3, "pause": 2, "freeze": 1, "cut": 4, "hold": 2}  # how often, relative to each other
@@ -39,6 +41,8 @@ FREEZE_S = (11.0, 13.0)  # one that everybody must
 BETWEEN_S = (0.2, 2.5)
 # float32: bf16 keeps its words only where our own kernels do all of it (docs/reliability.md).
 MODEL_OPTIONS = ["--dtype", "float32", "--threads", "1", "--kv-memory-mb", "512", "--device", "cpu"]
+ADAPTERS = ("first", "second")
+MODELS = (MODEL_NAME, ADAPTERS[0], MODEL_NAME, ADAPTERS[1])
 IDLE_S = 45.0  # after the last fault: a stopped worker's leases and sends take their time to run out
 
 
@@ -54,6 +58,7 @@ class Report:
     faults: Counter[str] = field(default_factory=Counter)
     longest_s: float = 0.0
     idle_after_s: float = 0.0
+    drafts: tuple[float, float] = (0.0, 0.0)  # tokens that decode workers drafted, and those of them that came true
     bad_exits: list[str] = field(default_factory=list)
     figures: dict[str, tuple[Figures, Figures]] = field(default_factory=dict)  # before and after, by member
 
@@ -78,6 +83,7 @@ class Report:
             f"answers: {self.same} the same as without faults, {len(self.different)} different, {len(self.errors)} errors",
             f"clients: {self.cut} streams broke with their gateway and were asked again, {self.refused_connections} times the "
             f"other gateway was asked at once; the longest answer took {self.longest_s:.1f} s",
+            f"drafts: of {self.drafts[0]:.0f} tokens {self.drafts[1]:.0f} came true",
             f"afterwards: every block free or cached after {self.idle_after_s:.1f} s",
         ]
         for name, (before, after) in sorted(self.figures.items()):
@@ -238,22 +244,27 @@ async def chaos(
     """
     report = Report()
     with tempfile.TemporaryDirectory() as directory:
-        keys = Path(directory) / "keys"
+        keys, adapters = Path(directory) / "keys", Path(directory) / "adapters"
         make_keys(keys)
+        for number, name in enumerate(ADAPTERS):
+            # Small, so that answers are words still.
+            write_adapter(adapters / name, linear_shapes(model), rank=8 * (number + 1), seed=number, size=0.15)
         async with fleet(
             Path(directory),
             model=model,
             num_prefills=2,
             num_decodes=2,
             num_gateways=2,
-            worker_options=worker_options,
-            gateway_options=[],
+            worker_options=[*worker_options, "--adapters", str(adapters)],
+            gateway_options=["--adapters", str(adapters)],
+            decode_options=["--speculation", "ngram"],
             keys=keys,
         ) as up:
-            asked = await _reference(up, questions(num_questions, random.Random(seed)), num_clients)
+            asked = await _reference(up, questions(num_questions, random.Random(seed), MODELS), num_clients)
             await up.wait_idle(10.0)
             before = await up.calm_figures()
-            trouble = Chaos(up, seed, report, well_s)
+            trouble, drafts = Chaos(up, seed, report, well_s), DraftWatch(up)
+            watching = asyncio.create_task(drafts.run())
             await (trouble.roll(asked, num_clients) if seconds is None else trouble.run(asked, num_clients, seconds))
             await up.wait_ready()
             report.idle_after_s = await up.wait_idle(IDLE_S)
@@ -263,6 +274,10 @@ async def chaos(
             report.errors += calm.report.errors
             report.different += calm.report.different
             await up.wait_idle(10.0)
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+            await drafts.look()
+            report.drafts = drafts.totals
             after = await up.calm_figures(before)
             report.figures = {name: (before[name], after[name]) for name in up.members}
             for member in up.members.values():
@@ -284,6 +299,10 @@ async def _reference(up: Fleet, bodies: list[dict[str, Any]], num_clients: int) 
 
         urls = [gateway.url for gateway in up.of("gateway")]
         firsts, seconds = [await asyncio.gather(*(one(body, url) for body in bodies)) for url in urls]
+        plain = await asyncio.gather(*(one({**body, "model": MODEL_NAME}, urls[0]) for body in bodies))
+    for name in ADAPTERS:
+        its = [index for index, body in enumerate(bodies) if body["model"] == name]
+        assert any(firsts[index].differs(plain[index]) for index in its), f"adapter {name!r} changes no answer"
     for body, first, second in zip(bodies, firsts, seconds, strict=True):
         difference = second.differs(first)
         assert difference is None, f"not even without faults the same: {body['prompt'][-60:]!r}: {difference}"

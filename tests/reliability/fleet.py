@@ -17,7 +17,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +29,7 @@ from kvrelay.launcher.local.ports import free_ports
 
 from .figures import MIB
 
+MODEL_NAME = "model"  # in the API
 READY_S, END_S, CALM_S = 120.0, 60.0, 8.0
 _LOOK_S = 0.1
 
@@ -263,9 +264,10 @@ async def fleet(
     num_gateways: int,
     worker_options: list[str],
     gateway_options: list[str],
+    decode_options: Sequence[str] = (),
     keys: Path | None = None,
 ) -> AsyncIterator[Fleet]:
-    """All up and ready; ended afterwards. Logs lie in ``directory``."""
+    """All up and ready; ended afterwards. Logs lie in ``directory``. ``decode_options``: of decode workers beside all workers'."""
     security = [] if keys is None else ["--keys", str(keys)]
     ports = iter(free_ports(2 * num_prefills + 3 * num_decodes + num_gateways))
     members: list[Member] = []
@@ -279,14 +281,14 @@ async def fleet(
             where = ["--address", f"tcp://127.0.0.1:{own['control']}", "--admin-port", str(admin)]
             if role == "decode":
                 own["data"] = next(ports)
-                where += ["--data-address", f"tcp://127.0.0.1:{own['data']}"]
+                where += ["--data-address", f"tcp://127.0.0.1:{own['data']}", *decode_options]
             name = f"{role}-{index}"
             command = _command(f"{role}-worker", model, [*where, *worker_options, *security])
             members.append(Member(name, command, f"http://127.0.0.1:{admin}", directory / f"{name}.log", cable, own))
     for index in range(num_gateways):
         port = next(ports)
         where = ["--port", str(port), "--prefill-workers", ",".join(addresses["prefill"])]
-        where += ["--decode-workers", ",".join(addresses["decode"]), "--served-model-name", "model"]
+        where += ["--decode-workers", ",".join(addresses["decode"]), "--served-model-name", MODEL_NAME]
         command = _command("gateway", model, [*where, *gateway_options, *security])
         members.append(
             Member(f"gateway-{index}", command, f"http://127.0.0.1:{port}", directory / f"gateway-{index}.log")

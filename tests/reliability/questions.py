@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,8 +83,12 @@ def _take(chunk: dict[str, Any], answer: Answer) -> None:
     answer.usage = chunk.get("usage") or answer.usage
 
 
-def questions(num: int, chance: random.Random) -> list[dict[str, Any]]:
-    """Bodies: half greedy, half seeded; of many lengths; with and without stop strings, log probabilities, shared beginnings."""
+def questions(num: int, chance: random.Random, models: Sequence[str]) -> list[dict[str, Any]]:
+    """Bodies: half greedy, half seeded; of many lengths; with and without stop strings, log probabilities, shared beginnings;
+    some that repeat themselves.
+
+    ``models``: whom they are put to, in turns, two each.
+    """
     topics = [
         "the sea",
         "bread",
@@ -99,6 +104,7 @@ def questions(num: int, chance: random.Random) -> list[dict[str, Any]]:
         topic = topics[index % len(topics)]
         filler = f"Notes on {topic}: it is known for many things. " * chance.randrange(1, 9)
         body: dict[str, Any] = {
+            "model": models[index // 2 % len(models)],
             "prompt": f"{filler}Question {index}: tell me about {topic}.\nAnswer:",
             "max_tokens": chance.randrange(8, 48),
             "temperature": 0.0 if index % 2 == 0 else 0.9,
@@ -106,6 +112,8 @@ def questions(num: int, chance: random.Random) -> list[dict[str, Any]]:
             "return_token_ids": True,
             "stream_options": {"include_usage": True},
         }
+        if index % 6 == 0:  # what comes next is easily guessed
+            body["prompt"] = f"Question {index}: " + "red, green, blue, " * chance.randrange(4, 20)
         if index % 2 == 1:
             body["top_p"] = 0.9
         if index % 3 == 0:

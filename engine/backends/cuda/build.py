@@ -48,6 +48,7 @@ MakeTrial = Callable[[KvPool, int, int], tuple[Model, CudaPagedOps]]
 
 def cuda_model(
     config: ModelConfig,
+    whole: ModelConfig,
     weights: ModelWeights,
     pool: KvPool,
     max_model_len: int,
@@ -57,7 +58,8 @@ def cuda_model(
 ) -> tuple[DecoderModel, CudaOps, DecodeGraphs | None, Adapters | None]:
     """The model over ``pool``, which has a spare block. Takes ``weights`` over. Capturing graphs takes seconds.
 
-    ``kv_scales``: see :func:`cuda_ops`. ``part``: see DecoderModel; without graphs, as nobody has tried collectives in them.
+    ``config``: of the ``part`` that is here, see DecoderModel; ``whole``: of the model. ``kv_scales``: see :func:`cuda_ops`. A part
+    has no graphs, as nobody has tried collectives in them.
     """
     graphs: DecodeGraphs | None = None
     try:
@@ -69,7 +71,7 @@ def cuda_model(
             products = ops.make_low_rank(compute_dtype)
             adapters = Adapters(products, compute_dtype, pool.tensor.device)
             adapted = AdaptedSteps(adapters, products)
-        model = DecoderModel(config, weights, ops, part, None if adapters is None else (adapters, config))
+        model = DecoderModel(config, weights, ops, part, None if adapters is None else (adapters, whole))
         compile_steps(model, ops, pool, options)
         if adapted is not None:
             compile_adapters(model, ops, pool, adapted)

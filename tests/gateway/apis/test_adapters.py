@@ -33,7 +33,7 @@ def registry(tmp_path: Path) -> Path:
 async def app(model_directory: Path, registry: Path, tmp_path: Path) -> AsyncIterator[App]:
     keys = tmp_path / "keys"
     keys.write_text(f"boss {hash_key('secret')} operator=1\nguest {hash_key('guest')}\n")
-    async with app_for(model_directory, saying("yes"), adapters=str(registry), api_keys=str(keys)) as app:
+    async with app_for(model_directory, saying("yes"), adapters=(str(registry),), api_keys=str(keys)) as app:
         app.client.headers["authorization"] = "Bearer secret"
         yield app
 
@@ -186,7 +186,7 @@ async def test_only_operators_bring_adapters(app: App, registry: Path) -> None:
 
 
 async def test_without_keys_or_a_directory_nobody_brings_adapters(model_directory: Path, registry: Path) -> None:
-    async with app_for(model_directory, saying("yes"), adapters=str(registry)) as app:
+    async with app_for(model_directory, saying("yes"), adapters=(str(registry),)) as app:
         await app.post(UNLOAD, 403, lora_name="formal")
     async with app_for(model_directory, saying("yes")) as app:
         await app.post(TEXT, 404, prompt="x", model="formal")

@@ -250,7 +250,7 @@ def test_a_plan_wires_the_components_together() -> None:
 
 def test_each_of_several_models_has_its_workers() -> None:
     flags = {"model": ("small=/models/a", "org/b"), "alias": ("chat=small:9+org/b:1",), "prefill": "1", "decode": "2"}
-    settings = LOCAL.load({**flags, "adapters": "/lora"}, {})
+    settings = LOCAL.load({**flags, "adapters": ("org/b=/lora",)}, {})
     ports = list(range(20_000, 20_000 + num_ports(settings)))
     assert len(ports) == 2 * (2 + 3 + 3)
     plan = plan_deployment(settings, Path("/models/a"), Path("/cache/b"), http_port=8000, ports=ports, num_cores=12)
@@ -263,10 +263,11 @@ def test_each_of_several_models_has_its_workers() -> None:
     assert isinstance(decode, DecodeSettings)
     assert (prefill.model.model, prefill.served_model_name, prefill.model.threads) == ("/models/a", "small", 2)
     assert (decode.model.model, decode.served_model_name) == ("/cache/b", "org/b")
-    assert (prefill.model.adapters, decode.model.adapters) == ("/lora", None)  # they are the first model's
+    assert (prefill.model.adapters, decode.model.adapters) == (None, "/lora")
     front = parsed(GatewaySettings, plan.specs[-1])
     assert isinstance(front, GatewaySettings)
     assert front.model == ("small=/models/a", "org/b=/cache/b")
+    assert front.adapters == ("org/b=/lora",)
     assert front.workers.prefill_workers[0] == f"small={prefill.address}"
     assert front.workers.decode_workers[2] == f"org/b={decode.address}"
     assert [alias.name for alias in front.aliases_of(plan.model_names)] == ["chat"]

@@ -1,0 +1,71 @@
+"""Which linear layers of a model of transformers adapters may change, found out at load.
+
+An adapter names a layer by its module's path, and what it adds to a product is added row by row: row i must be token i of the step.
+So a layer counts if plain forward passes call it once each, with all tokens. Experts, which get some of the tokens, and the head,
+which gets the rows that sample, do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from kvrelay.engine.models.adapters import AdaptedLayer, Adapters
+from kvrelay.engine.models.ops import Linear
+from kvrelay.engine.models.transformers_cut import LinearCut
+from kvrelay.engine.models.transformers_model import TransformersModel
+from kvrelay.engine.models.transformers_parts import Adapt, is_linear, linear_shape
+
+_NUM_TOKENS = [29, 17]  # of each pass; so many that no expert gets all of them, both times
+
+
+@torch.inference_mode()
+def adaptable_layers(model: TransformersModel) -> dict[str, AdaptedLayer]:
+    """By name. Runs ``model``, which is whole, with its own parts: call it before ``bind``."""
+    decoder = f"{model.model.base_model_prefix}."
+    modules = {name: module for name, module in model.model.named_modules() if name.startswith(decoder)}
+    linears = {name: module for name, module in modules.items() if is_linear(module)}
+    rows: dict[str, list[int]] = {name: [] for name in linears}  # of each call
+
+    def hear(name: str) -> Any:
+        def called(_module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+            rows[name].append(inputs[0].numel() // inputs[0].shape[-1])
+
+        return called
+
+    hooks = [module.register_forward_pre_hook(hear(name)) for name, module in linears.items()]
+    try:
+        with model.plain_attention():
+            for count in _NUM_TOKENS:
+                positions = torch.arange(count, device=model.model.device)[None]
+                token_ids = positions % model.shape.vocab_size
+                model.model(input_ids=token_ids, position_ids=positions, use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    shapes = {name: linear_shape(module) for name, module in linears.items() if rows[name] == _NUM_TOKENS}
+    return {
+        name: AdaptedLayer(name, num_outputs, num_inputs, range(num_outputs), range(num_inputs))
+        for name, (num_outputs, num_inputs) in shapes.items()
+    }
+
+
+def adapt_layers(adapters: Adapters, layers: Mapping[str, AdaptedLayer], cuts: Mapping[str, LinearCut]) -> Adapt:
+    """What makes products of ``layers`` that adapters change. ``cuts``: of the rank that is here."""
+
+    def adapt(linear: Linear, names: tuple[str, ...]) -> Linear:
+        if not all(name in layers for name in names):
+            return linear
+        return adapters.adapted(linear, *(_part(layers[name], cuts.get(name)) for name in names))
+
+    return adapt
+
+
+def _part(layer: AdaptedLayer, cut: LinearCut | None) -> AdaptedLayer:
+    if cut is None:
+        return layer
+    return replace(layer, outputs=cut.part) if cut.by_outputs else replace(layer, inputs=cut.part)

@@ -1,0 +1,41 @@
+"""How speculation went in a fleet, whose decode workers, with their counters, come and go."""
+
+from __future__ import annotations
+
+import asyncio
+
+from .fleet import Fleet
+
+_LOOK_S = 1.0
+
+
+class DraftWatch:
+    """Reads the counters of all decode workers again and again; a process's last ones count."""
+
+    def __init__(self, up: Fleet) -> None:
+        self._fleet = up
+        self._seen: dict[int, tuple[float, float]] = {}  # by process: tokens drafted, and those that came true
+
+    async def run(self) -> None:
+        """Cancel to end it."""
+        while True:
+            await self.look()
+            await asyncio.sleep(_LOOK_S)
+
+    async def look(self) -> None:
+        """Now. Who does not answer has told before what it did, but for the last second."""
+        for member in self._fleet.of("decode"):
+            pid = member.pid
+            if member.ready_s is not None and await asyncio.to_thread(member.fetch, "/metrics", 1.0) is not None:
+                counted = [
+                    await asyncio.to_thread(member.counted, f"kvrelay_{kind}_tokens_total")
+                    for kind in ("draft", "accepted_draft")
+                ]
+                if member.pid == pid and counted[0]:
+                    self._seen[pid] = (counted[0], counted[1])
+
+    @property
+    def totals(self) -> tuple[float, float]:
+        """Tokens drafted, and those that came true."""
+        drafted, accepted = zip(*self._seen.values(), strict=True) if self._seen else ((), ())
+        return sum(drafted), sum(accepted)
