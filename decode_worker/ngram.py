@@ -15,6 +15,7 @@ class NgramDrafter:
     """Implements :class:`kvrelay.decode_worker.drafts.Drafter`."""
 
     name = "ngram"
+    num_trusted = 0
 
     def __init__(self) -> None:
         self._indices: dict[Sequence, _Index] = {}
