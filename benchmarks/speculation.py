@@ -125,17 +125,18 @@ def spread(ratios: list[float]) -> str:
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--model", default="demo", show_default=True, help="Model directory, Hugging Face id, or 'demo'.")
 @click.option("--drafter", default="ngram", show_default=True, help="What --speculation says; off shows the noise.")
+@click.option("--only", default="", help="Requests whose name has this in it.")
 @click.option("--rounds", default=9, show_default=True, type=click.IntRange(1))
 @click.option("--streams", default=32, show_default=True, type=click.IntRange(1, 64))
 @click.option("--tokens", default=200, show_default=True, type=click.IntRange(2))
 @click.option("--threads", default=1, show_default=True, type=click.IntRange(1))
-def main(model: str, drafter: str, rounds: int, streams: int, tokens: int, threads: int) -> None:
+def main(model: str, drafter: str, only: str, rounds: int, streams: int, tokens: int, threads: int) -> None:
     """Measure and print."""
     options = {"threads": threads, "kv_memory_mb": 512}
     with LLM(model, **options) as plain, LLM(model, speculation=drafter, **options) as drafting:
         print("| requests | tokens/s without | with | ratio, median (least to most) | the same by CPU time |")
         print("| --- | --- | --- | --- | --- |")
-        for load in loads(streams, tokens):
+        for load in [one for one in loads(streams, tokens) if only in one.name]:
             for llm in (plain, drafting):  # prompts are cached from then on
                 run(llm, load)
             found: dict[LLM, list[Run]] = {plain: [], drafting: []}

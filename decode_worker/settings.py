@@ -30,9 +30,9 @@ class DecodeSchedulerSettings(SchedulerSettings):
     max_waiting: int = setting(512, "sequences that may wait; one more is refused", minimum=1)
     speculation: str = setting(
         "off",
-        "what guesses the next tokens, which a step then computes together; the text stays the same: ngram looks them up in prompt "
-        "and output",
-        choices=("off", "ngram"),
+        "what guesses the next tokens, which a step then computes together; the text stays the same: guide takes text that a JSON "
+        "schema or another guide forces, ngram looks others up in prompt and output, too",
+        choices=("off", "guide", "ngram"),
     )
     speculation_tokens: int = setting(
         7,

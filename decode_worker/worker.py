@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence as Seq
 from functools import partial
 from typing import Any
 
 from kvrelay.common.errors import SettingsError
-from kvrelay.decode_worker.drafts import Drafter, Drafts, drafter_of
+from kvrelay.decode_worker.drafts import Drafter, Drafts, drafters_of
 from kvrelay.decode_worker.metrics import DraftMetrics
 from kvrelay.decode_worker.scheduler import DecodeScheduler
 from kvrelay.decode_worker.service import DataPorts, DecodeService
@@ -38,9 +39,9 @@ class DecodeWorker(Worker[DecodeService]):
         settings: DecodeSchedulerSettings,
         data_address: str,
         setup: Setup,
-        drafter: Drafter | None = None,
+        drafters: Seq[Drafter] = (),
     ) -> None:
-        """``drafter``: None: the one that the settings ask for, if they do."""
+        """``drafters``: empty: those that the settings ask for, if they do."""
         card, network, num_threads = engine.card, setup.network, setup.data_sockets
         max_batched_tokens = prompt_step_tokens(settings.max_batched_tokens, card.device_type)
         if max_batched_tokens < settings.max_num_seqs:
@@ -48,9 +49,9 @@ class DecodeWorker(Worker[DecodeService]):
                 f"--max-batched-tokens is {max_batched_tokens}; it must be at least --max-num-seqs "
                 f"({settings.max_num_seqs}), so that every running sequence gets its token in every step"
             )
-        drafts, drafter = None, drafter or drafter_of(settings)
-        if drafter is not None:
-            drafts = Drafts(drafter, settings.speculation_tokens, DraftMetrics(setup.registry))
+        drafts, drafters = None, drafters or drafters_of(settings)
+        if drafters:
+            drafts = Drafts(drafters, settings.speculation_tokens, DraftMetrics(setup.registry))
         super().__init__(engine, settings, setup, partial(DecodeScheduler, drafts=drafts), DecodeService)
         self.leases = LeaseTable(
             LeaseSettings(

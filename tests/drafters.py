@@ -15,6 +15,7 @@ class Oracle:
     """Has been told. Implements Drafter."""
 
     name = "oracle"
+    num_trusted = 0
 
     def __init__(self, outputs: Mapping[str, Seq[int]], num_right: int = 4, vocab_size: int = 100) -> None:
         """``outputs``: of each request. About one token in ``num_right`` + 1 is another one below ``vocab_size``."""

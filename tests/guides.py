@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from itertools import takewhile
 
 import numpy as np
 import numpy.typing as npt
@@ -43,7 +44,7 @@ def fill_along(state: GuideState, bitmask: npt.NDArray[np.int32], draft: Seq[int
 
 
 class TokensState:
-    """Implements GuideState."""
+    """Implements GuideState. All its tokens are forced."""
 
     def __init__(self, token_ids: list[int]) -> None:
         self.left = token_ids
@@ -52,6 +53,9 @@ class TokensState:
         bitmask[:] = 0
         if self.left[0] >= 0:
             bitmask.view(np.uint32)[self.left[0] // 32] = 1 << self.left[0] % 32
+
+    def forced(self, most: int) -> tuple[int, ...]:
+        return tuple(takewhile(lambda token_id: token_id >= 0, self.left[:most]))
 
     def num_allowed(self, draft: Seq[int]) -> int:
         return num_allowed(self, draft)
@@ -80,6 +84,9 @@ class ChainState:
         assert self._num_left > 0, "asked behind its end"
         may_come = np.arange(32 * len(bitmask)) % 3 == self._residue
         bitmask[:] = np.packbits(may_come, bitorder="little").view(np.int32)
+
+    def forced(self, most: int) -> tuple[int, ...]:
+        return ()
 
     def num_allowed(self, draft: Seq[int]) -> int:
         return num_allowed(self, draft)

@@ -51,6 +51,12 @@ class GuideState(Protocol):
     def fill(self, bitmask: npt.NDArray[np.int32]) -> None:
         """Set the bit of every token that may come next. ``bitmask``: ``[ceil(vocab_size / 32)]``."""
 
+    def forced(self, most: int) -> tuple[int, ...]:
+        """Tokens of text that can go on in one way only, ``most`` at most; none if it would take long to tell.
+
+        Where a token could be split otherwise, it is as the tokenizer splits it, which a model may do otherwise.
+        """
+
     def num_allowed(self, draft: Seq[int]) -> int:
         """How many of the draft's tokens may come one behind the other; fewer, if it would take long to follow them."""
 

@@ -14,6 +14,7 @@ from kvrelay.common.fair_queue import Flow
 from kvrelay.common.model_card import ModelCard
 from kvrelay.common.sampling import BeamSearch, SampledToken, SamplingParams
 from kvrelay.decode_worker.drafts import Drafter, Drafts
+from kvrelay.decode_worker.forced import GuideDrafter
 from kvrelay.decode_worker.metrics import DraftMetrics
 from kvrelay.decode_worker.scheduler import DecodeScheduler
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
@@ -164,7 +165,7 @@ class Rig:
     ) -> None:
         """``num_blocks``: of the pool, if not the engine's; without an engine, of a fake one. ``pace``: how long steps take.
 
-        ``drafter``: of speculation.
+        ``drafter``: of speculation, which then drafts what guides force, too.
 
         ``windows``: of a fake engine's groups of layers.
         """
@@ -190,7 +191,7 @@ class Rig:
         self.registry = CollectorRegistry()
         drafts = None
         if drafter is not None:
-            drafts = Drafts(drafter, of_scheduler.speculation_tokens, DraftMetrics(self.registry))
+            drafts = Drafts([GuideDrafter(), drafter], of_scheduler.speculation_tokens, DraftMetrics(self.registry))
         self.scheduler = DecodeScheduler(of_scheduler, self.blocks, max_model_len, "cpu", drafts)
         self.outputs: dict[str, list[int]] = {}
         self.sampled: dict[str, list[SampledToken]] = {}  # the same here, with their log probabilities

@@ -6,8 +6,11 @@ import random
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry
 
-from kvrelay.decode_worker.drafts import Record, num_to_draft
+from kvrelay.decode_worker.drafts import Drafts, Record, num_to_draft
+from kvrelay.decode_worker.forced import GuideDrafter
+from kvrelay.decode_worker.metrics import DraftMetrics
 from kvrelay.decode_worker.ngram import NgramDrafter
 from kvrelay.engine.fake.engine import FakeEngine, FakePace, expected_output, fake_card
 from kvrelay.engine.step.interface import StepRow
@@ -17,7 +20,7 @@ from tests.decode_worker.rig import Rig, beams, expected_beams, greedy
 from tests.decode_worker.test_run_ahead import workload
 from tests.drafters import FakeOracle
 from tests.engine.conftest import sequence, tokens
-from tests.guides import ChainState
+from tests.guides import ChainState, TokensState
 
 VOCAB = 50
 ALWAYS_RIGHT = 10**9
@@ -78,6 +81,41 @@ def test_a_text_that_is_guessed_comes_in_fewer_steps() -> None:
         assert len(rig.engine.rows) < 15
         assert rig.drafted() == rig.drafted("accepted_draft") == 65 - 1 - len(rig.engine.rows)
         assert rig.count("sampled_tokens") == 64
+
+
+def test_what_a_guide_forces_comes_in_fewer_steps() -> None:
+    """With nothing else to guess from, and with log probabilities; the guide's own drafts, not those of its next one in line."""
+    params = greedy(40, num_logprobs=2)
+    forced = [*range(10, 40), 7, 7, 7]
+    plain = Rig(FakeEngine(fake_card(vocab_size=VOCAB)))
+    rig = fake_rig(num_right=0)
+    for one in (plain, rig):
+        one.add("guided", tokens(0, 9), params, guide=TokensState(forced))
+        one.add("free", tokens(1, 9), greedy(40))
+        one.run()
+    assert rig.outputs["guided"] == plain.outputs["guided"] == forced
+    assert rig.sampled == plain.sampled
+    assert accepted(rig.registry, "guide") > 25
+
+
+def test_the_first_drafter_with_an_idea_is_taken_and_each_has_a_record_of_its_own() -> None:
+    registry = CollectorRegistry()
+    drafts = Drafts([GuideDrafter(), FakeOracle(VOCAB, ALWAYS_RIGHT)], 7, DraftMetrics(registry))
+    one = sequence([1, 2, 3], [0, 1], max_tokens=30)
+    one.guide = TokensState([5, 6, -1])
+    assert drafts.draft(one, 0.05, 9) == (5, 6)
+    drafts.hear(one, 2, 0)
+    one.guide = None
+    assert len(drafts.draft(one, 0.05, 9)) == 2  # of the other one nothing is known yet
+    drafts.hear(one, 2, 2)
+    assert len(drafts.draft(one, 0.05, 9)) > 2
+    assert (accepted(registry, "guide"), accepted(registry, "oracle")) == (0, 2)
+    drafts.forget(one)
+    assert not drafts._records
+
+
+def accepted(registry: CollectorRegistry, drafter: str) -> float:
+    return registry.get_sample_value("kvrelay_accepted_draft_tokens_total", {"drafter": drafter}) or 0.0
 
 
 def test_the_batch_has_no_more_rows_than_places() -> None:
@@ -151,7 +189,7 @@ def test_many_who_are_guessed_wrong_are_hardly_drafted() -> None:
 
 @pytest.mark.parametrize(
     ("chance", "row_share", "num_tokens"),
-    [(0.5, 0.05, 1), (0.7, 0.05, 3), (0.95, 0.05, 7), (0.95, 0.4, 4), (0.29, 0.05, 0), (0.6, 0.4, 0), (0.99, 0.6, 0)],
+    [(0.5, 0.05, 2), (0.7, 0.05, 5), (0.95, 0.05, 7), (0.95, 0.4, 4), (0.14, 0.05, 0), (0.6, 0.4, 0), (0.99, 0.6, 0)],
 )
 def test_more_is_drafted_where_it_comes_true_and_rows_cost_little(
     chance: float, row_share: float, num_tokens: int
@@ -160,7 +198,7 @@ def test_more_is_drafted_where_it_comes_true_and_rows_cost_little(
 
 
 def test_a_guess_that_failed_is_tried_again_some_day() -> None:
-    record = Record()
+    record = Record(0)
     while num_to_draft(record.chance, 0.1, 7):
         record.hear(1, 0)
     record.skip()

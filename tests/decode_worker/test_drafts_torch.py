@@ -16,7 +16,7 @@ from tests.decode_worker.rig import Rig
 from tests.decode_worker.test_run_ahead_torch import sampling, unlike_the_last
 from tests.drafters import Oracle
 from tests.engine.conftest import SIZES, VOCAB, assert_same_tokens, load, save_model
-from tests.guides import ChainState
+from tests.guides import ChainState, TokensState
 
 NUM_BLOCKS = 80
 
@@ -88,6 +88,8 @@ def test_our_cpu_kernels_give_the_same_bits_with_and_without_drafts(tmp_path: Pa
     for rig in (plain, Rig(engine, drafter=Oracle(plain.outputs, vocab_size=VOCAB))):
         for place, (name, params) in enumerate(requests.items()):
             rig.add(name, [1, 2, 3, 4, place], params)
+        rig.add("forced", [1, 2, 3], requests["random"], guide=TokensState([*range(30, 60)]))
         rig.run()
     assert rig.drafted("accepted_draft") > 60
+    assert (rig.registry.get_sample_value("kvrelay_accepted_draft_tokens_total", {"drafter": "guide"}) or 0) > 20
     assert rig.sampled == plain.sampled

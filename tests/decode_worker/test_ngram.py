@@ -13,12 +13,13 @@ from tests.engine.conftest import sequence
 
 def found_by_search(token_ids: list[int], max_tokens: int) -> tuple[int, ...]:
     """As the drafter's docstring has it."""
-    for place in range(len(token_ids) - 1, 2, -1):
-        if token_ids[place - 3 : place] == token_ids[-3:]:
-            text = list(token_ids)
-            while len(text) < len(token_ids) + max_tokens:
-                text.append(text[place + len(text) - len(token_ids)])
-            return tuple(text[len(token_ids) :])
+    for length in (4, 2):
+        for place in range(len(token_ids) - 1, length - 1, -1):
+            if token_ids[place - length : place] == token_ids[-length:]:
+                text = list(token_ids)
+                while len(text) < len(token_ids) + max_tokens:
+                    text.append(text[place + len(text) - len(token_ids)])
+                return tuple(text[len(token_ids) :])
     return ()
 
 
@@ -41,6 +42,10 @@ def quoted(num_between: int) -> Sequence:
     return sequence([1, 2, 3, 4, 5, *range(10, 10 + num_between), 1, 2, 3], [])
 
 
+def test_the_longer_match_is_taken() -> None:
+    assert NgramDrafter().propose(sequence([1, 2, 3, 4, 5, 3, 4, 6, 1, 2, 3, 4], []), 1) == (5,)
+
+
 def test_what_lies_far_behind_is_forgotten() -> None:
     assert NgramDrafter().propose(quoted(8_000), 2) == (4, 5)
     assert NgramDrafter().propose(quoted(20_000), 2) == ()
@@ -48,8 +53,9 @@ def test_what_lies_far_behind_is_forgotten() -> None:
     for token_id in range(10, 30_000):  # as it generates
         one.token_ids.append(token_id)
         drafter.propose(one, 1)
-    (index,) = drafter._indices.values()
-    assert len(index._newer) + len(index._older) <= 2**14
+    (indices,) = drafter._indices.values()
+    for index in indices:
+        assert len(index._newer) + len(index._older) <= 2**14
 
 
 def test_a_sequence_that_ends_leaves_nothing() -> None:

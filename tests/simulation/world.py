@@ -184,8 +184,8 @@ class World:
         if name[0] == "p":
             worker = PrefillWorker(engine, machines.prefill, setup)
         else:
-            drafter = FakeOracle(VOCAB) if machines.drafts else None
-            worker = DecodeWorker(engine, machines.decode, f"tcp://{name}:2", setup, drafter)
+            drafters = [FakeOracle(VOCAB)] if machines.drafts else []
+            worker = DecodeWorker(engine, machines.decode, f"tcp://{name}:2", setup, drafters)
         member.worker = worker
         asyncio.ensure_future(worker.start())  # noqa: RUF006 - the loop keeps it
 

@@ -1,9 +1,9 @@
 """Products with weight matrices on the CPU. Each implements ``Linear`` (:mod:`kvrelay.engine.models.ops`) and keeps its weight in
 the layout it multiplies fastest with.
 
-Measured on Zen 5, 2 threads, all matrices of a 135M model from DRAM: one row of bf16 takes 7 ms with our kernel, 10 with oneDNN's
-and its packed weights, twice that with ``F.linear``; 32 rows take 11 ms and 18; from 256 rows on oneDNN is as fast. torch's
-int8 product of one row takes 6 ms; from about eight rows on arithmetic counts more than bytes.
+Measured on Zen 5, 2 threads, all matrices of a 135M model from DRAM: one row of bf16 takes 6 ms with our kernel, and so do eight;
+10 with oneDNN's and its packed weights, twice that with ``F.linear``; 32 rows take 10 ms and 18; from 256 rows on oneDNN is as
+fast. torch's int8 product of one row takes 6 ms; from about eight rows on arithmetic counts more than bytes.
 """
 
 from __future__ import annotations

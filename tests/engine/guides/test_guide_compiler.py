@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import random
 import re
 import subprocess
 import sys
@@ -340,6 +341,55 @@ def test_a_dead_end_is_told_by_the_next_token(guide_compiler: GrammarCompiler, v
         state.accept(vocabulary.index(b"b"))
 
 
+@pytest.mark.parametrize(("kind", "text", "matches"), OF_EACH_KIND)
+def test_forced_tokens_may_all_come_and_leave_the_state_where_it_stood(
+    guide_compiler: GrammarCompiler,
+    vocabulary: list[bytes],
+    kind: GuideKind,
+    text: str,
+    matches: Callable[[str], object],
+) -> None:
+    """Wherever it stands, if it follows what is forced, or as little of it as there is: what has one token has it forced."""
+    for seed in range(4):
+        model, draws = RandomModel(vocabulary, seed), random.Random(seed)
+        state, plain = (state_of(compiled(guide_compiler, kind, text)) for _ in range(2))
+        output: list[int] = []
+        while not state.is_complete and len(output) < 100:
+            forced, allowed = state.forced(draws.randint(1, 9)), model.allowed(plain).tolist()
+            assert model.allowed(state).tolist() == allowed
+            if EOS in allowed:
+                assert not forced
+                break
+            if state.num_allowed(allowed[:1]):  # else masks are slow to make
+                assert set(forced[:1]) == set(allowed) if len(allowed) == 1 else set(forced[:1]) <= set(allowed)
+                assert state.num_allowed(forced) == len(forced)
+            along = forced or (draws.choice(allowed),)
+            for token_id in along[: draws.randint(1, len(along))]:
+                state.accept(token_id)
+                plain.accept(token_id)
+                output.append(token_id)
+        assert state.is_complete == plain.is_complete
+        if state.is_complete:
+            assert state.forced(5) == ()
+            assert matches(model.text(output))
+
+
+def test_a_schema_forces_names_and_punctuation_as_the_tokenizer_splits_them(
+    guide_compiler: GrammarCompiler, vocabulary: list[bytes]
+) -> None:
+    schema = json.dumps(
+        {"type": "object", "properties": {"population": {"type": "integer"}}, "required": ["population"]}
+    )
+    found = set()
+    for _ in range(20):
+        state = state_of(compiled(guide_compiler, GuideKind.JSON_SCHEMA, schema))
+        state.accept(vocabulary.index(b"{"))  # not as the tokenizer would
+        found.add(tuple(vocabulary[token_id] for token_id in state.forced(9)))
+        assert len(state.forced(2)) <= 2
+    assert found <= {(b'"', b"population", b'":'), ()}, "nothing where masks are slow to make"
+    assert any(found)
+
+
 def test_a_draft_has_the_masks_that_its_tokens_get_one_by_one(
     guide_compiler: GrammarCompiler, vocabulary: list[bytes]
 ) -> None:
@@ -363,6 +413,6 @@ def test_a_draft_has_the_masks_that_its_tokens_get_one_by_one(
         assert drafted.num_allowed([forbidden]) == 0
         drafted.accept(output[start])
     assert drafted.is_complete == plain.is_complete
-    # Nothing where the last mask was slow, as the very first one is.
+    # Nothing where the last mask was too slow, as the very first one may be.
     assert 0 in num_allowed
     assert max(num_allowed) == 0

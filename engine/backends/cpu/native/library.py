@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from kvrelay.engine.backends.cpu.native.compiled import CpuKernelsError, find_library
+from kvrelay.engine.backends.cpu.native.pages import LargePages
 
 _HEAD_DIMS = (32, 64, 96, 128, 256)
 _LANES = 16
@@ -34,6 +35,7 @@ class CpuKernels:
     """The loaded library. Every tensor is bf16 on the CPU, and contiguous where nothing else is said."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
+        self._pages = LargePages()
         pointer, integer, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
         self._rms_norm = library.kvrelay_rms_norm
         self._rms_norm.argtypes = (pointer, pointer, pointer, pointer, integer, integer, real)
@@ -116,7 +118,7 @@ class CpuKernels:
         if inputs % 2:
             raise ValueError(f"a weight of {inputs} inputs; they are multiplied in pairs")
         weight = weight.contiguous()
-        panels = weight.new_empty((num_experts, -(-outputs // _PANEL) * _PANEL, inputs))
+        panels = self._pages.empty((num_experts, -(-outputs // _PANEL) * _PANEL, inputs), weight.dtype)
         for expert in range(num_experts):
             self._pack(weight[expert * outputs].data_ptr(), panels[expert].data_ptr(), outputs, inputs)
         return panels

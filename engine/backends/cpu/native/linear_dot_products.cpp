@@ -15,6 +15,8 @@ constexpr int64_t kLanes = 16;
 constexpr int64_t kVectors = kPanel / kLanes;
 constexpr int64_t kRows = 8;
 constexpr int64_t kInputsAtOnce = 2048;  // of a panel: what the second-level cache keeps while rows come and go
+constexpr int64_t kLine = 32;            // elements in a cache line
+constexpr int64_t kPairsAhead = 32;      // that a single tile fetches before it needs them: 6 KB
 
 // Inputs begin .. end-1 of one panel, and what a tile fetches of the memory behind it, which is needed next: `ahead` elements from
 // `next` on for every pair of inputs.
@@ -37,8 +39,7 @@ void multiply_tile(const Product& product, int64_t row, const Piece& piece, floa
     const bf16* weight = product.panels + piece.panel * kPanel * product.inputs + begin * kPanel;
     const bf16* next = piece.next;
     for (int64_t input = begin; input < end; input += 2, weight += 2 * kPanel, next += piece.ahead) {
-        __builtin_prefetch(next);
-        __builtin_prefetch(next + 32);
+        for (int64_t line = 0; line < 2 * kPanel; line += kLine) __builtin_prefetch(next + line);
         __m512bh pairs[kVectors];
         for (int v = 0; v < kVectors; ++v) pairs[v] = (__m512bh)_mm512_loadu_si512(weight + 2 * v * kLanes);
         for (int r = 0; r < R; ++r) {
@@ -83,9 +84,10 @@ void multiply_panel(const Product& product, int64_t panel, int64_t first, int64_
     const int64_t tiles = (last - first + kRows - 1) / kRows;
     for (int64_t begin = 0; begin < product.inputs; begin += kInputsAtOnce) {
         const int64_t end = std::min(product.inputs, begin + kInputsAtOnce);
-        // A single tile waits for memory anyhow, and the processor sees by itself what comes next.
-        const bf16* behind = tiles > 1 ? product.panels + (panel * product.inputs + end) * kPanel : product.hidden;
-        const int64_t ahead = tiles > 1 ? 2 * kPanel / tiles : 0;
+        // Several tiles share what comes behind the piece. A single one is through with its piece too soon for that.
+        const int64_t fetched = tiles > 1 ? end : begin + 2 * kPairsAhead;
+        const bf16* behind = product.panels + (panel * product.inputs + fetched) * kPanel;
+        const int64_t ahead = 2 * kPanel / tiles;
         for (int64_t tile = 0; tile < tiles; ++tile) {
             const int64_t row = first + (last - first) * tile / tiles;
             const int64_t rows = first + (last - first) * (tile + 1) / tiles - row;
