@@ -24,8 +24,8 @@ Schema = dict[str, Any]
 # What the chart itself sets: where a pod listens, what it finds, which model it serves.
 OF_THE_CHART = {
     "address", "admin_host", "admin_port", "api_keys", "data_address", "decode_workers", "device", "discovery", "host",
-    "insecure", "keys", "model", "namespace", "port", "prefill_workers", "served_model_name", "tensor_parallel", "tls_cert",
-    "tls_key", "worker_id", "worker_selector",
+    "insecure", "keys", "leader_address", "model", "namespace", "node_name", "node_rank", "nodes", "port", "prefill_workers",
+    "served_model_name", "tensor_parallel", "tls_cert", "tls_key", "worker_id", "worker_selector",
 }  # fmt: skip
 
 TEXT: Schema = {"type": "string"}
