@@ -108,10 +108,13 @@ def component(settings: type, **more: Schema) -> Schema:
 
 def worker(settings: type) -> Schema:
     """A pool of workers."""
-    (ranks,) = [info for info in describe(settings) if info.name == "tensor_parallel"]
+    ranks, nodes = (
+        next(info for info in describe(settings) if info.name == name) for name in ("tensor_parallel", "nodes")
+    )
     return component(
         settings,
         tensorParallel=setting_schema(ranks),
+        nodesPerWorker=setting_schema(nodes),
         gpu=closed(resource=TEXT),
         sharedMemory=QUANTITY,
         startupSeconds=whole(2),
