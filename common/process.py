@@ -112,10 +112,11 @@ async def run_process(
     probe = _Probe()
     admin = AdminServer(settings.admin_host, settings.admin_port, probe, registry)
     stop_requested = asyncio.Event()
-    hurry = asyncio.Event()
+    signalled, hurry = asyncio.Event(), asyncio.Event()
 
     def on_signal() -> None:
-        (hurry if stop_requested.is_set() else stop_requested).set()
+        (hurry if signalled.is_set() else signalled).set()
+        stop_requested.set()
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
