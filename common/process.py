@@ -2,7 +2,8 @@
 
 The admin server answers from the first moment, so that a probe sees "loading" and not a refused connection. A second
 SIGTERM or SIGINT during the drain ends the process without waiting for requests. A component that is not live any more cannot
-finish what it has: the process ends with exit code 1, its peers notice at once, and whoever started it starts it anew.
+finish what it has: the process ends with exit code 1, its peers notice at once, and whoever started it starts it anew. What it
+runs on may be about to end instead (``is_leaving``): it is drained, then, as at a SIGTERM.
 """
 
 from __future__ import annotations
@@ -52,6 +53,9 @@ class ProcessSettings:
     admin_host: str
     admin_port: int
     drain_s: float
+    is_leaving: Callable[[], bool] = lambda: (
+        False
+    )  # whether to drain and end though no signal says so; any thread sets it
 
 
 class _Probe:
@@ -108,15 +112,17 @@ async def run_process(
     probe = _Probe()
     admin = AdminServer(settings.admin_host, settings.admin_port, probe, registry)
     stop_requested = asyncio.Event()
-    hurry = asyncio.Event()
+    signalled, hurry = asyncio.Event(), asyncio.Event()
 
     def on_signal() -> None:
-        (hurry if stop_requested.is_set() else stop_requested).set()
+        (hurry if signalled.is_set() else signalled).set()
+        stop_requested.set()
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
     port = await admin.start()
+    leaving = asyncio.create_task(_when(settings.is_leaving, stop_requested))
     try:
         logger.info("%s: health and metrics at http://%s:%d", name, settings.admin_host, port)
         component = await _first(_in_thread(load, f"{name}-loader"), _after(stop_requested, None))
@@ -141,6 +147,7 @@ async def run_process(
         logger.info("%s: stopped", name)
         return 1 if failure else 0
     finally:
+        leaving.cancel()
         await admin.stop()
 
 
@@ -158,6 +165,13 @@ async def _first(*works: Awaitable[T]) -> T:
 async def _after(event: asyncio.Event, result: T) -> T:
     await event.wait()
     return result
+
+
+async def _when(condition: Callable[[], bool], event: asyncio.Event) -> None:
+    """Sets ``event`` once the condition holds."""
+    while not condition():  # noqa: ASYNC110 - other threads know
+        await asyncio.sleep(_WATCH_S)
+    event.set()
 
 
 async def _failure(component: Component) -> str:

@@ -12,6 +12,7 @@ from kvrelay.common.errors import ModelError
 from kvrelay.engine.fake.engine import FakeEngine, FakePace, fake_card
 from kvrelay.engine.guides.guidance import GuideCompiler, NoGuides
 from kvrelay.engine.ranks.messages import LoadSettings
+from kvrelay.engine.ranks.nodes import OtherNodes
 from kvrelay.engine.sampling.processors import load_processors
 from kvrelay.engine.settings import FakeSettings, KvSettings, ModelSettings, prompt_step_tokens
 from kvrelay.engine.step.interface import Engine
@@ -32,11 +33,14 @@ def load_engine(
     max_batched_tokens: int | None,
     decodes: bool,
     progress: Callable[[int, int], None],
+    nodes: OtherNodes | None = None,
 ) -> Engine:
     """Load the model that ``model.model`` names; it must be a directory by now (the launcher resolves names).
 
     ``max_batched_tokens``: of a step; None: as many as suit the device (:func:`prompt_step_tokens`). ``decodes``: whether it is for
-    a worker that decodes. ``progress`` hears (bytes loaded, bytes in all). Raises ModelError if the directory cannot be served,
+    a worker that decodes. ``progress`` hears (bytes loaded, bytes in all). ``nodes``: where other ranks are.
+
+    Raises ModelError if the directory cannot be served,
     SettingsError on a logits processor that there is not.
     """
     directory = Path(model.model)
@@ -51,10 +55,16 @@ def load_engine(
     settings = LoadSettings(model, kv, max_num_seqs, max_batched_tokens, decodes)
     if model.tensor_parallel == 1:
         return load_part(settings, None, progress)
-    _require_ranks(model, directory)  # before processes are started for nothing
+    if nodes is not None and model.adapters is not None:
+        raise ModelError(
+            f"--nodes is {nodes.place.num_nodes} and --adapters is set; ranks of several nodes serve no adapters: take 1, or "
+            "leave --adapters out"
+        )
+    num_local = model.tensor_parallel if nodes is None else nodes.place.num_local
+    _require_ranks(model, directory, num_local)  # before processes are started for nothing
     from kvrelay.engine.ranks.engine import RankedEngine  # noqa: PLC0415 - imports torch
 
-    return RankedEngine.load(settings, model.tensor_parallel, lambda part: load_part(settings, part, progress))
+    return RankedEngine.load(settings, model.tensor_parallel, lambda part: load_part(settings, part, progress), nodes)
 
 
 def load_part(settings: LoadSettings, part: RankPart | None, progress: Callable[[int, int], None]) -> TorchEngine:
@@ -77,7 +87,7 @@ def load_part(settings: LoadSettings, part: RankPart | None, progress: Callable[
         kv_memory_bytes=None if kv.kv_memory_mb is None else kv.kv_memory_mb * 2**20,
         staging_bytes=None if kv.staging_mb is None else kv.staging_mb * 2**20,
         max_model_len=model.max_model_len,
-        num_threads=max(1, (model.threads or os.cpu_count() or 1) // model.tensor_parallel),
+        num_threads=max(1, (model.threads or os.cpu_count() or 1) // (1 if part is None else part.num_local)),
         kv_memory_fraction=kv.kv_memory_fraction,
         max_num_seqs=settings.max_num_seqs,
         max_batched_tokens=prompt_step_tokens(settings.max_batched_tokens, device_of(model.device).type),
@@ -98,8 +108,8 @@ def load_part(settings: LoadSettings, part: RankPart | None, progress: Callable[
     return TorchEngine.load(options, progress, part)
 
 
-def _require_ranks(model: ModelSettings, directory: Path) -> None:
-    """Raise ModelError unless the model can be cut among ranks."""
+def _require_ranks(model: ModelSettings, directory: Path, num_local: int) -> None:
+    """Raise ModelError unless the model can be cut among ranks, ``num_local`` of them on this host."""
     import torch  # noqa: PLC0415
 
     from kvrelay.engine.backends.options import device_of  # noqa: PLC0415 - imports torch
@@ -109,9 +119,10 @@ def _require_ranks(model: ModelSettings, directory: Path) -> None:
     asked = f"--tensor-parallel is {model.tensor_parallel}"
     is_through_transformers = needs_transformers(model.backend, directory)
     if device_of(model.device).type == "cuda":
-        if (num_gpus := torch.cuda.device_count()) < model.tensor_parallel:
+        if (num_gpus := torch.cuda.device_count()) < num_local:
+            here = "" if num_local == model.tensor_parallel else f" on {model.tensor_parallel // num_local} nodes"
             raise ModelError(
-                f"{asked}, and this worker sees {num_gpus} GPUs, one for each rank: take at most that many"
+                f"{asked}{here}, and this worker sees {num_gpus} GPUs, one for each rank here: take at most that many"
             )
         if is_through_transformers:
             raise ModelError(

@@ -1,7 +1,8 @@
 """The process of one rank: joins its leader's group, loads its part of the model, does what it is told, ends with its leader.
 
-Started by :mod:`kvrelay.engine.ranks.process` with the numbers of four descriptors: its link, those of its blocks and of its
-adapters, and memory (``RankProcess.pool_memory``).
+On the leader's host :mod:`kvrelay.engine.ranks.process` starts it, with the numbers of four descriptors: its link, those of its
+blocks and of its adapters, and memory that its leader shares. On another host :mod:`kvrelay.engine.ranks.host` does, with two, a line
+to that process and a pipe with the secret, and with the model's directory; its links go to the leader over TCP.
 """
 
 from __future__ import annotations
@@ -12,16 +13,24 @@ import os
 import socket
 import sys
 import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NoReturn
 
+import msgspec
+
+from kvrelay.engine.ranks.arrival import Host, NoLeaderError, find_leader
 from kvrelay.engine.ranks.link import Link
 from kvrelay.engine.ranks.messages import (
     AGREE_S,
+    ALIVE_S,
     Alive,
     Copy,
     Failed,
     Go,
     Launch,
+    Leave,
+    Leaving,
     Load,
     Loaded,
     Logged,
@@ -32,60 +41,133 @@ from kvrelay.engine.ranks.messages import (
 from kvrelay.engine.step.interface import Engine, LaunchedStep
 
 if TYPE_CHECKING:
+    import torch
+
     from kvrelay.engine.ranks.group import RankGroup
 
 logger = logging.getLogger(__name__)
 
-_ALIVE_S = 1.0
 
+class _Lines(logging.Handler):
+    """Lines for the log of another process."""
 
-class _ToLeader(logging.Handler):
-    """Lines for the leader's log."""
-
-    def __init__(self, link: Link[ToRank]) -> None:
+    def __init__(self, send: Callable[[Logged], None]) -> None:
         super().__init__(logging.WARNING)
-        self._link = link
+        self._send = send
 
     def emit(self, record: logging.LogRecord) -> None:
-        with contextlib.suppress(OSError):  # the leader is gone
-            self._link.send(Logged(record.levelno, self.format(record)))
+        with contextlib.suppress(OSError):  # it is gone
+            self._send(Logged(record.levelno, self.format(record)))
 
 
 class _Pulse:
     """Gives signs of life, and ends the process with its leader, also in the middle of a step."""
 
-    def __init__(self, link: Link[ToRank]) -> None:
+    def __init__(self, link: Link[ToRank], host: Host | None) -> None:
         """Starts at once."""
         self.group: RankGroup | None = None  # once it is joined
         self._link = link
+        self._host = host
         threading.Thread(target=self._beat, daemon=True).start()
 
     def _beat(self) -> None:
-        while not self._link.is_over(_ALIVE_S):
+        while not self._link.is_over(ALIVE_S):
+            alive = Alive(0 if self.group is None else self.group.num_meetings)
             with contextlib.suppress(OSError):
-                self._link.send(Alive(0 if self.group is None else self.group.num_meetings))
+                self._link.send(alive)
+            if self._host is not None:
+                self._host.send(alive)
         os._exit(1)
 
 
-def main(link_descriptor: int, blocks_descriptor: int, adapters_descriptor: int, pool_memory: int) -> NoReturn:
-    """Serve the leader."""
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """What connects a rank with its leader."""
+
+    link: Link[ToRank]
+    pulse: _Pulse
+    environment: Mapping[str, str]  # torchrun's variables
+    carry: Callable[
+        [], Callable[[torch.Tensor], None]
+    ]  # begins to serve blocks; returns what takes the pool, once it is there
+    adapters: int | None = None  # a descriptor of the link that tells which to load, if the leader has one
+    pool_memory: int | None = None  # a descriptor, if the leader shares it
+    model: str | None = None  # the model's directory here, if it is not the leader's
+
+
+def here(link_descriptor: int, blocks_descriptor: int, adapters_descriptor: int, pool_memory: int) -> Ends:
+    """On the leader's host."""
+
+    def carry() -> Callable[[torch.Tensor], None]:
+        from kvrelay.engine.kv.copies import CudaCopies  # noqa: PLC0415 - torch takes seconds to import
+        from kvrelay.engine.ranks.blocks import BlockServer, ToBlocks  # noqa: PLC0415
+
+        def take(pool: torch.Tensor) -> None:
+            if pool.device.type == "cuda":  # else the leader has it
+                blocks: Link[ToBlocks] = Link(socket.socket(fileno=blocks_descriptor), ToBlocks)
+                server = BlockServer(blocks, pool, pool_memory, CudaCopies(pool.device))
+                threading.Thread(target=server.serve, daemon=True).start()
+
+        return take
+
     link: Link[ToRank] = Link(socket.socket(fileno=link_descriptor), ToRank)
-    pulse = _Pulse(link)
-    logging.basicConfig(handlers=[_ToLeader(link)], force=True)
+    logging.basicConfig(handlers=[_Lines(link.send)], format="%(message)s", force=True)
+    return Ends(link, _Pulse(link, None), os.environ, carry, adapters_descriptor, pool_memory)
+
+
+def there(host_descriptor: int, secret_descriptor: int, model: str) -> Ends:
+    """On another host. Waits for a leader. Raises NoLeaderError."""
+    host = Host(Link(socket.socket(fileno=host_descriptor), Leave))
+    logging.basicConfig(handlers=[_Lines(host.send)], format="%(message)s", force=True)
+    with open(secret_descriptor, "rb") as file:
+        secret = file.read()
+    link, blocks, meeting = find_leader(os.environ, secret, host)
+    host.leave = lambda: link.send(Leaving())
+
+    def carry() -> Callable[[torch.Tensor], None]:
+        from kvrelay.engine.kv.copies import CudaCopies  # noqa: PLC0415 - torch takes seconds to import
+        from kvrelay.engine.ranks.carried import BlockCarrier, ToCarrier  # noqa: PLC0415
+
+        carrier = BlockCarrier(blocks.then(ToCarrier))
+
+        def serve() -> NoReturn:
+            logger.error("ending: %s", carrier.serve())
+            os._exit(1)
+
+        def take(pool: torch.Tensor) -> None:
+            carrier.give(pool, CudaCopies(pool.device) if pool.device.type == "cuda" else None)
+
+        threading.Thread(target=serve, daemon=True).start()
+        return take
+
+    logging.getLogger().addHandler(_Lines(link.send))
+    return Ends(link, _Pulse(link, host), {**os.environ, **meeting}, carry, model=model)
+
+
+def main(arguments: list[str]) -> NoReturn:
+    """Serve the leader."""
     code = 0
     try:
-        _serve(_load(link, blocks_descriptor, adapters_descriptor, pool_memory, pulse), link)
+        match arguments:
+            case [host, secret, "--model", model]:
+                ends = there(int(host), int(secret), model)
+            case [link, blocks, adapters, memory]:
+                ends = here(int(link), int(blocks), int(adapters), int(memory))
+        _serve(_load(ends), ends.link)
     except EOFError:
         pass
+    except NoLeaderError as error:
+        logger.warning("%s", error)
+        code = 1
     except Exception:
         logger.exception("ending")
         code = 1
     os._exit(code)  # the interpreter's own end would wait for collectives that nobody joins any more
 
 
-def _load(
-    link: Link[ToRank], blocks_descriptor: int, adapters_descriptor: int, pool_memory: int, pulse: _Pulse
-) -> Engine:
+def _load(ends: Ends) -> Engine:
+    link = ends.link
+
     def meet() -> None:
         link.send(Ready())
         told = link.receive()
@@ -93,27 +175,27 @@ def _load(
 
     load = link.receive()
     assert isinstance(load, Load), f"the leader begins with {load}"
+    settings = load.settings
+    if ends.model is not None:
+        settings = msgspec.structs.replace(settings, model=replace(settings.model, model=ends.model))
     try:
         # torch takes seconds to import, in which the process must give signs of life.
         from kvrelay.engine.backends.options import device_of  # noqa: PLC0415
         from kvrelay.engine.factory import load_part  # noqa: PLC0415
-        from kvrelay.engine.kv.copies import CudaCopies  # noqa: PLC0415
         from kvrelay.engine.models.ranks import RankPart  # noqa: PLC0415
         from kvrelay.engine.ranks.adapters import AdapterServer, ToAdapters  # noqa: PLC0415
-        from kvrelay.engine.ranks.blocks import BlockServer, ToBlocks  # noqa: PLC0415
         from kvrelay.engine.ranks.group import Meeting  # noqa: PLC0415
 
-        meeting = Meeting.find(os.environ)
+        give_blocks = ends.carry()
+        meeting = Meeting.find(ends.environment)
         meet()
-        pulse.group = meeting.join(device_of(load.settings.model.device))
-        part = RankPart(meeting.cut, pulse.group, meet, pool_memory)
-        engine = load_part(load.settings, part, lambda done, total: None)
-        if engine.blocks.device.type == "cuda":
-            blocks: Link[ToBlocks] = Link(socket.socket(fileno=blocks_descriptor), ToBlocks)
-            server = BlockServer(blocks, engine.blocks, pool_memory, CudaCopies(engine.blocks.device))
-            threading.Thread(target=server.serve, daemon=True).start()
+        ends.pulse.group = meeting.join(device_of(settings.model.device))
+        part = RankPart(meeting.cut, ends.pulse.group, meet, meeting.local.num_ranks, ends.pool_memory)
+        engine = load_part(settings, part, lambda done, total: None)
+        give_blocks(engine.blocks)
         if engine.adapters is not None:
-            adapters: Link[ToAdapters] = Link(socket.socket(fileno=adapters_descriptor), ToAdapters)
+            assert ends.adapters is not None, "a worker of several nodes serves no adapters"
+            adapters: Link[ToAdapters] = Link(socket.socket(fileno=ends.adapters), ToAdapters)
             threading.Thread(target=AdapterServer(adapters, engine.adapters).serve, daemon=True).start()
     except Exception as error:
         link.send(Failed(str(error)))
@@ -143,4 +225,4 @@ def _serve(engine: Engine, link: Link[ToRank]) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main(sys.argv[1:])

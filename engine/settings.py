@@ -46,8 +46,8 @@ class ModelSettings:
     )
     tensor_parallel: int = setting(
         1,
-        "ranks that compute each step together, each with a part of the heads and of the MLP: processes on this host, with a GPU "
-        "each, or sharing --threads",
+        "ranks that compute each step together, each with a part of the heads and of the MLP: processes with a GPU each, or "
+        "sharing --threads; on this host, or on --nodes",
         minimum=1,
         maximum=64,
     )
@@ -98,6 +98,28 @@ class ModelSettings:
         512, "memory for adapters; those that were used least recently make room for others", unit="MiB", minimum=1
     )
     threads: int | None = setting(None, "CPU threads of the model; default: all cores", minimum=1, maximum=1024)
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSettings:
+    """The hosts of a worker whose ranks are on several."""
+
+    nodes: int = setting(
+        1,
+        "hosts that the ranks of this worker are on, as many on each: the same command runs on all of them, the first is the "
+        "worker, and the others have ranks only",
+        minimum=1,
+        maximum=64,
+    )
+    node_rank: int = setting(0, "which of --nodes this is; 0 is the worker", minimum=0)
+    node_name: str | None = setting(
+        None,
+        "instead of --node-rank: NAME-N, as pods of a StatefulSet are called; of each --nodes neighbours the first is the worker, "
+        "whose name stands for {leader} in --leader-address",
+    )
+    leader_address: str | None = setting(
+        None, "tcp://HOST:PORT where node 0 listens for ranks of the other nodes; these connect to it"
+    )
 
 
 @dataclass(frozen=True, slots=True)

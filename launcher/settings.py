@@ -16,8 +16,8 @@ COMPONENTS = (DecodeSettings, PrefillSettings, GatewaySettings)
 # Who talks to whom on this machine is the launcher's to choose.
 _CHOSEN = frozenset(
     {
-        "address", "admin_host", "admin_port", "data_address", "decode_workers", "discovery", "namespace", "prefill_workers",
-        "worker_id", "worker_selector",
+        "address", "admin_host", "admin_port", "data_address", "decode_workers", "discovery", "leader_address", "namespace",
+        "node_name", "node_rank", "nodes", "prefill_workers", "worker_id", "worker_selector",
     }
 )  # fmt: skip
 _OF_MODELS = frozenset({"adapters", "model"})  # a gateway has them of several models, a worker of one

@@ -24,8 +24,8 @@ Schema = dict[str, Any]
 # What the chart itself sets: where a pod listens, what it finds, which model it serves.
 OF_THE_CHART = {
     "address", "admin_host", "admin_port", "api_keys", "data_address", "decode_workers", "device", "discovery", "host",
-    "insecure", "keys", "model", "namespace", "port", "prefill_workers", "served_model_name", "tensor_parallel", "tls_cert",
-    "tls_key", "worker_id", "worker_selector",
+    "insecure", "keys", "leader_address", "model", "namespace", "node_name", "node_rank", "nodes", "port", "prefill_workers",
+    "served_model_name", "tensor_parallel", "tls_cert", "tls_key", "worker_id", "worker_selector",
 }  # fmt: skip
 
 TEXT: Schema = {"type": "string"}
@@ -108,10 +108,13 @@ def component(settings: type, **more: Schema) -> Schema:
 
 def worker(settings: type) -> Schema:
     """A pool of workers."""
-    (ranks,) = [info for info in describe(settings) if info.name == "tensor_parallel"]
+    ranks, nodes = (
+        next(info for info in describe(settings) if info.name == name) for name in ("tensor_parallel", "nodes")
+    )
     return component(
         settings,
         tensorParallel=setting_schema(ranks),
+        nodesPerWorker=setting_schema(nodes),
         gpu=closed(resource=TEXT),
         sharedMemory=QUANTITY,
         startupSeconds=whole(2),

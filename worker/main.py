@@ -14,12 +14,14 @@ from kvrelay.common.logs import configure_logs
 from kvrelay.common.process import Component, ProcessSettings, serve_process
 from kvrelay.engine.factory import load_engine, load_guides
 from kvrelay.engine.load_progress import LoggedProgress
+from kvrelay.engine.ranks.nodes import OtherNodes, place_of
 from kvrelay.engine.step.interface import Engine
 from kvrelay.wire.lines.shared.place import SharedPlace
 from kvrelay.wire.messages import Role
 from kvrelay.wire.network import Network
 from kvrelay.wire.security.keys import keys_of
 from kvrelay.worker.adapters import AdapterSettings
+from kvrelay.worker.nodes import Leaving, node_addresses, ranks_secret, serve_ranks
 from kvrelay.worker.settings import WorkerSettings
 from kvrelay.worker.setup import Setup
 
@@ -31,9 +33,14 @@ def serve_worker(
 ) -> int:
     """Run what ``make`` puts together until SIGTERM or SIGINT; returns the exit code. Raises KvrelayError if it cannot start."""
     configure_logs(settings.log_level, settings.log_format)
+    place = place_of(settings.nodes, settings.model.tensor_parallel)
+    if place is not None and place.node_rank > 0:
+        return serve_ranks(role, settings, place)
     worker_id = settings.worker_id or f"{role.value}-{socket.gethostname()}-{os.getpid()}"
     registry = CollectorRegistry()
-    keys = keys_of(settings.security, role, listens_at)
+    keys = keys_of(settings.security, role, (*listens_at, *node_addresses(place)))
+    leaving = Leaving()
+    nodes = None if place is None else OtherNodes(place, ranks_secret(keys), leaving.because)
     shared_memory = SharedPlace.of(settings.same_host)
 
     def load() -> Component:
@@ -45,6 +52,7 @@ def serve_worker(
             max_batched_tokens=settings.scheduler.max_batched_tokens,
             decodes=role is Role.DECODE,
             progress=LoggedProgress(logger),
+            nodes=nodes,
         )
         setup = Setup(
             worker_id,
@@ -63,5 +71,5 @@ def serve_worker(
         )
         return make(engine, setup)
 
-    process = ProcessSettings(settings.admin_host, settings.admin_port, settings.drain_s)
+    process = ProcessSettings(settings.admin_host, settings.admin_port, settings.drain_s, leaving.is_set)
     return serve_process(load, process, registry, worker_id)

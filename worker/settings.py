@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvrelay.common.settings import setting
-from kvrelay.engine.settings import FakeSettings, KvSettings, ModelSettings
+from kvrelay.engine.settings import FakeSettings, KvSettings, ModelSettings, NodeSettings
 from kvrelay.wire.settings import SERVED_MODEL_NAME_HELP, DataSettings, SameHostSettings, SecuritySettings
 
 ADMIN_PORT_HELP = "HTTP port of /health, /metrics and /debug/kv"
@@ -25,6 +25,7 @@ class WorkerSettings:
     """What a worker is started with. A role gives what has no default here its own."""
 
     model: ModelSettings
+    nodes: NodeSettings
     kv: KvSettings
     fake: FakeSettings
     security: SecuritySettings

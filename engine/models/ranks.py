@@ -35,6 +35,7 @@ class RankPart:
     meet: Callable[
         [], None
     ]  # wait until all ranks are here, however long they take to load; collectives wait for seconds
+    num_local: int  # ranks that share this host's cores
     pool_memory: int | None = None  # a descriptor of memory for its KV pool, which its leader shares; None: its own
 
 

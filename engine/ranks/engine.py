@@ -10,6 +10,7 @@ on all ranks, because of what it was given, is as good as one that fails on one;
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -25,9 +26,11 @@ from kvrelay.engine.config.cut import Cut
 from kvrelay.engine.kv.copies import CudaCopies
 from kvrelay.engine.kv.gathered import GatheredStore, HostPart, Part
 from kvrelay.engine.models.ranks import RankPart
-from kvrelay.engine.ranks.adapters import RankedAdapters
-from kvrelay.engine.ranks.blocks import BlocksOfRank, OwnBlocks, shared_bytes
+from kvrelay.engine.ranks.adapters import AdapterLoaded, RankedAdapters
+from kvrelay.engine.ranks.blocks import OwnBlocks
+from kvrelay.engine.ranks.door import Door
 from kvrelay.engine.ranks.group import Meeting, RankGroup
+from kvrelay.engine.ranks.link import Link
 from kvrelay.engine.ranks.messages import (
     AGREE_S,
     LOAD_S,
@@ -40,26 +43,38 @@ from kvrelay.engine.ranks.messages import (
     LoadSettings,
     Ready,
     Sample,
+    Welcome,
 )
+from kvrelay.engine.ranks.nodes import OtherNodes
 from kvrelay.engine.ranks.process import RankProcess
+from kvrelay.engine.ranks.rank import Rank
+from kvrelay.engine.ranks.remote import RemoteRank
 from kvrelay.engine.step.interface import AdapterSlots, BlockStore, DeviceFailedError, LaunchedStep
 from kvrelay.engine.step.plan import RowResult, SamplingInputs, StepPlan
 from kvrelay.engine.torch_engine import TorchEngine
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 
 class Ranks:
-    """The processes of all ranks but the leader's. If one is lost, all are."""
+    """All ranks but the leader's. If one is lost, all are."""
 
-    def __init__(self, num_ranks: int) -> None:
-        """Starts them."""
-        self._meeting = Meeting.open(num_ranks)
-        self._lost: list[RankProcess] = []  # the first is the cause: the others are killed then
-        self.processes: list[RankProcess] = []
+    def __init__(self, num_ranks: int, nodes: OtherNodes | None = None) -> None:
+        """Waits for those of other ``nodes``, then starts those of this host. Raises ModelError or SettingsError if it cannot."""
+        self._lost: list[Rank] = []  # the first is the cause: the others are killed then
+        self.others: list[Rank] = []
         try:
-            for rank in range(1, num_ranks):
-                self.processes.append(RankProcess(rank, self._meeting.environment(rank), self._lose))
+            remote = [] if nodes is None else self._come_in(nodes)
+            self.num_local = num_ranks - len(remote)
+            self._meeting = Meeting.open(num_ranks, self.num_local, *(one.own_host for one in remote[:1]))
+            for rank in range(1, self.num_local):
+                self.others.append(RankProcess(rank, self._meeting.environment(rank), self._lose))
+            self.others.sort(key=lambda one: one.rank)
+            welcome = msgspec.msgpack.encode(Welcome(self._meeting.port))
+            for one in remote:
+                one.send(welcome)
         except BaseException:
             self.close()
             raise
@@ -67,13 +82,13 @@ class Ranks:
     @property
     def lost(self) -> list[str]:
         """Why they are of no use any more; empty if they are."""
-        return [process.lost for process in self._lost[:1] if process.lost is not None]
+        return [rank.lost for rank in self._lost[:1] if rank.lost is not None]
 
     def tell(self, message: Any) -> None:
         """To all ranks."""
         encoded = msgspec.msgpack.encode(message)
-        for process in self.processes:
-            process.send(encoded)
+        for rank in self.others:
+            rank.send(encoded)
 
     def join(self, settings: LoadSettings) -> RankGroup:
         """They begin to load, and this process joins them. Raises ModelError if one cannot."""
@@ -90,49 +105,67 @@ class Ranks:
         """What they have loaded, once they have. Raises ModelError if one could not."""
         return [loaded.card for loaded in self._expect(Loaded)]
 
+    def adapter_links(self) -> list[Link[AdapterLoaded]]:
+        """To the parts of adapters, in the order of ranks. All ranks must be on this host."""
+        links = [rank.adapters for rank in self.others if isinstance(rank, RankProcess)]
+        assert len(links) == len(self.others), "a worker of several nodes serves no adapters"
+        return links
+
     def agree_on_failure(self, reason: str) -> bool:
         """This process could not do what it told them to do, for ``reason``; whether they could not, either."""
         self.tell(Failed())
         end_s = time.monotonic() + AGREE_S
-        silent = [one for one in self.processes if not isinstance(one.take(max(0.0, end_s - time.monotonic())), Failed)]
+        silent = [one for one in self.others if not isinstance(one.take(max(0.0, end_s - time.monotonic())), Failed)]
         if silent:
             # Others may wait for it in a collective that it has not entered.
-            last = min(silent, key=lambda process: process.num_meetings)
+            last = min(silent, key=lambda rank: rank.num_meetings)
             last.lose(f"is not where its leader is, which failed: {reason}")
         return not silent
 
     def close(self) -> None:
         """End them, and wait for that."""
-        for process in self.processes:
-            process.close()
+        for rank in self.others:
+            rank.close()
 
     def why_not_loaded(self) -> str | None:
         """Why this process waited for them in vain while all load; None: not because of them."""
-        told = [(process, process.take(AGREE_S)) for process in self.processes]
-        failed = {process.rank: its.reason for process, its in told if isinstance(its, Failed)}
-        for process in self._lost[:1]:
-            if process.rank not in failed:
-                return process.lost
+        told = [(one, one.take(AGREE_S)) for one in self.others]
+        failed = {one.rank: its.reason for one, its in told if isinstance(its, Failed)}
+        for lost in self._lost[:1]:
+            if lost.rank not in failed:
+                return lost.lost
         return next((f"rank {rank}: {reason}" for rank, reason in failed.items()), None)
 
-    def _lose(self, lost: RankProcess) -> None:
+    def _come_in(self, nodes: OtherNodes) -> list[RemoteRank]:
+        host, port = nodes.place.leader
+        logger.info("waiting for ranks of %d other nodes at %s:%d", nodes.place.num_nodes - 1, host, port)
+        door = Door(nodes)
+        try:
+            arrived = door.wait(LOAD_S)
+        finally:
+            door.close()
+        remote = [RemoteRank(one, self._lose, nodes.on_leaving) for one in arrived]
+        self.others += remote
+        return remote
+
+    def _lose(self, lost: Rank) -> None:
         self._lost.append(lost)
-        for process in self.processes:
-            process.kill()
+        for rank in self.others:
+            rank.kill()
 
     def _expect(self, kind: type[T]) -> list[T]:
         told: list[T] = []
-        for process in self.processes:
-            match process.take(LOAD_S):
-                case None if process.lost is None:
-                    process.lose(f"has not loaded {LOAD_S:g} s after its leader: it hangs")
+        for rank in self.others:
+            match rank.take(LOAD_S):
+                case None if rank.lost is None:
+                    rank.lose(f"has not loaded {LOAD_S:g} s after its leader: it hangs")
                     raise ModelError(self.lost[0])
                 case Failed(reason):
-                    raise ModelError(f"rank {process.rank}: {reason}")
+                    raise ModelError(f"rank {rank.rank}: {reason}")
                 case kind() as one:
                     told.append(one)
                 case other:
-                    raise ModelError(next(iter(self.lost), f"rank {process.rank} says {other}"))
+                    raise ModelError(next(iter(self.lost), f"rank {rank.rank} says {other}"))
         return told
 
 
@@ -145,18 +178,24 @@ class RankedEngine:
         self._ranks = ranks
         self._group = group
         self._store = store
-        links = [process.adapters for process in ranks.processes]
-        self._adapters = None if own.adapters is None else RankedAdapters(own.adapters, links)
+        self._adapters = None if own.adapters is None else RankedAdapters(own.adapters, ranks.adapter_links())
 
     @classmethod
-    def load(cls, settings: LoadSettings, num_ranks: int, load_part: Callable[[RankPart], TorchEngine]) -> RankedEngine:
+    def load(
+        cls,
+        settings: LoadSettings,
+        num_ranks: int,
+        load_part: Callable[[RankPart], TorchEngine],
+        nodes: OtherNodes | None = None,
+    ) -> RankedEngine:
         """``load_part`` loads this process's. Raises ModelError if a rank cannot join, or cannot load."""
-        ranks, group = Ranks(num_ranks), None
+        ranks, group = Ranks(num_ranks, nodes), None
         try:
             group = ranks.join(settings)
-            own = load_part(RankPart(Cut(0, num_ranks), group, ranks.meet))
+            own = load_part(RankPart(Cut(0, num_ranks), group, ranks.meet, ranks.num_local))
             for card in ranks.cards():
-                assert card == own.card, f"a rank has loaded {card}, its leader {own.card}"
+                if card != own.card:
+                    raise ModelError(f"a rank has loaded {card}, its leader {own.card}: all nodes need the same model")
             geometry = own.card.layout.geometry
             store = GatheredStore(geometry, own.card.num_blocks * len(geometry.groups), _parts(own.blocks, ranks))
             return cls(own, ranks, group, store)
@@ -258,8 +297,5 @@ class _RankedStep:
 
 def _parts(own: torch.Tensor, ranks: Ranks) -> list[Part]:
     """The pools of all ranks; ``own``: the leader's, ``[num_blocks, block_nbytes]``, as large as the others."""
-    if own.device.type == "cuda":
-        theirs = (BlocksOfRank(process.blocks, process.pool_memory, own.shape[1]) for process in ranks.processes)
-        return [OwnBlocks(own, CudaCopies(own.device)), *theirs]
-    pools = (shared_bytes(process.pool_memory, own.nbytes).reshape(own.shape) for process in ranks.processes)
-    return [HostPart(own.numpy()), *map(HostPart, pools)]
+    first = OwnBlocks(own, CudaCopies(own.device)) if own.device.type == "cuda" else HostPart(own.numpy())
+    return [first, *(rank.part(own) for rank in ranks.others)]

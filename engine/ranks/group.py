@@ -5,8 +5,11 @@ There is one group in a process, as torch has one default group.
 
 from __future__ import annotations
 
+import fcntl
+import ipaddress
 import os
 import socket
+import struct
 from collections.abc import Mapping
 from datetime import timedelta
 
@@ -15,67 +18,67 @@ import torch.distributed as dist
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from kvrelay.engine.config.cut import Cut
+from kvrelay.engine.ranks.nodes import LocalRank, rank_environment
 
-_HOST = "127.0.0.1"
+_SIOCGIFADDR = 0x8915  # <linux/sockios.h>
 # Ranks come to each collective at about the same time. Who dies or stops is noticed by its link, much sooner.
 _TIMEOUT = timedelta(seconds=30)
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 
 class Meeting:
-    """Where the ranks of one host find each other. The leader opens it; ``environment`` tells the others."""
+    """Where the ranks find each other. The leader opens it; ``environment`` tells the others on its host."""
 
-    def __init__(self, store: Store, port: int, cut: Cut) -> None:
+    def __init__(self, store: Store, host: str, port: int, cut: Cut, local: LocalRank) -> None:
         self.cut = cut  # of the rank that is here
+        self.local = local
+        self.port = port
         self._store = store
-        self._port = port
+        self._host = host
 
     @classmethod
-    def open(cls, num_ranks: int) -> Meeting:
-        """The leader's. Listens on loopback."""
-        with socket.create_server((_HOST, 0)) as listening:
+    def open(cls, num_ranks: int, num_local: int | None = None, host: str = "127.0.0.1") -> Meeting:
+        """The leader's. Listens on ``host``, an address of this machine. ``num_local``: how many ranks are on it; None: all."""
+        with socket.create_server((host, 0), family=_family(host)) as listening:
             port: int = listening.getsockname()[1]
             # The store's own socket would listen on every address.
             store = TCPStore(
-                _HOST, port, num_ranks, is_master=True, timeout=_TIMEOUT, wait_for_workers=False,
+                host, port, num_ranks, is_master=True, timeout=_TIMEOUT, wait_for_workers=False,
                 master_listen_fd=listening.detach(),
             )  # fmt: skip
-        return cls(store, port, Cut(0, num_ranks))
+        return cls(store, host, port, Cut(0, num_ranks), LocalRank(0, num_local or num_ranks))
 
     @classmethod
     def find(cls, environment: Mapping[str, str]) -> Meeting:
         """The one that a rank's environment names. Raises RuntimeError if nobody is there."""
-        cut, port = Cut(int(environment["RANK"]), int(environment["WORLD_SIZE"])), int(environment["MASTER_PORT"])
-        return cls(TCPStore(environment["MASTER_ADDR"], port, cut.num_ranks, timeout=_TIMEOUT), port, cut)
+        cut = Cut(int(environment["RANK"]), int(environment["WORLD_SIZE"]))
+        local = LocalRank(int(environment["LOCAL_RANK"]), int(environment["LOCAL_WORLD_SIZE"]))
+        host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+        return cls(TCPStore(host, port, cut.num_ranks, timeout=_TIMEOUT), host, port, cut, local)
 
     def environment(self, rank: int) -> dict[str, str]:
-        """Of a rank's process."""
-        return {
-            "MASTER_ADDR": _HOST,
-            "MASTER_PORT": str(self._port),
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(self.cut.num_ranks),
-        }
+        """Of a process on the leader's host."""
+        return rank_environment(self._host, self.port, LocalRank(rank, self.local.num_ranks), self.cut.num_ranks)
 
     def join(self, device: torch.device) -> RankGroup:
         """This rank's place in the group; waits until all have joined. Raises RuntimeError if one does not.
 
-        ``device``: of this rank's tensors. A GPU is the calling thread's own from now on, one for each rank.
+        ``device``: of this rank's tensors. A GPU is the calling thread's own from now on, one for each rank of a host.
         """
         if device.type == "cuda":
-            device = torch.device("cuda", self.cut.rank)
+            device = torch.device("cuda", self.local.rank)
             torch.cuda.set_device(device)
-        return RankGroup(self._store, self.cut, device)
+        return RankGroup(self._store, self.cut, device, _interface_towards(self._host))
 
 
 class RankGroup:
     """Implements :class:`kvrelay.engine.models.ranks.Collectives`. One thread at a time."""
 
-    def __init__(self, store: Store, cut: Cut, device: torch.device) -> None:
-        """See Meeting.join."""
-        for backend in ("GLOO", "NCCL"):  # else an address of the host, for ranks that are all on it
-            os.environ.setdefault(f"{backend}_SOCKET_IFNAME", "lo")
+    def __init__(self, store: Store, cut: Cut, device: torch.device, interface: str | None) -> None:
+        """See Meeting.join. ``interface``: the network's that leads to the others; None: as gloo and NCCL choose."""
+        for backend in ("GLOO", "NCCL"):
+            if interface is not None:
+                os.environ.setdefault(f"{backend}_SOCKET_IFNAME", interface)
         dist.init_process_group(
             _BACKENDS[device.type], store=store, rank=cut.rank, world_size=cut.num_ranks, timeout=_TIMEOUT,
             device_id=device if device.type == "cuda" else None,
@@ -107,3 +110,24 @@ class RankGroup:
     def close(self) -> None:
         """Leave the group; the others cannot go on."""
         dist.destroy_process_group()
+
+
+def _interface_towards(host: str) -> str | None:
+    """The network interface that ``host``, an address, is reached by; None: nobody knows, as with IPv6."""
+    with socket.socket(_family(host), socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))  # sends nothing
+        own = ipaddress.ip_address(probe.getsockname()[0])
+        if own.is_loopback:
+            return "lo"
+        for _, name in socket.if_nameindex() if own.version == 4 else ():
+            try:
+                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+            except OSError:  # it has no address
+                continue
+            if answer[20:24] == own.packed:
+                return name
+    return None
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET

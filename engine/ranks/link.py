@@ -1,4 +1,4 @@
-"""Messages over a stream socket between two processes of one host. Each is preceded by its size."""
+"""Messages over a stream socket between two processes. Each is preceded by its size, and sealed between hosts."""
 
 from __future__ import annotations
 
@@ -11,23 +11,40 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from kvrelay.engine.ranks.seal import Seal, agree
+
 T = TypeVar("T")
 
+_AGREE_S = 5.0  # what the other host may take to agree on a seal
+_UNCONFIRMED_MS = 15_000  # a host that does not confirm what it is sent is gone
 _SIZE = struct.Struct("<I")
 
 
 class Link(Generic[T]):
     """One end, which receives messages of type ``T``. Sends on any thread, receives on one."""
 
-    def __init__(self, stream: socket.socket, kinds: Any) -> None:
-        """Takes ``stream`` over. ``kinds``: of what is received, a union of tagged structs."""
+    def __init__(self, stream: socket.socket, kinds: Any, seal: Seal | None = None) -> None:
+        """Takes ``stream`` over. ``kinds``: of what is received, a union of tagged structs. ``seal``: between hosts."""
         self._stream = stream
+        self._seal = seal
         self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(kinds)
         self._sending = threading.Lock()
         self._incoming = select.poll()
         self._incoming.register(stream, select.POLLIN)
         self._over = select.poll()
         self._over.register(stream, select.POLLRDHUP)
+
+    @property
+    def own_host(self) -> str:
+        """Of a link between hosts: this end's address."""
+        host: str = self._stream.getsockname()[0]
+        return host
+
+    @property
+    def other_host(self) -> str:
+        """Of a link between hosts: the other end's address."""
+        host: str = self._stream.getpeername()[0]
+        return host
 
     def send(self, message: Any) -> None:
         """Raises OSError if the other end is gone."""
@@ -36,14 +53,25 @@ class Link(Generic[T]):
     def send_encoded(self, message: bytes) -> None:
         """The same, of a message that goes to several."""
         with self._sending:
-            self._stream.sendall(_SIZE.pack(len(message)) + message)
+            data = message if self._seal is None else self._seal.close(message)
+            self._stream.sendall(_SIZE.pack(len(data)) + data)
 
-    def receive(self, timeout_s: float | None = None) -> T | None:
-        """The next message; None if none has begun to come in time. Raises EOFError if the other end is gone."""
+    def receive(self, timeout_s: float | None = None, *, max_bytes: int | None = None) -> T | None:
+        """The next message; None if none has begun to come in time.
+
+        Raises EOFError if the other end is gone, or is not who it should be, or sends more than ``max_bytes``.
+        """
         if not self._incoming.poll(None if timeout_s is None else timeout_s * 1000):
             return None
         (size,) = _SIZE.unpack(self._exactly(_SIZE.size))
-        return self._decoder.decode(self._exactly(size))
+        if max_bytes is not None and size > max_bytes:
+            raise EOFError(f"the other end sends {size} bytes where it may send {max_bytes}")
+        data = self._exactly(size)
+        return self._decoder.decode(data if self._seal is None else self._seal.open(data))
+
+    def then(self, kinds: Any) -> Link[Any]:
+        """The same link, from now on with messages of other ``kinds``. This one is not used any more."""
+        return Link(self._stream, kinds, self._seal)
 
     def is_over(self, timeout_s: float) -> bool:
         """Whether the other end is gone, or goes in the meantime. Receives nothing; any one thread."""
@@ -64,9 +92,22 @@ class Link(Generic[T]):
         while view:
             try:
                 count = self._stream.recv_into(view)
-            except ConnectionError:
+            except OSError:  # also a host that does not answer any more
                 count = 0
             if not count:
                 raise EOFError("the other end is gone")
             view = view[count:]
         return data
+
+
+def sealed_link(stream: socket.socket, kinds: Any, secret: bytes, *, calls: bool) -> Link[Any]:
+    """The end of a link to another host, over TCP; both have the ``secret``.
+
+    Raises OSError or EOFError; then ``stream`` is still the caller's.
+    """
+    stream.settimeout(_AGREE_S)
+    stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNCONFIRMED_MS)
+    link: Link[Any] = Link(stream, kinds, agree(stream, secret, calls=calls))
+    stream.settimeout(None)
+    return link

@@ -1,4 +1,4 @@
-"""What a leader and the processes of its ranks tell each other, on one host: plans down, life signs up."""
+"""What a leader and the processes of its ranks tell each other: plans down, life signs up; and how those of other hosts come in."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from kvrelay.engine.step.plan import SamplingInputs, StepPlan
 
 AGREE_S = 10.0  # how much later than the others a rank may fail
 LOAD_S = 600.0  # how much longer than its leader a rank may take to start, and then to read its weights
+ALIVE_S = 1.0  # between signs of life
+SILENT_S = 15.0  # every process gives them, whatever it computes; who gives none for so long hangs
 
 
 class LoadSettings(msgspec.Struct, frozen=True):
@@ -79,5 +81,39 @@ class Logged(msgspec.Struct, frozen=True, tag=True):
     text: str
 
 
+class Leaving(msgspec.Struct, frozen=True, tag=True):
+    """The rank's host is asked to end, and waits for the leader to finish what it has."""
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """The first message on each of the two links of a rank on another host."""
+
+    rank: int
+    num_ranks: int
+    num_nodes: int
+    version: str  # of kvrelay
+    life: str  # made anew by each process: what its two links have in common
+    place: str  # the process and its host, for people
+    carries_blocks: bool  # whether it is the link that blocks travel on
+
+
+class Welcome(msgspec.Struct, frozen=True, tag=True):
+    """All ranks are here; they meet at this port of the leader's host."""
+
+    master_port: int
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """The rank does not belong here; both links end."""
+
+    reason: str
+
+
+class Leave(msgspec.Struct, frozen=True, tag=True):
+    """A host tells its ranks that it is asked to end."""
+
+
+FromLeader = Welcome | Refused
+ToHost = Alive | Logged
 ToRank = Load | Go | Launch | Sample | Copy | Failed
-FromRank = Ready | Loaded | Alive | Logged | Failed
+FromRank = Ready | Loaded | Alive | Logged | Failed | Leaving

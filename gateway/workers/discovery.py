@@ -6,7 +6,8 @@ API is away the last known workers stay; who of them really answers, the links t
 
 A worker is a pod with the label ``kvrelay.dev/role`` and a container port named ``control``. Of several models, the label
 ``kvrelay.dev/model`` names its own. It takes requests while it is ready and nobody has asked for its deletion; it stays known until
-it is gone or has ended, because what it has may still finish.
+it is gone or has ended, because what it has may still finish. If a worker has several pods of a StatefulSet, as many as the label
+``kvrelay.dev/nodes-per-worker`` says, the first of them is the worker, and the others run ranks for it.
 
 It needs ``get``, ``list`` and ``watch`` on pods of one namespace, nothing else.
 """
@@ -36,6 +37,7 @@ OnWorkers = Callable[[Sequence[FoundWorker]], None]
 
 ROLE_LABEL = "kvrelay.dev/role"
 MODEL_LABEL = "kvrelay.dev/model"
+NODES_LABEL = "kvrelay.dev/nodes-per-worker"
 CONTROL_PORT = "control"
 
 _ROLES = {role.value: role for role in (Role.PREFILL, Role.DECODE)}
@@ -228,7 +230,13 @@ def worker_of(pod: dict[str, Any]) -> FoundWorker | None:
     labels = metadata.get("labels", {})
     role = _ROLES.get(labels.get(ROLE_LABEL, ""))
     host, port = status.get("podIP"), _control_port(pod)
-    if role is None or not host or port is None or status.get("phase") in _ENDED:
+    if (
+        role is None
+        or not _is_leader(metadata.get("name", ""), labels.get(NODES_LABEL, "1"))
+        or not host
+        or port is None
+        or status.get("phase") in _ENDED
+    ):
         return None
     is_ready = any(
         condition["type"] == "Ready" and condition["status"] == "True" for condition in status.get("conditions", [])
@@ -253,6 +261,14 @@ def workers_of(pods: Iterable[dict[str, Any]]) -> list[FoundWorker]:
         if key not in found or worker.accepts:
             found[key] = worker
     return list(found.values())
+
+
+def _is_leader(name: str, nodes_per_worker: str) -> bool:
+    """Whether the pod of that name is a worker, and not a further one of a worker's pods."""
+    ordinal = name.rpartition("-")[2]
+    if not (nodes_per_worker.isdecimal() and ordinal.isdecimal()):
+        return nodes_per_worker == "1"
+    return int(ordinal) % max(1, int(nodes_per_worker)) == 0
 
 
 def _control_port(pod: dict[str, Any]) -> int | None:

@@ -5,24 +5,41 @@
 {{- $control := ternary 7100 7200 (eq .role "prefill") -}}
 {{- $admin := ternary 7180 7280 (eq .role "prefill") -}}
 {{- $drain := include "kvrelay.component.drainSeconds" . | int -}}
+{{- $nodes := include "kvrelay.worker.nodes" . | int -}}
+{{- $name := include "kvrelay.component.fullname" . -}}
 apiVersion: apps/v1
-kind: Deployment
+kind: {{ ternary "StatefulSet" "Deployment" (gt $nodes 1) }}
 metadata:
   name: {{ include "kvrelay.component.fullname" . }}
   labels:
     {{- include "kvrelay.component.labels" . | nindent 4 }}
 spec:
+  {{- if gt $nodes 1 }}
+  # Of as many neighbours as a worker has nodes, the first is the worker. All start and end at once.
+  replicas: {{ mul $values.replicas $nodes }}
+  {{- else }}
   {{- with include "kvrelay.component.replicas" . }}
   {{- . | nindent 2 }}
+  {{- end }}
   {{- end }}
   selector:
     matchLabels:
       {{- include "kvrelay.component.selectorLabels" . | nindent 6 }}
+  {{- if gt $nodes 1 }}
+  serviceName: {{ $name }}
+  podManagementPolicy: Parallel
+  updateStrategy: {type: RollingUpdate}
+  {{- else }}
   {{- include "kvrelay.component.strategy" . | nindent 2 }}
+  {{- end }}
   template:
     metadata:
       labels:
         {{- include "kvrelay.component.labels" . | nindent 8 }}
+        {{- if gt $nodes 1 }}
+        # By it gateways find the workers among the pods.
+        kvrelay.dev/nodes-per-worker: {{ $nodes | quote }}
+        {{- end }}
         {{- with $values.podLabels }}
         {{- toYaml . | nindent 8 }}
         {{- end }}
@@ -60,6 +77,14 @@ spec:
               value: {{ $admin | quote }}
             - name: KVRELAY_TENSOR_PARALLEL
               value: {{ $values.tensorParallel | int64 | quote }}
+            {{- if gt $nodes 1 }}
+            - name: KVRELAY_NODES
+              value: {{ $nodes | quote }}
+            - name: KVRELAY_NODE_NAME
+              valueFrom: {fieldRef: {fieldPath: metadata.name}}
+            - name: KVRELAY_LEADER_ADDRESS
+              value: tcp://{leader}.{{ $name }}:{{ add $control 2 }}
+            {{- end }}
             {{- if not $values.gpu.resource }}
             - name: KVRELAY_DEVICE
               value: cpu
@@ -96,6 +121,9 @@ spec:
             - {name: data, containerPort: 7201}
             {{- end }}
             - {name: admin, containerPort: {{ $admin }}}
+            {{- if gt $nodes 1 }}
+            - {name: ranks, containerPort: {{ add $control 2 }}}
+            {{- end }}
           securityContext:
             {{- toYaml .root.Values.containerSecurityContext | nindent 12 }}
           resources:
@@ -152,11 +180,37 @@ spec:
         {{- end }}
 {{- end -}}
 
-{{/* A GPU for each rank is asked for as a limit, which Kubernetes takes as the request, too. */}}
+{{/* Pods of each worker; refuses what cannot be. */}}
+{{- define "kvrelay.worker.nodes" -}}
+{{- $values := index .root.Values .role -}}
+{{- $nodes := $values.nodesPerWorker | int -}}
+{{- $ranks := $values.tensorParallel | int -}}
+{{- if mod $ranks $nodes -}}
+{{- $fitting := list -}}
+{{- range $count := untilStep 1 (int (add $ranks 1)) 1 -}}
+{{- if not (mod $ranks $count) -}}
+{{- $fitting = append $fitting $count -}}
+{{- end -}}
+{{- end -}}
+{{- fail (printf "%s.nodesPerWorker is %d and %s.tensorParallel is %d, which %d pods do not divide; take %s pods, or another number of ranks" .role $nodes .role $ranks $nodes (join ", " $fitting)) -}}
+{{- end -}}
+{{- if gt $nodes 1 -}}
+{{- if or $values.autoscaling.hpa.enabled $values.autoscaling.keda.enabled -}}
+{{- fail (printf "%s.autoscaling: an autoscaler counts pods, and a worker is %d of them here, so it would leave workers in parts; set %s.replicas, or nodesPerWorker to 1" .role $nodes .role) -}}
+{{- end -}}
+{{- $name := include "kvrelay.component.fullname" . -}}
+{{- if gt (len $name) 52 -}}
+{{- fail (printf "%s is too long a name for a StatefulSet, which may have 52 characters; %s.nodesPerWorker needs a shorter release, or fullnameOverride" $name .role) -}}
+{{- end -}}
+{{- end -}}
+{{- $nodes -}}
+{{- end -}}
+
+{{/* A GPU for each rank of a pod is asked for as a limit, which Kubernetes takes as the request, too. */}}
 {{- define "kvrelay.worker.resources" -}}
 {{- $resources := deepCopy .resources -}}
 {{- if .gpu.resource -}}
-{{- $limits := merge (dict .gpu.resource (.tensorParallel | int64)) (default (dict) $resources.limits) -}}
+{{- $limits := merge (dict .gpu.resource (div .tensorParallel .nodesPerWorker | int64)) (default (dict) $resources.limits) -}}
 {{- $_ := set $resources "limits" $limits -}}
 {{- end -}}
 {{- toYaml $resources -}}
@@ -171,6 +225,10 @@ metadata:
     {{- include "kvrelay.component.labels" . | nindent 4 }}
 spec:
   clusterIP: None
+  {{- if gt (include "kvrelay.worker.nodes" . | int) 1 }}
+  # Pods of a worker look for each other before it is ready.
+  publishNotReadyAddresses: true
+  {{- end }}
   selector:
     {{- include "kvrelay.component.selectorLabels" . | nindent 4 }}
   ports:
@@ -207,9 +265,15 @@ spec:
         - {port: control, protocol: TCP}
         - {port: data, protocol: TCP}
     {{- end }}
+    {{- with include "kvrelay.networkpolicy.nodes" (merge (dict "direction" "from") .) }}
+    {{- . | nindent 4 }}
+    {{- end }}
     {{- include "kvrelay.networkpolicy.scrape" (dict "root" .root "port" "admin") | nindent 4 }}
   egress:
     {{- include "kvrelay.networkpolicy.dns" . | nindent 4 }}
+    {{- with include "kvrelay.networkpolicy.nodes" (merge (dict "direction" "to") .) }}
+    {{- . | nindent 4 }}
+    {{- end }}
     {{- if eq .role "prefill" }}
     - to:
         - podSelector:
@@ -220,6 +284,16 @@ spec:
         - {port: data, protocol: TCP}
     {{- end }}
     {{- include "kvrelay.networkpolicy.download" .root | nindent 4 }}
+{{- end -}}
+{{- end -}}
+
+{{/* Ranks of several pods meet on ports that they choose when they start. */}}
+{{- define "kvrelay.networkpolicy.nodes" -}}
+{{- if gt (include "kvrelay.worker.nodes" . | int) 1 -}}
+- {{ .direction }}:
+    - podSelector:
+        matchLabels:
+          {{- include "kvrelay.component.selectorLabels" . | nindent 10 }}
 {{- end -}}
 {{- end -}}
 

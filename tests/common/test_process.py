@@ -114,6 +114,29 @@ async def test_a_second_signal_does_not_wait_for_requests() -> None:
     assert played.calls == ["start", "drain", "stop"]
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("is_signal_first", [True, False])
+async def test_what_it_runs_on_may_ask_it_to_end_beside_a_signal_and_nobody_hurries(is_signal_first: bool) -> None:
+    """All pods of a worker are asked to end at about the same time."""
+    port, played, asked = free_port(), Played(), threading.Event()
+    settings = ProcessSettings("127.0.0.1", port, 3600.0, asked.is_set)
+    running = asyncio.create_task(run_process(lambda: played, settings, CollectorRegistry(), "played"))
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+        await until(client, 200)
+        for is_signal in (is_signal_first, not is_signal_first):
+            if is_signal:
+                os.kill(os.getpid(), signal.SIGTERM)
+            else:
+                asked.set()
+            await played.is_draining.wait()
+            await asyncio.sleep(0)  # a signal's handler runs on the loop
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(running), 0.3)
+        played.may_drain.set()
+    assert await running == 0
+    assert played.calls == ["start", "drain", "stop"]
+
+
 async def test_what_loading_raises_comes_out() -> None:
     def load() -> Played:
         raise ModelError("no such model")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import signal
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ import psutil
 import pytest
 
 from kvrelay.launcher.local.deployment import LocalDeployment
+from kvrelay.launcher.local.ports import free_ports
 from kvrelay.launcher.settings import LocalSettings
 from tests.adapters import linear_shapes, merge, write_adapter
 from tests.reliability.figures import wait_until
@@ -120,3 +122,61 @@ def ranks(deployment: LocalDeployment) -> list[tuple[str, int]]:
         for child in psutil.Process(pid).children(recursive=True)
         if "kvrelay.engine.rank_main" in child.cmdline()
     ]
+
+
+@pytest.fixture(scope="module")
+def spread(model_directory: Path) -> Iterator[LocalDeployment]:
+    """A decode worker of three nodes with a rank each; the processes of the others find its by an address of loopback."""
+    settings = LocalSettings.of(
+        port=0, device="cpu", dtype="float32", threads=1, num_blocks=64, local_prefill="fallback",
+        room_timeout_s=PATIENCE_S, decode_tensor_parallel=3,
+    )  # fmt: skip
+    plan = LocalDeployment.from_settings(settings, model_directory).plan
+    (leader,) = [spec for spec in plan.specs if spec.name == "decode-0"]
+    port, *admin_ports = free_ports(3)
+    nodes = ("--nodes=3", f"--leader-address=tcp://127.0.0.2:{port}")
+    specs = [
+        dataclasses.replace(spec, command=(*spec.command, *nodes)) if spec == leader else spec for spec in plan.specs
+    ]
+    for node_rank, admin_port in enumerate(admin_ports, start=1):
+        more = (*nodes, f"--node-rank={node_rank}", f"--admin-port={admin_port}")
+        specs.append(
+            dataclasses.replace(
+                leader,
+                name=f"decode-0-node-{node_rank}",
+                command=(*leader.command, *more),
+                ready_url=f"http://127.0.0.1:{admin_port}/health/ready",
+            )
+        )
+    with LocalDeployment(dataclasses.replace(plan, specs=tuple(specs))) as running:
+        running.wait_ready(timeout_s=180)
+        yield running
+
+
+async def test_a_decode_worker_of_several_nodes_answers_as_one_rank_does(
+    deployment: LocalDeployment, spread: LocalDeployment
+) -> None:
+    """Every block is handed over to all nodes."""
+    await test_unequal_pools_answer_as_one_rank_does(deployment, spread)
+
+
+async def test_a_rank_of_another_node_that_is_killed_costs_a_pause(
+    deployment: LocalDeployment, spread: LocalDeployment
+) -> None:
+    answers = await ask_alone(deployment.url, {"long": LONG})
+    [expected] = [(one["text"], one["token_ids"]) for one in answers["long"].choices]
+    killed = dict(ranks(spread))["decode-0-node-2"]
+    async with http(spread) as client, asyncio.TaskGroup() as running:
+        stream = Stream("long", LONG)
+        running.create_task(stream.run(client))
+        await stream.is_under_way.wait()
+        os.kill(killed, signal.SIGKILL)
+    assert stream.told == [expected]
+
+    def is_told() -> bool:
+        return any(f"rank 2 (process {killed} of" in line for line in spread.log.lines if "decode-0 |" in line)
+
+    await asyncio.to_thread(wait_until, is_told, PATIENCE_S, f"the worker names rank 2, process {killed}")
+    await asyncio.to_thread(spread.wait_ready, timeout_s=120)
+    again = await ask_alone(spread.url, {"long": LONG})
+    assert [(one["text"], one["token_ids"]) for one in again["long"].choices] == [expected]

@@ -21,6 +21,8 @@ from prometheus_client import CollectorRegistry
 
 from kvrelay.common.settings import build
 from kvrelay.engine.kv.block_manager import BlockManager
+from kvrelay.engine.ranks.nodes import place_of
+from kvrelay.engine.settings import NodeSettings
 from kvrelay.gateway.http.api_keys import ApiKeys
 from kvrelay.gateway.metrics import GatewayMetrics
 from kvrelay.gateway.settings import GatewaySettings
@@ -32,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "helm"
 GOLDEN = Path(__file__).parent / "golden"
 EXAMPLES = sorted(CHART.glob("examples/*.yaml"))
-STORED = ("defaults", "locked-down", "8-gpu-nodes", "several-models")
+STORED = ("defaults", "locked-down", "8-gpu-nodes", "several-models", "several-nodes")
 MONITORING = ("--api-versions", "monitoring.coreos.com/v1")
 VERSIONS = (
     "1.28",
@@ -253,6 +255,8 @@ def test_alerts_and_dashboard_ask_for_metrics_that_exist() -> None:
         ("gateway.service.port=70000", "port"),
         ("prefill.tensorParallel=0", "tensorParallel"),
         ("decode.settings.tensor_parallel=2", "tensor_parallel"),
+        ("decode.nodesPerWorker=0", "nodesPerWorker"),
+        ("decode.settings.nodes=2", "nodes"),
         ("models.v1.model.nam=x", "nam"),
         ("models.v1.gateway.replicas=1", "gateway"),
         ("models.V1.model.name=x", "V1"),
@@ -547,6 +551,68 @@ def test_every_rank_has_a_gpu() -> None:
     on_cpus = pod_of(objects("--set", "decode.tensorParallel=2,decode.gpu.resource="), "decode-worker")
     assert "limits" not in on_cpus["containers"][0]["resources"]
     assert env_of(on_cpus)["KVRELAY_TENSOR_PARALLEL"] == "2"
+
+
+NODES = "decode.replicas=3,decode.tensorParallel=4,decode.nodesPerWorker=2,networkPolicy.enabled=true"
+
+
+@needs_helm
+def test_a_worker_of_several_nodes_is_as_many_pods_of_one_set() -> None:
+    """By the pods' own names the first is found by the others, in a Service that names pods before they are ready."""
+    found = objects("--set", NODES)
+    name = "relay-kvrelay-decode-worker"
+    assert ("Deployment", name) not in found
+    assert ("StatefulSet", "relay-kvrelay-prefill-worker") not in found
+    spec = found["StatefulSet", name]["spec"]
+    assert (spec["replicas"], spec["serviceName"], spec["podManagementPolicy"]) == (6, name, "Parallel")
+    assert spec["template"]["metadata"]["labels"]["kvrelay.dev/nodes-per-worker"] == "2"
+    assert "kvrelay.dev/nodes-per-worker" not in spec["selector"]["matchLabels"]
+    pod = spec["template"]["spec"]
+    assert pod["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": 2}
+    environment = env_of(pod)
+    assert environment["KVRELAY_TENSOR_PARALLEL"] == "4"
+    assert environment["KVRELAY_NODES"] == "2"
+    settings = NodeSettings(nodes=2, node_name=f"{name}-3", leader_address=environment["KVRELAY_LEADER_ADDRESS"])
+    place = place_of(settings, 4)
+    assert place is not None
+    assert (place.node_rank, place.leader) == (1, (f"{name}-2.{name}", 7202))
+    service = found["Service", name]["spec"]
+    assert (service["clusterIP"], service["publishNotReadyAddresses"]) == ("None", True)
+    assert "publishNotReadyAddresses" not in found["Service", "relay-kvrelay-prefill-worker"]["spec"]
+
+
+@needs_helm
+def test_pods_of_a_worker_reach_each_other_on_all_ports_and_nobody_else_does() -> None:
+    found = objects("--set", NODES)
+    own = [
+        {
+            "podSelector": {
+                "matchLabels": found["StatefulSet", "relay-kvrelay-decode-worker"]["spec"]["selector"]["matchLabels"]
+            }
+        }
+    ]
+    for component, rules in (("decode-worker", 1), ("prefill-worker", 0)):
+        policy = found["NetworkPolicy", f"relay-kvrelay-{component}"]["spec"]
+        assert policy["ingress"].count({"from": own}) == rules
+        assert policy["egress"].count({"to": own}) == rules
+        assert all("ports" in rule for rule in policy["ingress"] + policy["egress"] if own not in rule.values())
+
+
+@needs_helm
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ("decode.tensorParallel=4,decode.nodesPerWorker=3", "which 3 pods do not divide; take 1, 2, 4 pods"),
+        ("prefill.nodesPerWorker=2", "prefill.tensorParallel is 1, which 2 pods do not divide; take 1 pods"),
+        (f"{NODES},decode.autoscaling.hpa.enabled=true", "an autoscaler counts pods, and a worker is 2 of them"),
+        (f"{NODES},decode.autoscaling.keda.enabled=true", "an autoscaler counts pods, and a worker is 2 of them"),
+        (f"{NODES},fullnameOverride={'long-' * 7}name", "is too long a name for a StatefulSet"),
+    ],
+)
+def test_nodes_that_cannot_be_are_refused_with_a_way_out(values: str, says: str) -> None:
+    ended = helm("template", "relay", str(CHART), "--set", values)
+    assert ended.returncode != 0
+    assert says in ended.stderr
 
 
 @needs_helm

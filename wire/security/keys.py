@@ -23,6 +23,8 @@ import zmq
 from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from cryptography.hazmat.primitives.serialization import (
     Encoding,
     NoEncryption,
@@ -58,6 +60,10 @@ class WireKeys:
     def role_of(self, public: bytes) -> Role | None:
         """Whose key that is; None if nobody's."""
         return next((role for role, keys in self.peers.items() if public in keys), None)
+
+    def derived(self, purpose: str) -> bytes:
+        """32 bytes that processes with the same private key have in common, for ``purpose`` only."""
+        return HKDF(SHA256(), 32, salt=None, info=f"kvrelay {purpose}".encode()).derive(z85.decode(self.secret))
 
     @classmethod
     def load(cls, directory: Path, role: Role) -> WireKeys:

@@ -6,12 +6,21 @@ from pathlib import Path
 from typing import Any
 
 from kvrelay.engine.factory import load_engine
+from kvrelay.engine.ranks.nodes import OtherNodes
 from kvrelay.engine.settings import FakeSettings, KvSettings, ModelSettings
 from kvrelay.engine.step.interface import Engine
 
 
-def load_ranks(directory: Path, num_ranks: int, *, num_blocks: int = 96, block_size: int = 16, **model: Any) -> Engine:
-    """An engine on one CPU thread for each rank; whoever loads it closes it."""
+def load_ranks(
+    directory: Path,
+    num_ranks: int,
+    *,
+    num_blocks: int = 96,
+    block_size: int = 16,
+    nodes: OtherNodes | None = None,
+    **model: Any,
+) -> Engine:
+    """An engine on one CPU thread for each rank; whoever loads it closes it. ``nodes``: where some of them are."""
     chosen: dict[str, Any] = {"device": "cpu", "threads": num_ranks, **model}
     return load_engine(
         ModelSettings(model=str(directory), tensor_parallel=num_ranks, **chosen),
@@ -21,4 +30,5 @@ def load_ranks(directory: Path, num_ranks: int, *, num_blocks: int = 96, block_s
         max_batched_tokens=None,
         decodes=True,
         progress=lambda done, total: None,
+        nodes=nodes,
     )

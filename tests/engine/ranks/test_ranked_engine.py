@@ -17,7 +17,6 @@ import pytest
 import transformers
 
 from kvrelay.common.errors import ModelError
-from kvrelay.engine.ranks import process
 from kvrelay.engine.ranks.engine import RankedEngine, Ranks
 from kvrelay.engine.ranks.group import Meeting, RankGroup
 from kvrelay.engine.ranks.messages import LoadSettings
@@ -214,7 +213,7 @@ def test_the_rank_that_others_wait_for_is_named_and_not_one_that_waits(
     """It is alive, and never comes to the step's first collective."""
     engine: Any = load_ranks(three, 3)
     try:
-        waits, hangs = engine._ranks.processes
+        waits, hangs = engine._ranks.others
         monkeypatch.setattr(hangs, "send", lambda message: None)
 
         def times_out(plan: Any) -> Any:
@@ -238,13 +237,13 @@ def test_a_rank_that_loads_later_than_its_leader_is_waited_for_outside_of_collec
 
     def join(ranks: Ranks, settings: Any) -> RankGroup:
         groups.append(joins(ranks, settings))
-        os.kill(ranks.processes[0].pid, signal.SIGSTOP)
+        os.kill(ranks.others[0].pid, signal.SIGSTOP)
         return groups[0]
 
     def meet(ranks: Ranks) -> None:
         if groups:
             assert not groups[0].num_meetings
-            os.kill(ranks.processes[0].pid, signal.SIGCONT)
+            os.kill(ranks.others[0].pid, signal.SIGCONT)
         meets(ranks)
 
     monkeypatch.setattr(Ranks, "join", join)
@@ -280,7 +279,7 @@ def test_a_rank_that_dies_in_the_check_of_a_model_is_named(model: Path, monkeypa
         return joins(ranks, settings)
 
     def add_up(group: RankGroup, partial: Any) -> Any:
-        os.kill(started[0].processes[0].pid, signal.SIGKILL)
+        os.kill(started[0].others[0].pid, signal.SIGKILL)
         return adds_up(group, partial)
 
     monkeypatch.setattr(Ranks, "join", join)
@@ -290,7 +289,7 @@ def test_a_rank_that_dies_in_the_check_of_a_model_is_named(model: Path, monkeypa
 
 
 def test_a_rank_that_hangs_in_the_middle_of_a_step_ends_it(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "_SILENT_S", 3.0)
+    monkeypatch.setattr("kvrelay.engine.ranks.rank.SILENT_S", 3.0)
     engine: Any = load_ranks(model, 2)
     (pid,) = pids()
     try:

@@ -228,3 +228,23 @@ def test_a_pod_that_was_just_made_is_no_worker_yet() -> None:
 def test_an_address_belongs_to_who_takes_requests_there(order: int) -> None:
     pods = [pod("old", deleted=True), pod("new"), pod("other", ip="10.0.0.9")][::order]
     assert {found.uid for found in workers_of(pods)} == {"new", "other"}
+
+
+@pytest.mark.parametrize(
+    ("name", "nodes", "is_worker"),
+    [
+        ("r-decode-worker-0", "2", True),
+        ("r-decode-worker-1", "2", False),
+        ("r-decode-worker-6", "3", True),
+        ("r-decode-worker-7", "3", False),
+        ("r-decode-worker-6d4f-x2z7q", "2", False),
+        ("r-decode-worker-6d4f-12345", "1", True),
+        ("r-decode-worker-0", "two", False),
+        ("r-decode-worker-0", "0", True),
+    ],
+)
+def test_of_the_pods_of_a_worker_on_several_nodes_only_the_first_is_one(name: str, nodes: str, is_worker: bool) -> None:
+    one = pod("u")
+    one["metadata"]["name"] = name
+    one["metadata"]["labels"]["kvrelay.dev/nodes-per-worker"] = nodes
+    assert (worker_of(one) is not None) is is_worker

@@ -123,3 +123,12 @@ def test_a_private_key_that_is_none(tmp_path: Path) -> None:
     (tmp_path / "decode.key").write_bytes(b"secret")
     with pytest.raises(KeysError, match="holds no private key"):
         WireKeys.load(tmp_path, Role.DECODE)
+
+
+def test_processes_of_one_role_have_a_secret_in_common_for_each_purpose(tmp_path: Path) -> None:
+    make_keys(tmp_path)
+    decode, again, prefill = (WireKeys.load(tmp_path, role) for role in (Role.DECODE, Role.DECODE, Role.PREFILL))
+    assert decode.derived("ranks") == again.derived("ranks")
+    secrets = {decode.derived("ranks"), decode.derived("other"), prefill.derived("ranks"), decode.secret}
+    assert len(secrets) == 4
+    assert len(decode.derived("ranks")) == 32

@@ -1,0 +1,124 @@
+"""A node of a worker that is not its leader's: runs the processes of its ranks, again and again, each time for the next leader.
+
+It knows nothing of models and plans, and imports no torch. A rank's process ends with its leader; the next one then looks for a new
+leader. One that hangs is killed here, since a leader on another host cannot.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import subprocess
+import threading
+
+from kvrelay.engine.ranks.link import Link
+from kvrelay.engine.ranks.messages import SILENT_S, Leave, Logged, ToHost
+from kvrelay.engine.ranks.nodes import NodePlace
+from kvrelay.engine.ranks.start import end, how_it_ended, start_rank
+
+logger = logging.getLogger(__name__)
+
+_AGAIN_S = 1.0  # between the end of a process and the start of the next one
+
+
+class RankHost:
+    """All ranks of one node."""
+
+    def __init__(self, place: NodePlace, secret: bytes, model: str) -> None:
+        """Starts them. ``secret``: the leader has it, too. ``model``: the model's directory on this host."""
+        self._ranks = [_HostedRank(rank, place, secret, model) for rank in place.ranks]
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """By rank, of the processes that run now."""
+        return {one.rank: one.pid for one in self._ranks if one.pid is not None}
+
+    def not_live(self) -> list[str]:
+        """Ranks that nobody starts any more, for reasons that the log has."""
+        return [f"nobody starts rank {one.rank}" for one in self._ranks if one.is_stuck]
+
+    def leave(self) -> None:
+        """Tell the leader that this node is asked to end, and start no processes any more."""
+        for one in self._ranks:
+            one.leave()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether all have ended, as they do behind ``leave`` when their leader has finished what it has; waits for that."""
+        return all(one.wait(timeout_s) for one in self._ranks)
+
+    def close(self) -> None:
+        """End them, and wait for that."""
+        for one in self._ranks:
+            one.close()
+
+
+class _HostedRank:
+    def __init__(self, rank: int, place: NodePlace, secret: bytes, model: str) -> None:
+        self.rank = rank
+        self.pid: int | None = None
+        self._environment = place.environment(rank)
+        self._secret = secret
+        self._model = model
+        self._link: Link[ToHost] | None = None  # of the process that runs now
+        self._leaving = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"rank-{rank}", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_stuck(self) -> bool:
+        return not self._leaving.is_set() and not self._thread.is_alive()
+
+    def leave(self) -> None:
+        self._leaving.set()
+        link = self._link
+        if link is not None:
+            with contextlib.suppress(OSError):  # it has ended
+                link.send(Leave())
+
+    def wait(self, timeout_s: float) -> bool:
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def close(self) -> None:
+        self._leaving.set()
+        link = self._link
+        if link is not None:
+            link.shut()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._leaving.is_set():
+            ours, theirs = socket.socketpair()
+            link: Link[ToHost] = Link(ours, ToHost)
+            reading, writing = os.pipe()
+            os.write(writing, self._secret)
+            os.close(writing)
+            with theirs:
+                process = start_rank(self._environment, (theirs.fileno(), reading), "--model", self._model)
+            os.close(reading)
+            self.pid, self._link = process.pid, link
+            reason = self._watch(link, process)
+            self._link = self.pid = None
+            link.shut()
+            end(process)
+            link.close()
+            if not self._leaving.is_set():
+                logger.warning(
+                    "rank %d (process %d) %s; starting it anew, for the next leader", self.rank, process.pid, reason
+                )
+                self._leaving.wait(_AGAIN_S)
+
+    def _watch(self, link: Link[ToHost], process: subprocess.Popen[bytes]) -> str:
+        """Until it is over: why."""
+        if self._leaving.is_set():  # while it was started
+            return "is not needed"
+        try:
+            while (message := link.receive(SILENT_S)) is not None:
+                if isinstance(message, Logged):
+                    logger.log(message.level, "rank %d: %s", self.rank, message.text)
+        except EOFError:
+            return how_it_ended(process)
+        process.kill()
+        return f"has been silent for {SILENT_S:g} s: it was killed"

@@ -1,0 +1,109 @@
+"""Which ranks of a worker lie on which host. Pure: settings in, places out.
+
+Node 0 has the leader and the first ranks, every other one as many of the next. Processes are told by torchrun's variables.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvrelay.common.errors import SettingsError
+from kvrelay.engine.settings import NodeSettings
+
+
+@dataclass(frozen=True, slots=True)
+class LocalRank:
+    """A rank among those of its host."""
+
+    rank: int
+    num_ranks: int
+
+
+@dataclass(frozen=True, slots=True)
+class NodePlace:
+    """One node of a worker's."""
+
+    node_rank: int
+    num_nodes: int
+    num_ranks: int  # of the worker
+    leader: tuple[str, int]  # host and port of node 0, to which ranks of the other nodes come
+
+    @property
+    def num_local(self) -> int:
+        """Ranks on each node."""
+        return self.num_ranks // self.num_nodes
+
+    @property
+    def ranks(self) -> range:
+        """Those of this node."""
+        return range(self.node_rank * self.num_local, (self.node_rank + 1) * self.num_local)
+
+    def environment(self, rank: int) -> dict[str, str]:
+        """Of the process of one of them, on a node that is not the leader's."""
+        local = LocalRank(rank - self.ranks.start, self.num_local)
+        return rank_environment(*self.leader, local, self.num_ranks, self.ranks.start) | {
+            "GROUP_RANK": str(self.node_rank),
+            "GROUP_WORLD_SIZE": str(self.num_nodes),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class OtherNodes:
+    """What a leader has to know of the nodes that it is not on."""
+
+    place: NodePlace
+    secret: bytes = field(repr=False)  # that their ranks have, too
+    on_leaving: Callable[[str], None]  # hears, on any thread, that one is asked to end, in words
+
+
+def place_of(settings: NodeSettings, tensor_parallel: int) -> NodePlace | None:
+    """This process's; None if its worker has one node. Raises SettingsError."""
+    num_nodes = settings.nodes
+    if num_nodes == 1:
+        for flag, value in (
+            ("--node-rank", settings.node_rank or None), ("--leader-address", settings.leader_address)
+        ):  # fmt: skip
+            if value is not None:
+                raise SettingsError(
+                    f"{flag} is {value}, and --nodes is 1: say how many nodes the worker has, or leave it out"
+                )
+        return None
+    if tensor_parallel % num_nodes:
+        fitting = [count for count in range(1, tensor_parallel + 1) if tensor_parallel % count == 0]
+        raise SettingsError(
+            f"--nodes is {num_nodes} and --tensor-parallel is {tensor_parallel}, which {num_nodes} nodes do not divide: "
+            f"take {', '.join(map(str, fitting))} nodes, or another number of ranks"
+        )
+    if settings.leader_address is None:
+        raise SettingsError(f"--nodes is {num_nodes}: --leader-address must say where node 0 hears the others' ranks")
+    node_rank, address = settings.node_rank, settings.leader_address
+    if settings.node_name is not None:
+        name, _, ordinal = settings.node_name.rpartition("-")
+        if not ordinal.isdecimal():
+            raise SettingsError(f"--node-name is {settings.node_name}; it must end in a number, such as worker-0")
+        node_rank = int(ordinal) % num_nodes
+        address = address.replace("{leader}", f"{name}-{int(ordinal) - node_rank}")
+    if node_rank >= num_nodes:
+        raise SettingsError(f"--node-rank is {node_rank}; of {num_nodes} nodes the last is {num_nodes - 1}")
+    return NodePlace(node_rank, num_nodes, tensor_parallel, _host_and_port(address))
+
+
+def rank_environment(host: str, port: int, local: LocalRank, num_ranks: int, first: int = 0) -> dict[str, str]:
+    """torchrun's variables."""
+    return {
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port),
+        "RANK": str(first + local.rank),
+        "LOCAL_RANK": str(local.rank),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(local.num_ranks),
+    }
+
+
+def _host_and_port(address: str) -> tuple[str, int]:
+    found = re.fullmatch(r"tcp://(\[[^\[\]]+\]|[^\[\]:{}]+):([0-9]+)", address)
+    if found is None or not 0 < int(found[2]) < 2**16:
+        raise SettingsError(f"--leader-address is {address!r}; it must be tcp://HOST:PORT")
+    return found[1].strip("[]"), int(found[2])

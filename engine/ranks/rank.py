@@ -1,0 +1,116 @@
+"""A rank as its leader sees it, wherever it runs: told what to do, listened to, watched.
+
+A thread listens to each. A rank that ends, or says nothing for a while, is lost: it is ended, and ``on_lost`` hears of it. Whoever
+waits for it in a collective then gets an error instead of waiting on.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from kvrelay.engine.ranks.link import Link
+from kvrelay.engine.ranks.messages import SILENT_S, Alive, FromRank, Leaving, Logged
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvrelay.engine.kv.gathered import Part
+
+logger = logging.getLogger(__name__)
+
+
+class Rank(ABC):
+    """One rank but the leader."""
+
+    def __init__(
+        self,
+        rank: int,
+        place: str,
+        link: Link[FromRank],
+        on_lost: Callable[[Rank], None],
+        on_leaving: Callable[[str], None],
+    ) -> None:
+        """``place``: its process, for people. ``on_lost``: hears of it on any thread, before ``take`` tells. ``on_leaving``: hears
+        that its host is asked to end."""
+        self.rank = rank
+        self.lost: str | None = None  # why it is of no use any more
+        self.num_meetings = 0  # see Alive
+        self._place = place
+        self._link = link
+        self._on_lost = on_lost
+        self._on_leaving = on_leaving
+        self._is_closing = False
+        self._told: queue.SimpleQueue[FromRank | None] = queue.SimpleQueue()
+        self._listener = threading.Thread(target=self._listen, name=f"rank-{rank}", daemon=True)
+        self._listener.start()
+
+    @abstractmethod
+    def kill(self) -> None:
+        """End it at once."""
+
+    @abstractmethod
+    def part(self, own: torch.Tensor) -> Part:
+        """Its blocks; ``own``: the leader's, ``[num_blocks, block_nbytes]``, as large as these."""
+
+    def send(self, message: bytes) -> None:
+        """An encoded message. What is sent to one that is lost goes nowhere."""
+        try:
+            self._link.send_encoded(message)
+        except OSError as error:
+            if self.lost is None:
+                logger.debug("rank %d takes no message: %s", self.rank, error)
+
+    def take(self, timeout_s: float | None = None) -> FromRank | None:
+        """The next message but for signs of life and log lines; None if it comes too late, or the rank is lost."""
+        try:
+            return self._told.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+
+    def lose(self, reason: str) -> None:
+        """It is of no use any more, and ends."""
+        if self.lost is None:
+            self.lost = f"rank {self.rank} ({self._place}) {reason}"
+            self.kill()
+            self._on_lost(self)
+            self._told.put(None)
+
+    def close(self) -> None:
+        """End it, and wait for that."""
+        self._is_closing = True
+        self._link.shut()
+        self._end()
+        self._listener.join()
+        self._link.close()
+
+    @abstractmethod
+    def _end(self) -> None:
+        """``close`` what is not the link, which is shut."""
+
+    @abstractmethod
+    def _how_it_ended(self, reason: EOFError) -> str:
+        """Its link is over."""
+
+    def _listen(self) -> None:
+        try:
+            while True:
+                match self._link.receive(SILENT_S):
+                    case None:
+                        self.lose(f"has been silent for {SILENT_S:g} s: it hangs")
+                        return
+                    case Alive(num_meetings):
+                        self.num_meetings = num_meetings
+                    case Logged(level, text):
+                        logger.log(level, "rank %d: %s", self.rank, text)
+                    case Leaving():
+                        self._on_leaving(f"the host of rank {self.rank} ({self._place}) is asked to end")
+                    case told:
+                        self._told.put(told)
+        except EOFError as error:
+            if not self._is_closing:
+                self.lose(self._how_it_ended(error))

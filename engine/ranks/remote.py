@@ -1,0 +1,80 @@
+"""The leader's end of a rank on another host: its two links, over TCP."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+
+from kvrelay.engine.kv.gathered import Part
+from kvrelay.engine.ranks.carried import CarriedBlocks, Moved
+from kvrelay.engine.ranks.link import Link
+from kvrelay.engine.ranks.messages import ALIVE_S, Alive, FromRank, Hello
+from kvrelay.engine.ranks.rank import Rank
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """A rank that has come in, before anything is asked of it."""
+
+    hello: Hello
+    link: Link[Any]
+    blocks: Link[Any]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it is gone again."""
+        return self.link.is_over(0) or self.blocks.is_over(0)
+
+    def close(self) -> None:
+        """It is not needed."""
+        for link in (self.link, self.blocks):
+            link.shut()
+            link.close()
+
+
+class RemoteRank(Rank):
+    """It ends when its links do."""
+
+    def __init__(self, arrived: Arrived, on_lost: Callable[[Rank], None], on_leaving: Callable[[str], None]) -> None:
+        """Takes the links over, and gives signs of life from now on."""
+        self._blocks: Link[Moved] = arrived.blocks.then(Moved)
+        self._closing = threading.Event()
+        super().__init__(arrived.hello.rank, arrived.hello.place, arrived.link.then(FromRank), on_lost, on_leaving)
+        self._pulse = threading.Thread(target=self._beat, name=f"rank-{self.rank}-pulse", daemon=True)
+        self._pulse.start()
+
+    @property
+    def own_host(self) -> str:
+        """The address of this machine that the rank has reached."""
+        return self._link.own_host
+
+    def kill(self) -> None:
+        """See Rank. One that hangs is killed by its host."""
+        self._link.shut()
+        self._blocks.shut()
+
+    def part(self, own: torch.Tensor) -> Part:
+        """See Rank."""
+        return CarriedBlocks(self._blocks, own.shape[1])
+
+    def _end(self) -> None:
+        self._closing.set()
+        self._blocks.shut()
+        self._pulse.join()
+        self._blocks.close()
+
+    def _how_it_ended(self, reason: EOFError) -> str:
+        return f"is gone, with its process, its host or the network: {reason}"
+
+    def _beat(self) -> None:
+        alive = msgspec.msgpack.encode(Alive(0))
+        while not self._closing.wait(ALIVE_S):
+            try:
+                self._blocks.send_encoded(alive)
+            except OSError:
+                return

@@ -1,0 +1,139 @@
+"""Decode workers of several pods each, with the demo model: whichever pod goes, the worker comes back whole, and no request fails.
+
+The model's nine query heads fit three ranks, so a worker has three pods with a rank each.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from .cluster import Cluster, Release, is_ready, wait_for
+from .conftest import release_of
+from .load import Load, assert_same_answers, failures, summary
+
+NUM_PODS = 3  # of a worker
+SET = "relay-kvrelay-decode-worker"
+
+
+@pytest.fixture(scope="module")
+def release(cluster: Cluster) -> Iterator[Release]:
+    """A gateway, a prefill worker of one rank, two decode workers of three pods each."""
+    small = {"dtype": "float32", "kv_memory_mb": 64}
+    values = {
+        "gateway": {"replicas": 1, "settings": {"local_prefill": "fallback"}},
+        "prefill": {"replicas": 1, "settings": small},
+        "decode": {"replicas": 2, "tensorParallel": NUM_PODS, "nodesPerWorker": NUM_PODS, "settings": small},
+    }
+    yield from release_of(cluster, "kvrelay-nodes", values)
+
+
+@pytest.fixture(scope="module")
+def load(release: Release, nodes: list[str]) -> Iterator[Load]:
+    """Streams that run all the time."""
+    with Load(release, node=nodes[0], num_streams=3, max_tokens=16) as load:
+        yield load
+
+
+def changed(what: str, load: Load, release: Release, change: Callable[[], None]) -> None:
+    """What clients see of ``change``, and until all is back."""
+    with load.watched() as results:
+        began_s = time.monotonic()
+        change()
+        wait_for("all pods to be ready again", lambda: has(release, len(release.pods("decode-worker"))), 180)
+        took_s = time.monotonic() - began_s
+    print(f"{summary(what, results)}; whole again after {took_s:.1f} s")
+    assert failures(results) == []
+    assert_same_answers(load.results())
+
+
+def has(release: Release, num_pods: int) -> bool:
+    pods = release.pods("decode-worker")
+    return len(pods) == num_pods and all(map(is_ready, pods))
+
+
+def uid_of(release: Release, ordinal: int) -> str:
+    found = [pod for pod in release.pods("decode-worker") if pod["metadata"]["name"] == f"{SET}-{ordinal}"]
+    return found[0]["metadata"]["uid"] if found else ""
+
+
+def has_restarted(release: Release, ordinal: int, before: str) -> bool:
+    """Whether the pod's process has: by when its container began."""
+    return started(release, ordinal) not in ("", before)
+
+
+def started(release: Release, ordinal: int) -> str:
+    for pod in release.pods("decode-worker"):
+        if pod["metadata"]["name"] == f"{SET}-{ordinal}":
+            (container,) = pod["status"].get("containerStatuses", [{}])
+            return str(container.get("state", {}).get("running", {}).get("startedAt", ""))
+    return ""
+
+
+def num_known(release: Release) -> float:
+    """The decode workers that the gateway is connected to."""
+    (gateway,) = release.ready("gateway")
+    (line,) = [
+        line
+        for line in release.metrics(gateway, 8000).splitlines()
+        if line.startswith("kvrelay_workers_up{") and 'role="decode"' in line
+    ]
+    return float(line.split()[-1])
+
+
+def test_gateways_know_the_first_pod_of_each_worker_only(release: Release, load: Load) -> None:
+    assert len(release.pods("decode-worker")) == 2 * NUM_PODS
+    wait_for("two decode workers", lambda: num_known(release) == 2)
+    load.wait_more()
+    assert num_known(release) == 2
+    assert failures(load.results()) == []
+
+
+@pytest.mark.parametrize("ordinal", [1, NUM_PODS], ids=["one-that-has-a-rank", "one-that-leads"])
+def test_a_pod_that_is_deleted_takes_its_worker_along_and_no_request(
+    release: Release, load: Load, ordinal: int
+) -> None:
+    leader = ordinal - ordinal % NUM_PODS
+    other = NUM_PODS - leader
+    before = uid_of(release, ordinal), started(release, leader), started(release, other)
+
+    def delete() -> None:
+        release.cluster.kubectl("delete", "pod", f"{SET}-{ordinal}", "-n", release.namespace, "--wait=false")
+        wait_for("another pod", lambda: uid_of(release, ordinal) not in ("", before[0]))
+        wait_for("the worker to begin anew", lambda: has_restarted(release, leader, before[1]))
+
+    changed(f"pod {ordinal} of decode workers of {NUM_PODS} pods is deleted", load, release, delete)
+    assert started(release, other) == before[2], "the other worker has nothing to do with it"
+
+
+def test_a_rank_that_is_killed_ends_its_worker_which_says_why(release: Release, load: Load) -> None:
+    before = started(release, 0)
+    script = (
+        "import os, signal\nfrom pathlib import Path\n"
+        "for path in Path('/proc').glob('[0-9]*/cmdline'):\n"
+        "    if b'kvrelay.engine.rank_main' in path.read_bytes().split(b'\\0'):\n"
+        "        os.kill(int(path.parent.name), signal.SIGKILL)\n"
+    )
+
+    def kill() -> None:
+        release.execute(f"{SET}-2", "python", "-c", script)
+        wait_for("the worker to begin anew", lambda: has_restarted(release, 0, before))
+
+    changed("a rank of a decode worker is killed", load, release, kill)
+    said = release.cluster.kubectl("logs", f"{SET}-0", "-n", release.namespace, "--previous")
+    assert f"of {SET}-2) is gone" in said
+
+
+def test_workers_are_added_and_taken_away_whole(release: Release, load: Load) -> None:
+    def scale(num_workers: int) -> Callable[[], None]:
+        def change() -> None:
+            number = num_workers * NUM_PODS
+            release.cluster.kubectl("scale", "-n", release.namespace, f"statefulset/{SET}", f"--replicas={number}")
+            wait_for(f"{number} pods", lambda: has(release, number), 180)
+
+        return change
+
+    for num_workers in (1, 2, 1):
+        changed(f"decode workers of {NUM_PODS} pods are scaled to {num_workers}", load, release, scale(num_workers))

@@ -1,0 +1,100 @@
+"""A worker on several nodes: what its process does where it is not the worker, and what both kinds have in common.
+
+On node 0 the process is the worker (:mod:`kvrelay.worker.main`). On every other node it runs ranks for it; gateways never hear of
+these nodes, so their processes have neither sockets of the wire nor a model, only health and metrics.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from functools import partial
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from kvrelay.common.process import ProcessSettings, serve_process
+from kvrelay.engine.ranks.host import RankHost
+from kvrelay.engine.ranks.nodes import NodePlace
+from kvrelay.wire.messages import Role
+from kvrelay.wire.security.keys import WireKeys, keys_of
+from kvrelay.worker.settings import WorkerSettings
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S = 0.2  # how soon a drain is found to be over
+
+
+class Leaving:
+    """Whether a node of this worker's is asked to end, and so the worker; told on any thread."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+
+    def because(self, reason: str) -> None:
+        """It is."""
+        if not self._event.is_set():
+            logger.info("%s, and so this worker", reason)
+        self._event.set()
+
+    def is_set(self) -> bool:
+        """Whether one is."""
+        return self._event.is_set()
+
+
+def node_addresses(place: NodePlace | None) -> tuple[str, ...]:
+    """Where the worker's nodes find each other."""
+    if place is None:
+        return ()
+    host, port = place.leader
+    return (f"tcp://{f'[{host}]' if ':' in host else host}:{port}",)
+
+
+def ranks_secret(keys: WireKeys | None) -> bytes:
+    """What all nodes of a worker know; nothing without keys."""
+    return b"" if keys is None else keys.derived("ranks of one worker")
+
+
+def serve_ranks(role: Role, settings: WorkerSettings, place: NodePlace) -> int:
+    """Run a node's ranks until SIGTERM; returns the exit code. Raises KvrelayError if it cannot start."""
+    name = f"{settings.worker_id or role.value} (node {place.node_rank})"
+    secret = ranks_secret(keys_of(settings.security, role, node_addresses(place)))
+    process = ProcessSettings(settings.admin_host, settings.admin_port, settings.drain_s)
+    return serve_process(lambda: _Ranks(place, secret, settings.model.model), process, CollectorRegistry(), name)
+
+
+class _Ranks:
+    """Implements :class:`kvrelay.common.process.Component`."""
+
+    def __init__(self, place: NodePlace, secret: bytes, model: str) -> None:
+        self._start = partial(RankHost, place, secret, model)
+        self._host: RankHost | None = None
+
+    async def start(self) -> None:
+        """See Component."""
+        self._host = self._start()
+
+    async def drain(self) -> None:
+        """See Component. The worker ends with this node, and gets the time to finish what it has."""
+        assert self._host is not None
+        self._host.leave()
+        while not self._host.wait(0):  # noqa: ASYNC110 - threads end without a word
+            await asyncio.sleep(_LOOK_S)
+
+    async def stop(self) -> None:
+        """See Component."""
+        if self._host is not None:
+            await asyncio.to_thread(self._host.close)
+
+    def not_live(self) -> list[str]:
+        """See Component. Ranks that end are started anew here."""
+        return [] if self._host is None else self._host.not_live()
+
+    def not_ready(self) -> list[str]:
+        """See Component. Whether the worker takes requests is its own to tell."""
+        return []
+
+    def debug_kv(self) -> dict[str, Any]:
+        """See Component. Blocks are the worker's."""
+        return {"ranks": {} if self._host is None else self._host.pids}
