@@ -21,13 +21,14 @@ from kvrelay.engine.config.cut import Cut
 from kvrelay.engine.config.model import ModelConfig
 from kvrelay.engine.config.quantisation import load_quantisation
 from kvrelay.engine.config.tokenizer import check_tokenizer
-from kvrelay.engine.weights.formats import StoredWeight
 from kvrelay.engine.weights.headers import check_full, check_layers, checkpoint_files, read_headers
 from kvrelay.engine.weights.kv_scales import is_attention_scale
 from kvrelay.engine.weights.parameters import ModelWeights
 from kvrelay.engine.weights.places import allocate
 from kvrelay.engine.weights.reader import CheckpointReader
 from kvrelay.engine.weights.rounding import Rounding
+from kvrelay.engine.weights.stored import StoredWeight
+from kvrelay.engine.weights.targets import NOTHING_KEPT, Kept
 
 Progress = Callable[[int, int], None]
 _SAMPLE_NBYTES = 4096  # of the digest
@@ -48,9 +49,9 @@ def load_weights(
 
     ``config``: of the whole model. ``cut``: the part to load; it is not rounded.
     ``rounding``: of the layers' projections, None for none; each tensor is rounded as it comes, so they are never there in full.
-    ``keeps``: which projections of a quantised checkpoint stay as they are stored, where a rank has the whole model and does not
-    round; the others become full.
-    At most the parameters, the checkpoint's largest tensor, in the file's dtype (a quantised one in full, too), and what rounding
+    ``keeps``: which forms of a quantised checkpoint's projections stay as they are stored, if they are not rounded; the others
+    become full.
+    At most the parameters, the largest tensor that is read, in the file's dtype (a quantised one in full, too), and what rounding
     2**24 elements takes in fp32 (some 130 MiB) are on the device at a time; what torch keeps of that for later tensors is its own.
     Raises ModelError as :func:`check_checkpoint` does, before any memory is taken, and on a GPU too small for the model.
     """
@@ -81,17 +82,16 @@ def _load(
     total = sum(path.stat().st_size for path in checkpoint_files(directory)) // cut.num_ranks
     with CheckpointReader(read_headers(directory), load_quantisation(directory), dtype, device_name) as reader:
         check_checkpoint(directory, reader, config)
-        may_keep = keeps is not None and rounding is None and cut.is_whole
-        kept = {name: one for name, one in reader.outlines.items() if may_keep and keeps is not None and keeps(one)}
+        kept = NOTHING_KEPT if keeps is None or rounding is not None else Kept(reader.outlines, keeps)
         weights, places = allocate(config, dtype, device, rounding, cut, kept)
         for name in reader.headers:
             place = places.get(name)
             if place is None:
                 continue  # the model is the same without it, or another rank has it
-            if isinstance(place.target, StoredWeight):
-                place.target.copy_(reader.stored(name))
+            if place.is_stored:
+                place.put_stored(reader.stored(name, place.part))
             else:
-                place.target.copy_(reader.part(name, place.part))
+                place.put(reader.part(name, place.part))
             progress(min(reader.num_bytes_read, total), total)
     progress(total, total)
     return weights
@@ -129,7 +129,7 @@ def check_files(directory: Path, config: ModelConfig) -> None:
 
 def checkpoint_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The tensors that a checkpoint of the model must have, by name. Takes no memory for them."""
-    _, places = allocate(config, torch.float32, torch.device("meta"), None, _WHOLE, {})
+    _, places = allocate(config, torch.float32, torch.device("meta"), None, _WHOLE, NOTHING_KEPT)
     return {name: place.shape for name, place in places.items() if place is not None}
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvrelay.engine.weights.formats import StoredWeight
+from kvrelay.engine.weights.stored import StoredWeight
 
 _MIN_SCALE = 1e-30  # of a row of zeros
 _MAX_ELEMENTS = 2**24  # rounded at once: fp32 copies of a large matrix would need more room than its 8 bits save
