@@ -16,7 +16,7 @@ from kvrelay.common.kv_geometry import KvGeometry
 from kvrelay.engine.backends.cpu.build import cpu_ops, cpu_paged_ops
 from kvrelay.engine.backends.options import EngineOptions
 from kvrelay.engine.config.model import ModelShape, load_config, needs_transformers
-from kvrelay.engine.config.quantisation import load_quantisation
+from kvrelay.engine.config.quantisation import Quantisation, load_quantisation
 from kvrelay.engine.kv.geometry import geometry_of
 from kvrelay.engine.kv.pool import KvPool
 from kvrelay.engine.models import transformers_model
@@ -30,8 +30,6 @@ from kvrelay.engine.transformers_engine import checkpoint_dtype
 from kvrelay.engine.weights import checkpoint
 from kvrelay.engine.weights.checkpoint import checkpoint_shapes, load_weights
 
-_GROUP_NBYTES = 4  # of a scale and a zero
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOutline:
@@ -42,12 +40,12 @@ class ModelOutline:
     geometry: KvGeometry
     num_parameters: int
     num_stored: int = 0  # parameters that stay quantised on a GPU ...
-    stored_bits: int = 0  # ... in so many bits, beside scales and zeros
+    stored_bits: float = 0  # ... in so many bits, with scales and zeros
 
     @property
     def gpu_weights_nbytes(self) -> int:
-        """On a GPU, roughly; scales and zeros as groups of 128 have them."""
-        stored = self.num_stored * (self.stored_bits / 8 + _GROUP_NBYTES / 128)
+        """On a GPU, or on all GPUs of a worker of several ranks; roughly."""
+        stored = self.num_stored * self.stored_bits / 8
         return int((self.num_parameters - self.num_stored) * self._dtype.itemsize + stored)
 
     @property
@@ -81,15 +79,14 @@ def outline_model(directory: Path, backend: str, block_size: int) -> ModelOutlin
         config = load_config(directory)
         geometry = geometry_of(config, block_size, getattr(torch, config.dtype))
         sizes = {name: math.prod(shape) for name, shape in checkpoint_shapes(config).items()}
-        bits = None if quantisation is None else quantisation.bits
-        num_stored = 0 if bits is None else sum(size for name, size in sizes.items() if _may_stay_stored(name))
+        stored = [] if quantisation is None else [size for name, size in sizes.items() if _stays(name, quantisation)]
         return ModelOutline(
             path="native",
             shape=config,
             geometry=geometry,
             num_parameters=sum(sizes.values()),
-            num_stored=num_stored,
-            stored_bits=bits or 0,
+            num_stored=sum(stored),
+            stored_bits=0 if quantisation is None else quantisation.stored_bits,
         )
     dtype: torch.dtype = getattr(torch, checkpoint_dtype(directory))
     model = model_without_weights(load_full_config(directory), dtype)
@@ -100,10 +97,15 @@ def outline_model(directory: Path, backend: str, block_size: int) -> ModelOutlin
     return ModelOutline(path="transformers", shape=shape, geometry=geometry, num_parameters=num_parameters)
 
 
-def _may_stay_stored(name: str) -> bool:
-    """Whether a weight of a quantised checkpoint stays as it is on a GPU: experts become full, and what makes keys of latents."""
-    is_projection = name.endswith(("_proj.weight", "_proj_with_mqa.weight"))
-    return is_projection and ".experts." not in name and not name.endswith("kv_b_proj.weight")
+def _stays(name: str, quantisation: Quantisation) -> bool:
+    """Whether a weight of a quantised checkpoint stays as it is on a GPU. What makes keys of latents becomes full."""
+    if quantisation.bits is None:
+        return False
+    if quantisation.method == "mxfp4":
+        return name.endswith((".experts.gate_up_proj", ".experts.down_proj"))
+    if ".experts." in name:
+        return not quantisation.is_shuffled
+    return name.endswith(("_proj.weight", "_proj_with_mqa.weight")) and not name.endswith("kv_b_proj.weight")
 
 
 def check_files(directory: Path, outline: ModelOutline) -> None:
