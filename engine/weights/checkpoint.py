@@ -47,8 +47,9 @@ def load_weights(
 ) -> ModelWeights:
     """Load a checkpoint onto ``device``. ``progress`` hears (bytes done, bytes in all).
 
-    ``config``: of the whole model. ``cut``: the part to load; it is not rounded.
+    ``config``: of the whole model. ``cut``: the part to load.
     ``rounding``: of the layers' projections, None for none; each tensor is rounded as it comes, so they are never there in full.
+    By whole rows: a rank that has some columns of a matrix reads all of them.
     ``keeps``: which forms of a quantised checkpoint's projections stay as they are stored, if they are not rounded; the others
     become full.
     At most the parameters, the largest tensor that is read, in the file's dtype (a quantised one in full, too), and what rounding
@@ -74,9 +75,6 @@ def _load(
     cut: Cut,
     keeps: Callable[[StoredWeight], bool] | None,
 ) -> ModelWeights:
-    assert cut.is_whole or rounding is None, (
-        f"rank {cut.rank} of {cut.num_ranks} would round rows of which it has a part"
-    )
     # With its index, which safetensors would take for 0 if it were left out.
     device_name = str(torch.empty(0, device=device).device)
     total = sum(path.stat().st_size for path in checkpoint_files(directory)) // cut.num_ranks

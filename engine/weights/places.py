@@ -217,8 +217,8 @@ class _Allocator:
             # All rows are alike: as many as the rank has, whichever they are.
             stored = self._kept.joined(((full_name, range(num_rows), ins),), self._device)
             weight = self._matrix(num_rows, len(ins)) if stored is None else stored
-            fused = FusedExperts(weight, num_parts)
-            self.places[full_name] = Place(fused, (num_experts, num_ins, num_outs), (experts, ins, outs))
+            fused, (read, held) = FusedExperts(weight, num_parts), self._read(num_ins, ins)
+            self.places[full_name] = Place(fused, (num_experts, num_ins, num_outs), (experts, read, outs), held)
             return weight
 
         gate_up = matrix("gate_up_proj", 2, len(hidden), hidden, 2 * mid, both)
@@ -238,12 +238,18 @@ class _Allocator:
         matrix: AnyWeight | None = self._kept.joined(named, self._device, in_order=in_order)
         if matrix is None:
             matrix = self._matrix(sum(len(rows) for _, _, rows in parts), len(columns))
-        start = 0
+        start, (read, held) = 0, self._read(num_columns, columns)
         for name, size, rows in parts:
             target = matrix[start : start + len(rows)]
-            self.places[f"{prefix}{name}.weight"] = Place(target, (size, num_columns), (rows, columns))
+            self.places[f"{prefix}{name}.weight"] = Place(target, (size, num_columns), (rows, read), held)
             start += len(rows)
         return matrix
+
+    def _read(self, num_columns: int, columns: range) -> tuple[range, slice | None]:
+        """The inputs that are read for a rank's ``columns``, and which of them it holds. Rounding looks at whole rows."""
+        if self._rounding is None or len(columns) == num_columns:
+            return columns, None
+        return range(num_columns), slice(columns.start, columns.stop)
 
     def _matrix(self, num_outs: int, num_ins: int) -> Weight:
         if self._rounding is None:

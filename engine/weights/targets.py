@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvrelay.engine.weights.rounding import AnyWeight
+from kvrelay.engine.weights.rounding import AnyWeight, RoundedWeight
 from kvrelay.engine.weights.stored import StoredWeight
 
 
@@ -18,13 +18,13 @@ class FusedExperts:
     target: AnyWeight  # [num_experts * num_parts * out, in], or biases without ``in``
     num_parts: int  # of each expert, which the tensor has in turns: gate, up, gate, up …
 
-    def copy_(self, tensor: torch.Tensor) -> None:
-        """``[num_experts, in, out * num_parts]``, or without ``in``."""
-        assert not isinstance(self.target, StoredWeight), "full experts into memory for stored ones"
+    def copy_(self, tensor: torch.Tensor, columns: slice | None = None) -> None:
+        """``[num_experts, in, out * num_parts]``, or without ``in``. ``columns``: see :meth:`Place.put`."""
         size, start = tensor.shape[-1] // self.num_parts, 0
         for expert in tensor:
             for part in range(self.num_parts):
-                self.target[start : start + size].copy_(expert[..., part :: self.num_parts].movedim(0, -1))
+                weight = expert[..., part :: self.num_parts].movedim(0, -1)
+                _copy(self.target[start : start + size], weight, columns)
                 start += size
 
     def copy_stored(self, weight: StoredWeight, num_experts: int) -> None:
@@ -45,7 +45,8 @@ class Place:
 
     target: AnyWeight | FusedExperts
     shape: tuple[int, ...]  # of the tensor …
-    part: tuple[range, ...]  # … and which of it the target holds, for each dimension
+    part: tuple[range, ...]  # … and which of it are read for the target, for each dimension
+    columns: slice | None = None  # of the inputs that are read, those that the target holds; None: all
 
     @property
     def is_stored(self) -> bool:
@@ -54,8 +55,10 @@ class Place:
 
     def put(self, tensor: torch.Tensor) -> None:
         """Copy the part, in full, to where it belongs."""
-        assert not isinstance(self.target, StoredWeight), "a full weight into memory for a stored one"
-        self.target.copy_(tensor)
+        if isinstance(self.target, FusedExperts):
+            self.target.copy_(tensor, self.columns)
+        else:
+            _copy(self.target, tensor, self.columns)
 
     def put_stored(self, weight: StoredWeight) -> None:
         """Copy the part, as it is stored, to where it belongs."""
@@ -88,6 +91,16 @@ class Kept:
                 return None
             found.append(part)
         return StoredWeight.joined(found, device)
+
+
+def _copy(target: AnyWeight, weight: torch.Tensor, columns: slice | None) -> None:
+    """``columns``: of rows that are rounded as a whole, those that the target holds."""
+    if isinstance(target, RoundedWeight):
+        target.copy_(weight, slice(None) if columns is None else columns)
+        return
+    assert not isinstance(target, StoredWeight), "a full weight into memory for a stored one"
+    assert columns is None, "nothing else is read of weights that are not rounded"
+    target.copy_(weight)
 
 
 NOTHING_KEPT = Kept({}, lambda _: False)
