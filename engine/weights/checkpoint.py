@@ -28,7 +28,7 @@ from kvrelay.engine.weights.places import allocate
 from kvrelay.engine.weights.reader import CheckpointReader
 from kvrelay.engine.weights.rounding import Rounding
 from kvrelay.engine.weights.stored import StoredWeight
-from kvrelay.engine.weights.targets import NOTHING_KEPT, Kept
+from kvrelay.engine.weights.targets import NOTHING_KEPT, Kept, Place
 
 Progress = Callable[[int, int], None]
 _SAMPLE_NBYTES = 4096  # of the digest
@@ -127,8 +127,13 @@ def check_files(directory: Path, config: ModelConfig) -> None:
 
 def checkpoint_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The tensors that a checkpoint of the model must have, by name. Takes no memory for them."""
-    _, places = allocate(config, torch.float32, torch.device("meta"), None, _WHOLE, NOTHING_KEPT)
-    return {name: place.shape for name, place in places.items() if place is not None}
+    return {name: place.shape for name, place in checkpoint_places(config).items()}
+
+
+def checkpoint_places(config: ModelConfig, cut: Cut = _WHOLE) -> dict[str, Place]:
+    """The tensors of which a rank has a part, by name, and which part. Takes no memory for them."""
+    _, places = allocate(config, torch.float32, torch.device("meta"), None, cut, NOTHING_KEPT)
+    return {name: place for name, place in places.items() if place is not None}
 
 
 def weights_digest(directory: Path) -> str:
