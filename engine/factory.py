@@ -132,12 +132,14 @@ def _require_ranks(model: ModelSettings, directory: Path, num_local: int) -> Non
             raise ModelError(
                 f"{asked} and --kv-dtype {model.kv_dtype}, whose scales are not cut among ranks: take 1, or auto"
             )
-    if model.weight_format != "full":
-        raise ModelError(f"{asked} and --weight-format {model.weight_format}, which rounds whole rows; take 1, or full")
     if is_through_transformers:
         if model.expert_parallel:
             raise ModelError(
                 "--expert-parallel is on; models that run through transformers have no whole experts for ranks: leave it out"
+            )
+        if model.weight_format != "full":
+            raise ModelError(
+                f"--weight-format is {model.weight_format}, which needs a model with a path of its own; take full"
             )
         from kvrelay.engine.models.transformers_cut import require_plan  # noqa: PLC0415 - transformers, too
 

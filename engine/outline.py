@@ -6,17 +6,20 @@ Nothing here loads a model to serve it (:mod:`kvrelay.engine.factory` does). It 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM
 
+from kvrelay.common.errors import ModelError
 from kvrelay.common.kv_geometry import KvGeometry
 from kvrelay.engine.backends.cpu.build import cpu_ops, cpu_paged_ops
 from kvrelay.engine.backends.options import EngineOptions
+from kvrelay.engine.config.cut import Cut, require_fit
 from kvrelay.engine.config.model import ModelShape, load_config, needs_transformers
-from kvrelay.engine.config.quantisation import load_quantisation
+from kvrelay.engine.config.quantisation import Quantisation, load_quantisation
 from kvrelay.engine.kv.geometry import geometry_of
 from kvrelay.engine.kv.pool import KvPool
 from kvrelay.engine.models import transformers_model
@@ -28,9 +31,8 @@ from kvrelay.engine.models.transformers_model import load_full_config, load_mode
 from kvrelay.engine.models.transformers_outline import NoWeights, model_without_weights
 from kvrelay.engine.transformers_engine import checkpoint_dtype
 from kvrelay.engine.weights import checkpoint
-from kvrelay.engine.weights.checkpoint import checkpoint_shapes, load_weights
-
-_GROUP_NBYTES = 4  # of a scale and a zero
+from kvrelay.engine.weights.checkpoint import checkpoint_places, load_weights
+from kvrelay.engine.weights.targets import Place
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,14 +43,10 @@ class ModelOutline:
     shape: ModelShape
     geometry: KvGeometry
     num_parameters: int
-    num_stored: int = 0  # parameters that stay quantised on a GPU ...
-    stored_bits: int = 0  # ... in so many bits, beside scales and zeros
-
-    @property
-    def gpu_weights_nbytes(self) -> int:
-        """On a GPU, roughly; scales and zeros as groups of 128 have them."""
-        stored = self.num_stored * (self.stored_bits / 8 + _GROUP_NBYTES / 128)
-        return int((self.num_parameters - self.num_stored) * self._dtype.itemsize + stored)
+    has_stored: bool = False  # weights that stay quantised on a GPU
+    gpu_weights_nbytes: int  # on one GPU, roughly
+    rank_weights_nbytes: int  # of the rank that has most, on its GPU; the same with one rank
+    rank_geometry: KvGeometry  # what a rank keeps of a block
 
     @property
     def weights_nbytes(self) -> int:
@@ -71,39 +69,73 @@ class ModelOutline:
         return num_tokens * wide * self._dtype.itemsize + num_seqs * self.shape.vocab_size * 4 * 4
 
 
-def outline_model(directory: Path, backend: str, block_size: int) -> ModelOutline:
+def outline_model(directory: Path, backend: str, block_size: int, num_ranks: int = 1) -> ModelOutline:
     """What the model in ``directory`` comes to; its weights need not be there. ``backend``: as for a worker.
+
+    ``num_ranks``: of a worker on GPUs, which have parts of all experts.
 
     Raises ModelError with the reason for which a worker would not serve it.
     """
     quantisation = load_quantisation(directory)  # refuses what is not read
     if not needs_transformers(backend, directory):
         config = load_config(directory)
-        geometry = geometry_of(config, block_size, getattr(torch, config.dtype))
-        sizes = {name: math.prod(shape) for name, shape in checkpoint_shapes(config).items()}
-        bits = None if quantisation is None else quantisation.bits
-        num_stored = 0 if bits is None else sum(size for name, size in sizes.items() if _may_stay_stored(name))
+        require_fit(config, num_ranks)
+        kv_dtype: torch.dtype = getattr(torch, config.dtype)
+        places = checkpoint_places(config)
+        ends = (Cut(0, num_ranks), Cut(num_ranks - 1, num_ranks))  # where ranks are not equal, one of these has most
         return ModelOutline(
             path="native",
             shape=config,
-            geometry=geometry,
-            num_parameters=sum(sizes.values()),
-            num_stored=num_stored,
-            stored_bits=bits or 0,
+            geometry=geometry_of(config, block_size, kv_dtype),
+            num_parameters=sum(math.prod(place.shape) for place in places.values()),
+            has_stored=quantisation is not None
+            and any(_stays(quantisation, name, place) for name, place in places.items()),
+            gpu_weights_nbytes=_gpu_nbytes(places, kv_dtype, quantisation),
+            rank_weights_nbytes=max(
+                _gpu_nbytes(checkpoint_places(config, cut), kv_dtype, quantisation) for cut in ends
+            ),
+            rank_geometry=geometry_of(ends[1].config(config), block_size, kv_dtype),
         )
+    if num_ranks > 1:
+        raise ModelError("models that run through transformers have several ranks on CPUs only")
     dtype: torch.dtype = getattr(torch, checkpoint_dtype(directory))
     model = model_without_weights(load_full_config(directory), dtype)
     num_parameters = model.num_parameters()
     with NoWeights():
         shape = shape_of(model, probe_layers(model), dtype)
-    geometry = geometry_of(shape, block_size, dtype)
-    return ModelOutline(path="transformers", shape=shape, geometry=geometry, num_parameters=num_parameters)
+    geometry, nbytes = geometry_of(shape, block_size, dtype), num_parameters * dtype.itemsize
+    return ModelOutline(
+        path="transformers",
+        shape=shape,
+        geometry=geometry,
+        num_parameters=num_parameters,
+        gpu_weights_nbytes=nbytes,
+        rank_weights_nbytes=nbytes,
+        rank_geometry=geometry,
+    )
 
 
-def _may_stay_stored(name: str) -> bool:
-    """Whether a weight of a quantised checkpoint stays as it is on a GPU: experts become full, and what makes keys of latents."""
-    is_projection = name.endswith(("_proj.weight", "_proj_with_mqa.weight"))
-    return is_projection and ".experts." not in name and not name.endswith("kv_b_proj.weight")
+def _gpu_nbytes(places: Mapping[str, Place], dtype: torch.dtype, quantisation: Quantisation | None) -> int:
+    """What a GPU has of tensors, with the scales and zeros that groups usually have."""
+    bits = 0.0
+    for name, place in places.items():
+        is_stored = quantisation is not None and _stays(quantisation, name, place)
+        of_each = quantisation.stored_bits if is_stored and quantisation is not None else 8 * dtype.itemsize
+        bits += math.prod(map(len, place.part)) * of_each
+    return int(bits / 8)
+
+
+def _stays(quantisation: Quantisation, name: str, place: Place) -> bool:
+    """Whether a weight of a quantised checkpoint stays as it is on a GPU. What makes keys of latents becomes full."""
+    if quantisation.bits is None:
+        return False
+    if quantisation.is_shuffled and len(place.part[-1]) < place.shape[-1]:
+        return False  # some of the inputs
+    if quantisation.method == "mxfp4":
+        return name.endswith((".experts.gate_up_proj", ".experts.down_proj"))
+    if ".experts." in name:
+        return not quantisation.is_shuffled
+    return name.endswith(("_proj.weight", "_proj_with_mqa.weight")) and not name.endswith("kv_b_proj.weight")
 
 
 def check_files(directory: Path, outline: ModelOutline) -> None:

@@ -1,8 +1,8 @@
 """The process of one rank: joins its leader's group, loads its part of the model, does what it is told, ends with its leader.
 
 On the leader's host :mod:`kvrelay.engine.ranks.process` starts it, with the numbers of four descriptors: its link, those of its
-blocks and of its adapters, and memory that its leader shares. On another host :mod:`kvrelay.engine.ranks.host` does, with two, a line
-to that process and a pipe with the secret, and with the model's directory; its links go to the leader over TCP.
+blocks and of its adapters, and memory that its leader shares. On another host :mod:`kvrelay.engine.ranks.host` does, with two, a
+line to that process and a pipe with the secret, and with the model's directory; its links go to the leader over TCP.
 """
 
 from __future__ import annotations

@@ -45,10 +45,10 @@ from kvrelay.engine.step.plan import SamplingInputs, StepPlan
 from kvrelay.engine.step.slots import Slots
 from kvrelay.engine.torch_step import Deferred, TorchStep
 from kvrelay.engine.weights.checkpoint import load_weights, weights_digest
-from kvrelay.engine.weights.formats import StoredWeight
 from kvrelay.engine.weights.headers import checkpoint_files
 from kvrelay.engine.weights.kv_scales import kv_scales_digest, load_kv_scales
 from kvrelay.engine.weights.rounding import rounded
+from kvrelay.engine.weights.stored import StoredWeight
 
 
 @dataclass(frozen=True, slots=True)

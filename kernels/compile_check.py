@@ -334,6 +334,33 @@ def _expert_launches() -> list[Launch]:
         factors = torch.empty((num_tokens, 4))
         call = partial(grouped_linear.grouped_linear, x, weight, routes, bias=bias, scale=scale, factors=factors)
         found += _record(f"bf16 {name}, 4 of 32 experts, {num_tokens} rows", call)
+    return found + _stored_expert_launches()
+
+
+def _stored_expert_launches() -> list[Launch]:
+    """Every tile over MXFP4 with gpt-oss's sizes and biases; fp8 in blocks of 128, 4 bits with zeros in groups of 128 and of 64."""
+    found: list[Launch] = []
+    fp8 = torch.float8_e4m3fn
+    for name, dtype, scale_dtype, num_ins, group_size in (
+        ("mxfp4", torch.uint8, torch.uint8, 2880, 32),
+        ("e4m3 by 128", fp8, torch.float32, 2048, 128),
+        ("4 bits by 128", torch.uint8, torch.float16, 2048, 128),
+        ("4 bits by 64", torch.uint8, torch.float16, 2048, 64),
+    ):
+        values = torch.empty((32 * 64, num_ins // (1 + (dtype == torch.uint8))), dtype=dtype)
+        scale = torch.empty((32 * 64, num_ins // group_size), dtype=scale_dtype)
+        zero = torch.empty(scale.shape, dtype=torch.uint8) if scale_dtype == torch.float16 else None
+        bias = torch.empty((32 * 64,), dtype=torch.bfloat16) if name == "mxfp4" else None
+        for num_tokens in (16, 512, 2048):
+            x, factors = torch.empty((num_tokens, num_ins), dtype=torch.bfloat16), torch.empty((num_tokens, 4))
+            routes = grouped_linear.plan_routes(torch.zeros((num_tokens, 4), dtype=torch.int64), 32)
+            call = partial(
+                grouped_linear.grouped_stored_linear,
+                *(x, values, scale, zero, group_size, routes),
+                bias=bias,
+                factors=factors,
+            )
+            found += _record(f"bf16 {name}, 4 of 32 experts, {num_tokens} rows", call)
     return found
 
 

@@ -34,14 +34,41 @@ _SCALE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 def dequantise_groups_reference(
     values: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, group_size: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """`(values - zero) * scale`, in fp32 and rounded once to `dtype`."""
+    """`(values - zero) * scale`, in fp32 and rounded once to `dtype`.
+
+    A scale in uint8 is an exponent (e8m0), whose values are e2m1: MXFP4.
+    """
     if values.dtype == torch.uint8:
         values = torch.stack((values & 15, values >> 4), dim=-1).flatten(-2)
     groups = torch.arange(values.shape[1], device=values.device) // group_size
     wide = values.to(torch.float32)
+    if scale.dtype == torch.uint8:
+        magnitudes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device=values.device)
+        wide = magnitudes[(values & 7).int()] * torch.where(values < 8, 1.0, -1.0)
+        scale = torch.exp2(scale.double() - 127)
     if zero is not None:
         wide = wide - zero.to(torch.float32)[:, groups]
     return (wide * scale.to(torch.float32)[:, groups]).to(dtype)
+
+
+@triton.jit
+@no_type_check
+def meant_numbers(values, PER_COLUMN: tl.constexpr, IS_E2M1: tl.constexpr):
+    """`[n, m]` values as the `[n, m * PER_COLUMN]` numbers that they are, in fp32."""
+    if PER_COLUMN == 2:
+        values = tl.interleave(values & 15, values >> 4)
+    if IS_E2M1:
+        # Exponent and mantissa where fp16 has them, whose bias is larger by 14; its small numbers are e2m1's, too.
+        bits = (values & 7).to(tl.uint16) << 9 | (values & 8).to(tl.uint16) << 12
+        return bits.to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
+    return values.to(tl.float32)
+
+
+@triton.jit
+@no_type_check
+def power_of_two(exponent):
+    """e8m0 in uint8 as fp32: `2 ** (exponent - 127)`. The least one, below 1e-38, becomes 0."""
+    return (exponent.to(tl.int32) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -88,9 +115,7 @@ def _group_scaled_linear_kernel(
         present = start + ins < last * PER_COLUMN
         x = tl.load(x_ptrs + start, mask=has_token[:, None] & present[None, :], other=0.0)
         weight = tl.load(values_ptrs + column, mask=(column + columns < last)[None, :], other=0.0)
-        if PER_COLUMN == 2:
-            weight = tl.interleave(weight & 15, weight >> 4)
-        weight = weight.to(tl.float32)
+        weight = meant_numbers(weight, PER_COLUMN, False)
         places = rows * scale_stride_out + start // group_size
         if zero_ptr is not None:
             weight -= tl.load(zero_ptr + places).to(tl.float32)[:, None]
@@ -160,7 +185,7 @@ def group_scaled_linear(
     Raises:
         ValueError: wrong shape, dtype or stride, too many rows, or no split.
     """
-    out_features, in_features = _check_weight(values, scale, zero, group_size)
+    out_features, in_features = _check_integers(values, scale, zero, group_size)
     num_tokens = require_rows(x, in_features, out_features, bias, num_splits)
     tile = tile_of(num_tokens)
     out = torch.empty((num_tokens, out_features), dtype=x.dtype, device=x.device)
@@ -210,7 +235,7 @@ def dequantise_groups(
     Raises:
         ValueError: wrong shape, dtype or stride.
     """
-    out_features, in_features = _check_weight(values, scale, zero, group_size)
+    out_features, in_features = _check_integers(values, scale, zero, group_size)
     out = torch.empty((out_features, in_features), dtype=dtype, device=values.device)
     require_dtype("the result", out, *COMPUTE_DTYPES)
     _dequantise_groups_kernel[(out_features, triton.cdiv(in_features, DEQUANTISE_BLOCK))](
@@ -229,10 +254,18 @@ def dequantise_groups(
     return out
 
 
-def _check_weight(
+def _check_integers(
     values: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, group_size: int
 ) -> tuple[int, int]:
-    """(out_features, in_features). Raises ValueError."""
+    """As `check_stored`, of weights that are not MXFP4."""
+    require_dtype("scale", scale, *_SCALE_DTYPES)
+    return check_stored(values, scale, zero, group_size)
+
+
+def check_stored(
+    values: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, group_size: int
+) -> tuple[int, int]:
+    """(outputs, input features) of a stored weight. Raises ValueError."""
     require_shape("values", values, ("out_features", "in_features"))
     require_dtype("values", values, *VALUE_DTYPES)
     require_unit_stride("values", values)
@@ -241,7 +274,9 @@ def _check_weight(
     num_groups = triton.cdiv(in_features, group_size)
     if num_groups > 1 and group_size % MIN_GROUP:
         raise ValueError(f"group_size is {group_size}, expected a multiple of {MIN_GROUP}")
-    for name, tensor, dtypes in (("scale", scale, _SCALE_DTYPES), ("zero", zero, (torch.uint8, torch.int8))):
+    may_be_mxfp4 = values.dtype == torch.uint8 and zero is None
+    scale_dtypes = (*_SCALE_DTYPES, torch.uint8) if may_be_mxfp4 else _SCALE_DTYPES
+    for name, tensor, dtypes in (("scale", scale, scale_dtypes), ("zero", zero, (torch.uint8, torch.int8))):
         if tensor is not None:
             require_shape(name, tensor, (out_features, num_groups))
             require_dtype(name, tensor, *dtypes)

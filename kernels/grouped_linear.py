@@ -23,6 +23,8 @@ from kvrelay.kernels.checks import (
     require_shape,
     require_unit_stride,
 )
+from kvrelay.kernels.group_scaled_linear import check_stored, meant_numbers, power_of_two
+from kvrelay.kernels.weight_only_linear import COMPUTE_DTYPES
 
 
 @dataclass(frozen=True)
@@ -91,12 +93,22 @@ def grouped_linear_reference(
     return out.to(x.dtype)
 
 
+@triton.jit
+@no_type_check
+def _by_inputs(of_groups, OUTS: tl.constexpr, INS: tl.constexpr, GROUPS: tl.constexpr):
+    """`[OUTS, GROUPS]` as what a tile of `[OUTS, INS]` numbers is multiplied with."""
+    if GROUPS > 1:
+        of_groups = tl.reshape(tl.broadcast_to(of_groups[:, :, None], (OUTS, GROUPS, INS // GROUPS)), (OUTS, INS))
+    return of_groups
+
+
 @triton.jit(do_not_specialize=["routes_per_row"])
 @no_type_check
 def _grouped_linear_kernel(
     x_ptr,
     weight_ptr,
     scale_ptr,
+    zero_ptr,
     bias_ptr,
     factor_ptr,
     order_ptr,
@@ -104,11 +116,16 @@ def _grouped_linear_kernel(
     out_ptr,
     num_experts,
     out_features,
-    in_features,
+    num_columns,
+    group_size,
+    num_groups,
     routes_per_row,
     x_stride_row,
     weight_stride_out,
     EXPERTS: tl.constexpr,
+    PER_COLUMN: tl.constexpr,
+    IS_E2M1: tl.constexpr,
+    GROUPS: tl.constexpr,
     ROWS: tl.constexpr,
     OUTS: tl.constexpr,
     INS: tl.constexpr,
@@ -130,14 +147,25 @@ def _grouped_linear_kernel(
         channels = expert.to(tl.int64) * out_features + tl.minimum(outs, out_features - 1)
         ins = tl.arange(0, INS)
         x_ptrs = x_ptr + (routes // routes_per_row)[:, None] * x_stride_row + ins[None, :]
-        weight_ptrs = weight_ptr + channels[:, None] * weight_stride_out + ins[None, :]
+        columns = tl.arange(0, INS // PER_COLUMN)
+        weight_ptrs = weight_ptr + channels[:, None] * weight_stride_out + columns[None, :]
         acc = tl.zeros([ROWS, OUTS], tl.float32)
-        for at in range(0, in_features, INS):
-            present = at + ins < in_features
-            weight = tl.load(weight_ptrs + at, mask=present[None, :], other=0.0)
-            x = tl.load(x_ptrs + at, mask=present[None, :], other=0.0)
+        # By columns of `weight`: half an input feature's number has no alignment that the compiler would know of.
+        for column in range(0, num_columns, INS // PER_COLUMN):
+            at = column * PER_COLUMN
+            weight = tl.load(weight_ptrs + column, mask=(column + columns < num_columns)[None, :], other=0.0)
+            x = tl.load(x_ptrs + at, mask=(at + ins < num_columns * PER_COLUMN)[None, :], other=0.0)
+            if GROUPS > 0:
+                weight = meant_numbers(weight, PER_COLUMN, IS_E2M1)
+                groups = at // group_size + tl.arange(0, GROUPS)
+                of_groups = channels[:, None] * num_groups + tl.minimum(groups, num_groups - 1)[None, :]
+                if zero_ptr is not None:
+                    weight -= _by_inputs(tl.load(zero_ptr + of_groups).to(tl.float32), OUTS, INS, GROUPS)
+                scale = tl.load(scale_ptr + of_groups)
+                scale = power_of_two(scale) if IS_E2M1 else scale.to(tl.float32)
+                weight *= _by_inputs(scale, OUTS, INS, GROUPS)
             acc = tl.dot(x, weight.to(x.dtype).T, acc, input_precision="ieee")
-        if scale_ptr is not None:
+        if scale_ptr is not None and GROUPS == 0:
             acc *= tl.load(scale_ptr + channels)[None, :]
         if bias_ptr is not None:
             acc += tl.load(bias_ptr + channels).to(tl.float32)[None, :]
@@ -173,18 +201,77 @@ def grouped_linear(
     Raises:
         ValueError: wrong shape, dtype or stride.
     """
-    num_routes, out_features, in_features = len(routes.order), len(weight) // routes.num_experts, weight.shape[1]
-    require_shape("x", x, ("num_rows", in_features))
+    num_outs, in_features = len(weight), weight.shape[-1]
     require_dtype("x", x, *FLOAT_DTYPES)
-    require_unit_stride("x", x)
-    require_shape("weight", weight, (routes.num_experts * out_features, "in_features"))
+    require_shape("weight", weight, (routes.num_experts * (num_outs // routes.num_experts), "in_features"))
     require_dtype("weight", weight, *((x.dtype,) if x.dtype == torch.float32 else (x.dtype, torch.int8, FP8_DTYPE)))
     require_unit_stride("weight", weight)
-    for name, tensor, dtypes in (("bias", bias, FLOAT_DTYPES), ("scale", scale, (torch.float32,))):
-        if tensor is not None:
-            require_shape(name, tensor, (len(weight),))
-            require_dtype(name, tensor, *dtypes)
-            require_unit_stride(name, tensor)
+    if scale is not None:
+        require_shape("scale", scale, (num_outs,))
+        require_dtype("scale", scale, torch.float32)
+        require_unit_stride("scale", scale)
+    return _launch(x, _Matrix(weight, scale, None, in_features, 0), routes, bias, factors)
+
+
+def grouped_stored_linear(
+    x: torch.Tensor,
+    values: torch.Tensor,
+    scale: torch.Tensor,
+    zero: torch.Tensor | None,
+    group_size: int,
+    routes: Routes,
+    *,
+    bias: torch.Tensor | None = None,
+    factors: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`factor * (x @ ((values - zero) * scale).T + bias)`, each row with the weight and bias of its expert.
+
+    Args:
+        x: `[num_rows, in_features]` fp16/bf16; else as for `grouped_linear`.
+        values: `[num_experts * out_features, in_features]` int8 or e4m3, or half as many columns of uint8; last stride 1. See
+            `group_scaled_linear`.
+        scale: `[num_experts * out_features, num_groups]` fp32, fp16 or bf16; contiguous. Or uint8, of exponents: then values are
+            e2m1 and have no zeros (MXFP4).
+        zero: like `scale`, uint8 or int8, or None for zeros.
+        group_size: input features that share a scale, a multiple of `MIN_GROUP` unless there is one group.
+        routes, bias, factors: as for `grouped_linear`.
+
+    Returns:
+        As `grouped_linear`.
+
+    Raises:
+        ValueError: wrong shape, dtype or stride.
+    """
+    _, in_features = check_stored(values, scale, zero, group_size)
+    require_dtype("x", x, *COMPUTE_DTYPES)
+    return _launch(x, _Matrix(values, scale, zero, in_features, group_size), routes, bias, factors)
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    """All experts' weights, in any form."""
+
+    values: torch.Tensor
+    scale: torch.Tensor | None
+    zero: torch.Tensor | None
+    in_features: int
+    group_size: int  # 0: a scale is a channel's, and of the sums
+
+
+def _launch(
+    x: torch.Tensor, matrix: _Matrix, routes: Routes, bias: torch.Tensor | None, factors: torch.Tensor | None
+) -> torch.Tensor:
+    """The product, for a matrix that was checked. Raises ValueError on what is beside it."""
+    values, scale, group_size = matrix.values, matrix.scale, matrix.group_size
+    num_routes, out_features = len(routes.order), len(values) // routes.num_experts
+    require_shape("x", x, ("num_rows", matrix.in_features))
+    require_unit_stride("x", x)
+    if len(values) % routes.num_experts:
+        raise ValueError(f"the weight has {len(values)} rows, expected a multiple of {routes.num_experts} experts")
+    if bias is not None:
+        require_shape("bias", bias, (len(values),))
+        require_dtype("bias", bias, *FLOAT_DTYPES)
+        require_unit_stride("bias", bias)
     if factors is not None and (factors.numel() != num_routes or not factors.is_contiguous()):
         raise ValueError(f"factors has shape {tuple(factors.shape)}, expected {num_routes} contiguous numbers")
     if num_routes % max(1, len(x)):
@@ -193,12 +280,17 @@ def grouped_linear(
     if not num_routes:
         return out
     tile = _tile(num_routes, routes.num_experts, x.dtype)
+    ins, groups = tile.ins, 0
+    if group_size:
+        assert scale is not None, "groups without scales"
+        ins, groups = _step(tile.ins, group_size, scale.shape[1])
     num_tiles = num_routes // tile.rows + min(routes.num_experts, num_routes)
     # Tiles of rows first: programs that read the same part of a weight run side by side.
     _grouped_linear_kernel[(num_tiles, triton.cdiv(out_features, tile.outs))](
         x,
-        weight,
+        values,
         scale,
+        matrix.zero,
         bias,
         factors,
         routes.order,
@@ -206,15 +298,28 @@ def grouped_linear(
         out,
         routes.num_experts,
         out_features,
-        in_features,
+        values.shape[1],
+        group_size,
+        scale.shape[1] if group_size and scale is not None else 0,
         num_routes // len(x),
         x.stride(0),
-        weight.stride(0),
+        values.stride(0),
         EXPERTS=next_power_of_2(routes.num_experts),
+        PER_COLUMN=matrix.in_features // values.shape[1],
+        IS_E2M1=groups > 0 and scale is not None and scale.dtype == torch.uint8,
+        GROUPS=groups,
         ROWS=tile.rows,
         OUTS=tile.outs,
-        INS=tile.ins,
+        INS=ins,
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
     return out
+
+
+def _step(ins: int, group_size: int, num_groups: int) -> tuple[int, int]:
+    """How many inputs a step of the loop takes, of at most ``ins``, and from how many groups: whole ones, or a part of one."""
+    within = group_size & -group_size
+    if num_groups == 1 or within >= ins:
+        return ins, 1
+    return (ins, ins // group_size) if within == group_size else (within, 1)

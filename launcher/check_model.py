@@ -28,11 +28,13 @@ _MOST_RANDOM = 10**9  # parameters; to make more takes longer than somebody wait
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """A model on one GPU."""
+    """A model on one GPU, or on one for each rank of a worker."""
 
-    memory_gib: float
+    num_ranks: int
+    memory_gib: float  # of each
+    weights_nbytes: int  # on each
     step_nbytes: int  # estimated
-    kv_nbytes: int  # what is left for K/V
+    kv_nbytes: int  # what is left for K/V on each
     num_tokens: int  # that fit there
 
 
@@ -71,14 +73,15 @@ class Report:
         if self.outline is not None:
             rows += _rows(self.outline)
         if self.fit is not None:
-            rows.append((f"GPU of {self.fit.memory_gib:g} GiB", _fit_text(self.fit)))
+            ranks = f"{self.fit.num_ranks} " if self.fit.num_ranks > 1 else ""
+            rows.append((f"{ranks}GPU{'s' if ranks else ''} of {self.fit.memory_gib:g} GiB", _fit_text(self.fit)))
         if self.logits is not None:
             rows.append(("logits", self.logits))
         verdict = "runs" if self.reason is None else f"does not run: {self.reason}"
         return [f"{self.model} {verdict}", *(f"  {name:<16} {text}" for name, text in rows)]
 
 
-def run(model: str, *, gpu: str | None, memory_gib: float | None, backend: str, as_json: bool) -> int:
+def run(model: str, *, gpu: str | None, memory_gib: float | None, num_ranks: int, backend: str, as_json: bool) -> int:
     """The command; returns its exit code."""
     transformers.logging.disable_progress_bar()
     transformers.logging.set_verbosity_error()
@@ -87,20 +90,21 @@ def run(model: str, *, gpu: str | None, memory_gib: float | None, backend: str, 
     except KvrelayError as error:
         click.echo(f"kvrelay: {error}", err=True)
         return 2
-    report = examine(model, directory, backend, memory_gib if gpu is None else GPUS[gpu])
+    report = examine(model, directory, backend, memory_gib if gpu is None else GPUS[gpu], num_ranks)
     click.echo(json.dumps(report.as_json(), indent=2) if as_json else "\n".join(report.lines()))
     return 0 if report.reason is None else 1
 
 
-def examine(model: str, directory: Path, backend: str, memory_gib: float | None) -> Report:
+def examine(model: str, directory: Path, backend: str, memory_gib: float | None, num_ranks: int) -> Report:
     """Everything that is found out about the model in ``directory``."""
     outline: ModelOutline | None = None
     fit: Fit | None = None
     try:
-        outline = outline_model(directory, backend, KvSettings().block_size)
-        fit = None if memory_gib is None else fit_of(outline, memory_gib)
+        outline = outline_model(directory, backend, KvSettings().block_size, num_ranks)
+        fit = None if memory_gib is None else fit_of(outline, memory_gib, num_ranks)
         if fit is not None and fit.num_tokens < outline.geometry.block_size:
-            raise ModelError(f"it does not fit one GPU of {fit.memory_gib:g} GiB")
+            gpus = "one GPU" if num_ranks == 1 else f"{num_ranks} GPUs"
+            raise ModelError(f"it does not fit {gpus} of {fit.memory_gib:g} GiB")
         has_weights = bool(list(directory.glob("*.safetensors")))
         if has_weights:
             check_files(directory, outline)
@@ -109,13 +113,14 @@ def examine(model: str, directory: Path, backend: str, memory_gib: float | None)
         return Report(model, str(error), outline, fit)
 
 
-def fit_of(outline: ModelOutline, memory_gib: float) -> Fit:
-    """What a worker with default settings would have left for K/V."""
+def fit_of(outline: ModelOutline, memory_gib: float, num_ranks: int) -> Fit:
+    """What a worker with default settings would have left for K/V, with ``memory_gib`` for each rank."""
     step_nbytes = outline.step_nbytes(prompt_step_tokens(None, "cuda"), _NUM_SEQS)
     share = int(memory_gib * 2**30 * KvSettings().kv_memory_fraction)
-    kv_nbytes = max(0, share - outline.gpu_weights_nbytes - step_nbytes)
-    num_blocks = kv_nbytes // outline.geometry.block_nbytes
-    return Fit(memory_gib, step_nbytes, kv_nbytes, num_blocks * outline.geometry.block_size)
+    weights_nbytes = outline.rank_weights_nbytes
+    kv_nbytes = max(0, share - weights_nbytes - step_nbytes)
+    num_tokens = kv_nbytes // outline.rank_geometry.block_nbytes * outline.geometry.block_size
+    return Fit(num_ranks, memory_gib, weights_nbytes, step_nbytes, kv_nbytes, num_tokens)
 
 
 def _compared(directory: Path, outline: ModelOutline, has_weights: bool) -> str:
@@ -147,7 +152,7 @@ def _available_nbytes() -> int:
 
 def _rows(outline: ModelOutline) -> list[tuple[str, str]]:
     shape, geometry = outline.shape, outline.geometry
-    stored = f", {_gib(outline.gpu_weights_nbytes)} as stored on a GPU" if outline.num_stored else ""
+    stored = f", {_gib(outline.gpu_weights_nbytes)} as stored on a GPU" if outline.has_stored else ""
     whose = "our forward pass" if outline.path == "native" else "transformers' layers over our attention"
     return [
         ("path", f"{outline.path}: {whose} ({shape.architecture})"),
@@ -185,8 +190,9 @@ def _group_json(group: KvGroup) -> dict[str, Any]:
 
 def _fit_text(fit: Fit) -> str:
     return (
-        f"about {_gib(fit.kv_nbytes)} for KV: {fit.num_tokens:,} tokens (beside weights, an estimated {_gib(fit.step_nbytes)} for "
-        "steps, and a tenth of the memory that stays free)"
+        f"about {_gib(fit.kv_nbytes)} for KV{' on each' if fit.num_ranks > 1 else ''}: {fit.num_tokens:,} tokens (beside "
+        f"{_gib(fit.weights_nbytes)} of weights, an estimated {_gib(fit.step_nbytes)} for steps, and a tenth of the memory that "
+        "stays free)"
     )
 
 

@@ -138,10 +138,14 @@ def fetch(model: str) -> None:
 @click.option("--gpu", type=click.Choice(["a10", "a100-40gb", "a100", "b200", "h100", "h200", "l4", "l40s", "t4"]),
               help="a GPU that the model is to fit")  # fmt: skip
 @click.option("--memory-gib", type=click.FloatRange(0, min_open=True), help="memory of the GPU, instead of its name")
+@click.option("--tensor-parallel", "num_ranks", type=click.IntRange(1, 64), default=1, show_default=True,
+              help="ranks of a worker, with such a GPU each")  # fmt: skip
 @click.option("--backend", type=click.Choice(["auto", "native", "transformers"]), default="auto", show_default=True,
               help="as of a worker")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="print it as JSON")
-def check_model(model: str, gpu: str | None, memory_gib: float | None, backend: str, as_json: bool) -> int:
+def check_model(
+    model: str, gpu: str | None, memory_gib: float | None, num_ranks: int, backend: str, as_json: bool
+) -> int:
     """Tell whether and how a model would run, what it needs, or why it is refused.
 
     MODEL is a directory, a Hugging Face id or 'demo'. Of an id only configuration and tokenizer are fetched: no weights.
@@ -151,7 +155,7 @@ def check_model(model: str, gpu: str | None, memory_gib: float | None, backend: 
     if gpu is not None and memory_gib is not None:
         raise click.UsageError("--gpu and --memory-gib say the same: give one of them")
     run: Callable[..., int] = _load("kvrelay.launcher.check_model:run")
-    return run(model, gpu=gpu, memory_gib=memory_gib, backend=backend, as_json=as_json)
+    return run(model, gpu=gpu, memory_gib=memory_gib, num_ranks=num_ranks, backend=backend, as_json=as_json)
 
 
 @cli.command("keys")

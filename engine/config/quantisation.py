@@ -35,6 +35,12 @@ class Quantisation:
     block_size: tuple[int, int] | None = None  # (outputs, inputs) that share a scale
     zero_offset: int = 0  # zeros are stored less by so much
     bits: int | None = None  # of most quantised weights; None: there are none
+    is_shuffled: bool = False  # groups are of inputs that need not lie together, in an order of each matrix
+
+    @property
+    def stored_bits(self) -> float:
+        """A quantised weight's with its share of scales and zeros: 32 bits for 128 weights, as most have; MXFP4's 8 for 32."""
+        return 0 if self.bits is None else self.bits + 8 / 32
 
 
 def load_quantisation(directory: Path) -> Quantisation | None:
@@ -76,7 +82,8 @@ def parse_quantisation(config: Any, directory: str) -> Quantisation:
                 _require(config, "is_marlin_format", False, None)
                 packing = "format" if config.get("checkpoint_format") is None else "checkpoint_format"
                 _require(config, packing, *_GPTQ_OFFSETS, None)
-                return Quantisation(method, None, _GPTQ_OFFSETS[config.get(packing) or "gptq"], config["bits"])
+                offset = _GPTQ_OFFSETS[config.get(packing) or "gptq"]
+                return Quantisation(method, None, offset, config["bits"], is_shuffled=bool(config.get("desc_act")))
             case "modelopt":
                 _require(config, "quant_algo", *_MODELOPT_ALGOS)
                 _require(config, "kv_cache_quant_algo", "FP8", None)
@@ -119,6 +126,7 @@ def _compressed(config: Mapping[str, Any]) -> Quantisation:
         _require(scheme, "num_bits", 8, where="kv_cache_scheme's ")
     sizes: set[tuple[int, int] | None] = set()
     bits: int | None = None
+    is_shuffled = False
     for name, group in _groups(config):
         _require(group, "format", *_COMPRESSED_FORMATS, where=f"{name}'s ")
         weights = group.get("weights")
@@ -129,11 +137,13 @@ def _compressed(config: Mapping[str, Any]) -> Quantisation:
             known = ", ".join(f"{name} of {bits}" for name, bits in _COMPRESSED_TYPES)
             raise _NotReadError(f"{name}'s weights are {kind[0]} of {kind[1]} bits; {known} can be read")
         bits = max(bits or 0, weights["num_bits"])
+        is_shuffled |= weights.get("actorder") == "group"
         if weights.get("strategy") == "block":
             sizes.add(_block_size(weights.get("block_structure")))
     if len(sizes) > 1:
         raise _NotReadError(f"config_groups have blocks of {len(sizes)} sizes; one for all can be read")
-    return Quantisation("compressed-tensors", sizes.pop() if sizes else None, bits=bits)
+    block_size = sizes.pop() if sizes else None
+    return Quantisation("compressed-tensors", block_size, bits=bits, is_shuffled=is_shuffled)
 
 
 def _groups(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -21,13 +21,14 @@ from kvrelay.engine.config.cut import Cut
 from kvrelay.engine.config.model import ModelConfig
 from kvrelay.engine.config.quantisation import load_quantisation
 from kvrelay.engine.config.tokenizer import check_tokenizer
-from kvrelay.engine.weights.formats import StoredWeight
 from kvrelay.engine.weights.headers import check_full, check_layers, checkpoint_files, read_headers
 from kvrelay.engine.weights.kv_scales import is_attention_scale
 from kvrelay.engine.weights.parameters import ModelWeights
 from kvrelay.engine.weights.places import allocate
 from kvrelay.engine.weights.reader import CheckpointReader
 from kvrelay.engine.weights.rounding import Rounding
+from kvrelay.engine.weights.stored import StoredWeight
+from kvrelay.engine.weights.targets import NOTHING_KEPT, Kept, Place
 
 Progress = Callable[[int, int], None]
 _SAMPLE_NBYTES = 4096  # of the digest
@@ -46,11 +47,12 @@ def load_weights(
 ) -> ModelWeights:
     """Load a checkpoint onto ``device``. ``progress`` hears (bytes done, bytes in all).
 
-    ``config``: of the whole model. ``cut``: the part to load; it is not rounded.
+    ``config``: of the whole model. ``cut``: the part to load.
     ``rounding``: of the layers' projections, None for none; each tensor is rounded as it comes, so they are never there in full.
-    ``keeps``: which projections of a quantised checkpoint stay as they are stored, where a rank has the whole model and does not
-    round; the others become full.
-    At most the parameters, the checkpoint's largest tensor, in the file's dtype (a quantised one in full, too), and what rounding
+    By whole rows: a rank that has some columns of a matrix reads all of them.
+    ``keeps``: which forms of a quantised checkpoint's projections stay as they are stored, if they are not rounded; the others
+    become full.
+    At most the parameters, the largest tensor that is read, in the file's dtype (a quantised one in full, too), and what rounding
     2**24 elements takes in fp32 (some 130 MiB) are on the device at a time; what torch keeps of that for later tensors is its own.
     Raises ModelError as :func:`check_checkpoint` does, before any memory is taken, and on a GPU too small for the model.
     """
@@ -73,25 +75,21 @@ def _load(
     cut: Cut,
     keeps: Callable[[StoredWeight], bool] | None,
 ) -> ModelWeights:
-    assert cut.is_whole or rounding is None, (
-        f"rank {cut.rank} of {cut.num_ranks} would round rows of which it has a part"
-    )
     # With its index, which safetensors would take for 0 if it were left out.
     device_name = str(torch.empty(0, device=device).device)
     total = sum(path.stat().st_size for path in checkpoint_files(directory)) // cut.num_ranks
     with CheckpointReader(read_headers(directory), load_quantisation(directory), dtype, device_name) as reader:
         check_checkpoint(directory, reader, config)
-        may_keep = keeps is not None and rounding is None and cut.is_whole
-        kept = {name: one for name, one in reader.outlines.items() if may_keep and keeps is not None and keeps(one)}
+        kept = NOTHING_KEPT if keeps is None or rounding is not None else Kept(reader.outlines, keeps)
         weights, places = allocate(config, dtype, device, rounding, cut, kept)
         for name in reader.headers:
             place = places.get(name)
             if place is None:
                 continue  # the model is the same without it, or another rank has it
-            if isinstance(place.target, StoredWeight):
-                place.target.copy_(reader.stored(name))
+            if place.is_stored:
+                place.put_stored(reader.stored(name, place.part))
             else:
-                place.target.copy_(reader.part(name, place.part))
+                place.put(reader.part(name, place.part))
             progress(min(reader.num_bytes_read, total), total)
     progress(total, total)
     return weights
@@ -129,8 +127,13 @@ def check_files(directory: Path, config: ModelConfig) -> None:
 
 def checkpoint_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The tensors that a checkpoint of the model must have, by name. Takes no memory for them."""
-    _, places = allocate(config, torch.float32, torch.device("meta"), None, _WHOLE, {})
-    return {name: place.shape for name, place in places.items() if place is not None}
+    return {name: place.shape for name, place in checkpoint_places(config).items()}
+
+
+def checkpoint_places(config: ModelConfig, cut: Cut = _WHOLE) -> dict[str, Place]:
+    """The tensors of which a rank has a part, by name, and which part. Takes no memory for them."""
+    _, places = allocate(config, torch.float32, torch.device("meta"), None, cut, NOTHING_KEPT)
+    return {name: place for name, place in places.items() if place is not None}
 
 
 def weights_digest(directory: Path) -> str:

@@ -1,4 +1,4 @@
-"""Weights of 4 or 8 bits: how checkpoints store them, all brought into one form, and the numbers that this form means.
+"""How checkpoints store weights of 4 or 8 bits, all brought into one form (:mod:`kvrelay.engine.weights.stored`).
 
 Nothing is rounded on the way: a :class:`StoredWeight` holds the checkpoint's own integers, zeros and scales. Which format a module
 has is the reader's to know (:mod:`kvrelay.engine.weights.reader`). Every function raises ValueError on shapes that do not fit.
@@ -9,99 +9,17 @@ Project's Microscaling Formats for MXFP4, whose blocks lie as gpt-oss stores the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
 
 import torch
 
-_MAX_ELEMENTS = 2**20  # in fp32 at once: what a processor's caches hold
+from kvrelay.engine.weights.stored import StoredWeight, halves
+
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where in a word of 8 each output is
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _SIGN = 0x80  # between a byte that is stored with 128 added, and an int8
 
 Parts = Mapping[str, torch.Tensor]
 """A module's tensors, by the last part of their names."""
-
-
-@dataclass(frozen=True, slots=True)
-class StoredWeight:
-    """A matrix ``[out, in]``: ``(values - zero) * scale``, with a zero and a scale for each output and group of input features."""
-
-    values: (
-        torch.Tensor
-    )  # [out, in] int8 or e4m3; or [out, in / 2] uint8, two numbers in each, the first in the low half
-    scale: torch.Tensor  # [out, num_groups] fp32, fp16 or bf16
-    zero: torch.Tensor | None  # [out, num_groups] int8, or uint8 where two values are in a byte; None: 0
-    group_size: int  # columns of a group
-    order: torch.Tensor | None  # [in] the input feature of each column; None: they lie in order
-    dtype: torch.dtype  # that it is multiplied in
-
-    @classmethod
-    def joined(cls, parts: Sequence[StoredWeight], device: torch.device) -> StoredWeight | None:
-        """Memory for matrices one below the other, to be filled by :meth:`copy_`; None: they are not of one form."""
-        first, num_outs = parts[0], sum(part.shape[0] for part in parts)
-        if not all(first._is_like(part) for part in parts):
-            return None
-
-        def memory(tensor: torch.Tensor) -> torch.Tensor:
-            return torch.empty((num_outs, tensor.shape[1]), dtype=tensor.dtype, device=device)
-
-        zero = None if first.zero is None else memory(first.zero)
-        order = None if first.order is None else first.order.to(device)
-        return cls(memory(first.values), memory(first.scale), zero, first.group_size, order, first.dtype)
-
-    @property
-    def shape(self) -> torch.Size:
-        """``[out, in]``"""
-        num_outs, num_columns = self.values.shape
-        return torch.Size((num_outs, 2 * num_columns if self.values.dtype == torch.uint8 else num_columns))
-
-    def __getitem__(self, rows: slice) -> StoredWeight:
-        """A view of some rows."""
-        zero = None if self.zero is None else self.zero[rows]
-        return replace(self, values=self.values[rows], scale=self.scale[rows], zero=zero)
-
-    def copy_(self, other: StoredWeight) -> None:
-        """Copy one of the same form into this memory."""
-        self.values.copy_(other.values)
-        self.scale.copy_(other.scale)
-        if self.zero is not None and other.zero is not None:
-            self.zero.copy_(other.zero)
-
-    def dequantised(self) -> torch.Tensor:
-        """``[out, in]``, computed in fp32 and rounded to ``dtype`` once."""
-        num_outs, num_ins = self.shape
-        result = torch.empty(self.shape, dtype=self.dtype, device=self.values.device)
-        num_groups = self.scale.shape[1]
-        num_rows = max(1, _MAX_ELEMENTS // num_ins)
-        for start in range(0, num_outs, num_rows):
-            rows = slice(start, start + num_rows)
-            values = self.values[rows]
-            # The last group may be short.
-            padded = torch.zeros((len(values), num_groups * self.group_size), device=result.device)
-            wide = padded[:, :num_ins]
-            wide.copy_(_halves(values) if values.dtype == torch.uint8 else values)
-            by_groups = padded.view(len(values), num_groups, self.group_size)
-            if self.zero is not None:
-                by_groups -= self.zero[rows].float()[:, :, None]
-            by_groups *= self.scale[rows].float()[:, :, None]
-            if self.order is None:
-                result[rows] = wide
-            else:
-                result[rows, self.order] = wide.to(self.dtype)
-        return result
-
-    def _is_like(self, other: StoredWeight) -> bool:
-        """Whether rows of both can be in one matrix."""
-        if (self.order is None) != (other.order is None):
-            return False
-        is_ordered_alike = self.order is None or other.order is None or torch.equal(self.order, other.order)
-        return is_ordered_alike and self._form == other._form
-
-    @property
-    def _form(self) -> tuple[object, ...]:
-        zero_dtype = None if self.zero is None else self.zero.dtype
-        return self.values.dtype, self.values.shape[1], self.scale.dtype, zero_dtype, self.group_size
 
 
 def scaled_weight(parts: Parts, block_size: tuple[int, int] | None, dtype: torch.dtype) -> StoredWeight:
@@ -193,24 +111,19 @@ def awq_weight(parts: Parts, dtype: torch.dtype) -> StoredWeight:
     return _integers(_pairs(in_order(qweight)), scale.T, in_order(qzeros), None, 4, dtype)
 
 
-def mxfp4_weight(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def mxfp4_weight(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> StoredWeight:
     """MXFP4: 32 numbers of e2m1 in 16 bytes, one power of two (e8m0) for all.
 
-    ``blocks`` ``[..., num_blocks, 16]`` and ``scales`` ``[..., num_blocks]``, both uint8, to ``[..., 32 * num_blocks]``. Exact in
-    bf16 and fp32, unless a scale leaves their range.
+    ``blocks`` ``[..., out, num_blocks, 16]`` and ``scales`` ``[..., out, num_blocks]``, both uint8, to matrices one below
+    the other.
     """
     if blocks.shape != (*scales.shape, 16) or blocks.dtype != torch.uint8 or scales.dtype != torch.uint8:
         raise ValueError(
             f"blocks {blocks.dtype} {list(blocks.shape)} and scales {scales.dtype} {list(scales.shape)} are no MXFP4"
         )
-    table = torch.tensor(_E2M1, device=blocks.device)
-    result = torch.empty((scales.numel(), 32), dtype=dtype, device=blocks.device)
-    flat_blocks, exponents = blocks.reshape(-1, 16), scales.reshape(-1, 1).int() - 127
-    num_rows = _MAX_ELEMENTS // 32
-    for start in range(0, len(result), num_rows):
-        rows = slice(start, start + num_rows)
-        result[rows] = torch.ldexp(table[_halves(flat_blocks[rows]).int()], exponents[rows])
-    return result.view(*scales.shape[:-1], 32 * scales.shape[-1])
+    num_blocks = scales.shape[-1]
+    values, scale = blocks.reshape(-1, 16 * num_blocks), scales.reshape(-1, num_blocks)
+    return StoredWeight(values, scale, zero=None, group_size=32, order=None, dtype=dtype)
 
 
 def _integers(
@@ -234,7 +147,7 @@ def _integers(
     order = None if groups is None else _order(groups, num_ins, group_size)
     if order is not None:
         columns = order.to(values.device)
-        values = _pairs(_halves(values)[:, columns]) if bits == 4 else values[:, columns]
+        values = _pairs(halves(values)[:, columns]) if bits == 4 else values[:, columns]
     zero = None if zero is None else zero.contiguous()
     return StoredWeight(values.contiguous(), scale.contiguous(), zero, group_size, order, dtype)
 
@@ -259,21 +172,19 @@ def _bytes(words: torch.Tensor) -> torch.Tensor:
     """``[n, m]`` words of 32 bits as ``[n, 4 * m]`` bytes, the lowest first."""
     if words.dtype != torch.int32:
         raise ValueError(f"its words are {words.dtype}, not int32")
-    return words.contiguous().view(torch.uint8)
-
-
-def _halves(values: torch.Tensor) -> torch.Tensor:
-    """``[n, m]`` bytes as ``[n, 2 * m]`` numbers of 4 bits."""
-    return torch.stack((values & 15, values >> 4), dim=-1).flatten(-2)
+    dense = words.contiguous()
+    if dense.stride(1) != 1:  # a single column, which is contiguous whatever its stride
+        dense = dense.clone(memory_format=torch.contiguous_format)
+    return dense.view(torch.uint8)
 
 
 def _pairs(numbers: torch.Tensor) -> torch.Tensor:
-    """The reverse of ``_halves``."""
+    """The reverse of ``halves``."""
     return numbers[:, 0::2] | numbers[:, 1::2] << 4
 
 
 def _unpacked(words: torch.Tensor, bits: int, offset: int = 0) -> torch.Tensor:
     """``[n, m]`` words as the integers in them: uint8 of 4 bits; of 8 bits int8, less 128. ``offset`` is added in these bits."""
     if bits == 4:
-        return _halves(_bytes(words)) + offset & 15
+        return halves(_bytes(words)) + offset & 15
     return (_bytes(words) + offset ^ _SIGN).view(torch.int8)

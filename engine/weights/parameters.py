@@ -28,9 +28,9 @@ class ExpertWeights:
     """The same of each expert that is here. Experts lie one below the other."""
 
     num_experts: int
-    gate_up: Weight  # [num_experts * width, hidden]; the activation makes ``intermediate`` numbers of ``width``
+    gate_up: AnyWeight  # [num_experts * width, hidden]; the activation makes ``intermediate`` numbers of ``width``
     gate_up_bias: torch.Tensor | None  # [num_experts * width]
-    down: Weight  # [num_experts * hidden, intermediate]
+    down: AnyWeight  # [num_experts * hidden, intermediate]
     down_bias: torch.Tensor | None  # [num_experts * hidden]
 
 

@@ -5,15 +5,13 @@ Of a model that is cut among ranks (:mod:`kvrelay.engine.config.cut`) only the r
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 
 from kvrelay.engine.config.cut import Cut
 from kvrelay.engine.config.families import FAMILIES, ExpertFacts
 from kvrelay.engine.config.model import ModelConfig
-from kvrelay.engine.weights.formats import StoredWeight
 from kvrelay.engine.weights.parameters import (
     ExpertWeights,
     HeadWeights,
@@ -24,33 +22,9 @@ from kvrelay.engine.weights.parameters import (
     SparseWeights,
 )
 from kvrelay.engine.weights.rounding import AnyWeight, RoundedWeight, Rounding, Weight
+from kvrelay.engine.weights.targets import FusedExperts, Kept, Place
 
 _Part = tuple[str, int, range]  # of a matrix: name, rows in the checkpoint, and which of them the rank has
-
-
-@dataclass(frozen=True, slots=True)
-class _Fused:
-    """All experts' matrices, or biases, as one tensor of the checkpoint has them: the last dimension holds outputs."""
-
-    target: Weight  # [num_experts * num_parts * out, in], or biases without ``in``
-    num_parts: int  # of each expert, which the tensor has in turns: gate, up, gate, up …
-
-    def copy_(self, tensor: torch.Tensor) -> None:
-        """``[num_experts, in, out * num_parts]``, or without ``in``."""
-        size, start = tensor.shape[-1] // self.num_parts, 0
-        for expert in tensor:
-            for part in range(self.num_parts):
-                self.target[start : start + size].copy_(expert[..., part :: self.num_parts].movedim(0, -1))
-                start += size
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a tensor of the checkpoint belongs."""
-
-    target: AnyWeight | _Fused
-    shape: tuple[int, ...]  # of the tensor …
-    part: tuple[range, ...]  # … and which of it the target holds, for each dimension
 
 
 def allocate(
@@ -59,11 +33,11 @@ def allocate(
     device: torch.device,
     rounding: Rounding | None,
     cut: Cut,
-    kept: Mapping[str, StoredWeight],
+    kept: Kept,
 ) -> tuple[ModelWeights, dict[str, Place | None]]:
     """Empty parameters, and where each checkpoint tensor belongs in them; None: it is another rank's.
 
-    ``kept``: weights that stay as they are stored, if all parts of a matrix are, in one form. Experts become full.
+    ``kept``: weights that stay as they are stored, if all parts of a matrix do, in one form.
     """
     allocator = _Allocator(config, dtype, device, rounding, cut, kept)
     layers = [allocator.layer(index) for index in range(config.num_layers)]
@@ -83,7 +57,7 @@ class _Allocator:
         device: torch.device,
         rounding: Rounding | None,
         cut: Cut,
-        kept: Mapping[str, StoredWeight],
+        kept: Kept,
     ) -> None:
         self._config = config
         self._dtype = dtype
@@ -219,9 +193,9 @@ class _Allocator:
         down = [(f"{expert}.{facts.down}", hidden, range(hidden)) for expert in experts]
         return ExpertWeights(
             num_experts=len(experts),
-            gate_up=self._full(prefix, gate_up, hidden, range(hidden)),
+            gate_up=self._projection(prefix, gate_up, hidden, range(hidden), in_order=True),
             gate_up_bias=None,
-            down=self._full(prefix, down, mid, middle),
+            down=self._projection(prefix, down, mid, middle, in_order=True),
             down_bias=None,
         )
 
@@ -233,17 +207,22 @@ class _Allocator:
 
         def bias(name: str, num_parts: int, outs: range, size: int) -> torch.Tensor:
             tensor = torch.empty(len(experts) * len(outs), dtype=self._dtype, device=self._device)
-            self.places[f"{prefix}{name}_bias"] = Place(_Fused(tensor, num_parts), (num_experts, size), (experts, outs))
+            self.places[f"{prefix}{name}_bias"] = Place(
+                FusedExperts(tensor, num_parts), (num_experts, size), (experts, outs)
+            )
             return tensor
 
-        gate_up = self._matrix(len(experts) * len(both), len(hidden))
-        down = self._matrix(len(experts) * len(hidden), len(middle))
-        self.places[f"{prefix}gate_up_proj"] = Place(
-            _Fused(gate_up, 2), (num_experts, len(hidden), 2 * mid), (experts, hidden, both)
-        )
-        self.places[f"{prefix}down_proj"] = Place(
-            _Fused(down, 1), (num_experts, mid, len(hidden)), (experts, middle, hidden)
-        )
+        def matrix(name: str, num_parts: int, num_ins: int, ins: range, num_outs: int, outs: range) -> AnyWeight:
+            full_name, num_rows = f"{prefix}{name}", len(experts) * len(outs)
+            # All rows are alike: as many as the rank has, whichever they are.
+            stored = self._kept.joined(((full_name, range(num_rows), ins),), self._device)
+            weight = self._matrix(num_rows, len(ins)) if stored is None else stored
+            fused, (read, held) = FusedExperts(weight, num_parts), self._read(num_ins, ins)
+            self.places[full_name] = Place(fused, (num_experts, num_ins, num_outs), (experts, read, outs), held)
+            return weight
+
+        gate_up = matrix("gate_up_proj", 2, len(hidden), hidden, 2 * mid, both)
+        down = matrix("down_proj", 1, mid, middle, len(hidden), hidden)
         down_bias = None
         if self._cut.rank == 0 or self._cut.has_whole_experts:
             down_bias = bias("down_proj", 1, hidden, len(hidden))
@@ -251,32 +230,31 @@ class _Allocator:
             self.places[f"{prefix}down_proj_bias"] = None
         return ExpertWeights(len(experts), gate_up, bias("gate_up_proj", 2, both, 2 * mid), down, down_bias)
 
-    def _projection(self, prefix: str, parts: Sequence[_Part], num_columns: int, columns: range) -> AnyWeight:
-        names = [f"{prefix}{name}.weight" for name, _, _ in parts]
-        outlines = [self._kept[name] for name in names if name in self._kept]
-        stored = StoredWeight.joined(outlines, self._device) if len(outlines) == len(parts) else None
-        if stored is None:
-            return self._full(prefix, parts, num_columns, columns)
-        self._put(stored, prefix, parts, num_columns, columns)
-        return stored
-
-    def _full(self, prefix: str, parts: Sequence[_Part], num_columns: int, columns: range) -> Weight:
-        """A matrix that is not kept as it is stored."""
-        matrix = self._matrix(sum(len(rows) for _, _, rows in parts), len(columns))
-        self._put(matrix, prefix, parts, num_columns, columns)
+    def _projection(
+        self, prefix: str, parts: Sequence[_Part], num_columns: int, columns: range, *, in_order: bool = False
+    ) -> AnyWeight:
+        """``in_order``: it is not kept as it is stored where its inputs are not."""
+        named = [(f"{prefix}{name}.weight", rows, columns) for name, _, rows in parts]
+        matrix: AnyWeight | None = self._kept.joined(named, self._device, in_order=in_order)
+        if matrix is None:
+            matrix = self._matrix(sum(len(rows) for _, _, rows in parts), len(columns))
+        start, (read, held) = 0, self._read(num_columns, columns)
+        for name, size, rows in parts:
+            target = matrix[start : start + len(rows)]
+            self.places[f"{prefix}{name}.weight"] = Place(target, (size, num_columns), (rows, read), held)
+            start += len(rows)
         return matrix
+
+    def _read(self, num_columns: int, columns: range) -> tuple[range, slice | None]:
+        """The inputs that are read for a rank's ``columns``, and which of them it holds. Rounding looks at whole rows."""
+        if self._rounding is None or len(columns) == num_columns:
+            return columns, None
+        return range(num_columns), slice(columns.start, columns.stop)
 
     def _matrix(self, num_outs: int, num_ins: int) -> Weight:
         if self._rounding is None:
             return torch.empty(num_outs, num_ins, dtype=self._dtype, device=self._device)
         return RoundedWeight.empty((num_outs, num_ins), self._rounding, self._dtype, self._device)
-
-    def _put(self, matrix: AnyWeight, prefix: str, parts: Sequence[_Part], num_columns: int, columns: range) -> None:
-        start = 0
-        for name, size, rows in parts:
-            target = matrix[start : start + len(rows)]
-            self.places[f"{prefix}{name}.weight"] = Place(target, (size, num_columns), (rows, columns))
-            start += len(rows)
 
     def _packed_bias(self, prefix: str, parts: Sequence[_Part]) -> torch.Tensor:
         tensor = torch.empty(sum(len(rows) for _, _, rows in parts), dtype=self._dtype, device=self._device)

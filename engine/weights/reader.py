@@ -6,7 +6,7 @@ the weight is asked for, and are one weight here, under the name that it would h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -17,20 +17,17 @@ from safetensors import SafetensorError, safe_open
 
 from kvrelay.common.errors import ModelError
 from kvrelay.engine.config.quantisation import Quantisation
-from kvrelay.engine.weights.formats import (
-    StoredWeight,
-    awq_weight,
-    gptq_weight,
-    mxfp4_weight,
-    packed_weight,
-    scaled_weight,
-)
+from kvrelay.engine.weights.file_parts import FileParts
+from kvrelay.engine.weights.formats import awq_weight, gptq_weight, mxfp4_weight, packed_weight, scaled_weight
 from kvrelay.engine.weights.headers import TensorHeader, unreadable
+from kvrelay.engine.weights.stored import StoredWeight
 
 # The parts of a stored weight, by the last word of their names; a module with one of the first four has such a weight.
 _MARKS = ("weight_scale", "weight_scale_inv", "weight_packed", "qweight")
 _PARTS = (*_MARKS, "weight", "weight_zero_point", "weight_shape", "weight_g_idx", "qzeros", "scales", "g_idx")
 _OF_ACTIVATIONS = ("input_scale", "input_zero_point", "output_scale", "output_zero_point", "activation_scale")
+_GROUPS = ("weight_g_idx", "g_idx")  # of inputs
+_NUMBERS = ("weight_shape", *_GROUPS)  # that are about the matrix, and no part of it
 _FULL = "BF16"
 
 
@@ -55,7 +52,7 @@ class CheckpointReader:
         self.headers: dict[str, TensorHeader] = dict(headers)
         """Of all tensors by the names that models have, a stored weight as the one that it is in full."""
         self.outlines: dict[str, StoredWeight] = {}
-        """Of stored matrices: their form, without their numbers."""
+        """Of stored weights: their form, without their numbers. Matrices of experts in one tensor lie one below the other."""
         if quantisation is not None:
             self._index(is_mxfp4=quantisation.method == "mxfp4")
 
@@ -70,42 +67,77 @@ class CheckpointReader:
         """A tensor. A stored weight is dequantised. Raises ModelError naming a file that cannot be read."""
         if name not in self._parts:
             return self._get(name)
-        stored = self._stored(name, self._get)
-        return stored.dequantised() if isinstance(stored, StoredWeight) else stored
+        return self.part(name, tuple(map(range, self.headers[name].shape)))
 
-    def stored(self, name: str) -> StoredWeight:
-        """One of the ``outlines`` with its numbers. Raises ModelError naming a file that cannot be read."""
-        stored = self._stored(name, self._get)
-        assert isinstance(stored, StoredWeight), f"{name} has no outline"
-        return stored
+    def stored(self, name: str, part: tuple[range, ...]) -> StoredWeight:
+        """The elements ``part``, by dimensions, of a stored weight that has such a part (:meth:`StoredWeight.part`).
+
+        Little more is read of the files. Raises ModelError naming a file that cannot be read.
+        """
+        found, rows, columns = self._around(name, part)
+        exact = found.part(rows, columns)
+        assert exact is not None, f"{name} has no part {part} in its own form"
+        return exact
 
     def part(self, name: str, part: tuple[range, ...]) -> torch.Tensor:
-        """The elements ``part``, by dimensions, of a tensor; of one in full no others are read. Raises ModelError."""
-        header = self.headers[name]
-        slices = tuple(slice(some.start, some.stop) for some in part)
-        if name in self._parts or all(len(some) == size for some, size in zip(part, header.shape, strict=True)):
-            return self.read(name)[slices]
-        with _naming_file(header.path):
-            tensor: torch.Tensor = self._file(header.path).get_slice(name)[slices]
-        self.num_bytes_read += tensor.nbytes
-        return tensor
+        """The elements ``part``, by dimensions, of a tensor in full; no others are read, or few. Raises ModelError."""
+        if name in self._parts:
+            found, rows, columns = self._around(name, part)
+            exact = found.part(rows, columns)
+            if exact is None:
+                return found.dequantised()[rows.start : rows.stop, columns.start : columns.stop]
+            full = exact.dequantised()
+            if len(part) == 2:
+                return full
+            return full.view(len(part[0]), -1, len(part[1])).transpose(-1, -2)
+        return self._get(name, tuple(slice(some.start, some.stop) for some in part))
 
     def is_zero_bias(self, name: str) -> bool:
         """Whether a tensor adds nothing: some GPTQ checkpoints have biases for models without."""
         return name.endswith(".bias") and not bool(self._get(name).any())
 
-    def _stored(self, name: str, get: Callable[[str], torch.Tensor]) -> StoredWeight | torch.Tensor:
-        """A stored weight from its parts; in full already if that is its format's only form."""
+    def _around(self, name: str, part: tuple[range, ...]) -> tuple[StoredWeight, range, range]:
+        """What is read for a part of a stored weight, and where in it its rows and columns are."""
+        tensors, outline = self._parts[name], self.outlines[name]
+        if len(part) == 3:  # of experts in one tensor: [experts, in, out]
+            experts, columns, outs = part
+            size = outline.group_size
+            groups = slice(columns.start // size, -(-columns.stop // size))
+            cut = (slice(experts.start, experts.stop), slice(outs.start, outs.stop), groups)
+            found = self._stored(name, {role: self._get(tensor, cut) for role, tensor in tensors.items()})
+            first = columns.start - groups.start * size
+            return found, range(found.shape[0]), range(first, first + len(columns))
+        assert self._quantisation is not None, f"{name} of a checkpoint without stored weights"
+        layout = FileParts(
+            shape=(outline.shape[0], outline.shape[1]),
+            tensors={role: self._tensors[tensor].shape for role, tensor in tensors.items() if role not in _NUMBERS},
+            is_transposed=self._quantisation.method in ("awq", "gptq"),
+            block_size=self._quantisation.block_size,
+            is_in_order=outline.order is None,
+        )
+        rows, columns = layout.around(*part)
+        parts: dict[str, torch.Tensor] = {}
+        for role, tensor in tensors.items():
+            if role == "weight_shape":
+                parts[role] = torch.tensor((len(rows), len(columns)))
+            elif role not in _GROUPS:
+                parts[role] = self._get(tensor, layout.slices(role, rows, columns))
+            elif outline.order is not None:
+                parts[role] = self._get(tensor)
+        start, first = part[0].start - rows.start, part[1].start - columns.start
+        return self._stored(name, parts), range(start, start + len(part[0])), range(first, first + len(part[1]))
+
+    def _stored(self, name: str, parts: Mapping[str, torch.Tensor]) -> StoredWeight:
+        """A stored weight from its parts."""
         assert self._quantisation is not None, f"{name} of a checkpoint without stored weights"
         try:
-            parts = {role: get(tensor) for role, tensor in self._parts[name].items()}
             match self._quantisation.method:
                 case "awq":
                     return awq_weight(parts, self._dtype)
                 case "gptq":
                     return gptq_weight(parts, self._quantisation.zero_offset, self._dtype)
-                case "mxfp4":  # [experts, in, out], as full ones lie
-                    return mxfp4_weight(parts["blocks"], parts["scales"], self._dtype).transpose(-1, -2)
+                case "mxfp4":
+                    return mxfp4_weight(parts["blocks"], parts["scales"], self._dtype)
             if "weight_packed" in parts:
                 return packed_weight(parts, self._dtype)
             return scaled_weight(parts, self._quantisation.block_size, self._dtype)
@@ -114,10 +146,14 @@ class CheckpointReader:
             reason = f"there is no {error}" if isinstance(error, KeyError) else str(error)
             raise ModelError(f"{path}: {name} cannot be read as it is stored: {reason}") from error
 
-    def _get(self, tensor: str) -> torch.Tensor:
-        path = self._tensors[tensor].path
-        with _naming_file(path):
-            found: torch.Tensor = self._file(path).get_tensor(tensor)
+    def _get(self, tensor: str, part: tuple[slice, ...] | None = None) -> torch.Tensor:
+        header = self._tensors[tensor]
+        with _naming_file(header.path):
+            file = self._file(header.path)
+            is_whole = part is None or all(
+                one.indices(size) == (0, size, 1) for one, size in zip(part, header.shape, strict=False)
+            )
+            found: torch.Tensor = file.get_tensor(tensor) if is_whole else file.get_slice(tensor)[part]
         self.num_bytes_read += found.nbytes
         return found
 
@@ -156,11 +192,13 @@ class CheckpointReader:
             else:
                 self.headers[tensor] = header
         for name, tensors in self._parts.items():
-            outline = self._stored(name, self._outline)
-            if isinstance(outline, StoredWeight):
-                self.outlines[name] = outline
-            path = self._tensors[next(iter(tensors.values()))].path
-            self.headers[name] = TensorHeader(path, tuple(outline.shape), _FULL)
+            outline = self._stored(name, {role: self._outline(tensor) for role, tensor in tensors.items()})
+            self.outlines[name] = outline
+            path, shape = self._tensors[next(iter(tensors.values()))].path, tuple(outline.shape)
+            if is_mxfp4:  # [experts, in, out], as full ones lie
+                num_experts = self._tensors[tensors["blocks"]].shape[0]
+                shape = (num_experts, shape[1], shape[0] // num_experts)
+            self.headers[name] = TensorHeader(path, shape, _FULL)
 
 
 @contextmanager

@@ -18,8 +18,9 @@ from dataclasses import dataclass
 
 import torch
 
-from kvrelay.engine.weights.formats import StoredWeight
+from kvrelay.engine.weights.stored import StoredWeight
 
+_ALL = slice(None)
 _MIN_SCALE = 1e-30  # of a row of zeros
 _MAX_ELEMENTS = 2**24  # rounded at once: fp32 copies of a large matrix would need more room than its 8 bits save
 
@@ -67,15 +68,18 @@ class RoundedWeight:
         """A view of some rows."""
         return RoundedWeight(self.values[rows], self.scale[rows], self.rounding, self.dtype)
 
-    def copy_(self, weight: torch.Tensor) -> None:
-        """Round ``weight`` ``[out, in]``, of any float dtype and device, into this memory."""
+    def copy_(self, weight: torch.Tensor, columns: slice = _ALL) -> None:
+        """Round ``weight`` ``[out, in]``, of any float dtype and device, into this memory, or ``columns`` of it.
+
+        Scales are those of whole rows: parts of a matrix are rounded as all of it is.
+        """
         for part, source in self._parts(weight):
             wide = source.to(part.values.device).to(self.dtype).to(torch.float32, copy=True)
             # A number instead of this tensor would be multiplied with as its reciprocal on a GPU: another rounding than a CPU's.
             largest = torch.full((), self.rounding.largest, device=wide.device)
             # Rounded to bf16, as the CPU's product takes it, before the weights are divided by it: its rounding costs nothing then.
             scale = (wide.abs().amax(dim=1) / largest).clamp_(min=_MIN_SCALE).bfloat16().float()
-            quotients = wide.div_(scale[:, None])
+            quotients = wide.div_(scale[:, None])[:, columns]
             if self.rounding is Rounding.INT8:
                 quotients.round_()
             part.values.copy_(quotients.clamp_(-self.rounding.largest, self.rounding.largest))

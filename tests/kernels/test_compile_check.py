@@ -78,9 +78,18 @@ def test_every_kernel_compiles_within_the_limits(environment: dict[str, str]) ->
 
 
 def _check_experts(rows: list[dict[str, Any]]) -> None:
-    """Weights and gathered rows come 16 bytes at a time and meet tensor cores, many rows by the newest instruction."""
+    """Weights and gathered rows come 16 bytes at a time, 4 bits by 8 or more beside a few scales, and meet tensor cores, many rows
+    by the newest instruction."""
+    for name in ("mxfp4", "4 bits by 128", "4 bits by 64"):
+        cases = [row["target"] for row in rows if name in row["case"]]
+        assert sorted(cases) == sorted(3 * ["cuda:80", "cuda:90", "cuda:100", "hip:gfx942"]), name
     for row in (row for row in rows if row["loops"] is not None):
-        assert set(row["loops"]["global_loads"]) == {"16"}, row
+        loads = {int(width): count for width, count in row["loops"]["global_loads"].items()}
+        if any(name in row["case"] for name in ("mxfp4", " by ")):
+            assert sum(count for width, count in loads.items() if width < 8) <= 4, row
+            assert 16 in loads, row
+        else:
+            assert set(loads) == {16}, row
         newest = {"cuda:80": "mma", "cuda:90": "wgmma", "cuda:100": "tcgen05"}[row["target"]]
         assert row["loops"]["matrix_kind"] == ("mma" if " 16 rows" in row["case"] else newest), row
 

@@ -8,9 +8,16 @@ import pytest
 import torch
 
 from kvrelay.kernels.checks import FP8_DTYPE
-from kvrelay.kernels.grouped_linear import grouped_linear, grouped_linear_reference, plan_routes
+from kvrelay.kernels.group_scaled_linear import dequantise_groups_reference
+from kvrelay.kernels.grouped_linear import (
+    grouped_linear,
+    grouped_linear_reference,
+    grouped_stored_linear,
+    plan_routes,
+)
 
 from .conftest import DTYPES, TOLERANCES
+from .test_group_scaled_linear import FORMATS, Stored, stored
 
 Randn = Callable[..., torch.Tensor]
 
@@ -85,6 +92,67 @@ def test_weights_in_8_bits(device: str, randn: Randn, weight_dtype: torch.dtype)
     assert_close(out, grouped_linear_reference(x.double(), values, expert_ids, 4, scale=scale))
 
 
+def mxfp4(num_rows: int, num_ins: int, device: str, low: int = 118, high: int = 134) -> Stored:
+    """All sixteen numbers, and scales of many sizes."""
+    generator = torch.Generator().manual_seed(num_ins)
+    values = torch.randint(0, 256, (num_rows, num_ins // 2), generator=generator).to(device, torch.uint8)
+    scale = torch.randint(low, high, (num_rows, -(-num_ins // 32)), generator=generator).to(device, torch.uint8)
+    return values, scale, None, 32
+
+
+def check_stored(device: str, randn: Randn, weight: Stored, sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
+    """Both products of a layer, against what full weights give. ``sizes``: tokens, experts of each, experts."""
+    num_tokens, top_k, num_experts = sizes
+    full = dequantise_groups_reference(*weight, dtype)
+    x, bias = randn(num_tokens, full.shape[1] + 8, dtype=dtype)[:, :-8], randn(len(full), dtype=dtype)
+    expert_ids = choices(device, num_tokens, top_k, num_experts)
+    routes, factors = plan_routes(expert_ids, num_experts), randn(num_tokens, top_k)
+    for given in ({}, {"bias": bias, "factors": factors}):
+        out = grouped_stored_linear(x, *weight, routes, **given)
+        assert_close(out, grouped_linear_reference(x.double(), full, expert_ids, num_experts, **given))
+
+
+@pytest.mark.usefixtures("poisoned_empty")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.full)])
+@pytest.mark.parametrize(("num_tokens", "num_ins"), [(1, 64), (3, 320), (40, 96), (150, 288)])
+def test_mxfp4(device: str, randn: Randn, dtype: torch.dtype, num_tokens: int, num_ins: int) -> None:
+    """Steps of four groups, of which the last ones may not be there; every tile."""
+    check_stored(device, randn, mxfp4(3 * 72, num_ins, device), (num_tokens, 2, 3), dtype)
+
+
+@pytest.mark.usefixtures("poisoned_empty")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.full)])
+@pytest.mark.parametrize(("value_dtype", "scale_dtype"), FORMATS)
+@pytest.mark.parametrize(
+    ("num_tokens", "num_ins", "group_size"),
+    [(1, 256, 128), (5, 300, 128), (40, 192, 64), (9, 288, 96), (150, 90, 90), (4, 192, 32)],
+)
+def test_weights_in_groups(
+    device: str,
+    randn: Randn,
+    dtype: torch.dtype,
+    value_dtype: torch.dtype,
+    scale_dtype: torch.dtype,
+    num_tokens: int,
+    num_ins: int,
+    group_size: int,
+) -> None:
+    """Groups that are a step, a part of one, more than one, and of all inputs."""
+    weight = stored(randn, 3 * 40, num_ins, group_size, value_dtype, scale_dtype)
+    check_stored(device, randn, weight, (num_tokens, 2, 3), dtype)
+
+
+def test_very_small_and_very_large_powers_of_two(device: str) -> None:
+    """All that bf16 has with any of the numbers."""
+    weight = mxfp4(2 * 8, 64, device)
+    weight[1][:, 0], weight[1][:, 1] = 2, 251
+    routes = plan_routes(torch.tensor([[0, 1]], device=device), 2)
+    for x in (torch.eye(64, device=device)[0], torch.eye(64, device=device)[40]):
+        out = grouped_stored_linear(x[None].bfloat16(), *weight, routes)
+        expected = dequantise_groups_reference(*weight, torch.bfloat16) @ x.bfloat16()
+        assert torch.equal(out.flatten(), expected)
+
+
 def test_routes_are_sorted_and_experts_without_any_are_empty(device: str) -> None:
     routes = plan_routes(torch.tensor([[3, 0], [0, 3], [1, 0]], device=device), 5)
     assert routes.order.tolist() == [1, 2, 5, 4, 0, 3]
@@ -125,3 +193,20 @@ def test_wrong_arguments_are_refused(device: str, randn: Randn) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             grouped_linear(*given, routes, **options)
+
+
+def test_wrong_stored_weights_are_refused(device: str, randn: Randn) -> None:
+    values, scale, _, size = mxfp4(3 * 8, 64, device)
+    x, routes = randn(2, 64, dtype=torch.bfloat16), plan_routes(torch.zeros(2, 2, dtype=torch.int64, device=device), 3)
+    for given, options, message in (
+        ((x[:, :32], values, scale, None, size), {}, r"x has shape \(2, 32\), expected \[num_rows, 64\]"),
+        ((x.float(), values, scale, None, size), {}, r"x has dtype torch\.float32"),
+        ((x, values[:22], scale[:22], None, size), {}, "the weight has 22 rows, expected a multiple of 3 experts"),
+        ((x, values, scale[:, :1], None, size), {}, r"scale has shape \(24, 1\), expected \[24, 2\]"),
+        ((x, values, scale, scale, size), {}, r"scale has dtype torch\.uint8"),  # MXFP4 has no zeros
+        ((x, values.view(torch.int8), scale, None, size), {}, r"scale has"),
+        ((x, values, scale, None, 20), {}, "group_size is 20, expected a multiple of 32"),
+        ((x, values, scale, None, size), {"bias": x[0]}, r"bias has shape \(64,\), expected \[24\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            grouped_stored_linear(*given, routes, **options)

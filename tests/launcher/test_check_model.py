@@ -84,15 +84,68 @@ def test_quantised_weights_take_less_of_a_gpu(tmp_path: Path, capsys: pytest.Cap
     assert report["gpu"]["kv_nbytes"] == int(0.9 * 2**30) - report["gpu_weights_bytes"] - report["gpu"]["step_nbytes"]
 
 
-def test_quantised_experts_are_full_on_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("quantization", "bits", "has_experts"),
+    [
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, 8.25, True),
+        ({"quant_method": "gptq", "bits": 4}, 4.25, True),
+        ({"quant_method": "gptq", "bits": 4, "desc_act": True}, 4.25, False),
+    ],
+)
+def test_quantised_experts_take_less_of_a_gpu(
+    quantization: dict[str, Any],
+    bits: float,
+    has_experts: bool,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Unless each has an order of its inputs."""
     write_config(tmp_path, "qwen3_moe", **SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
     config = json.loads((tmp_path / "config.json").read_text())
-    quantization = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
     _, report = found(capsys, str(tmp_path), "--memory-gib", "1")
     assert report["reason"] is None
-    attention = 4 * 64 * (64 + 32 + 32 + 64)
-    assert report["gpu_weights_bytes"] == int(report["weights_bytes"] - attention * (4 - 1 - 4 / 128))
+    stored = 4 * 64 * (64 + 32 + 32 + 64) + (4 * 4 * 3 * 64 * 32 if has_experts else 0)
+    assert report["gpu_weights_bytes"] == int(report["weights_bytes"] - stored * (4 - bits / 8))
+
+
+@pytest.mark.parametrize("is_shuffled", [False, True])
+def test_each_of_two_ranks_has_its_part_as_it_is_stored(
+    is_shuffled: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The last one has two of three parts of the MLP. Inputs in another order are not cut as they are stored."""
+    write_config(tmp_path, "llama", **SIZES)
+    config = json.loads((tmp_path / "config.json").read_text())
+    quantization = {"quant_method": "gptq", "bits": 4, "desc_act": is_shuffled}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
+    code, report = found(capsys, str(tmp_path), "--memory-gib", "1", "--tensor-parallel", "2")
+    assert code == 0
+    by_outputs, by_inputs = 4 * 64 * (32 + 16 + 16 + 2 * 64), 4 * 64 * (32 + 64)
+    full = 2 * 99 * 64 + 9 * 64 + (by_inputs if is_shuffled else 0)
+    stored = by_outputs + (0 if is_shuffled else by_inputs)
+    gpu = report["gpu"]
+    assert (gpu["num_ranks"], gpu["weights_nbytes"]) == (2, int(4 * full + stored * 4.25 / 8))
+    assert gpu["kv_nbytes"] == int(0.9 * 2**30) - gpu["weights_nbytes"] - gpu["step_nbytes"]
+    of_rank = report["kv_bytes_per_token"] // 2
+    assert 0 <= gpu["kv_nbytes"] - gpu["num_tokens"] * of_rank < 16 * of_rank
+
+
+@pytest.mark.parametrize(("model_type", "num_ranks"), [("llama", "3"), ("gemma2", "2")])
+def test_ranks_that_do_not_fit_are_refused(
+    model_type: str, num_ranks: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, report = found(capsys, str(write_config(tmp_path, model_type, **SIZES)), "--tensor-parallel", num_ranks)
+    assert (code, report["runs"]) == (1, False)
+    assert ("which fit 1, 2, 4 ranks" if model_type == "llama" else "ranks on CPUs only") in report["reason"]
+
+
+def test_of_mxfp4_experts_alone_take_less(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_config(tmp_path, "gpt_oss", **SIZES, num_local_experts=4)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "mxfp4"}}))
+    _, report = found(capsys, str(tmp_path), "--memory-gib", "1")
+    experts = 4 * 4 * 3 * 64 * 96
+    assert report["gpu_weights_bytes"] == int(report["weights_bytes"] - experts * (4 - 4.25 / 8))
 
 
 @pytest.mark.full  # ten seconds

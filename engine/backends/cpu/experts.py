@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from kvrelay.engine.backends.cpu.native import CpuKernels
 from kvrelay.engine.models.ops import Activation, Linear
 from kvrelay.engine.weights.parameters import ExpertWeights
-from kvrelay.engine.weights.rounding import Weight
+from kvrelay.engine.weights.rounding import AnyWeight
 
 GroupedLinear = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(``[rows, in]``, starts ``[num_experts + 1]``) -> ``[rows, out]``; rows ``starts[e]`` to ``starts[e + 1]`` are expert e's."""
-MakeGrouped = Callable[[Weight, torch.Tensor | None, int], GroupedLinear]
+MakeGrouped = Callable[[AnyWeight, torch.Tensor | None, int], GroupedLinear]
 """Of (weight ``[num_experts * out, in]``, bias ``[num_experts * out]``, num_experts)."""
 
 
@@ -23,8 +23,8 @@ class SplitLinear:
 
     def __init__(
         self,
-        make_linear: Callable[[Weight, torch.Tensor | None], Linear],
-        weight: Weight,
+        make_linear: Callable[[AnyWeight, torch.Tensor | None], Linear],
+        weight: AnyWeight,
         bias: torch.Tensor | None,
         num_experts: int,
     ) -> None:

@@ -28,9 +28,9 @@ from kvrelay.engine.sampling.penalties import Penalties
 from kvrelay.engine.sampling.rows import SamplingRows
 from kvrelay.engine.step.batch import Batch
 from kvrelay.engine.step.slots import Ints
-from kvrelay.engine.weights.formats import StoredWeight
 from kvrelay.engine.weights.parameters import ExpertWeights
 from kvrelay.engine.weights.rounding import AnyWeight, RoundedWeight, Weight
+from kvrelay.engine.weights.stored import StoredWeight
 
 
 class NativeCpuPagedStep:
@@ -120,8 +120,8 @@ class NativeCpuPagedOps:
     def make_experts(self, weights: ExpertWeights, activation: Activation) -> Experts:
         """See PagedOps."""
 
-        def grouped(weight: Weight, bias: torch.Tensor | None, num_experts: int) -> GroupedLinear:
-            if isinstance(weight, RoundedWeight) or not has_native_linear(self._kernels, weight):
+        def grouped(weight: AnyWeight, bias: torch.Tensor | None, num_experts: int) -> GroupedLinear:
+            if isinstance(weight, RoundedWeight | StoredWeight) or not has_native_linear(self._kernels, weight):
                 return SplitLinear(self.make_linear, weight, bias, num_experts)
             return NativeGroupedLinear(self._kernels, weight, bias, num_experts)
 

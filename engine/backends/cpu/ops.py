@@ -24,9 +24,9 @@ from kvrelay.engine.sampling.penalties import Penalties, penalize
 from kvrelay.engine.sampling.rows import SamplingRows
 from kvrelay.engine.step.batch import Batch
 from kvrelay.engine.step.slots import Ints
-from kvrelay.engine.weights.formats import StoredWeight
 from kvrelay.engine.weights.parameters import ExpertWeights
 from kvrelay.engine.weights.rounding import AnyWeight, RoundedWeight
+from kvrelay.engine.weights.stored import StoredWeight
 
 
 class KvWriter:

@@ -33,10 +33,10 @@ from kvrelay.engine.sampling.sampler import sample
 from kvrelay.engine.step.batch import Batch, build_batch
 from kvrelay.engine.step.plan import PlanRow, SlotJoin, StepPlan, TableDelta
 from kvrelay.engine.step.slots import Slots
-from kvrelay.engine.weights.formats import StoredWeight
 from kvrelay.engine.weights.kv_scales import unit_kv_scales
 from kvrelay.engine.weights.parameters import ModelWeights
 from kvrelay.engine.weights.rounding import Rounding
+from kvrelay.engine.weights.stored import StoredWeight
 from kvrelay.kernels.decode_attention import decode_batch_sizes
 from kvrelay.kernels.kv_scales import require_e4m3
 

@@ -6,8 +6,9 @@ import torch
 
 from kvrelay.engine.models.ops import Activation
 from kvrelay.engine.weights.parameters import ExpertWeights
-from kvrelay.engine.weights.rounding import RoundedWeight, Weight
-from kvrelay.kernels.grouped_linear import Routes, grouped_linear, plan_routes
+from kvrelay.engine.weights.rounding import AnyWeight, RoundedWeight
+from kvrelay.engine.weights.stored import StoredWeight
+from kvrelay.kernels.grouped_linear import Routes, grouped_linear, grouped_stored_linear, plan_routes
 
 
 class CudaExperts:
@@ -29,8 +30,16 @@ class CudaExperts:
 
 
 def _multiply(
-    rows: torch.Tensor, weight: Weight, bias: torch.Tensor | None, routes: Routes, factors: torch.Tensor | None = None
+    rows: torch.Tensor,
+    weight: AnyWeight,
+    bias: torch.Tensor | None,
+    routes: Routes,
+    factors: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    if isinstance(weight, StoredWeight):
+        assert weight.order is None, "experts whose inputs are not in order become full when they are loaded"
+        stored = weight.values, weight.scale, weight.zero, weight.group_size
+        return grouped_stored_linear(rows, *stored, routes, bias=bias, factors=factors)
     if isinstance(weight, RoundedWeight):
         return grouped_linear(rows, weight.values, routes, bias=bias, scale=weight.scale, factors=factors)
     return grouped_linear(rows, weight, routes, bias=bias, factors=factors)

@@ -13,8 +13,8 @@ from abc import ABC, abstractmethod
 
 import torch
 
-from kvrelay.engine.weights.formats import StoredWeight
 from kvrelay.engine.weights.rounding import RoundedWeight
+from kvrelay.engine.weights.stored import StoredWeight
 from kvrelay.kernels.group_scaled_linear import MIN_GROUP, dequantise_groups, group_scaled_linear
 from kvrelay.kernels.weight_only_linear import (
     COMPUTE_DTYPES,

@@ -17,9 +17,9 @@ from kvrelay.engine.config.model import ModelConfig, load_config
 from kvrelay.engine.models.decoder import DecoderModel
 from kvrelay.engine.step.interface import StepRow
 from kvrelay.engine.weights.checkpoint import load_weights
-from kvrelay.engine.weights.formats import StoredWeight
 from kvrelay.engine.weights.parameters import ModelWeights
 from kvrelay.engine.weights.rounding import RoundedWeight, Rounding, rounded
+from kvrelay.engine.weights.stored import StoredWeight
 from tests.engine.conftest import SIZES, save_model, sequence, tokens
 from tests.engine.led import batch_of
 from tests.engine.weights.storing import Tensors, awq, gptq, integers, store

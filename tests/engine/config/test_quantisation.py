@@ -25,9 +25,10 @@ def group(weights: dict[str, Any] | None, **more: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("config", "wanted"),
     [
-        (GPTQ, Quantisation("gptq", zero_offset=1, bits=4)),
-        ({**GPTQ, "checkpoint_format": "gptq"}, Quantisation("gptq", zero_offset=1, bits=4)),
-        ({**GPTQ, "checkpoint_format": "gptq_v2", "bits": 8}, Quantisation("gptq", bits=8)),
+        (GPTQ, Quantisation("gptq", zero_offset=1, bits=4, is_shuffled=True)),
+        ({**GPTQ, "desc_act": False}, Quantisation("gptq", zero_offset=1, bits=4)),
+        ({**GPTQ, "checkpoint_format": "gptq"}, Quantisation("gptq", zero_offset=1, bits=4, is_shuffled=True)),
+        ({**GPTQ, "checkpoint_format": "gptq_v2", "bits": 8}, Quantisation("gptq", bits=8, is_shuffled=True)),
         (AWQ, Quantisation("awq", bits=4)),
         ({"quant_method": "fp8", "weight_block_size": [128, 64]}, Quantisation("fp8", (128, 64), bits=8)),
         ({"quant_method": "fp8", "activation_scheme": "static"}, Quantisation("fp8", bits=8)),
@@ -36,6 +37,10 @@ def group(weights: dict[str, Any] | None, **more: Any) -> dict[str, Any]:
         ({**MODELOPT, "quant_algo": "FP8_PB_WO"}, Quantisation("modelopt", (128, 128), bits=8)),
         ({**MODELOPT, "quant_algo": None}, Quantisation("modelopt")),  # scales of the KV cache alone
         ({**COMPRESSED, **group(FP8)}, Quantisation("compressed-tensors", bits=8)),
+        (
+            {**COMPRESSED, **group({**FP8, "actorder": "group"})},
+            Quantisation("compressed-tensors", bits=8, is_shuffled=True),
+        ),
         ({**COMPRESSED, **group(None), "ignore": ["lm_head"]}, Quantisation("compressed-tensors")),
         ({**COMPRESSED, "kv_cache_scheme": FP8, "transform_config": {}}, Quantisation("compressed-tensors")),
         (

@@ -146,6 +146,22 @@ def test_ranks_with_whole_experts_compute_what_one_rank_does(tmp_path: Path, fam
         engine.close()
 
 
+def test_ranks_with_rounded_weights_compute_what_one_rank_does(tmp_path: Path) -> None:
+    """The same 8 bits, in sums of another order: bf16 rounds each of two parts. What 8 bits change is more."""
+    save_model(tmp_path, transformers.LlamaConfig(**{**SIZES, "initializer_range": 0.05}))
+    chosen: dict[str, Any] = {"weight_format": "int8", "dtype": "bfloat16"}
+    engine: Any = load_ranks(tmp_path, 2, **chosen)
+    try:
+        two, one, full = (
+            dict(run(which, num_logprobs=VOCAB)[1].top_logprobs)
+            for which in (engine, load(tmp_path, **chosen), load(tmp_path, dtype="bfloat16"))
+        )
+    finally:
+        engine.close()
+    distances = [np.std([which[token_id] - one[token_id] for token_id in one]) for which in (two, full)]
+    assert distances[0] < 0.5 * distances[1], distances
+
+
 def test_blocks_of_one_rank_continue_on_two_and_back(engine: Any, model: Path) -> None:
     """A hand-off without a network, both ways."""
     alone = load(model, model_id=model.name)
@@ -324,8 +340,8 @@ def test_what_ranks_do_not_serve_is_refused_before_any_starts(model: Path, monke
     monkeypatch.setattr("kvrelay.engine.ranks.engine.Ranks", None)
     with pytest.raises(ModelError, match="6 query and 2 K/V heads, which fit 1, 2, 6 ranks"):
         load_ranks(model, 3)
-    with pytest.raises(ModelError, match="--weight-format int8, which rounds whole rows"):
-        load_ranks(model, 2, weight_format="int8")
+    with pytest.raises(ModelError, match="--weight-format is int8, which needs a model with a path of its own"):
+        load_ranks(model, 2, weight_format="int8", backend="transformers")
     with pytest.raises(ModelError, match="LlamaForCausalLM has no experts"):
         load_ranks(model, 2, expert_parallel=True)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)

@@ -18,10 +18,11 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from kvrelay.common.errors import ModelError
 from kvrelay.engine.config.quantisation import Quantisation
-from kvrelay.engine.weights import formats as module
+from kvrelay.engine.weights import stored as module
 from kvrelay.engine.weights.formats import mxfp4_weight
 from kvrelay.engine.weights.headers import TensorHeader, read_headers
 from kvrelay.engine.weights.reader import CheckpointReader
+from kvrelay.kernels.group_scaled_linear import dequantise_groups_reference
 from tests.engine.weights.storing import Tensors, awq, gptq, integers, words
 
 _GENERATOR = torch.Generator().manual_seed(4)
@@ -89,9 +90,8 @@ SCHEMES: dict[str, tuple[Any, dict[str, Any], tuple[int, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("case", SCHEMES)
-def test_compressed_tensors_are_what_its_library_makes_of_them(case: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def compressed(case: str, dtype: torch.dtype) -> tuple[Tensors, Quantisation, torch.Tensor]:
+    """A matrix in one of the ``SCHEMES``, and what the library makes of it again."""
     compressor, given, scale_shape = SCHEMES[case]
     args = QuantizationArgs(**given)
     weight, largest = matrix().to(dtype), 448.0 if args.type == "float" else 2.0 ** (args.num_bits - 1)
@@ -103,10 +103,16 @@ def test_compressed_tensors_are_what_its_library_makes_of_them(case: str, dtype:
     scheme = QuantizationScheme(targets=["Linear"], weights=args)
     stored = compressor.compress(dict(tensors), scheme)
     block_size = (32, 64) if args.strategy == "block" else None
-    read = Read(tmp_path, stored, Quantisation("compressed-tensors", block_size))
-    assert read.header().shape == weight.shape
-    theirs = compressor.decompress(dict(stored), scheme)["weight"]
-    assert theirs.shape == weight.shape
+    full = compressor.decompress(dict(stored), scheme)["weight"]
+    return stored, Quantisation("compressed-tensors", block_size), full
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", SCHEMES)
+def test_compressed_tensors_are_what_its_library_makes_of_them(case: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    stored, quantisation, theirs = compressed(case, dtype)
+    read = Read(tmp_path, stored, quantisation)
+    assert read.header().shape == theirs.shape == (48, 160)
     assert torch.equal(read.full(dtype), theirs)
 
 
@@ -191,9 +197,12 @@ def test_mxfp4(monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = torch.randint(0, 256, (3, 64, 2, 16), generator=_GENERATOR).to(torch.uint8)
     scales = torch.randint(110, 140, (3, 64, 2), generator=_GENERATOR).to(torch.uint8)
     theirs = convert_moe_packed_tensors(blocks, scales, dtype=torch.bfloat16)  # [experts, in, out]
-    assert torch.equal(mxfp4_weight(blocks, scales, torch.bfloat16).transpose(1, 2), theirs)
+    weight = mxfp4_weight(blocks, scales, torch.bfloat16)  # [experts * out, in]
+    assert torch.equal(weight.dequantised().view(3, 64, 64).transpose(1, 2), theirs)
+    by_kernels = dequantise_groups_reference(weight.values, weight.scale, weight.zero, 32, torch.bfloat16)
+    assert torch.equal(weight.dequantised(), by_kernels)
     monkeypatch.setattr(module, "_MAX_ELEMENTS", 1000)
-    assert torch.equal(mxfp4_weight(blocks, scales, torch.bfloat16).transpose(1, 2), theirs)
+    assert torch.equal(weight.dequantised().view(3, 64, 64).transpose(1, 2), theirs)
 
 
 def test_parts_of_a_matrix_are_dequantised_as_the_whole_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from kvrelay.engine.config.cut import Cut
 from kvrelay.engine.config.model import load_config
 from kvrelay.engine.weights import rounding as module
 from kvrelay.engine.weights.checkpoint import load_weights
 from kvrelay.engine.weights.rounding import RoundedWeight, Rounding, rounded
+
+from .stored_models import save_gpt_oss
 
 CPU = torch.device("cpu")
 PROJECTIONS = ("qkv", "o", "gate_up", "down")
@@ -80,3 +83,43 @@ def test_a_checkpoints_projections_are_rounded_and_nothing_else(llama: tuple[Pat
             assert torch.equal(ours.values.view(torch.uint8), by_hand.values.view(torch.uint8)), name
     for name in ("embed", "norm", "lm_head"):
         assert torch.equal(getattr(small, name), getattr(full, name))
+
+
+@pytest.mark.parametrize("rounding", Rounding)
+def test_ranks_have_the_numbers_of_one(llama: tuple[Path, Any], rounding: Rounding) -> None:
+    """Each row's scale is that of all its columns, of which a rank has some."""
+    config = load_config(llama[0])
+    whole, *ranks = (
+        load_weights(llama[0], config, torch.bfloat16, CPU, lambda done, total: None, rounding, cut)
+        for cut in (Cut(), Cut(0, 2), Cut(1, 2))
+    )
+    for index, layer in enumerate(whole.layers):
+        for part, name in (("attention", "o"), ("mlp", "down")):
+            wanted = getattr(getattr(layer, part), name)
+            ours = [getattr(getattr(rank.layers[index], part), name) for rank in ranks]
+            assert torch.equal(
+                torch.cat([one.values.view(torch.uint8) for one in ours], dim=1), wanted.values.view(torch.uint8)
+            )
+            assert all(torch.equal(one.scale, wanted.scale) for one in ours)
+        downs = [rank.layers[index].mlp.gate_up.dequantised().chunk(2) for rank in ranks]
+        gates_and_ups = [torch.cat(parts) for parts in zip(*downs, strict=True)]
+        assert torch.equal(torch.cat(gates_and_ups), layer.mlp.gate_up.dequantised())
+
+
+def test_ranks_round_experts_as_one_does(tmp_path: Path) -> None:
+    save_gpt_oss(tmp_path)
+    config = load_config(tmp_path)
+    for has_whole_experts in (False, True):
+        whole, *ranks = (
+            load_weights(tmp_path, config, torch.bfloat16, CPU, lambda done, total: None, Rounding.INT8, cut)
+            for cut in (Cut(), Cut(0, 2, has_whole_experts), Cut(1, 2, has_whole_experts))
+        )
+        wanted, *ours = (
+            one.layers[0].mlp.experts.down.dequantised().view(-1, 64, len_of(one)) for one in (whole, *ranks)
+        )
+        assert torch.equal(torch.cat(ours, dim=0 if has_whole_experts else 2), wanted)
+
+
+def len_of(weights: Any) -> int:
+    """Inputs of an expert's second product."""
+    return int(weights.layers[0].mlp.experts.down.shape[1])

@@ -1,0 +1,180 @@
+"""Parts of stored weights: they are those of the whole, little else is read, and ranks keep theirs as they are stored."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from kvrelay.engine.backends.cuda.linear import StoredLinear
+from kvrelay.engine.config.cut import Cut
+from kvrelay.engine.config.quantisation import Quantisation
+from kvrelay.engine.weights import checkpoint
+from kvrelay.engine.weights.headers import read_headers
+from kvrelay.engine.weights.parameters import ModelWeights
+from kvrelay.engine.weights.reader import CheckpointReader
+from kvrelay.engine.weights.stored import StoredWeight
+from tests.engine.weights.storing import awq, gptq, integers
+
+from .stored_models import FORMATS, HALF, load_stored, save_gpt_oss, save_in_format, save_llama, save_mixtral
+from .test_formats import SCHEMES, compressed, matrix
+
+OTHERS = ("gptq", "gptq in the order of activations", "gptq of 8 bits", "awq", "mxfp4")
+# Of 48 outputs and 160 inputs, in groups of 32: within words, groups and blocks, and all of them.
+PARTS = (
+    (range(16, 32), range(160)),
+    (range(48), range(64, 128)),
+    (range(8, 32), range(32, 160)),
+    (range(48), range(2, 38)),
+    (range(3, 17), range(48, 112)),
+    (range(48), range(160)),
+    (range(1, 2), range(64, 72)),
+    (range(48), range(96, 160)),
+)
+SOME_ROWS, SOME_COLUMNS = PARTS[:2]
+
+
+def save(case: str, directory: Path) -> Quantisation:
+    """A matrix ``m``, or three experts' in one tensor, in a format, with other scales and zeros everywhere."""
+    if case == "mxfp4":
+        generator = torch.Generator().manual_seed(3)
+        blocks = torch.randint(0, 256, (3, 48, 5, 16), generator=generator).to(torch.uint8)
+        scales = torch.randint(110, 140, (3, 48, 5), generator=generator).to(torch.uint8)
+        save_file({"m.weight_blocks": blocks, "m.weight_scales": scales}, directory / "model.safetensors")
+        return Quantisation("mxfp4")
+    if case in SCHEMES:
+        tensors, quantisation, _ = compressed(case, torch.bfloat16)
+    else:
+        bits = 8 if "8" in case else 4
+        ints = integers(matrix(), bits, 32, symmetric=False, shuffled="order" in case)
+        tensors, quantisation = (
+            (awq(ints), Quantisation("awq")) if case == "awq" else (gptq(ints, bits), Quantisation("gptq", None, 1))
+        )
+    held = {f"m.{key}": tensor.contiguous() for key, tensor in tensors.items()}
+    save_file(held, directory / "model.safetensors")
+    return quantisation
+
+
+@pytest.mark.parametrize("case", [*SCHEMES, *OTHERS])
+def test_a_part_is_that_of_the_whole_and_little_else_is_read(case: str, tmp_path: Path) -> None:
+    quantisation, num_bytes = save(case, tmp_path), []
+    with CheckpointReader(read_headers(tmp_path), quantisation, torch.bfloat16, "cpu") as reader:
+        whole = reader.read("m.weight")
+        for rows, columns in PARTS:
+            part = (range(1, 3), columns, rows) if case == "mxfp4" else (rows, columns)
+            wanted, before = whole[tuple(slice(one.start, one.stop) for one in part)], reader.num_bytes_read
+            assert torch.equal(reader.part("m.weight", part), wanted), part
+            num_bytes.append(reader.num_bytes_read - before)
+            if len(columns) < 160 and "order" in case:
+                continue  # it has no such part
+            stored = reader.stored("m.weight", part)
+            full = stored.dequantised()
+            assert torch.equal(full, wanted.transpose(1, 2).flatten(0, 1) if case == "mxfp4" else wanted), part
+    all_bytes = num_bytes[PARTS.index((range(48), range(160)))]
+    assert num_bytes[0] < 0.7 * all_bytes
+    if "order" not in case and case != "w8a16":  # whose groups of 80 are both needed
+        assert num_bytes[1] < 0.7 * all_bytes
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("llama")
+    save_llama(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("mixtral")
+    save_mixtral(directory)
+    return directory
+
+
+def matrices(weights: ModelWeights) -> dict[str, Any]:
+    """Of the layer's products."""
+    (layer,) = weights.layers
+    mlp: Any = getattr(layer.mlp, "experts", layer.mlp)
+    attention: Any = layer.attention
+    return {"qkv": attention.qkv, "o": attention.o, "gate_up": mlp.gate_up, "down": mlp.down}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_ranks_keep_their_parts_as_they_are_stored(name: str, llama: Path, tmp_path: Path) -> None:
+    """The numbers are those that a rank of full weights has, and the products over ranks add up."""
+    save_in_format(llama, tmp_path, name)
+    generator, products = torch.Generator().manual_seed(4), {"o": torch.zeros(3, 64), "down": torch.zeros(3, 64)}
+    inputs = {"o": torch.randn(3, 128, generator=generator), "down": torch.randn(3, 192, generator=generator)}
+    sizes: dict[str, list[int]] = {"o": [], "down": []}
+    for rank in range(2):
+        ours, full = (matrices(load_stored(tmp_path, Cut(rank, 2), keeps=keeps)) for keeps in (True, False))
+        for projection, weight in ours.items():
+            is_cut_by_inputs = projection in ("o", "down")
+            if name == "gptq-act-order" and is_cut_by_inputs:
+                assert torch.equal(weight, full[projection])  # such inputs cannot be cut
+                continue
+            assert isinstance(weight, StoredWeight), projection
+            assert torch.equal(weight.dequantised(), full[projection]), projection
+            if is_cut_by_inputs:
+                start = sum(sizes[projection])
+                sizes[projection].append(weight.shape[1])
+                part = inputs[projection][:, start : start + weight.shape[1]].to(HALF)
+                products[projection] += StoredLinear(weight, None, num_multiprocessors=16)(part)
+        if name == "awq by 96":
+            assert (ours["o"].group_size, ours["down"].group_size) == (64, (64, 32)[rank])
+    if name != "gptq-act-order":
+        for projection, weight in matrices(load_stored(tmp_path, Cut(), keeps=False)).items():
+            if projection in products:
+                wanted = inputs[projection].to(HALF).float() @ weight.float().T
+                torch.testing.assert_close(products[projection], wanted, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("has_whole_experts", [False, True])
+@pytest.mark.parametrize("name", FORMATS)
+def test_experts_stay_as_they_are_stored(name: str, has_whole_experts: bool, mixtral: Path, tmp_path: Path) -> None:
+    save_in_format(mixtral, tmp_path, name)
+    for cut in (Cut(), Cut(0, 2, has_whole_experts), Cut(1, 2, has_whole_experts)):
+        ours, full = (matrices(load_stored(tmp_path, cut, keeps=keeps)) for keeps in (True, False))
+        for projection in ("gate_up", "down"):
+            weight, wanted = ours[projection], full[projection]
+            if name == "gptq-act-order":
+                assert torch.equal(weight, wanted)  # each expert has an order of its own
+            else:
+                assert isinstance(weight, StoredWeight)
+                assert torch.equal(weight.dequantised(), wanted)
+
+
+@pytest.mark.parametrize("has_whole_experts", [False, True])
+def test_experts_in_mxfp4_stay_as_they_are_stored(has_whole_experts: bool, tmp_path: Path) -> None:
+    save_gpt_oss(tmp_path)
+    for cut in (Cut(), Cut(0, 2, has_whole_experts), Cut(1, 2, has_whole_experts)):
+        ours, full = (matrices(load_stored(tmp_path, cut, keeps=keeps)) for keeps in (True, False))
+        for projection in ("gate_up", "down"):
+            weight = ours[projection]
+            assert isinstance(weight, StoredWeight)
+            assert weight.is_mxfp4
+            assert torch.equal(weight.dequantised(), full[projection])
+        assert isinstance(ours["qkv"], torch.Tensor)
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_rank_reads_its_part_of_stored_weights(
+    keeps: bool, mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of experts half the columns, or half the experts."""
+    readers: list[CheckpointReader] = []
+
+    class Watched(CheckpointReader):
+        def __enter__(self) -> Any:
+            readers.append(self)
+            return super().__enter__()
+
+    save_in_format(mixtral, tmp_path, "awq")
+    monkeypatch.setattr(checkpoint, "CheckpointReader", Watched)
+    for cut in (Cut(), Cut(1, 2), Cut(1, 2, has_whole_experts=True)):
+        load_stored(tmp_path, cut, keeps=keeps)
+    whole, *halves = (reader.num_bytes_read for reader in readers)
+    for half in halves:
+        assert 0.45 * whole < half < 0.6 * whole
