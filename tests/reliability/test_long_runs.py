@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from . import overload
-from .chaos import Report, chaos
+from .chaos import chaos
+from .chaos_report import Report
 from .questions import Answer
 from .soak import slope, soak
 
