@@ -126,13 +126,6 @@ def test_a_rank_that_is_killed_ends_its_worker_which_says_why(release: Release, 
     assert f"of {SET}-2) is gone" in said
 
 
-def test_a_rollout_replaces_one_worker_after_the_other(release: Release, load: Load) -> None:
-    before = {pod["metadata"]["uid"] for pod in release.pods("decode-worker")}
-    change = {"decode": {"settings": {"max_num_seqs": 32}}}
-    changed("decode workers are rolled out anew", load, release, lambda: release.upgrade(change))
-    assert not before & {pod["metadata"]["uid"] for pod in release.pods("decode-worker")}
-
-
 def test_workers_are_added_and_taken_away_whole(release: Release, load: Load) -> None:
     def scale(num_workers: int) -> Callable[[], None]:
         def change() -> None:
