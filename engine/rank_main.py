@@ -63,20 +63,16 @@ class _Lines(logging.Handler):
 class _Pulse:
     """Gives signs of life, and ends the process with its leader, also in the middle of a step."""
 
-    def __init__(self, link: Link[ToRank], host: Host | None) -> None:
+    def __init__(self, link: Link[ToRank]) -> None:
         """Starts at once."""
         self.group: RankGroup | None = None  # once it is joined
         self._link = link
-        self._host = host
         threading.Thread(target=self._beat, daemon=True).start()
 
     def _beat(self) -> None:
         while not self._link.is_over(ALIVE_S):
-            alive = Alive(0 if self.group is None else self.group.num_meetings)
             with contextlib.suppress(OSError):
-                self._link.send(alive)
-            if self._host is not None:
-                self._host.send(alive)
+                self._link.send(Alive(0 if self.group is None else self.group.num_meetings))
         os._exit(1)
 
 
@@ -112,7 +108,7 @@ def here(link_descriptor: int, blocks_descriptor: int, adapters_descriptor: int,
 
     link: Link[ToRank] = Link(socket.socket(fileno=link_descriptor), ToRank)
     logging.basicConfig(handlers=[_Lines(link.send)], format="%(message)s", force=True)
-    return Ends(link, _Pulse(link, None), os.environ, carry, adapters_descriptor, pool_memory)
+    return Ends(link, _Pulse(link), os.environ, carry, adapters_descriptor, pool_memory)
 
 
 def there(host_descriptor: int, secret_descriptor: int, model: str) -> Ends:
@@ -121,7 +117,7 @@ def there(host_descriptor: int, secret_descriptor: int, model: str) -> Ends:
     logging.basicConfig(handlers=[_Lines(host.send)], format="%(message)s", force=True)
     with open(secret_descriptor, "rb") as file:
         secret = file.read()
-    link, blocks, meeting = find_leader(os.environ, secret, host)
+    link, blocks, meeting = find_leader(os.environ, secret)
     host.leave = lambda: link.send(Leaving())
 
     def carry() -> Callable[[torch.Tensor], None]:
@@ -141,7 +137,7 @@ def there(host_descriptor: int, secret_descriptor: int, model: str) -> Ends:
         return take
 
     logging.getLogger().addHandler(_Lines(link.send))
-    return Ends(link, _Pulse(link, host), {**os.environ, **meeting}, carry, model=model)
+    return Ends(link, _Pulse(link), {**os.environ, **meeting}, carry, model=model)
 
 
 def main(arguments: list[str]) -> NoReturn:

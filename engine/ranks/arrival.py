@@ -20,7 +20,7 @@ import msgspec
 import kvrelay
 from kvrelay.common.errors import KvrelayError
 from kvrelay.engine.ranks.link import Link, sealed_link
-from kvrelay.engine.ranks.messages import Alive, FromLeader, Hello, Leave, Refused, ToRank
+from kvrelay.engine.ranks.messages import ALIVE_S, Alive, FromLeader, Hello, Leave, Refused, ToRank
 
 _CONNECT_S = 5.0
 _AGAIN_S = 0.5
@@ -31,13 +31,14 @@ class NoLeaderError(KvrelayError):
 
 
 class Host:
-    """The rank's end of the line to its host's process, whose end it does not survive."""
+    """The rank's end of the line to its host's process, which hears signs of life, and whose end it does not survive."""
 
     def __init__(self, link: Link[Leave]) -> None:
-        """Listens from now on."""
+        """From now on."""
         self.leave: Callable[[], None] = lambda: os._exit(0)  # what to do when the host is asked to end
         self._link = link
-        threading.Thread(target=self._listen, daemon=True).start()
+        for work in (self._listen, self._beat):
+            threading.Thread(target=work, daemon=True).start()
 
     def send(self, message: Any) -> None:
         """What becomes of it does not matter."""
@@ -51,24 +52,26 @@ class Host:
                     self.leave()
         os._exit(1)
 
+    def _beat(self) -> None:
+        while True:
+            self.send(Alive(0))
+            time.sleep(ALIVE_S)
 
-def find_leader(
-    environment: Mapping[str, str], secret: bytes, host: Host
-) -> tuple[Link[ToRank], Link[Any], dict[str, str]]:
+
+def find_leader(environment: Mapping[str, str], secret: bytes) -> tuple[Link[ToRank], Link[Any], dict[str, str]]:
     """Links for plans and for blocks, and torchrun's variables for the meeting. Waits for as long as there is no leader.
 
-    ``environment``: see NodePlace; while it waits, ``host`` hears signs of life. Raises NoLeaderError.
+    ``environment``: see NodePlace. Raises NoLeaderError.
     """
     hello = Hello(
         int(environment["RANK"]), int(environment["WORLD_SIZE"]), int(environment["GROUP_WORLD_SIZE"]), kvrelay.__version__,
         secrets.token_hex(16), f"process {os.getpid()} of {socket.gethostname()}", carries_blocks=False,
     )  # fmt: skip
     address = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
-    plans = _call(address, secret, hello, host)
-    blocks = _call(address, secret, msgspec.structs.replace(hello, carries_blocks=True), host)
+    plans = _call(address, secret, hello)
+    blocks = _call(address, secret, msgspec.structs.replace(hello, carries_blocks=True))
     try:
         while (told := plans.receive(_AGAIN_S)) is None:  # ranks of other hosts are not there yet
-            host.send(Alive(0))
             plans.send(Alive(0))  # by which it is noticed that the leader's host is gone
             if blocks.is_over(0):
                 raise EOFError("the link for blocks is over")
@@ -79,9 +82,8 @@ def find_leader(
     return plans.then(ToRank), blocks, {"MASTER_ADDR": plans.other_host, "MASTER_PORT": str(told.master_port)}
 
 
-def _call(address: tuple[str, int], secret: bytes, hello: Hello, host: Host) -> Link[FromLeader]:
+def _call(address: tuple[str, int], secret: bytes, hello: Hello) -> Link[FromLeader]:
     while True:
-        host.send(Alive(0))
         try:
             stream = socket.create_connection(address, _CONNECT_S)
         except OSError:  # nobody is there, or the name does not lead anywhere yet

@@ -23,7 +23,8 @@ from kvrelay.engine.ranks.remote import Arrived
 
 logger = logging.getLogger(__name__)
 
-_HELLO_S = 5.0  # what a connection that has agreed on a seal may take to say who it is
+_HELLO_S = 5.0  # what a connection may take to say who it is
+_NUM_NAMED = 1000  # strangers that have a line in the log
 _HELLO_BYTES = 4096
 _AT_ONCE = 64  # connections that have not said it yet; more are closed
 _BIND_S = 60.0  # how long a leader's own name may take to lead to it: names of pods that are new do
@@ -41,6 +42,7 @@ class Door:
         self._arrived: dict[int, Arrived] = {}
         self._changed = threading.Condition()
         self._is_closed = False
+        self._num_strangers = 0
         self._strangers = threading.BoundedSemaphore(_AT_ONCE)
         self._listening = _listen(*nodes.place.leader)
         self._thread = threading.Thread(target=self._accept, name="ranks-door", daemon=True)
@@ -94,18 +96,20 @@ class Door:
             threading.Thread(target=self._meet, args=(stream, host), daemon=True).start()
 
     def _meet(self, stream: socket.socket, host: str) -> None:
+        limit = threading.Timer(_HELLO_S, _shut, (stream,))  # of all together, however slowly it speaks
+        limit.start()
         try:
             link = sealed_link(stream, Hello, self._nodes.secret, calls=False)
-            stream.settimeout(_HELLO_S)
-            hello: Hello | None = link.receive(_HELLO_S, max_bytes=_HELLO_BYTES)
-            stream.settimeout(None)
-            if hello is None:
-                raise EOFError("it has not said who it is")
+            hello: Hello | None = link.receive(max_bytes=_HELLO_BYTES)
+            assert hello is not None, "it was waited for"
         except (OSError, EOFError, msgspec.MsgspecError) as error:
             stream.close()
-            logger.warning("a connection from %s is no rank of this worker: %s", host, error)
+            self._num_strangers += 1
+            if self._num_strangers <= _NUM_NAMED:
+                logger.warning("a connection from %s is no rank of this worker: %s", host, error)
             return
         finally:
+            limit.cancel()
             self._strangers.release()
         with self._changed:
             refused, links = self._take(hello, link)
@@ -168,6 +172,11 @@ def _listen(host: str, port: int) -> socket.socket:
                     f"--leader-address: node 0 cannot listen on {host}:{port} ({error}); it must lead to this machine"
                 ) from error
             time.sleep(_BIND_AGAIN_S)
+
+
+def _shut(stream: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        stream.shutdown(socket.SHUT_RDWR)
 
 
 def _send_away(link: Link[Hello]) -> None:

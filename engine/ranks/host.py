@@ -20,6 +20,7 @@ from kvrelay.engine.ranks.start import end, how_it_ended, start_rank
 
 logger = logging.getLogger(__name__)
 
+_HANGS_S = SILENT_S + 5.0  # later than its leader notices, which then can say why it ends
 _AGAIN_S = 1.0  # between the end of a process and the start of the next one
 
 
@@ -115,10 +116,10 @@ class _HostedRank:
         if self._leaving.is_set():  # while it was started
             return "is not needed"
         try:
-            while (message := link.receive(SILENT_S)) is not None:
+            while (message := link.receive(_HANGS_S)) is not None:
                 if isinstance(message, Logged):
                     logger.log(message.level, "rank %d: %s", self.rank, message.text)
         except EOFError:
             return how_it_ended(process)
         process.kill()
-        return f"has been silent for {SILENT_S:g} s: it was killed"
+        return f"has been silent for {_HANGS_S:g} s: it was killed"

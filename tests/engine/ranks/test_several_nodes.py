@@ -145,7 +145,7 @@ def test_a_rank_of_another_node_that_hangs_ends_the_engine_and_is_killed_there(
 ) -> None:
     engine, host = nodes
     monkeypatch.setattr("kvrelay.engine.ranks.rank.SILENT_S", 3.0)
-    monkeypatch.setattr("kvrelay.engine.ranks.host.SILENT_S", 3.0)
+    monkeypatch.setattr("kvrelay.engine.ranks.host._HANGS_S", 6.0)
     time.sleep(1.5)  # both threads wait by the old bound until the next sign of life
     (pid,) = host.pids.values()
     os.kill(pid, signal.SIGSTOP)
