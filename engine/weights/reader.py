@@ -84,12 +84,11 @@ class CheckpointReader:
         if name in self._parts:
             found, rows, columns = self._around(name, part)
             exact = found.part(rows, columns)
-            if exact is None:
-                return found.dequantised()[rows.start : rows.stop, columns.start : columns.stop]
-            full = exact.dequantised()
-            if len(part) == 2:
-                return full
-            return full.view(len(part[0]), -1, len(part[1])).transpose(-1, -2)
+            if exact is not None:
+                full = exact.dequantised()
+            else:
+                full = found.dequantised()[rows.start : rows.stop, columns.start : columns.stop]
+            return full if len(part) == 2 else full.reshape(len(part[0]), -1, len(part[1])).transpose(-1, -2)
         return self._get(name, tuple(slice(some.start, some.stop) for some in part))
 
     def is_zero_bias(self, name: str) -> bool:

@@ -19,7 +19,7 @@ class FusedExperts:
     num_parts: int  # of each expert, which the tensor has in turns: gate, up, gate, up …
 
     def copy_(self, tensor: torch.Tensor, columns: slice | None = None) -> None:
-        """``[num_experts, in, out * num_parts]``, or without ``in``. ``columns``: see :meth:`Place.put`."""
+        """``[num_experts, in, out * num_parts]``, or without ``in``. ``columns``: see Place."""
         size, start = tensor.shape[-1] // self.num_parts, 0
         for expert in tensor:
             for part in range(self.num_parts):

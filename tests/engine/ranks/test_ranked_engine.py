@@ -24,6 +24,7 @@ from kvrelay.engine.settings import KvSettings, ModelSettings
 from kvrelay.engine.step.interface import DeviceFailedError, Engine, StepRow
 from tests.engine.conftest import SIZES, VOCAB, assert_same_tokens, load, save_model, sequence, tokens
 from tests.engine.led import step
+from tests.engine.weights.stored_models import save_gpt_oss, save_in_format, save_llama
 
 from .conftest import load_ranks
 
@@ -141,6 +142,27 @@ def test_ranks_with_whole_experts_compute_what_one_rank_does(tmp_path: Path, fam
     engine: Any = load_ranks(tmp_path, num_ranks, expert_parallel=True)
     try:
         (_, result), (_, expected) = (run(one, num_logprobs=VOCAB) for one in (engine, load(tmp_path)))
+        assert_same_tokens([result], [expected], ROUNDING)
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("name", ["awq by 96", "gptq-act-order", "mxfp4"])
+def test_ranks_of_a_quantised_checkpoint_compute_what_one_rank_does(name: str, tmp_path: Path) -> None:
+    """On CPUs each makes full weights of its part."""
+    directory = tmp_path / "stored"
+    if name == "mxfp4":
+        directory.mkdir()
+        save_gpt_oss(directory)
+    else:
+        (tmp_path / "full").mkdir()
+        save_llama(tmp_path / "full")
+        save_in_format(tmp_path / "full", directory, name)
+    engine: Any = load_ranks(directory, 2, dtype="float32")
+    try:
+        (_, result), (_, expected) = (
+            run(one, num_logprobs=VOCAB) for one in (engine, load(directory, dtype="float32"))
+        )
         assert_same_tokens([result], [expected], ROUNDING)
     finally:
         engine.close()

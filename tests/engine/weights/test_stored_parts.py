@@ -33,6 +33,7 @@ PARTS = (
     (range(48), range(160)),
     (range(1, 2), range(64, 72)),
     (range(48), range(96, 160)),
+    (range(16, 48), range(33, 160)),
 )
 SOME_ROWS, SOME_COLUMNS = PARTS[:2]
 
@@ -68,7 +69,7 @@ def test_a_part_is_that_of_the_whole_and_little_else_is_read(case: str, tmp_path
             wanted, before = whole[tuple(slice(one.start, one.stop) for one in part)], reader.num_bytes_read
             assert torch.equal(reader.part("m.weight", part), wanted), part
             num_bytes.append(reader.num_bytes_read - before)
-            if len(columns) < 160 and "order" in case:
+            if (len(columns) < 160 and "order" in case) or columns.start % 2:
                 continue  # it has no such part
             stored = reader.stored("m.weight", part)
             full = stored.dequantised()
