@@ -24,7 +24,7 @@ from kvrelay.engine.step.sequence import Sequence
 # A draft token that comes true less often is not worth its row, however cheap rows are.
 _LEAST_CHANCE = 0.15
 # Rows cost more than their share of the step says: kernels take rows by the tile, and one too many costs a whole tile.
-_MARGIN = 2.0
+_MARGIN = 2.5
 _KEPT = 0.9  # of what earlier drafts told, with each new one
 _KEPT_WITHOUT = 0.99  # … and with each step without one, so that one is tried again some day
 

@@ -312,7 +312,7 @@ def test_products(kernels: CpuKernels, num_outputs: int, num_inputs: int, has_bi
     expected = hidden.double() @ weight.double().T + (0 if bias is None else bias.double())
     alone = torch.cat([linear(row) for row in hidden.split(1)])
     torch.testing.assert_close(alone.double(), expected, rtol=2**-8, atol=1e-4)
-    for num_rows in (2, 3, 4, 5, 6, 7, 8, 9, 17, 63, 64, 65, 68, 130):
+    for num_rows in (2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 17, 63, 64, 65, 68, 130):
         assert torch.equal(linear(hidden[:num_rows]), alone[:num_rows])
     assert torch.equal(linear(hidden.repeat(1, 2)[:, :num_inputs]), alone)  # not contiguous
 

@@ -15,6 +15,8 @@ constexpr int64_t kLanes = 16;
 constexpr int64_t kVectors = kPanel / kLanes;
 constexpr int64_t kRows = 8;
 constexpr int64_t kInputsAtOnce = 2048;  // of a panel: what the second-level cache keeps while rows come and go
+// … and what the first-level cache keeps: rows of two low tiles have no time to read a panel from the second one again.
+constexpr int64_t kFewRows = 12, kInputsOfFewRows = 192;
 constexpr int64_t kLine = 32;            // elements in a cache line
 constexpr int64_t kPairsAhead = 32;      // that a single tile fetches before it needs them: 6 KB
 
@@ -82,8 +84,9 @@ std::unique_ptr<uint32_t[]> expanded_rows(const Product&) { return nullptr; }
 void multiply_panel(const Product& product, int64_t panel, int64_t first, int64_t last) {
     float sums[kRowsAtOnce * kPanel];
     const int64_t tiles = (last - first + kRows - 1) / kRows;
-    for (int64_t begin = 0; begin < product.inputs; begin += kInputsAtOnce) {
-        const int64_t end = std::min(product.inputs, begin + kInputsAtOnce);
+    const int64_t inputs = tiles > 1 && last - first <= kFewRows ? kInputsOfFewRows : kInputsAtOnce;
+    for (int64_t begin = 0; begin < product.inputs; begin += inputs) {
+        const int64_t end = std::min(product.inputs, begin + inputs);
         // Several tiles share what comes behind the piece. A single one is through with its piece too soon for that.
         const int64_t fetched = tiles > 1 ? end : begin + 2 * kPairsAhead;
         const bf16* behind = product.panels + (panel * product.inputs + fetched) * kPanel;
