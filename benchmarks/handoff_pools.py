@@ -43,14 +43,14 @@ class Pool:
         self.bytes = memoryview(memory)
         self.clear()
 
-    def open_read(self, block_id: int) -> memoryview:
+    def open_read(self, block_id: int, group: int = 0) -> memoryview:
         """The block's bytes."""
         return self.bytes[block_id * self.block_nbytes : (block_id + 1) * self.block_nbytes]
 
     def close_read(self, block_id: int) -> None:
         """Nothing to do in host memory."""
 
-    def open_write(self, block_id: int) -> memoryview:
+    def open_write(self, block_id: int, group: int = 0) -> memoryview:
         """The block's bytes."""
         return self.open_read(block_id)
 

@@ -91,9 +91,11 @@ def accumulate(
     softcap,
     window,
     pool_stride_block,
-    pool_stride_value,
+    value_ptr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_PAD: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_DIM_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     KEYS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
@@ -108,6 +110,7 @@ def accumulate(
     a tile's block ids are loaded one iteration before: the loads of keys, whose addresses they are, then wait for nothing.
     """
     dims = tl.arange(0, HEAD_DIM_PAD)
+    value_dims = tl.arange(0, VALUE_DIM_PAD)
     if LOOK_AHEAD:
         positions = key_start + tl.arange(0, KEYS)
         next_blocks = tl.load(table_ptr + positions // BLOCK_SIZE, mask=positions < seq_len, other=0)
@@ -125,8 +128,9 @@ def accumulate(
             blocks = tl.load(table_ptr + positions // BLOCK_SIZE, mask=present, other=0)
         else:
             blocks = tl.load(table_ptr + positions // BLOCK_SIZE)
-        offsets = blocks.to(tl.int64) * pool_stride_block + (positions % BLOCK_SIZE) * HEAD_DIM
-        key_ptrs = head_ptr + offsets[:, None] + dims[None, :]
+        starts = blocks.to(tl.int64) * pool_stride_block
+        key_ptrs = head_ptr + (starts + (positions % BLOCK_SIZE) * HEAD_DIM)[:, None] + dims[None, :]
+        value_ptrs = value_ptr + (starts + (positions % BLOCK_SIZE) * VALUE_DIM)[:, None] + value_dims[None, :]
         keys = _load_tile(key_ptrs, present, HEAD_DIM, HEAD_DIM_PAD, HAS_SCALES, MASKED)
         scores = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale_log2
         if HAS_SOFTCAP:
@@ -138,7 +142,7 @@ def accumulate(
                 visible = visible & (distance < window)
             scores = tl.where(visible, scores, float("-inf"))
         weights, correction, row_max, row_sum = _weigh(scores, row_max, row_sum)
-        values = _load_tile(key_ptrs + pool_stride_value, present, HEAD_DIM, HEAD_DIM_PAD, HAS_SCALES, MASKED)
+        values = _load_tile(value_ptrs, present, VALUE_DIM, VALUE_DIM_PAD, HAS_SCALES, MASKED)
         acc = tl.dot(weights.to(values.dtype), values, acc * correction[:, None], input_precision="ieee")
     return acc, row_max, row_sum
 

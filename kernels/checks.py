@@ -45,32 +45,83 @@ def require_unit_stride(name: str, tensor: torch.Tensor) -> None:
 
 
 @dataclass(frozen=True)
+class PagedKv:
+    """Keys and values of unequal size, or of other sizes than another group's in the same blocks: views of one pool.
+
+    In a block come layers, in a layer all heads' keys, then all heads' values.
+    """
+
+    keys: torch.Tensor  # [num_blocks, num_layers, num_kv_heads, block_size, key_size]
+    values: torch.Tensor  # [num_blocks, num_layers, num_kv_heads, block_size, value_size]
+
+    @classmethod
+    def of(cls, pool: torch.Tensor | PagedKv) -> PagedKv:
+        """Views of a pool `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`, if it is one."""
+        return pool if isinstance(pool, PagedKv) else cls(pool[:, :, 0], pool[:, :, 1])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of both."""
+        return self.keys.dtype
+
+    @property
+    def value_start(self) -> int:
+        """Elements from a layer's first key to its first value."""
+        return int(self.values.storage_offset() - self.keys.storage_offset())
+
+
+@dataclass(frozen=True)
 class PoolGeometry:
-    """The constants of a pool `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`."""
+    """The constants of a pool: a PagedKv, or one tensor `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`."""
 
     num_kv_heads: int
     block_size: int  # tokens per block
-    head_dim: int
+    head_dim: int  # of keys
+    value_dim: int
 
     @classmethod
-    def of(cls, pool: torch.Tensor, layer: int) -> PoolGeometry:
+    def of(cls, pool: torch.Tensor | PagedKv, layer: int) -> PoolGeometry:
         """Check `pool` and `layer`.
 
         Raises:
             ValueError: wrong rank, dtype, block size or head_dim, not contiguous, or no such layer.
         """
+        if isinstance(pool, PagedKv):
+            return cls._of_views(pool, layer)
         require_shape("pool", pool, ("num_blocks", "num_layers", 2, "num_kv_heads", "block_size", "head_dim"))
         require_dtype("pool", pool, *FLOAT_DTYPES, FP8_DTYPE)
         num_layers, (num_kv_heads, block_size, head_dim) = pool.shape[1], pool.shape[3:]
         if not pool.is_contiguous():
             raise ValueError(f"pool has strides {pool.stride()}, expected a contiguous tensor")
+        return cls._checked(num_layers, layer, num_kv_heads, block_size, head_dim, head_dim)
+
+    @classmethod
+    def _of_views(cls, pool: PagedKv, layer: int) -> PoolGeometry:
+        sizes = []
+        for name, view in (("keys", pool.keys), ("values", pool.values)):
+            require_shape(name, view, (*pool.keys.shape[:4], "size"))
+            require_dtype(name, view, *FLOAT_DTYPES)
+            block_size, size = view.shape[3:]
+            if view.stride()[2:] != (block_size * size, size, 1) or view.stride()[:2] != pool.keys.stride()[:2]:
+                raise ValueError(
+                    f"{name} have strides {view.stride()}, expected heads that lie together, as the pool's keys do"
+                )
+            sizes.append(size)
+        num_layers, num_kv_heads, block_size = pool.keys.shape[1:4]
+        return cls._checked(num_layers, layer, num_kv_heads, block_size, *sizes)
+
+    @classmethod
+    def _checked(
+        cls, num_layers: int, layer: int, num_kv_heads: int, block_size: int, head_dim: int, value_dim: int
+    ) -> PoolGeometry:
         if block_size not in BLOCK_SIZES:
             raise ValueError(f"block_size is {block_size}, expected one of {BLOCK_SIZES}")
-        if head_dim % 16 or not 16 <= head_dim <= MAX_HEAD_DIM:
-            raise ValueError(f"head_dim is {head_dim}, expected a multiple of 16 up to {MAX_HEAD_DIM}")
+        for size in (head_dim, value_dim):
+            if size % 16 or not 16 <= size <= MAX_HEAD_DIM:
+                raise ValueError(f"head_dim is {size}, expected a multiple of 16 up to {MAX_HEAD_DIM}")
         if not 0 <= layer < num_layers:
             raise ValueError(f"layer is {layer}, expected 0 <= layer < {num_layers}")
-        return cls(num_kv_heads, block_size, head_dim)
+        return cls(num_kv_heads, block_size, head_dim, value_dim)
 
     def group_size(self, num_q_heads: int) -> int:
         """Query heads per KV head.

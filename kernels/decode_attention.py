@@ -19,6 +19,7 @@ import triton.language as tl
 
 from kvrelay.kernels.attention_tiles import LOG2_E, cap, to_half
 from kvrelay.kernels.checks import (
+    PagedKv,
     PoolGeometry,
     next_power_of_2,
     require_dtype,
@@ -116,7 +117,7 @@ def _tile(head_dim_pad: int, element_size: int) -> _Tile:
 
 def paged_decode_attention_reference(
     q: torch.Tensor,
-    pool: torch.Tensor,
+    pool: torch.Tensor | PagedKv,
     layer: int,
     block_tables: torch.Tensor,
     seq_lens: torch.Tensor,
@@ -131,7 +132,7 @@ def paged_decode_attention_reference(
     """The same contract as `paged_decode_attention`; reads lengths on the host."""
     out[seq_lens == 0] = 0
     rows = seq_lens.nonzero()[:, 0]
-    result = torch.empty_like(q[rows])
+    result = out[rows]
     paged_prefill_attention_reference(
         q[rows],
         pool,
@@ -186,13 +187,14 @@ def _decode_split_kernel(
     block_tables_stride_seq,
     pool_stride_block,
     pool_stride_value,
-    pool_stride_head,
     NUM_Q_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_PAD: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_DIM_PAD: tl.constexpr,
     ACC_DIMS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     SEQS: tl.constexpr,
@@ -232,7 +234,9 @@ def _decode_split_kernel(
         q, q_scale = to_half(q)
         scale_log2 *= q_scale * tl.load(kv_scales_ptr + kv_head)
     table_ptr = block_tables_ptr + seq.to(tl.int64) * block_tables_stride_seq
-    head_ptr = pool_ptr + kv_head * pool_stride_head
+    head_ptr = pool_ptr + kv_head * (BLOCK_SIZE * HEAD_DIM)
+    value_ptr = pool_ptr + pool_stride_value + kv_head * (BLOCK_SIZE * VALUE_DIM)
+    value_dims = tl.arange(0, VALUE_DIM_PAD)
 
     # Every tile holds a visible key (the first starts at most KEYS - 1 before the window), so that the
     # running maximum is finite after the first tile.
@@ -259,19 +263,21 @@ def _decode_split_kernel(
         visible = positions < split_end
         if HAS_WINDOW:
             visible = visible & (positions >= seq_len - window)
-        offsets = blocks.to(tl.int64) * pool_stride_block + (positions % BLOCK_SIZE) * HEAD_DIM
-        key_ptrs = head_ptr + offsets[:, None] + dims[None, :]
+        starts = blocks.to(tl.int64) * pool_stride_block
+        key_ptrs = head_ptr + (starts + (positions % BLOCK_SIZE) * HEAD_DIM)[:, None] + dims[None, :]
+        value_offsets = starts + (positions % BLOCK_SIZE) * VALUE_DIM
         load_mask = visible[:, None] & (dims < HEAD_DIM)[None, :]
         keys = tl.load(key_ptrs, mask=load_mask, other=0.0)
         if HAS_SCALES:
             keys = keys.to(tl.float16)
-            pair_offsets = (kv_head * pool_stride_head + pool_stride_value + offsets) // 2
-            pair_mask = visible[:, None] & (pairs < HEAD_DIM // 2)[None, :]
+            pair_offsets = (kv_head * (BLOCK_SIZE * VALUE_DIM) + pool_stride_value + value_offsets) // 2
+            pair_mask = visible[:, None] & (pairs < VALUE_DIM // 2)[None, :]
             value_pairs = tl.load(pairs_ptr + pair_offsets[:, None] + pairs[None, :], mask=pair_mask, other=0)
             values = _low_halves(value_pairs)
             odd_values = _low_halves(value_pairs >> 8)
         else:
-            values = tl.load(key_ptrs + pool_stride_value, mask=load_mask, other=0.0)
+            value_mask = visible[:, None] & (value_dims < VALUE_DIM)[None, :]
+            values = tl.load(value_ptr + value_offsets[:, None] + value_dims[None, :], mask=value_mask, other=0.0)
         scores = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale_log2
         if HAS_SOFTCAP:
             scores = cap(scores, softcap)
@@ -288,17 +294,18 @@ def _decode_split_kernel(
         blocks = next_blocks
 
     if HAS_SCALES:
-        acc = tl.join(acc, acc_odd).reshape(ROWS, HEAD_DIM_PAD) * tl.load(kv_scales_ptr + NUM_KV_HEADS + kv_head)
+        acc = tl.join(acc, acc_odd).reshape(ROWS, VALUE_DIM_PAD) * tl.load(kv_scales_ptr + NUM_KV_HEADS + kv_head)
     # A split without keys counts for nothing: its log-sum-exp is -inf.
     acc = acc / tl.where(row_sum > 0.0, row_sum, 1.0)[:, None]
     partials = item.to(tl.int64) * NUM_Q_HEADS + heads
-    tl.store(partial_out_ptr + partials[:, None] * HEAD_DIM + dims[None, :], acc, mask=row_mask)
+    value_row_mask = (rows < GROUP)[:, None] & (value_dims < VALUE_DIM)[None, :]
+    tl.store(partial_out_ptr + partials[:, None] * VALUE_DIM + value_dims[None, :], acc, mask=value_row_mask)
     tl.store(partial_lse_ptr + partials, row_max + tl.log2(row_sum), mask=rows < GROUP)
 
 
 def paged_decode_attention(
     q: torch.Tensor,
-    pool: torch.Tensor,
+    pool: torch.Tensor | PagedKv,
     layer: int,
     block_tables: torch.Tensor,
     seq_lens: torch.Tensor,
@@ -315,13 +322,13 @@ def paged_decode_attention(
 
     Args:
         q: `[num_seqs, num_q_heads, head_dim]`, pool's dtype, any float type over an fp8 pool; may be strided.
-        pool: `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`; layer `layer` is read.
+        pool: `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`, or views; layer `layer` is read.
         block_tables: `[num_seqs, max_blocks]` int32; entries past a sequence's blocks are not read.
         seq_lens: `[num_seqs]` int32, context including this query; 0 marks padding, whose row becomes 0.
         scale: factor of the scores, usually head_dim ** -0.5.
         sliding_window: None, or the query sees the last `sliding_window` positions, its own included.
-        workspace: for at least num_seqs sequences of this num_q_heads and head_dim; overwritten.
-        out: as q; every row is written.
+        workspace: for at least num_seqs sequences of this num_q_heads and the values' head_dim; overwritten.
+        out: as q, a head of the size of values; every row is written.
         kv_scales: `[num_layers, 2, num_kv_heads]` fp32, what an fp8 pool was written with; else None.
         softcap: None, or scores become softcap * tanh(scores / softcap).
         sinks: None, or `[num_q_heads]` floats: scores of one more key for each head, which has no value.
@@ -333,7 +340,7 @@ def paged_decode_attention(
     require_shape("q", q, ("num_seqs", "num_q_heads", geometry.head_dim))
     num_seqs, num_q_heads, head_dim = q.shape
     group = geometry.group_size(num_q_heads)
-    require_shape("out", out, q.shape)
+    require_shape("out", out, (num_seqs, num_q_heads, geometry.value_dim))
     require_compute_dtype(pool, kv_scales, q=q)
     for name, tensor in (("q", q), ("out", out)):
         require_dtype(name, tensor, q.dtype)
@@ -347,18 +354,20 @@ def paged_decode_attention(
     require_scores(num_q_heads, softcap, sinks)
     max_splits = workspace.max_splits
     max_seqs = workspace.plan.shape[0]
-    require_shape("partial_out", workspace.partial_out, (max_splits + 2 * max_seqs, num_q_heads, head_dim))
+    require_shape("partial_out", workspace.partial_out, (max_splits + 2 * max_seqs, num_q_heads, geometry.value_dim))
     require_shape("partial_lse", workspace.partial_lse, (max_splits + 2 * max_seqs, num_q_heads))
     if num_seqs > max_seqs:
         raise ValueError(f"{num_seqs} sequences, the workspace holds {max_seqs}")
 
     head_dim_pad = next_power_of_2(head_dim)
-    tile = _tile(head_dim_pad, pool.element_size())
-    layer_pool = pool[:, layer]
+    value_dim_pad = next_power_of_2(geometry.value_dim)
+    tile = _tile(max(head_dim_pad, value_dim_pad), pool.dtype.itemsize)
+    kv = PagedKv.of(pool)
+    layer_keys = kv.keys[:, layer]
     _decode_split_kernel[(geometry.num_kv_heads, max_splits + 2 * num_seqs - 1)](
         q,
-        layer_pool,
-        None if kv_scales is None else layer_pool.view(torch.int16),
+        layer_keys,
+        None if kv_scales is None else layer_keys.view(torch.int16),
         None if kv_scales is None else kv_scales[layer],
         sinks,
         block_tables,
@@ -373,16 +382,17 @@ def paged_decode_attention(
         q.stride(0),
         q.stride(1),
         block_tables.stride(0),
-        layer_pool.stride(0),
-        layer_pool.stride(1),
-        layer_pool.stride(2),
+        layer_keys.stride(0),
+        kv.value_start,
         NUM_Q_HEADS=num_q_heads,
         NUM_KV_HEADS=geometry.num_kv_heads,
         GROUP=group,
         ROWS=max(_MIN_ROWS, next_power_of_2(group)),
         HEAD_DIM=head_dim,
         HEAD_DIM_PAD=head_dim_pad,
-        ACC_DIMS=head_dim_pad // 2 if kv_scales is not None else head_dim_pad,
+        VALUE_DIM=geometry.value_dim,
+        VALUE_DIM_PAD=value_dim_pad,
+        ACC_DIMS=value_dim_pad // 2 if kv_scales is not None else value_dim_pad,
         BLOCK_SIZE=geometry.block_size,
         SEQS=max(_MIN_SEQS, next_power_of_2(num_seqs)),
         KEYS=tile.keys,
@@ -404,8 +414,8 @@ def paged_decode_attention(
         out.stride(0),
         out.stride(1),
         NUM_Q_HEADS=num_q_heads,
-        HEAD_DIM=head_dim,
-        HEAD_DIM_PAD=head_dim_pad,
+        HEAD_DIM=geometry.value_dim,
+        HEAD_DIM_PAD=value_dim_pad,
         SPLITS=COMBINE_SPLITS,
         num_warps=2,
     )

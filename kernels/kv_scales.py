@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import torch
 
-from kvrelay.kernels.checks import FLOAT_DTYPES, FP8_DTYPE, require_dtype, require_shape
+from kvrelay.kernels.checks import FLOAT_DTYPES, FP8_DTYPE, PagedKv, require_dtype, require_shape
 
 # The largest finite number of e4m3; conversion of a larger one saturates.
 FP8_MAX = 448.0
 
 
-def require_compute_dtype(pool: torch.Tensor, kv_scales: torch.Tensor | None, **tensors: torch.Tensor) -> None:
+def require_compute_dtype(
+    pool: torch.Tensor | PagedKv, kv_scales: torch.Tensor | None, **tensors: torch.Tensor
+) -> None:
     """Check the dtype of `tensors`, named as in messages, and that an fp8 pool, and only that, has scales.
 
     Raises:
@@ -28,7 +30,8 @@ def require_compute_dtype(pool: torch.Tensor, kv_scales: torch.Tensor | None, **
     if is_fp8 != (kv_scales is not None):
         raise ValueError(f"kv_scales is {'given' if kv_scales is not None else 'None'} for a pool of {pool.dtype}")
     if kv_scales is not None:
-        require_shape("kv_scales", kv_scales, (pool.shape[1], 2, pool.shape[3]))
+        keys = PagedKv.of(pool).keys
+        require_shape("kv_scales", kv_scales, (keys.shape[1], 2, keys.shape[2]))
         require_dtype("kv_scales", kv_scales, torch.float32)
         if not kv_scales.is_contiguous():
             raise ValueError(f"kv_scales has strides {kv_scales.stride()}, expected a contiguous tensor")

@@ -19,6 +19,7 @@ import triton.language as tl
 
 from kvrelay.kernels.attention_tiles import LOG2_E, accumulate, accumulate_boxes, to_half
 from kvrelay.kernels.checks import (
+    PagedKv,
     PoolGeometry,
     next_power_of_2,
     require_dtype,
@@ -42,19 +43,19 @@ _LOG2_E = tl.constexpr(LOG2_E)
 
 
 def gather_context(
-    pool: torch.Tensor, layer: int, block_table: torch.Tensor, seq_len: int
+    pool: torch.Tensor | PagedKv, layer: int, block_table: torch.Tensor, seq_len: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Copies one sequence's keys and values out of the pool: two `[num_kv_heads, seq_len, head_dim]`."""
-    num_blocks = -(-seq_len // pool.shape[4])
-    # [num_blocks, 2, num_kv_heads, block_size, head_dim]
-    blocks = pool[block_table[:num_blocks].long(), layer]
-    keys, values = blocks.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :seq_len]
+    """Copies one sequence's keys and values out of the pool: two `[num_kv_heads, seq_len, size]`."""
+    kv = PagedKv.of(pool)
+    block_ids = block_table[: -(-seq_len // kv.keys.shape[3])].long()
+    # [num_blocks, num_kv_heads, block_size, size] each
+    keys, values = (view[block_ids, layer].transpose(0, 1).flatten(1, 2)[:, :seq_len] for view in (kv.keys, kv.values))
     return keys, values
 
 
 def paged_prefill_attention_reference(
     q: torch.Tensor,
-    pool: torch.Tensor,
+    pool: torch.Tensor | PagedKv,
     layer: int,
     block_tables: torch.Tensor,
     query_start_loc: torch.Tensor,
@@ -124,11 +125,12 @@ def _prefill_attention_kernel(
     block_tables_stride_seq,
     pool_stride_block,
     pool_stride_value,
-    pool_stride_head,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_PAD: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_DIM_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
@@ -172,7 +174,8 @@ def _prefill_attention_kernel(
     if HAS_WINDOW:
         masked_start = tl.maximum(first_position - window + 1, 0) // KEYS * KEYS
     table_ptr = block_tables_ptr + seq.to(tl.int64) * block_tables_stride_seq
-    head_ptr = pool_ptr + kv_head * pool_stride_head
+    head_ptr = pool_ptr + kv_head * (BLOCK_SIZE * HEAD_DIM)
+    value_ptr = pool_ptr + pool_stride_value + kv_head * (BLOCK_SIZE * VALUE_DIM)
 
     # A finite floor, not -inf: a row that sees none of a tile's keys must not compute inf - inf.
     row_max = tl.full([ROWS], -1.0e30, tl.float32)
@@ -181,7 +184,7 @@ def _prefill_attention_kernel(
         # As if it had been the first key: its weight is 1, and it has no value.
         row_max = tl.load(sinks_ptr + heads).to(tl.float32) * _LOG2_E
         row_sum = tl.full([ROWS], 1.0, tl.float32)
-    acc = tl.zeros([ROWS, HEAD_DIM_PAD], tl.float32)
+    acc = tl.zeros([ROWS, VALUE_DIM_PAD], tl.float32)
     if BY_BOXES:
         # Row numbers, and so all factors of them, fit 31 bits (`box_obstacle`).
         acc, row_max, row_sum = accumulate_boxes(
@@ -219,9 +222,11 @@ def _prefill_attention_kernel(
             softcap,
             window,
             pool_stride_block,
-            pool_stride_value,
+            value_ptr,
             HEAD_DIM,
             HEAD_DIM_PAD,
+            VALUE_DIM,
+            VALUE_DIM_PAD,
             BLOCK_SIZE,
             KEYS,
             HAS_WINDOW,
@@ -246,9 +251,11 @@ def _prefill_attention_kernel(
         softcap,
         window,
         pool_stride_block,
-        pool_stride_value,
+        value_ptr,
         HEAD_DIM,
         HEAD_DIM_PAD,
+        VALUE_DIM,
+        VALUE_DIM_PAD,
         BLOCK_SIZE,
         KEYS,
         HAS_WINDOW,
@@ -261,13 +268,15 @@ def _prefill_attention_kernel(
     result = acc / tl.where(row_sum > 0.0, row_sum, 1.0)[:, None]
     if HAS_SCALES:
         result *= tl.load(kv_scales_ptr + NUM_KV_HEADS + kv_head)
-    out_offsets = (token_rows * out_stride_token + heads * out_stride_head)[:, None] + dims[None, :]
-    tl.store(out_ptr + out_offsets, result.to(out_ptr.dtype.element_ty), mask=row_mask)
+    value_dims = tl.arange(0, VALUE_DIM_PAD)
+    out_mask = (tokens < query_len)[:, None] & (value_dims < VALUE_DIM)[None, :]
+    out_offsets = (token_rows * out_stride_token + heads * out_stride_head)[:, None] + value_dims[None, :]
+    tl.store(out_ptr + out_offsets, result.to(out_ptr.dtype.element_ty), mask=out_mask)
 
 
 def paged_prefill_attention(
     q: torch.Tensor,
-    pool: torch.Tensor,
+    pool: torch.Tensor | PagedKv,
     layer: int,
     block_tables: torch.Tensor,
     query_start_loc: torch.Tensor,
@@ -286,14 +295,14 @@ def paged_prefill_attention(
 
     Args:
         q: `[num_tokens, num_q_heads, head_dim]`, packed by sequence; pool's dtype, any float type over an fp8 pool; may be strided.
-        pool: `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`; layer `layer` is read.
+        pool: `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`, or views; layer `layer` is read.
         block_tables: `[num_seqs, max_blocks]` int32; entries past a sequence's blocks are not read.
         query_start_loc: `[num_seqs + 1]` int32, cumulative query lengths from 0; an empty query is allowed.
         seq_lens: `[num_seqs]` int32, total context including this step's queries.
         scale: factor of the scores, usually head_dim ** -0.5.
         sliding_window: None, or a query at p sees keys with p - key < sliding_window (transformers' meaning).
         max_query_len: host upper bound of the query lengths; sizes the grid.
-        out: as q; rows `[0, query_start_loc[-1])` are written, later ones are left alone.
+        out: as q, a head of the size of values; rows `[0, query_start_loc[-1])` are written, later ones are left alone.
         kv_scales: `[num_layers, 2, num_kv_heads]` fp32, what an fp8 pool was written with; else None.
         softcap: None, or scores become softcap * tanh(scores / softcap).
         sinks: None, or `[num_q_heads]` floats: scores of one more key for each head, which has no value.
@@ -306,7 +315,7 @@ def paged_prefill_attention(
     require_shape("q", q, ("num_tokens", "num_q_heads", geometry.head_dim))
     num_q_heads = q.shape[1]
     group = geometry.group_size(num_q_heads)
-    require_shape("out", out, q.shape)
+    require_shape("out", out, (*q.shape[:2], geometry.value_dim))
     require_compute_dtype(pool, kv_scales, q=q)
     for name, tensor in (("q", q), ("out", out)):
         require_dtype(name, tensor, q.dtype)
@@ -331,12 +340,13 @@ def paged_prefill_attention(
     elif loads is TileLoads.BOXES and (obstacle := box_obstacle(pool, sliding_window)):
         raise ValueError(f"tiles cannot be loaded as boxes: {obstacle}")
     head_dim_pad = next_power_of_2(geometry.head_dim)
-    tile = choose_tile(head_dim_pad, pool.element_size())
-    layer_pool = pool[:, layer]
+    tile = choose_tile(max(head_dim_pad, next_power_of_2(geometry.value_dim)), pool.dtype.itemsize)
+    kv = PagedKv.of(pool)
+    layer_keys = kv.keys[:, layer]
     _prefill_attention_kernel[(triton.cdiv(max_query_len * group, tile.rows), geometry.num_kv_heads, num_seqs)](
         q,
-        layer_pool,
-        layer_boxes(layer_pool) if loads is TileLoads.BOXES else None,
+        layer_keys,
+        layer_boxes(pool[:, layer]) if loads is TileLoads.BOXES and isinstance(pool, torch.Tensor) else None,
         None if kv_scales is None else kv_scales[layer],
         sinks,
         block_tables,
@@ -351,13 +361,14 @@ def paged_prefill_attention(
         out.stride(0),
         out.stride(1),
         block_tables.stride(0),
-        layer_pool.stride(0),
-        layer_pool.stride(1),
-        layer_pool.stride(2),
+        layer_keys.stride(0),
+        kv.value_start,
         NUM_KV_HEADS=geometry.num_kv_heads,
         GROUP=group,
         HEAD_DIM=geometry.head_dim,
         HEAD_DIM_PAD=head_dim_pad,
+        VALUE_DIM=geometry.value_dim,
+        VALUE_DIM_PAD=next_power_of_2(geometry.value_dim),
         BLOCK_SIZE=geometry.block_size,
         ROWS=tile.rows,
         KEYS=tile.keys,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kvrelay.kernels.checks import FP8_DTYPE, next_power_of_2
+from kvrelay.kernels.checks import FP8_DTYPE, PagedKv, next_power_of_2
 
 _HOPPER = (9, 0)  # the first with a tensor memory accelerator
 _BLACKWELL = (10, 0)
@@ -66,22 +66,31 @@ def looks_ahead(device: torch.device) -> bool:
     return capability is None or capability >= _HOPPER
 
 
-def tile_loads(capability: tuple[int, int] | None, pool: torch.Tensor, sliding_window: int | None) -> TileLoads:
+def tile_loads(
+    capability: tuple[int, int] | None, pool: torch.Tensor | PagedKv, sliding_window: int | None
+) -> TileLoads:
     """How prefill attention loads tiles of `pool` on a device of that compute capability (None: no NVIDIA GPU)."""
-    if capability is None or capability < _HOPPER or box_obstacle(pool, sliding_window) is not None:
+    if (
+        isinstance(pool, PagedKv)
+        or capability is None
+        or capability < _HOPPER
+        or box_obstacle(pool, sliding_window) is not None
+    ):
         return TileLoads.POINTERS
     # There 8 bytes spill (Triton 3.9).
     spills = capability >= _BLACKWELL and pool.shape[5] == 64 and pool.dtype != FP8_DTYPE
     return TileLoads.POINTERS if spills else TileLoads.BOXES
 
 
-def box_obstacle(pool: torch.Tensor, sliding_window: int | None) -> str | None:
+def box_obstacle(pool: torch.Tensor | PagedKv, sliding_window: int | None) -> str | None:
     """Why tiles of a pool cannot be loaded as boxes, whatever the device; None if they can. Reads shape and dtype only.
 
     Args:
         pool: `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`, contiguous.
         sliding_window: as in `paged_prefill_attention`; with one all tiles are masked.
     """
+    if isinstance(pool, PagedKv):
+        return "layers of unequal sizes"
     *_, block_size, head_dim = pool.shape
     keys = choose_tile(next_power_of_2(head_dim), pool.element_size()).keys
     obstacle = None

@@ -62,7 +62,7 @@ class DecodeLink:
 class ReadableStore(Protocol):
     """The pool's bytes, as a transfer sees them (see kvrelay.engine.step.interface.BlockStore)."""
 
-    def open_read(self, block_id: int) -> memoryview | LateBytes:
+    def open_read(self, block_id: int, group: int = 0) -> memoryview | LateBytes:
         """The block's bytes, there already or on their way."""
 
     def close_read(self, block_id: int) -> None:
@@ -282,7 +282,7 @@ class TransferTable:
         """Of the next block. Raises WireError, and nothing is shipped."""
         piece, index = self._pieces[piece_index], transfer.next_block
         block_id = transfer.block_tables[piece.group][index]
-        payload = self._store.open_read(block_id)
+        payload = self._store.open_read(block_id, piece.group)
         header = BlockHeader(
             lease_id=grant.lease_id,
             epoch=grant.epoch,

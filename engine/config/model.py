@@ -26,6 +26,20 @@ _MOST = {"vocab_size": 2**28, "max_position_embeddings": 2**28}
 _MOST_OF_OTHERS = 2**18
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class KvSizes:
+    """What a token keeps in a layer, in elements."""
+
+    num_kv_heads: int
+    key_size: int  # per head
+    value_size: int  # 0: the layer keeps latents
+
+    @property
+    def count(self) -> int:
+        """Of all heads, keys and values."""
+        return self.num_kv_heads * (self.key_size + self.value_size)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
     """What pool, attention and sampler must know of a model. Positions are in tokens."""
@@ -34,8 +48,8 @@ class ModelShape:
     vocab_size: int
     num_layers: int  # with K/V of their own
     num_q_heads: int
-    num_kv_heads: int
-    head_dim: int
+    num_kv_heads: int  # the most of any layer
+    head_dim: int  # the largest of any layer
     max_position_embeddings: int
     sliding_windows: tuple[int | None, ...]  # per layer; None attends to everything before it
     has_softcaps: bool = False  # of attention's scores, in some layer
@@ -43,8 +57,17 @@ class ModelShape:
     latent_rank: int | None = (
         None  # a token keeps ``head_dim`` numbers for all heads, the first so many are its value, too
     )
+    layer_sizes: tuple[KvSizes, ...] | None = None  # per layer; None: all keep ``num_kv_heads`` heads of ``head_dim``
     dtype: str
     rope_text: str  # equal exactly for equal rotations
+
+    @property
+    def kv_sizes(self) -> tuple[KvSizes, ...]:
+        """Per layer."""
+        if self.layer_sizes is not None:
+            return self.layer_sizes
+        value_size = self.head_dim if self.latent_rank is None else 0
+        return (KvSizes(self.num_kv_heads, self.head_dim, value_size),) * len(self.sliding_windows)
 
     @property
     def kv_size(self) -> int:

@@ -50,14 +50,14 @@ class MemoryStore:
         """The block's memory."""
         return self._memory[block_id * self.block_nbytes : (block_id + 1) * self.block_nbytes]
 
-    def open_read(self, block_id: int) -> memoryview:
+    def open_read(self, block_id: int, group: int = 0) -> memoryview:
         """See BlockStore."""
         return self.block(block_id).toreadonly()
 
     def close_read(self, block_id: int) -> None:
         """See BlockStore."""
 
-    def open_write(self, block_id: int) -> memoryview:
+    def open_write(self, block_id: int, group: int = 0) -> memoryview:
         """See BlockStore."""
         return self.block(block_id)
 

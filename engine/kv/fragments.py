@@ -23,23 +23,17 @@ class Fragment:
     nbytes: int
 
 
-def taken(geometry: KvGeometry, cut: Cut) -> list[Fragment]:
-    """All of a rank's block, in order."""
-    group = _largest(geometry)
-    return _fragments(group, geometry.block_size, cut.heads(group.num_kv_heads))
+def taken(geometry: KvGeometry, cut: Cut, group: int) -> list[Fragment]:
+    """All of a rank's physical block of a group, in order."""
+    of = geometry.groups[group]
+    return _fragments(of, geometry.block_size, cut.heads(of.num_kv_heads))
 
 
-def given(geometry: KvGeometry, cut: Cut) -> list[Fragment]:
-    """What a rank gives when a block is put together: its heads that no rank before it has."""
-    group = _largest(geometry)
-    heads = cut.heads(group.num_kv_heads)
-    is_copy = cut.rank > 0 and Cut(cut.rank - 1, cut.num_ranks).heads(group.num_kv_heads) == heads
-    return [] if is_copy else taken(geometry, cut)
-
-
-def _largest(geometry: KvGeometry) -> KvGroup:
-    """By which all physical blocks are laid out; a smaller group has its layers in front."""
-    return max(geometry.groups, key=lambda group: len(group.layers))
+def given(geometry: KvGeometry, cut: Cut, group: int) -> list[Fragment]:
+    """What a rank gives when a physical block of a group is put together: its heads that no rank before it has."""
+    num_kv_heads = geometry.groups[group].num_kv_heads
+    is_copy = cut.rank > 0 and Cut(cut.rank - 1, cut.num_ranks).heads(num_kv_heads) == cut.heads(num_kv_heads)
+    return [] if is_copy else taken(geometry, cut, group)
 
 
 def _fragments(group: KvGroup, block_size: int, heads: range) -> list[Fragment]:

@@ -58,38 +58,44 @@ class GatheredStore:
         self.num_blocks = num_blocks
         self.block_nbytes = geometry.physical_nbytes
         cuts = [Cut(rank, len(parts)) for rank in range(len(parts))]
-        self._given = [(part, given(geometry, cut)) for part, cut in zip(parts, cuts, strict=True)]
-        self._taken = [(part, taken(geometry, cut)) for part, cut in zip(parts, cuts, strict=True)]
-        self._writes: dict[int, Bytes] = {}  # by block
+        groups = range(len(geometry.groups))
+        self._given = [
+            [(part, given(geometry, cut, group)) for part, cut in zip(parts, cuts, strict=True)] for group in groups
+        ]
+        self._taken = [
+            [(part, taken(geometry, cut, group)) for part, cut in zip(parts, cuts, strict=True)] for group in groups
+        ]
+        self._writes: dict[int, tuple[Bytes, int]] = {}  # by block, and of which group
 
-    def open_read(self, block_id: int) -> GatheredRead:
+    def open_read(self, block_id: int, group: int = 0) -> GatheredRead:
         """See BlockStore."""
         self._check(block_id)
-        return GatheredRead(self, block_id, self.block_nbytes)
+        return GatheredRead(self, block_id, group, self.block_nbytes)
 
     def close_read(self, block_id: int) -> None:
         """See BlockStore."""
 
-    def open_write(self, block_id: int) -> memoryview:
+    def open_write(self, block_id: int, group: int = 0) -> memoryview:
         """See BlockStore. Raises ValueError if the block is open for writing already."""
         self._check(block_id)
         if block_id in self._writes:
             raise ValueError(f"block {block_id} is open for writing already")
-        whole = self._writes[block_id] = np.empty(self.block_nbytes, dtype=np.uint8)
+        whole = np.empty(self.block_nbytes, dtype=np.uint8)
+        self._writes[block_id] = whole, group
         return whole.data
 
     def close_write(self, block_id: int) -> None:
         """See BlockStore."""
-        whole = self._writes.pop(block_id)
-        for part, fragments in self._taken:
+        whole, group = self._writes.pop(block_id)
+        for part, fragments in self._taken[group]:
             with part.writing(block_id) as own:
                 for one in fragments:
                     own[one.own_start : one.own_start + one.nbytes] = whole[one.start : one.start + one.nbytes]
 
-    def gather(self, block_id: int) -> Bytes:
-        """A block, put together in memory of its own."""
+    def gather(self, block_id: int, group: int = 0) -> Bytes:
+        """A group's block, put together in memory of its own."""
         whole = np.empty(self.block_nbytes, dtype=np.uint8)
-        for part, fragments in self._given:
+        for part, fragments in self._given[group]:
             if fragments:
                 with part.reading(block_id) as own:
                     for one in fragments:
@@ -107,9 +113,10 @@ class GatheredRead:
 
     _store: GatheredStore
     _block_id: int
+    _group: int
     nbytes: int
     is_scarce: bool = False
 
     def wait(self, _reader: Reader, _timeout_s: float) -> memoryview:
         """See LateBytes."""
-        return self._store.gather(self._block_id).data
+        return self._store.gather(self._block_id, self._group).data

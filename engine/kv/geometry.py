@@ -9,12 +9,12 @@ from itertools import pairwise
 import torch
 
 from kvrelay.common.kv_geometry import GroupKind, KvGeometry, KvGroup
-from kvrelay.engine.config.model import ModelShape
+from kvrelay.engine.config.model import KvSizes, ModelShape
 
 
 def geometry_of(shape: ModelShape, block_size: int, dtype: torch.dtype) -> KvGeometry:
-    """Layers with the same window are groups (:class:`LayerGroups`). ``dtype``: of the pool."""
-    groups = LayerGroups.of(shape.sliding_windows)
+    """Layers with the same window and sizes are groups (:class:`LayerGroups`). ``dtype``: of the pool."""
+    groups = LayerGroups.of_shape(shape)
     is_latent = shape.latent_rank is not None
     return KvGeometry(
         groups=tuple(
@@ -22,12 +22,12 @@ def geometry_of(shape: ModelShape, block_size: int, dtype: torch.dtype) -> KvGeo
                 kind=GroupKind.LATENT if is_latent else GroupKind.FULL if window is None else GroupKind.WINDOW,
                 window=window,
                 layers=layers,
-                num_kv_heads=shape.num_kv_heads,
-                key_size=shape.head_dim,
-                value_size=0 if is_latent else shape.head_dim,
+                num_kv_heads=sizes.num_kv_heads,
+                key_size=sizes.key_size,
+                value_size=sizes.value_size,
                 dtype=str(dtype).removeprefix("torch."),
             )
-            for window, layers in zip(groups.windows, groups.layers, strict=True)
+            for window, sizes, layers in zip(groups.windows, groups.sizes, groups.layers, strict=True)
         ),
         block_size=block_size,
     )
@@ -38,26 +38,32 @@ class LayerGroups:
     """Which layers are a group, as whoever attends needs it. Groups without a window come first."""
 
     windows: tuple[int | None, ...]  # of each group
+    sizes: tuple[KvSizes, ...]  # of each group
     layers: tuple[tuple[int, ...], ...]  # of each group
     places: dict[int, tuple[int, int]]  # of each layer its group, and which of the group's layers it is
 
     @classmethod
-    def of(cls, windows: Sequence[int | None]) -> LayerGroups:
-        """``windows``: of each layer.
+    def of_shape(cls, shape: ModelShape) -> LayerGroups:
+        """Of a model."""
+        return cls.of(shape.sliding_windows, shape.kv_sizes)
 
-        No group is larger than all layers of the rarest window: physical blocks of all groups have one size, that of the largest.
-        So five layers with a window for each one without are five groups beside one, and hardly anything is left unused.
+    @classmethod
+    def of(cls, windows: Sequence[int | None], sizes: Sequence[KvSizes]) -> LayerGroups:
+        """``windows``, ``sizes``: of each layer.
+
+        Physical blocks of all groups have one size, that of the largest. So no group keeps more of a token than all layers of the
+        rarest kind do: five layers with a window for each one without are five groups beside one, and hardly anything is unused.
         """
-        by_window: dict[int | None, list[int]] = {}
-        for layer, window in enumerate(windows):
-            by_window.setdefault(window, []).append(layer)
-        most = min(map(len, by_window.values()))
-        groups: list[tuple[int | None, tuple[int, ...]]] = []
-        for window in sorted(by_window, key=lambda one: one or 0):
-            its = by_window[window]
-            count = -(-len(its) // most)
+        by_kind: dict[tuple[int | None, KvSizes], list[int]] = {}
+        for layer, kind in enumerate(zip(windows, sizes, strict=True)):
+            by_kind.setdefault(kind, []).append(layer)
+        most = min(len(its) * of_layer.count for (_, of_layer), its in by_kind.items())
+        groups: list[tuple[int | None, KvSizes, tuple[int, ...]]] = []
+        for (window, of_layer), its in sorted(by_kind.items(), key=lambda item: (item[0][0] or 0, item[0][1])):
+            count = -(-len(its) // max(1, most // of_layer.count))
             # As even as can be: what a smaller group leaves unused does not travel.
             bounds = [len(its) * number // count for number in range(count + 1)]
-            groups += [(window, tuple(its[start:end])) for start, end in pairwise(bounds)]
-        places = {layer: (group, place) for group, (_, its) in enumerate(groups) for place, layer in enumerate(its)}
-        return cls(tuple(window for window, _ in groups), tuple(its for _, its in groups), places)
+            groups += [(window, of_layer, tuple(its[start:end])) for start, end in pairwise(bounds)]
+        places = {layer: (group, place) for group, (*_, its) in enumerate(groups) for place, layer in enumerate(its)}
+        of_windows, of_sizes, layers = zip(*groups, strict=True)
+        return cls(of_windows, of_sizes, layers, places)

@@ -1,8 +1,11 @@
 """The paged KV pool: one tensor, block by block contiguous, readable and writable as bytes.
 
-``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]``; index 2 is 0 for keys, 1 for values, which latents lack. Heads
-come before tokens so that a slice of heads is contiguous per layer. Blocks are physical ones of any group, and layers those of the
-group, which may have fewer than the largest.
+A block holds a group's layers one behind the other, and each layer the keys of all heads, then their values
+(:mod:`kvrelay.engine.kv.views`). Heads come before tokens so that a slice of heads is contiguous per layer. Blocks are physical
+ones of any group, which may need less of one than the largest.
+
+Where all keys and values are of one size, the tensor's shape says so: ``[num_blocks, num_layers, 2, num_kv_heads, block_size,
+head_dim]``; index 2 is 0 for keys, 1 for values, which latents lack. Otherwise it is ``[num_blocks, 1, 1, 1, block_size, n]``.
 """
 
 from __future__ import annotations
@@ -51,14 +54,9 @@ class KvPool:
         ``staging``: how blocks get to the host and back; without, and not on CPU, none can be opened. Raises ModelError if its
         memory is too little, or cannot be had.
         """
-        group = geometry.groups[0]
-        sizes = {(one.num_kv_heads, one.key_size, one.value_size, one.dtype) for one in geometry.groups}
-        assert len(sizes) == 1, f"{sizes} in one tensor"
-        assert group.value_size in (0, group.key_size), f"values of {group.value_size} beside keys of {group.key_size}"
-        num_layers = max(len(one.layers) for one in geometry.groups)
-        num_kinds = 2 if group.value_size else 1
-        shape = (num_blocks + num_spare, num_layers, num_kinds, group.num_kv_heads, geometry.block_size, group.key_size)
-        dtype: torch.dtype = getattr(torch, group.dtype)
+        (dtype_name,) = {one.dtype for one in geometry.groups}
+        dtype: torch.dtype = getattr(torch, dtype_name)
+        shape = (num_blocks + num_spare, *_block_shape(geometry, dtype.itemsize))
         # Zeros, not empty: attention reads the unwritten tail of a block under a mask, and NaN survives masks.
         self.tensor = (
             _host_zeros(shape, dtype, shared_memory)
@@ -79,7 +77,7 @@ class KvPool:
         elif device.type == "cpu":
             self._host = self._bytes.numpy().data.cast("B")
 
-    def open_read(self, block_id: int) -> memoryview | StagedRead:
+    def open_read(self, block_id: int, group: int = 0) -> memoryview | StagedRead:
         """See BlockStore. Two readers of one block share a view."""
         self._check(block_id)
         return self._staged.open_read(block_id) if self._host is None else self._host_view(block_id)
@@ -89,7 +87,7 @@ class KvPool:
         if self._host is None:
             self._staged.close_read(block_id)
 
-    def open_write(self, block_id: int) -> memoryview:
+    def open_write(self, block_id: int, group: int = 0) -> memoryview:
         """See BlockStore. With staging it raises ValueError if the block is open for writing already."""
         self._check(block_id)
         return self._staged.open_write(block_id) if self._host is None else self._host_view(block_id)
@@ -130,6 +128,16 @@ class KvPool:
             f"a pool on {self.tensor.device} without a staging plan: its blocks cannot be opened"
         )
         return self._staging
+
+
+def _block_shape(geometry: KvGeometry, itemsize: int) -> tuple[int, ...]:
+    """Of one block, in the pool's numbers."""
+    group, block_size = geometry.groups[0], geometry.block_size
+    sizes = {(one.num_kv_heads, one.key_size, one.value_size) for one in geometry.groups}
+    if len(sizes) > 1 or group.value_size not in (0, group.key_size):
+        return (1, 1, 1, block_size, geometry.physical_nbytes // itemsize // block_size)
+    num_layers = max(len(one.layers) for one in geometry.groups)
+    return (num_layers, 2 if group.value_size else 1, group.num_kv_heads, block_size, group.key_size)
 
 
 def _host_zeros(shape: tuple[int, ...], dtype: torch.dtype, shared_memory: int | None) -> torch.Tensor:

@@ -43,10 +43,13 @@ class PagedStep(Protocol):
         """``[num_tokens]`` int64, on the device."""
 
     def kv_write(self, key: torch.Tensor, value: torch.Tensor, layer: int) -> None:
-        """Write the step's keys and values, both ``[num_tokens, num_kv_heads, head_dim]``, into the pool."""
+        """Write the step's keys and values, both ``[num_tokens, num_kv_heads, size]`` of the layer's sizes, into the pool."""
 
     def attention(self, query: torch.Tensor, layer: int, scores: Scores = PLAIN) -> torch.Tensor:
-        """Causal attention over the pool, ``[num_tokens, num_q_heads, head_dim]``, within the layer's window."""
+        """Causal attention over the pool within the layer's window.
+
+        ``query`` ``[num_tokens, num_q_heads, key_size]`` -> ``[num_tokens, num_q_heads, value_size]``.
+        """
 
 
 class StepContext(PagedStep, Protocol):

@@ -21,7 +21,7 @@ from kvrelay.common.errors import ModelError
 from kvrelay.engine.config.cut import Cut
 from kvrelay.engine.models.ranks import Collectives
 from kvrelay.engine.models.transformers_gate import probe_layers
-from kvrelay.engine.models.transformers_model import TransformersModel, load_full_config, shape_of
+from kvrelay.engine.models.transformers_model import TransformersModel, load_full_config, pool_sizes, shape_of
 from kvrelay.engine.models.transformers_outline import NoWeights, model_without_weights
 
 _BY_OUTPUTS, _BY_INPUTS = "colwise", "rowwise"
@@ -77,6 +77,7 @@ def cut_model(whole: TransformersModel, cut: Cut) -> tuple[TransformersModel, di
         whole.shape,
         num_q_heads=attention[0].num_q_heads,
         num_kv_heads=max(layer.num_kv_heads for layer in attention),
+        layer_sizes=pool_sizes(attention),
     )
     part = TransformersModel(model, attention, shape)
     part.use_our_attention()

@@ -34,7 +34,8 @@ class AttentionLayer:
     window: int | None  # tokens that a token sees, itself included; None: all before it
     num_q_heads: int
     num_kv_heads: int
-    head_dim: int  # the larger one of keys' and values'
+    key_size: int
+    value_size: int
     has_softcap: bool
     has_sinks: bool
     shared_with: int | None = None  # an earlier layer, whose K/V it reads; None: it has its own
@@ -114,10 +115,9 @@ def probe_layers(model: PreTrainedModel) -> list[AttentionLayer]:
             f"{name} has {num_layers} layers and calls attention {len(seen)} times, in {len({id(one.module) for one in seen})} "
             "modules: layers with a state, or that attend twice, are not served yet"
         )
-    most = max(layer.num_kv_heads for layer in seen)
-    heads = sorted({(layer.num_q_heads, layer.num_kv_heads) for layer in seen})
-    if len({num_q_heads for num_q_heads, _ in heads}) != 1 or any(most % num_kv_heads for _, num_kv_heads in heads):
-        raise ModelError(f"{name} has layers of different numbers of (query, K/V) heads: {heads}; not served yet")
+    heads = sorted({layer.num_q_heads for layer in seen})
+    if len(heads) != 1:
+        raise ModelError(f"{name} has layers of different numbers of query heads: {heads}; not served yet")
     return seen
 
 
@@ -156,7 +156,8 @@ def _layer_of(
         window=_window_of(name, mask),
         num_q_heads=query.shape[1],
         num_kv_heads=key.shape[1],
-        head_dim=max(key.shape[3], value.shape[3]),
+        key_size=key.shape[3],
+        value_size=value.shape[3],
         has_softcap="softcap" in given,
         has_sinks="s_aux" in given,
     )

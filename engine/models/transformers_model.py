@@ -2,8 +2,7 @@
 
 The model runs one step's tokens as a single row ``[1, num_tokens]`` of ragged sequences. Its attention layers call ``_attend``,
 which writes K/V into the pool and attends over the pool; no mask is made, as attention itself keeps sequences, causality and
-windows apart. Where keys, values or layers have heads of unequal size, all lie in the pool as large as the largest, filled with
-zeros; a layer of fewer K/V heads than others has them there several times.
+windows apart. Each layer has as many K/V heads there as it computes, and of its own sizes, rounded up to what kernels load at once.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from kvrelay.common.errors import ModelError
-from kvrelay.engine.config.model import ModelShape
+from kvrelay.engine.config.model import KvSizes, ModelShape
 from kvrelay.engine.config.quantisation import Quantisation, load_quantisation
 from kvrelay.engine.config.tokenizer import check_tokenizer
 from kvrelay.engine.models.ops import PagedOps, PagedStep, Scores
@@ -37,7 +36,7 @@ from kvrelay.engine.weights.reader import CheckpointReader
 _OURS = "kvrelay"
 _PLAIN = "eager"
 _LEAKING_ROPES = ("dynamic", "longrope")  # their factor follows the longest sequence of a batch
-_HEAD_DIM_STEP = 16  # what attention kernels take
+_HEAD_SIZE_STEP = 16  # what attention kernels take
 _BOUND = "kvrelay_bound"  # an attention module's attribute
 _MOST_MODULES = 2**16  # layers, heads, experts: no model is near it, and to make so many would take for ever
 _LOADING_ERRORS = (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError, StrictDataclassError)
@@ -57,8 +56,7 @@ class _Bound:
     running: _Running
     index: int  # among the layers of the pool
     writes: bool  # else it reads another's K/V
-    num_kv_heads: int  # of the pool
-    head_dim: int  # of the pool
+    sizes: KvSizes  # in the pool
 
 
 class TransformersModel:
@@ -74,7 +72,7 @@ class TransformersModel:
         places = pool_layers(layers)
         for layer, place in zip(layers, places, strict=True):
             writes = layer.shared_with is None
-            setattr(layer.module, _BOUND, _Bound(self._running, place, writes, shape.num_kv_heads, shape.head_dim))
+            setattr(layer.module, _BOUND, _Bound(self._running, place, writes, shape.kv_sizes[place]))
 
     def bind(self, ops: PagedOps, dtype: torch.dtype, adapt: Adapt | None = None) -> None:
         """From now on products, norms and experts run by ``ops``, which need not be those of any step; weights are taken over."""
@@ -168,17 +166,15 @@ def _attend(
     assert attention_mask is None, f"layer {bound.index} has a mask"
     value_dim = value.shape[3]
     scores = Scores(query.shape[3] ** -0.5 if scaling is None else scaling, softcap, s_aux)
-    copies = bound.num_kv_heads // key.shape[1]
+    sizes = bound.sizes
     if bound.writes:
-        step.kv_write(_rows(key, bound.head_dim, copies), _rows(value, bound.head_dim, copies), bound.index)
-    return step.attention(_rows(query, bound.head_dim), bound.index, scores)[None, :, :, :value_dim], None
+        step.kv_write(_rows(key, sizes.key_size), _rows(value, sizes.value_size), bound.index)
+    return step.attention(_rows(query, sizes.key_size), bound.index, scores)[None, :, :, :value_dim], None
 
 
-def _rows(heads: torch.Tensor, head_dim: int, copies: int = 1) -> torch.Tensor:
-    """``[1, heads, num_tokens, size]`` -> ``[num_tokens, heads * copies, head_dim]``, contiguous, zeros behind ``size``."""
+def _rows(heads: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """``[1, heads, num_tokens, size]`` -> ``[num_tokens, heads, head_dim]``, contiguous, zeros behind ``size``."""
     rows = heads[0].transpose(0, 1)
-    if copies > 1:
-        rows = rows.repeat_interleave(copies, dim=1)
     return functional.pad(rows, (0, head_dim - rows.shape[2])) if rows.shape[2] < head_dim else rows.contiguous()
 
 
@@ -287,6 +283,19 @@ def _not_loaded(directory: Path, error: Exception) -> ModelError:
     return ModelError(f"{directory} cannot be loaded by transformers: {reason}")
 
 
+def pool_sizes(layers: list[AttentionLayer]) -> tuple[KvSizes, ...]:
+    """Of the layers that have K/V of their own. Kernels load so many numbers of a head at once that sizes are multiples of them."""
+
+    def stored(size: int) -> int:
+        return -(-size // _HEAD_SIZE_STEP) * _HEAD_SIZE_STEP
+
+    return tuple(
+        KvSizes(layer.num_kv_heads, stored(layer.key_size), stored(layer.value_size))
+        for layer in layers
+        if layer.shared_with is None
+    )
+
+
 def shape_of(model: PreTrainedModel, layers: list[AttentionLayer], dtype: torch.dtype) -> ModelShape:
     """What pool, attention and sampler must know of a model whose attention layers are ``layers``."""
     config = model.config.get_text_config()
@@ -297,16 +306,17 @@ def shape_of(model: PreTrainedModel, layers: list[AttentionLayer], dtype: torch.
         if one.get("rope_type") in _LEAKING_ROPES:
             # Up to there the factor is the same for all sequences; beyond, one sequence would change another's.
             longest = min(longest, int(one.get("original_max_position_embeddings") or longest))
-    first, windows = layers[0], own_windows(layers)
+    first, windows, sizes = layers[0], own_windows(layers), pool_sizes(layers)
     return ModelShape(
         architecture=type(model).__name__,
         vocab_size=int(config.vocab_size),
         num_layers=len(windows),
         num_q_heads=first.num_q_heads,
-        num_kv_heads=max(layer.num_kv_heads for layer in layers),
-        head_dim=-(-max(layer.head_dim for layer in layers) // _HEAD_DIM_STEP) * _HEAD_DIM_STEP,
+        num_kv_heads=max(one.num_kv_heads for one in sizes),
+        head_dim=max(max(one.key_size, one.value_size) for one in sizes),
         max_position_embeddings=longest,
         sliding_windows=windows,
+        layer_sizes=sizes,
         has_softcaps=any(layer.has_softcap for layer in layers),
         has_sinks=any(layer.has_sinks for layer in layers),
         dtype=str(dtype).removeprefix("torch."),

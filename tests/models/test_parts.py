@@ -17,13 +17,14 @@ from transformers.models.llama.modeling_llama import LlamaConfig, LlamaMLP, Llam
 from kvrelay.common.errors import ModelError
 from kvrelay.engine import transformers_engine
 from kvrelay.engine.backends.cpu.ops import CpuPagedOps
+from kvrelay.engine.config.model import KvSizes
 from kvrelay.engine.models import transformers_parts
 from kvrelay.engine.models.transformers_model import TransformersModel
 
 from .test_types import engine_of, saved
 
 WIDTH = 16
-NO_LAYERS: Any = SimpleNamespace(sliding_windows=(None,))  # of a model: no step is made
+NO_LAYERS: Any = SimpleNamespace(sliding_windows=(None,), kv_sizes=(KvSizes(1, 1, 1),))  # of a model: no step is made
 
 
 class ShiftedRMSNorm(LlamaRMSNorm):
@@ -68,9 +69,8 @@ def test_a_part_is_replaced_only_by_one_with_its_results(kind: str, dtype: torch
     hidden = torch.randn(2, 3, WIDTH).to(dtype)
     expected = part(hidden)
     holder = Holder(part)
-    transformers_parts._replace_in(
-        holder, "", CpuPagedOps(NO_LAYERS, torch.zeros(1, dtype=dtype)), dtype, lambda linear, names: linear
-    )
+    pool = torch.zeros(1, 1, 2, 1, 1, 1, dtype=dtype)
+    transformers_parts._replace_in(holder, "", CpuPagedOps(NO_LAYERS, pool), dtype, lambda linear, names: linear)
     assert (holder.part is not part) == is_replaced
     tolerance = 1e-5 if dtype == torch.float32 else 0.03
     torch.testing.assert_close(holder.part(hidden), expected, rtol=tolerance, atol=tolerance)

@@ -84,14 +84,14 @@ class CountingStore(MemoryStore):
         self.writes: Counter[int] = Counter()
         self.num_write_opens = 0
 
-    def open_read(self, block_id: int) -> memoryview:
+    def open_read(self, block_id: int, group: int = 0) -> memoryview:
         self.reads[block_id] += 1
         return super().open_read(block_id)
 
     def close_read(self, block_id: int) -> None:
         self.reads[block_id] -= 1
 
-    def open_write(self, block_id: int) -> memoryview:
+    def open_write(self, block_id: int, group: int = 0) -> memoryview:
         self.writes[block_id] += 1
         self.num_write_opens += 1
         return super().open_write(block_id)

@@ -41,16 +41,16 @@ class RanksStore(GatheredStore):
     def block(self, block_id: int) -> Any:
         return _Block(self, block_id)
 
-    def open_read(self, block_id: int) -> GatheredRead:
+    def open_read(self, block_id: int, group: int = 0) -> GatheredRead:
         self.reads[block_id] += 1
-        return super().open_read(block_id)
+        return super().open_read(block_id, group)
 
     def close_read(self, block_id: int) -> None:
         self.reads[block_id] -= 1
 
-    def open_write(self, block_id: int) -> memoryview:
+    def open_write(self, block_id: int, group: int = 0) -> memoryview:
         self.writes[block_id] += 1
-        return super().open_write(block_id)
+        return super().open_write(block_id, group)
 
     def close_write(self, block_id: int) -> None:
         super().close_write(block_id)

@@ -40,7 +40,7 @@ class StagedStore:
     def block(self, block_id: int) -> memoryview:
         return self.memory[block_id].numpy().data
 
-    def open_read(self, block_id: int) -> StagedRead:
+    def open_read(self, block_id: int, group: int = 0) -> StagedRead:
         self.reads[block_id] += 1
         return self.staging.open_read(block_id)
 
@@ -48,7 +48,7 @@ class StagedStore:
         self.reads[block_id] -= 1
         self.staging.close_read(block_id)
 
-    def open_write(self, block_id: int) -> memoryview:
+    def open_write(self, block_id: int, group: int = 0) -> memoryview:
         view = self.staging.open_write(block_id)
         self.writes[block_id] += 1
         return view

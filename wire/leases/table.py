@@ -243,7 +243,7 @@ class LeaseTable:
             block_id = lease.block_tables[piece.group][header.block_index]
         # Outside of the lock: nobody else may touch this piece now, and a view may have to be waited for.
         try:
-            view = self._store.open_write(block_id)[piece.start : piece.start + piece.nbytes]
+            view = self._store.open_write(block_id, piece.group)[piece.start : piece.start + piece.nbytes]
             refusal = land(header, payload, view, lease.opener, is_one_of_several=self._settings.num_receivers > 1)
             if refusal is not None:
                 self._counted(refusal)

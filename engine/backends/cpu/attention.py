@@ -13,12 +13,15 @@ with it: there the number of calls counts most.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
+from kvrelay.engine.kv.views import GroupKv
 from kvrelay.engine.models.ops import PLAIN, Scores
 from kvrelay.engine.step.batch import Batch
 from kvrelay.engine.step.slots import Floats, Ints
@@ -39,11 +42,45 @@ class AttentionScratch:
     def __init__(self, dtype: torch.dtype) -> None:
         self._buffer = torch.empty(_PIECE_KV_BYTES // dtype.itemsize, dtype=dtype)
 
-    def rows(self, num_rows: int, row_len: int) -> torch.Tensor:
-        """``[num_rows, row_len]``, valid until the next call."""
-        if self._buffer.numel() < num_rows * row_len:  # one item alone is larger than a piece ought to be
-            self._buffer = torch.empty(num_rows * row_len, dtype=self._buffer.dtype)
-        return self._buffer[: num_rows * row_len].view(num_rows, row_len)
+    def flat(self, count: int) -> torch.Tensor:
+        """So many numbers, valid until the next call."""
+        if self._buffer.numel() < count:  # one item alone is larger than a piece ought to be
+            self._buffer = torch.empty(count, dtype=self._buffer.dtype)
+        return self._buffer[:count]
+
+
+class _Rows:
+    """A group's pool as rows that are gathered: a row is all that one head keeps of a block, its keys or its values.
+
+    Rows of keys and of values may be of unequal length, and so may those of other groups in the same memory. So a row is
+    numbered by where it begins, counted in the largest unit that all beginnings are multiples of.
+    """
+
+    def __init__(self, kv: GroupKv) -> None:
+        self._kv = kv
+        sizes, block_size = kv.sizes, kv.block_size
+        self.lens = (block_size * sizes.key_size, block_size * sizes.value_size)
+        first_value = sizes.num_kv_heads * self.lens[0]
+        self._unit = math.gcd(kv.block_stride, *self.lens)
+        # Of keys, and of values if there are any: where the first head's begins in a layer, and how far it is to the next one's.
+        self._kinds = [(0, self.lens[0] // self._unit), (first_value // self._unit, self.lens[1] // self._unit)]
+        self._num_kinds = 2 if sizes.value_size else 1
+        self.keys = self._view(kv.keys, self.lens[0])
+        self.values = self._view(kv.keys, self.lens[1])
+
+    def _view(self, keys: torch.Tensor, row_len: int) -> torch.Tensor:
+        end = keys.shape[0] * keys.stride(0)
+        return keys.as_strided(((end - row_len) // self._unit + 1, row_len), (self._unit, 1))
+
+    def of_blocks(self, block_ids: Ints, heads: Ints) -> Ints:
+        """``[num_kinds, *shape]``: rows of keys and values in layer 0, of blocks and heads that broadcast to the shape."""
+        first = block_ids * (self._kv.block_stride // self._unit)
+        rows: Ints = np.stack([first + start + heads * step for start, step in self._kinds[: self._num_kinds]])
+        return rows
+
+    def of_layer(self, layer: int) -> int:
+        """How much further rows of a layer are."""
+        return layer * (self._kv.layer_stride // self._unit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +89,8 @@ class _Piece:
 
     pool_rows: (
         torch.Tensor
-    )  # [num_kinds * n * num_kv_heads * blocks per chunk] rows of the flat pool, layer 0: keys, then values
+    )  # [num_kinds * n * num_kv_heads * blocks per chunk] of layer 0: keys, then values; see _Rows
+    dead: torch.Tensor  # keys of the items, flat, that no query of their tiles sees
     tiles: torch.Tensor  # [n] the item's tile, counted from first_tile
     first_tile: int
     end_tile: int
@@ -64,7 +102,7 @@ class _Piece:
 class _LoneQuery:
     """One sequence's decode step, alone in the batch."""
 
-    pool_rows: torch.Tensor  # [num_kinds * num_kv_heads * blocks] rows of the flat pool, layer 0: keys, then values
+    pool_rows: torch.Tensor  # [num_kinds * num_kv_heads * blocks] of layer 0: keys, then values; see _Rows
     seq_len: int
 
 
@@ -88,7 +126,7 @@ class AttentionPlan:
     def __init__(
         self,
         batch: Batch,
-        pool: torch.Tensor,
+        kv: GroupKv,
         num_q_heads: int,
         sliding_window: int | None,
         scratch: AttentionScratch,
@@ -99,12 +137,14 @@ class AttentionPlan:
     ) -> None:
         """``group``: whose block tables are read. ``has_plain_scores``: ``run`` is given no ``Scores`` with a softcap or sinks.
 
-        ``latent_rank``: the pool has keys only, and so many of their first numbers are values.
+        ``latent_rank``: the group keeps keys only, and so many of their first numbers are values.
         """
-        # pool: [num_blocks, num_layers, 2 or 1, num_kv_heads, block_size, head_dim]
-        _, self._num_layers, self._num_kinds, self._num_kv_heads, self._block_size, self._head_dim = pool.shape
-        self._value_dim = self._head_dim if latent_rank is None else latent_rank
-        self._flat_pool = pool.view(-1, self._block_size * self._head_dim)
+        self._rows = _Rows(kv)
+        sizes, self._block_size = kv.sizes, kv.block_size
+        self._num_kv_heads, self._head_dim = sizes.num_kv_heads, sizes.key_size
+        self._value_dim = sizes.value_size if latent_rank is None else latent_rank
+        self._has_values = latent_rank is None
+        self._row_nbytes = sizes.count * kv.keys.element_size()
         self._group_size = num_q_heads // self._num_kv_heads
         self._window = sliding_window
         self._tables = batch.block_tables(group)
@@ -151,6 +191,7 @@ class AttentionPlan:
         order = np.lexsort((is_masked, np.arange(len(tile_of_item)) // piece_len))
         tiles, keys, masked = tile_of_item[order], item_key[order], is_masked[order]
         pool_rows = self._pool_rows(self._tables[start:end], chunk, keys, row_of_tile[tiles], first_key[tiles])
+        is_dead = self._is_dead(chunk, keys, first_key[tiles], last_position[tiles])
         mask = self._mask(chunk, tile, keys[masked], first_position[tiles[masked]])
         num_masked = np.concatenate(([0], np.cumsum(masked)))
         starts = np.arange(0, len(order), piece_len)
@@ -165,6 +206,7 @@ class AttentionPlan:
         pieces = [
             _Piece(
                 pool_rows=torch.from_numpy(pool_rows[:, first:stop].reshape(-1)),
+                dead=torch.from_numpy(self._dead_rows(is_dead[first:stop])),
                 tiles=torch.from_numpy(tiles[first:stop] - first_tile),
                 first_tile=first_tile,
                 end_tile=last_tile + 1,
@@ -192,7 +234,7 @@ class AttentionPlan:
         )
 
     def _pool_rows(self, tables: Ints, chunk: int, keys: Ints, rows: Ints, first_keys: Ints) -> Ints:
-        """Where items' keys and values lie in the flat pool, ``[num_kinds, num_items, num_kv_heads, blocks of a chunk]``.
+        """Where items' keys and values lie, ``[num_kinds, num_items, num_kv_heads, blocks of a chunk]``, of layer 0; see _Rows.
 
         ``first_keys``: of each item, the first position that any of its tile's queries sees.
         """
@@ -201,10 +243,19 @@ class AttentionPlan:
         # front may be anybody's by now, and not even numbers.
         block_index = np.maximum(block_index, first_keys[:, None] // self._block_size)
         block_ids = tables[rows[:, None], np.minimum(block_index, tables.shape[1] - 1)]
-        rows_per_block = self._num_layers * self._num_kinds * self._num_kv_heads
-        heads = np.arange(self._num_kinds * self._num_kv_heads).reshape(self._num_kinds, 1, -1, 1)
-        pool_rows: Ints = block_ids[None, :, None, :] * rows_per_block + heads
-        return pool_rows
+        return self._rows.of_blocks(block_ids[:, None, :], np.arange(self._num_kv_heads)[:, None])
+
+    def _is_dead(self, chunk: int, keys: Ints, first_keys: Ints, last_positions: Ints) -> npt.NDArray[np.bool_]:
+        """Keys that no query of an item's tile sees, ``[num_items, chunk]``."""
+        key = keys[:, None] + np.arange(chunk)
+        dead: npt.NDArray[np.bool_] = (key > last_positions[:, None]) | (key < first_keys[:, None])
+        return dead
+
+    def _dead_rows(self, is_dead: npt.NDArray[np.bool_]) -> Ints:
+        """Of items' gathered keys ``[num_items * num_kv_heads * chunk, key_size]``, and of their values."""
+        num_items, chunk = is_dead.shape
+        of_heads = np.broadcast_to(is_dead[:, None], (num_items, self._num_kv_heads, chunk))
+        return np.flatnonzero(of_heads)
 
     def _mask(self, chunk: int, tile: int, keys: Ints, positions: Ints) -> Floats:
         """``[num_items, 1, 1, tile, chunk]``"""
@@ -225,7 +276,7 @@ class AttentionPlan:
         return max(1, wanted // self._block_size) * self._block_size
 
     def _items_per_piece(self, tile: int, chunk: int) -> int:
-        kv_bytes = self._num_kinds * self._num_kv_heads * chunk * self._head_dim * self._flat_pool.dtype.itemsize
+        kv_bytes = chunk * self._row_nbytes
         scores = self._num_kv_heads * self._group_size * tile * chunk
         return max(1, min(_MAX_PIECE_ITEMS, _PIECE_KV_BYTES // kv_bytes, _PIECE_SCORES // scores))
 
@@ -243,21 +294,37 @@ class AttentionPlan:
     def _plan_lone_query(self, batch: Batch) -> _LoneQuery:
         seq_len = int(batch.seq_lens[0])
         block_ids = self._tables[0, : -(-seq_len // self._block_size)]
-        rows_per_layer = self._num_kinds * self._num_kv_heads
-        rows = block_ids[None, :] * (self._num_layers * rows_per_layer) + np.arange(rows_per_layer)[:, None]
+        rows = self._rows.of_blocks(block_ids[None, :], np.arange(self._num_kv_heads)[:, None])
         return _LoneQuery(torch.from_numpy(rows.reshape(-1)), seq_len)
 
     def _run_lone_query(
         self, lone: _LoneQuery, query: torch.Tensor, layer: int, out: torch.Tensor, scores: Scores
     ) -> None:
         heads, head_dim = self._num_kv_heads, self._head_dim
-        gathered = self._scratch.rows(len(lone.pool_rows), self._flat_pool.shape[1])
-        torch.index_select(self._flat_pool, 0, lone.pool_rows + layer * self._num_kinds * heads, out=gathered)
-        kv = gathered.view(self._num_kinds, 1, heads, -1, head_dim)[:, :, :, : lone.seq_len]
+        keys, values = (
+            gathered.view(1, heads, -1, gathered.shape[1] // self._block_size)[:, :, : lone.seq_len]
+            for gathered in self._gather(lone.pool_rows, layer)
+        )
         # The query heads of one KV head are the rows of one matrix.
         rows = query.reshape(1, heads, self._group_size, head_dim)
-        attended = F.scaled_dot_product_attention(rows, kv[0], kv[-1][..., : self._value_dim], scale=scores.scale)
+        attended = F.scaled_dot_product_attention(rows, keys, values[..., : self._value_dim], scale=scores.scale)
         out.copy_(attended.view_as(out))
+
+    def _gather(self, pool_rows: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values ``[num_kv_heads * blocks, block_size * size]``, the same tensor of latents; until the next call."""
+        rows, (key_len, value_len) = pool_rows + self._rows.of_layer(layer), self._rows.lens
+        if key_len == value_len or not value_len:
+            gathered = self._scratch.flat(len(rows) * key_len).view(len(rows), key_len)
+            torch.index_select(self._rows.keys, 0, rows, out=gathered)
+            keys, *values = gathered.chunk(2 if value_len else 1)
+            return keys, values[0] if values else keys
+        num_rows = len(rows) // 2
+        scratch = self._scratch.flat(num_rows * (key_len + value_len))
+        keys = scratch[: num_rows * key_len].view(num_rows, key_len)
+        flat_values = scratch[num_rows * key_len :].view(num_rows, value_len)
+        torch.index_select(self._rows.keys, 0, rows[:num_rows], out=keys)
+        torch.index_select(self._rows.values, 0, rows[num_rows:], out=flat_values)
+        return keys, flat_values
 
     def _run_group(self, group: _Group, query: torch.Tensor, layer: int, out: torch.Tensor, scores: Scores) -> None:
         heads, per_head, head_dim = self._num_kv_heads, self._group_size, self._head_dim
@@ -287,11 +354,15 @@ class AttentionPlan:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         # -> ([n, kv_heads, group * tile, value_dim], [n, kv_heads, group * tile] fp32 if results are summed up)
         heads, head_dim, num_items = self._num_kv_heads, self._head_dim, len(piece.tiles)
-        rows = piece.pool_rows + layer * self._num_kinds * heads
-        gathered = self._scratch.rows(len(rows), self._flat_pool.shape[1])
-        torch.index_select(self._flat_pool, 0, rows, out=gathered)
-        kv = gathered.view(self._num_kinds, num_items * heads, group.chunk, head_dim)
-        keys, values = kv[0], kv[-1][..., : self._value_dim]
+        keys, values = (
+            gathered.view(num_items * heads, group.chunk, gathered.shape[1] // self._block_size)
+            for gathered in self._gather(piece.pool_rows, layer)
+        )
+        if len(piece.dead):
+            # What no query sees may be anybody's, and not even numbers: a mask would make nothing of 0 * NaN but NaN.
+            for gathered in (keys, values) if self._has_values else (keys,):
+                gathered.view(-1, gathered.shape[2]).index_fill_(0, piece.dead, 0.0)
+        values = values[..., : self._value_dim]
         items = tiles[piece.first_tile : piece.end_tile]
         if group.is_split:
             items = items[piece.tiles]

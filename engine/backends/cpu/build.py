@@ -21,8 +21,8 @@ logger = logging.getLogger(__name__)
 def cpu_kernels(options: EngineOptions, config: ModelConfig, dtype: torch.dtype) -> CpuKernels:
     """Our kernels for a model in ``dtype``, compiled if need be. Raises CpuKernelsError, which says why there are none."""
     widths = (config.hidden_size, *config.intermediate_sizes)
-    if not CpuKernels.fit(head_dim=config.head_dim, widths=widths):
-        raise CpuKernelsError(f"they have no code for head_dim {config.head_dim} with widths {widths}")
+    if not CpuKernels.fit(head_sizes=_head_sizes(config), widths=widths):
+        raise CpuKernelsError(f"they have no code for head_dim {_text(config)} with widths {widths}")
     return load_kernels(options, dtype)
 
 
@@ -33,6 +33,15 @@ def load_kernels(options: EngineOptions, dtype: torch.dtype) -> CpuKernels:
     if dtype != torch.bfloat16:
         raise CpuKernelsError(f"they are for bfloat16, not {dtype}")
     return CpuKernels.load(default_cache_dir())
+
+
+def _head_sizes(shape: ModelShape) -> set[int]:
+    """Of keys and of values, in any layer; what has no values keeps latents, and 0 fits nothing."""
+    return {size for one in shape.kv_sizes for size in (one.key_size, one.value_size)}
+
+
+def _text(shape: ModelShape) -> str:
+    return " and ".join(map(str, sorted(_head_sizes(shape))))
 
 
 def why_no_cpu_kernels(options: EngineOptions, config: ModelConfig) -> str | None:
@@ -50,9 +59,9 @@ def cpu_paged_ops(options: EngineOptions, shape: ModelShape, pool: torch.Tensor)
     Raises ModelError if they are asked for and do not.
     """
     try:
-        if shape.has_softcaps or not CpuKernels.fit(head_dim=shape.head_dim, widths=()):
+        if shape.has_softcaps or not CpuKernels.fit(head_sizes=_head_sizes(shape), widths=()):
             raise CpuKernelsError(
-                f"they have no code for softcaps, or for heads of {shape.head_dim}, as of {shape.architecture}"
+                f"they have no code for softcaps, or for heads of {_text(shape)}, as of {shape.architecture}"
             )
         return NativeCpuPagedOps(shape, pool, load_kernels(options, pool.dtype))
     except CpuKernelsError as error:

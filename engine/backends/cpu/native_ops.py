@@ -22,6 +22,7 @@ from kvrelay.engine.backends.cpu.native.library import Step
 from kvrelay.engine.backends.cpu.ops import CpuPagedOps, KvWriter, cos_sin_rows
 from kvrelay.engine.config.model import ModelConfig, ModelShape
 from kvrelay.engine.kv.geometry import LayerGroups
+from kvrelay.engine.kv.views import GroupKv, view_groups
 from kvrelay.engine.models.low_rank import LowRankProducts
 from kvrelay.engine.models.ops import PLAIN, Activation, Experts, Linear, Scores
 from kvrelay.engine.sampling.penalties import Penalties
@@ -41,7 +42,7 @@ class NativeCpuPagedStep:
         batch: Batch,
         shape: ModelShape,
         groups: LayerGroups,
-        pool: torch.Tensor,
+        pool: Seq[GroupKv],
         kernels: CpuKernels,
         tables: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
@@ -51,18 +52,18 @@ class NativeCpuPagedStep:
         self._batch = batch
         self._pool = pool
         self._writers: dict[int, KvWriter] = {}
-        _, num_layers, _, kv_heads, block_size, head_dim = pool.shape
         cos, sin = (0, 0) if tables is None else (table.data_ptr() for table in tables)
         self._kept: list[object] = [tables]  # the kernels have their addresses
         positions, seq_lens, query_starts = map(self._address, (batch.positions, batch.seq_lens, batch.query_start_loc))
         self._steps = [
             Step(
-                pool=pool.data_ptr(), cos=cos, sin=sin, positions=positions, slots=self._address(batch.slot_mapping[group]),
+                pool=kv.keys.data_ptr(), cos=cos, sin=sin, positions=positions, slots=self._address(batch.slot_mapping[group]),
                 block_tables=self._address(batch.block_tables(group)), seq_lens=seq_lens, query_starts=query_starts,
-                num_tokens=len(batch.positions), num_rows=len(batch.seq_lens), max_blocks=batch.max_blocks, num_layers=num_layers,
-                q_heads=shape.num_q_heads, kv_heads=kv_heads, block_size=block_size, head_dim=head_dim,
+                num_tokens=len(batch.positions), num_rows=len(batch.seq_lens), max_blocks=batch.max_blocks,
+                block_stride=kv.block_stride, q_heads=shape.num_q_heads, kv_heads=kv.sizes.num_kv_heads, block_size=kv.block_size,
+                key_size=kv.sizes.key_size, value_size=kv.sizes.value_size,
             )
-            for group in range(len(groups.windows))
+            for group, kv in enumerate(pool)
         ]  # fmt: skip
 
     def _address(self, array: Ints) -> int:
@@ -79,8 +80,8 @@ class NativeCpuPagedStep:
         """See PagedStep."""
         group, place = self._groups.places[layer]
         if group not in self._writers:
-            self._writers[group] = KvWriter(self._batch.slot_mapping[group], self._pool)
-        self._writers[group].write(torch.cat((key, value), dim=1), place)
+            self._writers[group] = KvWriter(self._batch.slot_mapping[group], self._pool[group])
+        self._writers[group].write((key, value), place)
 
     def attention(self, query: torch.Tensor, layer: int, scores: Scores = PLAIN) -> torch.Tensor:
         """See PagedStep."""
@@ -105,8 +106,8 @@ class NativeCpuPagedOps:
         """The model must :meth:`CpuKernels.fit`."""
         self._plain = CpuPagedOps(shape, pool)
         self._shape = shape
-        self._groups = LayerGroups.of(shape.sliding_windows)
-        self._pool = pool
+        self._groups = LayerGroups.of_shape(shape)
+        self._pool = view_groups(pool, self._groups)
         self._kernels = kernels
 
     def make_linear(self, weight: AnyWeight, bias: torch.Tensor | None) -> Linear:

@@ -17,6 +17,7 @@ from kvrelay.engine.backends.cpu.linear import Int8Linear, PackedLinear, PlainLi
 from kvrelay.engine.config.model import ModelConfig, ModelShape
 from kvrelay.engine.config.rope import cos_sin_tables
 from kvrelay.engine.kv.geometry import LayerGroups
+from kvrelay.engine.kv.views import GroupKv, view_groups
 from kvrelay.engine.models.low_rank import LowRankProducts, TorchLowRank
 from kvrelay.engine.models.ops import PLAIN, Activation, Experts, Linear, Scores
 from kvrelay.engine.sampling.draw import draw_tokens
@@ -30,26 +31,32 @@ from kvrelay.engine.weights.stored import StoredWeight
 
 
 class KvWriter:
-    """Writes one group's keys and values into a pool ``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]``.
+    """Writes one group's keys and values, or latents, into the pool."""
 
-    Latents: into one of ``[num_blocks, num_layers, 1, 1, block_size, head_dim]``.
-    """
-
-    def __init__(self, slot_mapping: Ints, pool: torch.Tensor) -> None:
-        """``slot_mapping``: of one group of layers."""
-        _, _, num_kinds, num_kv_heads, block_size, head_dim = pool.shape
-        self._flat_pool = pool.view(-1, head_dim)
-        self._rows_per_layer = num_kinds * num_kv_heads * block_size
+    def __init__(self, slot_mapping: Ints, kv: GroupKv) -> None:
+        """``slot_mapping``: of the group."""
+        sizes, block_size, self._unit = kv.sizes, kv.block_size, kv.unit
+        # Numbers that are copied at once: as many as both kinds' sizes, and where they begin, are multiples of.
+        self._flat_pool = kv.keys.as_strided(
+            (len(kv.keys) * kv.block_stride // self._unit, self._unit), (self._unit, 1)
+        )
+        self._rows_per_layer = kv.layer_stride // self._unit
         blocks, offsets = np.divmod(slot_mapping, block_size)
-        first = blocks * (pool.shape[1] * self._rows_per_layer) + offsets
-        rows = first[:, None] + np.arange(num_kinds * num_kv_heads) * block_size
-        self._new_rows = torch.from_numpy(rows.reshape(-1))  # of the flat pool, layer 0
+        first, rows, start = blocks * (kv.block_stride // self._unit), [], 0
+        for size in filter(None, (sizes.key_size, sizes.value_size)):
+            units = size // self._unit
+            of_heads = start + np.arange(sizes.num_kv_heads)[:, None] * (block_size * units) + np.arange(units)
+            rows.append(((first + offsets * units)[:, None] + of_heads.reshape(-1)).reshape(-1))
+            start += sizes.num_kv_heads * block_size * units
+        # Of the flat pool, layer 0: all tokens' keys, then all their values.
+        self._new_rows = torch.from_numpy(np.concatenate(rows))
 
-    def write(self, kv: torch.Tensor, layer: int) -> None:
-        """``[num_tokens, num_kinds * num_kv_heads, head_dim]``: keys before values. Changes it."""
-        # A broken sequence's NaN would outlive it: attention reads a block's unwritten tail under a mask, and 0 * NaN is NaN.
-        kv = kv.nan_to_num_(0.0, 0.0, 0.0)
-        self._flat_pool.index_copy_(0, self._new_rows + layer * self._rows_per_layer, kv.view(-1, kv.shape[-1]))
+    def write(self, kinds: Seq[torch.Tensor], layer: int) -> None:
+        """Keys, then values: ``[num_tokens, num_kv_heads, size]`` of their sizes. Of latents the former only."""
+        rows = torch.cat([one.reshape(-1, self._unit) for one in kinds])
+        # A broken sequence's NaN stays out of the pool: what is computed of it would say nothing, and be cached all the same.
+        rows = rows.nan_to_num_(0.0, 0.0, 0.0)
+        self._flat_pool.index_copy_(0, self._new_rows + layer * self._rows_per_layer, rows)
 
 
 class CpuPagedStep:
@@ -60,7 +67,7 @@ class CpuPagedStep:
         batch: Batch,
         shape: ModelShape,
         groups: LayerGroups,
-        pool: torch.Tensor,
+        pool: Seq[GroupKv],
         scratch: AttentionScratch,
     ) -> None:
         self._groups = groups
@@ -68,32 +75,32 @@ class CpuPagedStep:
         is_plain = not (shape.has_softcaps or shape.has_sinks)
         self._plans = [
             AttentionPlan(
-                *(batch, pool, shape.num_q_heads, window, scratch),
+                *(batch, kv, shape.num_q_heads, window, scratch),
                 group=group,
                 has_plain_scores=is_plain,
                 latent_rank=shape.latent_rank,
             )
-            for group, window in enumerate(groups.windows)
+            for group, (kv, window) in enumerate(zip(pool, groups.windows, strict=True))
         ]
         self.positions = torch.from_numpy(batch.positions)
-        self._writers = [KvWriter(slot_mapping, pool) for slot_mapping in batch.slot_mapping]
+        self._writers = [KvWriter(slot_mapping, kv) for slot_mapping, kv in zip(batch.slot_mapping, pool, strict=True)]
 
     def kv_write(self, key: torch.Tensor, value: torch.Tensor, layer: int) -> None:
         """See PagedStep."""
         group, place = self._groups.places[layer]
-        self._writers[group].write(torch.cat((key, value), dim=1), place)
+        self._writers[group].write((key, value), place)
 
     def attention(self, query: torch.Tensor, layer: int, scores: Scores = PLAIN) -> torch.Tensor:
         """See PagedStep."""
-        out = query.new_empty(query.shape)
         group, place = self._groups.places[layer]
+        out = query.new_empty(*query.shape[:2], self._groups.sizes[group].value_size)
         self._plans[group].run(query, place, out, scores)
         return out
 
     def latent_write(self, latents: torch.Tensor, layer: int) -> None:
         """See PagedStep."""
         group, place = self._groups.places[layer]
-        self._writers[group].write(latents[:, None], place)
+        self._writers[group].write((latents[:, None],), place)
 
     def latent_attention(self, query: torch.Tensor, layer: int, scale: float) -> torch.Tensor:
         """See PagedStep."""
@@ -112,7 +119,7 @@ class CpuStep(CpuPagedStep):
         batch: Batch,
         shape: ModelShape,
         groups: LayerGroups,
-        pool: torch.Tensor,
+        pool: Seq[GroupKv],
         scratch: AttentionScratch,
         tables: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> None:
@@ -138,8 +145,8 @@ class CpuPagedOps:
 
     def __init__(self, shape: ModelShape, pool: torch.Tensor) -> None:
         self._shape = shape
-        self._groups = LayerGroups.of(shape.sliding_windows)
-        self._pool = pool
+        self._groups = LayerGroups.of_shape(shape)
+        self._pool = view_groups(pool, self._groups)
         self._scratch = AttentionScratch(pool.dtype)
         self._packs = has_packed_linear(pool.dtype)
 

@@ -13,10 +13,11 @@ import torch.nn.functional as F
 from kvrelay.engine.backends.cuda.experts import CudaExperts
 from kvrelay.engine.backends.cuda.linear import RoundedLinear, StoredLinear
 from kvrelay.engine.backends.cuda.low_rank import CudaLowRank
-from kvrelay.engine.backends.cuda.step import CudaPagedStep, CudaStep, PagedKv, StepInputs
-from kvrelay.engine.config.model import ModelConfig, ModelShape
+from kvrelay.engine.backends.cuda.step import CudaPagedStep, CudaStep, StepInputs, StepKv
+from kvrelay.engine.config.model import KvSizes, ModelConfig, ModelShape
 from kvrelay.engine.config.rope import cos_sin_tables
 from kvrelay.engine.kv.geometry import LayerGroups
+from kvrelay.engine.kv.views import GroupKv, view_groups
 from kvrelay.engine.models.ops import Activation, Experts, Linear
 from kvrelay.engine.sampling.filters import filter_typical_rows
 from kvrelay.engine.sampling.penalties import Penalties
@@ -27,6 +28,7 @@ from kvrelay.engine.step.uploads import Joined, Uploader
 from kvrelay.engine.weights.parameters import ExpertWeights
 from kvrelay.engine.weights.rounding import AnyWeight, RoundedWeight
 from kvrelay.kernels.activation import clamped_swiglu, silu_mul
+from kvrelay.kernels.checks import PagedKv
 from kvrelay.kernels.decode_attention import DecodeWorkspace, splits_for_device
 from kvrelay.kernels.kv_scales import require_compute_dtype, require_e4m3
 from kvrelay.kernels.latent_attention import latent_programs
@@ -62,6 +64,27 @@ def _by_group(kv_scales: torch.Tensor, groups: LayerGroups) -> torch.Tensor:
     return by_group
 
 
+def _as_read(pool: torch.Tensor, kv: GroupKv) -> torch.Tensor | PagedKv:
+    """The pool as attention over one group reads it: where all keys and values are of one size, whole."""
+    is_of_one_size = pool.shape[1:] == (kv.keys.shape[1], pool.shape[2], *kv.keys.shape[2:]) and pool.shape[2] <= 2
+    return pool if is_of_one_size else PagedKv(kv.keys, kv.values)
+
+
+def _workspaces(
+    shape: ModelShape, groups: LayerGroups, max_num_seqs: int, num_multiprocessors: int, device: torch.device
+) -> tuple[DecodeWorkspace, ...]:
+    """Of each group."""
+    made: dict[KvSizes, DecodeWorkspace] = {}
+    for sizes in groups.sizes:
+        if sizes not in made:
+            num_programs, value_size = sizes.num_kv_heads, sizes.value_size
+            if shape.latent_rank is not None:
+                num_programs, value_size = latent_programs(shape.num_q_heads), shape.latent_rank
+            max_splits = splits_for_device(num_multiprocessors, num_programs)
+            made[sizes] = DecodeWorkspace.allocate(max_num_seqs, shape.num_q_heads, value_size, max_splits, device)
+    return tuple(made[sizes] for sizes in groups.sizes)
+
+
 def _num_multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return _MULTIPROCESSORS_OF_A_CPU
@@ -87,11 +110,12 @@ class CudaPagedOps:
         if kv_scales is not None:
             require_e4m3(pool.device)
         self._shape = shape
-        groups, capability = LayerGroups.of(shape.sliding_windows), nvidia_capability(pool.device)
+        groups, capability = LayerGroups.of_shape(shape), nvidia_capability(pool.device)
         by_group = None if kv_scales is None else _by_group(kv_scales, groups)
         require_compute_dtype(pool, None if by_group is None else by_group[0])
-        loads = tuple(tile_loads(capability, pool, window) for window in groups.windows)
-        self._kv = PagedKv(pool, groups, by_group, loads)
+        views = view_groups(pool, groups)
+        pools = tuple(_as_read(pool, one) for one in views)
+        loads = tuple(tile_loads(capability, one, window) for one, window in zip(pools, groups.windows, strict=True))
         self._uploader = Uploader(pool.device)
         # Of all slots, and of one more: before the first step so many rows and a prompt are tried.
         max_blocks = -(-max_model_len // pool.shape[4])
@@ -100,11 +124,8 @@ class CudaPagedOps:
         )
         self._num_multiprocessors = _num_multiprocessors(pool.device)
         self._compiled: set[tuple[object, ...]] = set()  # kinds of products with weights of 4 and 8 bits
-        num_programs, value_size = shape.num_kv_heads, shape.head_dim
-        if shape.latent_rank is not None:
-            num_programs, value_size = latent_programs(shape.num_q_heads), shape.latent_rank
-        max_splits = splits_for_device(self._num_multiprocessors, num_programs)
-        self._workspace = DecodeWorkspace.allocate(max_num_seqs, shape.num_q_heads, value_size, max_splits, pool.device)
+        workspaces = _workspaces(shape, groups, max_num_seqs, self._num_multiprocessors, pool.device)
+        self._kv = StepKv(pool, pools, views, groups, by_group, loads, workspaces)
 
     def make_linear(self, weight: AnyWeight, bias: torch.Tensor | None) -> Linear:
         """See Ops. cuBLAS reads ``[out, in]`` as it is; others need bf16 or fp16 activations."""
@@ -168,7 +189,7 @@ class CudaPagedOps:
 
     def step_of(self, inputs: StepInputs) -> CudaPagedStep:
         """A step over numbers that are on the device."""
-        return CudaPagedStep(inputs, self._shape, self._kv, self._workspace, self.block_tables)
+        return CudaPagedStep(inputs, self._shape, self._kv, self.block_tables)
 
     def argmax(self, logits: torch.Tensor) -> torch.Tensor:
         """See SamplerOps."""
@@ -231,7 +252,7 @@ class CudaOps(CudaPagedOps):
 
     def step_of(self, inputs: StepInputs) -> CudaStep:
         """A step over numbers that are on the device."""
-        return CudaStep(inputs, self._config, self._kv, self._workspace, self.block_tables, self._tables)
+        return CudaStep(inputs, self._config, self._kv, self.block_tables, self._tables)
 
     def clamped_swiglu(self, gate_up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
         """See Ops."""

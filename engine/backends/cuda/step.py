@@ -8,7 +8,9 @@ import torch
 
 from kvrelay.engine.config.model import ModelShape
 from kvrelay.engine.kv.geometry import LayerGroups
+from kvrelay.engine.kv.views import GroupKv
 from kvrelay.engine.models.ops import PLAIN, Scores
+from kvrelay.kernels.checks import PagedKv
 from kvrelay.kernels.decode_attention import DecodeWorkspace, paged_decode_attention
 from kvrelay.kernels.latent_attention import latent_decode_attention, latent_prefill_attention
 from kvrelay.kernels.prefill_attention import paged_prefill_attention
@@ -30,13 +32,16 @@ class StepInputs:
 
 
 @dataclass(frozen=True, slots=True)
-class PagedKv:
+class StepKv:
     """All layers' keys and values, and how they are read."""
 
-    pool: torch.Tensor  # [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim], layers of the largest group
+    pool: torch.Tensor  # as KvPool.tensor
+    pools: tuple[torch.Tensor | PagedKv, ...]  # of each group: as attention reads it, layers of the largest group
+    views: tuple[GroupKv, ...]  # of each group
     groups: LayerGroups
     kv_scales: torch.Tensor | None  # [num_groups, num_layers, 2, num_kv_heads] fp32, of an fp8 pool
     loads: tuple[TileLoads, ...]  # of each group's prefill attention
+    workspaces: tuple[DecodeWorkspace, ...]  # of each group; groups whose values are of one size share theirs
 
     def scales(self, group: int) -> torch.Tensor | None:
         """Of a group's layers."""
@@ -50,17 +55,14 @@ class CudaPagedStep:
         self,
         inputs: StepInputs,
         shape: ModelShape,
-        kv: PagedKv,
-        workspace: DecodeWorkspace,
+        kv: StepKv,
         block_tables: torch.Tensor,
     ) -> None:
         """``block_tables`` ``[num_groups, num_slots, max_blocks]``: of all slots."""
         self._block_tables = block_tables.index_select(1, inputs.slots)
         self._shape = shape
         self._kv = kv
-        self._workspace = workspace
         self._inputs = inputs
-        self._scale = shape.head_dim**-0.5
 
     @property
     def positions(self) -> torch.Tensor:
@@ -69,31 +71,32 @@ class CudaPagedStep:
 
     def kv_write(self, key: torch.Tensor, value: torch.Tensor, layer: int) -> None:
         """See PagedStep. Not into an fp8 pool."""
-        pool, block_size = self._kv.pool, self._kv.pool.shape[4]
         group, place = self._kv.groups.places[layer]
-        blocks, offsets = self._inputs.slot_mapping[group] // block_size, self._inputs.slot_mapping[group] % block_size
-        # A broken sequence's NaN would outlive it: attention reads a block's unwritten tail under a mask, and 0 * NaN is NaN.
-        pool[blocks, place, 0, :, offsets] = key.nan_to_num(0.0, 0.0, 0.0)
-        pool[blocks, place, 1, :, offsets] = value.nan_to_num(0.0, 0.0, 0.0)
+        views, slots = self._kv.views[group], self._inputs.slot_mapping[group]
+        blocks, offsets = slots // views.block_size, slots % views.block_size
+        # A broken sequence's NaN stays out of the pool: what is computed of it would say nothing, and be cached all the same.
+        views.keys[blocks, place, :, offsets] = key.nan_to_num(0.0, 0.0, 0.0)
+        views.values[blocks, place, :, offsets] = value.nan_to_num(0.0, 0.0, 0.0)
 
     def attention(self, query: torch.Tensor, layer: int, scores: Scores = PLAIN) -> torch.Tensor:
         """See PagedStep."""
-        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         group, place = self._kv.groups.places[layer]
+        sizes = self._kv.groups.sizes[group]
+        out = torch.empty((*query.shape[:2], sizes.value_size), dtype=query.dtype, device=query.device)
         inputs, window, block_tables = self._inputs, self._kv.groups.windows[group], self._block_tables[group]
-        scale = self._scale if scores.scale is None else scores.scale
+        scale = sizes.key_size**-0.5 if scores.scale is None else scores.scale
         sinks = None if scores.sinks is None else scores.sinks.detach()
         split = inputs.num_decode_rows
         if split:
             paged_decode_attention(
                 query[:split],
-                self._kv.pool,
+                self._kv.pools[group],
                 place,
                 block_tables[:split],
                 inputs.seq_lens[:split],
                 scale=scale,
                 sliding_window=window,
-                workspace=self._workspace,
+                workspace=self._kv.workspaces[group],
                 out=out[:split],
                 kv_scales=self._kv.scales(group),
                 softcap=scores.softcap,
@@ -102,7 +105,7 @@ class CudaPagedStep:
         if split < inputs.seq_lens.shape[0]:
             paged_prefill_attention(
                 query[split:],
-                self._kv.pool,
+                self._kv.pools[group],
                 place,
                 block_tables[split:],
                 inputs.query_start_loc,
@@ -120,10 +123,10 @@ class CudaPagedStep:
 
     def latent_write(self, latents: torch.Tensor, layer: int) -> None:
         """See LatentStep."""
-        pool, block_size = self._kv.pool, self._kv.pool.shape[4]
         group, place = self._kv.groups.places[layer]
-        blocks, offsets = self._inputs.slot_mapping[group] // block_size, self._inputs.slot_mapping[group] % block_size
-        pool[blocks, place, 0, 0, offsets] = latents.nan_to_num(0.0, 0.0, 0.0)  # as in kv_write
+        views, slots = self._kv.views[group], self._inputs.slot_mapping[group]
+        blocks, offsets = slots // views.block_size, slots % views.block_size
+        views.keys[blocks, place, 0, offsets] = latents.nan_to_num(0.0, 0.0, 0.0)  # as in kv_write
 
     def latent_attention(self, query: torch.Tensor, layer: int, scale: float) -> torch.Tensor:
         """See LatentStep."""
@@ -141,7 +144,7 @@ class CudaPagedStep:
                 inputs.seq_lens[:split],
                 rank=rank,
                 scale=scale,
-                workspace=self._workspace,
+                workspace=self._kv.workspaces[group],
                 out=out[:split],
             )
         if split < inputs.seq_lens.shape[0]:
@@ -167,13 +170,12 @@ class CudaStep(CudaPagedStep):
         self,
         inputs: StepInputs,
         shape: ModelShape,
-        kv: PagedKv,
-        workspace: DecodeWorkspace,
+        kv: StepKv,
         block_tables: torch.Tensor,
         tables: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> None:
         """``block_tables``: see CudaPagedStep. ``tables``: None of a model of latents, which rotates by itself."""
-        super().__init__(inputs, shape, kv, workspace, block_tables)
+        super().__init__(inputs, shape, kv, block_tables)
         self._tables = tables
 
     def rotary_kv_write(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int) -> torch.Tensor:

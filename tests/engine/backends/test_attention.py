@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from kvrelay.engine.backends.cpu.attention import AttentionPlan, AttentionScratch
+from kvrelay.engine.config.model import KvSizes
+from kvrelay.engine.kv.views import view_group
 from kvrelay.engine.models.ops import PLAIN, Scores
 from kvrelay.engine.step.interface import StepRow
 from tests.engine.conftest import sequence
@@ -62,7 +64,8 @@ def compare(
     query = torch.randn(len(batch.positions), heads[0], head_dim, generator=generator).to(dtype)
     out = torch.full_like(query, torch.nan)
     is_plain = options.softcap is None and options.sinks is None
-    plan = AttentionPlan(batch, pool, heads[0], window, AttentionScratch(dtype), has_plain_scores=is_plain)
+    kv = view_group(pool, KvSizes(heads[1], head_dim, head_dim))
+    plan = AttentionPlan(batch, kv, heads[0], window, AttentionScratch(dtype), has_plain_scores=is_plain)
     plan.run(query, layer, out, options)
     for index, table in enumerate(batch.block_tables()):
         tokens = slice(int(batch.query_start_loc[index]), int(batch.query_start_loc[index + 1]))
@@ -141,6 +144,8 @@ def test_a_long_prompt_does_not_pad_the_others() -> None:
         of.num_computed_tokens = start
         steps.append(StepRow(of, count))
     batch = batch_of(steps, 16)
-    plan = AttentionPlan(batch, torch.zeros(1, 1, 2, 2, 16, 16), 2, None, AttentionScratch(torch.float32))
+    plan = AttentionPlan(
+        batch, view_group(torch.zeros(1, 1, 2, 2, 16, 16), KvSizes(2, 16, 16)), 2, None, AttentionScratch(torch.float32)
+    )
     scores = sum(group.tile * group.chunk * len(piece.tiles) for group in plan._groups for piece in group.pieces)
     assert scores < 2 * (600 * 600 / 2 + 40 * 64)

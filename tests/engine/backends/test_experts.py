@@ -15,6 +15,7 @@ from kvrelay.engine.backends.cpu.native import CpuKernelsError
 from kvrelay.engine.backends.cpu.native_ops import NativeCpuPagedOps
 from kvrelay.engine.backends.cpu.ops import CpuPagedOps
 from kvrelay.engine.backends.options import EngineOptions
+from kvrelay.engine.config.model import KvSizes
 from kvrelay.engine.weights.parameters import ExpertWeights
 from kvrelay.engine.weights.rounding import Rounding, rounded
 
@@ -65,7 +66,7 @@ def one_by_one(weights: ExpertWeights, hidden: torch.Tensor, ids: torch.Tensor, 
     return out
 
 
-NO_LAYERS: Any = SimpleNamespace(sliding_windows=(None,))  # of a model: no step is made
+NO_LAYERS: Any = SimpleNamespace(sliding_windows=(None,), kv_sizes=(KvSizes(1, 1, 1),))  # of a model: no step is made
 
 
 def native_ops() -> Any:
@@ -73,11 +74,11 @@ def native_ops() -> Any:
         kernels = load_kernels(EngineOptions(None, ""), torch.bfloat16)  # type: ignore[arg-type]  # no model is read
     except CpuKernelsError as error:
         pytest.skip(str(error))
-    return NativeCpuPagedOps(NO_LAYERS, torch.zeros(1, dtype=torch.bfloat16), kernels)
+    return NativeCpuPagedOps(NO_LAYERS, torch.zeros(1, 1, 2, 1, 1, 1, dtype=torch.bfloat16), kernels)
 
 
 def plain_ops(dtype: torch.dtype) -> CpuPagedOps:
-    return CpuPagedOps(NO_LAYERS, torch.zeros(1, dtype=dtype))
+    return CpuPagedOps(NO_LAYERS, torch.zeros(1, 1, 2, 1, 1, 1, dtype=dtype))
 
 
 OPS: dict[str, tuple[Callable[[], Any], torch.dtype]] = {

@@ -8,6 +8,7 @@ import pytest
 
 from kvrelay.common.block_hash import HashChain
 from kvrelay.common.kv_geometry import GroupKind, KvGeometry, KvGroup
+from kvrelay.engine.config.model import KvSizes
 from kvrelay.engine.kv.block_manager import BlockManager
 from kvrelay.engine.kv.geometry import LayerGroups
 from kvrelay.engine.kv.owned_tables import Tables
@@ -152,9 +153,12 @@ def test_windows_of_no_token_are_refused() -> None:
         two_groups(window=0)
 
 
+ONE = KvSizes(1, 1, 0)
+
+
 def shape_of(windows: list[int | None]) -> KvGeometry:
     """Of a model with these windows, a byte for each token and layer."""
-    groups = LayerGroups.of(windows)
+    groups = LayerGroups.of(windows, [ONE] * len(windows))
     return KvGeometry(
         groups=tuple(
             KvGroup(
@@ -197,12 +201,12 @@ def test_a_pool_holds_as_many_more_tokens_as_windows_leave_room_for(windows: lis
 
 
 def test_layers_are_grouped_by_window_into_groups_of_about_one_size() -> None:
-    groups = LayerGroups.of([8, 8, None, 8, 8, 8, None, 8])
+    groups = LayerGroups.of([8, 8, None, 8, 8, 8, None, 8], [ONE] * 8)
     assert groups.windows == (None, 8, 8, 8)
     assert groups.layers == ((2, 6), (0, 1), (3, 4), (5, 7))
     assert groups.places[4] == (2, 1)
-    assert [len(layers) for layers in LayerGroups.of([None] * 5).layers] == [5]
-    assert LayerGroups.of([4, None, 8]).windows == (None, 4, 8)
+    assert [len(layers) for layers in LayerGroups.of([None] * 5, [ONE] * 5).layers] == [5]
+    assert LayerGroups.of([4, None, 8], [ONE] * 3).windows == (None, 4, 8)
 
 
 @pytest.mark.parametrize("windows", [(None,), (None, 8), (None, 8, 8, 40), (8,), (64, None)])

@@ -50,12 +50,12 @@ def test_every_byte_arrives_exactly_once(
     whole = np.full(layout.block_nbytes, -1)
     for cut in senders:
         held = numbers[owned(layout, cut)]
-        for one in given(layout, cut):
+        for one in given(layout, cut, 0):
             times_given[one.start : one.start + one.nbytes] += 1
             whole[one.start : one.start + one.nbytes] = held[one.own_start : one.own_start + one.nbytes]
     assert (times_given == 1).all()
     for cut in (Cut(rank, num_receivers) for rank in range(num_receivers)):
-        fragments = taken(layout, cut)
+        fragments = taken(layout, cut, 0)
         own = np.full(own_nbytes(fragments), -1)
         for one in fragments:
             assert (own[one.own_start : one.own_start + one.nbytes] == -1).all(), "written twice"

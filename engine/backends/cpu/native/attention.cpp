@@ -6,9 +6,9 @@
 // al., "FlashAttention", 2022). Scores, sums and output are fp32.
 //
 // A query's result has the same bits whatever is computed beside it: alone, in a batch, in a prompt cut anywhere. Chunks begin at
-// multiples of their size, not where a tile begins; every sum has one order; and what a query does not see adds zeros (all values are
-// finite: rotary_kv_write sees to that). So an answer
-// that is computed anew somewhere else, its generated tokens now part of a prompt, goes on with the same words.
+// multiples of their size, not where a tile begins; every sum has one order; and what a query does not see adds zeros: what lies
+// behind the tile's last query, or in front of its window, is not read. So an answer that is computed anew somewhere else, its
+// generated tokens now part of a prompt, goes on with the same words.
 
 #include <algorithm>
 #include <memory>
@@ -153,11 +153,11 @@ public:
 struct Scratch {
     Lines<uint32_t> queries, keys, values, weights;
     Lines<float> scores, outputs, highest, total;
-    const bf16* rows[kChunk];  // where the chunk's keys lie
+    const bf16 *key_rows[kChunk], *value_rows[kChunk];  // where the chunk's keys and values lie
 
-    Scratch(int64_t lanes, int64_t dim)
-        : queries(lanes * dim / kDepth), keys(kChunk * dim / kDepth), values(kChunk * dim / kDepth), weights(kRows * kChunk / kDepth),
-          scores(kRows * kChunk), outputs(lanes * dim), highest(lanes), total(lanes) {}
+    Scratch(int64_t lanes, int64_t key_size, int64_t value_size)
+        : queries(lanes * key_size / kDepth), keys(kChunk * key_size / kDepth), values(kChunk * value_size / kDepth), weights(kRows * kChunk / kDepth),
+          scores(kRows * kChunk), outputs(lanes * value_size), highest(lanes), total(lanes) {}
 };
 
 alignas(64) const bf16 kZeros[kMaxDim] = {};
@@ -177,10 +177,11 @@ int64_t locate(const bf16* base, const int64_t* table, int64_t block_size, int64
 
 // [keys / kPanel, dim / kDepth, kPanel]: a word of every key, a panel of keys side by side. The values, which lie elsewhere, are
 // fetched meanwhile: no hardware prefetcher sees them coming.
-void pack_keys(const bf16* const* rows, int64_t count, int64_t padded, int64_t dim, int64_t value_offset, uint32_t* packed) {
+void pack_keys(const bf16* const* rows, const bf16* const* values, int64_t count, int64_t padded, int64_t dim, int64_t value_size,
+               uint32_t* packed) {
     const int64_t depth = dim / kDepth;
     for (int64_t key = 0; key < padded; key += kWords) {
-        for (int64_t index = key; index < std::min(key + kWords, count); ++index) prefetch(rows[index] + value_offset, dim);
+        for (int64_t index = key; index < std::min(key + kWords, count); ++index) prefetch(values[index], value_size);
         uint32_t* panel = packed + key / kPanel * kPanel * depth + key % kPanel;
         for (int64_t at = 0; at < depth; at += kWords) {
             words block[kWords];
@@ -192,10 +193,10 @@ void pack_keys(const bf16* const* rows, int64_t count, int64_t padded, int64_t d
 }
 
 // [dim / kPanel, kChunk / kDepth, kPanel]: a word of values that follow each other, a panel of elements side by side.
-void pack_values(const bf16* const* rows, int64_t count, int64_t padded, int64_t dim, int64_t value_offset, uint32_t* packed) {
+void pack_values(const bf16* const* rows, int64_t count, int64_t padded, int64_t dim, uint32_t* packed) {
     for (int64_t key = 0; key < padded; key += kDepth) {
-        const bf16* one = key < count ? rows[key] + value_offset : kZeros;
-        const bf16* two = key + 1 < count ? rows[key + 1] + value_offset : kZeros;
+        const bf16* one = key < count ? rows[key] : kZeros;
+        const bf16* two = key + 1 < count ? rows[key + 1] : kZeros;
         for (int64_t at = 0; at < dim; at += kPanel) put_values(packed + (at / kPanel * kChunk + key) / kDepth * kPanel, one + at, two + at);
     }
 }
@@ -243,18 +244,21 @@ float weigh(float* scores, int64_t width, int64_t low, int64_t high, float scale
 
 void attend(const Step* step, int64_t layer, const Tile& tile, const bf16* query, int64_t window, float scale,
             const float* sinks, bf16* out, Scratch& scratch) {
-    const int64_t dim = step->head_dim, depth = dim / kDepth, group = step->q_heads / step->kv_heads, lanes = group * tile.count;
-    const int64_t head_stride = step->block_size * dim, value_offset = step->kv_heads * head_stride;
-    const bf16* keys = step->pool + layer * layer_stride(step) + tile.head * head_stride;
+    const int64_t dim = step->key_size, depth = dim / kDepth, group = step->q_heads / step->kv_heads, lanes = group * tile.count;
+    const int64_t value_size = step->value_size;
+    const bf16* of_layer = step->pool + layer * layer_stride(step);
+    const bf16* keys = of_layer + tile.head * step->block_size * dim;
+    const bf16* values = of_layer + keys_of_layer(step) + tile.head * step->block_size * value_size;
     const int64_t* table = step->block_tables + tile.row * step->max_blocks;
 
-    const int64_t offset = (tile.query * step->q_heads + tile.head * group) * dim, stride = step->q_heads * dim;
+    const int64_t first_lane = tile.query * step->q_heads + tile.head * group;  // of all tokens' query heads
+    const auto place = [&](int64_t lane) { return first_lane + lane / group * step->q_heads + lane % group; };
     uint32_t *queries = scratch.queries.data(), *weights = scratch.weights.data();
     float *scores = scratch.scores.data(), *outputs = scratch.outputs.data();
     for (int64_t lane = 0; lane < lanes; ++lane)
         for (int64_t at = 0; at < depth; at += kWords)
-            write(queries + lane * depth + at, words_of(query + offset + lane / group * stride + lane % group * dim + at * kDepth));
-    std::fill_n(outputs, lanes * dim, 0.0f);
+            write(queries + lane * depth + at, words_of(query + place(lane) * dim + at * kDepth));
+    std::fill_n(outputs, lanes * value_size, 0.0f);
     for (int64_t lane = 0; lane < lanes; ++lane) {  // a sink is a key that was seen before all others, and has no value
         scratch.highest.data()[lane] = sinks == nullptr ? kLowest : sinks[tile.head * group + lane % group];
         scratch.total.data()[lane] = sinks == nullptr ? 0.0f : 1.0f;
@@ -265,11 +269,13 @@ void attend(const Step* step, int64_t layer, const Tile& tile, const bf16* query
     const int64_t begin = visible / kChunk * kChunk;
     for (int64_t first = begin; first < end; first += kChunk) {
         const int64_t count = std::min(kChunk, end - first);
-        const int64_t padded = locate(keys, table, step->block_size, step->num_layers * layer_stride(step), dim, first, count, scratch.rows);
+        const int64_t padded = locate(keys, table, step->block_size, step->block_stride, dim, first, count, scratch.key_rows);
+        locate(values, table, step->block_size, step->block_stride, value_size, first, count, scratch.value_rows);
         // What no query of the tile sees may be anybody's by now, and not even numbers: the first that one sees stands for it.
-        if (visible > first) std::fill_n(scratch.rows, visible - first, scratch.rows[visible - first]);
-        pack_keys(scratch.rows, count, padded, dim, value_offset, scratch.keys.data());
-        pack_values(scratch.rows, count, padded, dim, value_offset, scratch.values.data());
+        if (visible > first)
+            for (const bf16** rows : {scratch.key_rows, scratch.value_rows}) std::fill_n(rows, visible - first, rows[visible - first]);
+        pack_keys(scratch.key_rows, scratch.value_rows, count, padded, dim, value_size, scratch.keys.data());
+        pack_values(scratch.value_rows, count, padded, value_size, scratch.values.data());
         for (int64_t lane = 0; lane < lanes; lane += kRows) {
             const int64_t rows = std::min(kRows, lanes - lane);
             const int64_t seen = std::min(count, tile.position + (lane + rows - 1) / group + 1 - first);
@@ -283,17 +289,18 @@ void attend(const Step* step, int64_t layer, const Tile& tile, const bf16* query
                 const int64_t high = std::clamp<int64_t>(position + 1 - first, 0, width);
                 const float shrinks = weigh(scores + row * kChunk, width, low, high, scale, scratch.highest.data() + lane + row,
                                             scratch.total.data() + lane + row, weights + row * kChunk / kDepth);
-                float* output = outputs + (lane + row) * dim;
+                float* output = outputs + (lane + row) * value_size;
                 if (shrinks < 1.0f)
-                    for (int64_t at = 0; at < dim; ++at) output[at] *= shrinks;
+                    for (int64_t at = 0; at < value_size; ++at) output[at] *= shrinks;
             }
-            multiply(rows, weights, kChunk / kDepth, scratch.values.data(), kChunk / kDepth * kPanel, width / kDepth, dim / kPanel,
-                     outputs + lane * dim, dim, true);
+            multiply(rows, weights, kChunk / kDepth, scratch.values.data(), kChunk / kDepth * kPanel, width / kDepth,
+                     value_size / kPanel, outputs + lane * value_size, value_size, true);
         }
     }
     for (int64_t lane = 0; lane < lanes; ++lane) {
-        bf16* to = out + offset + lane / group * stride + lane % group * dim;
-        for (int64_t at = 0; at < dim; at += kLanes) store(to + at, read<vec>(outputs + lane * dim + at) / scratch.total.data()[lane]);
+        bf16* to = out + place(lane) * value_size;
+        for (int64_t at = 0; at < value_size; at += kLanes)
+            store(to + at, read<vec>(outputs + lane * value_size + at) / scratch.total.data()[lane]);
     }
 }
 
@@ -301,7 +308,7 @@ void attend(const Step* step, int64_t layer, const Tile& tile, const bf16* query
 
 extern "C" {
 
-// query and out [num_tokens, q_heads, head_dim], contiguous; head_dim a multiple of 32, at most 256; window: positions that a query
+// query [num_tokens, q_heads, key_size] and out [.., value_size], contiguous; sizes are multiples of 32, at most 256; window: positions that a query
 // sees, 0 for all; sinks: null, or [q_heads], each the score of one more key, without a value.
 void kvrelay_attention(const Step* step, int64_t layer, const bf16* query, int64_t window, float scale, const float* sinks, bf16* out) {
     std::vector<Tile> tiles;
@@ -318,7 +325,7 @@ void kvrelay_attention(const Step* step, int64_t layer, const bf16* query, int64
     std::stable_sort(tiles.begin(), tiles.end(), [&](const Tile& a, const Tile& b) { return work(a) > work(b); });
 #pragma omp parallel if (tiles.size() > 1)
     {
-        Scratch scratch(step->q_heads / step->kv_heads * longest, step->head_dim);
+        Scratch scratch(step->q_heads / step->kv_heads * longest, step->key_size, step->value_size);
 #pragma omp for schedule(dynamic, 1)
         for (size_t index = 0; index < tiles.size(); ++index) attend(step, layer, tiles[index], query, window, scale, sinks, out, scratch);
     }

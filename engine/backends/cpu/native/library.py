@@ -6,6 +6,7 @@ The library finds the OpenMP runtime that torch has loaded already, so that both
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -13,7 +14,7 @@ import torch
 from kvrelay.engine.backends.cpu.native.compiled import CpuKernelsError, find_library
 from kvrelay.engine.backends.cpu.native.pages import LargePages
 
-_HEAD_DIMS = (32, 64, 96, 128, 256)
+_HEAD_SIZES = (32, 64, 96, 128, 192, 256)
 _LANES = 16
 _PANEL = 48  # outputs of a weight that lie together
 
@@ -27,7 +28,10 @@ class Step(ctypes.Structure):
             for name in ("pool", "cos", "sin", "positions", "slots", "block_tables", "seq_lens", "query_starts")
         ),
         *((name, ctypes.c_int64) for name in ("num_tokens", "num_rows", "max_blocks")),
-        *((name, ctypes.c_int64) for name in ("num_layers", "q_heads", "kv_heads", "block_size", "head_dim")),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("block_stride", "q_heads", "kv_heads", "block_size", "key_size", "value_size")
+        ),
     ]
 
 
@@ -75,9 +79,9 @@ class CpuKernels:
             raise CpuKernelsError(f"{path} cannot be loaded: {error}") from error
 
     @staticmethod
-    def fit(*, head_dim: int, widths: tuple[int, ...]) -> bool:
-        """Whether there is code for a model with this head size, and norms and activations of these widths."""
-        return head_dim in _HEAD_DIMS and all(map(CpuKernels.fits_width, widths))
+    def fit(*, head_sizes: Iterable[int], widths: tuple[int, ...]) -> bool:
+        """Whether there is code for heads, of keys and of values, of these sizes, and norms and activations of these widths."""
+        return all(size in _HEAD_SIZES for size in head_sizes) and all(map(CpuKernels.fits_width, widths))
 
     @staticmethod
     def fits_width(width: int) -> bool:
@@ -196,7 +200,7 @@ class CpuKernels:
         scale: float | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention of ``query`` ``[num_tokens, q_heads, head_dim]`` over the pool, in the same shape.
+        """Attention of ``query`` ``[num_tokens, q_heads, key_size]`` over the pool, ``[num_tokens, q_heads, value_size]``.
 
         ``scale``: of the scores; None: 1 / sqrt(head_dim). ``sinks`` ``[q_heads]``, of any float type: each the score of one more
         key, without a value.
@@ -204,7 +208,7 @@ class CpuKernels:
         A token's result has the same bits whatever else is in the step, and however its sequence was cut into steps.
         """
         query = query.contiguous()
-        out = torch.empty_like(query)
+        out = query.new_empty(*query.shape[:2], step.value_size)
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         wide = None if sinks is None else sinks.detach().float()  # kept until the kernel returns
         address = None if wide is None else wide.data_ptr()

@@ -104,14 +104,15 @@ void kvrelay_argmax(const bf16* logits, int64_t* tokens, int64_t rows, int64_t w
 // Rotates q into rotated [num_tokens, q_heads, head_dim] and k and v, the former rotated, into the pool. Strides are per token.
 void kvrelay_rotary_kv_write(const Step* step, int64_t layer, const bf16* query, const bf16* key, const bf16* value,
                              int64_t query_stride, int64_t key_stride, int64_t value_stride, bf16* rotated) {
-    const int64_t dim = step->head_dim, half = dim / 2;
+    const int64_t dim = step->key_size, half = dim / 2, values = step->value_size;
     const int64_t heads = step->q_heads + step->kv_heads;
 #pragma omp parallel for if (step->num_tokens * heads * dim > kParallelElements)
     for (int64_t token = 0; token < step->num_tokens; ++token) {
         const bf16* cos = step->cos + step->positions[token] * dim;
         const bf16* sin = step->sin + step->positions[token] * dim;
         const int64_t block = step->slots[token] / step->block_size, offset = step->slots[token] % step->block_size;
-        bf16* place = step->pool + (block * step->num_layers + layer) * layer_stride(step) + offset * dim;
+        bf16* layer_keys = step->pool + block * step->block_stride + layer * layer_stride(step);
+        bf16* place = layer_keys + offset * dim;
         for (int64_t head = 0; head < heads; ++head) {
             const bool is_key = head >= step->q_heads;
             const int64_t kv_head = head - step->q_heads;
@@ -121,16 +122,16 @@ void kvrelay_rotary_kv_write(const Step* step, int64_t layer, const bf16* query,
                 const int64_t other = at < half ? at + half : at - half;
                 const vec turned = rounded(load(from + at) * load(cos + at)) + rounded(load(from + other) * load(sin + at));
                 hvec bits = narrow(turned);
-                // A broken sequence's NaN would outlive it in the pool: attention may read behind a sequence's end, under a mask.
+                // A broken sequence's NaN stays out of the pool: what is computed of it would say nothing, and be cached all the same.
                 if (is_key) bits = (bits & 0x7f80) == 0x7f80 ? hvec{} : bits;
                 std::memcpy(to + at, &bits, sizeof bits);
             }
         }
         for (int64_t head = 0; head < step->kv_heads; ++head) {
-            bf16* to = place + (step->kv_heads + head) * step->block_size * dim;
-            for (int64_t at = 0; at < dim; at += kLanes) {
+            bf16* to = layer_keys + keys_of_layer(step) + (head * step->block_size + offset) * values;
+            for (int64_t at = 0; at < values; at += kLanes) {
                 hvec bits;
-                std::memcpy(&bits, value + token * value_stride + head * dim + at, sizeof bits);
+                std::memcpy(&bits, value + token * value_stride + head * values + at, sizeof bits);
                 bits = (bits & 0x7f80) == 0x7f80 ? hvec{} : bits;
                 std::memcpy(to + at, &bits, sizeof bits);
             }

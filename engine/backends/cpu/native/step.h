@@ -118,8 +118,8 @@ inline vec exponential(vec x) {
 
 // What is the same in all layers of a step. Addresses are of contiguous memory. kvrelay.engine.backends.cpu.native.library has the same fields.
 struct Step {
-    bf16* pool;                   // [num_blocks, num_layers, 2, kv_heads, block_size, head_dim]
-    const bf16* cos;              // [max_model_len, head_dim]
+    bf16* pool;                   // blocks, in them layers, in these keys [kv_heads, block_size, key_size], then values
+    const bf16* cos;              // [max_model_len, key_size]
     const bf16* sin;              // the first half negative
     const int64_t* positions;     // [num_tokens]
     const int64_t* slots;         // [num_tokens]: block * block_size + offset
@@ -127,11 +127,12 @@ struct Step {
     const int64_t* seq_lens;      // [num_rows], this step's tokens included
     const int64_t* query_starts;  // [num_rows + 1]: each row's first token, and the end
     int64_t num_tokens, num_rows, max_blocks;
-    int64_t num_layers, q_heads, kv_heads, block_size, head_dim;
+    int64_t block_stride, q_heads, kv_heads, block_size, key_size, value_size;  // block_stride in elements
 };
 
 namespace {
 
-[[maybe_unused]] int64_t layer_stride(const Step* step) { return 2 * step->kv_heads * step->block_size * step->head_dim; }
+[[maybe_unused]] int64_t keys_of_layer(const Step* step) { return step->kv_heads * step->block_size * step->key_size; }
+[[maybe_unused]] int64_t layer_stride(const Step* step) { return keys_of_layer(step) + step->kv_heads * step->block_size * step->value_size; }
 
 }  // namespace

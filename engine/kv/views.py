@@ -1,0 +1,68 @@
+"""Where each group's keys and values lie in the pool's memory.
+
+A physical block holds its group's layers one behind the other, and each layer exactly what it has: all heads' keys, then all
+heads' values. Groups whose layers are of other sizes see the same blocks in another way. Only views are made here, and no copies.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from kvrelay.engine.config.model import KvSizes
+from kvrelay.engine.kv.geometry import LayerGroups
+
+
+@dataclass(frozen=True, slots=True)
+class GroupKv:
+    """One group's part of every block. A group of fewer layers than blocks have room for leaves the last ones alone."""
+
+    keys: torch.Tensor  # [num_blocks, num_layers, num_kv_heads, block_size, key_size]
+    values: (
+        torch.Tensor
+    )  # [num_blocks, num_layers, num_kv_heads, block_size, value_size]; of latents none: value_size is 0
+
+    @property
+    def sizes(self) -> KvSizes:
+        """Of each layer."""
+        return KvSizes(self.keys.shape[2], self.keys.shape[4], self.values.shape[4])
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block."""
+        return self.keys.shape[3]
+
+    @property
+    def block_stride(self) -> int:
+        """Elements from block to block."""
+        return self.keys.stride(0)
+
+    @property
+    def layer_stride(self) -> int:
+        """Elements from layer to layer."""
+        return self.block_size * self.sizes.count
+
+    @property
+    def unit(self) -> int:
+        """Elements of which every key and value is a number, and begins at a multiple."""
+        return math.gcd(self.sizes.key_size, self.sizes.value_size, self.block_stride)
+
+
+def view_group(pool: torch.Tensor, sizes: KvSizes) -> GroupKv:
+    """``pool``: as :attr:`kvrelay.engine.kv.pool.KvPool.tensor`."""
+    num_blocks, block_size, stride = len(pool), pool.shape[4], pool.stride(0)
+    heads, of_layer = sizes.num_kv_heads, block_size * sizes.count
+    num_layers, start = stride // of_layer, pool.storage_offset()
+
+    def view(size: int, first: int) -> torch.Tensor:
+        shape = (num_blocks, num_layers, heads, block_size, size)
+        return pool.as_strided(shape, (stride, of_layer, block_size * size, size, 1), start + first)
+
+    return GroupKv(view(sizes.key_size, 0), view(sizes.value_size, heads * block_size * sizes.key_size))
+
+
+def view_groups(pool: torch.Tensor, groups: LayerGroups) -> tuple[GroupKv, ...]:
+    """Of each group; as :func:`view_group`."""
+    return tuple(view_group(pool, sizes) for sizes in groups.sizes)
