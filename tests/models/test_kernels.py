@@ -81,15 +81,15 @@ def handed_over(sequence: Sequence, source: Run, target: Run) -> Sequence:
     """The sequence on another engine, which has the bytes of its blocks, as far as it sees them."""
     tables = target.blocks(len(sequence.block_tables[0]) * target.block_size)
     moves = [
-        (sequence.block_tables[group][index], tables[group][index])
+        (sequence.block_tables[group][index], tables[group][index], group)
         for group in range(len(tables))
         for index in source.seen(sequence, group)
     ]
-    for there, here in moves:
-        read = source.engine.store.open_read(there)
+    for there, here, group in moves:
+        read = source.engine.store.open_read(there, group)
         view = read if isinstance(read, memoryview) else read.wait(Done(), 10.0)
         assert view is not None, f"no staging memory for block {there}"
-        target.engine.store.open_write(here)[:] = view
+        target.engine.store.open_write(here, group)[:] = view
         target.engine.store.close_write(here)
         source.engine.store.close_read(there)
     moved = Sequence(sequence.request_id, 2, list(sequence.token_ids), sequence.num_prompt_tokens, sequence.sampling, 0.0,
