@@ -136,6 +136,7 @@ class DecodeService(Service[DecodeEntry]):
         return msgspec.structs.replace(
             super().status(),
             num_running=sum(entry.sequence.sampling.num_sequences for entry in running),
+            num_arriving=sum(entry.phase is Phase.LEASED for entry in self.entries.values()),
             num_free_blocks=max(0, self.blocks.num_allocatable - self.blocks.num_promised) // self.blocks.num_groups,
         )
 

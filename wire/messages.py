@@ -137,6 +137,7 @@ class Status(_Message, tag=True, frozen=True, kw_only=True):
     # yet; 0: nothing is left of the budget.
     prompt_tokens_per_s: float | None = None
     adapters: list[str] = []  # digests of those that are loaded
+    num_arriving: int = 0  # of num_waiting: sequences whose blocks are on their way here
 
 
 class KeyTokens(_Message, tag=True, frozen=True, kw_only=True):

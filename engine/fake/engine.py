@@ -113,14 +113,17 @@ class KvMismatchError(AssertionError):
 
 @dataclass(frozen=True, slots=True)
 class FakePace:
-    """How long a step takes: ``step_s``, and ``token_s`` more for every token of a prompt."""
+    """How long a step takes: ``step_s``, ``token_s`` more for every token of a prompt, and ``row_s`` for every decode row."""
 
     step_s: float
     token_s: float
+    row_s: float = 0.0
 
     def of(self, shares: Seq[Share]) -> float:
         """Seconds for a step; a share of one token is a decode row."""
-        return self.step_s + self.token_s * sum(share.num_tokens for share in shares if share.num_tokens > 1)
+        num_tokens = [share.num_tokens for share in shares]
+        num_rows = num_tokens.count(1)
+        return self.step_s + self.token_s * (sum(num_tokens) - num_rows) + self.row_s * num_rows
 
 
 class FakeEngine:

@@ -12,8 +12,8 @@ Local prefill must be sooner by a tenth: what is nearly a tie goes to the prefil
 generate is paid by them. On idle pools this is the rule of "a short rest is computed by the decode worker": the 10 ms of a hand-off
 are more than a tenth of a short prompt's time, and less than a tenth of a long one's.
 
-A decode worker that has computed no prompt knows no speed. It is tried if no other prompt waits there: at a prefill worker's speed
-if it is idle, else at a quarter of it. While nobody knows a speed, prompts are handed over.
+A decode worker that has computed no prompt knows no speed. It is tried with one prompt, at the fastest prefill worker's speed.
+While nobody knows a speed, prompts are handed over.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ _IN_USE_PER_WAITING = 4.0
 # Offer, grant, the last blocks and their verdict, and the wait for the decode worker's next step.
 _HAND_OFF_S = 0.01
 _TIE = 0.1
-_TRIED_AT = 0.25  # of a prefill worker's speed: what a budget may leave of it
 CLEARLY_SOONER = (
     0.5  # of the time that is left by the way that was chosen: what is left by another that is worth the change
 )
@@ -187,7 +186,7 @@ def best_local(
         if (speed := view.tokens_per_s) is not None:
             most_waiting = speed * backlog_s
         else:
-            speed, most_waiting = fastest * (_TRIED_AT if view.num_requests else 1.0), 0.0
+            speed, most_waiting = fastest, 0.0
         if speed > 0 and view.num_waiting_tokens <= most_waiting and not view.is_full and view.has_room(num_tokens + 1):
             num_to_compute = view.num_waiting_tokens + num_tokens - cached.get(view.address, 0)
             ways.append((num_to_compute / speed, view.address))

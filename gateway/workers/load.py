@@ -91,7 +91,10 @@ class Load:
         for attempt in self._attempts.values():
             attempt.is_reported = attempt.known_s is not None and attempt.known_s < now_s - _ON_THE_WAY_S
         reported = [attempt for attempt in self._attempts.values() if attempt.is_reported]
-        self._num_others = max(0, status.num_running + status.num_waiting - len(reported))
+        # The report counts those of our own, too, that wait for blocks of another worker, which has not told us how far it is.
+        num_on_the_way = sum(one.known_s is None for one in self._attempts.values())
+        num_ours = len(reported) + min(num_on_the_way, status.num_arriving)
+        self._num_others = max(0, status.num_running + status.num_waiting - num_ours)
         num_uncomputed = sum(one.num_uncomputed for one in reported)
         self._tokens_of_others = max(0, status.num_waiting_tokens - num_uncomputed)
         self._num_done = max(0, num_uncomputed - status.num_waiting_tokens)

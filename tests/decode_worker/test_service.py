@@ -168,6 +168,17 @@ def test_what_is_sent_twice_is_answered_and_changes_nothing(caplog: pytest.LogCa
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
+def test_gateways_hear_whose_blocks_are_on_their_way() -> None:
+    rig = Rig()
+    rig.ask(submit("a"))
+    rig.ask(offer("b", [1, 2, 3]), "prefill", Role.PREFILL)
+    assert (rig.service.status().num_waiting, rig.service.status().num_arriving) == (2, 1)
+    rig.ask(Cancel(request_id="b", attempt=1))
+    assert (rig.service.status().num_waiting, rig.service.status().num_arriving) == (1, 0)
+    rig.finish()
+    rig.assert_nothing_left()
+
+
 def test_gateways_hear_how_much_of_prompts_is_left_and_what_they_get() -> None:
     rig = Rig()
     assert (rig.service.status().num_waiting_tokens, rig.service.status().prompt_tokens_per_s) == (0, None)

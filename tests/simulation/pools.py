@@ -155,7 +155,7 @@ def run(pools: Pools, mix: Mix, seconds: float, seed: int = 1) -> Result:
                 outcomes.append(outcome)
 
                 def begin(arrival: Arrival = arrival, outcome: Outcome = outcome) -> None:
-                    tasks.append(asyncio.ensure_future(_ask(world, f"r{len(tasks)}", arrival, outcome)))
+                    tasks.append(asyncio.ensure_future(ask(world, f"r{len(tasks)}", arrival, outcome)))
 
                 world.loop.call_at(outcome.begun_s, begin, context=gateway.process.context)
             return outcomes
@@ -181,7 +181,8 @@ def calm(world: World) -> None:
     wires.long_delays = 0.0
 
 
-async def _ask(world: World, request_id: str, arrival: Arrival, outcome: Outcome) -> None:
+async def ask(world: World, request_id: str, arrival: Arrival, outcome: Outcome) -> None:
+    """One request to the first gateway, with a prompt of its own, until its end."""
     chance = random.Random(request_id)
     prompt = chance.choices(range(VOCAB), k=arrival.prompt_len)
 

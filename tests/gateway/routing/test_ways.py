@@ -90,12 +90,14 @@ def test_while_no_speed_is_known_prompts_are_handed_over() -> None:
 
 
 def test_a_decode_worker_whose_speed_is_not_known_is_tried() -> None:
-    """As one like a prefill worker if it is idle; as one that has a quarter of its time for prompts if not."""
+    """With one prompt, as one like a prefill worker: what is taken for slower gets no long prompt, and stays unknown."""
     idle, busy = worker("d", None), worker("d", None, num_requests=1)
-    assert way(worker("p"), idle, 89) == (LOCAL, Reason.SOONER)
-    assert way(worker("p"), idle, 90) == (HANDED_OVER, Reason.SOONER)
-    assert way(worker("p", num_waiting_tokens=1000), busy, 300) == (HANDED_OVER, Reason.SOONER)
-    assert way(worker("p", num_waiting_tokens=1100), busy, 300) == (LOCAL, Reason.SOONER)
+    for untried in (idle, busy):
+        assert way(worker("p"), untried, 89) == (LOCAL, Reason.SOONER)
+        assert way(worker("p"), untried, 90) == (HANDED_OVER, Reason.SOONER)
+        assert way(worker("p", num_waiting_tokens=1990), untried, 3000) == (LOCAL, Reason.SOONER)
+    tried = worker("d", None, num_requests=1, num_waiting_tokens=1)
+    assert way(worker("p", num_waiting_tokens=1990), tried, 3000) == (HANDED_OVER, Reason.ONLY_WAY)
 
 
 def test_who_may_not_be_handed_over_is_computed_by_a_decode_worker_that_can() -> None:

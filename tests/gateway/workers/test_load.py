@@ -12,7 +12,7 @@ from kvrelay.wire.messages import Status, WorkerState
 BLOCK = 16
 
 
-def status(running: int = 0, waiting: int = 0, tokens: int = 0, free: int = 100) -> Status:
+def status(running: int = 0, waiting: int = 0, tokens: int = 0, free: int = 100, arriving: int = 0) -> Status:
     return Status(
         state=WorkerState.READY,
         num_running=running,
@@ -20,6 +20,7 @@ def status(running: int = 0, waiting: int = 0, tokens: int = 0, free: int = 100)
         num_waiting_tokens=tokens,
         num_free_blocks=free,
         num_blocks=100,
+        num_arriving=arriving,
     )
 
 
@@ -68,7 +69,7 @@ def test_a_report_may_have_left_before_an_attempt_arrived() -> None:
 
 
 def test_a_decode_worker_hears_of_a_request_from_a_prefill_worker() -> None:
-    """Until the first token says that it has, its reports do not count the request."""
+    """Until the first token says that it has, nobody tells us since when its reports count the request."""
     load = Load(BLOCK)
     load.open(("r", 1), 160, 0.0, is_sent=False, num_to_compute=0)
     assert load.num_waiting_tokens == 0, "it computes nothing of the prompt"
@@ -77,6 +78,18 @@ def test_a_decode_worker_hears_of_a_request_from_a_prefill_worker() -> None:
     load.on_first_token(("r", 1), 1.5, None)
     load.on_status(status(running=1, free=90), 2.0)
     assert (load.num_requests, load.num_free_blocks(100)) == (1, 90)
+
+
+def test_a_hand_off_that_a_report_counts_is_nobody_elses() -> None:
+    """Counted twice, it would fill the batch for prompts that the decode worker could compute itself."""
+    load = Load(BLOCK)
+    load.open(("r", 1), 160, 0.0, is_sent=False, num_to_compute=0)
+    load.on_status(status(waiting=1, arriving=1), 1.0)
+    assert load.num_requests == 1
+    load.on_status(status(waiting=3, arriving=2), 2.0)
+    assert load.num_requests == 3, "one of two that arrive, and one that waits, are others'"
+    load.on_status(status(waiting=1), 3.0)
+    assert load.num_requests == 2, "what waits has arrived: it is another's"
 
 
 def test_what_is_cached_need_not_be_computed_but_needs_its_blocks() -> None:

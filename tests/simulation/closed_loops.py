@@ -1,0 +1,134 @@
+"""Closed loops on a prefill and a decode worker of one core each, beside one decode worker of both cores, in virtual time.
+
+The loads of ``benchmarks/split.py`` that a fake engine's 4,096 tokens hold, in seconds instead of minutes: what routing and
+scheduling make of them, without what a machine adds. Steps take about what the demo model's take on a core. Run it for the table:
+``python -m tests.simulation.closed_loops``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+
+from kvrelay.decode_worker.settings import DecodeSchedulerSettings
+from kvrelay.engine.fake.engine import FakePace
+from kvrelay.gateway.settings import RelaySettings
+from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
+
+from .pools import Arrival, Outcome, ask, calm
+from .world import Machines, World, living
+
+_STEP_S, _TOKEN_S, _ROW_S = 0.011, 0.00056, 0.0006  # of one core
+_MAX_PROMPT_LEN = 3900
+_WARM_UP_S = 3.0
+
+
+@dataclass(frozen=True)
+class Loop:
+    """So many clients, each with its next request behind its last one; means of normal lengths, which deviate by a quarter."""
+
+    num_clients: int
+    num_requests: int
+    prompt_len: int
+    answer_len: int
+
+    def requests(self, chance: random.Random) -> list[Arrival]:
+        """What they ask for."""
+
+        def drawn(mean: int, most: int) -> int:
+            return min(most, max(2, int(chance.gauss(mean, mean / 4))))
+
+        return [
+            Arrival(0.0, drawn(self.prompt_len, _MAX_PROMPT_LEN), drawn(self.answer_len, 4 * self.answer_len))
+            for _ in range(self.num_requests)
+        ]
+
+
+LOOPS = {"16x400": Loop(16, 64, 400, 100), "64x300": Loop(64, 192, 300, 60), "8x3000": Loop(8, 24, 3000, 60)}
+
+
+@dataclass(frozen=True)
+class Result:
+    """Of one loop."""
+
+    ttft_p50_s: float
+    gap_p99_s: float
+    run_s: float
+    ways: dict[tuple[str, str], int]  # of prompts, and why
+
+
+def run(loop: Loop, num_prefills: int, itl_budget_ms: float | None, seed: int = 1) -> Result:
+    """On one prefill and one decode worker, or, without the first, on a decode worker that is twice as fast."""
+    speed = 1 if num_prefills else 2
+    machines = Machines(
+        num_blocks=4096,
+        block_size=16,
+        prefill=PrefillSchedulerSettings(max_batched_tokens=512),
+        decode=DecodeSchedulerSettings(max_batched_tokens=512, itl_budget_ms=itl_budget_ms),
+        pace=FakePace(step_s=_STEP_S / speed, token_s=_TOKEN_S / speed, row_s=_ROW_S / speed),
+        checks_books=False,
+    )
+    with living(lambda: World(seed, num_prefills, 1, 1, machines, RelaySettings())) as world:
+        calm(world)
+        gateway, outcomes = world.members["g0"], list[Outcome]()
+        tasks: list[asyncio.Task[None]] = []
+
+        async def client(name: str, requests: Iterator[Arrival]) -> None:
+            for number, request in enumerate(requests):
+                outcomes.append(Outcome(world.loop.now_s))
+                await ask(world, f"{name}.{number}", request, outcomes[-1])
+
+        def begin(names: list[str], requests: Iterator[Arrival]) -> None:
+            tasks.extend(asyncio.ensure_future(client(name, requests)) for name in names)
+
+        def start(names: list[str], requests: list[Arrival], seconds: float) -> None:
+            arrivals = iter(requests)
+            world.loop.call_at(world.loop.now_s, lambda: begin(names, arrivals), context=gateway.process.context)
+            world.advance(seconds)
+
+        start(["warm"], [Arrival(0.0, 128, 8)], _WARM_UP_S)
+        outcomes.clear()
+        begun_s = world.loop.now_s
+        names = [f"c{number}" for number in range(loop.num_clients)]
+        start(names, loop.requests(random.Random(seed)), 0.1)
+        while not all(task.done() for task in tasks):
+            world.advance(0.1)
+        for task in tasks:
+            task.result()
+        assert not world.problems, world.problems[:3]
+        assert all(outcome.is_finished for outcome in outcomes), "somebody was refused"
+        assert gateway.relay is not None
+        times = [outcome.token_s for outcome in outcomes]
+        gaps = sorted(after - before for one in times for before, after in pairwise(one))
+        return Result(
+            median(outcome.ttft_s for outcome in outcomes),
+            gaps[int(0.99 * len(gaps))],
+            max(one[-1] for one in times) - begun_s,
+            dict(gateway.relay.prompt_ways),
+        )
+
+
+def main() -> None:
+    """Print the table."""
+    print("| load | budget | TTFT p50: two pools, one | p99 gap | whole run | ratios | prompts by way |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    for name, loop in LOOPS.items():
+        for budget_ms in (None, 20, 40, 80, 160, 0):
+            two, one = run(loop, 1, budget_ms), run(loop, 0, budget_ms)
+            budget = "default" if budget_ms is None else f"{budget_ms} ms" if budget_ms else "none"
+            how = ", ".join(f"{way} ({why}) {num}" for (way, why), num in sorted(two.ways.items()))
+            print(
+                f"| {name} | {budget} | {two.ttft_p50_s:.2f}, {one.ttft_p50_s:.2f} s "
+                f"| {1000 * two.gap_p99_s:.0f}, {1000 * one.gap_p99_s:.0f} ms | {two.run_s:.1f}, {one.run_s:.1f} s "
+                f"| {two.ttft_p50_s / one.ttft_p50_s:.2f}, {two.gap_p99_s / one.gap_p99_s:.2f}, "
+                f"{two.run_s / one.run_s:.2f} | {how} |",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
