@@ -146,7 +146,7 @@ def test_who_waits_for_a_verdict_that_never_comes_is_let_go(
         sealed.table.finish_piece(header, memoryview(frames[1]))
     else:
         with monkeypatch.context() as broken:
-            broken.setattr(sealed.store, "open_write", lambda block_id: 1 / 0)
+            broken.setattr(sealed.store, "open_write", lambda block_id, group: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 sealed.table.finish_piece(header, memoryview(frames[1]))
     second.join(WAIT_S)
