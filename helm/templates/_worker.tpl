@@ -198,6 +198,9 @@ spec:
 {{- if or $values.autoscaling.hpa.enabled $values.autoscaling.keda.enabled -}}
 {{- fail (printf "%s.autoscaling: an autoscaler counts pods, and a worker is %d of them here, so it would leave workers in parts; set %s.replicas, or nodesPerWorker to 1" .role $nodes .role) -}}
 {{- end -}}
+{{- if include "kvrelay.adapters.given" .root.Values.adapters -}}
+{{- fail (printf "%s.nodesPerWorker is %d, and there are adapters, which ranks of several nodes do not serve; set it to 1, or leave adapters out" .role $nodes) -}}
+{{- end -}}
 {{- $name := include "kvrelay.component.fullname" . -}}
 {{- if gt (len $name) 52 -}}
 {{- fail (printf "%s is too long a name for a StatefulSet, which may have 52 characters; %s.nodesPerWorker needs a shorter release, or fullnameOverride" $name .role) -}}

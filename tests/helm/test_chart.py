@@ -607,12 +607,45 @@ def test_pods_of_a_worker_reach_each_other_on_all_ports_and_nobody_else_does() -
         (f"{NODES},decode.autoscaling.hpa.enabled=true", "an autoscaler counts pods, and a worker is 2 of them"),
         (f"{NODES},decode.autoscaling.keda.enabled=true", "an autoscaler counts pods, and a worker is 2 of them"),
         (f"{NODES},fullnameOverride={'long-' * 7}name", "is too long a name for a StatefulSet"),
+        (f"{NODES},adapters.hostPath=/lora", "decode.nodesPerWorker is 2, and there are adapters"),
     ],
 )
 def test_nodes_that_cannot_be_are_refused_with_a_way_out(values: str, says: str) -> None:
     ended = helm("template", "relay", str(CHART), "--set", values)
     assert ended.returncode != 0
     assert says in ended.stderr
+
+
+@needs_helm
+@pytest.mark.parametrize(
+    ("values", "kind", "waits_for_sets"),
+    [
+        ("prefill.replicas=1", "deployment/relay-kvrelay-prefill-worker --replicas 2", False),
+        (
+            "prefill.tensorParallel=2,prefill.nodesPerWorker=2",
+            "statefulset/relay-kvrelay-prefill-worker --replicas 4",
+            True,
+        ),
+        (NODES, "deployment/relay-kvrelay-prefill-worker --replicas 2", True),
+        (
+            "models.a.model.name=x,models.b.model.name=y,models.a.prefill.tensorParallel=2,models.a.prefill.nodesPerWorker=2",
+            "statefulset/relay-kvrelay-a-prefill-worker --replicas 4",
+            True,
+        ),
+    ],
+)
+def test_notes_name_what_there_is(values: str, kind: str, waits_for_sets: bool, tmp_path: Path) -> None:
+    # Helm prints notes only where it reaches a cluster. As a template of the chart's they are rendered without one.
+    chart = shutil.copytree(CHART, tmp_path / "chart")
+    notes = (chart / "templates" / "NOTES.txt").read_text()
+    (chart / "templates" / "notes.yaml").write_text(
+        f'{{{{ define "notes" }}}}{notes}{{{{ end }}}}\nnotes: {{{{ include "notes" . | toJson }}}}\n'
+    )
+    ended = helm("template", "relay", str(chart), "--show-only", "templates/notes.yaml", "--set", values)
+    assert ended.returncode == 0, ended.stderr
+    told = next(filter(None, yaml.safe_load_all(ended.stdout)))["notes"]
+    assert f" scale {kind}\n" in told
+    assert ("rollout status statefulset -l" in told) is waits_for_sets
 
 
 @needs_helm
