@@ -127,7 +127,10 @@ def there(host_descriptor: int, secret_descriptor: int, model: str) -> Ends:
         carrier = BlockCarrier(blocks.then(ToCarrier))
 
         def serve() -> NoReturn:
-            logger.error("ending: %s", carrier.serve())
+            try:
+                logger.error("ending: %s", carrier.serve())
+            except Exception:
+                logger.exception("ending: blocks cannot be carried any more")
             os._exit(1)
 
         def take(pool: torch.Tensor) -> None:

@@ -62,7 +62,7 @@ class DecodeLink:
 class ReadableStore(Protocol):
     """The pool's bytes, as a transfer sees them (see kvrelay.engine.step.interface.BlockStore)."""
 
-    def open_read(self, block_id: int, group: int = 0) -> memoryview | LateBytes:
+    def open_read(self, block_id: int, group: int) -> memoryview | LateBytes:
         """The block's bytes, there already or on their way."""
 
     def close_read(self, block_id: int) -> None:

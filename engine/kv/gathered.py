@@ -67,7 +67,7 @@ class GatheredStore:
         ]
         self._writes: dict[int, tuple[Bytes, int]] = {}  # by block, and of which group
 
-    def open_read(self, block_id: int, group: int = 0) -> GatheredRead:
+    def open_read(self, block_id: int, group: int) -> GatheredRead:
         """See BlockStore."""
         self._check(block_id)
         return GatheredRead(self, block_id, group, self.block_nbytes)
@@ -75,7 +75,7 @@ class GatheredStore:
     def close_read(self, block_id: int) -> None:
         """See BlockStore."""
 
-    def open_write(self, block_id: int, group: int = 0) -> memoryview:
+    def open_write(self, block_id: int, group: int) -> memoryview:
         """See BlockStore. Raises ValueError if the block is open for writing already."""
         self._check(block_id)
         if block_id in self._writes:
@@ -92,7 +92,7 @@ class GatheredStore:
                 for one in fragments:
                     own[one.own_start : one.own_start + one.nbytes] = whole[one.start : one.start + one.nbytes]
 
-    def gather(self, block_id: int, group: int = 0) -> Bytes:
+    def gather(self, block_id: int, group: int) -> Bytes:
         """A group's block, put together in memory of its own."""
         whole = np.empty(self.block_nbytes, dtype=np.uint8)
         for part, fragments in self._given[group]:

@@ -60,9 +60,13 @@ class BlockServer:
 
     def serve(self) -> None:
         """Until the leader ends."""
-        with contextlib.suppress(EOFError, OSError):
+        try:
             while (message := self._link.receive()) is not None:
                 self._link.send(Moved(self._move(message)))
+        except (EOFError, OSError):
+            pass
+        finally:
+            self._link.shut()  # whoever waits for a block hears that there will be none
 
     def _move(self, message: ToBlocks) -> str | None:
         block = self._blocks[message.block_id]

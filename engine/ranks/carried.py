@@ -69,6 +69,8 @@ class BlockCarrier:
                     self._link.send(self._move(message))
         except (EOFError, OSError) as error:
             return f"the leader is gone: {error}"
+        finally:
+            self._link.shut()  # whoever waits for a block hears that there will be none
         return f"the leader has been silent for {SILENT_S:g} s: it hangs, or its host is gone"
 
     def _move(self, message: Fetch | Put) -> Moved:

@@ -93,7 +93,7 @@ class BlockStore(Protocol):
     def block_nbytes(self) -> int:
         """Bytes of one physical block: all layers of the largest group, K and V."""
 
-    def open_read(self, block_id: int, group: int = 0) -> memoryview | LateBytes:
+    def open_read(self, block_id: int, group: int) -> memoryview | LateBytes:
         """The block's bytes (flat, ``block_nbytes``), or their promise; stable until ``close_read``. Never waits.
 
         ``group``: whose physical block it is. The caller holds the block, and the step that computed it has returned.
@@ -102,7 +102,7 @@ class BlockStore(Protocol):
     def close_read(self, block_id: int) -> None:
         """The caller no longer reads what ``open_read`` gave, or never did. It may let go of the block."""
 
-    def open_write(self, block_id: int, group: int = 0) -> memoryview:
+    def open_write(self, block_id: int, group: int) -> memoryview:
         """A writable view (flat, ``block_nbytes``) to fill. ``group``: whose physical block it is.
 
         The caller owns the block; nobody computes on it. On a GPU it may wait for an earlier copy: on a receiver's thread, with no

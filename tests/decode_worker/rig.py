@@ -315,7 +315,7 @@ class Rig:
         given = self.blocks.allocate(Owner(OwnerKind.LEASE, "scribbler"), count)
         if given is not None:
             taken = [block_id for table in given.block_tables for block_id in table]
-            self._lease = {block_id: self.engine.store.open_write(block_id) for block_id in taken}
+            self._lease = {block_id: self.engine.store.open_write(block_id, 0) for block_id in taken}
             for view in self._lease.values():
                 view[:] = self._scribble
 

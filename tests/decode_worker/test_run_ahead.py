@@ -137,7 +137,7 @@ def test_whose_kv_is_not_in_place_ends_alone_also_with_a_step_behind_it() -> Non
     rig.add("c", [7, 8, 9], GREEDY)
     rig.step()
     rig.worker.handle(Remove(("c", 1)))
-    rig.engine.store.open_write(0)[:] = bytes(rig.engine.store.block_nbytes)
+    rig.engine.store.open_write(0, 0)[:] = bytes(rig.engine.store.block_nbytes)
     rig.run(breaks=True)
     assert (rig.failed, rig.ends) == (["a"], {"c": "removed", "b": "length"})
     assert rig.outputs["b"] == expected_output([4, 5, 6], 12, VOCAB)

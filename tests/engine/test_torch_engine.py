@@ -195,7 +195,7 @@ def test_blocks_moved_through_the_store_continue_the_sequence(llama: tuple[Path,
     run(prefill, [(source, 45)])
     target = sequence(source.token_ids, [40, 41, 42], num_logprobs=VOCAB)
     for ours, theirs in zip(source.block_tables[0][:3], target.block_tables[0], strict=True):
-        decode.store.open_write(theirs)[:] = prefill.store.open_read(ours)
+        decode.store.open_write(theirs, 0)[:] = prefill.store.open_read(ours, 0)
         prefill.store.close_read(ours)
         decode.store.close_write(theirs)
     target.num_computed_tokens = 45

@@ -41,7 +41,7 @@ class Run:
         for block_id in range(
             num_blocks
         ):  # an earlier run may have spoiled them: behind a sequence's end there are numbers
-            engine.store.open_write(block_id)[:] = bytes(engine.store.block_nbytes)
+            engine.store.open_write(block_id, 0)[:] = bytes(engine.store.block_nbytes)
             engine.store.close_write(block_id)
 
     def blocks(self, num_tokens: int) -> list[list[int]]:
@@ -57,7 +57,7 @@ class Run:
         """Nobody reads what fell out of a window: it may be anybody's by now, and not even numbers."""
         for group, table in enumerate(sequence.block_tables):
             for block_id in table[: self.seen(sequence, group)[0]]:
-                self.engine.store.open_write(block_id)[:] = b"\xff" * self.engine.store.block_nbytes
+                self.engine.store.open_write(block_id, 0)[:] = b"\xff" * self.engine.store.block_nbytes
                 self.engine.store.close_write(block_id)
 
     def step(self, sequences: list[Sequence]) -> None:

@@ -41,14 +41,14 @@ class RanksStore(GatheredStore):
     def block(self, block_id: int) -> Any:
         return _Block(self, block_id)
 
-    def open_read(self, block_id: int, group: int = 0) -> GatheredRead:
+    def open_read(self, block_id: int, group: int) -> GatheredRead:
         self.reads[block_id] += 1
         return super().open_read(block_id, group)
 
     def close_read(self, block_id: int) -> None:
         self.reads[block_id] -= 1
 
-    def open_write(self, block_id: int, group: int = 0) -> memoryview:
+    def open_write(self, block_id: int, group: int) -> memoryview:
         self.writes[block_id] += 1
         return super().open_write(block_id, group)
 
@@ -65,11 +65,11 @@ class _Block:
         self._block_id = block_id
 
     def __setitem__(self, part: slice, content: bytes) -> None:
-        self._store.open_write(self._block_id)[part] = content
+        self._store.open_write(self._block_id, 0)[part] = content
         self._store.close_write(self._block_id)
 
     def __bytes__(self) -> bytes:
-        return self._store.gather(self._block_id).tobytes()
+        return self._store.gather(self._block_id, 0).tobytes()
 
 
 class RanksRig(Rig):

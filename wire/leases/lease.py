@@ -35,7 +35,7 @@ class BlockReservations(Protocol):
 class WritableStore(Protocol):
     """The pool's bytes, as a lease sees them (see kvrelay.engine.step.interface.BlockStore)."""
 
-    def open_write(self, block_id: int, group: int = 0) -> memoryview:
+    def open_write(self, block_id: int, group: int) -> memoryview:
         """A writable view of the block."""
 
     def close_write(self, block_id: int) -> None:

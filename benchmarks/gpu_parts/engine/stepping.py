@@ -61,7 +61,7 @@ def fill_pool(engine: TorchEngine, generator: torch.Generator) -> None:
     count = store.block_nbytes // dtype.itemsize
     for block_id in range(num_seeded):
         values = torch.empty(count, dtype=dtype, device=generator.device).normal_(generator=generator)
-        store.open_write(block_id)[:] = values.view(torch.uint8).cpu().numpy().data
+        store.open_write(block_id, 0)[:] = values.view(torch.uint8).cpu().numpy().data
         store.close_write(block_id)
     for first in range(num_seeded, store.num_blocks, _COPIED_AT_ONCE):
         targets = range(first, min(first + _COPIED_AT_ONCE, store.num_blocks))

@@ -49,7 +49,7 @@ def computed(llama: tuple[Path, Any]) -> tuple[list[SampledToken], Any, list[byt
     engine = load(llama[0])
     row = sequence(PROMPT, [5, 9, 2, 30], num_logprobs=3)
     (first,) = step(engine, row, 45)
-    blocks = [bytes(engine.store.open_read(block)) for block in (5, 9, 2)]  # type: ignore[arg-type]
+    blocks = [bytes(engine.store.open_read(block, 0)) for block in (5, 9, 2)]  # type: ignore[arg-type]
     row.token_ids.append(first.token_id)
     (second,) = step(engine, row, 1)
     return [first, second], row, blocks
@@ -65,7 +65,7 @@ def step(engine: TorchEngine, row: Sequence, count: int) -> list[SampledToken]:
 def received(engine: TorchEngine, blocks: list[bytes]) -> Sequence:
     """A sequence whose prompt was computed elsewhere; its blocks have come."""
     for block_id, content in zip(THEIRS, blocks, strict=True):
-        engine.store.open_write(block_id)[:] = content
+        engine.store.open_write(block_id, 0)[:] = content
         engine.store.close_write(block_id)
     row = sequence(PROMPT, [*THEIRS, 43], num_logprobs=3)
     row.num_computed_tokens = len(PROMPT)
@@ -113,7 +113,7 @@ def test_what_a_step_computed_is_shipped(llama: tuple[Path, Any], staged: Any) -
     _, _, blocks = computed(llama)
     engine = staged(LateDevice())
     step(engine, sequence(PROMPT, [5, 9, 2, 30]), 45)
-    reads = [engine.store.open_read(block) for block in (5, 9, 2)]
+    reads = [engine.store.open_read(block, 0) for block in (5, 9, 2)]
     assert [bytes(read.wait(Reader(), 30.0)) for read in reads] == blocks
 
 

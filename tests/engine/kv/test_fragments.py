@@ -79,14 +79,14 @@ def test_a_block_goes_from_pool_to_pool(num_senders: int, num_receivers: int) ->
     source = store(layout, num_senders, blocks)
     target = store(layout, num_receivers, np.zeros_like(blocks))
     for block_id in range(NUM_BLOCKS):
-        view = target.open_write(2 - block_id)
-        view[:] = source.open_read(block_id).wait(None, 1.0)  # type: ignore[arg-type]
+        view = target.open_write(2 - block_id, 0)
+        view[:] = source.open_read(block_id, 0).wait(None, 1.0)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="open for writing already"):
-            target.open_write(2 - block_id)
+            target.open_write(2 - block_id, 0)
         target.close_write(2 - block_id)
-        assert (target.gather(2 - block_id) == blocks[block_id]).all()
+        assert (target.gather(2 - block_id, 0) == blocks[block_id]).all()
     with pytest.raises(ValueError, match="block 3 of a pool of 3"):
-        target.open_write(3)
+        target.open_write(3, 0)
 
 
 def store(layout: KvGeometry, num_ranks: int, blocks: np.ndarray) -> GatheredStore:

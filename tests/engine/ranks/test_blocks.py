@@ -59,10 +59,10 @@ def test_blocks_of_two_ranks_are_put_together_and_taken_apart(rank_of: MakeRank)
     there = GatheredStore(layout, NUM_BLOCKS, [HostPart(pool.numpy()) for pool in pools])
 
     def write(block_id: int) -> None:
-        late.open_write(block_id)[:] = blocks[block_id].data
+        late.open_write(block_id, 0)[:] = blocks[block_id].data
         late.close_write(block_id)
-        assert (there.gather(block_id) == blocks[block_id]).all()
-        assert (late.gather(block_id) == blocks[block_id]).all()
+        assert (there.gather(block_id, 0) == blocks[block_id]).all()
+        assert (late.gather(block_id, 0) == blocks[block_id]).all()
 
     failures: list[BaseException] = []
 
@@ -85,10 +85,10 @@ def test_a_copy_that_fails_and_a_rank_that_is_gone_are_errors(rank_of: MakeRank)
     pools = [torch.zeros(NUM_BLOCKS, layout.physical_nbytes // 2, dtype=torch.uint8) for _ in range(2)]
     remote = rank_of(pools[1], LateDevice(fails_at=2))
     store = GatheredStore(layout, NUM_BLOCKS, [HostPart(pools[0].numpy()), remote])
-    store.gather(0)
-    store.open_write(1)[:] = bytes(layout.physical_nbytes)
+    store.gather(0, 0)
+    store.open_write(1, 0)[:] = bytes(layout.physical_nbytes)
     with pytest.raises(RuntimeError, match=r"a rank has not copied block 1: .*broken"):
         store.close_write(1)
     remote._link.shut()
     with pytest.raises(RuntimeError, match="a rank is gone, and its part of block 2"):
-        store.gather(2)
+        store.gather(2, 0)

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -83,10 +84,10 @@ def test_blocks_are_put_together_from_a_rank_elsewhere_and_taken_apart_for_it(ra
 
     def write(block_id: int) -> None:
         try:
-            store.open_write(block_id)[:] = blocks[block_id].data
+            store.open_write(block_id, 0)[:] = blocks[block_id].data
             store.close_write(block_id)
-            assert (there.gather(block_id) == blocks[block_id]).all()
-            assert (store.gather(block_id) == blocks[block_id]).all()
+            assert (there.gather(block_id, 0) == blocks[block_id]).all()
+            assert (store.gather(block_id, 0) == blocks[block_id]).all()
         except BaseException as error:
             failures.append(error)
 
@@ -103,13 +104,30 @@ def test_a_copy_that_fails_and_a_rank_that_is_gone_are_errors(rank_of: MakeRank)
     pools = [torch.zeros(NUM_BLOCKS, layout.physical_nbytes // 2, dtype=torch.uint8) for _ in range(2)]
     remote = rank_of(pools[1], LateDevice(fails_at=2))
     store = GatheredStore(layout, NUM_BLOCKS, [HostPart(pools[0].numpy()), remote])
-    store.gather(0)
-    store.open_write(1)[:] = bytes(layout.physical_nbytes)
+    store.gather(0, 0)
+    store.open_write(1, 0)[:] = bytes(layout.physical_nbytes)
     with pytest.raises(RuntimeError, match=r"a rank has not copied block 1: .*broken"):
         store.close_write(1)
     remote._link.shut()
     with pytest.raises(RuntimeError, match="a rank is gone, and its part of block 2"):
-        store.gather(2)
+        store.gather(2, 0)
+
+
+def test_a_block_that_the_rank_cannot_serve_ends_the_wait_for_it() -> None:
+    """The rank has loaded nothing yet."""
+    ours, theirs = sealed_pair(Moved, ToCarrier, b"")
+    with ThreadPoolExecutor(2) as threads:
+        try:
+            serving = threads.submit(BlockCarrier(theirs).serve)
+            waiting = threads.submit(CarriedBlocks(ours, 8).reading(3).__enter__)
+            with pytest.raises(RuntimeError, match="a rank is gone, and its part of block 3"):
+                waiting.result(10)
+            with pytest.raises(AssertionError, match="the leader asks for block 3"):
+                serving.result(10)
+        finally:
+            ours.shut()
+            ours.close()
+            theirs.close()
 
 
 def test_a_leader_that_falls_silent_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,8 +119,8 @@ def test_a_pool_of_other_ranks_goes_on_with_an_adapters_blocks(pair: Any, base: 
             moved = sequence(row.token_ids, [60, 61, 62], num_logprobs=VOCAB)
             moved.adapter = other_slot
             for ours, theirs in zip(row.block_tables[0], moved.block_tables[0], strict=True):
-                given = source.store.open_read(ours)
-                target.store.open_write(theirs)[:] = given if isinstance(given, memoryview) else given.wait(None, 1)
+                given = source.store.open_read(ours, 0)
+                target.store.open_write(theirs, 0)[:] = given if isinstance(given, memoryview) else given.wait(None, 1)
                 target.store.close_write(theirs)
             moved.num_computed_tokens = 45
             (found,), (expected,) = step(target, [StepRow(moved, 1)]), step(source, [StepRow(row, 1)])

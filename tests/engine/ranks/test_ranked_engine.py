@@ -100,8 +100,10 @@ def test_log_probabilities_and_blocks_are_those_of_one_rank(engine: Any, model: 
     assert len(ours.prompt_logprobs) == 44
     assert engine.card == alone.card, "two workers with unequal ranks are not each other's peers"
     for block_id in (5, 9):
-        whole = np.frombuffer(engine.store.open_read(block_id).wait(None, 1), dtype=np.float32)
-        np.testing.assert_allclose(whole, np.frombuffer(alone.store.open_read(block_id), dtype=np.float32), atol=1e-4)
+        whole = np.frombuffer(engine.store.open_read(block_id, 0).wait(None, 1), dtype=np.float32)
+        np.testing.assert_allclose(
+            whole, np.frombuffer(alone.store.open_read(block_id, 0), dtype=np.float32), atol=1e-4
+        )
 
 
 def test_experts_and_sinks_are_cut_as_they_are_one_model(tmp_path: Path) -> None:
@@ -192,8 +194,8 @@ def test_blocks_of_one_rank_continue_on_two_and_back(engine: Any, model: Path) -
         row.token_ids.append(result.token_id)
         moved = sequence(row.token_ids, [60, 61, 62], num_logprobs=5)
         for ours, theirs in zip(row.block_tables[0][:3], moved.block_tables[0], strict=True):
-            given = source.store.open_read(ours)
-            target.store.open_write(theirs)[:] = given if isinstance(given, memoryview) else given.wait(None, 1)
+            given = source.store.open_read(ours, 0)
+            target.store.open_write(theirs, 0)[:] = given if isinstance(given, memoryview) else given.wait(None, 1)
             target.store.close_write(theirs)
         moved.num_computed_tokens = 45
         (next_token,) = step(target, [StepRow(moved, 1)])

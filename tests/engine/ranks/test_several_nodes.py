@@ -102,12 +102,14 @@ def test_two_nodes_compute_and_hand_over_what_one_rank_does(nodes: Any, model: P
     assert_same_tokens(ours.prompt_logprobs, theirs.prompt_logprobs)
     assert engine.card == alone.card
     for block_id in (5, 9):
-        whole = np.frombuffer(engine.store.open_read(block_id).wait(None, 1), dtype=np.float32)
-        np.testing.assert_allclose(whole, np.frombuffer(alone.store.open_read(block_id), dtype=np.float32), atol=1e-4)
+        whole = np.frombuffer(engine.store.open_read(block_id, 0).wait(None, 1), dtype=np.float32)
+        np.testing.assert_allclose(
+            whole, np.frombuffer(alone.store.open_read(block_id, 0), dtype=np.float32), atol=1e-4
+        )
     given = np.random.default_rng(1).integers(256, size=engine.store.block_nbytes, dtype=np.uint8)
-    engine.store.open_write(60)[:] = given.data
+    engine.store.open_write(60, 0)[:] = given.data
     engine.store.close_write(60)
-    assert bytes(engine.store.open_read(60).wait(None, 1)) == given.tobytes()
+    assert bytes(engine.store.open_read(60, 0).wait(None, 1)) == given.tobytes()
 
 
 def test_nodes_with_several_ranks_each(tmp_path: Path) -> None:
