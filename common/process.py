@@ -2,8 +2,8 @@
 
 The admin server answers from the first moment, so that a probe sees "loading" and not a refused connection. A second
 SIGTERM or SIGINT during the drain ends the process without waiting for requests. A component that is not live any more cannot
-finish what it has: the process ends with exit code 1, its peers notice at once, and whoever started it starts it anew. What it
-runs on may be about to end instead (``is_leaving``): it is drained, then, as at a SIGTERM.
+finish what it has: the process ends with the component's exit code, its peers notice at once, and whoever started it starts it
+anew. What it runs on may be about to end instead (``is_leaving``): it is drained, then, as at a SIGTERM.
 """
 
 from __future__ import annotations
@@ -35,6 +35,10 @@ _WATCH_S = 1.0  # how often a running component is asked whether it is live
 
 class Component(AdminProbe, Protocol):
     """A loaded worker. Built off the asyncio loop, then used on it."""
+
+    @property
+    def exit_code(self) -> int:
+        """That of a process that ends because the component is not live any more."""
 
     async def start(self) -> None:
         """Open the sockets and start the model loop."""
@@ -145,7 +149,7 @@ async def run_process(
         finally:
             await component.stop()
         logger.info("%s: stopped", name)
-        return 1 if failure else 0
+        return component.exit_code if failure else 0
     finally:
         leaving.cancel()
         await admin.stop()

@@ -6,6 +6,8 @@ may come from a receiver thread; it is brought to the asyncio loop before anythi
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,8 +17,9 @@ from kvrelay.common.beam_check import invalid_first_token
 from kvrelay.common.block_hash import HashChain
 from kvrelay.common.sampling import SampledToken
 from kvrelay.decode_worker.refusals import cache_miss, misfit
+from kvrelay.engine.kv.block_manager import BlockManager
 from kvrelay.engine.kv.leased_blocks import lease_owner
-from kvrelay.engine.kv.owners import sequence_owner
+from kvrelay.engine.kv.owners import Owner, sequence_owner
 from kvrelay.engine.step.sequence import Sequence
 from kvrelay.wire.leases.lease import VerifiedLease
 from kvrelay.wire.leases.table import LeaseTable
@@ -24,6 +27,7 @@ from kvrelay.wire.messages import (
     Abort,
     Beam,
     Commit,
+    Distrust,
     Failed,
     FailureCode,
     Grant,
@@ -47,9 +51,11 @@ from kvrelay.wire.messages import (
 from kvrelay.worker.entries import Entry, Phase
 from kvrelay.worker.model_worker import Add, Report
 from kvrelay.worker.scheduler import Progress
-from kvrelay.worker.service import Service
-from kvrelay.worker.submit import Refusal, guide_failed
+from kvrelay.worker.service import Service, cancelled
+from kvrelay.worker.submit import Refusal, WorkerIdentity, guide_failed
 from kvrelay.worker.suspects import Key
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +115,13 @@ class DecodeEntry(Entry):
         return delta
 
 
+def _owners_of(entry: DecodeEntry) -> set[Owner]:
+    """All that may hold blocks for it; until the hand-over is heard of on the loop, its lease."""
+    beams = range(entry.sequence.sampling.num_sequences)
+    lease = set() if entry.lease_id is None else {lease_owner(str(entry.lease_id))}
+    return lease | {sequence_owner(entry.key, beam) for beam in beams}
+
+
 class DecodeService(Service[DecodeEntry]):
     """Implements the wire's ServerHandler, and hears of leases."""
 
@@ -116,6 +129,10 @@ class DecodeService(Service[DecodeEntry]):
     peers = frozenset({Role.GATEWAY, Role.PREFILL})
     _leases: LeaseTable
     _data: DataPorts
+
+    def __init__(self, identity: WorkerIdentity, blocks: BlockManager, clock: Callable[[], float]) -> None:
+        super().__init__(identity, blocks, clock)
+        self._distrusted: set[str] = set()  # starts of prefill workers that computed wrongly, by their ``peer_id``
 
     def attach(self, leases: LeaseTable, data: DataPorts) -> None:
         """Connect the service to what it speaks through, before anything starts."""
@@ -143,6 +160,8 @@ class DecodeService(Service[DecodeEntry]):
     def on_message(self, peer_id: str, role: Role, message: Message) -> None:
         """A message from a gateway or a prefill worker."""
         match role, message:
+            case Role.GATEWAY, Distrust(peer_id=source):
+                self._on_distrust(source)
             case Role.PREFILL, Offer():
                 self.ports.send(role, peer_id, self._on_offer(peer_id, message))
             case Role.PREFILL, Commit():
@@ -160,6 +179,19 @@ class DecodeService(Service[DecodeEntry]):
             self._leases.abort_peer(peer_id)
         else:
             super().on_peer_lost(peer_id, role)
+
+    def _on_distrust(self, source: str) -> None:
+        """A prefill worker computed wrongly: drop what it shipped, and end what goes on from that; the gateway asks again."""
+        if source in self._distrusted:
+            return  # each gateway says so
+        self._distrusted.add(source)
+        self._leases.abort_peer(source)
+        num_blocks, owners = self.blocks.distrust(source)
+        logger.warning("prefill worker %s computed wrongly: %d cached KV blocks dropped", source, num_blocks)
+        for entry in list(self.entries.values()):
+            if not owners.isdisjoint(_owners_of(entry)):
+                self.close(entry, cancelled(entry.key))  # blames nobody: this worker is right
+        self.ports.loop.wake()  # a sequence may have waited for these blocks
 
     # -- local prefill ---------------------------------------------------------------------------------------------
 
@@ -184,7 +216,10 @@ class DecodeService(Service[DecodeEntry]):
 
     def _on_offer(self, peer_id: str, offer: Offer) -> Grant | Refuse:
         chain = self.chain_of(offer)
-        if (why := self.refusal(offer, chain)) is not None:
+        why = self.refusal(offer, chain)
+        if peer_id in self._distrusted:
+            why = Refusal(FailureCode.INTEGRITY, f"prefill worker {peer_id} computes wrongly")
+        if why is not None:
             return Refuse(
                 request_id=offer.request_id,
                 attempt=offer.attempt,
@@ -196,6 +231,7 @@ class DecodeService(Service[DecodeEntry]):
         if isinstance(answer, Grant):
             entry = self.entry_of(offer, offer.gateway_id, self.sequence_of(offer, chain))
             entry.phase, entry.lease_id, entry.hand_off_holds = Phase.LEASED, answer.lease_id, True
+            self.blocks.came_from(lease_owner(str(answer.lease_id)), peer_id)
             self.take(entry)  # its guide compiles while the blocks travel
         return answer
 

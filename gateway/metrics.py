@@ -162,6 +162,9 @@ class GatewayMetrics:
         self.refused = counter("refused_requests", "Requests that got no place, by reason", "reason")
         self.queued_s = histogram("admission_wait", "How long requests that had to wait did so", _LATENCY)
         self.workers_up = gauge("workers_up", "Connected workers by role", "role")
+        self.distrusted_workers = counter(
+            "distrusted_workers", "Workers that said that they compute wrongly, by role", "role"
+        )
         self.workers_refused = gauge("workers_refused", "Connected workers that are not used: other model or KV")
         self.worker_requests = gauge(
             "worker_requests", "Requests on the connected workers, as they last reported", "role", "state"
@@ -202,6 +205,7 @@ class ModelMetrics:
         self.queued_s = of_all.queued_s.labels(model)
         self.workers_up = _Labelled(of_all.workers_up, model)
         self.workers_refused = of_all.workers_refused.labels(model)
+        self.distrusted_workers = _Labelled(of_all.distrusted_workers, model)
         self.worker_requests = _Labelled(of_all.worker_requests, model)
         self.worker_kv_blocks = _Labelled(of_all.worker_kv_blocks, model)
         self.breakers_open = _Labelled(of_all.breakers_open, model)

@@ -26,6 +26,7 @@ from kvrelay.wire.messages import (
     Role,
     Status,
     Welcome,
+    worker_peer_id,
 )
 from kvrelay.wire.metrics import WireMetrics
 from kvrelay.wire.security.authentication import ClientProof
@@ -68,7 +69,7 @@ class _Peer:
         card, setup, metrics = links.card, links.setup, links.metrics
         hello = Hello(
             role=Role.PREFILL,
-            peer_id=f"{setup.worker_id}-{setup.epoch}",  # another one for every start of the process
+            peer_id=worker_peer_id(setup.worker_id, setup.epoch),
             layout=card.layout,
             seals_kv=setup.seal_kv,
         )

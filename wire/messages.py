@@ -4,7 +4,7 @@ Messages are tagged msgspec structs in msgpack, one message per ZeroMQ frame. Un
 and a newer build talk to each other; what both must understand is the protocol version, negotiated by ``Hello``.
 Times are durations in seconds; no message carries a clock reading, since the clocks of two hosts differ.
 
-    gateway  → worker    Hello, Ping, Bye, KeyTokens, Submit, Withdraw, Cancel
+    gateway  → worker    Hello, Ping, Bye, KeyTokens, Distrust, Submit, Withdraw, Cancel
     worker   → gateway   Welcome | HelloRefused, Status, KeyTokens, Tokens, HandedOver, Preempted, Withdrawn, Failed, Cancelled
     prefill  → decode    Hello, Ping, Bye, Offer, Commit, Renew, Abort
     decode   → prefill   Welcome | HelloRefused, Status, Grant | Refuse, Verified | Reject
@@ -44,6 +44,7 @@ class WorkerState(enum.StrEnum):
 
     READY = "ready"
     DRAINING = "draining"  # finishes what it has, takes nothing new
+    WRONG = "wrong"  # its answers to a known prompt changed: computes nothing any more, and ends
 
 
 class FailureCode(enum.StrEnum):
@@ -108,6 +109,11 @@ class Welcome(_Message, tag=True, frozen=True, kw_only=True):
     shared_memory: str | None = None  # decode to prefill only: name of the socket that takes shared memory on its host
 
 
+def worker_peer_id(worker_id: str, epoch: int) -> str:
+    """``peer_id`` of a prefill worker's Hello: another one for every start of the process."""
+    return f"{worker_id}-{epoch}"
+
+
 class HelloRefused(_Message, tag=True, frozen=True, kw_only=True):
     """The worker does not talk to this peer; ``detail`` names both sides of the disagreement."""
 
@@ -138,6 +144,12 @@ class Status(_Message, tag=True, frozen=True, kw_only=True):
     prompt_tokens_per_s: float | None = None
     adapters: list[str] = []  # digests of those that are loaded
     num_arriving: int = 0  # of num_waiting: sequences whose blocks are on their way here
+
+
+class Distrust(_Message, tag=True, frozen=True, kw_only=True):
+    """To decode workers: this start of a prefill worker computed wrongly. What it shipped is dropped, and no more is taken."""
+
+    peer_id: str  # as in its Hello
 
 
 class KeyTokens(_Message, tag=True, frozen=True, kw_only=True):
@@ -369,7 +381,7 @@ class Abort(_Message, tag=True, frozen=True, kw_only=True):
 
 
 Message = (
-    Hello | Welcome | HelloRefused | Ping | Bye | Status | KeyTokens
+    Hello | Welcome | HelloRefused | Ping | Bye | Status | KeyTokens | Distrust
     | Submit | Withdraw | Cancel | Tokens | HandedOver | Preempted | Withdrawn | Failed | Cancelled
     | Offer | Grant | Refuse | Commit | Verified | Reject | Renew | Abort
 )  # fmt: skip

@@ -23,6 +23,11 @@ class KeyTokensBoard:
         self._has_told: dict[str, bool] = {}  # by ``peer_id``: the gateways that are connected
         self._told: dict[str, tuple[KeyTokens, float]] = {}  # by gateway's process, the latest last; and when it came
 
+    @property
+    def gateways(self) -> list[str]:
+        """Those that are connected, by ``peer_id``."""
+        return list(self._has_told)
+
     def join(self, peer_id: str) -> None:
         """A gateway is connected."""
         self._has_told[peer_id] = False

@@ -1,8 +1,8 @@
 """The model loop: one thread that computes, fed by commands, never touching the network.
 
 ``post`` puts a command into the loop's inbox from any thread. The loop takes all commands there are, then lets the
-worker run one step; with nothing to compute it waits for the next command. What a step yields leaves through the
-worker's own callbacks. ``problems`` says if the loop has not come round for long; readiness watches it.
+worker run one step; with nothing to compute it lets the worker check itself, and waits for the next command. What a step
+yields leaves through the worker's own callbacks. ``problems`` says if the loop has not come round for long; readiness watches it.
 
 A step or a command that fails ends what it was about, and the loop goes on. Two things end the loop: the worker says that it
 cannot go on, since its state cannot be trusted any more or its device has failed, or one step after the other fails. It is not
@@ -77,10 +77,13 @@ class ModelLoop:
     def _turn(self) -> None:
         could_compute, num_failed = True, 0
         while not self._stopping.is_set():
-            self._drain(wait=not (could_compute and self._worker.has_work()))
+            self._drain(wait=not (self._worker.is_checking or (could_compute and self._worker.has_work())))
             self._last_tick_s = self._clock()
-            if self._stopping.is_set() or not self._worker.has_work():
+            if self._stopping.is_set():
+                continue
+            if not self._worker.has_work():
                 could_compute = True
+                self._worker.idle()
                 continue
             try:
                 could_compute = self._worker.step()

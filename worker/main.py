@@ -68,6 +68,7 @@ def serve_worker(
             max_retained_share=settings.kv.max_retained_share,
             guides=load_guides(settings.model, settings.fake, engine.card.vocab_size),
             adapters=AdapterSettings.of(settings.model),
+            canary_period_s=settings.canary_period_s,
         )
         return make(engine, setup)
 

@@ -55,4 +55,12 @@ class EngineMetrics:
         self.preemptions = Counter(
             "kvrelay_preemptions_total", "Sequences whose blocks were taken and that recompute", registry=registry
         )
+        self.canaries = Counter(
+            "kvrelay_canaries_total",
+            "Known prompts computed to see if the answer is still the first",
+            ["result"],
+            registry=registry,
+        )
+        for result in ("same", "changed", "failed"):
+            self.canaries.labels(result)
         self.failed_steps = Counter("kvrelay_failed_steps_total", "Model steps that raised", registry=registry)

@@ -8,6 +8,7 @@ If it cannot be sampled without them, it is told to sample once step N is postpr
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,9 +18,12 @@ from kvrelay.engine.step.interface import StepRow
 from kvrelay.engine.step.leader import Leader, LedStep
 from kvrelay.engine.step.plan import RowResult
 from kvrelay.engine.step.sequence import Chunk, Sequence, SequenceStatus
+from kvrelay.worker.canary import Canary
 from kvrelay.worker.metrics import EngineMetrics
 from kvrelay.worker.scheduler import Progress, Schedule, Scheduler
 from kvrelay.worker.suspects import Key, Suspects
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +62,7 @@ class Report:
     taken_back: tuple[Key, ...] = ()
     failed: tuple[Key, ...] = ()  # whom a failed step took down; the model thread is done with their blocks
     detail: str = ""
+    computes_wrongly: bool = False  # its canary's answer has changed; no step follows
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +81,7 @@ class ModelWorker:
         metrics: EngineMetrics,
         emit: Callable[[Report], None],
         clock: Clock,
+        canary: Canary | None = None,
     ) -> None:
         self._leader = leader
         self._engine = leader.engine
@@ -83,6 +89,8 @@ class ModelWorker:
         self._metrics = metrics
         self._emit = emit
         self._clock = clock
+        self._canary = canary
+        self._computes_wrongly = False
         self._launched: list[_Launched] = []  # steps whose tokens are not fetched yet, oldest first; two at most
         self._taking_in: tuple[Key, ...] = ()  # whose tokens are there, and are being taken in
         self._suspects = Suspects()
@@ -103,11 +111,38 @@ class ModelWorker:
                     self._emit(Report(taken_back=(key,)))
 
     def has_work(self) -> bool:
-        """Whether any sequence waits or runs, or a step is under way."""
-        return bool(self._launched or self._scheduler.waiting or self._scheduler.running)
+        """Whether any sequence waits or runs, or a step is under way. A worker that computes wrongly has none."""
+        has_any = bool(self._launched or self._scheduler.waiting or self._scheduler.running)
+        return has_any and not self._computes_wrongly
+
+    @property
+    def is_checking(self) -> bool:
+        """Whether a canary is under way, so that ``idle`` should be called again at once."""
+        return self._canary is not None and self._canary.is_under_way
+
+    def idle(self) -> None:
+        """There is no work: one step of the canary, if it is due. Raises DeviceFailedError if no step can succeed any more."""
+        if self._canary is None or self._computes_wrongly:
+            return
+        try:
+            is_same = self._canary.step()
+        except Exception:
+            # What ended it says nothing of the answers before; a device that has failed is found out.
+            logger.exception("the canary could not be computed")
+            self._metrics.canaries.labels("failed").inc()
+            self._engine.check_device()
+            return
+        if is_same is None:
+            return
+        self._metrics.canaries.labels("same" if is_same else "changed").inc()
+        if not is_same:
+            self._computes_wrongly = True
+            self._emit(Report(computes_wrongly=True))
 
     def step(self) -> bool:
         """One step of the batch; False if no sequence could get room, so that the loop waits for news."""
+        if self._canary is not None:
+            self._canary.abandon()
         if not self._launched:
             plan = self._schedule()
             if plan.preempted:

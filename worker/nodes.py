@@ -71,6 +71,11 @@ class _Ranks:
         self._start = partial(RankHost, place, secret, model)
         self._host: RankHost | None = None
 
+    @property
+    def exit_code(self) -> int:
+        """See Component."""
+        return 1
+
     async def start(self) -> None:
         """See Component."""
         self._host = self._start()

@@ -59,6 +59,8 @@ from kvrelay.worker.suspects import Key
 
 logger = logging.getLogger(__name__)
 
+COMPUTES_WRONGLY = "it computes wrongly: the answer to a known prompt is not what it was at first"
+
 E = TypeVar("E", bound=Entry)
 
 
@@ -87,6 +89,7 @@ class Service(ABC, Generic[E]):
         self.fingerprint = identity.card.layout.fingerprint()
         self.entries: dict[Key, E] = {}  # attempts that are not over
         self.state = WorkerState.READY
+        self.wrong_since_s: float | None = None  # when its canary's answer changed
         self.has_work = asyncio.Event()  # there are entries: ``tick`` must be called
         self.ports: Ports  # there before the first message
         self._drained = asyncio.Event()  # draining, and the last entry is gone
@@ -178,7 +181,7 @@ class Service(ABC, Generic[E]):
         """A gateway is gone: nobody waits for its requests any more."""
         self._key_tokens.leave(peer_id)
         for entry in [entry for entry in self.entries.values() if entry.gateway_id == peer_id]:
-            self.close(entry, _cancelled(entry.key))
+            self.close(entry, cancelled(entry.key))
 
     def _on_submit(self, gateway_id: str, submit: Submit) -> None:
         chain = self.chain_of(submit)
@@ -194,9 +197,9 @@ class Service(ABC, Generic[E]):
     def _on_cancel(self, peer_id: str, key: Key) -> None:
         entry = self.entries.get(key)
         if entry is None or entry.gateway_id != peer_id:  # nobody takes back what another gateway asked for
-            self.ports.send(Role.GATEWAY, peer_id, _cancelled(key))
+            self.ports.send(Role.GATEWAY, peer_id, cancelled(key))
         else:
-            self.close(entry, _cancelled(key))
+            self.close(entry, cancelled(key))
 
     def _on_withdraw(self, peer_id: str, key: Key) -> None:
         entry = self.entries.get(key)
@@ -280,6 +283,8 @@ class Service(ABC, Generic[E]):
 
     def on_report(self, report: Report) -> None:
         """What the model thread did; called on the asyncio loop, in order."""
+        if report.computes_wrongly:
+            self._on_computes_wrongly()
         for key in report.started:
             entry = self.entries[key]
             if entry.phase in BEGINNING:  # otherwise it ends, or starts again after a preemption
@@ -304,6 +309,14 @@ class Service(ABC, Generic[E]):
                 entry.model_holds = False
                 self.fail(entry, FailureCode.INTERNAL, report.detail)
 
+    def _on_computes_wrongly(self) -> None:
+        """Take nothing new, and tell all gateways at once; each ping is answered with the same."""
+        logger.critical("%s; the process ends soon", COMPUTES_WRONGLY)
+        self.state, self.wrong_since_s = WorkerState.WRONG, self.clock()
+        self._drained.set()  # what is left is not computed any more
+        for gateway_id in self._key_tokens.gateways:
+            self.ports.send(Role.GATEWAY, gateway_id, self.status())
+
     def guarded(self, handle: Callable[..., None], entry: E, *args: Any) -> None:
         """One request's trouble, as with a link that breaks in this moment, costs no other in the report its news."""
         try:
@@ -322,8 +335,9 @@ class Service(ABC, Generic[E]):
 
     async def drain(self) -> None:
         """Take nothing new; return when nothing is left."""
-        self.state = WorkerState.DRAINING
-        if self.entries:
+        if self.state is WorkerState.READY:
+            self.state = WorkerState.DRAINING
+        if self.entries and self.state is WorkerState.DRAINING:
             await self._drained.wait()
 
     def debug(self) -> dict[str, Any]:
@@ -374,5 +388,5 @@ def failed(key: Key, code: FailureCode, detail: str, retry_after_s: float | None
     return Failed(request_id=key[0], attempt=key[1], code=code, detail=detail, retry_after_s=retry_after_s)
 
 
-def _cancelled(key: Key) -> Cancelled:
+def cancelled(key: Key) -> Cancelled:
     return Cancelled(request_id=key[0], attempt=key[1])

@@ -38,5 +38,12 @@ class WorkerSettings:
     worker_id: str | None = setting(None, "name in logs and status; default: made from role, host and process")
     served_model_name: str | None = setting(None, SERVED_MODEL_NAME_HELP)
     drain_s: float = setting(30.0, "how long running requests may finish after SIGTERM", unit="s", minimum=0)
+    canary_period_s: float = setting(
+        0.0,
+        "how often an idle worker computes a known prompt and compares the answer with its first one; a worker whose answer "
+        "changes says so and ends; 0: never",
+        unit="s",
+        minimum=0,
+    )
     log_level: str = setting("info", "how much is logged", choices=("debug", "info", "warning", "error"))
     log_format: str = setting("text", "shape of log lines", choices=("text", "json"))

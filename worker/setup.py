@@ -33,4 +33,5 @@ class Setup:
     max_retained_share: float = 0.5
     guides: GuideCompiler = field(default_factory=NoGuides)
     adapters: AdapterSettings | None = None
+    canary_period_s: float = 0.0  # how often an idle worker checks that it still computes the same; 0: never
     model: str = ""  # name in the API that gateways are told; "": none

@@ -51,6 +51,8 @@ def refusal_of(
         return Refusal(FailureCode.DEADLINE, f"came with {request.timeout_s} s left: nobody waits for it any more")
     if status.state is WorkerState.DRAINING:
         return Refusal(FailureCode.DRAINING, f"worker {identity.worker_id} is shutting down")
+    if status.state is WorkerState.WRONG:
+        return Refusal(FailureCode.INTERNAL, f"worker {identity.worker_id} computes wrongly")
     if status.num_waiting >= identity.max_waiting:
         return Refusal(FailureCode.QUEUE_FULL, f"{status.num_waiting} requests wait already", retry_after_s=1.0)
     return None

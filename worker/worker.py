@@ -18,19 +18,24 @@ from kvrelay.engine.settings import prompt_step_tokens
 from kvrelay.engine.step.interface import Engine
 from kvrelay.engine.step.leader import Leader
 from kvrelay.wire.control.server import ControlServer
+from kvrelay.wire.messages import Role
 from kvrelay.wire.metrics import WireMetrics
 from kvrelay.wire.security.authentication import PeerGate
 from kvrelay.worker.adapters import AdapterStore
+from kvrelay.worker.canary import Canary, CanaryPlan
 from kvrelay.worker.metrics import EngineMetrics
 from kvrelay.worker.model_worker import ModelWorker
 from kvrelay.worker.scheduler import Scheduler
-from kvrelay.worker.service import Ports, Service
+from kvrelay.worker.service import COMPUTES_WRONGLY, Ports, Service
 from kvrelay.worker.settings import SchedulerSettings
 from kvrelay.worker.setup import Setup
 from kvrelay.worker.submit import WorkerIdentity
 
 _READY_TICK_S = 30.0  # a chunk on a slow CPU takes seconds; half a minute without a step is not normal
 _LIVE_TICK_S = 300.0
+WRONG_EXIT_CODE = 3  # of a process whose canary has changed
+_CANARY_TOKENS = 4  # that a decode worker's canary generates
+_TELL_S = 3.0  # between the verdict that a worker computes wrongly and its end: three pings of every gateway
 
 S = TypeVar("S", bound=Service[Any])
 
@@ -73,7 +78,13 @@ class Worker(ABC, Generic[S]):
             num_waiting=lambda: len(scheduler.waiting),
         )
         emit = partial(self._call_on_loop, service.on_report)
-        self._model_worker = ModelWorker(Leader(engine), scheduler, metrics, emit, network.clock)
+        leader, canary = Leader(engine), None
+        if setup.canary_period_s:
+            step_tokens = prompt_step_tokens(settings.max_batched_tokens, card.device_type)
+            num_tokens = _CANARY_TOKENS if service.role is Role.DECODE else 1
+            plan = CanaryPlan(setup.canary_period_s, step_tokens, num_tokens)
+            canary = Canary(plan, leader, self.blocks, network.clock)
+        self._model_worker = ModelWorker(leader, scheduler, metrics, emit, network.clock, canary)
         self._loop = setup.model_loop(self._model_worker, f"{service.role}-model", network.clock)
         self._wire_metrics = WireMetrics(setup.registry)
         self._gate = (
@@ -118,13 +129,27 @@ class Worker(ABC, Generic[S]):
         self._tickers = self.tickers()
 
     def not_live(self) -> list[str]:
+        """See Component. A worker that computes wrongly stays for as long as gateways may need to hear of it."""
+        reasons = self._engine.not_live() + self.dead_sockets() + self._loop.problems(_LIVE_TICK_S)
+        wrong_s = self.service.wrong_since_s
+        if wrong_s is not None and self._network.clock() - wrong_s >= _TELL_S:
+            reasons.append(COMPUTES_WRONGLY)
+        return reasons
+
+    @property
+    def exit_code(self) -> int:
         """See Component."""
-        return self._engine.not_live() + self.dead_sockets() + self._loop.problems(_LIVE_TICK_S)
+        return 1 if self.service.wrong_since_s is None else WRONG_EXIT_CODE
 
     def not_ready(self) -> list[str]:
         """See Component."""
+        wrong = [] if self.service.wrong_since_s is None else [COMPUTES_WRONGLY]
         return (
-            self._engine.not_live() + self.dead_sockets() + self._loop.problems(_READY_TICK_S) + unbalanced(self.blocks)
+            wrong
+            + self._engine.not_live()
+            + self.dead_sockets()
+            + self._loop.problems(_READY_TICK_S)
+            + unbalanced(self.blocks)
         )
 
     def debug_kv(self) -> dict[str, Any]:

@@ -16,6 +16,10 @@ writes to a shared block first makes it writable, and gets one of its own for a 
 Released published blocks stay as prefix cache, and are reused by priority, within a priority least recently used first, the tail of
 a prefix before its head.
 
+Blocks keep their **provenance**: the prefill workers, and which start of each, whose work is in them. An owner has that of what was
+shipped to it and of the cached blocks that it began with. What it publishes has its owner's, since K/V follow from all K/V in
+front. So everything of a worker that computed wrongly can be dropped.
+
 Thread-safe: the model thread allocates for sequences, the network thread for leases. Every call is short.
 """
 
@@ -77,6 +81,7 @@ class BlockManager:
         self._clock = clock
         self._physical = PhysicalBlocks(num_blocks, len(windows), int(num_blocks * max_retained_share), clock)
         self._owned = OwnedTables(self._physical)
+        self._distrusted: set[str] = set()
 
     @property
     def num_groups(self) -> int:
@@ -230,12 +235,32 @@ class BlockManager:
     def publish(self, owner: Owner, index: int, block_hash: bytes) -> None:
         """Say that the owner's block ``index`` is full and right, so that others may share it from now on.
 
-        If another block is already published under the hash, that one stays the shared one.
+        If another block is already published under the hash, that one stays the shared one. No effect if a
+        distrusted source has worked on the owner's blocks.
         """
         with self._lock:
-            for table in self._owned[owner].tables:
+            held = self._owned[owner]
+            if not held.sources.isdisjoint(self._distrusted):
+                return
+            for table in held.tables:
                 if index >= table.first:
-                    self._physical.publish(table.block_ids[index], block_hash)
+                    self._physical.publish(table.block_ids[index], block_hash, held.sources)
+
+    def came_from(self, owner: Owner, source: str) -> None:
+        """There is work of ``source`` in what is written to the owner's blocks; said before any of them is published."""
+        with self._lock:
+            held = self._owned[owner]
+            held.sources |= {source}
+
+    def distrust(self, source: str) -> tuple[int, frozenset[Owner]]:
+        """Drop all published blocks that ``source`` has worked on, and publish none again.
+
+        Returns how many there were, and who holds blocks that it has worked on: they keep them, until they are released.
+        """
+        with self._lock:
+            self._distrusted.add(source)
+            owners = frozenset(owner for owner, held in self._owned.items() if source in held.sources)
+            return self._physical.drop_from(source), owners
 
     def hand_on(self, owner: Owner, new_owner: Owner) -> None:
         """All blocks of ``owner`` become ``new_owner``'s, as when a verified lease becomes a sequence."""

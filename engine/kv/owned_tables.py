@@ -38,6 +38,7 @@ class Held:
 
     num_blocks: int  # logical ones that it asked for; a group with a window may not have come so far yet
     tables: list[Table]  # by group
+    sources: frozenset[str] = frozenset()  # whose work is in its blocks, beside this worker's
 
     def copies(self) -> Tables:
         """For somebody who may change them."""
@@ -82,7 +83,8 @@ class OwnedTables:
             Table(one.first, [0] * one.first + one.shared + self._physical.take(owner, group, one.num_fresh))
             for group, one in enumerate(found)
         ]
-        held = self._held[owner] = Held(num_blocks, tables)
+        sources = self._physical.sources(block_id for one in found for block_id in one.shared)
+        held = self._held[owner] = Held(num_blocks, tables, sources)
         return held.copies()
 
     def grow(self, owner: Owner, group: int, num_blocks: int) -> list[int]:
@@ -117,7 +119,7 @@ class OwnedTables:
         for table in tables:
             for block_id in table.needed:
                 self._physical.hold(new_owner, block_id)
-        forked = self._held[new_owner] = Held(num_blocks, tables)
+        forked = self._held[new_owner] = Held(num_blocks, tables, held.sources)
         return forked.copies()
 
     def replace(self, owner: Owner, group: int, index: int) -> None:

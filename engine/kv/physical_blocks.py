@@ -32,6 +32,9 @@ class PhysicalBlocks:
         self._holders: list[set[Owner]] = [set() for _ in range(num_blocks)]
         self._claims: list[tuple[Claim, ...] | None] = [None] * num_blocks  # of owned blocks: how long they shall stay
         self._hash_of: dict[int, bytes] = {}  # published blocks
+        self._sources: dict[
+            int, frozenset[str]
+        ] = {}  # of published blocks: whose work is in them, beside this worker's
         self._block_of: list[dict[bytes, int]] = [{} for _ in range(num_groups)]
         self._group_of = [0] * num_blocks  # of blocks that are not free
         self._num_taken = [0] * num_groups  # by group, blocks that are not free
@@ -133,7 +136,7 @@ class PhysicalBlocks:
         while len(self._free) < num_blocks:
             block_id = self.cache.evict()
             self._num_cached[self._group_of[block_id]] -= 1
-            del self._block_of[self._group_of[block_id]][self._hash_of.pop(block_id)]
+            self._unpublish(block_id)
             self._set_free(block_id)
         fresh = [self._free.popleft() for _ in range(num_blocks)]
         self._num_taken[group] += num_blocks
@@ -142,10 +145,10 @@ class PhysicalBlocks:
             self.hold(owner, block_id)
         return fresh
 
-    def publish(self, block_id: int, block_hash: bytes) -> None:
+    def publish(self, block_id: int, block_hash: bytes, sources: frozenset[str] = frozenset()) -> None:
         """Others of its group may find it by ``block_hash``, unless another is found by that already.
 
-        Raises ValueError if it has another hash.
+        ``sources``: whose work is in it, beside this worker's. Raises ValueError if it has another hash.
         """
         known = self._hash_of.get(block_id)
         if known is not None and known != block_hash:
@@ -154,6 +157,23 @@ class PhysicalBlocks:
         if known is None and block_hash not in block_of:
             self._hash_of[block_id] = block_hash
             block_of[block_hash] = block_id
+            if sources:
+                self._sources[block_id] = sources
+
+    def sources(self, block_ids: Iterable[int]) -> frozenset[str]:
+        """Whose work is in these blocks, beside this worker's."""
+        return frozenset().union(*(self._sources.get(block_id, ()) for block_id in block_ids))
+
+    def drop_from(self, source: str) -> int:
+        """Nobody finds a block any more that ``source`` has worked on; who holds one keeps it. Returns how many they were."""
+        dropped = [block_id for block_id, sources in self._sources.items() if source in sources]
+        for block_id in dropped:
+            self._unpublish(block_id)
+            if not self._holders[block_id]:
+                self.cache.remove(block_id)
+                self._num_cached[self._group_of[block_id]] -= 1
+                self._set_free(block_id)
+        return len(dropped)
 
     def check_integrity(self, held: Iterable[tuple[Owner, int, list[int]]]) -> None:
         """Assert that every block is in exactly one place and that the books agree with each other.
@@ -185,7 +205,12 @@ class PhysicalBlocks:
             assert counts == [self._num_taken[group], self._num_cached[group]], f"counts of group {group} are wrong"
             num_leased = sum(is_its[block_id] for block_id, count in enumerate(leases) if count)
             assert self._num_leased[group] == num_leased, f"leased count of group {group} is wrong"
+        assert set(self._sources) <= set(self._hash_of), f"sources of {sorted(self._sources)}, not all published"
         assert self.ledger(None).balances, f"the ledger does not balance: {self.ledger(None)}"
+
+    def _unpublish(self, block_id: int) -> None:
+        del self._block_of[self._group_of[block_id]][self._hash_of.pop(block_id)]
+        self._sources.pop(block_id, None)
 
     def _set_free(self, block_id: int) -> None:
         self._claims[block_id] = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +19,7 @@ from kvrelay.gateway.metrics import ModelMetrics
 from kvrelay.gateway.model_names import worker_address
 from kvrelay.gateway.workers.load import Key, choose_fingerprint
 from kvrelay.gateway.workers.worker import AttemptEvent, Listener, Worker
-from kvrelay.wire.messages import Hello, KeyTokens, Role, Status
+from kvrelay.wire.messages import Distrust, Hello, KeyTokens, Role, Status, worker_peer_id
 from kvrelay.wire.network import Network
 from kvrelay.wire.security.keys import WireKeys
 from kvrelay.wire.settings import LinkSettings
@@ -26,6 +27,7 @@ from kvrelay.wire.settings import LinkSettings
 logger = logging.getLogger(__name__)
 
 _NOTHING: Mapping[str, int] = {}
+_MAX_DISTRUSTED = 256  # that are remembered; the last ones heard of
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +76,13 @@ class WorkerPool:
         self._had_prefill_worker = False  # up; before that those that are listed are starting, and worth waiting for
         self._listeners: dict[Key, Listener] = {}
         self._stopping: set[asyncio.Task[None]] = set()
+        self._distrusted: deque[str] = deque(maxlen=_MAX_DISTRUSTED)  # starts of prefill workers, by their ``peer_id``
         self.on_key_tokens: Callable[[KeyTokens], object] = lambda _: (
             None
         )  # hears what other gateways tell through workers
         self.changed = asyncio.Event()  # set when a worker came, went or reported; waiters clear it
+        for role in (Role.PREFILL, Role.DECODE):
+            metrics.distrusted_workers.labels(role.value)  # from 0 on: an alert sees the first one
         for gauge, state, read in (
             (metrics.worker_requests, "running", lambda status: status.num_running),
             (metrics.worker_requests, "waiting", lambda status: status.num_waiting),
@@ -168,6 +173,21 @@ class WorkerPool:
         listener = self._listeners.get(key)
         if listener is not None:
             listener(event)
+
+    def on_wrong(self, worker: Worker) -> None:
+        """It computes wrongly. Decode workers drop what a prefill worker shipped; those that come later are told, too."""
+        self._metrics.distrusted_workers.labels(worker.role.value).inc()
+        if worker.role is Role.PREFILL and worker.welcome is not None:
+            peer_id = worker_peer_id(worker.welcome.worker_id, worker.welcome.epoch)
+            self._distrusted.append(peer_id)
+            for decode in self.decodes.values():
+                decode.client.send(Distrust(peer_id=peer_id))
+
+    def on_welcome(self, worker: Worker) -> None:
+        """A link is up; what was sent before may have been lost."""
+        if worker.role is Role.DECODE:
+            for peer_id in self._distrusted:
+                worker.client.send(Distrust(peer_id=peer_id))
 
     @property
     def is_local_only(self) -> bool:

@@ -108,13 +108,17 @@ class Worker:
             "%s worker %s at %s: up, %s, %d KV blocks",
             self.role, welcome.worker_id, self.address, card.layout.model_id, card.num_blocks,
         )  # fmt: skip
+        self._owner.on_welcome(self)
         self._owner.take_stock()
 
     def on_message(self, message: Message) -> None:
         """Take a report, or pass an answer on to its attempt."""
         match message:
             case Status():
+                was_wrong = self.is_wrong
                 self.status = message
+                if self.is_wrong and not was_wrong:
+                    self._on_wrong()
                 if self.load is not None:
                     self.load.on_status(message, self._clock())
                 self._owner.changed.set()
@@ -144,10 +148,23 @@ class Worker:
             logger.error("%s worker at %s refuses this gateway: %s", self.role, self.address, refused.detail)
         self.problem = refused.detail
 
+    def _on_wrong(self) -> None:
+        """It computes wrongly, and will end: nothing that it says counts any more."""
+        reason = "it computes wrongly"
+        logger.error("%s worker at %s: %s", self.role, self.address, reason)
+        self.problem = reason
+        self._owner.on_wrong(self)
+        self.abandon(reason)
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether it has said that it computes wrongly."""
+        return self.status is not None and self.status.state is WorkerState.WRONG
+
     @property
     def is_usable(self) -> bool:
         """Whether requests can be sent to it."""
-        is_leaving = self.is_retiring or (self.status is not None and self.status.state is WorkerState.DRAINING)
+        is_leaving = self.is_retiring or (self.status is not None and self.status.state is not WorkerState.READY)
         return self.welcome is not None and self.client.is_up and not is_leaving and not self.misfit
 
     @property

@@ -34,6 +34,7 @@ class Played:
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.reasons: list[str] = []
+        self.exit_code = 1
         self.live_reasons: list[str] = []
         self.may_drain = asyncio.Event()
         self.is_draining = asyncio.Event()
@@ -236,7 +237,8 @@ async def test_a_component_that_dies_while_it_drains_is_not_waited_for(monkeypat
             await super().drain()
 
     played = Dying()
-    assert await run_until_signal(played, drain_s=3600.0) == 1
+    played.exit_code = 3
+    assert await run_until_signal(played, drain_s=3600.0) == 3
     assert played.calls == ["start", "drain", "stop"]
 
 

@@ -57,6 +57,11 @@ CASES = [
         {f'kvrelay_refused_kv_blocks_total{{cause="wrong_hash", pod="{DECODE}"}}': "0+0.5x15 8+5x20"},
         15, 20, {"cause": "wrong_hash", "pod": DECODE},
     ),
+    Case(
+        "KvrelayComputesWrongly",
+        {f'kvrelay_distrusted_workers_total{{model="tiny", role="prefill", pod="{GATEWAY}"}}': "0x15 1x25"},
+        15, 17, {"role": "prefill"},
+    ),
     Case("KvrelayStrangers", {f'kvrelay_refused_keys_total{{pod="{DECODE}"}}': "0+0.5x15 8+5x20"}, 15, 20, {"pod": DECODE}),
     Case("KvrelayWorkersRefused", {f'kvrelay_workers_refused{{pod="{GATEWAY}"}}': "0x5 1x30"}, 14, 17, {}),
     Case(

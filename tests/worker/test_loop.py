@@ -30,6 +30,9 @@ class Scripted:
         self.next_error: Exception | None = None
         self.may_step = threading.Event()
         self.may_step.set()
+        self.num_checks_left = 0
+        self.may_check = threading.Event()
+        self.may_check.set()
 
     def handle(self, command: int) -> None:
         self.threads.add(threading.get_ident())
@@ -40,6 +43,16 @@ class Scripted:
 
     def has_work(self) -> bool:
         return self.num_left > 0
+
+    @property
+    def is_checking(self) -> bool:
+        return self.num_checks_left > 0
+
+    def idle(self) -> None:
+        if self.num_checks_left:
+            self.events.put("check")
+            assert self.may_check.wait(WAIT_S)
+            self.num_checks_left -= 1
 
     def step(self) -> bool:
         self.threads.add(threading.get_ident())
@@ -120,6 +133,16 @@ def test_without_room_it_waits_for_news(worker: Scripted, loop: ModelLoop, monke
     worker.has_room = True
     loop.wake()
     worker.expect("step")
+
+
+def test_an_idle_worker_checks_itself_and_work_comes_in_between(worker: Scripted, loop: ModelLoop) -> None:
+    worker.num_checks_left = 2
+    worker.may_check.clear()
+    loop.start()
+    worker.expect("check")
+    loop.post(cast("Any", 1))
+    worker.may_check.set()
+    worker.expect("handle 1", "step", "check")
 
 
 def test_a_step_that_fails_is_told_and_logged_and_the_loop_goes_on(
