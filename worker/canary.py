@@ -109,9 +109,10 @@ class Canary:
         sequence.set_status(SequenceStatus.RUNNING)
         self._sequence, self._tokens = sequence, []
         store = self._leader.engine.store
-        for block_id in self._block_ids(sequence):
-            store.open_write(block_id)[:] = bytes(store.block_nbytes)
-            store.close_write(block_id)
+        for group, block_ids in enumerate(sequence.block_tables):
+            for block_id in block_ids:
+                store.open_write(block_id, group)[:] = bytes(store.block_nbytes)
+                store.close_write(block_id)
         return True
 
     def _compute(self) -> bool:
@@ -136,22 +137,22 @@ class Canary:
             ]
             for token_id, logprob in pairs:
                 digest.update(struct.pack("<qd", token_id, 0.0 if logprob is None else logprob))
-        for block_id in self._block_ids(self._sequence):
-            content = store.open_read(block_id)
-            try:
-                if not isinstance(content, memoryview):
-                    late = content.wait(_Reader(), _READ_S)
-                    if late is None:
-                        raise TimeoutError(f"block {block_id} did not come from the device in {_READ_S:g} s")
-                    content = late
-                digest.update(content)
-            finally:
-                store.close_read(block_id)
+        geometry = self._leader.engine.card.layout.geometry
+        for group, block_ids in enumerate(self._sequence.block_tables):
+            # A small group leaves a physical block's end unused, which may read as anything.
+            nbytes = geometry.block_size * geometry.groups[group].token_nbytes
+            for block_id in block_ids:
+                content = store.open_read(block_id, group)
+                try:
+                    if not isinstance(content, memoryview):
+                        late = content.wait(_Reader(), _READ_S)
+                        if late is None:
+                            raise TimeoutError(f"block {block_id} did not come from the device in {_READ_S:g} s")
+                        content = late
+                    digest.update(content[:nbytes])
+                finally:
+                    store.close_read(block_id)
         return digest.digest()
-
-    @staticmethod
-    def _block_ids(sequence: Sequence) -> list[int]:
-        return [block_id for table in sequence.block_tables for block_id in table]
 
 
 @dataclass(frozen=True, slots=True)
