@@ -91,7 +91,7 @@ def accumulate(
     softcap,
     window,
     pool_stride_block,
-    value_ptr,
+    value_offset,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_PAD: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -130,7 +130,6 @@ def accumulate(
             blocks = tl.load(table_ptr + positions // BLOCK_SIZE)
         starts = blocks.to(tl.int64) * pool_stride_block
         key_ptrs = head_ptr + (starts + (positions % BLOCK_SIZE) * HEAD_DIM)[:, None] + dims[None, :]
-        value_ptrs = value_ptr + (starts + (positions % BLOCK_SIZE) * VALUE_DIM)[:, None] + value_dims[None, :]
         keys = _load_tile(key_ptrs, present, HEAD_DIM, HEAD_DIM_PAD, HAS_SCALES, MASKED)
         scores = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale_log2
         if HAS_SOFTCAP:
@@ -142,6 +141,11 @@ def accumulate(
                 visible = visible & (distance < window)
             scores = tl.where(visible, scores, float("-inf"))
         weights, correction, row_max, row_sum = _weigh(scores, row_max, row_sum)
+        if VALUE_DIM == HEAD_DIM:
+            value_ptrs = key_ptrs + value_offset  # with addresses of their own, registers spill
+        else:
+            rows = starts + (positions % BLOCK_SIZE) * VALUE_DIM
+            value_ptrs = head_ptr + value_offset + rows[:, None] + value_dims[None, :]
         values = _load_tile(value_ptrs, present, VALUE_DIM, VALUE_DIM_PAD, HAS_SCALES, MASKED)
         acc = tl.dot(weights.to(values.dtype), values, acc * correction[:, None], input_precision="ieee")
     return acc, row_max, row_sum

@@ -175,7 +175,8 @@ def _prefill_attention_kernel(
         masked_start = tl.maximum(first_position - window + 1, 0) // KEYS * KEYS
     table_ptr = block_tables_ptr + seq.to(tl.int64) * block_tables_stride_seq
     head_ptr = pool_ptr + kv_head * (BLOCK_SIZE * HEAD_DIM)
-    value_ptr = pool_ptr + pool_stride_value + kv_head * (BLOCK_SIZE * VALUE_DIM)
+    # From a head's keys to its values.
+    value_offset = pool_stride_value + kv_head * (BLOCK_SIZE * (VALUE_DIM - HEAD_DIM))
 
     # A finite floor, not -inf: a row that sees none of a tile's keys must not compute inf - inf.
     row_max = tl.full([ROWS], -1.0e30, tl.float32)
@@ -222,7 +223,7 @@ def _prefill_attention_kernel(
             softcap,
             window,
             pool_stride_block,
-            value_ptr,
+            value_offset,
             HEAD_DIM,
             HEAD_DIM_PAD,
             VALUE_DIM,
@@ -251,7 +252,7 @@ def _prefill_attention_kernel(
         softcap,
         window,
         pool_stride_block,
-        value_ptr,
+        value_offset,
         HEAD_DIM,
         HEAD_DIM_PAD,
         VALUE_DIM,
