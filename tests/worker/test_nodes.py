@@ -26,6 +26,12 @@ def never(*_: Any) -> Any:
     raise AssertionError("nothing is loaded")
 
 
+@pytest.fixture(autouse=True)
+def _own_logs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test process keeps its log handlers and their level."""
+    monkeypatch.setattr("kvrelay.worker.main.configure_logs", lambda *_: None)
+
+
 @pytest.mark.parametrize("node_rank", [0, 1])
 def test_ranks_of_other_hosts_need_keys_or_a_word_of_the_operators(node_rank: int) -> None:
     """On both ends: neither listens to, nor connects to, whoever is there."""
