@@ -1,10 +1,12 @@
-"""A prefill and a decode worker beside one worker that does both, on the same two cores, in closed loops.
+"""A prefill and a decode worker beside workers that do both, on the same two cores, in closed loops.
 
-    .venv/bin/python benchmarks/split.py                                        # the four loads, 20 minutes
+Two devices may also be one worker of both, which computes a prompt twice as fast as any one device can, or two workers of one each.
+
+    .venv/bin/python benchmarks/split.py                                        # the four loads, 30 minutes
     .venv/bin/python benchmarks/split.py --budgets 20,40,80,160,none --plots docs/images      # TTFT over p99 gap
     .venv/bin/python benchmarks/split.py --load 16x400 --rounds 1 --scale 0.1                 # to try it
 
-Both ways of a load take turns, the other one paused. A budget is `--itl-budget-ms` of the decode workers, on both ways: "auto" is
+The ways of a load take turns, the others paused. A budget is `--itl-budget-ms` of the decode workers, in all ways: "auto" is
 the default, "none" no bound.
 """
 
@@ -17,9 +19,9 @@ import click
 from peers.figures import LOADED, Results
 from peers.plots import curves_plot
 from peers.rounds import Sample, Stage, run_figure
-from peers.servers import Places, kvrelay_local, kvrelay_split
+from peers.servers import Places, kvrelay_each, kvrelay_local, kvrelay_split
 from peers.session import begin, dtype_option, plots_option, run, work_dir_option
-from peers.ways import COLOCATED, LOOPS, POOLS, WAYS, Case, Point, table
+from peers.ways import LOOPS, ONE_EACH, ONE_OF_BOTH, POOLS, WAYS, Case, Point, table
 
 from kvrelay.launcher.models import resolve_model
 
@@ -73,7 +75,7 @@ def main(
     plots: Path | None,
     work_dir: Path | None,
 ) -> None:
-    """Measure two pools of workers beside one on this machine."""
+    """Measure two pools of workers beside workers that do both on this machine."""
     work, say = begin(work_dir, "split")
     places = Places(resolve_model("demo"), None, work, work, dtype)
     loops = [loop for loop in LOOPS if not names or loop.name in names]
@@ -82,7 +84,8 @@ def main(
     for budget in budgets:
         makers = {
             POOLS: partial(kvrelay_split, f"split-{budget}", places, *options_of(budget)),
-            COLOCATED: partial(kvrelay_local, f"colocated-{budget}", places, *options_of(budget)),
+            ONE_OF_BOTH: partial(kvrelay_local, f"one-of-both-{budget}", places, *options_of(budget)),
+            ONE_EACH: partial(kvrelay_each, f"one-each-{budget}", places, *options_of(budget)),
         }
         with Stage(makers, say) as stage:
             for loop in loops:

