@@ -15,7 +15,7 @@ from fastapi.openapi.docs import get_swagger_ui_html
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
@@ -175,6 +175,9 @@ def _add_docs_page(app: FastAPI) -> None:
         swagger_ui_parameters={"validatorUrl": None},  # else the description is sent to swagger.io
     )
     app.get("/docs", include_in_schema=False)(lambda: page)
+    app.get("/", include_in_schema=False)(
+        lambda: RedirectResponse("docs")
+    )  # for whoever opens the address in a browser
     app.mount("/docs", StaticFiles(packages=[("fastapi_swagger", "resources")]))
 
 

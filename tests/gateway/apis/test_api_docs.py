@@ -46,3 +46,9 @@ async def test_the_page_needs_nothing_from_elsewhere(model_directory: Path, tmp_
             assert file.content
             for place in re.findall(rb"url\(([^)]*)\)", file.content) if name.endswith(".css") else ():
                 assert place.strip(b"\"'").startswith(b"data:")
+
+
+async def test_the_bare_address_leads_to_the_page(model_directory: Path) -> None:
+    async with app_for(model_directory, good) as app:
+        answer = await app.client.get("/")
+        assert (answer.status_code, answer.headers["location"]) == (307, "docs")
