@@ -11,7 +11,7 @@ around it. Knows no tables: which blocks belong together is :class:`kvrelay.engi
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 
 from kvrelay.common.clock import Clock
@@ -197,14 +197,13 @@ class PhysicalBlocks:
         found = {number: (group, one) for group, its in enumerate(self._block_of) for one, number in its.items()}
         assert found == published, "published hashes disagree"
         assert cached <= set(published) <= owned | cached, f"cached {cached}, published {sorted(published)}"
-        leases = [sum(holder.kind is OwnerKind.LEASE for holder in its) for its in holders]
+        leases = [sum(holder.kind is OwnerKind.LEASE for holder in its) if its else 0 for its in holders]
         assert self._num_leases == leases, "a block's count of leases is wrong"
+        leased = [block_id for block_id, count in enumerate(leases) if count]
+        by_group = [Counter(map(self._group_of.__getitem__, blocks)) for blocks in (owned | cached, cached, leased)]
         for group in range(len(self._block_of)):
-            is_its = [self._group_of[block_id] == group for block_id in range(self.num_blocks)]
-            counts = [sum(is_its[one] for one in blocks) for blocks in (owned | cached, cached)]
-            assert counts == [self._num_taken[group], self._num_cached[group]], f"counts of group {group} are wrong"
-            num_leased = sum(is_its[block_id] for block_id, count in enumerate(leases) if count)
-            assert self._num_leased[group] == num_leased, f"leased count of group {group} is wrong"
+            counts = [self._num_taken[group], self._num_cached[group], self._num_leased[group]]
+            assert counts == [count[group] for count in by_group], f"counts of group {group} are wrong"
         assert set(self._sources) <= set(self._hash_of), f"sources of {sorted(self._sources)}, not all published"
         assert self.ledger(None).balances, f"the ledger does not balance: {self.ledger(None)}"
 

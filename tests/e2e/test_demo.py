@@ -96,17 +96,6 @@ def test_it_says_what_transformers_says(deployment: LocalDeployment, model_direc
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-async def test_32_streams_are_each_what_they_are_alone(deployment: LocalDeployment) -> None:
-    lengths = [16, 17, 31, 1500, 700, 513] + [16 + 7 * index for index in range(26)]
-    prompts = [prompt(index, length) for index, length in enumerate(lengths)]
-    async with http(deployment) as client:
-        together = await asyncio.gather(*(stream_ids(client, tokens, 8) for tokens in prompts))
-        wait_until_idle(deployment)
-        for tokens, output in zip(prompts, together, strict=True):
-            assert await stream_ids(client, tokens, 8) == output, f"{len(tokens)} tokens"
-    wait_until_idle(deployment)
-
-
 @pytest.mark.parametrize("victim", ["decode-0", "prefill-0"])
 async def test_a_killed_worker_costs_time_but_no_token(deployment: LocalDeployment, victim: str) -> None:
     """The only worker of its role is killed while it serves; the launcher starts it again, the stream goes on."""

@@ -64,55 +64,12 @@ def test_details(client: InferenceClient) -> None:
         assert (best["id"], best["logprob"]) == (token.id, pytest.approx(token.logprob))
 
 
-def test_a_stop_string_stays_in_the_text(client: InferenceClient) -> None:
-    answer = client.text_generation(PROMPT, max_new_tokens=30, stop=["."], details=True, return_full_text=False)
-    assert answer.generated_text.endswith(".")
-    assert answer.details is not None
-    assert answer.details.finish_reason == "stop_sequence"
-
-
-def test_the_seed_that_was_drawn_gives_the_same_text_again(client: InferenceClient) -> None:
-    first = client.text_generation(PROMPT, max_new_tokens=12, do_sample=True, top_p=0.95, details=True)
-    assert first.details is not None
-    assert first.details.seed is not None
-    again = client.text_generation(PROMPT, max_new_tokens=12, do_sample=True, top_p=0.95, seed=first.details.seed)
-    assert again == first.generated_text
-
-
-def test_best_of(client: InferenceClient) -> None:
-    answer = client.text_generation(PROMPT, max_new_tokens=8, best_of=3, do_sample=True, details=True)
-    assert answer.details is not None
-    others = answer.details.best_of_sequences
-    assert others is not None
-    assert len(others) == 2
-
-    def mean_logprob(tokens: list[Any]) -> float:
-        return float(sum(token.logprob for token in tokens) / len(tokens))
-
-    best = mean_logprob(answer.details.tokens)
-    for other in others:
-        logprobs = [token["logprob"] if isinstance(token, dict) else token.logprob for token in other.tokens]
-        assert sum(logprobs) / len(logprobs) <= best
-
-
 def test_grammars(client: InferenceClient) -> None:
     year: Any = {"type": "regex", "value": "[0-9]{4}"}
     assert client.text_generation("In the year ", max_new_tokens=9, grammar=year, return_full_text=False).isdigit()
     city: Any = {"type": "json", "value": SCHEMA}
     text = client.text_generation(PROMPT, max_new_tokens=60, grammar=city, return_full_text=False)
     assert json.loads(text).keys() == {"city"}
-
-
-def test_chats(client: InferenceClient) -> None:
-    messages = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
-    whole = client.chat_completion(messages, max_tokens=24, temperature=0)
-    assert "Paris" in (whole.choices[0].message.content or "")
-    chunks = client.chat_completion(messages, max_tokens=24, temperature=0, stream=True)
-    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
-    assert text == whole.choices[0].message.content
-    form: Any = {"type": "json_schema", "json_schema": {"name": "city", "schema": SCHEMA}}
-    guided = client.chat_completion(messages, max_tokens=60, response_format=form)
-    assert json.loads(guided.choices[0].message.content or "").keys() == {"city"}
 
 
 def test_refusals_are_what_the_client_knows(client: InferenceClient) -> None:

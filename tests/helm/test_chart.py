@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import difflib
 import functools
 import importlib.util
 import json
@@ -93,14 +94,35 @@ def problem_of(document: str, version: str) -> str | None:
     return None
 
 
+def documents(text: str) -> list[tuple[str, str]]:
+    """Each with the template and the kind that it begins with."""
+    return [(part.partition("\nmetadata:")[0], part) for part in re.split(r"^---\n", text, flags=re.MULTILINE)]
+
+
+def difference(text: str, other: str) -> str:
+    """What each document of ``text`` has otherwise than that of the same template and kind in ``other``."""
+    known, lines = dict(documents(other)), []
+    for head, document in documents(text):
+        if (beside := known.get(head, "")) != document:
+            changes = difflib.unified_diff(beside.splitlines(), document.splitlines(), n=0, lineterm="")
+            lines += [f"=== {head.splitlines()[0]}", *list(changes)[2:]]
+    lacking = known.keys() - dict(documents(text)).keys()
+    return "\n".join([*lines, *(f"=== none of {head.splitlines()[0]}" for head in sorted(lacking))]) + "\n"
+
+
 @needs_helm
 @pytest.mark.parametrize("example", STORED)
 def test_examples_render_as_they_did(example: str) -> None:
     """After a change that is meant: KVRELAY_WRITE_GOLDEN=1 pytest tests/helm, and a look at the difference."""
-    dashboard = f"metrics.dashboard.enabled={str(example == 'defaults').lower()}"  # long, and the same everywhere
-    text = rendered("--values", str(CHART / f"examples/{example}.yaml"), "--set", dashboard, *MONITORING)
-    text = _MADE.sub(r"\1: (made at the first install)", text)
-    golden = GOLDEN / f"{example}.yaml"
+
+    def text_of(name: str) -> str:
+        arguments = ("--values", str(CHART / f"examples/{name}.yaml"), "--set", "metrics.dashboard.enabled=false")
+        return _MADE.sub(r"\1: (made at the first install)", rendered(*arguments, *MONITORING))
+
+    text = text_of(example)
+    if example != "defaults":
+        text = difference(text, text_of("defaults"))
+    golden = GOLDEN / (f"{example}.yaml" if example == "defaults" else f"{example}.diff")
     if os.environ.get("KVRELAY_WRITE_GOLDEN"):
         golden.write_text(text)
     assert text == golden.read_text()

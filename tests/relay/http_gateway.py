@@ -26,7 +26,7 @@ from kvrelay.engine.fake.engine import fake_card
 from kvrelay.gateway.app import create_app
 from kvrelay.gateway.main import make_http_server
 from kvrelay.gateway.metrics import GatewayMetrics, Refusals
-from kvrelay.gateway.settings import DiscoverySettings, GatewaySettings, HttpLimits, RelaySettings, TraceSettings
+from kvrelay.gateway.settings import DiscoverySettings, GatewaySettings, RelaySettings, TraceSettings
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
 from kvrelay.prefill_worker.worker import PrefillWorker
 
@@ -88,15 +88,12 @@ async def deployment(
     gate: OnStep | None = None,
     prefill_gate: OnStep | None = None,
     hands_over: bool = True,
-    http: HttpLimits | None = None,
-    send_buffer_bytes: int | None = None,
     drain_s: float = 2,
     traces: TraceSettings | None = None,
     chunk_tokens: int | None = None,
 ) -> AsyncIterator[Deployment]:
     """Everything up and ready; stopped afterwards. ``gate`` (of the decode worker) and ``prefill_gate`` see every step's rows;
-    without ``hands_over`` the gateway knows no prefill worker; ``send_buffer_bytes``: what the kernel may hold of an answer;
-    ``chunk_tokens``: of prompts that one step computes at most."""
+    without ``hands_over`` the gateway knows no prefill worker; ``chunk_tokens``: of prompts that one step computes at most."""
     card = fake_card(vocab_size=VOCAB, num_blocks=128)
     num_seqs = 64 if chunk_tokens is None else min(64, chunk_tokens)
     decode_settings = DecodeSchedulerSettings(max_batched_tokens=chunk_tokens, max_num_seqs=num_seqs)
@@ -114,12 +111,9 @@ async def deployment(
             prefill_workers=(prefill.address,) if hands_over else (), decode_workers=(decode.address,)
         ),
         max_body_bytes=100_000,
-        http=http or HttpLimits(),
         traces=traces or TraceSettings(),
     )
     listener = socket.socket()
-    if send_buffer_bytes is not None:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_bytes)
     listener.bind(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     metrics = GatewayMetrics(CollectorRegistry())

@@ -5,32 +5,23 @@ Real workers on fake engines (which check every byte of K/V before they sample),
 
 from __future__ import annotations
 
-import asyncio
 import random
 from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
 
-from kvrelay.common.sampling import SamplingParams
-from kvrelay.decode_worker.worker import DecodeWorker
-from kvrelay.engine.fake.engine import expected_output, fake_card
-from kvrelay.engine.kv.owners import Owner, OwnerKind
-from kvrelay.gateway.metrics import GatewayMetrics
-from kvrelay.gateway.relay.request import GenerationRequest, RequestTimings
+from kvrelay.engine.fake.engine import fake_card
 from kvrelay.wire.blocks.frames import BlockHeader
 from kvrelay.wire.blocks.seal import BlockSealer, new_key
 from kvrelay.wire.blocks.send_job import SendTicket
 from kvrelay.wire.lines.block_sender import BlockSender
 from kvrelay.wire.lines.shared.place import SharedPlace
-from kvrelay.wire.messages import TokenDelta
 from kvrelay.wire.transfers import TransferSettings
 
-from .gate import Gate
 from .workers import decode_worker, gateway, generate, prefill_worker
 
 VOCAB = 1000
-THIEF = Owner(OwnerKind.LEASE, "thief")
 Sealer = BlockSealer | None
 
 
@@ -135,56 +126,3 @@ async def test_a_worker_of_another_layout_is_not_used() -> None:
         for name in "abcd":
             await generate(relay, name, prompt, 6)
     assert registries[0].get_sample_value("kvrelay_sampled_tokens_total") == 0
-
-
-async def test_a_request_that_a_worker_has_no_blocks_for_moves_to_one_that_has() -> None:
-    prompt = random.Random(4).choices(range(VOCAB), k=20)
-    metrics = GatewayMetrics(CollectorRegistry())
-    gate = Gate(num_tokens=10)
-    decodes = [decode_worker(on_step=gate), decode_worker(on_step=gate)]
-    async with gateway([prefill_worker()], decodes, metrics=metrics) as relay:
-        output: list[int] = []
-        crowded: list[DecodeWorker] = []
-
-        def take(delta: TokenDelta) -> bool:
-            output.extend(token.token_id for token in delta.tokens)
-            if len(output) >= 5 and not crowded:
-                crowded.extend(worker for worker in decodes if worker.service.entries)
-                crowded[0].blocks.allocate(THIEF, crowded[0].blocks.num_allocatable)
-                gate.open()
-            return True
-
-        sampling = SamplingParams(max_tokens=60, temperature=0.0)
-        await relay.run(GenerationRequest("a", prompt, sampling, RequestTimings(0.0)), take)
-        crowded[0].blocks.release(THIEF)
-    assert output == expected_output(prompt, 60, VOCAB)
-    assert metrics.registry.get_sample_value("kvrelay_attempts_total", {"model": "tiny", "outcome": "moved"}) == 1
-
-
-async def test_a_decode_worker_that_dies_is_replaced_without_a_seam() -> None:
-    prompt = random.Random(4).choices(range(VOCAB), k=20)
-    registries = [CollectorRegistry() for _ in range(3)]
-    gate = Gate(num_tokens=10)
-    decodes = [decode_worker(registry, on_step=gate) for registry in registries[:2]]
-    dead: list[DecodeWorker] = []
-    async with gateway([prefill_worker(registries[2])], decodes, dead=dead) as relay:
-        request = GenerationRequest("a", prompt, SamplingParams(max_tokens=100, temperature=0.0), RequestTimings(0.0))
-        output: list[int] = []
-        is_under_way = asyncio.Event()
-
-        def take(delta: TokenDelta) -> bool:
-            output.extend(token.token_id for token in delta.tokens)
-            if len(output) >= 5:
-                is_under_way.set()
-            return True
-
-        running = asyncio.create_task(relay.run(request, take))
-        await is_under_way.wait()
-        dead += [worker for worker in decodes if worker.service.entries]
-        # Nothing is said any more, and the sockets are gone: as a killed process looks from outside.
-        await dead[0]._server.stop()
-        gate.open()
-        await dead[0].stop()
-        await running
-        assert output == expected_output(prompt, 100, VOCAB)
-    assert len(dead) == 1

@@ -116,6 +116,7 @@ class Process:
         if self.state is ProcessState.RUNNING:
             self.loop.count_event()
             call.callback(*call.args)
+            self.loop.after_event(self)
         else:
             self._parked.append((call, contextvars.copy_context()))
 
@@ -123,6 +124,7 @@ class Process:
         # What ran before it after the stop may have called it off.
         if call.handle is None or not call.handle.cancelled():
             call.callback(*call.args)
+            self.loop.after_event(self)
 
 
 @dataclass(slots=True, eq=False)
@@ -179,7 +181,7 @@ class SimLoop(asyncio.SelectorEventLoop):
         self.step_s = 0.004  # of a model, at most
         self.num_events = 0
         self.triggers: dict[int, Callable[[], None]] = {}  # by event: what happens right before it
-        self.after_event: Callable[[], None] = lambda: None
+        self.after_event: Callable[[Process], None] = lambda _: None
         super().__init__(_JumpingSelector(self._jump))
         self.set_default_executor(_InlineExecutor(1))
         # All are kept: what a killed process was doing must not end when the garbage happens to be collected.
@@ -205,7 +207,6 @@ class SimLoop(asyncio.SelectorEventLoop):
         self.num_events += 1
         if (trigger := self.triggers.pop(self.num_events, None)) is not None:
             trigger()
-        self.after_event()
 
     def call_soon(
         self, callback: Callable[..., Any], *args: Any, context: contextvars.Context | None = None

@@ -30,7 +30,7 @@ MACHINES = Machines(
 )
 RELAY = RelaySettings(request_timeout_s=60, room_timeout_s=20)
 BEFORE, AFTER = 60, 60  # events around the answer to the first Withdraw
-STRIDE = {"fast": 60, "all": 12, "fuzz": 1}[settings.get_current_profile_name()]
+STRIDE = {"fast": 60, "all": 24, "fuzz": 1}[settings.get_current_profile_name()]
 
 WORKER_FAULTS: dict[str, Fault] = {
     **{f"kill {name}": kill(name) for name in ("p0", "p1", "d0", "d1")},

@@ -28,28 +28,28 @@ BODIES: dict[str, tuple[str, dict[str, Any], int]] = {
 }
 
 
-NUM_TRIES = 5
+NUM_TRIES = 2
 
 
 class Gaps:
-    """The longest time for which nothing else could run on the loop."""
+    """The longest work for which nothing else could run on the loop: in CPU seconds of its thread."""
 
     def __init__(self) -> None:
         self.longest_s = 0.0
 
     async def watch(self) -> None:
         """Until cancelled."""
-        last_s = time.perf_counter()
+        last_s = time.thread_time()
         while True:
             await asyncio.sleep(0)  # a turn of the loop
-            now_s = time.perf_counter()
+            now_s = time.thread_time()
             self.longest_s, last_s = max(self.longest_s, now_s - last_s), now_s
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", BODIES)
 async def test_a_body_that_is_much_work_does_not_stop_the_others(model_directory: Path, name: str) -> None:
-    """For a tenth of a second at most; other work on the machine only adds to that, so the shortest of some tries counts."""
+    """For a tenth of a second at most, but for the garbage collector, which may come into one of the tries."""
     path, body, status = BODIES[name]
     async with app_for(model_directory, good, max_body_bytes=2**23) as app:
         request = app.client.build_request("POST", path, json=body)
