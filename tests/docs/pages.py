@@ -14,7 +14,7 @@ _BLOCK = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"!?\[([^\]]*)\]\([^)]*\)")
 _ITEM = re.compile(r"\s*([-*]|\d+\.)\s+")
 _END = re.compile(r"(?<=[.!?:;])\s+(?=[A-Z\"(0-9])|(?<=\.\))\s+|\s→\s")
-_WORD = re.compile(r"[^\W_][\w'’./,%+-]*")
+_WORD = re.compile(r"[^\W_][^\s()]*")
 
 
 def code_blocks(page: Path, language: str) -> list[str]:
@@ -30,7 +30,7 @@ def rows(page: Path) -> Iterator[list[str]]:
 
 
 def sentences(text: str) -> Iterator[str]:
-    """Of paragraphs, items and cells; code is one word, a list of it, too; links are their text. Commands and headings are no sentences."""
+    """Of paragraphs, items and cells, in plain words. Code, or a list of it, is one word; commands and headings are none."""
     for part in _parts(_BLOCK.sub("", text)):
         plain = re.sub(r"(`[^`]*`[,→ ]*)+", "Code ", _LINK.sub(r"\1", part)).replace("*", "")
         yield from _END.split(plain)

@@ -44,7 +44,9 @@ def run(command: list[str], directory: Path, text: str = "") -> str:
     """What it prints; fails with what it says."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = f"{directory / 'src'}:{directory}"
-    done = subprocess.run(command, cwd=directory, env=environment, input=text, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=directory, env=environment, input=text, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
