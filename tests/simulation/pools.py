@@ -140,10 +140,10 @@ class Result:
         return values[len(values) // 2] if values else float("nan")
 
 
-def run(pools: Pools, mix: Mix, seconds: float, seed: int = 1) -> Result:
+def run(pools: Pools, mix: Mix, seconds: float, seed: int = 1, machines: Machines = MACHINES) -> Result:
     """Requests come for so long, to workers that have computed a few others; returns when all have ended."""
     relay = RelaySettings(local_prefill=pools.local_prefill)
-    with living(lambda: World(seed, pools.num_prefills, pools.num_decodes, 1, MACHINES, relay)) as world:
+    with living(lambda: World(seed, pools.num_prefills, pools.num_decodes, 1, machines, relay)) as world:
         calm(world)
         gateway = world.members["g0"]
         tasks: list[asyncio.Task[None]] = []
