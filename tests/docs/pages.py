@@ -8,11 +8,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *DOCS.rglob("*.md")])
+_OUTSIDE = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "examples/README.md", "benchmarks/README.md")
+PAGES = sorted([*(ROOT / name for name in _OUTSIDE), *DOCS.rglob("*.md")])
 
 _BLOCK = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"!?\[([^\]]*)\]\([^)]*\)")
-_ITEM = re.compile(r"\s*([-*]|\d+\.)\s+")
+_ITEM = re.compile(r"^\s*([-*]|\d+\.)\s+")
 _END = re.compile(r"(?<=[.!?:;])\s+(?=[A-Z\"(0-9])|(?<=\.\))\s+|\s→\s")
 _WORD = re.compile(r"[^\W_][^\s()]*")
 
