@@ -8,7 +8,7 @@ it. A round is timed by the sender: first block given away until the receiver's 
     frames     pyzmq PUSH/PULL, ``copy=False`` on both sides, as one writes it: the bytes end in ZeroMQ's memory and are thrown
                away, untouched. Nobody can use them there.
     frames-kept the same, in processes that tell glibc to keep freed memory as kvrelay's workers do
-               (:mod:`kvrelay.common.memory`): the most that ZeroMQ gives. All ways below do that, too.
+               (:mod:`kvrelay.common.system`): the most that ZeroMQ gives. All ways below do that, too.
     verified   kvrelay's BlockSender and BlockReceiver with a lease: XXH3 over header and pool memory, granted, committed, verified.
     sealed     the same with AES-256-GCM instead of XXH3.
     shared     kvrelay through shared memory (SharedReceiver), as between workers on one host: the same lease, the same proof.

@@ -14,8 +14,8 @@ from handoff_rounds import Way, receive_rounds, send_rounds
 from prometheus_client import CollectorRegistry
 
 from kvrelay.common.block_hash import HashChain
-from kvrelay.common.memory import keep_freed_memory
 from kvrelay.common.sampling import SampledToken, SamplingParams
+from kvrelay.common.system import keep_freed_memory
 from kvrelay.wire.blocks.pieces import whole_block
 from kvrelay.wire.codec import Codec
 from kvrelay.wire.leases.lease import LeaseSettings, VerifiedLease

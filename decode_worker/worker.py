@@ -31,7 +31,7 @@ _TICK_S = 0.2  # how late an expired lease may be reaped, or a request whose tim
 
 
 class DecodeWorker(Worker[DecodeService]):
-    """Implements :class:`kvrelay.common.process.Component`."""
+    """Implements :class:`kvrelay.worker.process.run.Component`."""
 
     def __init__(
         self,

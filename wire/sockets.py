@@ -29,7 +29,7 @@ def bound_strangers(socket: zmq.Socket[bytes]) -> None:
     """What a socket sets before it binds where strangers can reach it: who says nothing holds a descriptor for 5 s only.
 
     How many connections there are at a time, ZeroMQ does not bound: the process's limit on descriptors does
-    (:mod:`kvrelay.common.descriptors`).
+    (:mod:`kvrelay.common.system`).
     """
     socket.setsockopt(zmq.HANDSHAKE_IVL, round(_HANDSHAKE_S * 1000))
     socket.setsockopt(zmq.BACKLOG, _BACKLOG)

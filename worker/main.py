@@ -11,7 +11,6 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry
 
 from kvrelay.common.logs import configure_logs
-from kvrelay.common.process import Component, ProcessSettings, serve_process
 from kvrelay.engine.factory import load_engine, load_guides
 from kvrelay.engine.load_progress import LoggedProgress
 from kvrelay.engine.ranks.nodes import OtherNodes, place_of
@@ -22,6 +21,7 @@ from kvrelay.wire.network import Network
 from kvrelay.wire.security.keys import keys_of
 from kvrelay.worker.adapters import AdapterSettings
 from kvrelay.worker.nodes import Leaving, node_addresses, ranks_secret, serve_ranks
+from kvrelay.worker.process.run import Component, ProcessSettings, serve_process
 from kvrelay.worker.settings import WorkerSettings
 from kvrelay.worker.setup import Setup
 

@@ -243,7 +243,7 @@ class BlockReceiver:
         self._warnings = RareWarnings(logger, time.monotonic)  # a flood of bad frames must not become a flood of logs
 
     def start(self) -> None:
-        """Start receiving. A process that does so for long should keep freed memory (:mod:`kvrelay.common.memory`)."""
+        """Start receiving. A process that does so for long should keep freed memory (:mod:`kvrelay.common.system`)."""
         self._thread.start()
 
     @property

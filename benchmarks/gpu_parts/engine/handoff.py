@@ -23,7 +23,7 @@ from sides import Side, heard
 from gpu_parts.frame.rows import Against, Goal, Row, Unit
 from gpu_parts.frame.running import PRELOADED, Context, Fact, Finding
 from gpu_parts.frame.sizes import BLOCK_SIZE
-from kvrelay.common.memory import keep_freed_memory
+from kvrelay.common.system import keep_freed_memory
 from kvrelay.engine.config.model import parse_config
 from kvrelay.engine.kv.copies import CudaCopies, StagingPlan
 from kvrelay.engine.kv.geometry import geometry_of
