@@ -8,11 +8,9 @@ it. A round is timed by the sender: first block given away until the receiver's 
     frames     pyzmq PUSH/PULL, ``copy=False`` on both sides, as one writes it: the bytes end in ZeroMQ's memory and are thrown
                away, untouched. Nobody can use them there.
     frames-kept the same, in processes that tell glibc to keep freed memory as kvrelay's workers do
-               (:mod:`kvrelay.common.memory`): the most that ZeroMQ gives. All ways below do that, too.
+               (:mod:`kvrelay.common.system`): the most that ZeroMQ gives. All ways below do that, too.
     verified   kvrelay's BlockSender and BlockReceiver with a lease: XXH3 over header and pool memory, granted, committed, verified.
     sealed     the same with AES-256-GCM instead of XXH3.
-    verified@N the same over N data sockets, with as many threads to take blocks; also ``sealed@N``, and ``shared@N`` over N
-               rings. Without @N it is as many as a worker has by default; ``--data-sockets 1 2`` has both in every round.
     shared     kvrelay through shared memory (SharedReceiver), as between workers on one host: the same lease, the same proof.
     shared-sealed the same with AES-256-GCM.
 
@@ -42,7 +40,6 @@ from kvrelay.launcher.bench.machine import CpuMeter
 from kvrelay.launcher.bench.records import CpuUse
 
 LONGEST_S = 1800.0  # for one size of blocks
-STRIPED = {"verified", "sealed", "shared", "shared-sealed"}  # have connections, one or several
 PLAIN_WAYS = ("frames", "frames-kept")
 WAYS = [*PLAIN_WAYS, "verified", "sealed", "shared", "shared-sealed"]
 
@@ -52,8 +49,8 @@ def measure(sizes: Sizes, ways: Sequence[str], num_rounds: int) -> tuple[dict[st
     rounds: dict[str, list[Round]] = {}
     with ExitStack() as stack:
         runs: dict[str, Callable[[], Round]] = {}
-        for text in ways:
-            way, (at_receiver, at_sender) = Way.of(text), Pipe()
+        for name in ways:
+            way, (at_receiver, at_sender) = Way(name), Pipe()
             # No way shares a process, and so settings and heap, with another.
             receiver, sender = (
                 stack.enter_context(Side(target, sizes, way, peer, ends_s=time.monotonic() + LONGEST_S))
@@ -63,9 +60,9 @@ def measure(sizes: Sizes, ways: Sequence[str], num_rounds: int) -> tuple[dict[st
             at_sender.close()
             sender.tell(receiver.hear())
             digest = sender.hear()
-            runs[text] = functools.partial(run_round, sender, receiver)
+            runs[name] = functools.partial(run_round, sender, receiver)
             run_round(sender, receiver, None if way.is_plain else digest)
-            runs[text]()
+            runs[name]()
         names = list(runs)
         meter = CpuMeter(lambda: [child.pid for child in psutil.Process().children(recursive=True)])
         for number in range(num_rounds):
@@ -93,7 +90,6 @@ def summary(sizes: Sizes, rounds: dict[str, list[Round]], cpu: CpuUse | None) ->
     gigabytes = sizes.nbytes / 1e9
     compared = [(way, base) for way in ("verified", "sealed", "shared", "shared-sealed") for base in PLAIN_WAYS]
     compared += [("sealed", "verified"), ("shared", "verified"), ("shared-sealed", "shared")]
-    compared += [(way, f"{name}@1") for way in rounds for name, _, number in [way.partition("@")] if number > "1"]
     ratios = {f"{way} / {base}": ratio(way, base) for way, base in compared}
     return {
         "block_nbytes": sizes.block_nbytes,
@@ -134,11 +130,6 @@ def _ranged(found: dict[str, float]) -> str:
     return f"{found['median']:.2f} ({found['lowest']:.2f} to {found['highest']:.2f})"
 
 
-def _with_sockets(way: str, numbers: Sequence[int]) -> list[str]:
-    """The ways that are compared for ``way``."""
-    return [f"{way}@{number}" for number in numbers] if way in STRIPED else [way]
-
-
 def main() -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -146,19 +137,10 @@ def main() -> int:
     parser.add_argument("--round-mib", type=int, default=384, help="bytes of one round in MiB")
     parser.add_argument("--rounds", type=int, default=9, help="rounds that count, behind two that warm up")
     parser.add_argument("--ways", nargs="+", default=WAYS, help="what is measured")
-    parser.add_argument(
-        "--data-sockets",
-        type=int,
-        nargs="+",
-        help="numbers of data sockets, or rings, to compare; each way of kvrelay's once with each",
-    )
     options = parser.parse_args()
-    ways = options.ways
-    if options.data_sockets is not None:
-        ways = [one for way in ways for one in _with_sockets(way, options.data_sockets)]
     for block_kib in options.block_kib:
         sizes = Sizes(block_kib * 1024, max(1, options.round_mib * 1024 // block_kib))
-        show(summary(sizes, *measure(sizes, ways, options.rounds)))
+        show(summary(sizes, *measure(sizes, options.ways, options.rounds)))
     return 0
 
 

@@ -13,16 +13,9 @@ from sides import Side, heard
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How blocks go: a name of :mod:`handoff`'s, and over how many data sockets or rings, each with a thread at either end."""
+    """How blocks go: a name of :mod:`handoff`'s."""
 
     name: str
-    num_sockets: int = 1
-
-    @classmethod
-    def of(cls, text: str) -> Way:
-        """``verified@2`` has two sockets, ``verified`` one."""
-        name, _, number = text.partition("@")
-        return cls(name, int(number or 1))
 
     @property
     def is_plain(self) -> bool:

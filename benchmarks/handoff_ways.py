@@ -14,8 +14,8 @@ from handoff_rounds import Way, receive_rounds, send_rounds
 from prometheus_client import CollectorRegistry
 
 from kvrelay.common.block_hash import HashChain
-from kvrelay.common.memory import keep_freed_memory
 from kvrelay.common.sampling import SampledToken, SamplingParams
+from kvrelay.common.system import keep_freed_memory
 from kvrelay.wire.blocks.pieces import whole_block
 from kvrelay.wire.codec import Codec
 from kvrelay.wire.leases.lease import LeaseSettings, VerifiedLease
@@ -27,7 +27,6 @@ from kvrelay.wire.lines.shared.receiver import SharedReceiver
 from kvrelay.wire.lines.shared.sender import SharedTarget
 from kvrelay.wire.messages import Commit, FailureCode, Grant, Message, Offer, Verified
 from kvrelay.wire.metrics import WireMetrics
-from kvrelay.wire.sockets import num_network_threads
 from kvrelay.wire.transfers import DecodeLink, TransferSettings, TransferTable
 
 BLOCK_SIZE = 16  # tokens
@@ -79,27 +78,18 @@ class KvrelayReceiver:
             whole_block(sizes.block_nbytes),
             ttl_s=ANSWER_S,
             seals_kv=way.seals_kv,
-            num_receivers=way.num_sockets,
         )
         metrics = WireMetrics(CollectorRegistry())
         # One block more than is sent: a lease has room for the first token behind the prompt.
         self._leases = LeaseTable(settings, WholePool(sizes.num_blocks + 1), pool, self._ends, metrics, time.monotonic)
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(num_network_threads(way.num_sockets))
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._receiver: BlockReceiver | SharedReceiver
         if way.is_shared:
-            self._receiver = SharedReceiver(
-                SharedPlace(), self._leases, sizes.block_nbytes, metrics, num_threads=way.num_sockets
-            )
+            self._receiver = SharedReceiver(SharedPlace(), self._leases, sizes.block_nbytes, metrics)
             self._receiver.start()
             self.address = self._receiver.name
             return
-        self._receiver = BlockReceiver(
-            "tcp://127.0.0.1:0",
-            self._leases,
-            sizes.block_nbytes,
-            context=self._context,
-            num_threads=way.num_sockets,
-        )
+        self._receiver = BlockReceiver("tcp://127.0.0.1:0", self._leases, sizes.block_nbytes, context=self._context)
         self._receiver.start()
         self.address = self._receiver.address
 
@@ -204,14 +194,8 @@ class KvrelaySender:
         # Without shared memory it would go over TCP, to nobody: that ends with an error, not with a figure.
         shared = SharedTarget(address, SharedPlace(), sizes.block_nbytes) if way.is_shared else None
         address = "tcp://127.0.0.1:9" if way.is_shared else address
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(num_network_threads(way.num_sockets))
-        self._sender = BlockSender(
-            address,
-            metrics=metrics,
-            context=self._context,
-            shared=shared,
-            num_sockets=way.num_sockets,
-        )
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._sender = BlockSender(address, metrics=metrics, context=self._context, shared=shared)
         self._link = DecodeLink(self._control, self._sender, way.seals_kv)
         self._transfers = TransferTable(
             pool, geometry_of(sizes, BLOCK_SIZE), TransferEnds(), TransferSettings(), metrics, time.monotonic

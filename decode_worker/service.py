@@ -13,10 +13,10 @@ from typing import Any
 
 import msgspec
 
-from kvrelay.common.beam_check import invalid_first_token
 from kvrelay.common.block_hash import HashChain
 from kvrelay.common.sampling import SampledToken
 from kvrelay.decode_worker.refusals import cache_miss, misfit
+from kvrelay.engine.beams.check import invalid_first_token
 from kvrelay.engine.kv.block_manager import BlockManager
 from kvrelay.engine.kv.leased_blocks import lease_owner
 from kvrelay.engine.kv.owners import Owner, sequence_owner

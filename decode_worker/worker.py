@@ -31,7 +31,7 @@ _TICK_S = 0.2  # how late an expired lease may be reaped, or a request whose tim
 
 
 class DecodeWorker(Worker[DecodeService]):
-    """Implements :class:`kvrelay.common.process.Component`."""
+    """Implements :class:`kvrelay.worker.process.run.Component`."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class DecodeWorker(Worker[DecodeService]):
         drafters: Seq[Drafter] = (),
     ) -> None:
         """``drafters``: empty: those that the settings ask for, if they do."""
-        card, network, num_threads = engine.card, setup.network, setup.data_sockets
+        card, network = engine.card, setup.network
         max_batched_tokens = prompt_step_tokens(settings.max_batched_tokens, card.device_type)
         if max_batched_tokens < settings.max_num_seqs:
             raise SettingsError(
@@ -61,7 +61,6 @@ class DecodeWorker(Worker[DecodeService]):
                 pieces_of(card.layout.geometry),
                 settings.lease_ttl_s,
                 setup.seal_kv,
-                num_threads,
             ),
             LeasedBlocks(self.blocks),
             engine.store,
@@ -75,16 +74,13 @@ class DecodeWorker(Worker[DecodeService]):
             card.layout.geometry.physical_nbytes,
             context=network.context,
             gate=self._gate,
-            num_threads=num_threads,
         )
         token = None if self._gate is None else self._gate.data_token
         self._receivers: dict[str, BlockReceiver | SharedReceiver] = {"the KV port": receiver}
         shared_name = None
         if setup.shared_memory is not None:
             place, metrics = setup.shared_memory, self._wire_metrics
-            shared = SharedReceiver(
-                place, self.leases, card.layout.geometry.physical_nbytes, metrics, token=token, num_threads=num_threads
-            )
+            shared = SharedReceiver(place, self.leases, card.layout.geometry.physical_nbytes, metrics, token=token)
             self._receivers["the shared memory's socket"] = shared
             shared_name = shared.name
         self.data_address = receiver.address

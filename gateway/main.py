@@ -18,9 +18,9 @@ import uvicorn
 from prometheus_client import CollectorRegistry
 from starlette.types import ASGIApp
 
-from kvrelay.common.descriptors import raise_descriptor_limit
 from kvrelay.common.errors import SettingsError
 from kvrelay.common.logs import configure_logs
+from kvrelay.common.system import raise_descriptor_limit
 from kvrelay.gateway.app import create_app
 from kvrelay.gateway.http.protocol import HttpProtocol
 from kvrelay.gateway.http.sse import GatheredWrites

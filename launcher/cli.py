@@ -47,9 +47,7 @@ Examples:
       a deployment without prefill workers; what long prompts do to the answers under way
   kvrelay bench --input-len lognormal:600,400 --prefix-tokens 512 --prefix-groups 8 --warmup 5s
       lengths as in real traffic, 8 shared beginnings, the first 5 seconds not counted
-  kvrelay bench --trace conversation_trace.jsonl --trace-speed 2 --duration-s 60
-      the first minute of a Mooncake trace at twice its speed
-  kvrelay bench compare colocated.json disaggregated.json --plots plots
+  kvrelay bench compare colocated.json disaggregated.json
       two runs side by side"""
 
 COMMANDS: dict[str, CommandEntry] = {

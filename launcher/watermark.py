@@ -1,10 +1,60 @@
-"""``kvrelay watermark``: whether a text carries the watermark that requests can ask for (:mod:`kvrelay.common.watermark`)."""
+"""``kvrelay watermark``: whether a text carries the watermark that requests can ask for.
+
+:mod:`kvrelay.engine.sampling.watermark` says what it is.
+"""
 
 from __future__ import annotations
 
-from kvrelay.common.watermark import detect
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvrelay.engine.sampling.watermark import is_green
 from kvrelay.gateway.text.tokenizer import Tokenizer
 from kvrelay.launcher.models import resolve_model
+
+
+@dataclass(frozen=True, slots=True)
+class Detection:
+    """How green a text is."""
+
+    num_scored: int  # distinct pairs of neighbours
+    num_green: int
+    gamma: float
+
+    @property
+    def green_fraction(self) -> float:
+        """Of the scored tokens; 0 if there are none."""
+        return self.num_green / self.num_scored if self.num_scored else 0.0
+
+    @property
+    def z(self) -> float:
+        """Standard deviations above what chance gives (the paper's equation 3); 0 if nothing was scored."""
+        if not self.num_scored:
+            return 0.0
+        deviation = math.sqrt(self.num_scored * self.gamma * (1 - self.gamma))
+        return (self.num_green - self.gamma * self.num_scored) / deviation
+
+    @property
+    def p_value(self) -> float:
+        """How likely text without a watermark is at least this green, by the normal approximation."""
+        return 0.5 * math.erfc(self.z / math.sqrt(2))
+
+
+def detect(token_ids: Sequence[int], gamma: float = 0.5) -> Detection:
+    """Score ``token_ids``; the first has no predecessor and is not scored.
+
+    Each pair of neighbours counts once, as the paper advises: what repeats itself proves nothing by it. Raises ValueError
+    unless ``0 < gamma < 1``.
+    """
+    if not 0 < gamma < 1:
+        raise ValueError(f"gamma is {gamma}; it must lie between 0 and 1")
+    tokens = np.asarray(token_ids, dtype=np.uint32)
+    pairs = np.unique(np.stack((tokens[:-1], tokens[1:])), axis=1)
+    green = is_green(pairs[0], pairs[1], gamma)
+    return Detection(num_scored=len(green), num_green=int(green.sum()), gamma=gamma)
 
 
 def report(text: str, model: str, gamma: float) -> list[str]:

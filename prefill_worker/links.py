@@ -7,7 +7,6 @@ the decode worker (it restarted) gets a new sender: frames queued for the old pr
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 from collections.abc import Callable
 from functools import partial
@@ -55,13 +54,12 @@ class LinkHandler(Protocol):
 class _Peer:
     """One decode worker's address. Implements :class:`kvrelay.wire.control.client.ClientHandler`."""
 
-    def __init__(self, address: str, number: int, links: DecodeLinks, on_mute: Callable[[], object]) -> None:
-        """``number``: nobody else's. ``on_mute``: called, on any thread, when the link has become mute."""
+    def __init__(self, address: str, links: DecodeLinks, on_mute: Callable[[], object]) -> None:
+        """``on_mute``: called, on any thread, when the link has become mute."""
         self.address = address
         self.link: DecodeLink | None = None
         self.unfit: tuple[FailureCode, str] | None = None  # why this process there takes no blocks of ours, ever
         self.asked_s = 0.0  # when a request last named this address
-        self._number = number
         self._links = links
         self._on_mute = on_mute
         self._told = ""  # the last problem that was logged
@@ -96,8 +94,6 @@ class _Peer:
             context=setup.network.context,
             token=welcome.data_token,
             shared=SharedTarget(welcome.shared_memory, setup.shared_memory, nbytes, welcome.data_token),
-            num_sockets=setup.data_sockets,
-            first_thread=self._number,
             on_end=self._on_mute,
         )
         self.link = DecodeLink(self.client, self._sender, setup.seal_kv)
@@ -159,7 +155,6 @@ class DecodeLinks:
         self.metrics = metrics
         self._clock = setup.network.clock
         self._peers: dict[str, _Peer] = {}
-        self._numbers = itertools.count()
         self._stopping: set[asyncio.Task[None]] = set()
 
     def link_to(self, address: str) -> DecodeLink | None:
@@ -169,9 +164,8 @@ class DecodeLinks:
             self.reset(address, _MUTE)
             peer = None
         if peer is None:
-            number = next(self._numbers)
             sweep_now = partial(asyncio.get_running_loop().call_soon_threadsafe, self.sweep)
-            peer = _Peer(address, number, self, sweep_now)
+            peer = _Peer(address, self, sweep_now)
             self._peers[address] = peer
             peer.client.start()
         peer.asked_s = self._clock()

@@ -23,7 +23,7 @@ _TICK_S = 0.05  # how long blocks may stay held after the last send that reads t
 
 
 class PrefillWorker(Worker[PrefillService]):
-    """Implements :class:`kvrelay.common.process.Component`."""
+    """Implements :class:`kvrelay.worker.process.run.Component`."""
 
     def __init__(
         self,

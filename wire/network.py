@@ -14,9 +14,8 @@ from kvrelay.common.clock import Clock
 from kvrelay.wire.lines.block_sender import BlockSender
 from kvrelay.wire.lines.data_plane import BlockReceiver
 from kvrelay.wire.loop_socket import LoopSocket
-from kvrelay.wire.sockets import num_network_threads
 
-_MAX_SOCKETS = 16_384  # ZeroMQ's own bound, 1,023, is that of some 70 decode workers with four data sockets each
+_MAX_SOCKETS = 16_384  # ZeroMQ's own bound, 1,023, is that of some 300 decode workers
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +29,9 @@ class Network:
     block_receiver: type[BlockReceiver]
 
     @classmethod
-    def open(cls, data_sockets: int = 1) -> Network:
-        """The real one, with network threads for so many data sockets to or from one worker. ``close`` it once."""
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=num_network_threads(data_sockets))
+    def open(cls) -> Network:
+        """The real one. ``close`` it once."""
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         context.max_sockets = _MAX_SOCKETS
         return cls(time.monotonic, context, LoopSocket, BlockSender, BlockReceiver)
 

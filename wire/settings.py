@@ -62,16 +62,3 @@ class SameHostSettings:
         "send KV blocks through shared memory to workers on the same host, over TCP to all others: auto (finds workers of the same "
         "machine, or pod), off, or a directory that workers of one host have in common (pods: a hostPath)",
     )
-
-
-@dataclass(frozen=True, slots=True)
-class DataSettings:
-    """Over how many connections, and with how many threads, KV blocks go between two workers."""
-
-    data_sockets: int = setting(
-        1,
-        "prefill worker: connections, over TCP or shared memory, that KV blocks for a decode worker are spread over, opened as "
-        "needed, a thread for each; decode worker: threads that take blocks, on either way",
-        minimum=1,
-        maximum=16,
-    )

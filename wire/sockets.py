@@ -1,9 +1,4 @@
-"""What every socket of a link has in common.
-
-ZeroMQ moves bytes on threads of its own, the context's. A worker with one data socket for each link has one such thread. With more
-it has one for control messages, which then wait behind no block, and one for each data socket: a connection stays on its thread
-for good, so a second one on the same thread would make nothing faster.
-"""
+"""What every socket of a link has in common."""
 
 from __future__ import annotations
 
@@ -30,33 +25,11 @@ def close_dead_connections(socket: zmq.Socket[bytes], after_s: float) -> None:
     socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, _PROBES)
 
 
-def num_network_threads(num_data_sockets: int) -> int:
-    """Threads (``io_threads``) of the context of a worker with so many data sockets for each link."""
-    return 1 if num_data_sockets == 1 else 1 + num_data_sockets
-
-
-def choose_control_thread(socket: zmq.Socket[bytes]) -> None:
-    """Keep a socket off the threads that move blocks, before it binds or connects."""
-    socket.setsockopt(zmq.AFFINITY, 1)
-
-
-def choose_data_thread(socket: zmq.Socket[bytes], context: zmq.Context[zmq.Socket[bytes]], number: int) -> None:
-    """Put a data socket on a thread that moves blocks, before it connects: sockets with neighbouring numbers on different ones."""
-    num_others = context.get(zmq.IO_THREADS) - 1
-    socket.setsockopt(zmq.AFFINITY, 1 << (1 + number % num_others if num_others else 0))
-
-
-def choose_data_threads(socket: zmq.Socket[bytes], context: zmq.Context[zmq.Socket[bytes]]) -> None:
-    """Let connections to this socket be served by all threads that move blocks, each by the idlest, before it binds."""
-    num_threads = context.get(zmq.IO_THREADS)
-    socket.setsockopt(zmq.AFFINITY, (1 << num_threads) - 2 if num_threads > 1 else 1)
-
-
 def bound_strangers(socket: zmq.Socket[bytes]) -> None:
     """What a socket sets before it binds where strangers can reach it: who says nothing holds a descriptor for 5 s only.
 
     How many connections there are at a time, ZeroMQ does not bound: the process's limit on descriptors does
-    (:mod:`kvrelay.common.descriptors`).
+    (:mod:`kvrelay.common.system`).
     """
     socket.setsockopt(zmq.HANDSHAKE_IVL, round(_HANDSHAKE_S * 1000))
     socket.setsockopt(zmq.BACKLOG, _BACKLOG)
@@ -64,7 +37,6 @@ def bound_strangers(socket: zmq.Socket[bytes]) -> None:
 
 def configure_control(socket: zmq.Socket[bytes], settings: LinkSettings) -> None:
     """What both ends of a control link set, before they bind or connect."""
-    choose_control_thread(socket)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, _SEND_QUEUE)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_CONTROL_FRAME_NBYTES)

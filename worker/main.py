@@ -11,7 +11,6 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry
 
 from kvrelay.common.logs import configure_logs
-from kvrelay.common.process import Component, ProcessSettings, serve_process
 from kvrelay.engine.factory import load_engine, load_guides
 from kvrelay.engine.load_progress import LoggedProgress
 from kvrelay.engine.ranks.nodes import OtherNodes, place_of
@@ -22,6 +21,7 @@ from kvrelay.wire.network import Network
 from kvrelay.wire.security.keys import keys_of
 from kvrelay.worker.adapters import AdapterSettings
 from kvrelay.worker.nodes import Leaving, node_addresses, ranks_secret, serve_ranks
+from kvrelay.worker.process.run import Component, ProcessSettings, serve_process
 from kvrelay.worker.settings import WorkerSettings
 from kvrelay.worker.setup import Setup
 
@@ -59,12 +59,11 @@ def serve_worker(
             time.time_ns(),
             settings.address,
             registry,
-            Network.open(settings.data.data_sockets),
+            Network.open(),
             model=settings.served_model_name or "",
             seal_kv=settings.security.seals_kv,
             keys=keys,
             shared_memory=shared_memory,
-            data_sockets=settings.data.data_sockets,
             max_retained_share=settings.kv.max_retained_share,
             guides=load_guides(settings.model, settings.fake, engine.card.vocab_size),
             adapters=AdapterSettings.of(settings.model),

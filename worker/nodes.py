@@ -14,11 +14,11 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from kvrelay.common.process import ProcessSettings, serve_process
 from kvrelay.engine.ranks.host import RankHost
 from kvrelay.engine.ranks.nodes import NodePlace
 from kvrelay.wire.messages import Role
 from kvrelay.wire.security.keys import WireKeys, keys_of
+from kvrelay.worker.process.run import ProcessSettings, serve_process
 from kvrelay.worker.settings import WorkerSettings
 
 logger = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ def serve_ranks(role: Role, settings: WorkerSettings, place: NodePlace) -> int:
 
 
 class _Ranks:
-    """Implements :class:`kvrelay.common.process.Component`."""
+    """Implements :class:`kvrelay.worker.process.run.Component`."""
 
     def __init__(self, place: NodePlace, secret: bytes, model: str) -> None:
         self._start = partial(RankHost, place, secret, model)

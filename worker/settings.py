@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kvrelay.common.settings import setting
 from kvrelay.engine.settings import FakeSettings, KvSettings, ModelSettings, NodeSettings
-from kvrelay.wire.settings import SERVED_MODEL_NAME_HELP, DataSettings, SameHostSettings, SecuritySettings
+from kvrelay.wire.settings import SERVED_MODEL_NAME_HELP, SameHostSettings, SecuritySettings
 
 ADMIN_PORT_HELP = "HTTP port of /health, /metrics and /debug/kv"
 
@@ -30,7 +30,6 @@ class WorkerSettings:
     fake: FakeSettings
     security: SecuritySettings
     same_host: SameHostSettings
-    data: DataSettings
     scheduler: SchedulerSettings
     address: str
     admin_port: int

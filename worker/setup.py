@@ -29,7 +29,6 @@ class Setup:
     seal_kv: bool = False
     keys: WireKeys | None = None
     shared_memory: SharedPlace | None = None  # where workers on this host find each other; None: nowhere
-    data_sockets: int = 1  # connections, or threads, for the KV blocks of one peer
     max_retained_share: float = 0.5
     guides: GuideCompiler = field(default_factory=NoGuides)
     adapters: AdapterSettings | None = None

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from kvrelay.common.beam_check import invalid_beams, unfit_beams
 from kvrelay.common.block_hash import MAX_CACHE_SALT
 from kvrelay.common.model_card import ModelCard
 from kvrelay.common.sampling_check import invalid_sampling
+from kvrelay.engine.beams.check import invalid_beams, unfit_beams
 from kvrelay.wire.messages import ABOUT_GUIDE, Failed, FailureCode, Offer, Status, Submit, WorkerState
 
 

@@ -41,7 +41,7 @@ S = TypeVar("S", bound=Service[Any])
 
 
 class Worker(ABC, Generic[S]):
-    """Implements :class:`kvrelay.common.process.Component`."""
+    """Implements :class:`kvrelay.worker.process.run.Component`."""
 
     def __init__(
         self,

@@ -13,9 +13,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from kvrelay.launcher.bench.plots import burst_times_s
 from kvrelay.launcher.bench.records import RunResult
 from kvrelay.launcher.bench.summary import percentile
+from kvrelay.launcher.bench.workload import BURST
 from peers.figures import burst_window, gaps_of_streams
 from peers.rounds import Sample
 from peers.ways import WAYS, Point, Points
@@ -68,7 +68,7 @@ def _panel(axes: Axes, label: str, run: RunResult, color: str, end_s: float) -> 
     words = f"p50 {_tick(p50)}, p99 {_tick(p99)}, largest {_tick(during[-1])}"
     axes.set_title(f"{label}:  {words}", fontsize=9.5, loc="left")
     axes.hlines(p99, from_s, until_s, color="black", linewidth=0.9, linestyle="--")
-    for due_s in burst_times_s(run):
+    for due_s in sorted({one.due_s for one in run.requests if one.stream == BURST and not one.is_warmup}):
         axes.axvline(due_s, color=_GREY, linewidth=0.8, alpha=0.6, zorder=0)
     axes.yaxis.set_major_locator(FixedLocator([value / 1e3 for value in _TICKS_MS]))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _place: _tick(value)))

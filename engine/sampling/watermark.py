@@ -1,15 +1,55 @@
-"""Raises the logits of green tokens (:mod:`kvrelay.common.watermark`), for the rows that ask for a watermark."""
+"""The watermark of Kirchenbauer et al., "A Watermark for Large Language Models" (ICML 2023): raises the logits of green tokens.
+
+Each token makes a part ``gamma`` of the vocabulary green for the token behind it ("left hash", a context of one). Generation
+adds ``delta`` to the logits of green tokens; whoever knows the hash counts green tokens
+afterwards: text without a watermark has a part ``gamma`` of them, up to chance.
+
+The hash is ours, and may never change: texts outlive programs. A token is green behind another exactly if
+``mix(token ^ mix(previous + 0x9E3779B9)) < gamma * 2**32``, where ``mix`` is the finalizer of MurmurHash3 (A. Appleby, public
+domain), a bijection of 32-bit words. So a list's size is gamma's part of the vocabulary up to chance, where the paper has it exact;
+in return a token's colour costs six integer operations, the same on every machine, whatever the vocabulary. There is no secret in
+it: everybody can detect the watermark, and who knows of it can wash it out.
+"""
 
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from kvrelay.common.watermark import MULTIPLIERS, Words, keys_of, mix, threshold_of
 from kvrelay.engine.sampling.rows import Asking
 from kvrelay.engine.step.slots import WATERMARK
 
+Words = npt.NDArray[np.uint32]
+
+GOLDEN = 0x9E3779B9  # keeps token 0 from being mixed to 0
+MULTIPLIERS = (0x85EBCA6B, 0xC2B2AE35)  # of MurmurHash3's finalizer
 _LOW32 = 2**32 - 1
+
+
+def mix(words: Words) -> Words:
+    """MurmurHash3's finalizer of each 32-bit word."""
+    words = words ^ (words >> np.uint32(16))
+    words = words * np.uint32(MULTIPLIERS[0])
+    words = words ^ (words >> np.uint32(13))
+    words = words * np.uint32(MULTIPLIERS[1])
+    return words ^ (words >> np.uint32(16))
+
+
+def keys_of(previous: Words) -> Words:
+    """What the colour of the next token is keyed by."""
+    return mix(previous + np.uint32(GOLDEN))
+
+
+def is_green(previous: Words, token_ids: Words, gamma: float) -> npt.NDArray[np.bool_]:
+    """Whether each token is green behind its predecessor; both arrays ``[n]``."""
+    green: npt.NDArray[np.bool_] = mix(token_ids ^ keys_of(previous)) < threshold_of(gamma)
+    return green
+
+
+def threshold_of(gamma: float) -> int:
+    """Hashes below it are green: ``gamma * 2**32``, within 0 to ``2**32 - 1``."""
+    return min(max(int(gamma * 2**32), 0), 2**32 - 1)
 
 
 def add_watermark(logits: torch.Tensor, asking: Asking) -> None:
@@ -30,7 +70,7 @@ def _green_cpu(keys: Words, vocab_size: int, threshold: int, device: torch.devic
 
 
 def green_on_device(keys: Words, vocab_size: int, threshold: int, device: torch.device) -> torch.Tensor:
-    """Whether each token ``[vocab]`` is green, by the hash of :func:`kvrelay.common.watermark.mix` in 64-bit integers.
+    """Whether each token ``[vocab]`` is green, by the hash of :func:`mix` in 64-bit integers.
 
     For GPUs; on a CPU numpy, which knows unsigned words, is several times as fast.
     """

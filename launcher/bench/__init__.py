@@ -2,5 +2,5 @@
 
 Data flows one way: ``workload`` plans every request before the first is sent, ``client`` sends one and notes when each chunk came,
 ``load`` sends them all at their times, and the :class:`~kvrelay.launcher.bench.records.RunResult` that comes out is all that
-``summary``, ``report``, ``plots`` and ``compare`` ever see.
+``summary``, ``report`` and ``compare`` ever see.
 """

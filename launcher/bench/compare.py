@@ -19,7 +19,7 @@ from kvrelay.launcher.bench.summary import Distribution, StreamSummary, Summary,
 from kvrelay.launcher.errors import BenchError
 
 # Runs that differ only in these are the same measurement.
-_SAME_LOAD = ("url", "model", "name", "output", "plots", "slo", "prompt_seed", "server_pid", "start_timeout_s")
+_SAME_LOAD = ("url", "model", "name", "output", "slo", "prompt_seed", "server_pid", "start_timeout_s")
 _NOISE = 0.05  # ratios nearer to 1 are no difference
 
 
@@ -35,13 +35,12 @@ class Figure:
 
 @click.command("compare", short_help="Put results of several runs side by side.")
 @click.argument("results", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("--plots", type=click.Path(path_type=Path), metavar="DIR", help="Directory for a plot of all runs.")
-def compare(results: tuple[Path, ...], plots: Path | None) -> None:
+def compare(results: tuple[Path, ...]) -> None:
     """Put RESULTS, files that `kvrelay bench --output` wrote, side by side. The first one is what others are compared with.
 
     \b
     Example:
-      kvrelay bench compare colocated.json disaggregated.json --plots plots
+      kvrelay bench compare colocated.json disaggregated.json
     """
     if len(results) < 2:
         raise BenchError(f"{len(results)} result file is given; a comparison needs two or more")
@@ -50,13 +49,6 @@ def compare(results: tuple[Path, ...], plots: Path | None) -> None:
     for difference in differences(runs):
         console.print(difference, style="yellow", highlight=False, markup=False)
     console.print(comparison_table(runs))
-    if plots is not None:
-        from kvrelay.launcher.bench.plots import write_plot  # noqa: PLC0415 - only if there is something to draw
-
-        try:
-            console.print(f"plot: {write_plot(runs, plots)}", highlight=False, markup=False)
-        except OSError as error:
-            raise BenchError(f"cannot write plots to {plots}: {error.strerror or error}") from error
 
 
 def with_distinct_names(results: Sequence[RunResult], paths: Sequence[Path]) -> list[RunResult]:

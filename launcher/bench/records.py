@@ -1,7 +1,7 @@
 """What a benchmark run leaves behind: one record per request, everything else is computed from them.
 
 The file that ``kvrelay bench --output`` writes is a :class:`RunResult` as JSON, with its figures as ``summary`` for readers;
-``kvrelay bench compare`` and the plots read it back, and compute the figures again. All times are seconds since the start of
+``kvrelay bench compare`` reads it back, and computes the figures again. All times are seconds since the start of
 the run (``RunResult.started_at`` on the wall clock), on one monotonic clock.
 """
 
@@ -67,7 +67,7 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
     """A whole run."""
 
     format: int = FORMAT
-    name: str  # what the run is called in tables and plots
+    name: str  # what the run is called in tables
     started_at: str  # ISO 8601, UTC
     duration_s: float  # what rates are over, see ``summary.rate_window``
     url: str

@@ -63,7 +63,7 @@ def run(settings: BenchSettings) -> int:
     workload = plan_workload(settings)
     parse_slo(settings.report.slo)
     parse_id_range(settings.prompt.token_ids, "--token-ids")
-    _check_places(settings)
+    _check_output(settings.report.output)
     if settings.prompt.prompt_seed is None:
         prompt = dataclasses.replace(settings.prompt, prompt_seed=secrets.randbelow(2**31))
         settings = dataclasses.replace(settings, prompt=prompt)
@@ -73,10 +73,6 @@ def run(settings: BenchSettings) -> int:
     if settings.report.output is not None:  # first: no table is worth a lost measurement
         write_result(Path(settings.report.output), result)
     print_report(result, console)
-    if settings.report.plots is not None:
-        from kvrelay.launcher.bench.plots import write_plot  # noqa: PLC0415 - matplotlib only if there is something to draw
-
-        console.print(f"plot: {write_plot([result], Path(settings.report.plots))}", highlight=False)
     return 1 if all(record.error is not None for record in result.requests if not record.is_warmup) else 0
 
 
@@ -108,20 +104,18 @@ def doubts(counted: Sequence[RequestRecord], cpu: CpuUse | None) -> list[str]:
     return found
 
 
-def _check_places(settings: BenchSettings) -> None:
+def _check_output(output: str | None) -> None:
     """A result that cannot be written must not be found out after the measurement. Raises SettingsError."""
-    output, plots = settings.report.output, settings.report.plots
-    folders = {"--plots": plots and Path(plots), "--output": output and Path(output).parent}
-    for flag, folder in folders.items():
-        if not folder:
-            continue
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise SettingsError(f"{flag}: cannot make {folder} ({error.strerror})") from error
-        if not os.access(folder, os.W_OK):
-            raise SettingsError(f"{flag}: cannot write in {folder}")
-    if output is not None and Path(output).is_dir():
+    if output is None:
+        return
+    folder = Path(output).parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SettingsError(f"--output: cannot make {folder} ({error.strerror})") from error
+    if not os.access(folder, os.W_OK):
+        raise SettingsError(f"--output: cannot write in {folder}")
+    if Path(output).is_dir():
         raise SettingsError(f"--output is {output!r}; it must be a file")
 
 
@@ -190,9 +184,7 @@ async def _measure(settings: BenchSettings, workload: Workload, target: Target) 
             "no counted request has ended, so there is nothing to report; give a longer --duration-s, a higher --rate, "
             "or a shorter --warmup"
         )
-    # A trace may be shorter than the time that it was given, and an interrupted run was not given it.
-    is_timed = settings.load.trace is None and not runner.is_stopped
-    from_s, until_s = rate_window(counted, workload.end_s if is_timed else None)
+    from_s, until_s = rate_window(counted, None if runner.is_stopped else workload.end_s)
     # Neither a start and a warm-up nor the wait for a last answer may blur what the CPU did.
     lag_s = max((late for at_s, late in runner.late if from_s <= at_s <= until_s), default=0.0)
     cpu = meter.use(start_s + from_s, start_s + until_s, max_lag_s=lag_s)

@@ -40,7 +40,7 @@ class TargetSettings:
 
 @dataclass(frozen=True, slots=True)
 class LoadSettings:
-    """How many requests come, and when. One of rate, concurrency and trace."""
+    """How many requests come, and when. Either rate or concurrency."""
 
     rate: float | None = setting(
         None, "requests per second, sent when they are due whatever the server does (open loop)", minimum=0.001
@@ -54,24 +54,15 @@ class LoadSettings:
         minimum=1,
         maximum=10_000,
     )
-    trace: str | None = setting(
-        None, "JSON lines of a Mooncake trace: timestamp (ms), input_length, output_length, hash_ids"
-    )
-    trace_speed: float = setting(1.0, "how much faster than recorded a trace is replayed", minimum=0.001)
-    trace_block_tokens: int = setting(512, "tokens that one entry of hash_ids stands for", unit="tokens", minimum=1)
     burst: str | None = setting(
         None, 'requests on top that come together, as "every=5s,n=4,input=1500,output=16"; counted apart'
     )
     duration_s: float | None = setting(
-        None,
-        "how long requests are sent (answers are waited for); default: 30, a trace: all of it",
-        unit="s",
-        minimum=0.1,
+        None, "how long requests are sent (answers are waited for); default: 30", unit="s", minimum=0.1
     )
     requests: int | None = setting(None, "how many requests are sent, instead of a duration", minimum=1)
     warmup: str | None = setting(
-        None,
-        "how long requests come first that are not counted, as 5s; 0: not at all; default: 2s, of a trace: not at all",
+        None, "how long requests come first that are not counted, as 5s; 0: not at all; default: 2s"
     )
     timeout_s: float = setting(300.0, "after which an answer counts as failed", unit="s", minimum=0.1)
 
@@ -99,10 +90,9 @@ class PromptSettings:
 class ReportSettings:
     """What is made of it."""
 
-    name: str | None = setting(None, "what the run is called in tables and plots; default: the model's name")
+    name: str | None = setting(None, "what the run is called in tables; default: the model's name")
     slo: str | None = setting(None, 'what a good answer is, as "ttft=1s,itl=100ms,e2e=10s"')
     output: str | None = setting(None, "where the result goes as JSON: every request with all its times")
-    plots: str | None = setting(None, "directory for plots")
 
 
 @dataclass(frozen=True, slots=True)

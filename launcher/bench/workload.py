@@ -1,9 +1,9 @@
 """Plans a load: which request comes when, what it asks, and what of it is shared. Pure functions of the settings.
 
-An open loop (``--rate``, ``--trace``, ``--burst``) is a list of due times. A closed loop (``--concurrency``) has no times, but what
+An open loop (``--rate``, ``--burst``) is a list of due times. A closed loop (``--concurrency``) has no times, but what
 its n-th request is, is known all the same. Nothing depends on what the server does, so the same settings are the same load on
-any server. A prompt is planned as pieces; ``bodies.py`` makes tokens or words of them when they are sent: the tokens of a
-long trace would not fit into memory.
+any server. A prompt is planned as pieces; ``bodies.py`` makes tokens or words of them when they are sent: those of a long
+run would not fit into memory.
 """
 
 from __future__ import annotations
@@ -13,12 +13,9 @@ import math
 import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from kvrelay.common.errors import SettingsError
-from kvrelay.common.settings import describe
 from kvrelay.launcher.bench.settings import BenchSettings, LoadSettings, PromptSettings
-from kvrelay.launcher.bench.trace import TraceRow, read_trace
 from kvrelay.launcher.bench.values import parse_lengths, parse_pairs, parse_time_s
 
 MAIN = "main"
@@ -101,32 +98,26 @@ class Workload:
 
     timed: tuple[PlannedRequest, ...]  # in order of due_s
     closed: ClosedLoop | None
-    end_s: float | None  # of sending, since the start of the run, if a time ends it; a trace may be over before
+    end_s: float | None  # of sending, since the start of the run, if a time ends it
 
 
 def plan_workload(settings: BenchSettings) -> Workload:
-    """Plan everything. Raises SettingsError on whatever is wrong with the load, or with its trace."""
+    """Plan everything. Raises SettingsError on whatever is wrong with the load."""
     load, prompt = settings.load, settings.prompt
-    kinds = (("--rate", load.rate), ("--concurrency", load.concurrency), ("--trace", load.trace))
-    if len(given := [flag for flag, value in kinds if value is not None]) > 1:
+    if load.rate is not None and load.concurrency is not None:
         raise SettingsError(
-            f"{' and '.join(given)} are given; one of them decides when requests are sent, leave the others out"
+            "--rate and --concurrency are given; one of them decides when requests are sent, leave the other out"
         )
     if load.duration_s is not None and load.requests is not None:
         raise SettingsError("--duration-s and --requests are both given; one of them ends the run, leave the other out")
-    warmup_s = _DEFAULT_WARMUP_S if load.trace is None else 0.0
-    if load.warmup is not None:
-        warmup_s = parse_time_s(load.warmup, "--warmup")
+    warmup_s = _DEFAULT_WARMUP_S if load.warmup is None else parse_time_s(load.warmup, "--warmup")
     end_s = None if load.duration_s is None else warmup_s + load.duration_s
-    if end_s is None and load.requests is None and load.trace is None:
+    if end_s is None and load.requests is None:
         end_s = warmup_s + _DEFAULT_DURATION_S
     main_load = MainLoad(prompt)
     main: list[PlannedRequest] = []
     closed: ClosedLoop | None = None
-    if load.trace is not None:
-        _check_trace(prompt)
-        main = _trace_requests(load, read_trace(Path(load.trace)), warmup_s, end_s)
-    elif load.rate is not None:
+    if load.rate is not None:
         times = _due_times_s(load, load.rate, prompt.seed, warmup_s, end_s)
         main = [main_load.request(i, time_s, is_warmup=time_s < warmup_s) for i, time_s in enumerate(times)]
     else:
@@ -160,42 +151,6 @@ def _due_times_s(load: LoadSettings, rate: float, seed: int, warmup_s: float, en
         return [*warmup, *sorted(chooser.uniform(warmup_s, end_s) for _ in range(num))]
     gaps = (chooser.expovariate(rate) for _ in range(load.requests or 0))
     return [*warmup, *(warmup_s + time_s for time_s in itertools.accumulate(gaps))]
-
-
-def _trace_requests(
-    load: LoadSettings, trace: Iterable[TraceRow], warmup_s: float, end_s: float | None
-) -> list[PlannedRequest]:
-    requests: list[PlannedRequest] = []
-    num_counted = 0
-    for number, row in enumerate(trace):
-        time_s = row.timestamp / 1e3 / load.trace_speed
-        if (end_s is not None and time_s >= end_s) or num_counted == load.requests:
-            break
-        num_counted += time_s >= warmup_s
-        pieces = tuple(_trace_pieces(row, number, load.trace_block_tokens))
-        requests.append(PlannedRequest(MAIN, number, time_s < warmup_s, time_s, pieces, max(1, row.output_length)))
-    return requests
-
-
-def _trace_pieces(row: TraceRow, number: int, block_tokens: int) -> Iterator[Piece]:
-    rest = row.input_length
-    for block in row.hash_ids:
-        if rest > 0:
-            yield Piece(f"block/{block}", min(rest, block_tokens))
-            rest -= block_tokens
-    if rest > 0:  # the trace names fewer blocks than the prompt has: nobody shares the rest
-        yield Piece(f"{MAIN}/{number}", rest)
-
-
-def _check_trace(prompt: PromptSettings) -> None:
-    """A trace has lengths and shared prefixes of its own; others must not be asked for in vain."""
-    for info in describe(PromptSettings):
-        is_decided = info.name in ("input_len", "output_len", "prefix_tokens", "prefix_groups")
-        if is_decided and getattr(prompt, info.name) != info.default:
-            raise SettingsError(
-                f"{info.flag} and --trace are both given, but a trace says itself how long prompts and answers are and what they "
-                f"share; leave {info.flag} out, or give --rate instead of --trace"
-            )
 
 
 def _burst_requests(text: str, seed: int, warmup_s: float, end_s: float) -> Iterator[PlannedRequest]:

@@ -19,7 +19,7 @@ from typing import Self
 
 from rich.console import Console
 
-from kvrelay.common.cores import available_cores
+from kvrelay.common.system import available_cores
 from kvrelay.launcher.local.plan import Plan, num_ports, plan_deployment
 from kvrelay.launcher.local.ports import check_free, free_ports
 from kvrelay.launcher.local.supervisor import Status, Supervisor

@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from kvrelay.common.cores import available_cores
 from kvrelay.common.errors import ModelError, SettingsError
+from kvrelay.common.system import available_cores
 from kvrelay.launcher.client import counter_values, greedy, http_client, served_model
 from kvrelay.launcher.errors import LauncherError, VerifyError
 from kvrelay.launcher.local.deployment import LocalDeployment

@@ -59,7 +59,7 @@ def test_a_round_is_not_over_before_its_blocks_have_settled(is_shared: bool) -> 
         settle(pool)
         heard.append(bool(pool.tensor[:6].all()))
 
-    way = Way("shared" if is_shared else "verified", num_sockets=2)
+    way = Way("shared" if is_shared else "verified")
     receiver = KvrelayReceiver(cast(Pool, pool), sizes, theirs, way, settle=settled)
     sender = KvrelaySender(source, sizes, ours, receiver.address, way)
     thread = threading.Thread(target=receiver.run)

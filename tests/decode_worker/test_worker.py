@@ -23,9 +23,9 @@ from kvrelay.worker.setup import Setup
 WAIT_S = 30.0
 
 
-def decode_worker(place: SharedPlace | None = None, data_sockets: int = 1) -> DecodeWorker:
-    anywhere, network = "tcp://127.0.0.1:*", Network.open(data_sockets)
-    setup = Setup("decode", 1, anywhere, CollectorRegistry(), network, shared_memory=place, data_sockets=data_sockets)
+def decode_worker(place: SharedPlace | None = None) -> DecodeWorker:
+    anywhere, network = "tcp://127.0.0.1:*", Network.open()
+    setup = Setup("decode", 1, anywhere, CollectorRegistry(), network, shared_memory=place)
     return DecodeWorker(FakeEngine(fake_card()), DecodeSchedulerSettings(), anywhere, setup)
 
 
@@ -39,12 +39,10 @@ async def test_a_dead_control_socket_is_a_reason_to_restart() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.parametrize("data_sockets", [1, 3])
 async def test_a_dead_kv_port_is_a_reason_to_restart_and_stops_like_any_other(
-    data_sockets: int, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also if only one of its threads has died: it takes the others with it."""
-    worker = decode_worker(data_sockets=data_sockets)
+    worker = decode_worker()
     died = threading.Event()
 
     def begin_piece(header: BlockHeader) -> None:
@@ -58,10 +56,7 @@ async def test_a_dead_kv_port_is_a_reason_to_restart_and_stops_like_any_other(
     payload = memoryview(bytes(8))
     sender.send(BlockHeader(lease_id=1, epoch=1, block_index=0, payload_nbytes=8, block_hash=bytes(16)), payload)
     assert await asyncio.to_thread(died.wait, WAIT_S)
-    for thread in worker._receivers["the KV port"]._threads:
-        await asyncio.to_thread(thread.join, WAIT_S)
-        assert not thread.is_alive()
-    assert len(worker._receivers["the KV port"]._threads) == data_sockets
+    await asyncio.to_thread(worker._receivers["the KV port"]._thread.join, WAIT_S)
     assert worker._receivers["the KV port"]._socket.closed, "senders would wait for a port that nobody reads"
     assert worker.not_live() == worker.not_ready() == ["the KV port is dead"]
     sender.close()
@@ -89,9 +84,9 @@ async def test_a_dead_receiver_of_shared_memory_is_one_too(monkeypatch: pytest.M
     payload = memoryview(bytes(8))
     header = BlockHeader(lease_id=1, epoch=1, block_index=0, payload_nbytes=8, block_hash=bytes(16))
     tickets = [sender.send(header, payload) for _ in range(100)]
-    await asyncio.to_thread(receiver._threads[0].join, WAIT_S)
+    await asyncio.to_thread(receiver._thread.join, WAIT_S)
     assert worker.not_live() == worker.not_ready() == ["the shared memory's socket is dead"]
-    await asyncio.to_thread(sender._threads[0].join, WAIT_S)
+    await asyncio.to_thread(sender._thread.join, WAIT_S)
     assert all(ticket.is_done for ticket in tickets)
     assert not sender.is_alive
     sender.close()

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from kvrelay.common.watermark import detect, is_green
+from kvrelay.engine.sampling.watermark import is_green
 from kvrelay.launcher import cli
+from kvrelay.launcher.watermark import detect
 
 
 @pytest.fixture

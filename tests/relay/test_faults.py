@@ -59,16 +59,14 @@ class Proved:
     def pack(self, payload: memoryview) -> bytes:
         return self._frame
 
-    def pack_copying(self, payload: memoryview, target: memoryview, *, is_one_of_several: bool = False) -> bytes:
+    def pack_copying(self, payload: memoryview, target: memoryview) -> bytes:
         target[:] = payload
         return self._frame
 
 
 WAYS: dict[str, dict[str, Any]] = {  # of blocks, as workers' arguments
     "tcp": {},
-    "tcp over 3 sockets": {"data_sockets": 3},
     "shared_memory": {"shared_memory": SharedPlace()},
-    "shared_memory in 3 rings": {"shared_memory": SharedPlace(), "data_sockets": 3},
 }
 
 

@@ -37,7 +37,7 @@ EPOCHS = itertools.count(1)
 
 def worker_setup(name: str, registry: CollectorRegistry | None = None, **options: Any) -> Setup:
     """On loopback, with links that notice soon. ``options``: further ones of the setup."""
-    network = Network.open(options.get("data_sockets", 1))
+    network = Network.open()
     epoch = next(EPOCHS)
     return Setup(name, epoch, ADDRESS, registry or CollectorRegistry(), network, link_settings=LINKS, **options)
 

@@ -207,7 +207,6 @@ class SimReceiver:
         *,
         context: SimContext,
         gate: None = None,
-        num_threads: int = 1,
     ) -> None:
         self.address = address
         self.process = current_process()

@@ -10,19 +10,15 @@ from typing import Any
 import pytest
 import zmq
 
-from kvrelay.wire.sockets import num_network_threads
-
 from .links import Net
 from .rig import Rig
 from .sending import NOWHERE, Sending
-
-NUM_SOCKETS = 3
 
 
 @pytest.fixture
 def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
     """Says which test leaves a socket open, and closes it: a failed test must not hang the run."""
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=num_network_threads(NUM_SOCKETS))
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     # What both open for themselves is open from here on: the context, and pyzmq for frames that are not copied.
     context.socket(zmq.PAIR).close()
     zmq.Frame(bytes(1), copy=False, copy_threshold=0)
@@ -32,22 +28,10 @@ def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
     assert left_open == []
 
 
-@pytest.fixture(
-    params=[1, pytest.param(NUM_SOCKETS, marks=pytest.mark.full)], ids=["1_socket", f"{NUM_SOCKETS}_sockets"]
-)
-def num_sockets(request: pytest.FixtureRequest) -> int:
-    """Data sockets of a link, and receiving threads."""
-    return int(request.param)
-
-
-_FULL = [pytest.param(name, marks=pytest.mark.full) for name in ("tcp_3_sockets", "shared_memory_3_sockets")]
-
-
-@pytest.fixture(params=["tcp", "shared_memory", *_FULL])
-def way(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """How blocks go, as a rig's arguments."""
-    path, several, _ = request.param.partition("_3_sockets")
-    return {"path": path, "num_sockets": NUM_SOCKETS if several else 1}
+@pytest.fixture(params=["tcp", "shared_memory"])
+def path(request: pytest.FixtureRequest) -> str:
+    """How blocks go."""
+    return str(request.param)
 
 
 @pytest.fixture
@@ -64,25 +48,19 @@ def make_rig(context: zmq.Context[zmq.Socket[bytes]]) -> Iterator[Callable[..., 
 
 
 @pytest.fixture
-def rig(make_rig: Callable[..., Rig], way: dict[str, Any]) -> Rig:
-    return make_rig(**way)
+def rig(make_rig: Callable[..., Rig], path: str) -> Rig:
+    return make_rig(path=path)
 
 
 @pytest.fixture
 def one_rig(make_rig: Callable[..., Rig]) -> Rig:
-    """For what no way of blocks makes a difference to."""
+    """Over TCP: for what no way of blocks makes a difference to, or what only a data socket can be sent."""
     return make_rig()
 
 
 @pytest.fixture
-def tcp_rig(make_rig: Callable[..., Rig], num_sockets: int) -> Rig:
-    """For what only a data socket can be sent."""
-    return make_rig(num_sockets=num_sockets)
-
-
-@pytest.fixture
-def sealed_rig(make_rig: Callable[..., Rig], way: dict[str, Any]) -> Rig:
-    return make_rig(seals_kv=True, **way)
+def sealed_rig(make_rig: Callable[..., Rig], path: str) -> Rig:
+    return make_rig(seals_kv=True, path=path)
 
 
 @pytest.fixture

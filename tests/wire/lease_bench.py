@@ -162,7 +162,6 @@ class LeaseBench:
         num_blocks: int = 16,
         *,
         seals_kv: bool = False,
-        num_receivers: int = 1,
         pieces: tuple[Piece, ...] = whole_block(BLOCK_NBYTES),
     ) -> None:
         self.clock = Clock()
@@ -173,7 +172,7 @@ class LeaseBench:
         self.ends = LeaseEnds()
         self.registry = CollectorRegistry()
         self.metrics = WireMetrics(self.registry)
-        settings = LeaseSettings(EPOCH, FINGERPRINT, BLOCK_SIZE, pieces, TTL_S, seals_kv, num_receivers)
+        settings = LeaseSettings(EPOCH, FINGERPRINT, BLOCK_SIZE, pieces, TTL_S, seals_kv)
         blocks = LeaseBlocks(self.manager)
         self.table = WatchedLeases(settings, blocks, self.store, self.ends, self.metrics, self.clock)
 

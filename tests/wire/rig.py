@@ -84,18 +84,16 @@ class Rig(LeaseBench):
         *,
         seals_kv: bool = False,
         path: str = "tcp",
-        num_sockets: int = 1,
     ) -> None:
-        super().__init__(num_blocks, seals_kv=seals_kv, num_receivers=num_sockets)
+        super().__init__(num_blocks, seals_kv=seals_kv)
         self.seals_kv = seals_kv
         self.path = path
-        self.num_sockets = num_sockets
         self.context = context
         self.prefill_registry = CollectorRegistry()
         self.prefill_metrics = WireMetrics(self.prefill_registry)
-        self.receiver = BlockReceiver(address, self.table, BLOCK_NBYTES, context=context, num_threads=num_sockets)
+        self.receiver = BlockReceiver(address, self.table, BLOCK_NBYTES, context=context)
         self.receiver.start()
-        self.shared = SharedReceiver(SharedPlace(), self.table, BLOCK_NBYTES, self.metrics, num_threads=num_sockets)
+        self.shared = SharedReceiver(SharedPlace(), self.table, BLOCK_NBYTES, self.metrics)
         self.shared.start()
         self.source_manager = BlockManager(num_blocks, BLOCK_SIZE, lambda: 0.0)
         self.source = self.new_store(num_blocks)
@@ -117,7 +115,6 @@ class Rig(LeaseBench):
                 metrics=self.prefill_metrics,
                 context=self.context,
                 shared=shared,
-                num_sockets=self.num_sockets,
             )
         )
         line = ControlLine()

@@ -80,7 +80,7 @@ def test_blocks_are_not_reused_while_zmq_may_still_read_them(one_rig: Rig) -> No
     key = rig.open(offer_of(list(range(NUM_TOKENS))), link)
     rig.transfers.on_message(link, grant_of(1))
     rig.commit(key)
-    until(lambda: rig.senders[-1]._jobs.is_empty, "blocks that never leave the queue")
+    until(lambda: not rig.senders[-1]._jobs._jobs, "blocks that never leave the queue")
     rig.transfers.abort(key, "test")
     rig.transfers.tick()
     assert rig.transfer_ends.released == []

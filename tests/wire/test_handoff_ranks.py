@@ -86,11 +86,9 @@ class RanksRig(Rig):
 
 @pytest.mark.parametrize("seals_kv", [False, True], ids=["plain", "sealed"])
 @pytest.mark.parametrize("ranks", list(itertools.product((1, 2, 3, 4), repeat=2)))
-def test_any_ranks_hand_over_to_any_others(
-    context: Any, way: dict[str, Any], ranks: tuple[int, int], seals_kv: bool
-) -> None:
+def test_any_ranks_hand_over_to_any_others(context: Any, path: str, ranks: tuple[int, int], seals_kv: bool) -> None:
     """Four K/V heads; where there are three ranks, one head that all of them have."""
-    rig = RanksRig(context, geometry_of(1 if 3 in ranks else 4), ranks, seals_kv=seals_kv, **way)
+    rig = RanksRig(context, geometry_of(1 if 3 in ranks else 4), ranks, seals_kv=seals_kv, path=path)
     try:
         rig.assert_holds(rig.hand_over())
         rig.assert_holds(rig.hand_over(num_tokens=7, request_id="again"))

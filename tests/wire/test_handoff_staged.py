@@ -72,8 +72,8 @@ class Holder:
 
 
 @pytest.fixture(params=[False, True], ids=["plain", "sealed"])
-def rig(request: pytest.FixtureRequest, context: Any, way: dict[str, Any]) -> Iterator[Any]:
-    rig = StagedRig(context, num_blocks=80, seals_kv=request.param, **way)
+def rig(request: pytest.FixtureRequest, context: Any, path: str) -> Iterator[Any]:
+    rig = StagedRig(context, num_blocks=80, seals_kv=request.param, path=path)
     yield rig
     rig.close()
     for store in (rig.store, rig.source):
@@ -135,7 +135,7 @@ def test_a_sender_waits_for_a_slot_and_goes_on_when_one_is_free(rig: Any) -> Non
     rig.settle()
 
 
-@pytest.mark.parametrize("way", ["tcp"], indirect=True)
+@pytest.mark.parametrize("path", ["tcp"], indirect=True)
 def test_links_that_take_nothing_leave_slots_for_the_others(rig: Any) -> None:
     """More links than there are slots, and more blocks for each; ZeroMQ keeps all of them."""
     header, block_ids = BlockHeader(9, 1, 0, BLOCK_NBYTES, b"h" * 16), range(40, 70)
@@ -145,7 +145,7 @@ def test_links_that_take_nothing_leave_slots_for_the_others(rig: Any) -> None:
         for block_id in block_ids:
             link = links[block_id % len(links)]
             tickets.append(link.data.send(header, rig.source.open_read(block_id), None))
-        until(lambda: all(sender._jobs.is_empty for sender in rig.senders), "links that take nothing hold all slots")
+        until(lambda: all(not sender._jobs._jobs for sender in rig.senders), "links that take nothing hold all slots")
         key, _ = rig.granted(NUM_TOKENS)
         assert_arrived(rig, rig.complete(key))
         for sender in rig.senders[1:]:

@@ -127,34 +127,34 @@ def test_a_forged_frame_costs_a_sealed_hand_off_nothing(sealed_rig: Rig) -> None
 
 
 @pytest.mark.parametrize("frames", [(b"junk",), (b"junk", b"payload"), (b"", b"", b"", b""), "a header alone"])
-def test_garbage_is_counted_and_the_next_block_is_taken(tcp_rig: Rig, frames: Any) -> None:
-    lease = tcp_rig.leased()
-    tcp_rig.send(*(lease.frames(0)[:1] if isinstance(frames, str) else frames))
-    assert tcp_rig.next_block() == "bad_header"
-    assert tcp_rig.refused("bad_header") == 1
-    tcp_rig.send(*lease.frames(0))
-    assert tcp_rig.next_block() == "ok"
-    assert tcp_rig.receiver.is_alive
+def test_garbage_is_counted_and_the_next_block_is_taken(one_rig: Rig, frames: Any) -> None:
+    lease = one_rig.leased()
+    one_rig.send(*(lease.frames(0)[:1] if isinstance(frames, str) else frames))
+    assert one_rig.next_block() == "bad_header"
+    assert one_rig.refused("bad_header") == 1
+    one_rig.send(*lease.frames(0))
+    assert one_rig.next_block() == "ok"
+    assert one_rig.receiver.is_alive
 
 
-def test_more_parts_than_two_are_no_block(tcp_rig: Rig) -> None:
-    tcp_rig.send(*tcp_rig.leased().frames(0), b"more")
-    assert tcp_rig.next_block() == "bad_size"
-    tcp_rig.rejection()
+def test_more_parts_than_two_are_no_block(one_rig: Rig) -> None:
+    one_rig.send(*one_rig.leased().frames(0), b"more")
+    assert one_rig.next_block() == "bad_size"
+    one_rig.rejection()
 
 
-def test_a_frame_beyond_the_bound_costs_its_sender_the_connection_only(tcp_rig: Rig) -> None:
-    lease = tcp_rig.leased()
-    with tcp_rig.context.socket(zmq.DEALER) as rogue:
+def test_a_frame_beyond_the_bound_costs_its_sender_the_connection_only(one_rig: Rig) -> None:
+    lease = one_rig.leased()
+    with one_rig.context.socket(zmq.DEALER) as rogue:
         rogue.linger = 0
         monitor = rogue.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        rogue.connect(tcp_rig.receiver.address)
+        rogue.connect(one_rig.receiver.address)
         rogue.send_multipart([lease.frames(0)[0], bytes(2**20)])
         assert monitor.poll(WAIT_S * 1000)
         rogue.disable_monitor()
         monitor.close(linger=0)
-    tcp_rig.send(*lease.frames(0))
-    assert tcp_rig.next_block() == "ok"
+    one_rig.send(*lease.frames(0))
+    assert one_rig.next_block() == "ok"
 
 
 def test_the_same_blocks_over_both_ways_at_once(one_rig: Rig) -> None:

@@ -9,9 +9,7 @@ that of the open piece.
 
 from __future__ import annotations
 
-import ctypes
 import struct
-from collections.abc import Callable
 
 import msgspec
 import xxhash
@@ -24,16 +22,8 @@ _PLAIN, _SEALED = 1, 2  # versions
 _FIELDS = struct.Struct(f"<4sHQQIHHI{HASH_NBYTES}s")
 _CHECKSUM = struct.Struct("<Q")
 _STRETCH_NBYTES = 256 * 1024  # what is copied is hashed while it is in the cache of its core
-_STRETCH_BESIDE_OTHERS_NBYTES = 2**20  # each waits twice for Python's lock, which costs more than the cache gives
 HEADER_NBYTES = _FIELDS.size + _CHECKSUM.size
 SEALED_HEADER_NBYTES = _FIELDS.size
-# Of Python's C interface; ctypes itself takes no address of memory that is read-only.
-_get_buffer = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_void_p, ctypes.c_int)(
-    ("PyObject_GetBuffer", ctypes.pythonapi)
-)
-_release_buffer = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(("PyBuffer_Release", ctypes.pythonapi))
-_PY_BUFFER = ctypes.c_size_t * 16  # room for a Py_buffer, whose first member is the address
-
 
 Place = tuple[int, int]  # (block index, piece index)
 
@@ -83,30 +73,22 @@ class BlockHeader(msgspec.Struct, frozen=True):
         """A plain piece's header frame, with the checksum for ``payload``."""
         return self._fields(_PLAIN) + _CHECKSUM.pack(self.checksum_of(payload))
 
-    def pack_copying(self, payload: memoryview, target: memoryview, *, is_one_of_several: bool = False) -> bytes:
-        """The same, and ``payload`` is copied into ``target``, of the same size, while it is in the cache.
-
-        ``is_one_of_several``: other threads do the same at the same time.
-        """
-        copy, stretch_nbytes = _way_to_copy(is_one_of_several)
+    def pack_copying(self, payload: memoryview, target: memoryview) -> bytes:
+        """The same, and ``payload`` is copied into ``target``, of the same size, while it is in the cache."""
         fields = self._fields(_PLAIN)
         hasher = xxhash.xxh3_64(fields)
-        for start in range(0, len(payload), stretch_nbytes):
-            stretch = payload[start : start + stretch_nbytes]
+        for start in range(0, len(payload), _STRETCH_NBYTES):
+            stretch = payload[start : start + _STRETCH_NBYTES]
             hasher.update(stretch)
-            copy(stretch, target[start : start + len(stretch)])
+            target[start : start + len(stretch)] = stretch
         return fields + _CHECKSUM.pack(hasher.intdigest())
 
-    def lands_whole(self, payload: memoryview, target: memoryview, *, is_one_of_several: bool = False) -> bool:
-        """Copy a plain piece's ``payload`` into ``target``, of the same size; whether what lies *there* has the checksum.
-
-        ``is_one_of_several``: other threads do the same at the same time.
-        """
-        copy, stretch_nbytes = _way_to_copy(is_one_of_several)
+    def lands_whole(self, payload: memoryview, target: memoryview) -> bool:
+        """Copy a plain piece's ``payload`` into ``target``, of the same size; whether what lies *there* has the checksum."""
         hasher = xxhash.xxh3_64(self._fields(_PLAIN))
-        for start in range(0, len(payload), stretch_nbytes):
-            stretch = target[start : start + stretch_nbytes]
-            copy(payload[start : start + stretch_nbytes], stretch)
+        for start in range(0, len(payload), _STRETCH_NBYTES):
+            stretch = target[start : start + _STRETCH_NBYTES]
+            stretch[:] = payload[start : start + _STRETCH_NBYTES]
             hasher.update(stretch)
         return hasher.intdigest() == self.checksum
 
@@ -129,28 +111,3 @@ def parse_header(frame: bytes | memoryview) -> BlockHeader:
         raise BlockRefusedError("bad_header", f"magic {magic!r} version {version}; expected {_MAGIC!r} {expected}")
     checksum = 0 if is_sealed else _CHECKSUM.unpack_from(frame, _FIELDS.size)[0]
     return BlockHeader(lease_id, epoch, block_index, payload_nbytes, block_hash, rank, piece_index, checksum, is_sealed)
-
-
-def _way_to_copy(is_one_of_several: bool) -> tuple[Callable[[memoryview, memoryview], None], int]:
-    """How to copy a piece, and in stretches of how many bytes."""
-    return (_copy_beside_others, _STRETCH_BESIDE_OTHERS_NBYTES) if is_one_of_several else (_copy, _STRETCH_NBYTES)
-
-
-def _copy(source: memoryview, target: memoryview) -> None:
-    """Copy bytes, of the same number."""
-    target[:] = source
-
-
-def _copy_beside_others(source: memoryview, target: memoryview) -> None:
-    """The same, and other threads may run meanwhile; a memoryview's own copy keeps Python's lock. A tenth slower by itself."""
-    assert len(source) == len(target), f"{len(source)} bytes for {len(target)}"
-    ctypes.memmove(ctypes.byref(ctypes.c_char.from_buffer(target)), _address_of(source), len(source))
-
-
-def _address_of(view: memoryview) -> int:
-    """Where its bytes lie, for as long as the caller has ``view``."""
-    buffer = _PY_BUFFER()
-    _get_buffer(view, buffer, 0)
-    address = buffer[0]
-    _release_buffer(buffer)
-    return address

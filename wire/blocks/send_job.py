@@ -1,4 +1,4 @@
-"""One KV block on its way out: what a block sender is given, and what its lines do with it. No socket is opened here."""
+"""One KV block on its way out: what a block sender is given, and what its line does with it. No socket is opened here."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class SendJob(msgspec.Struct, frozen=True):
 
 
 class Line(Protocol):
-    """One connection to a decode worker's pool. Only one thread of the sender's calls it."""
+    """A connection to a decode worker's pool. Only the sender's thread calls it."""
 
     def has_room(self) -> bool:
         """Wait until a block would leave at once; False if the wakeup comes first.
@@ -118,7 +118,7 @@ class Line(Protocol):
 
 
 class JobQueue:
-    """Blocks that wait for a line, first in, first out. Thread-safe. Its descriptor can be read while a block waits.
+    """Blocks that wait for the line, first in, first out. Thread-safe. Its descriptor can be read while a block waits.
 
     Not bounded here: what can be queued is bounded by the pool that the payloads lie in.
     """
@@ -128,11 +128,6 @@ class JobQueue:
         self._jobs: deque[SendJob] = deque()
         self._lock = threading.Lock()
         self._readable, self._writable = os.pipe()
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether no block waits at the moment."""
-        return not self._jobs
 
     def fileno(self) -> int:
         """What a line waits for, beside what else it watches."""
@@ -161,7 +156,7 @@ class JobQueue:
 
 
 class Wakeup:
-    """Ends the waits of threads, for good: a descriptor that can be read from ``set`` on. ``close`` it behind the threads."""
+    """Ends the waits of a thread, for good: a descriptor that can be read from ``set`` on. ``close`` it behind the thread."""
 
     def __init__(self) -> None:
         self._readable, self._writable = os.pipe()

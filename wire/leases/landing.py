@@ -46,12 +46,8 @@ def land(
     payload: memoryview | None,
     view: memoryview,
     opener: BlockOpener | None,
-    *,
-    is_one_of_several: bool = False,
 ) -> BlockRefusedError | None:
     """Write ``payload`` into ``view``, the piece's memory in the pool, and prove it there; returns why it is refused, if it is.
-
-    ``is_one_of_several``: other threads do the same at the same time.
 
     After a refusal ``view`` holds anything, also bytes that somebody chose: nothing may be read from it until another ``land``
     into it is not refused.
@@ -65,6 +61,6 @@ def land(
             return BlockRefusedError("bad_seal", str(header))
         return None
     # The checksum is over the memory that the model will read, not over the frame, which may be memory of the peer's.
-    if not header.lands_whole(payload, view, is_one_of_several=is_one_of_several):
+    if not header.lands_whole(payload, view):
         return BlockRefusedError("bad_checksum", str(header))
     return None

@@ -78,7 +78,6 @@ class LeaseSettings:
     pieces: tuple[Piece, ...]  # of each block, by index
     ttl_s: float
     seals_kv: bool = False  # every lease gets a key, and takes sealed blocks only
-    num_receivers: int = 1  # threads that write blocks at a time, of each way that these come by
 
 
 @dataclass(slots=True, eq=False)

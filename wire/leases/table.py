@@ -244,7 +244,7 @@ class LeaseTable:
         # Outside of the lock: nobody else may touch this piece now, and a view may have to be waited for.
         try:
             view = self._store.open_write(block_id, piece.group)[piece.start : piece.start + piece.nbytes]
-            refusal = land(header, payload, view, lease.opener, is_one_of_several=self._settings.num_receivers > 1)
+            refusal = land(header, payload, view, lease.opener)
             if refusal is not None:
                 self._counted(refusal)
             self._store.close_write(block_id)

@@ -1,19 +1,12 @@
-"""The sending side of one data link: a queue of blocks, and the threads that prove or seal them and give them to lines.
+"""The sending side of one data link: a queue of blocks, and the thread that proves or seals them and gives them to a line.
 
-Threads of its own, so that neither checksums nor seals are computed on the network thread, nor greetings waited for. The first
-opens a line through shared memory if the decode worker names a place for it (:mod:`kvrelay.wire.lines.shared.sender`), and where
-there is none in common, which is what two hosts look like, over TCP (:mod:`kvrelay.wire.lines.data_plane`). All others go the
-same way.
+A thread of its own, so that neither checksums nor seals are computed on the network thread, nor greetings waited for. It opens
+a line through shared memory if the decode worker names a place for it (:mod:`kvrelay.wire.lines.shared.sender`), and where
+there is none in common, which is what two hosts look like, over TCP (:mod:`kvrelay.wire.lines.data_plane`). It waits until its line
+has room, and only then takes the next block.
 
-A line is moved by one core on each side, and over TCP hashed by one more. So there may be several, each with its thread. A thread
-waits until its line has room, and only then takes the next block: what waits, waits for the first line that is free. Blocks need
-no order, each proves itself. One more line is opened when blocks wait behind the youngest one, so links with little to do stay
-with one line; and not before that one is connected: of two TCP connections that come at once, a decode worker's ZeroMQ is
-likely to put both on one thread.
-
-The decode worker has one address for all lines, and need not know how many there are. When a line fails the sender ends, with all
-its lines, and its link with it: the requests on it are tried again at once. A TCP connection that breaks is such a failure, as
-nobody knows which blocks were lost with it. It is noticed also while no block waits.
+When the line fails the sender ends, and its link with it: the requests on it are tried again at once. A TCP connection that
+breaks is such a failure, as nobody knows which blocks were lost with it. It is noticed also while no block waits.
 """
 
 from __future__ import annotations
@@ -37,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class BlockSender:
-    """The connections to a decode worker's pool, and their threads. Called on the network thread; never blocks long."""
+    """The connection to a decode worker's pool, and its thread. Called on the network thread; never blocks long."""
 
     def __init__(
         self,
@@ -47,21 +40,16 @@ class BlockSender:
         context: zmq.Context[zmq.Socket[bytes]],
         token: str | None = None,
         shared: SharedTarget | None = None,
-        num_sockets: int = 1,
-        first_thread: int = 0,
         on_end: Callable[[], object] | None = None,
     ) -> None:
         """``address``: of the data port. ``token``: what the decode worker lets data connections in by; None: everybody.
 
-        ``shared``: where to try shared memory first; None: nowhere. ``num_sockets``: lines, at most.
-        ``first_thread``: a number of the sender's own, by which its lines are spread over ZeroMQ's threads beside other senders'.
-        ``on_end``: called on a thread of the sender's, perhaps on several, when it has ended without being closed.
+        ``shared``: where to try shared memory first; None: nowhere.
+        ``on_end``: called on the sender's thread when it has ended without being closed.
         """
         self._address = address
-        self._max_lines = num_sockets
-        self._first_thread = first_thread
         self._token = token
-        self._shared = shared  # None: all lines go over TCP
+        self._shared = shared
         self._metrics = metrics
         self._context = context
         self._on_end = on_end
@@ -73,9 +61,10 @@ class BlockSender:
         except OSError:
             self._jobs.close()
             raise
-        self._threads: list[threading.Thread] = []
         try:
-            self._start(self._tcp_line(0) if shared is None else None)
+            line = self._tcp_line() if shared is None else None
+            self._thread = threading.Thread(target=self._run, args=(line,), name="block-sender", daemon=True)
+            self._thread.start()
         except BaseException:
             self._wakeup.close()
             self._jobs.close()
@@ -115,46 +104,24 @@ class BlockSender:
             return
         self._is_closed = True
         self._wakeup.set()
-        for thread in self._threads:  # which may still grow: by a thread that ends before the one that it has started
-            thread.join()  # it is busy with one block at the most
+        self._thread.join()  # it is busy with one block at the most
         self._wakeup.close()
         self._jobs.close()
 
-    # -- the threads -----------------------------------------------------------------------------------------------
+    # -- the thread ------------------------------------------------------------------------------------------------
 
-    def _start(self, line: Line | None = None) -> None:
-        """One more line and its thread. The network thread starts the first, and the youngest thread all others."""
-        number = len(self._threads)
-        thread = threading.Thread(target=self._run, args=(number, line), name=f"block-sender-{number}", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError as error:
-            if number == 0:
-                raise
-            self._go_on_with(number, error)
-            return
-        self._threads.append(thread)  # not before: what is there can be joined
-
-    def _run(self, number: int, line: Line | None) -> None:
-        if number > 0:
-            try:
-                line = self._tcp_line(number) if self._shared is None else self._shared_line(self._shared)
-            except (NoSharedMemoryError, zmq.ZMQError, OSError) as error:
-                self._go_on_with(number, error)
-                return
+    def _run(self, line: Line | None) -> None:
         job: SendJob | None = None
         try:
-            line = line or self._first_line()
+            line = line or self._open_line()
             while line.has_room() and (job := self._next(line)) is not None and line.ship(job):
-                if number + 1 == len(self._threads) < self._max_lines and not self._jobs.is_empty and self.is_alive:
-                    self._start()
+                pass
         except PeerLostError as error:
             logger.warning("%s; its link will be made anew", error)
         except Exception:
             logger.exception("a block sender dies; its link will be made anew")
         finally:
             self._has_ended = True
-            self._wakeup.set()  # the other lines' threads end, too
             if line is not None:
                 line.close()
             if job is not None:
@@ -171,41 +138,22 @@ class BlockSender:
             line.wait_for(self._jobs)
         return None
 
-    def _go_on_with(self, num_lines: int, error: Exception) -> None:
-        """One more line cannot be had: those that there are serve as well."""
-        self._max_lines = num_lines
-        if self.is_alive:  # else it is no wonder
-            logger.warning(
-                "KV blocks for %s go over %d connections, no more can be opened: %s", self._address, num_lines, error
-            )
-
-    def _first_line(self) -> Line:
-        """Shared memory if it can be, else TCP; the others are like it. What it is is logged once for each link."""
+    def _open_line(self) -> Line:
+        """Shared memory if it can be, else TCP; which one is logged once for each link."""
         assert self._shared is not None
         try:
-            line = self._shared_line(self._shared)
+            line = SharedLine.connect(self._shared, self._metrics, self._wakeup)
         except NoSharedMemoryError as error:
-            self._shared = None
             if self.is_alive:
                 logger.info("KV blocks for %s go over TCP, not through shared memory: %s", self._address, error)
-            return self._tcp_line(0)
+            return self._tcp_line()
+        self._metrics.data_lines.labels("shared_memory").inc()
         logger.info("KV blocks for %s go through shared memory, %s", self._address, line)
         return line
 
-    def _shared_line(self, shared: SharedTarget) -> Line:
-        line = SharedLine.connect(shared, self._metrics, self._wakeup, num_lines=self._max_lines)
-        self._metrics.data_lines.labels("shared_memory").inc()
-        return line
-
-    def _tcp_line(self, number: int) -> Line:
+    def _tcp_line(self) -> Line:
         line = TcpLine(
-            self._address,
-            metrics=self._metrics,
-            context=self._context,
-            wakeup=self._wakeup,
-            token=self._token,
-            thread=self._first_thread + number,
-            num_lines=self._max_lines,
+            self._address, metrics=self._metrics, context=self._context, wakeup=self._wakeup, token=self._token
         )
         self._metrics.data_lines.labels("tcp").inc()
         return line

@@ -1,14 +1,12 @@
 """The data sockets: KV blocks as raw frames, from the sender's pool into the receiver's pool, over TCP.
 
-A block is one multipart message: header (:mod:`kvrelay.wire.blocks.frames`), payload. The sending side are lines of
-:mod:`kvrelay.wire.lines.block_sender`, one or several of a sender. A line gives ZeroMQ the pool's memory itself, or what a sealer
-made of it; a ticket says when the pool's memory is no longer read. It works on few blocks at a time: what it has just read for the
-checksum is still in the cache when the kernel copies it.
+A block is one multipart message: header (:mod:`kvrelay.wire.blocks.frames`), payload. The sending side is the line of a
+:mod:`kvrelay.wire.lines.block_sender`. It gives ZeroMQ the pool's memory itself, or what a sealer made of it; a ticket says
+when the pool's memory is no longer read. It works on few blocks at a time: what it has just read for the checksum is still in the
+cache when the kernel copies it.
 
-The receiver is one port, and one thread or several. Each waits for its turn, takes a message off the socket, and gives the turn on.
-Then it asks the lease table whether the block has a place, and gives it the payload, while others do so with theirs. So no block
-waits in a queue between threads, and several land at a time over however many lines they came. What has no place is dropped,
-so one bad frame never blocks the good ones behind it.
+The receiver is one port and one thread. It takes a message off the socket, asks the lease table whether the block has a place, and
+gives it the payload. What has no place is dropped, so one bad frame never blocks the good ones behind it.
 
 Between workers on one host there is a faster way beside this one: :mod:`kvrelay.wire.lines.shared.ring`.
 """
@@ -32,13 +30,12 @@ from kvrelay.wire.errors import BlockRefusedError, PeerLostError, WireError
 from kvrelay.wire.leases.table import LeaseTable
 from kvrelay.wire.metrics import WireMetrics
 from kvrelay.wire.security.authentication import PeerGate, show_token
-from kvrelay.wire.sockets import bound_strangers, choose_data_thread, choose_data_threads, close_dead_connections
+from kvrelay.wire.sockets import bound_strangers, close_dead_connections
 
 logger = logging.getLogger(__name__)
 
 _SEND_AHEAD_MESSAGES = 32  # proved or sealed, and not yet in the kernel
 _READ_AHEAD_MESSAGES = 32  # per sender
-_MIN_AHEAD_MESSAGES = 4  # of one of several connections
 _LOOK_S = 0.01  # how often a line that never waits looks at its connection
 _DEAD_AFTER_S = 10.0  # of a connection without traffic whose other machine is gone
 
@@ -58,14 +55,8 @@ class TcpLine:
         context: zmq.Context[zmq.Socket[bytes]],
         wakeup: Wakeup,
         token: str | None = None,
-        thread: int = 0,
-        num_lines: int = 1,
     ) -> None:
-        """``token``: what the decode worker lets data connections in by; None: it lets everybody in.
-
-        ``thread``: a number, which of ZeroMQ's threads to use. One of several lines of a link takes no blocks before it is
-        connected: what it would hold up, one that is connected can send.
-        """
+        """``token``: what the decode worker lets data connections in by; None: it lets everybody in."""
         self._blocks_sent = metrics.blocks_sent.labels("tcp")
         self._bytes_sent = metrics.bytes_sent.labels("tcp")
         self._wakeup = wakeup
@@ -74,9 +65,7 @@ class TcpLine:
         self._is_up = False  # the handshake is over: until then no block is lost if the connection ends
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.SNDHWM, _share(_SEND_AHEAD_MESSAGES, num_lines))
-        self._socket.setsockopt(zmq.IMMEDIATE, int(num_lines > 1))
-        choose_data_thread(self._socket, context, thread)
+        self._socket.setsockopt(zmq.SNDHWM, _SEND_AHEAD_MESSAGES)
         close_dead_connections(self._socket, _DEAD_AFTER_S)
         if token is not None:
             show_token(self._socket, token)
@@ -185,11 +174,6 @@ class TcpLine:
         return True
 
 
-def _share(num_messages: int, num_lines: int) -> int:
-    """What one of ``num_lines`` connections has of ``num_messages``."""
-    return max(num_messages // num_lines, _MIN_AHEAD_MESSAGES)
-
-
 class _Buffers:
     """Memory for payloads that are sealed or copied, used again when ZeroMQ has read it: fresh memory would be faulted in for every
     block. There are as many buffers as ZeroMQ had of the line at a time, and fewer with every block that needs none.
@@ -217,7 +201,7 @@ class _Buffers:
 
 
 class BlockReceiver:
-    """The port that receives blocks, and its threads. ``start`` once, ``stop`` at the end."""
+    """The port that receives blocks, and its thread. ``start`` once, ``stop`` at the end."""
 
     def __init__(
         self,
@@ -227,23 +211,18 @@ class BlockReceiver:
         *,
         context: zmq.Context[zmq.Socket[bytes]],
         gate: PeerGate | None = None,
-        num_threads: int = 1,
     ) -> None:
-        """Listens from now on. ``gate``: who may connect, once it is started (not here); None: everybody.
-
-        ``num_threads``: how many blocks are written and proved at a time, each on a thread.
-        """
+        """Listens from now on. ``gate``: who may connect, once it is started (not here); None: everybody."""
         self._leases = leases
         self._block_nbytes = block_nbytes
         self._socket = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         # What is read ahead lies in memory beside the pool, and soon not in the cache: keep it to a few blocks. TCP holds the
         # senders back.
-        self._socket.setsockopt(zmq.RCVHWM, _share(_READ_AHEAD_MESSAGES, num_threads))
+        self._socket.setsockopt(zmq.RCVHWM, _READ_AHEAD_MESSAGES)
         self._socket.setsockopt(zmq.MAXMSGSIZE, max(block_nbytes, HEADER_NBYTES) + 1024)
         close_dead_connections(self._socket, _DEAD_AFTER_S)
         bound_strangers(self._socket)
-        choose_data_threads(self._socket, context)
         if gate is not None:
             gate.guard_data(self._socket)
         try:
@@ -259,65 +238,45 @@ class BlockReceiver:
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._wakeup.fileno(), zmq.POLLIN)
-        # Whose turn it is may touch the socket and the poller; the lock is also the fence that ZeroMQ asks for between threads.
-        self._turn = threading.Lock()
-        self._num_in_use = num_threads  # by how many threads the socket is
         self._is_stopped = False
-        self._threads = [
-            threading.Thread(target=self._run, name=f"block-receiver-{number}", daemon=True)
-            for number in range(num_threads)
-        ]
+        self._thread = threading.Thread(target=self._run, name="block-receiver", daemon=True)
         self._warnings = RareWarnings(logger, time.monotonic)  # a flood of bad frames must not become a flood of logs
 
     def start(self) -> None:
-        """Start receiving. A process that does so for long should keep freed memory (:mod:`kvrelay.common.memory`)."""
-        for thread in self._threads:
-            thread.start()
+        """Start receiving. A process that does so for long should keep freed memory (:mod:`kvrelay.common.system`)."""
+        self._thread.start()
 
     @property
     def is_alive(self) -> bool:
-        """Whether blocks are being received, by as many threads as there should be."""
-        return all(thread.is_alive() for thread in self._threads)
+        """Whether blocks are being received."""
+        return self._thread.is_alive()
 
     def stop(self) -> None:
-        """End the threads, each behind the block that it has, and close the socket. A second time does nothing."""
+        """End the thread behind the block that it has, and close the socket. A second time does nothing."""
         if self._is_stopped:
             return
         self._is_stopped = True
         self._wakeup.set()
-        for thread in self._threads:
-            if thread.ident is not None:
-                thread.join()
-        self._socket.close()  # for threads that never started
+        if self._thread.ident is not None:
+            self._thread.join()
+        self._socket.close()  # for a thread that never started
         self._wakeup.close()
         self._file.remove()
 
     def _run(self) -> None:
         try:
-            while self._receive_one():
-                pass
+            while self._has_message():
+                self._take(*self._receive())
         finally:
-            self._wakeup.set()  # if this one has died: a port of which one thread is left would seem to be well
-            with self._turn:
-                self._num_in_use -= 1
-                if self._num_in_use == 0:
-                    self._socket.close()
+            self._socket.close()  # senders must not wait for a port that nobody reads
 
-    def _receive_one(self) -> bool:
-        """Wait for a block and land it; False: the receiver is stopped."""
-        message = self._next()
-        if message is not None:
-            self._take(*message)
-        return message is not None
-
-    def _next(self) -> tuple[bytes, list[zmq.Frame]] | None:
-        """Wait for a turn and for a message, and take it off the socket; None: the receiver is stopped."""
-        with self._turn:
-            while not self._wakeup.is_set:
-                has_message = int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN
-                if has_message or self._wakeup.fileno() not in dict(self._poller.poll()):
-                    return self._receive()
-        return None
+    def _has_message(self) -> bool:
+        """Wait for a message; False: the receiver is stopped."""
+        while not self._wakeup.is_set:
+            if int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+                return True
+            self._poller.poll()
+        return False
 
     def _receive(self) -> tuple[bytes, list[zmq.Frame]]:
         """One message: its header, and what comes behind it, of which two frames are kept, one more than there should be."""

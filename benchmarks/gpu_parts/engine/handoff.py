@@ -1,5 +1,4 @@
-"""A hand-off of a long prompt's KV between two processes that share the device: each way, from pool to pool, proved, over one
-connection and over several, each with threads of its own.
+"""A hand-off of a long prompt's KV between two processes that share the device: each way, from pool to pool, proved.
 
 The way of a block is device, pinned memory, socket or shared memory, pinned memory, device; the copies between device and pinned
 memory run beside the others, and bound it. Leases, transfers and both ends are kvrelay's own, driven as in :mod:`handoff_ways`.
@@ -24,7 +23,7 @@ from sides import Side, heard
 from gpu_parts.frame.rows import Against, Goal, Row, Unit
 from gpu_parts.frame.running import PRELOADED, Context, Fact, Finding
 from gpu_parts.frame.sizes import BLOCK_SIZE
-from kvrelay.common.memory import keep_freed_memory
+from kvrelay.common.system import keep_freed_memory
 from kvrelay.engine.config.model import parse_config
 from kvrelay.engine.kv.copies import CudaCopies, StagingPlan
 from kvrelay.engine.kv.geometry import geometry_of
@@ -32,7 +31,6 @@ from kvrelay.engine.kv.pool import KvPool
 
 TCP, SAME_HOST = "verified", "shared"  # handoff_ways' names
 _NAMES = {TCP: "loopback TCP", SAME_HOST: "shared memory"}
-_SOCKETS = (1, 2, 4)
 _GOALS = {
     TCP: Goal("≥ 4 GB/s", Against.VALUE, 4e9, is_at_least=True),
     SAME_HOST: Goal("≥ 20 GB/s", Against.VALUE, 20e9, is_at_least=True),
@@ -45,7 +43,7 @@ def fact_name(way: str) -> str:
 
 
 def measure_handoff(context: Context) -> Iterator[Finding]:
-    """A row for each way and number of connections. Later sections are told of one connection, which is the default."""
+    """A row for each way."""
     sizes = _round_sizes(context)
     limits = context.limits
     slower = None if limits is None else min(limits.to_host_bytes_per_s, limits.to_device_bytes_per_s)
@@ -54,12 +52,11 @@ def measure_handoff(context: Context) -> Iterator[Finding]:
     with start(_receive, context, at_receiver) as receiver, start(_send, context, at_sender) as sender:
         at_sender.close()
         at_receiver.close()
-        for way in (Way(name, sockets) for sockets in _SOCKETS for name in _GOALS):
+        for way in map(Way, _GOALS):
             median_s = statistics.median(_rounds(context, way, sender, receiver))
-            if way.num_sockets == 1:
-                yield Fact(fact_name(way.name), median_s)
+            yield Fact(fact_name(way.name), median_s)
             yield Row(
-                f"hand-off of {context.sizes.handoff_len:,} tokens, {_text(way)}",
+                f"hand-off of {context.sizes.handoff_len:,} tokens, {_NAMES[way.name]}",
                 Unit.BYTES_PER_S,
                 sizes.nbytes / median_s,
                 slower,
@@ -67,11 +64,6 @@ def measure_handoff(context: Context) -> Iterator[Finding]:
                 note=f"{sizes.nbytes / 1e9:.2f} GB in {median_s * 1e3:.0f} ms, verified and on the device; "
                 "floor: one way between device and host",
             )
-
-
-def _text(way: Way) -> str:
-    name = _NAMES[way.name]
-    return name if way.num_sockets == 1 else f"{name} x {way.num_sockets}"
 
 
 def _rounds(context: Context, way: Way, sender: Side, receiver: Side) -> list[float]:

@@ -16,8 +16,8 @@ from sides import heard
 from gpu_parts.engine.stepping import load_engine
 from gpu_parts.frame.running import Context
 from gpu_parts.frame.sizes import BLOCK_SIZE
-from kvrelay.common.memory import keep_freed_memory
 from kvrelay.common.sampling import SamplingParams
+from kvrelay.common.system import keep_freed_memory
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.decode_worker.worker import DecodeWorker
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from kvrelay.common.sampling import Watermark
-from kvrelay.common.watermark import detect, is_green, keys_of, threshold_of
-from kvrelay.engine.sampling.watermark import green_on_device
+from kvrelay.engine.sampling.watermark import green_on_device, is_green, keys_of, threshold_of
 from kvrelay.engine.step.sequence import Sequence
+from kvrelay.launcher.watermark import detect
 from tests.engine.conftest import sequence
 from tests.engine.sampling.rig import processed, run
 

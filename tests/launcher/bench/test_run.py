@@ -46,7 +46,7 @@ def test_a_run_from_the_command_line_to_the_file(
     server: StubServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     load = ("--rate", "50", "--requests", "10", "--warmup", "0.04s", "--arrival", "constant", "--slo", "ttft=1s")
-    found = measured(server, tmp_path, *SMALL, *load, "--plots", str(tmp_path / "plots"), "--api-key", "secret")
+    found = measured(server, tmp_path, *SMALL, *load, "--api-key", "secret")
     assert (found.name, found.model, found.url, found.slo) == ("stub", "stub", f"{server.url}/v1", {"ttft": 1.0})
     assert [record.index for record in found.requests] == list(range(12))
     assert [record.is_warmup for record in found.requests] == [True, True] + [False] * 10
@@ -61,7 +61,6 @@ def test_a_run_from_the_command_line_to_the_file(
     first = min(record.due_s for record in found.requests if not record.is_warmup)
     assert found.duration_s == pytest.approx(max(record.finished_s for record in found.requests) - first)
     assert "first token" in capsys.readouterr().out
-    assert (tmp_path / "plots" / "latency.png").exists()
 
 
 def test_two_runs_have_the_same_load_but_other_prompts(server: StubServer, tmp_path: Path) -> None:
@@ -174,7 +173,7 @@ def test_ctrl_c_ends_the_run_and_shows_what_there_is(server: StubServer, tmp_pat
         (["--slo", "tpot=1"], "--slo: unknown key 'tpot'; known are: e2e, itl, ttft"),
         (["--token-ids", "9"], "--token-ids is '9'; write LOW-HIGH"),
         (["--serve", "prefill=1"], "--url and --self-serve are both given"),
-        (["--plots", "/dev/null/x"], "--plots: cannot make /dev/null/x"),
+        (["--output", "/dev/null/x/y"], "--output: cannot make /dev/null/x"),
         (["--output", "."], "--output is '.'; it must be a file"),
         (["--server-pid", "4194305"], "--server-pid is 4194305: there is no such process on this machine"),
         (["--api-key", "a\nb"], "--api-key: a header can only carry printable ASCII"),

@@ -6,7 +6,6 @@ import itertools
 import json
 import random
 import statistics
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from kvrelay.common.errors import SettingsError
 from kvrelay.common.settings import build
 from kvrelay.launcher.bench.bodies import WORDS, BodyWriter
 from kvrelay.launcher.bench.settings import BenchSettings
-from kvrelay.launcher.bench.trace import read_trace
 from kvrelay.launcher.bench.values import parse_id_range, parse_lengths, parse_slo, parse_time_s
 from kvrelay.launcher.bench.workload import PlannedRequest, Workload, plan_workload
 
@@ -148,57 +146,6 @@ def test_text_has_a_word_for_each_token_and_shares_its_beginning() -> None:
     assert first[:700] == second[:700]
     assert first[700:] != second[700:]
     assert {*first, *second} <= set(WORDS)
-
-
-@pytest.mark.parametrize(
-    "values", [{"input_len": "9"}, {"output_len": "9"}, {"prefix_tokens": 9}, {"prefix_groups": 9}]
-)
-def test_what_a_trace_says_itself_cannot_be_asked_for(values: dict[str, Any], tmp_path: Path) -> None:
-    flag = "--" + next(iter(values)).replace("_", "-")
-    with pytest.raises(SettingsError, match=f"{flag} and --trace are both given.* leave {flag} out"):
-        plan(trace="t.jsonl", **values)
-
-
-def test_a_trace_keeps_times_lengths_and_shared_blocks(tmp_path: Path) -> None:
-    rows = [
-        {"timestamp": 5000, "input_length": 1200, "output_length": 30, "hash_ids": [0, 1, 2]},
-        {"timestamp": 4000, "input_length": 700, "output_length": 0, "hash_ids": [0, 3]},
-        {"timestamp": 9000, "input_length": 600, "output_length": 5, "hash_ids": [0]},
-    ]
-    path = tmp_path / "trace.jsonl"
-    path.write_text("\n".join(json.dumps(row) for row in rows) + "\n")
-    requests = plan(trace=str(path), trace_speed=2, input_len="128").timed  # the default is no wish
-    assert due(requests) == [0, 0.5, 2.5]
-    assert [(request.prompt_tokens, request.output_tokens) for request in requests] == [(700, 1), (1200, 30), (600, 5)]
-    first, second, third = (body["prompt"] for body in bodies(requests))
-    assert first[:512] == second[:512] == third[:512]
-    assert first[512:520] != second[512:520]
-    assert [one.is_warmup for one in plan(trace=str(path), duration_s=2, warmup="1").timed] == [True, False]
-    assert len(plan(trace=str(path), requests=1).timed) == 1
-    assert [one.is_warmup for one in plan_workload(build(BenchSettings, {"trace": str(path)})).timed] == [False] * 3
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("{", "line 2 of .* is no request of a Mooncake trace"),
-        ('{"timestamp": 1, "input_length": 0, "output_length": 1}', "line 2 of .*: input_length must be at least 1"),
-        ('{"timestamp": 1, "output_length": 1}', "input_length"),
-    ],
-)
-def test_a_bad_trace_names_its_line(line: str, message: str, tmp_path: Path) -> None:
-    path = tmp_path / "trace.jsonl"
-    path.write_text('{"timestamp": 1, "input_length": 3, "output_length": 1}\n' + line)
-    with pytest.raises(SettingsError, match=message):
-        read_trace(path)
-
-
-def test_a_trace_that_is_not_there_or_empty(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match=r"cannot read .* \(No such file"):
-        read_trace(tmp_path / "none")
-    (tmp_path / "empty").write_text("\n")
-    with pytest.raises(SettingsError, match="has no requests"):
-        read_trace(tmp_path / "empty")
 
 
 @pytest.mark.parametrize(

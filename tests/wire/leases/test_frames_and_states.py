@@ -34,18 +34,17 @@ def test_a_header_survives_the_wire() -> None:
 
 
 @pytest.mark.parametrize("nbytes", [1, 2**18 - 1, 2**18, 2**18 + 1, 2**20, 2**20 + 1, 5 * 2**19 + 3])
-@pytest.mark.parametrize("is_one_of_several", [False, True], ids=["alone", "beside_others"])
-def test_a_piece_is_copied_and_proved_in_any_number_of_stretches(nbytes: int, is_one_of_several: bool) -> None:
+def test_a_piece_is_copied_and_proved_in_any_number_of_stretches(nbytes: int) -> None:
     payload = memoryview(random.Random(nbytes).randbytes(nbytes))  # read-only, as a ring is to its receiver
     slot, pool = memoryview(bytearray(nbytes + 2)), memoryview(bytearray(nbytes + 2))
-    frame = HEADER.pack_copying(payload, slot[1:-1], is_one_of_several=is_one_of_several)
+    frame = HEADER.pack_copying(payload, slot[1:-1])
     assert frame == HEADER.pack(payload)
     assert slot == b"\0" + bytes(payload) + b"\0"
     header = parse_header(frame)
-    assert header.lands_whole(slot[1:-1].toreadonly(), pool[1:-1], is_one_of_several=is_one_of_several)
+    assert header.lands_whole(slot[1:-1].toreadonly(), pool[1:-1])
     assert pool == slot
     slot[-2] ^= 1
-    assert not header.lands_whole(slot[1:-1].toreadonly(), pool[1:-1], is_one_of_several=is_one_of_several)
+    assert not header.lands_whole(slot[1:-1].toreadonly(), pool[1:-1])
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, HEADER_NBYTES - 1, HEADER_NBYTES + 1])

@@ -44,9 +44,9 @@ async def receive(peer: zmq.Socket[bytes]) -> None:
 
 
 @pytest.mark.parametrize("doing", ["waits for room", "has nothing to send", "waits for a block's bytes"])
-async def test_a_break_is_noticed(sending: Make, peer: Any, cable: Cable, num_sockets: int, doing: str) -> None:
+async def test_a_break_is_noticed(sending: Make, peer: Any, cable: Cable, doing: str) -> None:
     """What ZeroMQ had taken may be lost, and nothing that follows would find out."""
-    prefill = sending(f"tcp://127.0.0.1:{cable.port}", num_sockets=num_sockets)
+    prefill = sending(f"tcp://127.0.0.1:{cable.port}")
     tickets = prefill.send(*((100, BIG_NBYTES) if doing == "waits for room" else ()))
     await receive(peer)
     if doing == "waits for room":
@@ -85,12 +85,10 @@ def test_a_sender_that_cannot_begin_leaves_nothing_open(context: Any) -> None:
     assert open_descriptors() == before
 
 
-async def test_a_connection_that_ends_in_its_handshake_is_tried_again(
-    sending: Make, peer: Any, num_sockets: int
-) -> None:
+async def test_a_connection_that_ends_in_its_handshake_is_tried_again(sending: Make, peer: Any) -> None:
     """As that to a port which nobody listens on yet, behind a load balancer: no block was lost with it."""
     with sockets.create_server(("127.0.0.1", 0)) as door:
-        prefill = sending(f"tcp://127.0.0.1:{door.getsockname()[1]}", num_sockets=num_sockets)
+        prefill = sending(f"tcp://127.0.0.1:{door.getsockname()[1]}")
         tickets = prefill.send()
         door.settimeout(WAIT_S)
         for greeting in (b"", b"\xff"):

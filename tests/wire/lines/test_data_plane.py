@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import zmq
-from prometheus_client import CollectorRegistry
 
 from kvrelay.wire.addresses import SocketFile
 from kvrelay.wire.blocks.frames import parse_header
-from kvrelay.wire.blocks.send_job import SendTicket, Wakeup
+from kvrelay.wire.blocks.send_job import SendTicket
 from kvrelay.wire.errors import WireError
-from kvrelay.wire.lines.data_plane import BlockReceiver, TcpLine
-from kvrelay.wire.metrics import WireMetrics
+from kvrelay.wire.lines.data_plane import BlockReceiver
 
-from ..lease_bench import WAIT_S, until
+from ..lease_bench import BLOCK_SIZE, WAIT_S, until
 from ..rig import Rig
 from ..sending import NOWHERE, Sending, assert_all_done_soon, header_for
 
@@ -33,8 +32,8 @@ def bound(peer: zmq.Socket[bytes]) -> str:
 
 
 @pytest.mark.parametrize("nbytes", [1, 512, BIG_NBYTES])
-def test_the_ticket_is_done_when_the_block_is_out(sending: Make, peer: Any, num_sockets: int, nbytes: int) -> None:
-    tickets = sending(bound(peer), num_sockets=num_sockets).send(nbytes=nbytes)
+def test_the_ticket_is_done_when_the_block_is_out(sending: Make, peer: Any, nbytes: int) -> None:
+    tickets = sending(bound(peer)).send(nbytes=nbytes)
     assert peer.poll(WAIT_S * 1000)
     _, packed, received = peer.recv_multipart()
     assert received == b"k" * nbytes
@@ -45,10 +44,8 @@ def test_the_ticket_is_done_when_the_block_is_out(sending: Make, peer: Any, num_
 
 @pytest.mark.parametrize("address", [NOWHERE, "ipc:///tmp/kvrelay-nobody-listens-here"])
 @pytest.mark.parametrize("nbytes", [1, BIG_NBYTES])
-def test_closing_fences_off_a_peer_that_never_existed(
-    sending: Make, num_sockets: int, address: str, nbytes: int
-) -> None:
-    prefill = sending(address, num_sockets=num_sockets)
+def test_closing_fences_off_a_peer_that_never_existed(sending: Make, address: str, nbytes: int) -> None:
+    prefill = sending(address)
     tickets = prefill.send(20, nbytes)
     assert not any(ticket.is_done for ticket in tickets)
     prefill.sender.close()
@@ -58,30 +55,14 @@ def test_closing_fences_off_a_peer_that_never_existed(
     assert not prefill.has_told.is_set()
 
 
-def test_closing_fences_off_a_peer_that_does_not_read(sending: Make, peer: Any, num_sockets: int) -> None:
+def test_closing_fences_off_a_peer_that_does_not_read(sending: Make, peer: Any) -> None:
     """The connection stands, its buffers are full, a block is half sent."""
-    prefill = sending(bound(peer), num_sockets=num_sockets)
+    prefill = sending(bound(peer))
     tickets = prefill.send(50, BIG_NBYTES)
     assert peer.poll(WAIT_S * 1000)  # traffic flows
     assert not tickets[-1].is_done
     prefill.sender.close()
     assert_all_done_soon(tickets)
-
-
-def test_one_of_several_lines_takes_no_blocks_before_it_is_connected(context: Any) -> None:
-    """What it would hold up meanwhile, a line that is connected can send."""
-    wakeup = Wakeup()
-    for num_lines, has_room in ((1, True), (3, False)):
-        line = TcpLine(
-            NOWHERE,
-            metrics=WireMetrics(CollectorRegistry()),
-            context=context,
-            wakeup=wakeup,
-            num_lines=num_lines,
-        )
-        assert bool(int(line._socket.getsockopt(zmq.EVENTS)) & zmq.POLLOUT) is has_room
-        line.close()
-    wakeup.close()
 
 
 def test_a_taken_data_address_is_a_clear_error(one_rig: Rig) -> None:
@@ -94,6 +75,24 @@ def test_a_receiver_that_never_started_stops(one_rig: Rig) -> None:
     assert not receiver.is_alive
     receiver.stop()
     receiver.stop()
+
+
+def test_the_receiver_stops_in_the_middle_of_blocks(one_rig: Rig) -> None:
+    lease = one_rig.leased(8 * BLOCK_SIZE)
+    one_rig.table.may_finish.clear()
+    for index in range(8):
+        one_rig.send(*lease.frames(index))
+    one_rig.table.inside.get(timeout=WAIT_S)
+    stopping = threading.Thread(target=one_rig.receiver.stop)
+    stopping.start()
+    until(lambda: one_rig.receiver._is_stopped, "a stop that does not begin")
+    one_rig.table.may_finish.set()
+    stopping.join(WAIT_S)
+    assert not stopping.is_alive()
+    assert not one_rig.receiver.is_alive
+    assert one_rig.table.snapshot()[0]["received"] == 1
+    one_rig.table.cancel("r", 1)
+    one_rig.assert_all_free()
 
 
 def test_a_socket_file_that_another_process_took_over_stays(tmp_path: Path) -> None:
@@ -129,9 +128,9 @@ def break_once(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
 
 
 def test_a_connection_that_breaks_between_asking_and_sending_costs_no_block(
-    sending: Make, peer: Any, num_sockets: int, monkeypatch: pytest.MonkeyPatch
+    sending: Make, peer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prefill = sending(bound(peer), num_sockets=num_sockets)
+    prefill = sending(bound(peer))
     break_once(monkeypatch, zmq.Again())
     tickets = prefill.send(3)
     came: set[int] = set()
@@ -142,12 +141,10 @@ def test_a_connection_that_breaks_between_asking_and_sending_costs_no_block(
     assert_all_done_soon(tickets)
 
 
-def test_a_thread_that_dies_leaves_no_block_held(
-    sending: Make, peer: Any, num_sockets: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_thread_that_dies_leaves_no_block_held(sending: Make, peer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else its prefill worker would hold them for ever, and offer every further request to the same dead end."""
     break_once(monkeypatch, OSError("broken"))
-    prefill = sending(bound(peer), num_sockets=num_sockets)
+    prefill = sending(bound(peer))
     tickets: list[SendTicket] = []
 
     def has_ended() -> bool:

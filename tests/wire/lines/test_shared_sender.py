@@ -46,8 +46,8 @@ def door() -> Iterator[SharedDoor]:
 def to(sending: Callable[..., Sending]) -> Callable[..., Sending]:
     """Makes senders to nowhere over TCP, and to a door through shared memory."""
 
-    def make(name: str | None, place: SharedPlace | None = ABSTRACT, num_sockets: int = 1) -> Sending:
-        return sending(shared=SharedTarget(name, place, BLOCK_NBYTES, "the token"), num_sockets=num_sockets)
+    def make(name: str | None, place: SharedPlace | None = ABSTRACT) -> Sending:
+        return sending(shared=SharedTarget(name, place, BLOCK_NBYTES, "the token"))
 
     return make
 
@@ -198,42 +198,6 @@ def test_slots_that_cannot_be_end_the_sender(to: To, door: SharedDoor, packet: b
     connection.send(packet)
     until(lambda: not prefill.sender.is_alive, "it goes on")
     assert_all_done_soon(tickets)
-
-
-# -- several lines -----------------------------------------------------------------------------------------------------------
-
-
-def test_blocks_that_wait_open_one_more_ring_and_go_through_whichever_has_room(to: To, door: SharedDoor) -> None:
-    prefill = to(door.name, num_sockets=2)
-    tickets = prefill.send(2 * NUM_SLOTS + 3)
-    with door.accept() as first:
-        slots = [split_block(first.recv(1000))[0] for _ in range(NUM_SLOTS)]
-        door.let_go_of_memory()
-        second = door.accept()
-        for _ in range(NUM_SLOTS):
-            second.recv(1000)
-        first.send(pack_slots(slots[:3]))  # the second has no room
-        assert [split_block(first.recv(1000))[0] for _ in range(3)] == slots[2::-1]
-        assert_all_done_soon(tickets)
-        assert prefill.lines("shared_memory") == 2
-        assert prefill.lines("tcp") == 0
-
-
-def test_a_further_ring_that_is_not_taken_is_done_without(
-    to: To, door: SharedDoor, caplog: pytest.LogCaptureFixture
-) -> None:
-    prefill = to(door.name, num_sockets=3)
-    tickets = prefill.send(2 * NUM_SLOTS)  # before there is a line: they wait behind the first block
-    with door.accept() as first:
-        door.let_go_of_memory()
-        door.accept(pack_answer("too many"))
-        slots = [split_block(first.recv(1000))[0] for _ in range(NUM_SLOTS)]
-        first.send(pack_slots(slots))
-        assert_all_done_soon(tickets)
-        until(lambda: "go over 1 connections, no more can be opened" in caplog.text, "the log's word")
-        assert prefill.sender.is_alive
-        prefill.sender.close()
-    assert prefill.lines("shared_memory") == 1
 
 
 # -- the end -----------------------------------------------------------------------------------------------------------------

@@ -1,14 +1,11 @@
-"""The receiving end of shared memory: a door that all senders of this host come to, and the threads that take blocks from them.
+"""The receiving end of shared memory: a door that all senders of this host come to, and the thread that takes blocks from them.
 
 A sender connects, shows its ring (:mod:`kvrelay.wire.lines.shared.packets`), and is told yes or no. From then on each packet
 names a slot and has a block's header; the block is written from the slot into the pool and proved there, by the lease table, as
-any other. A sender whose packets are not ours is dropped at once, and one that is gone with its process. A sender may come with
-several connections, each with a ring, and is not asked whether it is the same.
+any other. A sender whose packets are not ours is dropped at once, and one that is gone with its process.
 
-All threads (one, or as many as there are for the data socket) wait on one epoll instance. A connection that has something to say is
-given to one of them, and stays out of the line until its turn is over. So a connection and its ring have one thread at a time,
-and need no lock; blocks of several connections land side by side; and a sender that says nothing costs a descriptor, no thread.
-Who has had its turn waits behind all others. Who comes to the door has a turn, too; that is short, and under a lock.
+All connections wait on one epoll instance. Each that has something to say has a turn of a few blocks, then the next one has; a
+sender that says nothing costs a descriptor. Who comes to the door has a turn, too; that is short.
 
 Nobody is waited for. Who connects and does not greet is dropped after a while, or earlier, when many do so at a time. Only
 processes of the same user, and root's, may connect. With keys a sender must also show the token of the data socket.
@@ -50,7 +47,6 @@ _MAX_STRANGERS = 64  # connected and silent; one more, and the oldest goes
 _STRANGER_S = 5.0
 _PAUSE_S = 1.0  # without a descriptor left
 _TURN_BLOCKS = 8  # of one connection, before the others are looked at
-_ONCE = select.EPOLLIN | select.EPOLLONESHOT
 
 
 @dataclass(slots=True, eq=False)
@@ -60,7 +56,6 @@ class SharedPeer:
     connection: socket.socket  # does not block
     until_s: float  # as a stranger
     ring: Ring | None = None  # a sender's
-    is_in_line: bool = False  # with the kernel; else a thread has it
 
     def close(self) -> None:
         """Hang up and unmap the ring."""
@@ -70,7 +65,7 @@ class SharedPeer:
 
 
 class SharedReceiver:
-    """The door and the threads. ``start`` once, ``stop`` once."""
+    """The door and the thread. ``start`` once, ``stop`` once."""
 
     def __init__(
         self,
@@ -80,13 +75,9 @@ class SharedReceiver:
         metrics: WireMetrics,
         *,
         token: str | None = None,
-        num_threads: int = 1,
         stranger_s: float = _STRANGER_S,
     ) -> None:
-        """Listens from now on, under ``name``. ``token``: what senders must show; None: nothing. Raises WireError.
-
-        ``num_threads``: how many blocks are written and proved at a time, each on a thread.
-        """
+        """Listens from now on, under ``name``. ``token``: what senders must show; None: nothing. Raises WireError."""
         self._leases = leases
         self._block_nbytes = block_nbytes
         self._metrics = metrics
@@ -96,29 +87,23 @@ class SharedReceiver:
         self.name = place.new_name()
         self._listener, self._file = place.listen(self.name)
         self._accepts_from_s: float | None = None  # None: it accepts
-        self._door = threading.Lock()  # over who is connected, and who is in line
         self._peers: dict[int, SharedPeer] = {}  # by descriptor; one goes before its descriptor is anybody else's
         self._strangers: dict[int, SharedPeer] = {}  # of these, in the order in which they connected
         self._wakeup = Wakeup()
         self._epoll = select.epoll()
-        self._epoll.register(self._wakeup, select.EPOLLIN)  # for every thread, and for good
-        self._epoll.register(self._listener, _ONCE)
-        self._num_running = num_threads
-        self._threads = [
-            threading.Thread(target=self._run, name=f"shared-receiver-{number}", daemon=True)
-            for number in range(num_threads)
-        ]
+        for waited in (self._wakeup, self._listener):
+            self._epoll.register(waited, select.EPOLLIN)
+        self._thread = threading.Thread(target=self._run, name="shared-receiver", daemon=True)
         self._warnings = RareWarnings(logger, time.monotonic)  # a flood of lies must not become a flood of logs
 
     def start(self) -> None:
         """Start receiving."""
-        for thread in self._threads:
-            thread.start()
+        self._thread.start()
 
     @property
     def is_alive(self) -> bool:
-        """Whether senders are let in, and blocks received by as many threads as there should be."""
-        return all(thread.is_alive() for thread in self._threads)
+        """Whether senders are let in, and blocks received."""
+        return self._thread.is_alive()
 
     @property
     def num_connections(self) -> int:
@@ -126,42 +111,37 @@ class SharedReceiver:
         return len(self._peers)
 
     def stop(self) -> None:
-        """End the threads, each behind its turn, close the sockets and unmap the rings."""
+        """End the thread behind the turn that it gives, close the sockets and unmap the rings."""
         self._wakeup.set()
-        if self._threads[0].ident is None:
+        if self._thread.ident is None:
             self._close()
         else:
-            for thread in self._threads:
-                thread.join()
+            self._thread.join()
         self._wakeup.close()
         self._file.remove()
 
-    # -- the threads -----------------------------------------------------------------------------------------------
+    # -- the thread ------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         patience_s: float | None = None
         try:
             while not self._wakeup.is_set:
-                patience_s = self.take_turn(patience_s)
+                patience_s = self.take_turns(patience_s)
         finally:
-            self._wakeup.set()  # if this one has died: a receiver of which one thread is left would seem to be well
-            with self._door:
-                self._num_running -= 1
-                if self._num_running == 0:
-                    self._close()
+            self._close()
 
-    def take_turn(self, patience_s: float | None) -> float | None:
-        """Wait for somebody, so long at the most, and give him his turn; returns how long nothing else needs to be done."""
-        events = self._epoll.poll(patience_s, maxevents=1)
-        with self._door:
-            sender = self._next(events[0][0]) if events else None
-        is_well = sender is None or self.take_blocks(sender)
-        with self._door:
-            if sender is not None and is_well:
-                self._line_up(sender)
-            elif sender is not None:
-                self._drop(sender)
-            return self._pass_time()
+    def take_turns(self, patience_s: float | None) -> float | None:
+        """Wait for somebody, so long at the most, and give all who came a turn; returns how long nothing else needs to be done."""
+        for descriptor, _ in self._epoll.poll(patience_s):
+            if descriptor == self._listener.fileno():
+                self._accept()
+            elif (peer := self._peers.get(descriptor)) is None:  # the wakeup, or who was dropped in this round
+                continue
+            elif peer.ring is None:
+                self._greet(peer)
+            elif not self.take_blocks(peer):
+                self._drop(peer)
+        return self._pass_time()
 
     def _close(self) -> None:
         for peer in list(self._peers.values()):
@@ -169,30 +149,8 @@ class SharedReceiver:
         self._epoll.close()
         self._listener.close()
 
-    def _next(self, descriptor: int) -> SharedPeer | None:
-        """The sender whose turn it is; None if it was somebody at the door, who has had his."""
-        if descriptor == self._listener.fileno():
-            self._accept()
-            return None
-        peer = self._peers.get(descriptor)
-        if peer is None or not peer.is_in_line:  # the wakeup, or who was dropped meanwhile
-            return None
-        # Out of the line, not only asked for no more: a packet that came while the kernel was giving the connection to this thread
-        # has left it on the list of who is ready, and there it would have its next turn, before those who come during this one.
-        peer.is_in_line = False
-        self._epoll.unregister(descriptor)
-        if peer.ring is not None:
-            return peer
-        self._greet(peer)
-        return None
-
-    def _line_up(self, peer: SharedPeer) -> None:
-        """Under the door's lock. Its next turn comes behind everybody's."""
-        peer.is_in_line = True
-        self._epoll.register(peer.connection, _ONCE)
-
     def take_blocks(self, sender: SharedPeer) -> bool:
-        """Take a few blocks of one connection; False if it is to be closed. Nobody else uses ``sender`` meanwhile."""
+        """Take a few blocks of one connection; False if it is to be closed."""
         assert sender.ring is not None
         slots = sender.ring.slots
         done: list[int] = []
@@ -224,19 +182,18 @@ class SharedReceiver:
             done.append(slot)
         return not done or _sent(sender.connection, pack_slots(done))
 
-    # -- the door, under its lock ----------------------------------------------------------------------------------
+    # -- the door --------------------------------------------------------------------------------------------------
 
     def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
         except (BlockingIOError, ConnectionAbortedError):  # who connected has left already
-            self._epoll.modify(self._listener, _ONCE)
             return
         except OSError as error:  # no descriptor left: else this would be asked for over and over
             self._warnings.warn(f"cannot accept a connection for shared memory: {error.strerror}", "accept")
             self._accepts_from_s = time.monotonic() + _PAUSE_S
+            self._epoll.modify(self._listener, 0)
             return
-        self._epoll.modify(self._listener, _ONCE)
         if not is_trusted(connection):
             self._metrics.refused_greetings.labels("other_user").inc()
             self._warnings.warn("refused shared memory: another user of this machine", "other_user")
@@ -249,6 +206,7 @@ class SharedReceiver:
         """Somebody has connected."""
         stranger = SharedPeer(connection, time.monotonic() + self._stranger_s)
         self._peers[connection.fileno()] = self._strangers[connection.fileno()] = stranger
+        self._epoll.register(connection, select.EPOLLIN)
         # An honest sender has greeted by now or does so next; a crowd of silent ones must not shut it out.
         self._greet(stranger)
         if len(self._strangers) > _MAX_STRANGERS:
@@ -261,7 +219,6 @@ class SharedReceiver:
                 stranger.connection, MAX_GREETING_NBYTES, 1, socket.MSG_CMSG_CLOEXEC
             )
         except BlockingIOError:
-            self._line_up(stranger)
             return
         except OSError:
             self._drop(stranger)
@@ -277,7 +234,6 @@ class SharedReceiver:
                 os.close(descriptor)
         if stranger.ring is not None and _sent(stranger.connection, pack_answer(None)):
             del self._strangers[stranger.connection.fileno()]
-            self._line_up(stranger)
         else:
             self._drop(stranger)
 
@@ -312,7 +268,7 @@ class SharedReceiver:
             self._drop(oldest)
         if self._accepts_from_s is not None and self._accepts_from_s <= now_s:
             self._accepts_from_s = None
-            self._epoll.modify(self._listener, _ONCE)
+            self._epoll.modify(self._listener, select.EPOLLIN)
         moments = [] if self._accepts_from_s is None else [self._accepts_from_s]
         moments += [stranger.until_s for stranger in list(self._strangers.values())[:1]]
         return min(moments) - now_s if moments else None

@@ -45,16 +45,13 @@ class SharedTarget:
 class SharedLine:
     """A ring and the socket beside it. Implements :class:`kvrelay.wire.blocks.send_job.Line`."""
 
-    def __init__(
-        self, connection: socket.socket, ring: Ring, metrics: WireMetrics, wakeup: Wakeup, *, num_lines: int
-    ) -> None:
+    def __init__(self, connection: socket.socket, ring: Ring, metrics: WireMetrics, wakeup: Wakeup) -> None:
         """``connection`` and ``ring`` are the line's from now on. The receiver has said yes."""
         self._blocks_sent = metrics.blocks_sent.labels("shared_memory")
         self._bytes_sent = metrics.bytes_sent.labels("shared_memory")
         self._connection = connection
         self._ring = ring
         self._wakeup = wakeup
-        self._is_one_of_several = num_lines > 1
         # The slot that came back last is used first: it is in the cache.
         self._free = list(range(ring.shape.num_slots))
         self._readable = _poll_for(connection, select.POLLIN, wakeup)
@@ -65,10 +62,8 @@ class SharedLine:
         return f"{self._ring.shape.num_slots} slots of {self._ring.shape.slot_nbytes} bytes"
 
     @classmethod
-    def connect(cls, target: SharedTarget, metrics: WireMetrics, wakeup: Wakeup, *, num_lines: int = 1) -> SharedLine:
+    def connect(cls, target: SharedTarget, metrics: WireMetrics, wakeup: Wakeup) -> SharedLine:
         """Reach the decode worker and pass it a new ring; blocks for its answer, some seconds at most.
-
-        ``num_lines``: how many the sender may have, each with a ring of its own.
 
         Raises NoSharedMemoryError, which says why blocks must take another way.
         """
@@ -89,7 +84,7 @@ class SharedLine:
         except BaseException:
             connection.close()
             raise
-        return cls(connection, ring, metrics, wakeup, num_lines=num_lines)
+        return cls(connection, ring, metrics, wakeup)
 
     def has_room(self) -> bool:
         """See Line: a slot is free."""
@@ -123,7 +118,7 @@ class SharedLine:
         slot = self._free.pop()
         memory = self._ring.slots[slot]
         if job.sealer is None:
-            frame = job.header.pack_copying(payload, memory[: len(payload)], is_one_of_several=self._is_one_of_several)
+            frame = job.header.pack_copying(payload, memory[: len(payload)])
         else:
             frame = job.sealer.seal(job.header, payload, memory[: len(payload) + TAG_NBYTES])
         self._blocks_sent.inc()

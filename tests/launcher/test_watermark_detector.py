@@ -7,7 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from kvrelay.common.watermark import Detection, detect, is_green, keys_of, mix, threshold_of
+from kvrelay.engine.sampling.watermark import is_green, keys_of, mix, threshold_of
+from kvrelay.launcher.watermark import Detection, detect
 
 
 def words(*values: int) -> np.ndarray[tuple[int], np.dtype[np.uint32]]:

@@ -12,8 +12,8 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from kvrelay.common.admin import AdminServer, admin_app
 from kvrelay.common.errors import SettingsError
+from kvrelay.worker.process.admin import AdminServer, admin_app
 
 
 class Probe:

@@ -16,9 +16,9 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 
-from kvrelay.common import process as process_module
 from kvrelay.common.errors import ModelError, SettingsError
-from kvrelay.common.process import ProcessSettings, run_process
+from kvrelay.worker.process import run as process_module
+from kvrelay.worker.process.run import ProcessSettings, run_process
 
 
 def free_port() -> int:
@@ -245,7 +245,7 @@ async def test_a_component_that_dies_while_it_drains_is_not_waited_for(monkeypat
 LOADS_FOR_EVER = """
 import os, signal, sys, threading
 from prometheus_client import CollectorRegistry
-from kvrelay.common.process import ProcessSettings, serve_process
+from kvrelay.worker.process.run import ProcessSettings, serve_process
 
 def load():
     os.kill(os.getpid(), signal.SIGTERM)

@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvrelay.common.beam_check import _EXCLUDED, invalid_beams, invalid_first_token, unfit_beams
 from kvrelay.common.model_card import ModelCard
 from kvrelay.common.sampling import BeamSearch, FinishReason, Guide, GuideKind, SampledToken, SamplingParams, Watermark
+from kvrelay.engine.beams.check import _EXCLUDED, invalid_beams, invalid_first_token, unfit_beams
 from kvrelay.engine.fake.engine import fake_card
 from kvrelay.wire.messages import Beam, FailureCode, Status, Submit, TokenDelta, Tokens, WorkerState
 from kvrelay.worker.submit import WorkerIdentity, invalid_submit, refusal_of

@@ -22,9 +22,8 @@ from typing import Any, Protocol, TypeVar
 
 from prometheus_client import CollectorRegistry
 
-from kvrelay.common.admin import AdminProbe, AdminServer
-from kvrelay.common.descriptors import raise_descriptor_limit
-from kvrelay.common.memory import keep_freed_memory
+from kvrelay.common.system import keep_freed_memory, raise_descriptor_limit
+from kvrelay.worker.process.admin import AdminProbe, AdminServer
 
 logger = logging.getLogger(__name__)
 

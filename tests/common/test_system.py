@@ -6,7 +6,7 @@ import resource
 
 import pytest
 
-from kvrelay.common.descriptors import raise_descriptor_limit
+from kvrelay.common.system import raise_descriptor_limit
 
 ENDLESS = resource.RLIM_INFINITY
 

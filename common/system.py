@@ -1,0 +1,50 @@
+"""What a process asks of the system that it runs on: cores, memory, descriptors.
+
+*Memory.* ZeroMQ takes the memory of every large frame from ``malloc`` and gives it back a moment later, and so does torch with
+what lies between two operations on the CPU. As it comes, glibc returns much of that to the system, and the next piece is faulted in
+again, page by page and zeroed: with blocks of 360 KiB that took four tenths of a receiver's CPU time, and on a bad day more of a
+prefill step than its matrix products.
+
+*Descriptors.* Most systems start processes with a small limit (1,024) that each may raise by itself up to a large one. Every
+connection takes one descriptor, strangers' too; when there is none left, honest peers are not let in either, and ZeroMQ's network
+thread asks for the waiting connection over and over, at the cost of a core, until a descriptor is free.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import resource
+import sys
+
+# <malloc.h>
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
+_KEPT_NBYTES = 256 * 2**20
+_LARGEST_MMAP_THRESHOLD_NBYTES = 32 * 2**20  # glibc takes no more
+_ENOUGH = 65_536  # not all that there may be: a connection in its handshake takes some 20 KB, and a crowd's must fit
+
+
+def available_cores() -> int:
+    """Cores this process may use. A container's limit on CPU *time* leaves it all cores, and is not counted."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else (os.cpu_count() or 1)
+
+
+def keep_freed_memory() -> None:
+    """Let the allocator keep up to 256 MiB of freed memory, for the whole process and for good. Does nothing without glibc."""
+    with contextlib.suppress(AttributeError):  # another C library: no mallopt
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD_NBYTES)
+        mallopt(_M_TRIM_THRESHOLD, _KEPT_NBYTES)
+
+
+def raise_descriptor_limit() -> int:
+    """Raise this process's limit to what it may have, at most 65,536; returns the limit that is in force. Never lowers it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return _ENOUGH
+    wanted = _ENOUGH if hard == resource.RLIM_INFINITY else min(hard, _ENOUGH)
+    if soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return max(soft, wanted)
