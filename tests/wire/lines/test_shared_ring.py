@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import gc
 import mmap
 import os
 import socket
@@ -27,6 +28,7 @@ SEALS = sum(ALL_SEALS)
 
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
+    gc.collect()  # what tests before have left to the collector ends now, and not in between
     before, rings = open_descriptors(), num_mapped_rings()
     yield
     assert open_descriptors() == before
