@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
 import socket
@@ -31,6 +32,7 @@ TOKEN = "the token"
 @pytest.fixture
 def receiver(one_rig: Rig) -> Iterator[SharedReceiver]:
     """One that asks for a token, and leaves nothing behind. (The rig's own asks for none.)"""
+    gc.collect()  # what tests before have left to the collector ends now, and not in between
     before, rings = open_descriptors(), num_mapped_rings()
     receiver = SharedReceiver(SharedPlace(), one_rig.table, BLOCK_NBYTES, one_rig.metrics, token=TOKEN)
     receiver.start()
@@ -300,6 +302,7 @@ def test_a_receiver_that_never_started_leaves_nothing(one_rig: Rig) -> None:
 
 
 def test_stopping_lets_go_of_senders_and_their_memory(one_rig: Rig) -> None:
+    gc.collect()  # what tests before have left to the collector ends now, and not in between
     before, rings = open_descriptors(), num_mapped_rings()
     receiver = SharedReceiver(SharedPlace(), one_rig.table, BLOCK_NBYTES, one_rig.metrics)
     receiver.start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -30,6 +31,7 @@ To = Callable[..., Sending]
 
 @pytest.fixture(autouse=True)
 def nothing_left(context: Any) -> Iterator[None]:
+    gc.collect()  # what tests before have left to the collector ends now, and not in between
     before, rings = open_descriptors(), num_mapped_rings()
     yield
     assert open_descriptors() == before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -67,6 +68,7 @@ def test_a_sender_that_has_just_begun_has_its_turn_within_two_turns_of_anothers(
 
 
 def test_stopping_waits_for_blocks_that_are_being_written_and_leaves_nothing(rig: Rig) -> None:
+    gc.collect()  # what tests before have left to the collector ends now, and not in between
     before, rings = open_descriptors(), num_mapped_rings()
     receiver = SharedReceiver(SharedPlace(), rig.table, BLOCK_NBYTES, rig.metrics)
     receiver.start()
@@ -92,6 +94,7 @@ def test_stopping_waits_for_blocks_that_are_being_written_and_leaves_nothing(rig
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("dies", ["taking blocks", "at the door"])
 def test_senders_hear_of_a_thread_that_dies(rig: Rig, dies: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    gc.collect()  # what tests before have left to the collector ends now, and not in between
     before, rings = open_descriptors(), num_mapped_rings()
     receiver = SharedReceiver(SharedPlace(), rig.table, BLOCK_NBYTES, rig.metrics)
     receiver.start()
