@@ -101,8 +101,12 @@ class FairQueue:
         self._virtual: dict[int, float] = {}  # time of each class
         self._finish: dict[tuple[int, str], float] = {}  # tag of each flow's last request that began
         self._turn_s: dict[int, float] = {}  # when a class last had a turn
-        self._past: dict[int, deque[tuple[float, float]]] = {}  # since when the virtual time of each class was what, in CREDIT_S
-        self._askers: dict[int, list[tuple[str, float]]] = {}  # the two keys of each class that had the last turns, and when
+        self._past: dict[
+            int, deque[tuple[float, float]]
+        ] = {}  # since when the virtual time of each class was what, in CREDIT_S
+        self._askers: dict[
+            int, list[tuple[str, float]]
+        ] = {}  # the two keys of each class that had the last turns, and when
 
     def come(self, one: Waiting) -> None:
         """It waits from now on."""
@@ -117,7 +121,10 @@ class FairQueue:
         if tags.start is not None:
             return tags.was_ahead
         others = (at_s for key, at_s in self._askers.get(flow.priority, ()) if key != flow.key)
-        return self._start(one) > self._virtual.get(flow.priority, 0.0) and now_s - max(others, default=-math.inf) < _ASKS_S
+        return (
+            self._start(one) > self._virtual.get(flow.priority, 0.0)
+            and now_s - max(others, default=-math.inf) < _ASKS_S
+        )
 
     def begin(self, one: Waiting, now_s: float) -> None:
         """Its turn has come. One that has had its turn, and was taken back, pays nothing again."""

@@ -2,8 +2,9 @@
 
 A step takes one token of every decoding sequence first, lets sequences that were handed over complete join, and spends what
 is left of its time (:mod:`kvrelay.worker.step_cost`) on prompts: local prefill, and preempted sequences that are computed again.
-Who waits gets its turn in fair order (:mod:`kvrelay.common.fair_queue`); a much shorter prompt may overtake another
-(:mod:`kvrelay.worker.overtaking`). One that computes already lets others pass if its key is ahead. Where nobody generates, prompts have whole steps.
+Who waits gets its turn in fair order (:mod:`kvrelay.common.fair_queue`), also before prompts that compute already if their keys
+are ahead; a much shorter prompt may overtake another (:mod:`kvrelay.worker.overtaking`). Where nobody generates, prompts have
+whole steps.
 
 When blocks run out, the least senior sequence gives its blocks up and waits to be recomputed: of the lowest class the youngest. So
 the most senior is always served. While a sequence waits for blocks, hand-offs leave as many free as it needs
@@ -194,7 +195,7 @@ class DecodeScheduler(Scheduler):
         return any(drafts.may_draft(sequence, row_share, most) for sequence in goes_on)
 
     def _would_begin(self, prompt: Sequence, running: Seq[StepRow], budget: int) -> bool:
-        """Whether a step with ``budget`` for prompts, of which ``running`` run, would have tokens for ``prompt`` or one behind it."""
+        """Whether a step with ``budget`` for prompts, of which ``running`` run, would have tokens for ``prompt`` or another."""
         num_left = [row.num_tokens for row in running]
         are_ahead = any(self._fair.is_ahead(row.sequence, self._now_s) for row in running)
         if sum(num_left) < budget or (are_ahead and not self._fair.is_ahead(prompt, self._now_s)):

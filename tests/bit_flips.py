@@ -1,7 +1,7 @@
 """One bit of a running process's memory changes, as when memory fails: written from outside, through ``/proc``.
 
-What is looked for is known by its bytes, as a weight vector of a model is. On Linux, and of processes that a test may trace, such as
-its own children.
+What is looked for is known by its bytes, as a weight vector of a model is. On Linux, and of processes that a test may trace, such
+as its own children.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """API keys flood a deployment; what becomes of the others' requests, and of their own.
 
-All runs through the real gateways, workers and schedulers, in virtual time, at the pace of :mod:`.pools`. Floods begin when the others
-have been served for some seconds. Run it for the table: ``python -m tests.simulation.floods [seconds] [seeds]``.
+All runs through the real gateways, workers and schedulers, in virtual time, at the pace of :mod:`.pools`. Floods begin when the
+others have been served for some seconds. Run it for the table: ``python -m tests.simulation.floods [seconds] [seeds]``.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ class Result:
     def shares(self) -> list[float]:
         """Of each request its time to first token, as a multiple of its fair share.
 
-        That is what it would be on workers of its key alone, which compute as much of what all prefill workers do as the key's weight is
-        of all weights, one prompt behind the other.
+        That is what it would be on a worker of its key alone, which computes one prompt behind the other, and of what all prefill
+        workers do as much as the key's weight is of all weights.
         """
         weights = {one.client.key: one.client.weight for one in self.outcomes}
         free_s = dict.fromkeys(weights, 0.0)
@@ -168,7 +168,10 @@ def main(seconds: float = 30.0, seeds: float = 3) -> None:
             times = [f"{result.ttft_s(keys, share):.2f} s" for share in (0.5, 0.9)]
             times.append(f"{max(one.ttft_s for one in result.of(keys)):.2f} s")
             rate = sum(one.rate(keys) for one in runs) / len(runs)
-            print(f"| {name} | {who} ({len(result.of(keys))}) | {' | '.join(times)} | {rate:.1f} | {most:.1f} |", flush=True)
+            print(
+                f"| {name} | {who} ({len(result.of(keys))}) | {' | '.join(times)} | {rate:.1f} | {most:.1f} |",
+                flush=True,
+            )
 
 
 OTHERS_ALONE = [Client(key, per_s=2.0) for key in OTHERS]  # two thirds of what prefill workers compute

@@ -130,7 +130,9 @@ def test_a_bit_that_flips_in_the_memory_of_another_rank_is_found(tmp_path: Path)
         rig = Rig(engine)
         assert rig.run() is True
         [rank] = [
-            child.pid for child in psutil.Process().children() if "kvrelay.engine.rank_main" in " ".join(child.cmdline())
+            child.pid
+            for child in psutil.Process().children()
+            if "kvrelay.engine.rank_main" in " ".join(child.cmdline())
         ]
         content = norm.detach().numpy().tobytes()
         for verdict in (False, True):  # flipped, and back
