@@ -12,6 +12,8 @@ token's time with it, less the median without it. Both are measured one after th
 *Throughput* is real processes: one gateway, one decode worker with the fake engine, ``kvrelay bench`` with 200 streams, of which
 the worker is to make more than can be had. CPU time by component tells what limits it. ``--only-throughput`` leaves
 the added time out.
+
+*Traces* (``--traces``, about four minutes): throughput alone, without traces and with a tenth of the requests traced, in turns.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ import psutil
 import uvloop
 from direct_link import DirectLink
 from gateway_ends import FIRST_MARK, PacedWorker, ask_directly, prompt_of
-from gateway_load import cpu_s, throughput
+from gateway_load import cpu_s, throughput, trace_cost
 
 from kvrelay.launcher.bench.client import StreamingClient
 from kvrelay.launcher.bench.summary import percentile
@@ -181,17 +183,24 @@ async def _ready(url: str) -> None:
 @click.command(help=__doc__)
 @click.option("--streams", default=8, show_default=True, help="Streams at a time while added time is measured.")
 @click.option("--rounds", default=15, show_default=True, help="Requests of each of them.")
-@click.option("--repeats", default=3, show_default=True, help="How often added time is measured.")
+@click.option(
+    "--repeats", default=3, show_default=True, help="How often added time, or the cost of traces, is measured."
+)
 @click.option("--load-seconds", default=20.0, show_default=True, help="How long.")
 @click.option("--only-throughput", is_flag=True, help="Measure no added time.")
+@click.option("--traces", is_flag=True, help="Measure what traces cost, and nothing else.")
 def main(
     streams: int,
     rounds: int,
     repeats: int,
     load_seconds: float,
     only_throughput: bool,
+    traces: bool,
 ) -> None:
     """Run it."""
+    if traces:
+        trace_cost(LOAD_STREAMS, load_seconds, repeats)
+        return
     if not only_throughput:
         added_time(Load(streams, rounds, tokens=64, step_s=STEP_S), repeats)
     throughput(LOAD_STREAMS, load_seconds)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import statistics
 import subprocess
 import sys
 import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import psutil
@@ -16,12 +21,15 @@ from kvrelay.launcher.models import resolve_model
 from kvrelay.launcher.settings import LocalSettings
 
 
-def throughput(streams: int, seconds: float) -> None:
-    """Measure and print streamed tokens per second with a fake decode worker, and what each process used of the CPU."""
+def throughput(streams: int, seconds: float, **of_gateway: str | float) -> float:
+    """Measure and print streamed tokens per second with a fake decode worker, and what each process used of the CPU.
+
+    ``of_gateway``: further settings. Returns the tokens per second.
+    """
     # A step of a millisecond is more than the worker can do.
     settings = LocalSettings.of(
         engine="fake", prefill=0, port=0, log_level="warning", fake_step_ms=1, fake_token_us=0, fake_token_bytes=64,
-        max_num_seqs=streams + 56,
+        max_num_seqs=streams + 56, **of_gateway,
     )  # fmt: skip
     with (
         tempfile.TemporaryDirectory() as directory,
@@ -41,8 +49,52 @@ def throughput(streams: int, seconds: float) -> None:
             raise SystemExit(f"the generator failed: {ended.stderr[-2000:]}")
         used_s, worker_s = cpu_s(gateway) - before_s, cpu_s(worker) - worker_before_s
         memory_mb = gateway.memory_info().rss / 2**20
-        for line in lines_of(read_result(output), used_s, worker_s, memory_mb):
+        result = read_result(output)
+        for line in lines_of(result, used_s, worker_s, memory_mb):
             print(line)
+        return summarize(result).all.output_tokens_per_s
+
+
+def trace_cost(streams: int, seconds: float, repeats: int) -> None:
+    """Measure and print streamed tokens per second without traces and with a tenth of the requests traced, in turns."""
+    found: dict[str, list[float]] = {"off": [], "sampled at 10 %": []}
+    with collector() as url:
+        for number in range(2 * repeats):
+            name = list(found)[(number + number // 2) % 2]  # off on on off: what drifts is nobody's
+            traced: dict[str, str | float] = {} if name == "off" else {"trace_endpoint": url, "trace_sample": 0.1}
+            print(f"traces {name}:")
+            found[name].append(throughput(streams, seconds, **traced))
+    off, on = (statistics.median(speeds) for speeds in found.values())
+    spread = max((max(speeds) - min(speeds)) / statistics.median(speeds) for speeds in found.values())
+    print(
+        f"traces cost {1 - on / off:.1%} of streamed tokens/s (medians of {repeats} turns each, which differ by up to {spread:.1%})"
+    )
+
+
+@contextmanager
+def collector() -> Iterator[str]:
+    """Takes traces and forgets them; its URL. In this process, which has nothing else to do while others are measured."""
+
+    class Forget(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))
+            self.send_response(200)
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            """Nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Forget) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 def lines_of(result: RunResult, gateway_s: float, worker_s: float, memory_mb: float) -> list[str]:

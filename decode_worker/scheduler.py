@@ -2,8 +2,9 @@
 
 A step takes one token of every decoding sequence first, lets sequences that were handed over complete join, and spends what
 is left of its time (:mod:`kvrelay.worker.step_cost`) on prompts: local prefill, and preempted sequences that are computed again.
-Who waits gets its turn in fair order (:mod:`kvrelay.common.fair_queue`); a much shorter prompt may overtake another
-(:mod:`kvrelay.worker.overtaking`). Where nobody generates, prompts have whole steps.
+Who waits gets its turn in fair order (:mod:`kvrelay.common.fair_queue`), also before prompts that compute already if their keys
+are ahead; a much shorter prompt may overtake another (:mod:`kvrelay.worker.overtaking`). Where nobody generates, prompts have
+whole steps.
 
 When blocks run out, the least senior sequence gives its blocks up and waits to be recomputed: of the lowest class the youngest. So
 the most senior is always served. While a sequence waits for blocks, hand-offs leave as many free as it needs
@@ -19,6 +20,7 @@ Runs on the model thread alone. Knows no sockets and no clock.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 from kvrelay.common.fair_queue import seniority
@@ -116,7 +118,12 @@ class DecodeScheduler(Scheduler):
         budget = self._let_overtake(plan, budget, group)
         in_step = {row.sequence for row in plan.rows}
         prompts = [one for one in among(group, self.running) if one not in in_step and one.num_uncomputed_tokens > 1]
-        budget = self._continue_running(plan, budget, prompts)
+        # Those of keys that are ahead of their share let others begin, too.
+        ahead = [one for one in prompts if self._fair.is_ahead(one, now_s)]
+        budget = self._continue_running(plan, budget, [one for one in prompts if one not in ahead])
+        if ahead and not plan.preempted:
+            budget = self._admit_prompts(plan, budget, group, may=lambda one: not self._fair.is_ahead(one, now_s))
+        budget = self._continue_running(plan, budget, ahead)
         if not plan.preempted:
             self._admit_prompts(plan, budget, group)
         if self._drafts is not None and group is None and all(row.num_tokens == 1 for row in plan.rows):
@@ -166,7 +173,7 @@ class DecodeScheduler(Scheduler):
         if budget < 0:
             return None
         num_left = [row.num_tokens for row in going_on.prompts]
-        if may_begin and self._would_begin(num_left, budget):
+        if line.prompt is not None and may_begin and self._would_begin(line.prompt, going_on.prompts, budget):
             return None
         plan = Schedule(rows=list(going_on.generating))
         for row, num_tokens in zip(going_on.prompts, shares(num_left, budget), strict=True):
@@ -187,9 +194,11 @@ class DecodeScheduler(Scheduler):
         goes_on = [row.sequence for row in flying if row.sequence.status is not SequenceStatus.FINISHED]
         return any(drafts.may_draft(sequence, row_share, most) for sequence in goes_on)
 
-    def _would_begin(self, num_left: list[int], budget: int) -> bool:
-        """Whether a step with ``budget`` for prompts, of which those that run have ``num_left``, would have tokens for another."""
-        if sum(num_left) < budget:
+    def _would_begin(self, prompt: Sequence, running: Seq[StepRow], budget: int) -> bool:
+        """Whether a step with ``budget`` for prompts, of which ``running`` run, would have tokens for ``prompt`` or another."""
+        num_left = [row.num_tokens for row in running]
+        are_ahead = any(self._fair.is_ahead(row.sequence, self._now_s) for row in running)
+        if sum(num_left) < budget or (are_ahead and not self._fair.is_ahead(prompt, self._now_s)):
             return True
         waiting = [one.num_uncomputed_tokens for one in self.waiting if not one.block_tables]
         return any(place >= len(num_left) for place, _ in overtaking(num_left + waiting, budget)[:1])
@@ -265,21 +274,30 @@ class DecodeScheduler(Scheduler):
         return budget
 
     def _admit_prompts(
-        self, plan: Schedule, budget: int, group: frozenset[Key] | None, last: Sequence | None = None
-    ) -> None:
-        """Let prompts begin in order while there is budget for them, and as far as ``last`` without."""
+        self,
+        plan: Schedule,
+        budget: int,
+        group: frozenset[Key] | None,
+        last: Sequence | None = None,
+        may: Callable[[Sequence], bool] = lambda one: True,
+    ) -> int:
+        """Let prompts that ``may`` begin in order while there is budget for them, and as far as ``last`` without.
+
+        Returns what is left of the budget.
+        """
         while budget > 0 or (last is not None and last.status is SequenceStatus.WAITING):
             line = look_at(among(group, self.waiting), self._num_free_places())
-            if line.prompt is None or not line.has_places:
-                return
+            if line.prompt is None or not line.has_places or not may(line.prompt):
+                break
             if self._find_blocks(line.prompt):
                 budget -= self._admit(line.prompt, plan, budget)
                 continue
             # Verified sequences that wait for a place in the batch hold blocks too. If they are all that stands
             # between the first prompt and its blocks, nobody would ever move.
             if self.running or (victim := self._least_senior_holder()) is None:
-                return
+                break
             self._preempt(victim, plan)
+        return budget
 
     def _may_find_blocks(self, sequence: Sequence) -> bool:
         """Whether there may be blocks for a prompt: not if there were none when it last looked, and neither have become more

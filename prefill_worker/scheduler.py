@@ -23,6 +23,9 @@ from kvrelay.worker.scheduler import Progress, Schedule, Scheduler, among, progr
 from kvrelay.worker.step_cost import StepCosts
 from kvrelay.worker.suspects import Key
 
+# Of a step, that prompts of keys which are ahead leave empty: whoever comes waits for the step under way.
+_PART_FOR_OTHERS = 0.5
+
 
 class PrefillScheduler(Scheduler):
     """A prefill worker's scheduler."""
@@ -60,6 +63,7 @@ class PrefillScheduler(Scheduler):
         prompts = [self._in_line(sequence) for sequence in line]
         block_size, cost = self._blocks.block_size, self._costs.cost
         budget = step_tokens(self._ttft_budget_s, cost, self._max_batched_tokens, block_size, self._costs.largest_step)
+        num_for_others = int(budget * _PART_FOR_OTHERS)
         plan = Schedule(rows=[])
         has_room = True
         for sequence in self.running:  # whoever shared blocks with it may have let go of them
@@ -67,6 +71,8 @@ class PrefillScheduler(Scheduler):
                 self._slide(sequence)
         for turn in turns(prompts, budget, now_s, self._ttft_budget_s, cost, block_size):
             sequence, share = line[turn.index], budget if turn.max_tokens is None else min(budget, turn.max_tokens)
+            if self._fair.is_ahead(sequence, now_s):
+                share = min(share, max(0, budget - num_for_others))
             if sequence.status is SequenceStatus.RUNNING:
                 share = min(share, sequence.num_blocks * block_size - sequence.num_computed_tokens)
             num_tokens = self._chunk(prompts[turn.index].num_tokens, sequence, share)

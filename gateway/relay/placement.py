@@ -29,6 +29,9 @@ from kvrelay.gateway.workers.load import Key, WorkerView
 from kvrelay.gateway.workers.pool import WorkerPool
 from kvrelay.gateway.workers.worker import Worker
 
+# Of what may wait at a worker, for keys that are ahead: about a step of a prefill worker.
+_AHEAD_PART = 1 / 8
+
 
 class Placement:
     """Finds pairs of workers for requests, over one pool."""
@@ -56,12 +59,13 @@ class Placement:
         text = "; ".join(reasons) or "no worker has room"
         return f"model {self._pool.model!r}: {text}" if self._pool.model else text
 
-    def place(self, request: GenerationRequest, num_tokens_to_hold: float) -> Place | None:
+    def place(self, request: GenerationRequest, num_tokens_to_hold: float, *, is_ahead: bool) -> Place | None:
         """Workers that would compute the request before long, by one way or the other; None while there are none.
 
-        ``num_tokens_to_hold``: of prompt and output, as far as one can know.
+        ``num_tokens_to_hold``: of prompt and output, as far as one can know. ``is_ahead``: others' requests, which are to come
+        first, would find workers that can begin with them soon.
         """
-        backlog_s = self._settings.prefill_backlog_s
+        backlog_s = self._settings.prefill_backlog_s * (_AHEAD_PART if is_ahead else 1.0)
         return self.route(request, backlog_s=backlog_s, num_tokens_to_hold=math.ceil(num_tokens_to_hold))
 
     def elsewhere(self, request: GenerationRequest, decode: Worker) -> Place | None:
@@ -125,7 +129,8 @@ class Placement:
         if not math.isinf(backlog_s):
             decodes = [view for view in decodes if view.takes_sequence(num_tokens_to_hold) and view.address != without]
         cached = _cached(request, [*prefills, *decodes])
-        limits = Limits(backlog_s, self._local_backlog_s)
+        local_backlog_s = None if self._local_backlog_s is None else min(backlog_s, self._local_backlog_s)
+        limits = Limits(backlog_s, local_backlog_s)
         self._sequence_number += 1
         for some, others in self._choices(request, prefills, decodes):
             if self._pool.is_local_only:

@@ -101,7 +101,8 @@ class Relay:
         request.timings.placed_s = self.clock()
 
     def _place(self, request: GenerationRequest, asked: Asked) -> Place | None:
-        found = self._placement.place(request, self.admission.num_to_hold(asked))
+        num_to_hold, is_ahead = self.admission.num_to_hold(asked), self.admission.is_ahead(asked)
+        found = self._placement.place(request, num_to_hold, is_ahead=is_ahead)
         asked.num_to_compute = self._placement.num_to_compute(request)
         return found
 

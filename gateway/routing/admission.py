@@ -108,6 +108,10 @@ class Admission:
         """The tokens of prompt and output that a request will hold, as far as one can know."""
         return asked.num_prompt_tokens + self._pace.output_tokens(asked.kind, asked.max_tokens)
 
+    def is_ahead(self, asked: Asked) -> bool:
+        """Whether its key has had as much as any, while others ask as well: it leaves room for them."""
+        return self._fair.is_ahead(asked, self._clock())
+
     def expected_wait_s(self, asked: Asked) -> float | None:
         """When a request that stood in line from now on would get its place; None if that cannot be known."""
         now_s = self._clock()

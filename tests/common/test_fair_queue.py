@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from kvrelay.common.fair_queue import FairQueue, Flow, Tags, seniority
+from kvrelay.common.fair_queue import CREDIT_S, FairQueue, Flow, Tags, seniority
 
 
 @dataclass(eq=False)
@@ -38,7 +38,8 @@ def turns(queue: FairQueue, requests: Sequence[Request], now_s: float = 0.0) -> 
 
 def of(key: str, names: str, **facts: float) -> list[Request]:
     flow = Flow(key, weight=facts.pop("weight", 1.0))
-    return [Request(name, flow, arrival_s=place / 100, **facts) for place, name in enumerate(names)]
+    arrival_s = facts.pop("arrival_s", 0.0)
+    return [Request(name, flow, arrival_s=arrival_s + place / 100, **facts) for place, name in enumerate(names)]
 
 
 def test_without_keys_the_order_is_that_of_arrival() -> None:
@@ -58,11 +59,48 @@ def test_a_weight_of_two_is_twice_the_tokens() -> None:
     assert turns(FairQueue(), [*of("two", "ABCD", weight=2.0), *of("one", "ab")]) == "AaBbCD"
 
 
-def test_who_comes_late_neither_pays_for_others_nor_has_saved_anything_up() -> None:
+def serve(queue: FairQueue, requests: Sequence[Request]) -> None:
+    """One a second, each when it has come."""
+    for second, request in enumerate(requests):
+        request.arrival_s = float(second)
+        queue.come(request)
+        queue.begin(request, float(second))
+
+
+def test_who_comes_late_does_not_pay_for_others_and_has_saved_up_its_share_of_the_credit() -> None:
+    queue, flood = FairQueue(), of("flood", "fghijklmnop")
+    serve(queue, flood[:10])  # whose start tags are 0 to 900
+    late = [Request(name, Flow("other"), arrival_s=10.0) for name in "abcd"]
+    last = Request("p", Flow("flood"), arrival_s=10.0)
+    for request in [last, *late]:
+        queue.come(request)
+    assert CREDIT_S == 2.0, "the virtual time of two seconds before is 800"
+    assert "".join(one.name for one in queue.in_order([last, *late], 10.0)) == "abpcd"
+
+
+def test_a_key_that_had_as_much_as_any_is_ahead_while_others_ask() -> None:
     queue = FairQueue()
-    flood = of("flood", "fghijk")
-    assert turns(queue, flood[:4]) == "fghi"
-    assert turns(queue, [*flood[4:], *of("other", "abc")]) == "abjck"
+    serve(queue, of("flood", "fgh"))
+    (again,) = of("flood", "i", arrival_s=3.0)
+    queue.come(again)
+    assert not queue.is_ahead(again, 3.0), "nobody else asks"
+    other = Request("o", Flow("other"), arrival_s=3.0)
+    queue.come(other)
+    assert not queue.is_ahead(other, 3.0), "it has had nothing"
+    queue.begin(other, 3.0)
+    assert queue.is_ahead(again, 3.0)
+    assert not queue.is_ahead(again, 64.0), "nobody else asks any more"
+    queue.begin(again, 4.0)
+    assert queue.is_ahead(again, 64.0), "one that has begun stays what it was"
+    assert not queue.is_ahead(other, 4.0)
+
+
+def test_without_keys_nobody_is_ahead() -> None:
+    queue = FairQueue()
+    serve(queue, of("", "abc"))
+    (again,) = of("", "d", arrival_s=3.0)
+    queue.come(again)
+    assert not queue.is_ahead(again, 3.0)
 
 
 def test_an_answer_that_is_shorter_than_expected_is_paid_back() -> None:
@@ -100,12 +138,10 @@ def test_who_was_taken_back_is_the_first_of_its_flow_and_pays_once() -> None:
     assert turns(queue, [first, second]) == "ab"
     for request in (third, other):
         queue.come(request)
-    assert queue.in_order([third, other, second], 0.0)[0] is second
-    finish = third.tags.came
+    assert queue.in_order([third, other, second], 0.0) == [other, second, third]
     queue.begin(second, 0.0)
     assert turns(queue, [third]) == "c"
     assert third.tags.start == 200.0
-    assert finish == 100.0
 
 
 def test_of_lower_classes_the_younger_give_way_first_and_age_makes_up_for_class() -> None:

@@ -263,13 +263,14 @@ class Rig:
         handed_over: bool = True,
         guide: GuideState | None = None,
         priority: int = 0,
+        key: str = "",
     ) -> bool:
         """A request: with its prompt's K/V in place, or to be computed here. False if there is no room for what is in place."""
         self._num_added += 1
         self.ends.pop(name, None)  # of a request of that name before it
         arrival_s, chain = float(self._num_added), HashChain(self._fingerprint, self.blocks.block_size)
         sequence = Sequence(name, 1, list(prompt), len(prompt), sampling, arrival_s, guide=guide, chain=chain)
-        sequence.flow = Flow(priority=priority)
+        sequence.flow = Flow(key, priority)
         first = None
         if handed_over:
             lease = lease_owner(name)
@@ -289,9 +290,9 @@ class Rig:
         self.worker.handle(Add(sequence, first))
         return True
 
-    def local(self, name: str, prompt: list[int], sampling: SamplingParams) -> None:
+    def local(self, name: str, prompt: list[int], sampling: SamplingParams, key: str = "") -> None:
         """A request to be computed here."""
-        self.add(name, prompt, sampling, handed_over=False)
+        self.add(name, prompt, sampling, handed_over=False, key=key)
 
     def _compute(self, sequence: Sequence, lease: Owner, block_tables: list[list[int]]) -> SampledToken:
         """As a prefill worker and a hand-off do."""

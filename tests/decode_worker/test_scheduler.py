@@ -266,6 +266,16 @@ def test_a_short_prompt_overtakes_nobody_who_waits_for_blocks() -> None:
     rig.run()
 
 
+def test_prompts_of_keys_that_are_ahead_let_others_pass_while_they_compute() -> None:
+    rig = Rig(num_blocks=1024, max_batched_tokens=64)
+    rig.local("a1", tokens(0, 64), greedy(1), key="a")
+    for number in range(2):
+        rig.local(f"f{number}", tokens(1 + number, 128), greedy(1), key="flood")
+    assert [rig.step() for _ in range(4)] == [[("a1", 64)], [("f0", 64)], [("f0", 64)], [("f1", 64)]]
+    rig.local("a2", tokens(4, 64), greedy(1), key="a")
+    assert [rig.step() for _ in range(2)] == [[("a2", 64)], [("f1", 64)]]
+
+
 def test_it_is_told_what_prompts_would_get() -> None:
     rig = Rig(num_blocks=1024, pace=PACE)
     assert rig.scheduler.prompt_tokens_per_s is None

@@ -75,7 +75,19 @@ def test_keys_share_and_a_better_class_comes_before_all_of_a_lower_one() -> None
     names = [("f1", "flood", 0), ("f2", "flood", 0), ("f3", "flood", 0), ("a1", "a", 0), ("h1", "flood", -10)]
     for place, (name, key, priority) in enumerate(names):
         rig.scheduler.add(sequence(name, [place] * 16, place / 100, Flow(key, priority)))
-    assert [rig.step(now_s=0.1)[0] for _ in names] == [[(name, 16)] for name in ("h1", "f1", "a1", "f2", "f3")]
+    assert [rig.step(now_s=0.1)[0] for _ in range(3)] == [[(name, 16)] for name in ("h1", "f1", "a1")]
+    # The flood has had as much as any, and others ask: its steps are half as large.
+    assert [rig.step(now_s=0.2)[0] for _ in range(4)] == [[(name, 8)] for name in ("f2", "f2", "f3", "f3")]
+
+
+def test_prompts_of_keys_that_are_ahead_leave_half_of_each_step_to_others() -> None:
+    rig = Rig(max_batched_tokens=16)
+    for place, (name, key) in enumerate((("f1", "flood"), ("a1", "a"), ("f2", "flood"), ("f3", "flood"))):
+        rig.scheduler.add(sequence(name, [place] * 16, place / 100, Flow(key)))
+    assert [rig.step(now_s=0.1)[0] for _ in range(2)] == [[("f1", 16)], [("a1", 16)]]
+    assert [rig.step(now_s=0.2)[0] for _ in range(3)] == [[("f2", 8)], [("f2", 8)], [("f3", 8)]]
+    rig.scheduler.add(sequence("a2", [7] * 4, 0.3, Flow("a")))
+    assert rig.step(now_s=0.3)[0] == [("a2", 4), ("f3", 4)]
 
 
 def test_prompts_share_a_step_in_order_of_arrival() -> None:

@@ -1,7 +1,7 @@
-"""One API key floods a deployment; what becomes of the others' requests, and of its own.
+"""API keys flood a deployment; what becomes of the others' requests, and of their own.
 
-All runs through the real gateways, workers and schedulers, in virtual time, at the pace of :mod:`.pools`. Run it for the table:
-``python -m tests.simulation.floods``.
+All runs through the real gateways, workers and schedulers, in virtual time, at the pace of :mod:`.pools`. Floods begin when the
+others have been served for some seconds. Run it for the table: ``python -m tests.simulation.floods [seconds] [seeds]``.
 """
 
 from __future__ import annotations
@@ -18,12 +18,15 @@ from kvrelay.gateway.relay.request import GenerationRequest, RequestTimings
 from kvrelay.gateway.settings import RelaySettings
 from kvrelay.wire.messages import TokenDelta
 
-from .pools import MACHINES, calm
+from .pools import MACHINES, PACE, calm
 from .world import VOCAB, World, living
 
 NUM_PREFILLS, NUM_DECODES, NUM_GATEWAYS = 2, 4, 2
 OTHERS = ("a", "b", "c", "d")
 PROMPT_LEN, ANSWER_LEN = 400, 64  # on average, from half to one and a half of it
+WARM_UP_S = 5.0  # in which workers and gateways learn what they cost: not counted
+_STEP_TOKENS = 512  # of a prefill worker's full steps
+PREFILL_TOKENS_PER_S = NUM_PREFILLS * _STEP_TOKENS / (PACE.step_s + _STEP_TOKENS * PACE.token_s)  # of all, at most
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,11 @@ class Client:
     weight: float = 1.0
     priority: int = 0
 
+    @property
+    def floods(self) -> bool:
+        """Whether it alone asks for more than the workers compute."""
+        return self.per_s * PROMPT_LEN > PREFILL_TOKENS_PER_S
+
 
 @dataclass
 class Outcome:
@@ -42,6 +50,7 @@ class Outcome:
 
     client: Client
     begun_s: float
+    prompt_len: int
     first_s: float | None = None
 
     @property
@@ -56,10 +65,34 @@ class Result:
 
     outcomes: list[Outcome] = field(default_factory=list)
 
+    def __add__(self, other: Result) -> Result:
+        return Result(self.outcomes + other.outcomes)
+
     def ttft_s(self, keys: Iterable[str], share: float = 0.9) -> float:
         """A percentile of the time to first token of those keys' requests."""
         found = sorted(one.ttft_s for one in self.of(keys))
         return found[int(share * len(found))]
+
+    def rate(self, keys: Iterable[str]) -> float:
+        """Those keys' first tokens a second, from the first to the last."""
+        times = sorted(one.first_s for one in self.of(keys) if one.first_s is not None)
+        return len(times) / (times[-1] - times[0])
+
+    def shares(self) -> list[float]:
+        """Of each request its time to first token, as a multiple of its fair share.
+
+        That is what it would be on a worker of its key alone, which computes one prompt behind the other, and of what all prefill
+        workers do as much as the key's weight is of all weights.
+        """
+        weights = {one.client.key: one.client.weight for one in self.outcomes}
+        free_s = dict.fromkeys(weights, 0.0)
+        found: list[float] = []
+        for one in sorted(self.outcomes, key=lambda one: one.begun_s):
+            key = one.client.key
+            tokens_per_s = PREFILL_TOKENS_PER_S * weights[key] / sum(weights.values())
+            free_s[key] = max(free_s[key], one.begun_s) + one.prompt_len / tokens_per_s
+            found.append(one.ttft_s / (free_s[key] - one.begun_s))
+        return found
 
     def of(self, keys: Iterable[str]) -> list[Outcome]:
         names = set(keys)
@@ -67,17 +100,21 @@ class Result:
 
 
 def run(clients: Sequence[Client], seconds: float, *, has_keys: bool = True, seed: int = 1) -> Result:
-    """Let them ask for so long; returns when all have an end. ``has_keys``: else the gateways know no keys, and no weights."""
+    """Let them ask for so long; returns when all have an end. ``has_keys``: else the gateways know no keys, and no weights.
+
+    Those who flood begin behind the warm-up, whose requests are not in the result.
+    """
     result = Result()
     with living(lambda: World(seed, NUM_PREFILLS, NUM_DECODES, NUM_GATEWAYS, MACHINES, RelaySettings())) as world:
         calm(world)
         tasks: list[asyncio.Task[None]] = []
         world.advance(2.0)
+        counted_s = world.loop.now_s + WARM_UP_S
         for client in clients:
-            chance, at_s = random.Random(f"{seed} {client.key}"), 0.0
-            while (at_s := at_s + chance.expovariate(client.per_s)) < seconds:
+            chance, at_s = random.Random(f"{seed} {client.key}"), WARM_UP_S if client.floods else 0.0
+            while (at_s := at_s + chance.expovariate(client.per_s)) < WARM_UP_S + seconds:
                 prompt = chance.choices(range(VOCAB), k=int(PROMPT_LEN * chance.uniform(0.5, 1.5)))
-                outcome = Outcome(client, world.loop.now_s + at_s)
+                outcome = Outcome(client, world.loop.now_s + at_s, len(prompt))
                 answer_len, gateway = int(ANSWER_LEN * chance.uniform(0.5, 1.5)), f"g{chance.randrange(NUM_GATEWAYS)}"
                 result.outcomes.append(outcome)
                 name = f"{client.key}{len(result.outcomes)}"
@@ -94,13 +131,13 @@ def run(clients: Sequence[Client], seconds: float, *, has_keys: bool = True, see
                     tasks.append(asyncio.ensure_future(_ask(world, gateway, name, prompt, answer_len, flow, outcome)))
 
                 world.loop.call_at(outcome.begun_s, begin, context=world.members[gateway].process.context)
-        world.advance(seconds)
+        world.advance(WARM_UP_S + seconds)
         while not all(task.done() for task in tasks):
             world.advance(1.0)
         for task in tasks:
             task.result()
         assert not world.problems, world.problems[:3]
-    return result
+    return Result([one for one in result.outcomes if one.begun_s >= counted_s])
 
 
 async def _ask(
@@ -118,24 +155,36 @@ async def _ask(
     await relay.run(request, take)
 
 
-def main(seconds: float = 30.0) -> None:
-    """Print the table."""
-    print("| clients | whose requests | TTFT p50 | p90 | longest |")
-    print("| --- | --- | --- | --- | --- |")
-    for name, clients, has_keys in (
-        ("four keys", OTHERS_ALONE, True),
-        ("and a flood, as if all were one key", [*OTHERS_ALONE, FLOOD], False),
-        ("and a flood", [*OTHERS_ALONE, FLOOD], True),
-    ):
-        result = run(clients, seconds, has_keys=has_keys)
-        for whose, keys in (("the four", OTHERS), ("the flood's", ("flood",))):
-            if of := result.of(keys):
-                times = [f"{result.ttft_s(keys, share):.2f} s" for share in (0.5, 0.9, 1 - 1 / len(of))]
-                print(f"| {name} | {whose} ({len(of)}) | {' | '.join(times)} |", flush=True)
+def main(seconds: float = 30.0, seeds: float = 3) -> None:
+    """Print the table, of several runs together."""
+    print("| clients | whose requests | TTFT p50 | p90 | longest | first tokens/s | most of a fair share |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    for name, clients, has_keys in CASES:
+        runs = [run(clients, seconds, has_keys=has_keys, seed=seed + 1) for seed in range(int(seeds))]
+        result, most = sum(runs, Result()), max(share for one in runs for share in one.shares())
+        floods = [client.key for client in clients if client.floods]
+        whose = [("the four", OTHERS)] if len(clients) > len(floods) else []
+        for who, keys in [*whose, *((f"{key}'s", (key,)) for key in floods)]:
+            times = [f"{result.ttft_s(keys, share):.2f} s" for share in (0.5, 0.9)]
+            times.append(f"{max(one.ttft_s for one in result.of(keys)):.2f} s")
+            rate = sum(one.rate(keys) for one in runs) / len(runs)
+            print(
+                f"| {name} | {who} ({len(result.of(keys))}) | {' | '.join(times)} | {rate:.1f} | {most:.1f} |",
+                flush=True,
+            )
 
 
-OTHERS_ALONE = [Client(key, per_s=2.0) for key in OTHERS]  # two thirds of what the workers compute
-FLOOD = Client("flood", per_s=40.0)
+OTHERS_ALONE = [Client(key, per_s=2.0) for key in OTHERS]  # two thirds of what prefill workers compute
+FLOOD = Client("flood", per_s=25.0)
+SECOND_FLOOD = Client("second", per_s=25.0, weight=3.0)
+CASES: list[tuple[str, list[Client], bool]] = [
+    ("four keys", OTHERS_ALONE, True),
+    ("and a flood, as if all were one key", [*OTHERS_ALONE, FLOOD], False),
+    ("and a flood", [*OTHERS_ALONE, FLOOD], True),
+    ("and two floods, of weights 1 and 3", [*OTHERS_ALONE, FLOOD, SECOND_FLOOD], True),
+    ("a flood alone, as if without keys", [FLOOD], False),
+    ("a flood alone", [FLOOD], True),
+]
 
 if __name__ == "__main__":
     main(*map(float, sys.argv[1:]))

@@ -27,12 +27,13 @@ from .world import VOCAB, Machines, World, living
 TTFT_S = 2.0
 GAP_P99_S = 0.06
 _WARM_UP_S = 5.0
+PACE = FakePace(step_s=0.02, token_s=0.0004)
 MACHINES = Machines(
     num_blocks=1024,
     block_size=32,
     prefill=PrefillSchedulerSettings(),
     decode=DecodeSchedulerSettings(max_num_seqs=16),
-    pace=FakePace(step_s=0.02, token_s=0.0004),
+    pace=PACE,
     checks_books=False,
 )
 

@@ -1,23 +1,32 @@
-"""On a real model: the answer is the same each time, whatever was computed between, and one flipped bit of a weight changes it."""
+"""On a real model: the answer is the same each time, whatever was computed between, and one flipped bit of a weight changes it.
+
+Also of a weight that is packed for its products, and of one that only another rank has.
+"""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import transformers
 
 from kvrelay.common.sampling import SamplingParams
 from kvrelay.engine.backends.cpu import ops as cpu_ops
+from kvrelay.engine.backends.cpu.linear import NativeLinear, PackedLinear
 from kvrelay.engine.kv.block_manager import BlockManager
 from kvrelay.engine.kv.owners import sequence_owner
-from kvrelay.engine.step.interface import StepRow
+from kvrelay.engine.step.interface import Engine, StepRow
 from kvrelay.engine.step.leader import Leader
 from kvrelay.engine.step.sequence import Sequence, SequenceStatus
 from kvrelay.engine.torch_engine import TorchEngine
 from kvrelay.worker.canary import Canary, CanaryPlan
+from tests.bit_flips import flip_bit
 from tests.engine.conftest import SIZES, load, save_model
+from tests.engine.ranks.conftest import load_ranks
 
 
 @pytest.fixture(params=["bfloat16", "float32"])
@@ -29,7 +38,7 @@ def engine(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
 
 
 class Rig:
-    def __init__(self, engine: TorchEngine) -> None:
+    def __init__(self, engine: Engine) -> None:
         self.blocks = BlockManager(32, 8, lambda: 0.0)
         self.leader = Leader(engine)
         self._canary = Canary(CanaryPlan(0.0, 512, 4), self.leader, self.blocks, lambda: 0.0)
@@ -70,29 +79,106 @@ def test_a_flipped_bit_of_any_kind_of_weight_is_found(engine: TorchEngine) -> No
     tensors = _tensors(engine)
     assert len(tensors) > 10, tensors.keys()
     for name, tensor in tensors.items():
-        bits = tensor.reshape(-1).view({2: torch.int16, 4: torch.int32}[tensor.element_size()])
-        bit = 1 << (8 * tensor.element_size() - 2)
-        place = tensor.numel() // 2
         with torch.inference_mode():
-            bits[place] ^= bit
+            _flip(tensor)
             assert rig.run() is False, f"a bit of {name} changed nothing"
-            bits[place] ^= bit
+            _flip(tensor)
         assert rig.run() is True, f"{name} is as before"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_flipped_bit_of_a_packed_weight_is_found(tmp_path: Path, dtype: str) -> None:
+    """oneDNN's memory is nobody's to write to: its weight is unpacked, and packed again with the bit flipped."""
+    save_model(tmp_path, transformers.LlamaConfig(**SIZES))
+    engine = load(tmp_path, num_blocks=32, block_size=8, dtype=dtype)
+    rig = Rig(engine)
+    assert rig.run() is True
+    packed = [one for one, _ in _things(engine._model) if isinstance(one, PackedLinear | NativeLinear)]
+    if not packed:
+        pytest.skip(f"weights in {dtype} are not packed on this machine")
+    for linear in packed:
+        flip = _flipped_panel(linear) if isinstance(linear, NativeLinear) else _flipped(linear)
+        with torch.inference_mode(), flip:
+            assert rig.run() is False, f"a bit of {linear} changed nothing"
+        assert rig.run() is True, f"{linear} is as before"
+
+
+@contextlib.contextmanager
+def _flipped(linear: PackedLinear) -> Iterator[None]:
+    before, dense = linear._weight, linear._weight.to_dense()
+    _flip(dense)
+    linear._weight = torch.ops.mkldnn._reorder_linear_weight(dense)
+    yield
+    linear._weight = before
+
+
+@contextlib.contextmanager
+def _flipped_panel(linear: NativeLinear) -> Iterator[None]:
+    _flip(linear._panels)
+    yield
+    _flip(linear._panels)
+
+
+def test_a_bit_that_flips_in_the_memory_of_another_rank_is_found(tmp_path: Path) -> None:
+    model = save_model(tmp_path, transformers.LlamaConfig(**SIZES))
+    norm = model.model.layers[1].post_attention_layernorm.weight
+    with torch.no_grad():
+        norm.uniform_(0.5, 1.5)
+    model.save_pretrained(tmp_path)
+    engine = load_ranks(tmp_path, 2, num_blocks=32, block_size=8, dtype="float32")
+    try:
+        rig = Rig(engine)
+        assert rig.run() is True
+        [rank] = [
+            child.pid
+            for child in psutil.Process().children()
+            if "kvrelay.engine.rank_main" in " ".join(child.cmdline())
+        ]
+        content = norm.detach().numpy().tobytes()
+        for verdict in (False, True):  # flipped, and back
+            assert flip_bit(rank, content, _EXPONENT_BIT) > 0
+            content = _with_flipped(content, _EXPONENT_BIT)
+            assert rig.run() is verdict
+    finally:
+        engine.close()
+
+
+_EXPONENT_BIT = 30  # of the first number of a float32 vector
+
+
+def _with_flipped(content: bytes, bit: int) -> bytes:
+    changed = bytearray(content)
+    changed[bit // 8] ^= 1 << bit % 8
+    return bytes(changed)
+
+
+def _flip(tensor: torch.Tensor) -> None:
+    """The top bit of an exponent, in the middle."""
+    size = tensor.element_size()
+    bits = tensor.reshape(-1).view({2: torch.int16, 4: torch.int32}[size])
+    bits[tensor.numel() // 2] ^= 1 << (8 * size - 2)
 
 
 def _tensors(engine: TorchEngine) -> dict[str, torch.Tensor]:
     """All floating tensors of two numbers or more that the model reaches, without embeddings: only some tokens meet those."""
-    found: dict[str, torch.Tensor] = {}
-    seen: set[int] = set()
+    found = {
+        name: thing
+        for thing, name in _things(engine._model)
+        if isinstance(thing, torch.Tensor) and thing.is_floating_point() and thing.is_contiguous() and thing.numel() > 1
+    }
+    skipped = ("embed", "pool", "rope", "cos", "sin", "_ops")
+    return {name: one for name, one in found.items() if not any(word in name for word in skipped)}
+
+
+def _things(model: object) -> list[tuple[object, str]]:
+    """All that a model consists of, and its names."""
+    found: dict[int, tuple[object, str]] = {}
 
     def visit(name: str, thing: object) -> None:
-        if id(thing) in seen:
+        if id(thing) in found:
             return
-        seen.add(id(thing))
-        if isinstance(thing, torch.Tensor):
-            if thing.is_floating_point() and thing.is_contiguous() and thing.numel() > 1:
-                found[name] = thing
-        elif isinstance(thing, list | tuple):
+        found[id(thing)] = (thing, name)
+        if isinstance(thing, list | tuple):
             for index, one in enumerate(thing):
                 visit(f"{name}.{index}", one)
         elif isinstance(thing, dict):
@@ -103,6 +189,5 @@ def _tensors(engine: TorchEngine) -> dict[str, torch.Tensor]:
             for key in [*getattr(thing, "__dict__", {}), *names]:
                 visit(f"{name}.{key}", getattr(thing, key, None))
 
-    visit("model", engine._model)
-    skipped = ("embed", "pool", "rope", "cos", "sin", "_ops")
-    return {name: one for name, one in found.items() if not any(word in name for word in skipped)}
+    visit("model", model)
+    return list(found.values())

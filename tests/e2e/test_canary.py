@@ -1,0 +1,105 @@
+"""A bit of a weight flips in the memory of a running prefill worker, under a stream whose prompt it computed.
+
+Its canary finds that out, nothing of it is used any more, the process ends with its own exit code, and the client notices nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import safetensors
+
+from kvrelay.launcher.client import counter_values
+from kvrelay.launcher.local.deployment import LocalDeployment
+from kvrelay.launcher.settings import LocalSettings
+from kvrelay.worker.worker import WRONG_EXIT_CODE
+from tests.bit_flips import flip_bit
+from tests.reliability.figures import wait_until
+
+from .conftest import PATIENCE_S, wait_until_idle
+from .promises import Wish, ask_alone
+from .test_demo import http
+from .test_same_seed import Stream
+
+pytestmark = pytest.mark.timeout(300)
+
+STORY = Wish("Tell me a story of two brothers.", {"temperature": 0.0, "max_tokens": 120, "ignore_eos": True})
+OTHERS = {str(number): Wish(f"{number}, {number}, {number}, and again. " * 4, {"max_tokens": 2}) for number in range(4)}
+PREFILLS = ("prefill-0", "prefill-1")
+WEIGHT = "model.layers.10.post_attention_layernorm.weight"
+EXPONENT_BIT = 30  # the top one, of the first number
+_DROPPED = re.compile(r"decode-0 \| .*prefill worker .* computed wrongly: (\d+) cached KV blocks dropped")
+
+
+@pytest.fixture
+def checked(model_directory: Path) -> Iterator[LocalDeployment]:
+    """Two prefill workers and a decode worker, with canaries."""
+    settings = LocalSettings.of(
+        port=0, device="cpu", dtype="float32", threads=1, prefill=2, num_blocks=64, local_prefill="fallback",
+        room_timeout_s=PATIENCE_S, canary_period_s=0.2,
+    )  # fmt: skip
+    with LocalDeployment.from_settings(settings, model_directory) as running:
+        running.wait_ready(timeout_s=180)
+        yield running
+
+
+async def test_a_bit_that_flips_in_a_running_worker_costs_its_clients_nothing(
+    checked: LocalDeployment, model_directory: Path
+) -> None:
+    answers = await ask_alone(checked.url, {"story": STORY, **OTHERS})
+    [expected] = [(one["text"], one["token_ids"]) for one in answers["story"].choices]
+    await asyncio.to_thread(wait_until, lambda: has_checked(checked), PATIENCE_S, "two canaries of each prefill worker")
+    async with http(checked) as client, asyncio.TaskGroup() as running:
+        stream = Stream("story", STORY)
+        running.create_task(stream.run(client))
+        await stream.is_under_way.wait()
+        worker = worker_at(checked, (await attempts(client, stream))[0])
+        assert flip_bit(checked.pids[worker], weight(model_directory), EXPONENT_BIT) > 0
+        told = f"{worker}: died exit code {WRONG_EXIT_CODE}"
+        await asyncio.to_thread(wait_until, lambda: says(checked, told), PATIENCE_S, told)
+        [dropped] = [found for line in checked.log.lines if (found := _DROPPED.fullmatch(line))]
+        assert int(dropped[1]) > 0, "what it shipped for others before is cached no more"
+        moved = await attempts(client, stream)
+    assert stream.told == [expected]
+    assert len(moved) == 2, moved
+    assert worker_at(checked, moved[1]) != worker
+    await asyncio.to_thread(checked.wait_ready, timeout_s=120)
+    await asyncio.to_thread(wait_until_idle, checked)
+
+
+async def attempts(client: httpx.AsyncClient, stream: Stream) -> list[str]:
+    """Which prefill worker each attempt at it went to."""
+    [known] = (await client.get(f"/debug/requests/{stream.request_id}")).json()["requests"]
+    return [attempt["workers"][0] for attempt in known["sequences"][0]["attempts"]]
+
+
+def worker_at(deployment: LocalDeployment, address: str) -> str:
+    """The component that listens there."""
+    [name] = [
+        spec.name for spec in deployment.plan.specs if spec.name != "gateway" and f"--address={address}" in spec.command
+    ]
+    return name
+
+
+def has_checked(deployment: LocalDeployment) -> bool:
+    """Whether a canary of each prefill worker has ended as the one before it."""
+    name, labels = "kvrelay_canaries_total", {"result": "same"}
+    return all(sum(counter_values(deployment.admin_urls[worker], name, labels)) > 1 for worker in PREFILLS)
+
+
+def says(deployment: LocalDeployment, what: str) -> bool:
+    return any(what in line for line in deployment.log.lines)
+
+
+def weight(model_directory: Path) -> bytes:
+    """As a worker in float32 has it."""
+    for file in sorted(model_directory.glob("*.safetensors")):
+        with safetensors.safe_open(file, "pt") as tensors:
+            if WEIGHT in tensors.keys():  # noqa: SIM118 - not a dictionary
+                return bytes(tensors.get_tensor(WEIGHT).float().numpy().tobytes())
+    raise AssertionError(f"no {WEIGHT} in {model_directory}")
