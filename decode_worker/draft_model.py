@@ -106,6 +106,7 @@ class DraftModel:
             drafts = self._propose(wanted)
         except Exception:
             self._num_failures += 1
+            self._metrics.failures.inc()
             self._sequences.forget_all()
             what_next = "there are no drafts any more" if self._is_out_of_order else "it begins anew"
             logger.exception("the draft model failed; requests go on without, and %s", what_next)

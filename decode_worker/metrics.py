@@ -21,6 +21,11 @@ class DraftMetrics:
             ["work"],
             registry=registry,
         )
+        self.failures = Counter(
+            "kvrelay_draft_model_failures_total",
+            "Steps of the draft model that failed; after three in a row it is not asked any more",
+            registry=registry,
+        )
 
     def count(self, drafter: str, num_drafted: int, num_accepted: int) -> None:
         """One draft."""

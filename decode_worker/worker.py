@@ -60,15 +60,15 @@ class DecodeWorker(Worker[DecodeService]):
                 f"--max-batched-tokens is {max_batched_tokens}; it must be at least --max-num-seqs "
                 f"({settings.max_num_seqs}), so that every running sequence gets its token in every step"
             )
-        drafts, self._draft_model = None, None
-        if drafters or settings.speculation != "off":
+        drafts, self.draft_model = None, None
+        if drafters or draft_engine is not None or settings.speculation != "off":
             draft_metrics = DraftMetrics(setup.registry)
             if draft_engine is not None:
-                self._draft_model = DraftModel(
+                self.draft_model = DraftModel(
                     draft_engine, card.vocab_size, max_batched_tokens, network.clock, draft_metrics
                 )
-                self._draft_model.measure()
-            drafters = drafters or drafters_of(settings.speculation, self._draft_model)
+                self.draft_model.measure()
+            drafters = drafters or drafters_of(settings.speculation, self.draft_model)
             drafts = Drafts(drafters, settings.speculation_tokens, draft_metrics)
         super().__init__(engine, settings, setup, partial(DecodeScheduler, drafts=drafts), DecodeService)
         self.leases = LeaseTable(
@@ -123,11 +123,11 @@ class DecodeWorker(Worker[DecodeService]):
     def debug_kv(self) -> dict[str, Any]:
         """See Component."""
         found = {**super().debug_kv(), "leases": self.leases.snapshot()}
-        return found if self._draft_model is None else {**found, "draft_model": ledger_json(self._draft_model.blocks)}
+        return found if self.draft_model is None else {**found, "draft_model": ledger_json(self.draft_model.blocks)}
 
     def not_ready(self) -> list[str]:
         """See Component."""
-        return super().not_ready() + ([] if self._draft_model is None else unbalanced(self._draft_model.blocks))
+        return super().not_ready() + ([] if self.draft_model is None else unbalanced(self.draft_model.blocks))
 
     async def stop_hand_off(self) -> None:
         """See Worker."""
