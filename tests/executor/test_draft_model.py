@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from pathlib import Path
 from typing import Any, cast
 
@@ -56,17 +57,17 @@ def test_the_texts_are_those_without(pair: tuple[str, str], caplog: pytest.LogCa
 
 
 def test_a_model_with_other_tokens_is_refused_by_name(pair: tuple[str, str], tmp_path: Path) -> None:
-    write_model(tmp_path)
-    path = tmp_path / "tokenizer.json"
+    other = shutil.copytree(pair[1], tmp_path / "other")
+    path = other / "tokenizer.json"
     tokenizer = json.loads(path.read_text())
     (token,) = (token for token, number in tokenizer["model"]["vocab"].items() if number == 200)
     tokenizer["model"]["vocab"]["other"] = tokenizer["model"]["vocab"].pop(token)
     path.write_text(json.dumps(tokenizer))
     with pytest.raises(ModelError, match=r"different tokens, (\d+) and \1 of them: token 200 is '.*' and 'other'"):
-        LLM(pair[0], speculation="draft-model", draft_model=str(tmp_path), **OPTIONS)
-    path.unlink()
+        LLM(pair[0], speculation="draft-model", draft_model=str(other), **OPTIONS)
+    path.write_text("{}")
     with pytest.raises(ModelError, match="by it the tokens of two models are compared"):
-        LLM(pair[0], speculation="draft-model", draft_model=str(tmp_path), **OPTIONS)
+        LLM(pair[0], speculation="draft-model", draft_model=str(other), **OPTIONS)
 
 
 @pytest.mark.parametrize(
