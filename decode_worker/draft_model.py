@@ -37,7 +37,7 @@ _FEWEST_TOKENS = 8  # of a chunk: texts move on, whatever the budget
 _UNKNOWN_TOKENS = 32  # of the first chunks
 _GROWTH = 1.25  # from the largest chunk so far to what is tried
 _NUM_IDLE = (
-    2000  # steps without a draft after which what drafts cost is as it was at the start: the machine may have been busy
+    2000  # steps without a draft, after which drafts cost what they did at the start: the machine may have been busy
 )
 _MAX_FAILURES = 3  # in a row; then there are no drafts any more
 
@@ -69,7 +69,7 @@ class DraftModel:
 
     def measure(self) -> None:
         """Draft for nobody, so that what drafts cost is known before the first: they may not be worth it. Takes a second or so."""
-        num_tokens = self.blocks.block_size * 2 + _NUM_LACKING
+        num_tokens = _UNKNOWN_TOKENS + _NUM_LACKING
         nobody = Sequence(
             "nobody", 0, [0] * num_tokens, num_tokens, SamplingParams(max_tokens=99, temperature=0.0), 0.0
         )

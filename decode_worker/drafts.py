@@ -57,7 +57,8 @@ def num_to_draft(chance: float, row_share: float, draft_share: float, most: int)
     ``chance``: that one is right if all before it are, below 1. ``row_share``: how much of the step's time is for its rows; the
     rest any number of them would cost. A step that yields a token for each of ``n`` rows in ``t`` seconds, of which ``row_share``
     is the rows', pays ``row_share * t / n`` for one more; at its rate of ``n / t`` that is worth ``row_share`` tokens.
-    ``draft_share``: of ``t``, what a drafter takes to guess one token for all ``n``; it is worth as many tokens of each.
+    ``draft_share``: by the same rate, what a drafter takes to guess the token: ``n * d / (m * t)``, if a guess for ``m`` sequences
+    at once takes ``d`` seconds.
     """
     least = max(_LEAST_CHANCE, _MARGIN * row_share + draft_share)
     if chance < least:
@@ -93,16 +94,12 @@ class Drafts:
         """
         drafts: dict[Sequence, tuple[int, ...]] = {}
         num_places = room.num_places
-        costs = self._costs(room.num_rows)
         for place, drafter in enumerate(self._drafters):
-            wanted = {}
-            for sequence, limit in limits.items():
-                if sequence not in drafts:
-                    record, most = self._records_of(sequence)[place], min(num_places, self._most(sequence, limit))
-                    if num_tokens := num_to_draft(record.chance, *costs[place], most):
-                        wanted[sequence] = num_tokens
-                    else:
-                        record.skip()
+            asked = {one: min(num_places, self._most(one, limit)) for one, limit in limits.items() if one not in drafts}
+            wanted = self._worth(place, asked, room.num_rows)
+            for sequence in asked:
+                if sequence not in wanted:
+                    self._records_of(sequence)[place].skip()
             for sequence, token_ids in drafter.propose(Wanted(wanted, num_places, room.spare_s)).items():
                 if found := _usable(sequence, token_ids)[:num_places]:
                     drafts[sequence] = found
@@ -112,21 +109,28 @@ class Drafts:
 
     def may_draft(self, sequences: Iterable[Sequence], room: Room) -> bool:
         """Whether any whose next token is under way may get a draft behind that: the guess at it goes on, or is to be computed."""
-        costs = self._costs(room.num_rows)
-        for sequence in sequences:
-            most = self._most(sequence, room.num_places + 1)
-            for drafter, record, cost in zip(self._drafters, self._records_of(sequence), costs, strict=True):
-                if num_to_draft(record.chance, *cost, min(most, room.num_places)):
-                    found = drafter.foresee(sequence, most)
-                    if found is None or len(_usable(sequence, found)) > 1:
-                        return True
+        limits = {one: self._most(one, room.num_places + 1) for one in sequences}
+        asked = {one: min(limit, room.num_places) for one, limit in limits.items()}
+        for place, drafter in enumerate(self._drafters):
+            for sequence in self._worth(place, asked, room.num_rows):
+                found = drafter.foresee(sequence, limits[sequence])
+                if found is None or len(_usable(sequence, found)) > 1:
+                    return True
         return False
 
-    def _costs(self, num_rows: int) -> list[tuple[float, float]]:
-        """Of each drafter what ``num_to_draft`` goes by."""
+    def _worth(self, place: int, asked: Mapping[Sequence, int], num_rows: int) -> dict[Sequence, int]:
+        """Who gets how many tokens of a drafter, so many at most; those who get any. See ``num_to_draft``."""
         row_share, step_s = self.row_cost.share(num_rows), self.row_cost.step_s(num_rows)
-        drafting_s = (drafter.step_s(num_rows) for drafter in self._drafters)
-        return [(row_share, 0.0 if step_s is None else one_s / step_s) for one_s in drafting_s]
+        chances = {one: self._records_of(one)[place].chance for one, most in asked.items() if most > 0}
+        while chances:
+            drafting_s = self._drafters[place].step_s(len(chances))
+            # All rows wait while tokens are guessed for some: the fewer these are, the dearer is each.
+            draft_share = 0.0 if step_s is None else drafting_s / step_s * num_rows / len(chances)
+            worth = {one: num_to_draft(chance, row_share, draft_share, asked[one]) for one, chance in chances.items()}
+            chances = {one: chance for one, chance in chances.items() if worth[one]}
+            if len(chances) == len(worth) or drafting_s == 0:
+                return {one: worth[one] for one in chances}
+        return {}
 
     def _records_of(self, sequence: Sequence) -> list[Record]:
         records = self._records.get(sequence)

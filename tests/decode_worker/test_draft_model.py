@@ -11,10 +11,12 @@ from prometheus_client import CollectorRegistry
 
 from kvrelay.common.block_hash import HashChain
 from kvrelay.decode_worker.draft_model import DraftModel, chunk_tokens
-from kvrelay.decode_worker.drafter import Wanted
+from kvrelay.decode_worker.drafter import LookUp, Wanted
+from kvrelay.decode_worker.drafts import Drafts, Room
 from kvrelay.decode_worker.metrics import DraftMetrics
 from kvrelay.engine.fake.engine import FakeEngine, FakePace, expected_output, fake_card
 from kvrelay.engine.step.interface import Engine
+from kvrelay.engine.step.sequence import Sequence
 from kvrelay.worker.model_worker import Remove
 from kvrelay.worker.step_cost import StepCosts
 from tests.decode_worker.rig import Rig, beams, expected_beams, greedy
@@ -254,6 +256,38 @@ def test_what_takes_as_long_as_the_model_itself_is_not_asked() -> None:
         num_drafted[fixed_s] = rig.drafted()
     assert num_drafted[0.001] > 40
     assert num_drafted[0.02] < 8  # until a step of the model has been measured
+
+
+def test_who_guesses_alone_beside_many_is_not_worth_their_time() -> None:
+    """All rows wait for the guesses of one. If most of them guess, it is worth it."""
+    drafts = Drafts([Slow()], 7, DraftMetrics(CollectorRegistry()))
+    sequences = [sequence(tokens(seed, 9), []) for seed in range(8)]
+    limits, room = dict.fromkeys(sequences, 9), Room(8, 99, None)
+    for _ in range(30):
+        drafts.row_cost.observe(8, 0.010)
+    assert set(drafts.draft(limits, room)) == set(sequences)
+    for one in sequences[1:]:
+        for _ in range(30):
+            drafts.hear(one, 1, 0)
+    assert drafts.draft(limits, room) == {}
+    assert not drafts.may_draft(sequences, room)
+    assert set(drafts.draft({sequences[0]: 9}, Room(1, 99, None))) == {sequences[0]}
+
+
+class Slow(LookUp):
+    """Takes a fifth of a step, for any number of sequences."""
+
+    name = "slow"
+    num_trusted = 8
+
+    def step_s(self, num_sequences: int) -> float:
+        return 0.002
+
+    def foresee(self, sequence: Sequence, max_tokens: int) -> tuple[int, ...]:
+        return (1,) * max_tokens
+
+    def forget(self, sequence: Sequence) -> None:
+        pass
 
 
 def test_one_that_was_slow_for_a_while_is_tried_again() -> None:
