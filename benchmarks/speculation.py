@@ -2,10 +2,10 @@
 
     .venv/bin/python benchmarks/speculation.py            # about 10 minutes
 
-Two workers of one process hold the same model, one with ``--speculation ngram``. A round sends the same requests to each, in an
-order that turns round; the other one is idle meanwhile. What counts is the median of the rounds' ratios of tokens per second, and
-per second of the process's CPU time, which other programs disturb less. All tokens must be equal. Two workers without speculation
-differ by the machine's noise: ``--drafter off`` shows it. Run it on an idle machine.
+Two workers of one process hold the same model, one with ``--speculation ngram``, or what ``--drafter`` says. A round sends the
+same requests to each, in an order that turns round; the other one is idle meanwhile. What counts is the median of the rounds'
+ratios of tokens per second, and per second of the process's CPU time, which other programs disturb less. All tokens must be equal.
+Two workers without speculation differ by the machine's noise: ``--drafter off`` shows it. Run it on an idle machine.
 """
 
 from __future__ import annotations
@@ -125,15 +125,19 @@ def spread(ratios: list[float]) -> str:
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--model", default="demo", show_default=True, help="Model directory, Hugging Face id, or 'demo'.")
 @click.option("--drafter", default="ngram", show_default=True, help="What --speculation says; off shows the noise.")
+@click.option("--draft-model", help="With --drafter draft-model: which one, named as the model is.")
 @click.option("--only", default="", help="Requests whose name has this in it.")
 @click.option("--rounds", default=9, show_default=True, type=click.IntRange(1))
 @click.option("--streams", default=32, show_default=True, type=click.IntRange(1, 64))
 @click.option("--tokens", default=200, show_default=True, type=click.IntRange(2))
 @click.option("--threads", default=1, show_default=True, type=click.IntRange(1))
-def main(model: str, drafter: str, only: str, rounds: int, streams: int, tokens: int, threads: int) -> None:
+def main(
+    model: str, drafter: str, draft_model: str | None, only: str, rounds: int, streams: int, tokens: int, threads: int
+) -> None:
     """Measure and print."""
     options = {"threads": threads, "kv_memory_mb": 512}
-    with LLM(model, **options) as plain, LLM(model, speculation=drafter, **options) as drafting:
+    speculation = {"speculation": drafter, "draft_model": draft_model}
+    with LLM(model, **options) as plain, LLM(model, **speculation, **options) as drafting:
         print("| requests | tokens/s without | with | ratio, median (least to most) | the same by CPU time |")
         print("| --- | --- | --- | --- | --- |")
         for load in [one for one in loads(streams, tokens) if only in one.name]:

@@ -1,8 +1,9 @@
 """Speculation: rows of sequences that generate get drafts, which the step computes and samples behind.
 
 What a step samples does not depend on drafts (:mod:`kvrelay.engine.step.leader`), so they change how fast a text comes, and not the
-text. Each token of a draft costs the step a row. How many are worth that follows from how often the sequence's drafts came true,
-and from what rows cost just now: a pure policy (:func:`num_to_draft`). Of several drafters the first that has an idea is taken.
+text. Each token of a draft costs the step a row, and perhaps its drafter some time. How many are worth that follows from how often
+the sequence's drafts came true, and from what rows and guesses cost just now: a pure policy (:func:`num_to_draft`). Of several
+drafters (:mod:`kvrelay.decode_worker.drafter`) the first that has an idea is taken.
 
 Model thread only.
 """
@@ -10,15 +11,13 @@ Model thread only.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Protocol
 
-from kvrelay.decode_worker.forced import GuideDrafter
+from kvrelay.decode_worker.drafter import Drafter, Wanted
 from kvrelay.decode_worker.metrics import DraftMetrics
-from kvrelay.decode_worker.ngram import NgramDrafter
 from kvrelay.decode_worker.row_cost import RowCost
-from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.engine.step.sequence import Sequence
 
 # A draft token that comes true less often is not worth its row, however cheap rows are.
@@ -27,24 +26,6 @@ _LEAST_CHANCE = 0.15
 _MARGIN = 2.5
 _KEPT = 0.9  # of what earlier drafts told, with each new one
 _KEPT_WITHOUT = 0.99  # … and with each step without one, so that one is tried again some day
-
-
-class Drafter(Protocol):
-    """Guesses what comes next."""
-
-    @property
-    def name(self) -> str:
-        """For metrics."""
-
-    @property
-    def num_trusted(self) -> int:
-        """Before it is known how a sequence's drafts go, as many tokens count as if they had come true."""
-
-    def propose(self, sequence: Sequence, max_tokens: int) -> tuple[int, ...]:
-        """The tokens behind the sequence's last one, ``max_tokens`` at most; none without an idea. Fast: everybody waits."""
-
-    def forget(self, sequence: Sequence) -> None:
-        """The sequence has ended, or was never asked about."""
 
 
 @dataclass(slots=True)
@@ -70,17 +51,28 @@ class Record:
         return (self.num_right + 1) / (self.num_right + self.num_wrong + 2)
 
 
-def num_to_draft(chance: float, row_share: float, most: int) -> int:
-    """How many tokens of a draft are worth their rows.
+def num_to_draft(chance: float, row_share: float, draft_share: float, most: int) -> int:
+    """How many tokens of a draft are worth their rows, and what guessing them takes.
 
     ``chance``: that one is right if all before it are, below 1. ``row_share``: how much of the step's time is for its rows; the
     rest any number of them would cost. A step that yields a token for each of ``n`` rows in ``t`` seconds, of which ``row_share``
     is the rows', pays ``row_share * t / n`` for one more; at its rate of ``n / t`` that is worth ``row_share`` tokens.
+    ``draft_share``: by the same rate, what a drafter takes to guess the token: ``n * d / (m * t)``, if a guess for ``m`` sequences
+    at once takes ``d`` seconds.
     """
-    least = max(_LEAST_CHANCE, _MARGIN * row_share)
+    least = max(_LEAST_CHANCE, _MARGIN * row_share + draft_share)
     if chance < least:
         return 0
     return min(most, int(math.log(least) / math.log(chance)))
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What the step has for drafts."""
+
+    num_rows: int  # that it has without
+    num_places: int  # for more
+    spare_s: float | None  # see MixedSteps.spare_s
 
 
 class Drafts:
@@ -95,26 +87,50 @@ class Drafts:
         self._asked: dict[Sequence, int] = {}  # whose draft it has in the step under way
         self.row_cost = RowCost()  # its scheduler's to tell
 
-    def draft(self, sequence: Sequence, row_share: float, most: int) -> tuple[int, ...]:
-        """The draft that a sequence gets, of ``most`` tokens at most. ``row_share``: see ``num_to_draft``.
+    def draft(self, limits: Mapping[Sequence, int], room: Room) -> dict[Sequence, tuple[int, ...]]:
+        """The drafts that sequences get, of so many tokens at most each, and together of as many as there are places.
 
-        No token of it ends the sequence, and its guide allows all of them.
+        No token of a draft ends its sequence, and its guide allows all of them.
         """
-        for place, (drafter, record) in enumerate(zip(self._drafters, self._records_of(sequence), strict=True)):
-            num_tokens = num_to_draft(record.chance, row_share, most)
-            if num_tokens == 0:
-                record.skip()
-            elif found := self._guess(drafter, sequence, num_tokens):
-                self._asked[sequence] = place
-                return found
-        return ()
+        drafts: dict[Sequence, tuple[int, ...]] = {}
+        num_places = room.num_places
+        for place, drafter in enumerate(self._drafters):
+            asked = {one: min(num_places, self._most(one, limit)) for one, limit in limits.items() if one not in drafts}
+            wanted = self._worth(place, asked, room.num_rows)
+            for sequence in asked:
+                if sequence not in wanted:
+                    self._records_of(sequence)[place].skip()
+            for sequence, token_ids in drafter.propose(Wanted(wanted, num_places, room.spare_s)).items():
+                if found := _usable(sequence, token_ids)[:num_places]:
+                    drafts[sequence] = found
+                    self._asked[sequence] = place
+                    num_places -= len(found)
+        return drafts
 
-    def may_draft(self, sequence: Sequence, row_share: float, most: int) -> bool:
-        """Whether a sequence whose next token is under way may get a draft behind that: the guess at it goes on."""
-        return any(
-            num_to_draft(record.chance, row_share, most) > 0 and len(self._guess(drafter, sequence, most + 1)) > 1
-            for drafter, record in zip(self._drafters, self._records_of(sequence), strict=True)
-        )
+    def may_draft(self, sequences: Iterable[Sequence], room: Room) -> bool:
+        """Whether any whose next token is under way may get a draft behind that: the guess at it goes on, or is to be computed."""
+        limits = {one: self._most(one, room.num_places + 1) for one in sequences}
+        asked = {one: min(limit, room.num_places) for one, limit in limits.items()}
+        for place, drafter in enumerate(self._drafters):
+            for sequence in self._worth(place, asked, room.num_rows):
+                found = drafter.foresee(sequence, limits[sequence])
+                if found is None or len(_usable(sequence, found)) > 1:
+                    return True
+        return False
+
+    def _worth(self, place: int, asked: Mapping[Sequence, int], num_rows: int) -> dict[Sequence, int]:
+        """Who gets how many tokens of a drafter, so many at most; those who get any. See ``num_to_draft``."""
+        row_share, step_s = self.row_cost.share(num_rows), self.row_cost.step_s(num_rows)
+        chances = {one: self._records_of(one)[place].chance for one, most in asked.items() if most > 0}
+        while chances:
+            drafting_s = self._drafters[place].step_s(len(chances))
+            # All rows wait while tokens are guessed for some: the fewer these are, the dearer is each.
+            draft_share = 0.0 if step_s is None else drafting_s / step_s * num_rows / len(chances)
+            worth = {one: num_to_draft(chance, row_share, draft_share, asked[one]) for one, chance in chances.items()}
+            chances = {one: chance for one, chance in chances.items() if worth[one]}
+            if len(chances) == len(worth) or drafting_s == 0:
+                return {one: worth[one] for one in chances}
+        return {}
 
     def _records_of(self, sequence: Sequence) -> list[Record]:
         records = self._records.get(sequence)
@@ -122,17 +138,12 @@ class Drafts:
             records = self._records[sequence] = [Record(drafter.num_trusted) for drafter in self._drafters]
         return records
 
-    def _guess(self, drafter: Drafter, sequence: Sequence, most: int) -> tuple[int, ...]:
+    def _most(self, sequence: Sequence, limit: int) -> int:
+        """Tokens that a draft of the sequence may have; none in front of its last one, or of a beam."""
         sampling = sequence.sampling
-        most = min(most, self._max_tokens, sampling.max_tokens - sequence.num_output_tokens - 1)
-        if most <= 0 or sampling.beam_search is not None:
-            return ()
-        found = drafter.propose(sequence, most)
-        stops = sampling.stop_token_ids
-        found = found[: next((place for place, token_id in enumerate(found) if token_id in stops), most)]
-        if found and sequence.guide is not None:
-            found = found[: sequence.guide.num_allowed(found)]
-        return found
+        if sampling.beam_search is not None:
+            return 0
+        return max(0, min(limit, self._max_tokens, sampling.max_tokens - sequence.num_output_tokens - 1))
 
     def hear(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
         """Of a sequence's draft so many tokens came true."""
@@ -141,18 +152,17 @@ class Drafts:
         self._records[sequence][place].hear(num_drafted, num_accepted)
 
     def forget(self, sequence: Sequence) -> None:
-        """The sequence has ended."""
+        """The sequence has ended, or was preempted."""
         self._records.pop(sequence, None)
         self._asked.pop(sequence, None)
         for drafter in self._drafters:
             drafter.forget(sequence)
 
 
-def drafters_of(settings: DecodeSchedulerSettings) -> list[Drafter]:
-    """What the settings ask for; none: no speculation."""
-    match settings.speculation:
-        case "guide":
-            return [GuideDrafter()]
-        case "ngram":
-            return [GuideDrafter(), NgramDrafter()]
-    return []
+def _usable(sequence: Sequence, found: tuple[int, ...]) -> tuple[int, ...]:
+    """Of a guess what is in front of a stop token, and allowed by the guide."""
+    stops = sequence.sampling.stop_token_ids
+    found = found[: next((place for place, token_id in enumerate(found) if token_id in stops), len(found))]
+    if found and sequence.guide is not None:
+        found = found[: sequence.guide.num_allowed(found)]
+    return found

@@ -5,16 +5,17 @@ No model and no table is asked, and nearly all of it comes true: it is wrong onl
 
 from __future__ import annotations
 
+from kvrelay.decode_worker.drafter import LookUp
 from kvrelay.engine.step.sequence import Sequence
 
 
-class GuideDrafter:
-    """Implements :class:`kvrelay.decode_worker.drafts.Drafter`."""
+class GuideDrafter(LookUp):
+    """Implements :class:`kvrelay.decode_worker.drafter.Drafter`."""
 
     name = "guide"
     num_trusted = 8
 
-    def propose(self, sequence: Sequence, max_tokens: int) -> tuple[int, ...]:
+    def foresee(self, sequence: Sequence, max_tokens: int) -> tuple[int, ...]:
         """See Drafter."""
         return () if sequence.guide is None else sequence.guide.forced(max_tokens)
 

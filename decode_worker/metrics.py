@@ -1,4 +1,4 @@
-"""A decode worker's own metrics: how its drafts went."""
+"""A decode worker's own metrics: how its drafts went, and what a draft model took."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from prometheus_client import CollectorRegistry, Counter
 
 
 class DraftMetrics:
-    """Tokens that were drafted, and those of them that came true, by drafter."""
+    """Tokens that were drafted, and those of them that came true, by drafter; the time that a draft model computed."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._drafted = Counter(
@@ -15,8 +15,23 @@ class DraftMetrics:
         self._accepted = Counter(
             "kvrelay_accepted_draft_tokens_total", "Drafted tokens that came true", ["drafter"], registry=registry
         )
+        self._computed_s = Counter(
+            "kvrelay_draft_model_seconds_total",
+            "Time that the draft model computed between steps, for drafts or for texts that it had yet to read",
+            ["work"],
+            registry=registry,
+        )
+        self.failures = Counter(
+            "kvrelay_draft_model_failures_total",
+            "Steps of the draft model that failed; after three in a row it is not asked any more",
+            registry=registry,
+        )
 
     def count(self, drafter: str, num_drafted: int, num_accepted: int) -> None:
         """One draft."""
         self._drafted.labels(drafter).inc(num_drafted)
         self._accepted.labels(drafter).inc(num_accepted)
+
+    def computed(self, work: str, step_s: float) -> None:
+        """A step of the draft model, for "drafts" or "text"."""
+        self._computed_s.labels(work).inc(step_s)

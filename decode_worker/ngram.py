@@ -5,6 +5,7 @@ Text that quotes, edits or repeats is drafted well, and nothing has to be comput
 
 from __future__ import annotations
 
+from kvrelay.decode_worker.drafter import LookUp
 from kvrelay.engine.step.sequence import Sequence
 
 # Tokens that must have come before: the more, the likelier the same comes behind them. Two begin a quotation soonest.
@@ -12,8 +13,8 @@ _LENGTHS = (4, 2)
 _MAX_PLACES = 2**14  # of a sequence, that are remembered for each length: some 4 MB
 
 
-class NgramDrafter:
-    """Implements :class:`kvrelay.decode_worker.drafts.Drafter`."""
+class NgramDrafter(LookUp):
+    """Implements :class:`kvrelay.decode_worker.drafter.Drafter`."""
 
     name = "ngram"
     num_trusted = 2
@@ -21,7 +22,7 @@ class NgramDrafter:
     def __init__(self) -> None:
         self._indices: dict[Sequence, list[_Index]] = {}
 
-    def propose(self, sequence: Sequence, max_tokens: int) -> tuple[int, ...]:
+    def foresee(self, sequence: Sequence, max_tokens: int) -> tuple[int, ...]:
         """See Drafter. What came behind the latest place of the same tokens; if that reaches the text's end, from there again."""
         indices = self._indices.get(sequence)
         if indices is None:

@@ -41,6 +41,20 @@ class RowCost:
         ratio = row_s / fixed_s if fixed_s > 0 else _MAX_RATIO
         self._ratio += _WEIGHT * (min(ratio, _MAX_RATIO) - self._ratio)
 
+    def step_s(self, num_rows: int) -> float | None:
+        """What a step of so many rows takes; None before the first."""
+        if not self._steps:
+            return None
+        fixed_s = statistics.median(step_s / (1 + num_rows * self._ratio) for num_rows, step_s in self._steps)
+        return fixed_s * (1 + num_rows * self._ratio)
+
+    def copy(self) -> RowCost:
+        """What is known, to go on by itself."""
+        copied = RowCost()
+        copied._steps.extend(self._steps)
+        copied._ratio = self._ratio
+        return copied
+
     def share(self, num_rows: int) -> float:
         """How much of the time of a step of so many rows is for the rows, 0 to 1."""
         return num_rows * self._ratio / (1 + num_rows * self._ratio)

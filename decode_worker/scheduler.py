@@ -25,7 +25,7 @@ from collections.abc import Sequence as Seq
 
 from kvrelay.common.fair_queue import seniority
 from kvrelay.common.sampling import SampledToken
-from kvrelay.decode_worker.drafts import Drafts
+from kvrelay.decode_worker.drafts import Drafts, Room
 from kvrelay.decode_worker.line import look_at, shares
 from kvrelay.decode_worker.run_ahead import who_goes_on
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
@@ -133,19 +133,27 @@ class DecodeScheduler(Scheduler):
     def _draft(self, plan: Schedule, drafts: Drafts) -> None:
         """Give the rows drafts. Nobody is preempted for one."""
         num_places = self._max_num_seqs - len(plan.rows)
-        row_share = drafts.row_cost.share(len(plan.rows))
+        may_extend = self._num_left_over > 0
+        limits = {
+            row.sequence: min(
+                self._max_model_len - row.sequence.num_tokens - 1,
+                num_places if may_extend else self._num_left_in_blocks(row.sequence),
+            )
+            for row in plan.rows
+            if row.samples
+        }
+        found = drafts.draft(limits, Room(len(plan.rows), num_places, self._steps.spare_s(len(plan.rows))))
         for place, row in enumerate(plan.rows):
-            if not row.samples:
-                continue
             sequence = row.sequence
-            most = min(num_places, self._max_model_len - sequence.num_tokens - 1)
-            draft = drafts.draft(sequence, row_share, most)
+            draft = found.get(sequence, ())
             if draft and self._num_left_over > 0:
                 self._extend(sequence, sequence.num_tokens + len(draft))
-            draft = draft[: sequence.num_blocks * self._blocks.block_size - sequence.num_tokens]
-            if draft:
+            if draft := draft[: self._num_left_in_blocks(sequence)]:
                 plan.rows[place] = StepRow(sequence, 1, draft=draft)
-                num_places -= len(draft)
+
+    def _num_left_in_blocks(self, sequence: Sequence) -> int:
+        """Tokens more that the sequence's blocks hold."""
+        return sequence.num_blocks * self._blocks.block_size - sequence.num_tokens
 
     def _let_overtake(self, plan: Schedule, budget: int, group: frozenset[Key] | None) -> int:
         """A row for the prompt that overtakes others, if one does; returns what is left of the budget."""
@@ -189,10 +197,11 @@ class DecodeScheduler(Scheduler):
         """Whether the step behind may get drafts, or has to wait for tokens of which it is not known how many come."""
         if any(row.draft for row in flying):
             return True
-        row_share, most = drafts.row_cost.share(len(flying)), self._max_num_seqs - len(flying)
+        room = Room(len(flying), self._max_num_seqs - len(flying), None)
         # Who has finished with the step before is in the one under way all the same, and forgotten.
-        goes_on = [row.sequence for row in flying if row.sequence.status is not SequenceStatus.FINISHED]
-        return any(drafts.may_draft(sequence, row_share, most) for sequence in goes_on)
+        return drafts.may_draft(
+            (row.sequence for row in flying if row.sequence.status is not SequenceStatus.FINISHED), room
+        )
 
     def _would_begin(self, prompt: Sequence, running: Seq[StepRow], budget: int) -> bool:
         """Whether a step with ``budget`` for prompts, of which ``running`` run, would have tokens for ``prompt`` or another."""
@@ -379,8 +388,8 @@ class DecodeScheduler(Scheduler):
         # compute into blocks that it no longer owns.
         plan.rows[:] = [row for row in plan.rows if row.sequence is not sequence]
         plan.copies.pop(sequence, None)
-        self._blocks.release(owner_of(sequence), sequence.retention)
-        sequence.block_tables = []
+        self._forget_drafts(sequence)
+        self._release(sequence)
         sequence.num_computed_tokens = 0
         if sequence.status is SequenceStatus.RUNNING:
             self.running.remove(sequence)
@@ -406,13 +415,16 @@ class DecodeScheduler(Scheduler):
     def _end(self, sequence: Sequence, *, keeps_blocks: bool = False) -> None:
         """Take a sequence out, wherever it is, and release its blocks, unless a step still writes to them."""
         self._leave(sequence)
-        if self._drafts is not None:
-            self._drafts.forget(sequence)
+        self._forget_drafts(sequence)
         if sequence.tags.start is not None:
             self._fair.settle(sequence, sequence.num_tokens)
         self._blocks.set_aside = self._num_awaited
         if not keeps_blocks:
             self._release(sequence)
+
+    def _forget_drafts(self, sequence: Sequence) -> None:
+        if self._drafts is not None:
+            self._drafts.forget(sequence)
 
     def _release(self, sequence: Sequence) -> None:
         self._blocks.release(owner_of(sequence), sequence.retention)

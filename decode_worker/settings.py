@@ -31,8 +31,19 @@ class DecodeSchedulerSettings(SchedulerSettings):
     speculation: str = setting(
         "off",
         "what guesses the next tokens, which a step then computes together; the text stays the same: guide takes text that a JSON "
-        "schema or another guide forces, ngram looks others up in prompt and output, too",
-        choices=("off", "guide", "ngram"),
+        "schema or another guide forces, ngram looks others up in prompt and output, too, draft-model asks a smaller model",
+        choices=("off", "guide", "ngram", "draft-model"),
+    )
+    draft_model: str | None = setting(
+        None,
+        "model that guesses with --speculation draft-model, named as --model is; it must have the same tokens, and should be at "
+        "least five times as fast",
+    )
+    draft_kv_memory_mb: int = setting(
+        256,
+        "memory of the draft model's own KV pool; streams that find no room in it get no guesses",
+        unit="MiB",
+        minimum=1,
     )
     speculation_tokens: int = setting(
         7,

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence as Seq
 from functools import partial
 from typing import Any
 
 from kvrelay.common.errors import SettingsError
-from kvrelay.decode_worker.drafts import Drafter, Drafts, drafters_of
+from kvrelay.decode_worker.draft_model import DraftModel
+from kvrelay.decode_worker.drafter import Drafter
+from kvrelay.decode_worker.drafts import Drafts
+from kvrelay.decode_worker.forced import GuideDrafter
 from kvrelay.decode_worker.metrics import DraftMetrics
+from kvrelay.decode_worker.ngram import NgramDrafter
 from kvrelay.decode_worker.scheduler import DecodeScheduler
 from kvrelay.decode_worker.service import DataPorts, DecodeService
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings, DecodeSettings
+from kvrelay.engine.factory import load_draft_engine
+from kvrelay.engine.kv.books import ledger_json, unbalanced
 from kvrelay.engine.kv.leased_blocks import LeasedBlocks
-from kvrelay.engine.settings import prompt_step_tokens
+from kvrelay.engine.load_progress import LoggedProgress
+from kvrelay.engine.settings import FakeSettings, KvSettings, ModelSettings, prompt_step_tokens
 from kvrelay.engine.step.interface import Engine
 from kvrelay.wire.blocks.pieces import pieces_of
 from kvrelay.wire.control.ticker import every
@@ -26,6 +34,8 @@ from kvrelay.wire.messages import Role
 from kvrelay.worker.main import serve_worker
 from kvrelay.worker.setup import Setup
 from kvrelay.worker.worker import Worker
+
+logger = logging.getLogger(__name__)
 
 _TICK_S = 0.2  # how late an expired lease may be reaped, or a request whose time is up
 
@@ -40,8 +50,9 @@ class DecodeWorker(Worker[DecodeService]):
         data_address: str,
         setup: Setup,
         drafters: Seq[Drafter] = (),
+        draft_engine: Engine | None = None,
     ) -> None:
-        """``drafters``: empty: those that the settings ask for, if they do."""
+        """``drafters``: empty: those that the settings ask for, if they do. ``draft_engine``: see ``load_drafting``."""
         card, network = engine.card, setup.network
         max_batched_tokens = prompt_step_tokens(settings.max_batched_tokens, card.device_type)
         if max_batched_tokens < settings.max_num_seqs:
@@ -49,9 +60,16 @@ class DecodeWorker(Worker[DecodeService]):
                 f"--max-batched-tokens is {max_batched_tokens}; it must be at least --max-num-seqs "
                 f"({settings.max_num_seqs}), so that every running sequence gets its token in every step"
             )
-        drafts, drafters = None, drafters or drafters_of(settings)
-        if drafters:
-            drafts = Drafts(drafters, settings.speculation_tokens, DraftMetrics(setup.registry))
+        drafts, self.draft_model = None, None
+        if drafters or draft_engine is not None or settings.speculation != "off":
+            draft_metrics = DraftMetrics(setup.registry)
+            if draft_engine is not None:
+                self.draft_model = DraftModel(
+                    draft_engine, card.vocab_size, max_batched_tokens, network.clock, draft_metrics
+                )
+                self.draft_model.measure()
+            drafters = drafters or drafters_of(settings.speculation, self.draft_model)
+            drafts = Drafts(drafters, settings.speculation_tokens, draft_metrics)
         super().__init__(engine, settings, setup, partial(DecodeScheduler, drafts=drafts), DecodeService)
         self.leases = LeaseTable(
             LeaseSettings(
@@ -104,7 +122,12 @@ class DecodeWorker(Worker[DecodeService]):
 
     def debug_kv(self) -> dict[str, Any]:
         """See Component."""
-        return {**super().debug_kv(), "leases": self.leases.snapshot()}
+        found = {**super().debug_kv(), "leases": self.leases.snapshot()}
+        return found if self.draft_model is None else {**found, "draft_model": ledger_json(self.draft_model.blocks)}
+
+    def not_ready(self) -> list[str]:
+        """See Component."""
+        return super().not_ready() + ([] if self.draft_model is None else unbalanced(self.draft_model.blocks))
 
     async def stop_hand_off(self) -> None:
         """See Worker."""
@@ -112,10 +135,51 @@ class DecodeWorker(Worker[DecodeService]):
             await asyncio.to_thread(receiver.stop)
 
 
+def drafters_of(speculation: str, draft_model: DraftModel | None) -> list[Drafter]:
+    """What the setting asks for, in the order in which they are asked."""
+    drafters: list[Drafter] = [GuideDrafter()]
+    if speculation == "ngram":
+        drafters.append(NgramDrafter())
+    if draft_model is not None:
+        drafters.append(draft_model)
+    return drafters
+
+
+def load_drafting(
+    settings: DecodeSchedulerSettings, model: ModelSettings, kv: KvSettings, fake: FakeSettings
+) -> Engine | None:
+    """The draft model that the settings ask for, whose name is a directory by now. Raises ModelError or SettingsError.
+
+    It is to be loaded before the model, whose pool then leaves it the memory that it has.
+    """
+    if (settings.speculation == "draft-model") != (settings.draft_model is not None):
+        raise SettingsError(
+            f"--speculation is {settings.speculation} and --draft-model {settings.draft_model}; a draft model needs both: "
+            "--speculation draft-model --draft-model NAME"
+        )
+    if settings.draft_model is None:
+        return None
+    return load_draft_engine(
+        settings.draft_model,
+        model,
+        kv,
+        fake,
+        kv_memory_mb=settings.draft_kv_memory_mb,
+        max_num_seqs=settings.max_num_seqs,
+        max_batched_tokens=settings.max_batched_tokens,
+        progress=LoggedProgress(logger),
+    )
+
+
 def serve(settings: DecodeSettings) -> int:
     """Run a decode worker until SIGTERM or SIGINT; returns the exit code. Raises KvrelayError if it cannot start."""
+    draft_engine: Engine | None = None
+
+    def load_before() -> None:
+        nonlocal draft_engine
+        draft_engine = load_drafting(settings.scheduler, settings.model, settings.kv, settings.fake)
 
     def make(engine: Engine, setup: Setup) -> DecodeWorker:
-        return DecodeWorker(engine, settings.scheduler, settings.data_address, setup)
+        return DecodeWorker(engine, settings.scheduler, settings.data_address, setup, draft_engine=draft_engine)
 
-    return serve_worker(Role.DECODE, settings, (settings.address, settings.data_address), make)
+    return serve_worker(Role.DECODE, settings, (settings.address, settings.data_address), make, load_before)

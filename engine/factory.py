@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvrelay.common.errors import ModelError
+from kvrelay.engine.config.tokenizer import require_same_tokens
 from kvrelay.engine.fake.engine import FakeEngine, FakePace, fake_card
 from kvrelay.engine.guides.guidance import GuideCompiler, NoGuides
 from kvrelay.engine.ranks.messages import LoadSettings
@@ -20,6 +23,8 @@ from kvrelay.engine.step.interface import Engine
 if TYPE_CHECKING:
     from kvrelay.engine.models.ranks import RankPart
     from kvrelay.engine.torch_engine import TorchEngine
+
+logger = logging.getLogger(__name__)
 
 _FAKE_KV_MB = 64
 
@@ -65,6 +70,63 @@ def load_engine(
     from kvrelay.engine.ranks.engine import RankedEngine  # noqa: PLC0415 - imports torch
 
     return RankedEngine.load(settings, model.tensor_parallel, lambda part: load_part(settings, part, progress), nodes)
+
+
+def load_draft_engine(
+    draft_model: str,
+    model: ModelSettings,
+    kv: KvSettings,
+    fake: FakeSettings,
+    *,
+    kv_memory_mb: int,
+    max_num_seqs: int,
+    max_batched_tokens: int | None,
+    progress: Callable[[int, int], None],
+) -> Engine:
+    """Load the model in the directory ``draft_model``, which is to guess the tokens of ``model``. ``kv_memory_mb``: of its pool.
+
+    Load it before that: what it takes of a GPU is then known. Raises ModelError if it cannot be served, or has other tokens.
+    """
+    directory = Path(draft_model)
+    if not directory.is_dir():
+        raise ModelError(f"--draft-model {draft_model!r} is not a model directory; start through the kvrelay command")
+    if fake.is_fake:
+        raise ModelError(f"--draft-model is {draft_model}; the fake engine makes its tokens up: leave it out")
+    if model.tensor_parallel > 1:
+        raise ModelError(
+            f"--draft-model is {draft_model} and --tensor-parallel {model.tensor_parallel}; workers of several ranks have no draft "
+            "model: take --speculation ngram"
+        )
+    require_same_tokens(Path(model.model), directory)
+    own = replace(
+        model,
+        model=draft_model,
+        backend="auto",
+        weight_format="full",
+        kv_dtype="auto",
+        expert_parallel=False,
+        run_ahead="off",
+        max_model_len=None,
+        logits_processors=(),
+        adapters=None,
+    )
+    own_kv = replace(kv, num_blocks=None, kv_memory_mb=kv_memory_mb)
+    weights_nbytes = 0
+
+    def count(done: int, total: int) -> None:
+        nonlocal weights_nbytes
+        weights_nbytes = total
+        progress(done, total)
+
+    engine = load_part(LoadSettings(own, own_kv, max_num_seqs, max_batched_tokens, decodes=True), None, count)
+    logger.info(
+        "the draft model %s takes %.0f MiB for weights, and %d MiB for K/V of %d tokens",
+        directory.name,
+        weights_nbytes / 2**20,
+        kv_memory_mb,
+        engine.card.num_blocks * engine.card.layout.block_size,
+    )
+    return engine
 
 
 def load_part(settings: LoadSettings, part: RankPart | None, progress: Callable[[int, int], None]) -> TorchEngine:

@@ -23,7 +23,7 @@ from kvrelay.common.errors import ModelError
 from kvrelay.common.fair_queue import Flow
 from kvrelay.common.sampling import SampledToken
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
-from kvrelay.decode_worker.worker import DecodeWorker
+from kvrelay.decode_worker.worker import DecodeWorker, load_drafting
 from kvrelay.engine.factory import load_engine, load_guides
 from kvrelay.engine.guides.guidance import GuideCompiler, NoGuides
 from kvrelay.engine.load_progress import LoggedProgress
@@ -82,17 +82,23 @@ class LocalBackend:
     """Implements :class:`kvrelay.executor.executor.Backend`."""
 
     def __init__(
-        self, engine: Engine, directory: Path, settings: LocalSettings, guides: GuideCompiler | None = None
+        self,
+        engine: Engine,
+        directory: Path,
+        settings: LocalSettings,
+        guides: GuideCompiler | None = None,
+        draft_engine: Engine | None = None,
     ) -> None:
         """``directory``: of the model, whose tokenizer and chat template are loaded. Raises ModelError.
 
-        ``guides``: what compiles guides; None: requests that have one are refused.
+        ``guides``: what compiles guides; None: requests that have one are refused. ``draft_engine``: a draft model, loaded.
         """
         self._settings = settings
         self._files = ModelFiles.load(directory)
         self._model_name = directory.name
         self._engine: Engine | None = engine  # until a worker has it
         self._guides = guides
+        self._draft_engine = draft_engine  # as the engine
         self._running: _Running | None = None
 
     @classmethod
@@ -100,6 +106,10 @@ class LocalBackend:
         """Find the model and load it; takes seconds. Raises ModelError, DownloadError or SettingsError."""
         directory = resolve_model(settings.model.model, needs_weights=not settings.fake.is_fake)
         model = dataclasses.replace(settings.model, model=str(directory))
+        scheduler, draft_model = settings.scheduler, settings.scheduler.draft_model
+        if draft_model is not None:
+            scheduler = dataclasses.replace(scheduler, draft_model=str(resolve_model(draft_model)))
+        draft_engine = load_drafting(scheduler, model, settings.kv, settings.fake)
         engine = load_engine(
             model,
             settings.kv,
@@ -109,7 +119,8 @@ class LocalBackend:
             decodes=True,
             progress=LoggedProgress(logger),
         )
-        return cls(engine, directory, settings, load_guides(model, settings.fake, engine.card.vocab_size))
+        guides = load_guides(model, settings.fake, engine.card.vocab_size)
+        return cls(engine, directory, settings, guides, draft_engine)
 
     @property
     def worker(self) -> DecodeWorker:
@@ -132,11 +143,17 @@ class LocalBackend:
                 max_retained_share=settings.kv.max_retained_share,
                 guides=self._guides or NoGuides(),
             )
-            worker = DecodeWorker(self._engine, settings.scheduler, f"ipc://{directory}/blocks", setup)
+            worker = DecodeWorker(
+                self._engine,
+                settings.scheduler,
+                f"ipc://{directory}/blocks",
+                setup,
+                draft_engine=self._draft_engine,
+            )
         except BaseException:
             shutil.rmtree(directory, ignore_errors=True)
             raise
-        self._engine = None
+        self._engine = self._draft_engine = None
         metrics = GatewayMetrics(CollectorRegistry())
         network, of_model = Network.open(), metrics.of_model(self._model_name)
         pool = WorkerPool(f"executor-{secrets.token_hex(8)}", of_model, _LINK, network, needs_prefill_workers=False)

@@ -34,7 +34,11 @@ def run_decode_worker(settings: DecodeSettings) -> int:
     """Generate until SIGTERM; returns the exit code."""
     from kvrelay.decode_worker.worker import serve  # noqa: PLC0415
 
-    return serve(_with_directory(settings))
+    settings = _with_directory(settings)
+    if (draft_model := settings.scheduler.draft_model) is not None:
+        scheduler = dataclasses.replace(settings.scheduler, draft_model=str(resolve_model(draft_model)))
+        settings = dataclasses.replace(settings, scheduler=scheduler)
+    return serve(settings)
 
 
 def _with_directory(settings: Worker) -> Worker:

@@ -6,12 +6,13 @@ import random
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 
+from kvrelay.decode_worker.drafter import LookUp
 from kvrelay.engine.fake.engine import next_token, token_digests
 from kvrelay.engine.fake.step import FakeSequence
 from kvrelay.engine.step.sequence import Sequence
 
 
-class Oracle:
+class Oracle(LookUp):
     """Has been told. Implements Drafter."""
 
     name = "oracle"
@@ -24,7 +25,7 @@ class Oracle:
         self._vocab_size = vocab_size
         self._draws = random.Random(7)
 
-    def propose(self, sequence: Sequence, max_tokens: int) -> tuple[int, ...]:
+    def foresee(self, sequence: Sequence, max_tokens: int) -> tuple[int, ...]:
         start = sequence.num_output_tokens
         return self._mistaken(self._outputs[sequence.request_id][start : start + max_tokens])
 
@@ -42,7 +43,7 @@ class FakeOracle(Oracle):
     def __init__(self, vocab_size: int, num_right: int = 4) -> None:
         super().__init__({}, num_right, vocab_size)
 
-    def propose(self, sequence: Sequence, max_tokens: int) -> tuple[int, ...]:
+    def foresee(self, sequence: Sequence, max_tokens: int) -> tuple[int, ...]:
         digest = token_digests(sequence.token_ids)[-1]
         fake = FakeSequence("", list(sequence.token_ids), sequence.num_prompt_tokens, sequence.sampling, [])
         known: list[int] = []

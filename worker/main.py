@@ -29,9 +29,16 @@ logger = logging.getLogger(__name__)
 
 
 def serve_worker(
-    role: Role, settings: WorkerSettings, listens_at: tuple[str, ...], make: Callable[[Engine, Setup], Component]
+    role: Role,
+    settings: WorkerSettings,
+    listens_at: tuple[str, ...],
+    make: Callable[[Engine, Setup], Component],
+    load_before: Callable[[], None] = lambda: None,
 ) -> int:
-    """Run what ``make`` puts together until SIGTERM or SIGINT; returns the exit code. Raises KvrelayError if it cannot start."""
+    """Run what ``make`` puts together until SIGTERM or SIGINT; returns the exit code. Raises KvrelayError if it cannot start.
+
+    ``load_before``: whatever is to have its memory before the model takes what is left.
+    """
     configure_logs(settings.log_level, settings.log_format)
     place = place_of(settings.nodes, settings.model.tensor_parallel)
     if place is not None and place.node_rank > 0:
@@ -44,6 +51,7 @@ def serve_worker(
     shared_memory = SharedPlace.of(settings.same_host)
 
     def load() -> Component:
+        load_before()
         engine = load_engine(
             settings.model,
             settings.kv,

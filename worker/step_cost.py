@@ -7,6 +7,7 @@ prompts may add to it: by time, as a token's cost differs a hundredfold between 
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import deque
 from dataclasses import dataclass
@@ -157,6 +158,13 @@ class MixedSteps:
         largest = int(_GROWTH * max((num for num, _ in self._added), default=0)) or _UNKNOWN_TOKENS
         return min(num_tokens, self._max_tokens, max(self._least_tokens, largest))
 
+    def spare_s(self, num_generating: int) -> float | None:
+        """Time for prompts beside a step of so many sequences; infinity: as much as they take. None: not known yet."""
+        if num_generating == 0 or self._itl_budget_s == 0:
+            return math.inf
+        bare_s = self._without_prompts_s(num_generating)
+        return None if bare_s is None else spare_beside(bare_s, self._itl_budget_s)
+
     def tokens_per_s(self, num_generating: int) -> float | None:
         """Tokens of prompts that steps beside so many sequences compute within the budget; 0: none. None: not known yet."""
         bare_s, token_s = self._without_prompts_s(num_generating), self._token_s
@@ -201,10 +209,11 @@ def budget_beside(bare_s: float, itl_budget_s: float | None) -> float:
     return max(_AUTO_FACTOR * bare_s, _AUTO_LEAST_S) if itl_budget_s is None else itl_budget_s
 
 
-def tokens_beside(bare_s: float, token_s: float, itl_budget_s: float | None) -> int:
-    """Tokens of prompts for a step to take its budget, of which each adds ``token_s`` to ``bare_s``.
+def spare_beside(bare_s: float, itl_budget_s: float | None) -> float:
+    """What the budget leaves to prompts beside a step of ``bare_s``; a quarter of that at least, whatever the budget."""
+    return max(budget_beside(bare_s, itl_budget_s) - bare_s, _MIN_PROMPT_SHARE * bare_s)
 
-    At least one, and a quarter of ``bare_s``, whatever the budget.
-    """
-    prompts_s = max(budget_beside(bare_s, itl_budget_s) - bare_s, _MIN_PROMPT_SHARE * bare_s)
-    return max(1, int(prompts_s / token_s))
+
+def tokens_beside(bare_s: float, token_s: float, itl_budget_s: float | None) -> int:
+    """Tokens of prompts for a step to take its budget, of which each adds ``token_s`` to ``bare_s``; at least one."""
+    return max(1, int(spare_beside(bare_s, itl_budget_s) / token_s))

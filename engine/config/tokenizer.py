@@ -1,4 +1,4 @@
-"""Whether a model's tokenizer is one for it, by ``tokenizer.json``, which gateways read."""
+"""Whether a model's tokenizer is one for it, or another model's, by ``tokenizer.json``, which gateways read."""
 
 from __future__ import annotations
 
@@ -34,3 +34,32 @@ def _largest_id(vocab: Any) -> int:
     if isinstance(vocab, list):
         return len(vocab) - 1
     return max(map(int, vocab.values()), default=-1)
+
+
+def require_same_tokens(directory: Path, other: Path) -> None:
+    """Raise ModelError unless the models of both directories have the same tokens under the same numbers.
+
+    Their embeddings may have more rows, as some are filled up to a round number.
+    """
+    tokens, others = _tokens(directory), _tokens(other)
+    if tokens == others:
+        return
+    first = min(tokens.items() ^ others.items())[0]
+    raise ModelError(
+        f"{directory} and {other} have different tokens, {len(tokens)} and {len(others)} of them: token {first} is "
+        f"{tokens.get(first)!r} and {others.get(first)!r}"
+    )
+
+
+def _tokens(directory: Path) -> dict[int, str]:
+    path = directory / "tokenizer.json"
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        vocab = content["model"]["vocab"]
+        if isinstance(vocab, list):
+            tokens = {number: str(entry[0]) for number, entry in enumerate(vocab)}
+        else:
+            tokens = {int(number): token for token, number in vocab.items()}
+        return tokens | {int(added["id"]): added["content"] for added in content.get("added_tokens", ())}
+    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+        raise ModelError(f"{path} cannot be read ({error!r}); by it the tokens of two models are compared") from error

@@ -13,7 +13,8 @@ from kvrelay.common.block_hash import HashChain
 from kvrelay.common.fair_queue import Flow
 from kvrelay.common.model_card import ModelCard
 from kvrelay.common.sampling import BeamSearch, SampledToken, SamplingParams
-from kvrelay.decode_worker.drafts import Drafter, Drafts
+from kvrelay.decode_worker.drafter import Drafter
+from kvrelay.decode_worker.drafts import Drafts
 from kvrelay.decode_worker.forced import GuideDrafter
 from kvrelay.decode_worker.metrics import DraftMetrics
 from kvrelay.decode_worker.scheduler import DecodeScheduler
@@ -222,6 +223,10 @@ class Rig:
         return sum(
             sample.value for family in self.registry.collect() for sample in family.samples if sample.name == name
         )
+
+    def drafted_by(self, drafter: str) -> float:
+        """Tokens that one drafter drafted."""
+        return self.registry.get_sample_value("kvrelay_draft_tokens_total", {"drafter": drafter}) or 0.0
 
     @property
     def num_preemptions(self) -> float:

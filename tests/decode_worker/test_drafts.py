@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from kvrelay.decode_worker.drafts import Drafts, Record, num_to_draft
+from kvrelay.decode_worker.drafts import Drafts, Record, Room, num_to_draft
 from kvrelay.decode_worker.forced import GuideDrafter
 from kvrelay.decode_worker.metrics import DraftMetrics
 from kvrelay.decode_worker.ngram import NgramDrafter
@@ -103,12 +103,13 @@ def test_the_first_drafter_with_an_idea_is_taken_and_each_has_a_record_of_its_ow
     drafts = Drafts([GuideDrafter(), FakeOracle(VOCAB, ALWAYS_RIGHT)], 7, DraftMetrics(registry))
     one = sequence([1, 2, 3], [0, 1], max_tokens=30)
     one.guide = TokensState([5, 6, -1])
-    assert drafts.draft(one, 0.05, 9) == (5, 6)
+    limits, room = {one: 9}, Room(1, 9, None)
+    assert drafts.draft(limits, room) == {one: (5, 6)}
     drafts.hear(one, 2, 0)
     one.guide = None
-    assert len(drafts.draft(one, 0.05, 9)) == 2  # of the other one nothing is known yet
+    assert len(drafts.draft(limits, room)[one]) == 2  # of the other one nothing is known yet
     drafts.hear(one, 2, 2)
-    assert len(drafts.draft(one, 0.05, 9)) > 2
+    assert len(drafts.draft(limits, room)[one]) > 2
     assert (accepted(registry, "guide"), accepted(registry, "oracle")) == (0, 2)
     drafts.forget(one)
     assert not drafts._records
@@ -188,24 +189,27 @@ def test_many_who_are_guessed_wrong_are_hardly_drafted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("chance", "row_share", "num_tokens"),
-    [(0.5, 0.05, 2), (0.7, 0.05, 5), (0.95, 0.05, 7), (0.95, 0.3, 5), (0.14, 0.05, 0), (0.6, 0.4, 0), (0.99, 0.6, 0)],
-)
-def test_more_is_drafted_where_it_comes_true_and_rows_cost_little(
-    chance: float, row_share: float, num_tokens: int
+    ("chance", "row_share", "draft_share", "num_tokens"),
+    [
+        (0.5, 0.05, 0, 2), (0.7, 0.05, 0, 5), (0.95, 0.05, 0, 7), (0.95, 0.3, 0, 5), (0.14, 0.05, 0, 0), (0.6, 0.4, 0, 0),
+        (0.99, 0.6, 0, 0), (0.9, 0.02, 0.1, 7), (0.8, 0.02, 0.3, 4), (0.5, 0.02, 0.3, 1), (0.95, 0.02, 1.0, 0),
+    ],
+)  # fmt: skip
+def test_more_is_drafted_where_it_comes_true_and_costs_little(
+    chance: float, row_share: float, draft_share: float, num_tokens: int
 ) -> None:
-    assert num_to_draft(chance, row_share, most=7) == num_tokens
+    assert num_to_draft(chance, row_share, draft_share, most=7) == num_tokens
 
 
 def test_a_guess_that_failed_is_tried_again_some_day() -> None:
     record = Record(0)
-    while num_to_draft(record.chance, 0.1, 7):
+    while num_to_draft(record.chance, 0.1, 0.0, 7):
         record.hear(1, 0)
     record.skip()
-    assert num_to_draft(record.chance, 0.1, 7) == 0
+    assert num_to_draft(record.chance, 0.1, 0.0, 7) == 0
     for _ in range(100):
         record.skip()
-    assert num_to_draft(record.chance, 0.1, 7) == 1
+    assert num_to_draft(record.chance, 0.1, 0.0, 7) == 1
 
 
 def test_a_plan_has_a_row_for_each_token_of_a_draft() -> None:

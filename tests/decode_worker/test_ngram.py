@@ -31,7 +31,7 @@ def test_what_came_behind_the_latest_place_of_the_last_tokens_is_proposed(seed: 
     for _ in range(300):
         one = draws.choice(texts)
         one.token_ids += [draws.randrange(3) for _ in range(draws.choice((1, 1, 1, 5)))]
-        proposed = drafter.propose(one, most := draws.randint(1, 9))
+        proposed = drafter.foresee(one, most := draws.randint(1, 9))
         assert proposed == found_by_search(one.token_ids, most)
         num_found += bool(proposed)
     assert num_found > 100
@@ -43,16 +43,16 @@ def quoted(num_between: int) -> Sequence:
 
 
 def test_the_longer_match_is_taken() -> None:
-    assert NgramDrafter().propose(sequence([1, 2, 3, 4, 5, 3, 4, 6, 1, 2, 3, 4], []), 1) == (5,)
+    assert NgramDrafter().foresee(sequence([1, 2, 3, 4, 5, 3, 4, 6, 1, 2, 3, 4], []), 1) == (5,)
 
 
 def test_what_lies_far_behind_is_forgotten() -> None:
-    assert NgramDrafter().propose(quoted(8_000), 2) == (4, 5)
-    assert NgramDrafter().propose(quoted(20_000), 2) == ()
+    assert NgramDrafter().foresee(quoted(8_000), 2) == (4, 5)
+    assert NgramDrafter().foresee(quoted(20_000), 2) == ()
     drafter, one = NgramDrafter(), quoted(0)
     for token_id in range(10, 30_000):  # as it generates
         one.token_ids.append(token_id)
-        drafter.propose(one, 1)
+        drafter.foresee(one, 1)
     (indices,) = drafter._indices.values()
     for index in indices:
         assert len(index._newer) + len(index._older) <= 2**14
@@ -60,7 +60,7 @@ def test_what_lies_far_behind_is_forgotten() -> None:
 
 def test_a_sequence_that_ends_leaves_nothing() -> None:
     drafter, one = NgramDrafter(), quoted(3)
-    drafter.propose(one, 2)
+    drafter.foresee(one, 2)
     drafter.forget(one)
     drafter.forget(one)
     assert not drafter._indices

@@ -1,13 +1,14 @@
 """Half an hour's worth of trouble in minutes: real processes on the demo model, seeded random faults, and clients who compare
 every answer.
 
-    python -m tests.reliability.chaos [--seconds 240] [--seed 1] [--clients 16]
+    python -m tests.reliability.chaos [--seconds 240] [--seed 1] [--clients 16] [--draft-layers 1]
 
 Two gateways and two workers of each role. Workers and gateways are killed (SIGKILL), stopped (SIGSTOP) and drained (SIGTERM),
 and their connections cut or held, at random moments; one member of a role at a time, so that there is always a spare one. Who
 ends is started anew. Every question was answered once before, without faults; whatever an answer says afterwards must be the
 same: text, token ids, finish reason, usage, and log probabilities. Half of the questions are greedy, half sampled with a seed;
-some have stop strings. Half of them are put to one of two adapters, and decode workers speculate.
+some have stop strings. Half of them are put to one of two adapters, and decode workers speculate: by look-up, or with
+``--draft-layers`` by a draft model that is so many of the model's first layers. Few of its guesses come true, and take few clients.
 
 A client whose gateway is killed sees its connection break, as it would on a cluster, and asks again; all else must be invisible.
 """
@@ -28,6 +29,7 @@ import httpx
 
 from kvrelay.wire.security.keys import make_keys
 from tests.adapters import linear_shapes, write_adapter
+from tests.first_layers import save_first_layers
 
 from .chaos_report import Report
 from .drafts import DraftWatch
@@ -188,8 +190,11 @@ async def chaos(
     worker_options: list[str],
     num_questions: int = 24,
     well_s: float = 2.0,
+    num_draft_layers: int = 0,
 ) -> Report:
     """The whole run; ``seconds`` None: one rolling restart of everything instead of faults.
+
+    ``num_draft_layers``: of a draft model made of the model's first layers; 0: there is none, decode workers look up.
 
     Raises AssertionError if the fleet does not come up, or holds something at the end.
     """
@@ -200,6 +205,10 @@ async def chaos(
         for number, name in enumerate(ADAPTERS):
             # Small, so that answers are words still.
             write_adapter(adapters / name, linear_shapes(model), rank=8 * (number + 1), seed=number, size=0.15)
+        speculation = ["--speculation", "ngram"]
+        if num_draft_layers:
+            save_first_layers(model, draft_model := Path(directory) / "draft", num_draft_layers)
+            speculation = ["--speculation", "draft-model", "--draft-model", str(draft_model)]
         async with fleet(
             Path(directory),
             model=model,
@@ -208,7 +217,7 @@ async def chaos(
             num_gateways=2,
             worker_options=[*worker_options, "--adapters", str(adapters)],
             gateway_options=["--adapters", str(adapters)],
-            decode_options=["--speculation", "ngram"],
+            decode_options=speculation,
             keys=keys,
         ) as up:
             asked = await _reference(up, questions(num_questions, random.Random(seed), MODELS), num_clients)
@@ -266,6 +275,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=200.0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--clients", type=int, default=16)
+    parser.add_argument("--draft-layers", type=int, default=0)
     arguments = parser.parse_args()
     from kvrelay.launcher.models import resolve_model  # noqa: PLC0415 - its imports take a second
 
@@ -274,7 +284,12 @@ def main() -> int:
         what = "a rolling restart of everything" if seconds is None else f"{seconds:g} s of faults"
         sys.stdout.write(f"== {what}, seed {arguments.seed}, {arguments.clients} clients\n")
         work = chaos(
-            resolve_model("demo"), seconds, arguments.seed, num_clients=arguments.clients, worker_options=MODEL_OPTIONS
+            resolve_model("demo"),
+            seconds,
+            arguments.seed,
+            num_clients=arguments.clients,
+            worker_options=MODEL_OPTIONS,
+            num_draft_layers=arguments.draft_layers,
         )
         report = asyncio.run(work)
         problems = report.problems(max_growth_mib=250)

@@ -19,6 +19,7 @@ from typing import Any, cast
 from prometheus_client import CollectorRegistry
 
 from kvrelay.common.sampling import SamplingParams, Watermark
+from kvrelay.decode_worker.draft_model import DraftModel
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.decode_worker.worker import DecodeWorker
 from kvrelay.engine.fake.engine import FakeEngine, FakePace, expected_output, fake_card
@@ -34,6 +35,7 @@ from kvrelay.prefill_worker.worker import PrefillWorker
 from kvrelay.wire.messages import TokenDelta
 from kvrelay.wire.settings import LinkSettings
 from kvrelay.worker.setup import Setup
+from tests.draft_models import MistakenEngine
 from tests.drafters import FakeOracle
 
 from .clock import Process, ProcessState, SimLoop, no_real_clock
@@ -105,7 +107,7 @@ class Machines:
         )
     )
     pace: FakePace | None = None  # None: steps take a moment by chance; else nothing runs ahead or is read back twice
-    drafts: bool = False  # decode workers speculate, and are wrong now and then
+    drafts: bool = False  # decode workers speculate, and are wrong now and then: d0 by a draft model
     checks_books: bool = True  # of every worker, after every event
 
     def engine(self, process: Process, *, runs_ahead: bool) -> FakeEngine:
@@ -119,6 +121,12 @@ class Machines:
             process.ahead_s += pace.of(shares)
 
         return FakeEngine(card, take_time, reads_back_once=True)
+
+    def draft_engine(self) -> FakeEngine:
+        """With room for some of what its worker generates."""
+        return MistakenEngine(
+            4, num_blocks=self.num_blocks // 2 + 12, block_size=self.block_size, vocab_size=VOCAB, windows=self.windows
+        )
 
 
 class World:
@@ -184,8 +192,10 @@ class World:
         if name[0] == "p":
             worker = PrefillWorker(engine, machines.prefill, setup)
         else:
-            drafters = [FakeOracle(VOCAB)] if machines.drafts else []
-            worker = DecodeWorker(engine, machines.decode, f"tcp://{name}:2", setup, drafters)
+            has_model = machines.drafts and name == "d0"
+            drafters = [FakeOracle(VOCAB)] if machines.drafts and not has_model else []
+            draft_engine = machines.draft_engine() if has_model else None
+            worker = DecodeWorker(engine, machines.decode, f"tcp://{name}:2", setup, drafters, draft_engine)
         member.worker = worker
         asyncio.ensure_future(worker.start())  # noqa: RUF006 - the loop keeps it
 
@@ -325,6 +335,8 @@ class World:
                 ledger = member.worker.blocks.ledger()
                 if ledger.num_free + ledger.num_cached != ledger.num_blocks:
                     left.append(f"{name}: {ledger}")
+                if (draft_model := _draft_model_of(member)) is not None and (owners := draft_model.blocks.owners()):
+                    left.append(f"{name}: its draft model holds blocks of {owners}")
         return left
 
     def _check_books(self, process: Process) -> None:
@@ -333,6 +345,9 @@ class World:
             if member.process is process and member.worker is not None and process.state is not ProcessState.DEAD:
                 try:
                     member.worker.blocks.check_integrity()
+                    if (draft_model := _draft_model_of(member)) is not None:
+                        draft_model.check_integrity()
+                        assert not member.registry.get_sample_value("kvrelay_draft_model_failures_total")
                 except AssertionError as error:
                     self.problems.append(f"{name} at event {self.loop.num_events}: {error}")
 
@@ -389,6 +404,10 @@ def running(
     machines = Machines(num_blocks=num_blocks, seal_kv=seal_kv, windows=windows, drafts=drafts)
     with living(lambda: World(seed, num_prefills, num_decodes, num_gateways, machines, relay)) as world:
         yield world
+
+
+def _draft_model_of(member: Member) -> DraftModel | None:
+    return member.worker.draft_model if isinstance(member.worker, DecodeWorker) else None
 
 
 @contextmanager

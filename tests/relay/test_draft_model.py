@@ -1,0 +1,127 @@
+"""A draft model behind the whole relay, on real engines: no hand-off, and no failover to or from it, changes a token."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from kvrelay.common.sampling import SampledToken, SamplingParams
+from kvrelay.decode_worker.settings import DecodeSchedulerSettings
+from kvrelay.decode_worker.worker import DecodeWorker
+from kvrelay.engine.step.interface import Engine
+from kvrelay.gateway.metrics import GatewayMetrics
+from kvrelay.gateway.relay.relay import Relay
+from kvrelay.gateway.relay.request import GenerationRequest, RequestTimings
+from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
+from kvrelay.prefill_worker.worker import PrefillWorker
+from kvrelay.wire.messages import TokenDelta
+from tests.draft_pairs import save_pair
+from tests.engine.conftest import load, tokens
+from tests.relay.workers import ADDRESS, gateway, worker_setup
+
+OPTIONS: dict[str, Any] = {"dtype": "bfloat16", "cpu_kernels": "native", "num_blocks": 60, "block_size": 8}
+WIDE = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "head_dim": 32}
+NUM_TOKENS = 80
+WISHES = {
+    "greedy": SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, num_logprobs=2),
+    "random": SamplingParams(max_tokens=NUM_TOKENS, temperature=0.9, seed=5, num_logprobs=0),
+    "second choice": SamplingParams(max_tokens=NUM_TOKENS, temperature=0.9, seed=5, choice=1),
+    "penalised": SamplingParams(max_tokens=NUM_TOKENS, temperature=0.7, seed=6, presence_penalty=0.4),
+}
+PROMPTS = {name: tokens(place, 30) for place, name in enumerate(WISHES)}
+
+Told = dict[str, list[SampledToken]]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A model of many layers, and one of one layer that knows it by heart."""
+    deep, shallow = tmp_path_factory.mktemp("deep"), tmp_path_factory.mktemp("shallow")
+    save_pair(deep, shallow, 12, **WIDE)
+    return deep, shallow
+
+
+def decode_worker(
+    pair: tuple[Path, Path], registry: CollectorRegistry, name: str, *, drafts: bool, num_blocks: int = 60
+) -> DecodeWorker:
+    engine = load(pair[0], **{**OPTIONS, "num_blocks": num_blocks})
+    draft_engine: Engine | None = load(pair[1], **OPTIONS) if drafts else None
+    settings = DecodeSchedulerSettings(max_num_seqs=32, speculation="draft-model" if drafts else "off")
+    return DecodeWorker(engine, settings, ADDRESS, worker_setup(name, registry), draft_engine=draft_engine)
+
+
+def prefill_worker(pair: tuple[Path, Path]) -> PrefillWorker:
+    return PrefillWorker(load(pair[0], **OPTIONS), PrefillSchedulerSettings(), worker_setup("prefill"))
+
+
+async def ask(relay: Relay, name: str, told: Told, heard: asyncio.Event | None = None) -> None:
+    def take(delta: TokenDelta) -> bool:
+        told.setdefault(name, []).extend(delta.tokens)
+        if heard is not None and len(told[name]) >= 10:
+            heard.set()
+        return True
+
+    await relay.run(GenerationRequest(name, PROMPTS[name], WISHES[name], RequestTimings(0.0)), take)
+
+
+@pytest.fixture(scope="module")
+def expected(pair: tuple[Path, Path]) -> Told:
+    """Each alone, without drafts."""
+
+    async def told() -> Told:
+        told: Told = {}
+        worker = decode_worker(pair, CollectorRegistry(), "d", drafts=False)
+        async with gateway([prefill_worker(pair)], [worker]) as relay:
+            for name in WISHES:
+                await ask(relay, name, told)
+        return told
+
+    return asyncio.run(told())
+
+
+def accepted(registry: CollectorRegistry) -> float:
+    name = "kvrelay_accepted_draft_tokens_total"
+    return registry.get_sample_value(name, {"drafter": "draft-model"}) or 0
+
+
+@pytest.mark.parametrize("num_blocks", [60, 20], ids=["room for all", "preemption"])
+async def test_the_tokens_are_those_of_a_worker_without(
+    pair: tuple[Path, Path], expected: Told, num_blocks: int
+) -> None:
+    told: Told = {}
+    registry = CollectorRegistry()
+    worker = decode_worker(pair, registry, "d", drafts=True, num_blocks=num_blocks)
+    async with gateway([prefill_worker(pair)], [worker]) as relay:
+        await asyncio.gather(*(ask(relay, name, told) for name in WISHES))
+        # Alone, drafts are worth it on any machine.
+        await ask(relay, "greedy", alone := {})
+    assert told == expected
+    assert alone["greedy"] == expected["greedy"]
+    assert accepted(registry) > 20
+    assert bool(registry.get_sample_value("kvrelay_preemptions_total")) == (num_blocks == 20)
+    assert worker.draft_model is not None
+    assert not worker.draft_model.blocks.owners()
+    worker.draft_model.check_integrity()
+
+
+@pytest.mark.parametrize("dies", [0, 1], ids=["the one that drafts dies", "the other one dies"])
+async def test_failover_goes_on_with_the_same_tokens(pair: tuple[Path, Path], expected: Told, dies: int) -> None:
+    told: Told = {}
+    decodes = [decode_worker(pair, CollectorRegistry(), f"d{place}", drafts=place == 0) for place in range(2)]
+    dead: list[DecodeWorker] = []
+    metrics = GatewayMetrics(CollectorRegistry())
+    async with gateway([prefill_worker(pair)], decodes, metrics=metrics, dead=dead) as relay:
+        under_way = asyncio.Event()
+        running = asyncio.gather(*(ask(relay, name, told, under_way) for name in WISHES))
+        await under_way.wait()
+        assert all(worker.service.entries for worker in decodes)
+        dead.append(decodes[dies])
+        await dead[0]._server.stop()
+        await dead[0].stop()
+        await running
+    assert told == expected
+    assert metrics.registry.get_sample_value("kvrelay_attempts_total", {"model": "tiny", "outcome": "peer_lost"})
