@@ -200,6 +200,11 @@ class TorchEngine:
         return self._options.run_ahead == "on"
 
     @property
+    def num_stages(self) -> int:
+        """See Engine. Of a rank's part: this stage."""
+        return 1
+
+    @property
     def num_slots(self) -> int:
         """See Engine."""
         return self._options.max_num_seqs

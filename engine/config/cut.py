@@ -29,6 +29,11 @@ class Cut:
     num_stages: int = 1
 
     @property
+    def number(self) -> int:
+        """The rank's, among all of the worker."""
+        return self.stage * self.num_ranks + self.rank
+
+    @property
     def is_first(self) -> bool:
         """Whether its stage is, which has the embedding."""
         return self.stage == 0

@@ -38,6 +38,11 @@ def given(geometry: KvGeometry, cut: Cut, group: int) -> list[Fragment]:
     return [] if is_copy else taken(geometry, cut, group)
 
 
+def own_nbytes(geometry: KvGeometry, cut: Cut) -> int:
+    """Bytes of a rank's physical block, of any group: of that of which it has most."""
+    return max(sum(one.nbytes for one in taken(geometry, cut, group)) for group in range(len(geometry.groups)))
+
+
 def _fragments(group: KvGroup, block_size: int, layers: range, heads: range) -> list[Fragment]:
     item_nbytes = group.token_nbytes // (len(group.layers) * group.num_kv_heads * (group.key_size + group.value_size))
     fragments: list[Fragment] = []

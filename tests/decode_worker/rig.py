@@ -111,6 +111,10 @@ class Watched:
         return self._engine.runs_ahead
 
     @property
+    def num_stages(self) -> int:
+        return self._engine.num_stages
+
+    @property
     def num_slots(self) -> int:
         return self._engine.num_slots
 

@@ -330,8 +330,8 @@ def test_a_rank_that_came_and_went_is_waited_for_again(door: Door) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"version": "0.0.1"}, "it is kvrelay 0.0.1, --tensor-parallel 3 and --nodes 3, its leader"),
-        ({"num_ranks": 6}, "--tensor-parallel 6"),
+        ({"version": "0.0.1"}, "it is kvrelay 0.0.1, of 3 ranks on 3 nodes, its leader"),
+        ({"num_ranks": 6}, "of 6 ranks on 3 nodes"),
         ({"rank": 0}, "it is not one of ranks 1 to 2: is its --node-rank right"),
         ({"rank": 3}, "it is not one of ranks 1 to 2"),
         ({"rank": 2}, "rank 2 is here already: process 7 of a host"),
