@@ -197,7 +197,10 @@ class RankedEngine:
         self._ranks = ranks
         self._group = group
         self._store = store
-        self._adapters = None if own.adapters is None else RankedAdapters(own.adapters, ranks.adapter_links())
+        self._num_launched = 0
+        self._adapters: RankedAdapters | None = None
+        if own.adapters is not None:
+            self._adapters = RankedAdapters(own.adapters, ranks.adapter_links(), lambda: self._num_launched)
 
     @classmethod
     def load(
@@ -262,6 +265,7 @@ class RankedEngine:
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """See Engine. Raises DeviceFailedError if a rank is lost."""
+        self._num_launched += 1
         step = self._together(Launch(plan), lambda: self._own.launch(plan))
         return _RankedStep(step, self) if self._num_stages == 1 else StagedStep(step, self._results)
 
