@@ -34,8 +34,9 @@ from kvrelay.engine.kv.block_manager import BlockManager
 from kvrelay.engine.step.interface import StepRow
 from kvrelay.engine.step.plan import RowResult
 from kvrelay.engine.step.sequence import Sequence, SequenceStatus
+from kvrelay.worker.choice import EVERYBODY, Choice
 from kvrelay.worker.overtaking import overtaking
-from kvrelay.worker.scheduler import Progress, Schedule, Scheduler, among, owner_of, progress_of
+from kvrelay.worker.scheduler import Progress, Schedule, Scheduler, owner_of, progress_of
 from kvrelay.worker.step_cost import MixedSteps
 from kvrelay.worker.suspects import Key
 
@@ -50,13 +51,16 @@ class DecodeScheduler(Scheduler):
         max_model_len: int,
         device_type: str,
         drafts: Drafts | None = None,
+        num_stages: int = 1,
     ) -> None:
         """``drafts``: of speculation; None: there is none."""
-        super().__init__(settings, blocks, max_model_len, device_type)
+        super().__init__(settings, blocks, max_model_len, device_type, num_stages)
         self._drafts = drafts
         self._searches = BeamSearches(blocks, max_model_len)
-        itl_budget_s = None if settings.itl_budget_ms is None else settings.itl_budget_ms / 1000
+        # A sequence gets a token in one of as many steps.
+        itl_budget_s = None if settings.itl_budget_ms is None else settings.itl_budget_ms / 1000 / num_stages
         self._steps = MixedSteps(itl_budget_s, self._max_batched_tokens, device_type)
+        self._choice = EVERYBODY  # of the step that is scheduled
         # Whose prompt found no blocks, among how many, and the first of its hashes that was not cached.
         self._found_none: tuple[Sequence, int, list[bytes]] | None = None
 
@@ -103,32 +107,45 @@ class DecodeScheduler(Scheduler):
             f"{found} blocks set aside, not {self._num_awaited}"
         )
 
-    def schedule(self, now_s: float, group: frozenset[Key] | None = None) -> Schedule:
-        """Choose the next step's rows, of ``group`` alone if it is given: allocates blocks, admits, preempts."""
+    def schedule(self, now_s: float, choice: Choice = EVERYBODY) -> Schedule:
+        """Choose the next step's rows: allocates blocks, admits, preempts."""
         plan = Schedule(rows=[])
+        self._choice = choice
         self._sort(now_s)
         self._found_none = None
         budget = self._max_batched_tokens
-        running = among(group, self.running)
+        generating = [one for one in choice.among(self.running) if one.num_uncomputed_tokens == 1]
         # Tokens that clients wait for come first: nobody's prompt may delay a sequence that generates, nor one that was
         # handed over complete.
-        budget = self._continue_running(plan, budget, [one for one in running if one.num_uncomputed_tokens == 1])
-        budget = self._admit_complete(plan, budget, among(group, self.waiting))
+        budget = self._continue_running(plan, budget, self._share(generating))
+        budget = self._admit_complete(plan, budget, choice.among(self.waiting))
         budget = min(budget, self._steps.prompt_tokens(len(plan.rows)))
-        budget = self._let_overtake(plan, budget, group)
+        budget = self._let_overtake(plan, budget)
         in_step = {row.sequence for row in plan.rows}
-        prompts = [one for one in among(group, self.running) if one not in in_step and one.num_uncomputed_tokens > 1]
+        prompts = [one for one in choice.among(self.running) if one not in in_step and one.num_uncomputed_tokens > 1]
         # Those of keys that are ahead of their share let others begin, too.
         ahead = [one for one in prompts if self._fair.is_ahead(one, now_s)]
         budget = self._continue_running(plan, budget, [one for one in prompts if one not in ahead])
         if ahead and not plan.preempted:
-            budget = self._admit_prompts(plan, budget, group, may=lambda one: not self._fair.is_ahead(one, now_s))
+            budget = self._admit_prompts(plan, budget, may=lambda one: not self._fair.is_ahead(one, now_s))
         budget = self._continue_running(plan, budget, ahead)
         if not plan.preempted:
-            self._admit_prompts(plan, budget, group)
-        if self._drafts is not None and group is None and all(row.num_tokens == 1 for row in plan.rows):
+            self._admit_prompts(plan, budget)
+        if self._drafts is not None and choice.group is None and all(row.num_tokens == 1 for row in plan.rows):
             self._draft(plan, self._drafts)
         return plan
+
+    def _share(self, idle: list[Sequence]) -> list[Sequence]:
+        """Which of those that may generate do so in this step: with several stages as many as in the steps of the others.
+
+        Who is left is in one of the next: none has more, so all have places in as many steps as there are stages. A beam search is
+        in one step.
+        """
+        if self._num_stages == 1:
+            return idle
+        num_generating = sum(1 for one in self.running if one.num_uncomputed_tokens == 1)
+        keys = {one.key for one in idle[: -(-num_generating // self._num_stages)]}
+        return [one for one in idle if one.key in keys]
 
     def _draft(self, plan: Schedule, drafts: Drafts) -> None:
         """Give the rows drafts. Nobody is preempted for one."""
@@ -155,13 +172,13 @@ class DecodeScheduler(Scheduler):
         """Tokens more that the sequence's blocks hold."""
         return sequence.num_blocks * self._blocks.block_size - sequence.num_tokens
 
-    def _let_overtake(self, plan: Schedule, budget: int, group: frozenset[Key] | None) -> int:
+    def _let_overtake(self, plan: Schedule, budget: int) -> int:
         """A row for the prompt that overtakes others, if one does; returns what is left of the budget."""
         prompts = [one for one in self.running if one.num_uncomputed_tokens > 1]
-        prompts = among(group, prompts + [one for one in self.waiting if not one.block_tables])
+        prompts = self._choice.among(prompts + [one for one in self.waiting if not one.block_tables])
         # One alone: all that stand before the prompt that overtakes get their blocks, too.
         for place, share in overtaking([one.num_uncomputed_tokens for one in prompts], budget)[:1]:
-            self._admit_prompts(plan, 0, group, last=prompts[place])
+            self._admit_prompts(plan, 0, last=prompts[place])
             if prompts[place].status is SequenceStatus.RUNNING:  # else there is no room
                 budget += self._continue_running(plan, share, [prompts[place]]) - share
         return budget
@@ -286,7 +303,6 @@ class DecodeScheduler(Scheduler):
         self,
         plan: Schedule,
         budget: int,
-        group: frozenset[Key] | None,
         last: Sequence | None = None,
         may: Callable[[Sequence], bool] = lambda one: True,
     ) -> int:
@@ -295,7 +311,7 @@ class DecodeScheduler(Scheduler):
         Returns what is left of the budget.
         """
         while budget > 0 or (last is not None and last.status is SequenceStatus.WAITING):
-            line = look_at(among(group, self.waiting), self._num_free_places())
+            line = look_at(self._choice.among(self.waiting), self._num_free_places())
             if line.prompt is None or not line.has_places or not may(line.prompt):
                 break
             if self._find_blocks(line.prompt):
@@ -348,10 +364,15 @@ class DecodeScheduler(Scheduler):
         return found
 
     def _make_room(self, sequence: Sequence, num_tokens: int, plan: Schedule) -> bool:
-        """Give a running sequence the blocks that it writes to until it has ``num_tokens``; False if it gave way itself."""
+        """Give a running sequence the blocks that it writes to until it has ``num_tokens``; False if it gave way itself.
+
+        Or if the one that should give way is in a step that still runs: then it waits for that.
+        """
         while not (self._extend(sequence, num_tokens) and self._searches.unshare(sequence, plan.copies)):
             victim = self._least_senior_holder()
             assert victim is not None, "nobody holds blocks, yet there is no room"
+            if self._choice.is_busy(victim):
+                return False
             self._preempt(victim, plan)
             if sequence.status is not SequenceStatus.RUNNING:
                 return False

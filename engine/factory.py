@@ -54,22 +54,25 @@ def load_engine(
             f"{model.model!r} is not a model directory; start through the kvrelay command, which fetches models by name"
         )
     if fake.is_fake:
-        if model.tensor_parallel > 1:
-            raise ModelError(f"--tensor-parallel is {model.tensor_parallel}; the fake engine has one rank")
+        for flag, number in (("tensor", model.tensor_parallel), ("pipeline", model.pipeline_parallel)):
+            if number > 1:
+                raise ModelError(f"--{flag}-parallel is {number}; the fake engine has one rank")
         return _fake_engine(directory, model, kv, fake)
     settings = LoadSettings(model, kv, max_num_seqs, max_batched_tokens, decodes)
-    if model.tensor_parallel == 1:
+    if model.num_ranks == 1:
         return load_part(settings, None, progress)
     if nodes is not None and model.adapters is not None:
         raise ModelError(
             f"--nodes is {nodes.place.num_nodes} and --adapters is set; ranks of several nodes serve no adapters: take 1, or "
             "leave --adapters out"
         )
-    num_local = model.tensor_parallel if nodes is None else nodes.place.num_local
+    if model.pipeline_parallel > 1:
+        _require_stages(model, directory)
+    num_local = model.num_ranks if nodes is None else nodes.place.num_local
     _require_ranks(model, directory, num_local)  # before processes are started for nothing
     from kvrelay.engine.ranks.engine import RankedEngine  # noqa: PLC0415 - imports torch
 
-    return RankedEngine.load(settings, model.tensor_parallel, lambda part: load_part(settings, part, progress), nodes)
+    return RankedEngine.load(settings, lambda part: load_part(settings, part, progress), nodes)
 
 
 def load_draft_engine(
@@ -170,6 +173,19 @@ def load_part(settings: LoadSettings, part: RankPart | None, progress: Callable[
     return TorchEngine.load(options, progress, part)
 
 
+def _require_stages(model: ModelSettings, directory: Path) -> None:
+    """Raise ModelError unless the model can be cut into stages."""
+    from kvrelay.engine.config.cut import require_stages  # noqa: PLC0415 - imports torch
+    from kvrelay.engine.config.model import load_config, needs_transformers  # noqa: PLC0415
+
+    asked = f"--pipeline-parallel is {model.pipeline_parallel}"
+    if needs_transformers(model.backend, directory):
+        raise ModelError(f"{asked}; models that run through transformers have no stages: take 1")
+    if model.adapters is not None:
+        raise ModelError(f"{asked} and --adapters is set; stages serve no adapters: take 1, or leave --adapters out")
+    require_stages(load_config(directory), model.pipeline_parallel)
+
+
 def _require_ranks(model: ModelSettings, directory: Path, num_local: int) -> None:
     """Raise ModelError unless the model can be cut among ranks, ``num_local`` of them on this host."""
     import torch  # noqa: PLC0415
@@ -179,10 +195,12 @@ def _require_ranks(model: ModelSettings, directory: Path, num_local: int) -> Non
     from kvrelay.engine.config.model import load_config, needs_transformers  # noqa: PLC0415
 
     asked = f"--tensor-parallel is {model.tensor_parallel}"
+    if model.pipeline_parallel > 1:
+        asked += f" and --pipeline-parallel {model.pipeline_parallel}"
     is_through_transformers = needs_transformers(model.backend, directory)
     if device_of(model.device).type == "cuda":
         if (num_gpus := torch.cuda.device_count()) < num_local:
-            here = "" if num_local == model.tensor_parallel else f" on {model.tensor_parallel // num_local} nodes"
+            here = "" if num_local == model.num_ranks else f" on {model.num_ranks // num_local} nodes"
             raise ModelError(
                 f"{asked}{here}, and this worker sees {num_gpus} GPUs, one for each rank here: take at most that many"
             )

@@ -17,7 +17,7 @@ from kvrelay.common.errors import ModelError
 from kvrelay.common.kv_geometry import KvGeometry
 from kvrelay.engine.backends.cpu.build import cpu_ops, cpu_paged_ops
 from kvrelay.engine.backends.options import EngineOptions
-from kvrelay.engine.config.cut import Cut, require_fit
+from kvrelay.engine.config.cut import cuts_of, require_fit, require_stages
 from kvrelay.engine.config.model import ModelShape, load_config, needs_transformers
 from kvrelay.engine.config.quantisation import Quantisation, load_quantisation
 from kvrelay.engine.kv.geometry import geometry_of
@@ -35,6 +35,14 @@ from kvrelay.engine.weights.checkpoint import checkpoint_places, load_weights
 from kvrelay.engine.weights.targets import Place
 
 
+@dataclass(frozen=True, slots=True)
+class RankOutline:
+    """One rank's part of a model, on a GPU."""
+
+    weights_nbytes: int  # roughly
+    geometry: KvGeometry  # what it keeps of a block
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOutline:
     """A model that runs, before it is loaded."""
@@ -45,8 +53,7 @@ class ModelOutline:
     num_parameters: int
     has_stored: bool = False  # weights that stay quantised on a GPU
     gpu_weights_nbytes: int  # on one GPU, roughly
-    rank_weights_nbytes: int  # of the rank that has most, on its GPU; the same with one rank
-    rank_geometry: KvGeometry  # what a rank keeps of a block
+    ranks: tuple[RankOutline, ...]  # of a worker: one at least
 
     @property
     def weights_nbytes(self) -> int:
@@ -69,10 +76,12 @@ class ModelOutline:
         return num_tokens * wide * self._dtype.itemsize + num_seqs * self.shape.vocab_size * 4 * 4
 
 
-def outline_model(directory: Path, backend: str, block_size: int, num_ranks: int = 1) -> ModelOutline:
+def outline_model(
+    directory: Path, backend: str, block_size: int, num_ranks: int = 1, num_stages: int = 1
+) -> ModelOutline:
     """What the model in ``directory`` comes to; its weights need not be there. ``backend``: as for a worker.
 
-    ``num_ranks``: of a worker on GPUs, which have parts of all experts.
+    ``num_ranks``: of each of ``num_stages`` of a worker on GPUs, which have parts of all experts.
 
     Raises ModelError with the reason for which a worker would not serve it.
     """
@@ -80,9 +89,9 @@ def outline_model(directory: Path, backend: str, block_size: int, num_ranks: int
     if not needs_transformers(backend, directory):
         config = load_config(directory)
         require_fit(config, num_ranks)
+        require_stages(config, num_stages)
         kv_dtype: torch.dtype = getattr(torch, config.dtype)
         places = checkpoint_places(config)
-        ends = (Cut(0, num_ranks), Cut(num_ranks - 1, num_ranks))  # where ranks are not equal, one of these has most
         return ModelOutline(
             path="native",
             shape=config,
@@ -91,11 +100,16 @@ def outline_model(directory: Path, backend: str, block_size: int, num_ranks: int
             has_stored=quantisation is not None
             and any(_stays(quantisation, name, place) for name, place in places.items()),
             gpu_weights_nbytes=_gpu_nbytes(places, kv_dtype, quantisation),
-            rank_weights_nbytes=max(
-                _gpu_nbytes(checkpoint_places(config, cut), kv_dtype, quantisation) for cut in ends
+            ranks=tuple(
+                RankOutline(
+                    _gpu_nbytes(checkpoint_places(config, cut), kv_dtype, quantisation),
+                    geometry_of(cut.config(config), block_size, kv_dtype),
+                )
+                for cut in cuts_of(num_ranks, num_stages)
             ),
-            rank_geometry=geometry_of(ends[1].config(config), block_size, kv_dtype),
         )
+    if num_stages > 1:
+        raise ModelError("models that run through transformers have no stages")
     if num_ranks > 1:
         raise ModelError("models that run through transformers have several ranks on CPUs only")
     dtype: torch.dtype = getattr(torch, checkpoint_dtype(directory))
@@ -110,8 +124,7 @@ def outline_model(directory: Path, backend: str, block_size: int, num_ranks: int
         geometry=geometry,
         num_parameters=num_parameters,
         gpu_weights_nbytes=nbytes,
-        rank_weights_nbytes=nbytes,
-        rank_geometry=geometry,
+        ranks=(RankOutline(nbytes, geometry),),
     )
 
 

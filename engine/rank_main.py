@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
+from kvrelay.engine.ranks.adapters import AdapterServer, Launches, ToAdapters
 from kvrelay.engine.ranks.arrival import Host, NoLeaderError, find_leader
 from kvrelay.engine.ranks.link import Link
 from kvrelay.engine.ranks.messages import (
@@ -38,11 +39,14 @@ from kvrelay.engine.ranks.messages import (
     Sample,
     ToRank,
 )
+from kvrelay.engine.ranks.stages import LastStage
 from kvrelay.engine.step.interface import Engine, LaunchedStep
+from kvrelay.engine.step.plan import StepPlan
 
 if TYPE_CHECKING:
     import torch
 
+    from kvrelay.engine.config.cut import Cut
     from kvrelay.engine.ranks.group import RankGroup
 
 logger = logging.getLogger(__name__)
@@ -152,7 +156,8 @@ def main(arguments: list[str]) -> NoReturn:
                 ends = there(int(host), int(secret), model)
             case [link, blocks, adapters, memory]:
                 ends = here(int(link), int(blocks), int(adapters), int(memory))
-        _serve(_load(ends), ends.link)
+        launches = Launches()
+        _serve(*_load(ends, launches), ends.link, launches)
     except EOFError:
         pass
     except NoLeaderError as error:
@@ -164,7 +169,8 @@ def main(arguments: list[str]) -> NoReturn:
     os._exit(code)  # the interpreter's own end would wait for collectives that nobody joins any more
 
 
-def _load(ends: Ends) -> Engine:
+def _load(ends: Ends, launches: Launches) -> tuple[Engine, Cut]:
+    """The rank's part, and which one that is."""
     link = ends.link
 
     def meet() -> None:
@@ -180,30 +186,35 @@ def _load(ends: Ends) -> Engine:
     try:
         # torch takes seconds to import, in which the process must give signs of life.
         from kvrelay.engine.backends.options import device_of  # noqa: PLC0415
+        from kvrelay.engine.config.cut import cuts_of  # noqa: PLC0415
         from kvrelay.engine.factory import load_part  # noqa: PLC0415
         from kvrelay.engine.models.ranks import RankPart  # noqa: PLC0415
-        from kvrelay.engine.ranks.adapters import AdapterServer, ToAdapters  # noqa: PLC0415
         from kvrelay.engine.ranks.group import Meeting  # noqa: PLC0415
 
         give_blocks = ends.carry()
         meeting = Meeting.find(ends.environment)
+        cut = cuts_of(settings.model.tensor_parallel, settings.model.pipeline_parallel)[meeting.rank]
         meet()
-        ends.pulse.group = meeting.join(device_of(settings.model.device))
-        part = RankPart(meeting.cut, ends.pulse.group, meet, meeting.local.num_ranks, ends.pool_memory)
+        ends.pulse.group = group = meeting.join(device_of(settings.model.device), cut)
+        part = RankPart(cut, group, meet, meeting.local.num_ranks, ends.pool_memory, line=group)
         engine = load_part(settings, part, lambda done, total: None)
         give_blocks(engine.blocks)
         if engine.adapters is not None:
             assert ends.adapters is not None, "a worker of several nodes serves no adapters"
             adapters: Link[ToAdapters] = Link(socket.socket(fileno=ends.adapters), ToAdapters)
-            threading.Thread(target=AdapterServer(adapters, engine.adapters).serve, daemon=True).start()
+            server = AdapterServer(adapters, engine.adapters, launches)
+            threading.Thread(target=server.serve, daemon=True).start()
     except Exception as error:
         link.send(Failed(str(error)))
         raise
     link.send(Loaded(engine.card))
-    return engine
+    return engine, cut
 
 
-def _serve(engine: Engine, link: Link[ToRank]) -> None:
+def _serve(engine: Engine, cut: Cut, link: Link[ToRank], launches: Launches) -> None:
+    launch: Callable[[StepPlan], LaunchedStep | None] = engine.launch
+    if cut.num_stages > 1 and cut.is_last:
+        launch = LastStage(engine, link.send if cut.rank == 0 else None).launch
     step: LaunchedStep | None = None
     while (message := link.receive()) is not None:
         if isinstance(message, Failed | Load):
@@ -211,7 +222,10 @@ def _serve(engine: Engine, link: Link[ToRank]) -> None:
         try:
             match message:
                 case Launch(plan):
-                    step = engine.launch(plan)
+                    try:
+                        step = launch(plan)
+                    finally:
+                        launches.count()
                 case Sample(inputs):
                     assert step is not None, "the leader samples what was not launched"
                     step.sample(inputs)

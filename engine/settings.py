@@ -51,6 +51,13 @@ class ModelSettings:
         minimum=1,
         maximum=64,
     )
+    pipeline_parallel: int = setting(
+        1,
+        "stages, of --tensor-parallel ranks each, that have some of the layers and compute one behind the other, each for other "
+        "sequences; for hosts without a fast network between them, and a model with a forward pass of ours",
+        minimum=1,
+        maximum=64,
+    )
     expert_parallel: bool = setting(
         False,
         "each of several ranks has some of a layer's experts whole, instead of a part of each; for a mixture of experts with a "
@@ -98,6 +105,11 @@ class ModelSettings:
         512, "memory for adapters; those that were used least recently make room for others", unit="MiB", minimum=1
     )
     threads: int | None = setting(None, "CPU threads of the model; default: all cores", minimum=1, maximum=1024)
+
+    @property
+    def num_ranks(self) -> int:
+        """Of a worker, in all stages."""
+        return self.tensor_parallel * self.pipeline_parallel
 
 
 @dataclass(frozen=True, slots=True)

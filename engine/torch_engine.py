@@ -19,6 +19,7 @@ from kvrelay.engine.backends.cuda.memory import GpuMemory
 from kvrelay.engine.backends.options import (
     NUM_SPARE_BLOCKS,
     EngineOptions,
+    asked_blocks,
     device_of,
     dtype_of,
     kv_dtype_of,
@@ -125,7 +126,9 @@ class TorchEngine:
             from kvrelay.engine.backends.cuda.build import cuda_model, measure_memory, trial_model  # noqa: PLC0415 - a CPU worker may lack Triton
 
             # Also where the pool's size is given: kernels are compiled, and what does not fit is found, at the start.
-            memory = measure_memory(config, trial_model(config, weights, options, part), kv_dtype, device, options)
+            # Stages have unequal parts of a block; the step is the same on all.
+            asked = replace(options, num_blocks=asked_blocks(options, geometry.block_nbytes))
+            memory = measure_memory(config, trial_model(config, weights, options, part), kv_dtype, device, asked)
         own_geometry = geometry_of(config, options.block_size, kv_dtype)
         num_blocks = num_blocks_of(options, geometry.block_nbytes, memory, own_geometry.block_nbytes)
         if part is not None:
@@ -137,7 +140,7 @@ class TorchEngine:
         card = card_of(options, whole, geometry, num_blocks, device, digest, max_model_len, scales)
         if device.type == "cpu":
             ops = cpu_ops(options, config, pool.tensor, max_model_len)
-            if rounding is not None:
+            if rounding is not None and weights.lm_head is not None:
                 assert isinstance(weights.lm_head, torch.Tensor), "the head was rounded before"
                 weights.lm_head = rounded(weights.lm_head, rounding)
             adapters = Adapters(ops.make_low_rank(dtype), dtype, device) if options.adapter_bytes else None
@@ -195,6 +198,11 @@ class TorchEngine:
         if self._options.run_ahead == "auto":
             return self._device.type == "cuda"
         return self._options.run_ahead == "on"
+
+    @property
+    def num_stages(self) -> int:
+        """See Engine. Of a rank's part: this stage."""
+        return 1
 
     @property
     def num_slots(self) -> int:
@@ -257,7 +265,7 @@ class TorchEngine:
         return _There(torch.cat((fed, token_ids[num_fed:])), sampled_slots, last_tokens)
 
     def _forward(self, batch: Batch, there: _There) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Hidden states of all tokens, unless nobody looks at them, and the logits of the rows that sample, if any do."""
+        """Hidden states of all tokens, unless nobody looks at them here, and the logits of the rows that sample, if any do."""
         if self._graphs is not None and self._graphs.fits(batch):
             return None, self._graphs.run(batch, there.token_ids)
         if self._adapters is not None:
@@ -265,7 +273,7 @@ class TorchEngine:
         elif batch.adapters is not None:
             raise ValueError("rows with adapters; the engine was started for none")
         hidden = self._model.forward(there.token_ids, self._ops.begin_step(batch))
-        if not len(batch.sampling_rows):
+        if hidden is None or not len(batch.sampling_rows):
             return hidden, None
         is_all = len(batch.sampling_rows) == len(there.token_ids)
         return hidden, self._model.logits(hidden if is_all else hidden[there.last_tokens])

@@ -32,9 +32,9 @@ class Fit:
 
     num_ranks: int
     memory_gib: float  # of each
-    weights_nbytes: int  # on each
+    weights_nbytes: int  # on each, or on that which has least left
     step_nbytes: int  # estimated
-    kv_nbytes: int  # what is left for K/V on each
+    kv_nbytes: int  # what is left for K/V on each, or on that one
     num_tokens: int  # that fit there
 
 
@@ -81,8 +81,10 @@ class Report:
         return [f"{self.model} {verdict}", *(f"  {name:<16} {text}" for name, text in rows)]
 
 
-def run(model: str, *, gpu: str | None, memory_gib: float | None, num_ranks: int, backend: str, as_json: bool) -> int:
-    """The command; returns its exit code."""
+def run(
+    model: str, *, gpu: str | None, memory_gib: float | None, ranks: tuple[int, int], backend: str, as_json: bool
+) -> int:
+    """The command; returns its exit code. ``ranks``: of each stage, and how many stages."""
     transformers.logging.disable_progress_bar()
     transformers.logging.set_verbosity_error()
     try:
@@ -90,20 +92,22 @@ def run(model: str, *, gpu: str | None, memory_gib: float | None, num_ranks: int
     except KvrelayError as error:
         click.echo(f"kvrelay: {error}", err=True)
         return 2
-    report = examine(model, directory, backend, memory_gib if gpu is None else GPUS[gpu], num_ranks)
+    report = examine(model, directory, backend, memory_gib if gpu is None else GPUS[gpu], *ranks)
     click.echo(json.dumps(report.as_json(), indent=2) if as_json else "\n".join(report.lines()))
     return 0 if report.reason is None else 1
 
 
-def examine(model: str, directory: Path, backend: str, memory_gib: float | None, num_ranks: int) -> Report:
+def examine(
+    model: str, directory: Path, backend: str, memory_gib: float | None, num_ranks: int, num_stages: int
+) -> Report:
     """Everything that is found out about the model in ``directory``."""
     outline: ModelOutline | None = None
     fit: Fit | None = None
     try:
-        outline = outline_model(directory, backend, KvSettings().block_size, num_ranks)
-        fit = None if memory_gib is None else fit_of(outline, memory_gib, num_ranks)
+        outline = outline_model(directory, backend, KvSettings().block_size, num_ranks, num_stages)
+        fit = None if memory_gib is None else fit_of(outline, memory_gib)
         if fit is not None and fit.num_tokens < outline.geometry.block_size:
-            gpus = "one GPU" if num_ranks == 1 else f"{num_ranks} GPUs"
+            gpus = "one GPU" if fit.num_ranks == 1 else f"{fit.num_ranks} GPUs"
             raise ModelError(f"it does not fit {gpus} of {fit.memory_gib:g} GiB")
         has_weights = bool(list(directory.glob("*.safetensors")))
         if has_weights:
@@ -113,14 +117,16 @@ def examine(model: str, directory: Path, backend: str, memory_gib: float | None,
         return Report(model, str(error), outline, fit)
 
 
-def fit_of(outline: ModelOutline, memory_gib: float, num_ranks: int) -> Fit:
-    """What a worker with default settings would have left for K/V, with ``memory_gib`` for each rank."""
+def fit_of(outline: ModelOutline, memory_gib: float) -> Fit:
+    """What a worker with default settings would have left for K/V, with ``memory_gib`` for each rank, on that which has least."""
     step_nbytes = outline.step_nbytes(prompt_step_tokens(None, "cuda"), _NUM_SEQS)
     share = int(memory_gib * 2**30 * KvSettings().kv_memory_fraction)
-    weights_nbytes = outline.rank_weights_nbytes
-    kv_nbytes = max(0, share - weights_nbytes - step_nbytes)
-    num_tokens = kv_nbytes // outline.rank_geometry.block_nbytes * outline.geometry.block_size
-    return Fit(num_ranks, memory_gib, weights_nbytes, step_nbytes, kv_nbytes, num_tokens)
+    fits: list[Fit] = []
+    for rank in outline.ranks:
+        kv_nbytes = max(0, share - rank.weights_nbytes - step_nbytes)
+        num_tokens = kv_nbytes // rank.geometry.block_nbytes * outline.geometry.block_size
+        fits.append(Fit(len(outline.ranks), memory_gib, rank.weights_nbytes, step_nbytes, kv_nbytes, num_tokens))
+    return min(fits, key=lambda fit: (fit.num_tokens, fit.kv_nbytes))
 
 
 def _compared(directory: Path, outline: ModelOutline, has_weights: bool) -> str:

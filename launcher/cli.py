@@ -137,12 +137,20 @@ def fetch(model: str) -> None:
               help="a GPU that the model is to fit")  # fmt: skip
 @click.option("--memory-gib", type=click.FloatRange(0, min_open=True), help="memory of the GPU, instead of its name")
 @click.option("--tensor-parallel", "num_ranks", type=click.IntRange(1, 64), default=1, show_default=True,
-              help="ranks of a worker, with such a GPU each")  # fmt: skip
+              help="ranks of a worker, or of each stage, with such a GPU each")  # fmt: skip
+@click.option("--pipeline-parallel", "num_stages", type=click.IntRange(1, 64), default=1, show_default=True,
+              help="stages of a worker")  # fmt: skip
 @click.option("--backend", type=click.Choice(["auto", "native", "transformers"]), default="auto", show_default=True,
               help="as of a worker")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="print it as JSON")
 def check_model(
-    model: str, gpu: str | None, memory_gib: float | None, num_ranks: int, backend: str, as_json: bool
+    model: str,
+    gpu: str | None,
+    memory_gib: float | None,
+    num_ranks: int,
+    num_stages: int,
+    backend: str,
+    as_json: bool,
 ) -> int:
     """Tell whether and how a model would run, what it needs, or why it is refused.
 
@@ -153,7 +161,7 @@ def check_model(
     if gpu is not None and memory_gib is not None:
         raise click.UsageError("--gpu and --memory-gib say the same: give one of them")
     run: Callable[..., int] = _load("kvrelay.launcher.check_model:run")
-    return run(model, gpu=gpu, memory_gib=memory_gib, num_ranks=num_ranks, backend=backend, as_json=as_json)
+    return run(model, gpu=gpu, memory_gib=memory_gib, ranks=(num_ranks, num_stages), backend=backend, as_json=as_json)
 
 
 @cli.command("keys")

@@ -37,6 +37,12 @@ class DeploymentSettings:
     decode_tensor_parallel: int | None = setting(
         None, "--tensor-parallel of decode workers alone", minimum=1, maximum=64
     )
+    prefill_pipeline_parallel: int | None = setting(
+        None, "--pipeline-parallel of prefill workers alone", minimum=1, maximum=64
+    )
+    decode_pipeline_parallel: int | None = setting(
+        None, "--pipeline-parallel of decode workers alone", minimum=1, maximum=64
+    )
     threads: int | None = setting(
         None, "CPU threads of each worker; default: the cores divided by the workers", minimum=1, maximum=1024
     )

@@ -19,7 +19,8 @@ from kvrelay.engine.step.plan import RowResult
 from kvrelay.engine.step.sequence import Sequence, SequenceStatus
 from kvrelay.prefill_worker.chunking import Prompt, step_tokens, turns
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
-from kvrelay.worker.scheduler import Progress, Schedule, Scheduler, among, progress_of
+from kvrelay.worker.choice import EVERYBODY, Choice
+from kvrelay.worker.scheduler import Progress, Schedule, Scheduler, progress_of
 from kvrelay.worker.step_cost import StepCosts
 from kvrelay.worker.suspects import Key
 
@@ -31,9 +32,14 @@ class PrefillScheduler(Scheduler):
     """A prefill worker's scheduler."""
 
     def __init__(
-        self, settings: PrefillSchedulerSettings, blocks: BlockManager, max_model_len: int, device_type: str
+        self,
+        settings: PrefillSchedulerSettings,
+        blocks: BlockManager,
+        max_model_len: int,
+        device_type: str,
+        num_stages: int = 1,
     ) -> None:
-        super().__init__(settings, blocks, max_model_len, device_type)
+        super().__init__(settings, blocks, max_model_len, device_type, num_stages)
         self._ttft_budget_s = settings.ttft_budget_ms / 1000
         self._costs = StepCosts()
         self._num_cached: dict[Key, int] = {}  # of those that wait: leading tokens that were cached when they came
@@ -57,10 +63,12 @@ class PrefillScheduler(Scheduler):
             self._leave(found)
         return found
 
-    def schedule(self, now_s: float, group: frozenset[Key] | None = None) -> Schedule:
-        """See Scheduler. Chunks of prompts, in fair order but for those that overtake."""
-        line = among(group, self._fair.in_order(self.running + self.waiting, now_s))
-        prompts = [self._in_line(sequence) for sequence in line]
+    def schedule(self, now_s: float, choice: Choice = EVERYBODY) -> Schedule:
+        """See Scheduler. Chunks of prompts, in fair order but for those that overtake; also behind chunks that are under way."""
+        ahead = choice.num_ahead
+        in_order = self._fair.in_order(self.running + self.waiting, now_s)
+        line = [one for one in choice.staying(in_order) if self._goes_on(one, ahead.get(one, 0))]
+        prompts = [self._in_line(sequence, ahead.get(sequence, 0)) for sequence in line]
         block_size, cost = self._blocks.block_size, self._costs.cost
         budget = step_tokens(self._ttft_budget_s, cost, self._max_batched_tokens, block_size, self._costs.largest_step)
         num_for_others = int(budget * _PART_FOR_OTHERS)
@@ -73,9 +81,11 @@ class PrefillScheduler(Scheduler):
             sequence, share = line[turn.index], budget if turn.max_tokens is None else min(budget, turn.max_tokens)
             if self._fair.is_ahead(sequence, now_s):
                 share = min(share, max(0, budget - num_for_others))
+            num_ahead = ahead.get(sequence, 0)
+            start = sequence.num_computed_tokens + num_ahead
             if sequence.status is SequenceStatus.RUNNING:
-                share = min(share, sequence.num_blocks * block_size - sequence.num_computed_tokens)
-            num_tokens = self._chunk(prompts[turn.index].num_tokens, sequence, share)
+                share = min(share, sequence.num_blocks * block_size - start)
+            num_tokens = self._chunk(prompts[turn.index].num_tokens, start, share)
             if share == 0 or (num_tokens == 0 and plan.rows):
                 continue
             if sequence.status is SequenceStatus.WAITING:
@@ -84,8 +94,8 @@ class PrefillScheduler(Scheduler):
                 if not has_room:
                     continue
                 plan.admitted.append(sequence)
-                num_tokens = self._chunk(sequence.num_uncomputed_tokens, sequence, share)
-            plan.rows.append(StepRow(sequence, num_tokens or share))
+                num_tokens = self._chunk(sequence.num_uncomputed_tokens, sequence.num_computed_tokens, share)
+            plan.rows.append(StepRow(sequence, num_tokens or share, num_ahead))
             budget -= plan.rows[-1].num_tokens
             if budget == 0:
                 break
@@ -110,20 +120,29 @@ class PrefillScheduler(Scheduler):
             computed.append(progress_of(sequence, token, num_ready_blocks))
         return computed
 
-    def _in_line(self, sequence: Sequence) -> Prompt:
-        num_tokens = sequence.num_uncomputed_tokens
+    @staticmethod
+    def _goes_on(sequence: Sequence, num_ahead: int) -> bool:
+        """Whether it has more to compute behind what is under way. Log probabilities of a prompt count what is there already."""
+        if num_ahead and sequence.sampling.num_prompt_logprobs is not None:
+            return False
+        return num_ahead < sequence.num_uncomputed_tokens
+
+    def _in_line(self, sequence: Sequence, num_ahead: int) -> Prompt:
+        num_tokens = sequence.num_uncomputed_tokens - num_ahead
         if sequence.status is SequenceStatus.RUNNING:
             return Prompt(num_tokens, sequence.arrival_s, is_started=True)
         return Prompt(num_tokens - self._num_cached[sequence.key], sequence.arrival_s, is_started=False)
 
-    def _chunk(self, num_left: int, sequence: Sequence, share: int) -> int:
-        """How many of ``share`` tokens to compute, of ``num_left``: to the end, or else to a block's, as blocks are shipped whole.
+    def _chunk(self, num_left: int, start: int, share: int) -> int:
+        """How many of ``share`` tokens to compute, of ``num_left`` from ``start`` on: to the end, or else to a block's.
+
+        For blocks are shipped whole.
 
         A prompt that would only get a piece of a block gets nothing: it would hold all its blocks for that.
         """
         if share >= num_left:
             return num_left
-        num_past = (sequence.num_computed_tokens + share) % self._blocks.block_size
+        num_past = (start + share) % self._blocks.block_size
         # With blocks that are large for a step it would cost too much of it.
         return max(0, share - num_past) if 8 * num_past <= self._max_batched_tokens else share
 

@@ -25,7 +25,7 @@ Schema = dict[str, Any]
 OF_THE_CHART = {
     "address", "admin_host", "admin_port", "api_keys", "data_address", "decode_workers", "device", "discovery", "host",
     "insecure", "keys", "leader_address", "model", "namespace", "node_name", "node_rank", "nodes", "port", "prefill_workers",
-    "served_model_name", "tensor_parallel", "tls_cert", "tls_key", "worker_id", "worker_selector",
+    "pipeline_parallel", "served_model_name", "tensor_parallel", "tls_cert", "tls_key", "worker_id", "worker_selector",
 }  # fmt: skip
 
 TEXT: Schema = {"type": "string"}
@@ -108,12 +108,14 @@ def component(settings: type, **more: Schema) -> Schema:
 
 def worker(settings: type) -> Schema:
     """A pool of workers."""
-    ranks, nodes = (
-        next(info for info in describe(settings) if info.name == name) for name in ("tensor_parallel", "nodes")
+    ranks, stages, nodes = (
+        next(info for info in describe(settings) if info.name == name)
+        for name in ("tensor_parallel", "pipeline_parallel", "nodes")
     )
     return component(
         settings,
         tensorParallel=setting_schema(ranks),
+        pipelineParallel=setting_schema(stages),
         nodesPerWorker=setting_schema(nodes),
         gpu=closed(resource=TEXT),
         sharedMemory=QUANTITY,

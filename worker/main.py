@@ -40,7 +40,7 @@ def serve_worker(
     ``load_before``: whatever is to have its memory before the model takes what is left.
     """
     configure_logs(settings.log_level, settings.log_format)
-    place = place_of(settings.nodes, settings.model.tensor_parallel)
+    place = place_of(settings.nodes, settings.model.num_ranks)
     if place is not None and place.node_rank > 0:
         return serve_ranks(role, settings, place)
     worker_id = settings.worker_id or f"{role.value}-{socket.gethostname()}-{os.getpid()}"

@@ -3,6 +3,9 @@
 With an engine that runs ahead, step N+1 is scheduled and launched before step N's tokens are fetched, if the scheduler knows it by
 then (:mod:`kvrelay.decode_worker.run_ahead`); sending, scheduling and building batches then cost the device no time.
 If it cannot be sampled without them, it is told to sample once step N is postprocessed, before step N+2 is launched.
+
+With an engine of several stages, as many steps are under way as it has stages, each of other sequences. What a step brings is
+taken in before the next one is scheduled, so that a sequence goes on behind its token.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from kvrelay.engine.step.leader import Leader, LedStep
 from kvrelay.engine.step.plan import RowResult
 from kvrelay.engine.step.sequence import Chunk, Sequence, SequenceStatus
 from kvrelay.worker.canary import Canary
+from kvrelay.worker.choice import Choice
 from kvrelay.worker.metrics import EngineMetrics
 from kvrelay.worker.scheduler import Progress, Schedule, Scheduler
 from kvrelay.worker.suspects import Key, Suspects
@@ -91,10 +95,10 @@ class ModelWorker:
         self._clock = clock
         self._canary = canary
         self._computes_wrongly = False
-        self._launched: list[_Launched] = []  # steps whose tokens are not fetched yet, oldest first; two at most
+        self._launched: list[_Launched] = []  # steps whose tokens are not fetched yet, oldest first
         self._taking_in: tuple[Key, ...] = ()  # whose tokens are there, and are being taken in
         self._suspects = Suspects()
-        self._removals: list[Key] = []  # asked for while a step is under way
+        self._removals: list[Key] = []  # asked for while they are in a step
         self._since_s = 0.0  # when the device began with the oldest, as far as the host can tell
 
     def handle(self, command: Command) -> None:
@@ -104,8 +108,7 @@ class ModelWorker:
                 self._scheduler.add(sequence, first)
             case Remove(key):
                 self._removals.append(key)
-                if not self._launched:
-                    self._remove()
+                self._remove()
             case TakeBack(key):
                 if self._scheduler.take_back(key):
                     self._emit(Report(taken_back=(key,)))
@@ -143,16 +146,9 @@ class ModelWorker:
         """One step of the batch; False if no sequence could get room, so that the loop waits for news."""
         if self._canary is not None:
             self._canary.abandon()
+        is_changed = self._fill()
         if not self._launched:
-            plan = self._schedule()
-            if plan.preempted:
-                self._metrics.preemptions.inc(len(plan.preempted))
-                self._emit(Report(preempted=tuple(sequence.key for sequence in plan.preempted)))
-            if not plan.rows and not plan.admitted:
-                # A preemption without a row changed the books: look again at once.
-                return bool(plan.preempted)
-            self._since_s = self._clock()
-            self._launch(plan)
+            return is_changed
         # Whoever is to be removed must not write to its blocks any more.
         if self._engine.runs_ahead and not self._removals and self._suspects.group is None:
             ahead = self._scheduler.ahead(self._launched[0].plan.rows)
@@ -161,20 +157,44 @@ class ModelWorker:
         step = self._launched[0].step
         results = [] if step is None else step.wait()
         self._finish(self._launched.pop(0).plan, results)
-        if not self._launched:
-            self._remove()
-        elif (behind := self._launched[0].step) is not None and behind.is_deferred:
+        self._remove()
+        if self._launched and (behind := self._launched[0].step) is not None and behind.is_deferred:
             behind.sample()  # the sequences have what it waited for; the next step goes on from its tokens
         return True
+
+    def _fill(self) -> bool:
+        """Launch as many steps as the engine has stages. Whether the books changed, perhaps by a preemption alone."""
+        while not self._launched or len(self._launched) < self._num_at_once:
+            plan = self._schedule()
+            if plan.preempted:
+                self._metrics.preemptions.inc(len(plan.preempted))
+                self._emit(Report(preempted=tuple(sequence.key for sequence in plan.preempted)))
+            if not plan.rows and not plan.admitted:
+                # A preemption without a row changed the books: look again at once.
+                return bool(plan.preempted)
+            if not self._launched:
+                self._since_s = self._clock()
+            self._launch(plan)
+        return True
+
+    @property
+    def _num_at_once(self) -> int:
+        """Steps under way, of different sequences. Suspects are tried one step after the other."""
+        return 1 if self._suspects.group is not None else self._engine.num_stages
 
     def _schedule(self) -> Schedule:
         now_s = self._clock()
         while (group := self._suspects.group) is not None:
-            plan = self._scheduler.schedule(now_s, group)
+            plan = self._scheduler.schedule(now_s, Choice(group))
             if plan.rows or plan.admitted or plan.preempted:
                 return plan
             self._suspects.clear()
-        return self._scheduler.schedule(now_s)
+        return self._scheduler.schedule(now_s, Choice(None, frozenset(self._removals), self._flying))
+
+    @property
+    def _flying(self) -> list[StepRow]:
+        """Rows of all steps under way."""
+        return [row for launched in self._launched for row in launched.plan.rows]
 
     def _launch(self, plan: Schedule) -> None:
         for sequence in plan.admitted:
@@ -185,7 +205,7 @@ class ModelWorker:
             self._emit(Report(started=tuple(sequence.key for sequence in plan.admitted)))
         if plan.copies:
             self._engine.copy_blocks([pair for pairs in plan.copies.values() for pair in pairs])
-        behind = self._launched[-1].step if self._launched else None
+        behind = self._launched[-1].step if self._launched and self._engine.runs_ahead else None
         self._launched.append(_Launched(plan, self._leader.launch(plan.rows, behind) if plan.rows else None))
 
     def _finish(self, plan: Schedule, results: list[RowResult]) -> None:
@@ -201,16 +221,16 @@ class ModelWorker:
         going_on = [(row, result) for row, result in pairs if row.sequence.status is not SequenceStatus.FINISHED]
         self._metrics.sampled_tokens.inc(sum(len(result.tokens) for _, result in going_on))
         self._taking_in = tuple(row.sequence.key for row, _ in going_on)
-        behind = self._launched[0].plan.rows if self._launched else ()
         self._suspects.clear()
-        progress = tuple(self._scheduler.postprocess(plan.rows, results, behind))
+        progress = tuple(self._scheduler.postprocess(plan.rows, results, self._flying))
         if progress:
             self._emit(Report(progress=progress))
         self._taking_in = ()
 
     def _remove(self) -> None:
-        while self._removals:
-            key = self._removals.pop(0)
+        flying = {row.sequence.key for row in self._flying}
+        for key in [key for key in self._removals if key not in flying]:
+            self._removals.remove(key)
             try:
                 self._scheduler.remove(key)
             finally:

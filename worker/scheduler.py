@@ -21,6 +21,7 @@ from kvrelay.engine.settings import prompt_step_tokens
 from kvrelay.engine.step.interface import StepRow
 from kvrelay.engine.step.plan import RowResult
 from kvrelay.engine.step.sequence import Sequence, SequenceStatus
+from kvrelay.worker.choice import EVERYBODY, Choice
 from kvrelay.worker.settings import SchedulerSettings
 from kvrelay.worker.suspects import Key
 
@@ -57,8 +58,17 @@ class Schedule:
 class Scheduler(ABC):
     """Waiting sequences of one worker, in fair order, and running ones, the most senior first."""
 
-    def __init__(self, settings: SchedulerSettings, blocks: BlockManager, max_model_len: int, device_type: str) -> None:
-        """``device_type``: what computes, "cpu" or "cuda": how large a step may be if the settings do not say."""
+    def __init__(
+        self,
+        settings: SchedulerSettings,
+        blocks: BlockManager,
+        max_model_len: int,
+        device_type: str,
+        num_stages: int = 1,
+    ) -> None:
+        """``device_type``: what computes, "cpu" or "cuda": how large a step may be if the settings do not say. ``num_stages``: the
+        engine's."""
+        self._num_stages = num_stages
         self._max_num_seqs = settings.max_num_seqs
         self._max_batched_tokens = prompt_step_tokens(settings.max_batched_tokens, device_type)
         self._blocks = blocks
@@ -89,10 +99,10 @@ class Scheduler(ABC):
         """Give up a sequence that ``add`` could not take in."""
 
     @abstractmethod
-    def schedule(self, now_s: float, group: frozenset[Key] | None = None) -> Schedule:
+    def schedule(self, now_s: float, choice: Choice = EVERYBODY) -> Schedule:
         """Choose the next step, at ``now_s`` on the clock of the sequences' ``arrival_s``. No rows: nothing waits, or no room.
 
-        ``group``: who alone may be in it; None: everybody.
+        ``choice``: who may be in it.
         """
 
     def ahead(self, flying: Seq[StepRow]) -> Schedule | None:
@@ -116,7 +126,7 @@ class Scheduler(ABC):
         No rows: it could not even be scheduled, for ``group``.
         """
         if not rows:
-            return among(group, self.running + self.waiting[:1])
+            return Choice(group).among(self.running + self.waiting[:1])
         return [row.sequence for row in rows if row.sequence.status is not SequenceStatus.FINISHED]
 
     def check_integrity(self) -> None:
@@ -216,11 +226,6 @@ def progress_of(
         failure=sequence.failure,
         prompt_logprobs=None if sequence.sampling.num_prompt_logprobs is None else sequence.prompt_logprobs,
     )
-
-
-def among(group: frozenset[Key] | None, sequences: list[Sequence]) -> list[Sequence]:
-    """Those of a group; None: all."""
-    return sequences if group is None else [one for one in sequences if one.key in group]
 
 
 def owner_of(sequence: Sequence) -> Owner:

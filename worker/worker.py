@@ -51,7 +51,7 @@ class Worker(ABC, Generic[S]):
         make_scheduler: Callable[..., Scheduler],
         make_service: Callable[[WorkerIdentity, BlockManager, Clock], S],
     ) -> None:
-        """``make_scheduler``: of settings, blocks, the longest sequence and what computes."""
+        """``make_scheduler``: of settings, blocks, the longest sequence, what computes, and ``num_stages``."""
         card, network = engine.card, setup.network
         windows = card.layout.geometry.windows
         self.blocks = BlockManager(
@@ -62,7 +62,9 @@ class Worker(ABC, Generic[S]):
             max_step_tokens=prompt_step_tokens(settings.max_batched_tokens, card.device_type),
             max_retained_share=setup.max_retained_share,
         )
-        scheduler = make_scheduler(settings, self.blocks, card.max_model_len, card.device_type)
+        scheduler = make_scheduler(
+            settings, self.blocks, card.max_model_len, card.device_type, num_stages=engine.num_stages
+        )
         identity = WorkerIdentity(
             setup.worker_id, setup.epoch, card, settings.max_waiting, settings.max_num_seqs, setup.model
         )

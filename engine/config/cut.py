@@ -1,8 +1,11 @@
-"""How a model with a forward pass of ours is cut among ranks that compute each step together. Pure: sizes in, ranges out.
+"""How a model with a forward pass of ours is cut among the ranks of a worker. Pure: sizes in, ranges out.
 
 As in Megatron-LM (Shoeybi et al., 2019): a rank has some query heads with the K/V heads that these attend to, some columns of the
 MLP and some rows of the vocabulary. So a layer's first products need nothing of other ranks, and what the second ones give is
 summed over all. Norms are on every rank. K/V heads that are fewer than ranks are there several times.
+
+With stages a rank has all that only of some layers, one behind the other, and hands hidden states on to the next stage's. The first
+stage has the embedding, the last one norm and head. Ranks of a stage have neighbouring numbers.
 """
 
 from __future__ import annotations
@@ -19,14 +22,32 @@ _COLUMNS_AT_ONCE = 64  # of the MLP, where the model's number of columns allows:
 class Cut:
     """One rank's part of a model; without arguments it is all of it."""
 
-    rank: int = 0
-    num_ranks: int = 1
+    rank: int = 0  # among those of its stage
+    num_ranks: int = 1  # of each stage
     has_whole_experts: bool = False  # of each layer of experts some, instead of a part of each
+    stage: int = 0
+    num_stages: int = 1
 
     @property
-    def is_whole(self) -> bool:
-        """Whether there is but one rank."""
-        return self.num_ranks == 1
+    def number(self) -> int:
+        """The rank's, among all of the worker."""
+        return self.stage * self.num_ranks + self.rank
+
+    @property
+    def is_first(self) -> bool:
+        """Whether its stage is, which has the embedding."""
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether its stage is, which has norm and head."""
+        return self.stage == self.num_stages - 1
+
+    def layers(self, num_layers: int) -> range:
+        """Its stage's layers. Stages have equally many; of a rest the first ones have one more each, as the last has the head."""
+        each, rest = divmod(num_layers, self.num_stages)
+        first, end = (stage * each + min(stage, rest) for stage in (self.stage, self.stage + 1))
+        return range(first, end)
 
     def heads(self, num_heads: int) -> range:
         """The rank's heads of ``num_heads``, which fit (:func:`require_fit`); at least one."""
@@ -75,7 +96,17 @@ class Cut:
             num_q_heads=len(self.heads(config.num_q_heads)),
             num_kv_heads=len(self.heads(config.num_kv_heads)),
             intermediate_size=len(self.columns(config.intermediate_size)),
+            stage_layers=self.layers(config.num_layers) if self.num_stages > 1 else None,
         )
+
+
+def cuts_of(num_ranks: int, num_stages: int) -> list[Cut]:
+    """Of all ranks of a worker, in their order: ``num_stages`` times ``num_ranks``."""
+    return [
+        Cut(rank, num_ranks, stage=stage, num_stages=num_stages)
+        for stage in range(num_stages)
+        for rank in range(num_ranks)
+    ]
 
 
 def require_fit(shape: ModelShape, num_ranks: int) -> None:
@@ -87,6 +118,14 @@ def require_fit(shape: ModelShape, num_ranks: int) -> None:
         f"--tensor-parallel is {num_ranks}; {shape.architecture} has {shape.num_q_heads} query and {shape.num_kv_heads} K/V heads, "
         f"which fit {', '.join(map(str, fitting))} ranks: take one of these"
     )
+
+
+def require_stages(shape: ModelShape, num_stages: int) -> None:
+    """Raise ModelError unless every stage gets a layer."""
+    if num_stages > shape.num_layers:
+        raise ModelError(
+            f"--pipeline-parallel is {num_stages}; {shape.architecture} has {shape.num_layers} layers: take at most as many stages"
+        )
 
 
 def require_experts(config: ModelConfig, num_ranks: int) -> None:

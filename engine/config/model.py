@@ -58,6 +58,7 @@ class ModelShape:
         None  # a token keeps ``head_dim`` numbers for all heads, the first so many are its value, too
     )
     layer_sizes: tuple[KvSizes, ...] | None = None  # per layer; None: all keep ``num_kv_heads`` heads of ``head_dim``
+    stage_layers: range | None = None  # those that are here, of a model in stages; None: all
     dtype: str
     rope_text: str  # equal exactly for equal rotations
 

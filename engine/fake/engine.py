@@ -148,6 +148,7 @@ class FakeEngine:
         reads_back_once: bool = False,
         runs_ahead: bool = False,
         has_adapters: bool = False,
+        num_stages: int = 1,
     ) -> None:
         geometry = card.layout.geometry
         self._windows = geometry.windows
@@ -160,6 +161,7 @@ class FakeEngine:
         self._pace = pace
         self._reads_back_once = reads_back_once
         self.runs_ahead = runs_ahead
+        self.num_stages = num_stages
         self._adapters = FakeAdapters()
         self.adapters = self._adapters if has_adapters else None
         self.num_slots = _NUM_SLOTS

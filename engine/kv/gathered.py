@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from kvrelay.common.kv_geometry import KvGeometry
 from kvrelay.common.late_bytes import Reader
-from kvrelay.engine.config.cut import Cut
+from kvrelay.engine.config.cut import cuts_of
 from kvrelay.engine.kv.fragments import given, taken
 
 Bytes = npt.NDArray[np.uint8]
@@ -53,17 +53,19 @@ class HostPart:
 class GatheredStore:
     """Implements :class:`kvrelay.engine.step.interface.BlockStore` over the pools of all ranks."""
 
-    def __init__(self, geometry: KvGeometry, num_blocks: int, parts: Sequence[Part]) -> None:
+    def __init__(self, geometry: KvGeometry, num_blocks: int, parts: Sequence[Part], num_stages: int = 1) -> None:
         """``geometry``: of the whole model. ``num_blocks``: physical ones. ``parts``: of all ranks, in their order."""
         self.num_blocks = num_blocks
         self.block_nbytes = geometry.physical_nbytes
-        cuts = [Cut(rank, len(parts)) for rank in range(len(parts))]
+        cuts = cuts_of(len(parts) // num_stages, num_stages)
         groups = range(len(geometry.groups))
         self._given = [
-            [(part, given(geometry, cut, group)) for part, cut in zip(parts, cuts, strict=True)] for group in groups
+            [(part, its) for part, cut in zip(parts, cuts, strict=True) if (its := given(geometry, cut, group))]
+            for group in groups
         ]
         self._taken = [
-            [(part, taken(geometry, cut, group)) for part, cut in zip(parts, cuts, strict=True)] for group in groups
+            [(part, its) for part, cut in zip(parts, cuts, strict=True) if (its := taken(geometry, cut, group))]
+            for group in groups
         ]
         self._writes: dict[int, tuple[Bytes, int]] = {}  # by block, and of which group
 
@@ -96,10 +98,9 @@ class GatheredStore:
         """A group's block, put together in memory of its own."""
         whole = np.empty(self.block_nbytes, dtype=np.uint8)
         for part, fragments in self._given[group]:
-            if fragments:
-                with part.reading(block_id) as own:
-                    for one in fragments:
-                        whole[one.start : one.start + one.nbytes] = own[one.own_start : one.own_start + one.nbytes]
+            with part.reading(block_id) as own:
+                for one in fragments:
+                    whole[one.start : one.start + one.nbytes] = own[one.own_start : one.own_start + one.nbytes]
         return whole
 
     def _check(self, block_id: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 
@@ -39,17 +38,20 @@ class LayerGroups:
 
     windows: tuple[int | None, ...]  # of each group
     sizes: tuple[KvSizes, ...]  # of each group
-    layers: tuple[tuple[int, ...], ...]  # of each group
+    layers: tuple[tuple[int, ...], ...]  # of each group, that are here
     places: dict[int, tuple[int, int]]  # of each layer its group, and which of the group's layers it is
 
     @classmethod
     def of_shape(cls, shape: ModelShape) -> LayerGroups:
         """Of a model."""
-        return cls.of(shape.sliding_windows, shape.kv_sizes)
+        return cls.of(shape.sliding_windows, shape.kv_sizes, shape.stage_layers)
 
     @classmethod
-    def of(cls, windows: Sequence[int | None], sizes: Sequence[KvSizes]) -> LayerGroups:
-        """``windows``, ``sizes``: of each layer.
+    def of(
+        cls, windows: Sequence[int | None], sizes: Sequence[KvSizes], stage_layers: range | None = None
+    ) -> LayerGroups:
+        """``windows``, ``sizes``: of each layer. ``stage_layers``: those that are here; None: all. All ranks have the same groups,
+        of which some may have no layer here.
 
         Physical blocks of all groups have one size, that of the largest. So no group keeps more of a token than all layers of the
         rarest kind do: five layers with a window for each one without are five groups beside one, and hardly anything is unused.
@@ -61,9 +63,10 @@ class LayerGroups:
         groups: list[tuple[int | None, KvSizes, tuple[int, ...]]] = []
         for (window, of_layer), its in sorted(by_kind.items(), key=lambda item: (item[0][0] or 0, item[0][1])):
             count = -(-len(its) // max(1, most // of_layer.count))
-            # As even as can be: what a smaller group leaves unused does not travel.
-            bounds = [len(its) * number // count for number in range(count + 1)]
-            groups += [(window, of_layer, tuple(its[start:end])) for start, end in pairwise(bounds)]
-        places = {layer: (group, place) for group, (*_, its) in enumerate(groups) for place, layer in enumerate(its)}
-        of_windows, of_sizes, layers = zip(*groups, strict=True)
+            # As even as can be: what a smaller group leaves unused does not travel. In turns: a stage has some of each group then,
+            # and so less of each physical block.
+            groups += [(window, of_layer, tuple(its[number::count])) for number in range(count)]
+        of_windows, of_sizes, of_all = zip(*groups, strict=True)
+        layers = tuple(tuple(layer for layer in its if stage_layers is None or layer in stage_layers) for its in of_all)
+        places = {layer: (group, place) for group, its in enumerate(layers) for place, layer in enumerate(its)}
         return cls(of_windows, of_sizes, layers, places)

@@ -48,38 +48,54 @@ class DecoderModel:
         """
         self._config = config
         self._ops = ops
-        self._embed = weights.embed
-        self._look_up = embedding(weights.embed, config.vocab_size, part)
-        self._norm = weights.norm
-        self._lm_head = gathered(ops.make_linear(weights.lm_head, None), config.vocab_size, part)
-        weights.lm_head = weights.embed  # else a head of its own would be there twice while the layers follow
-        weights.layers.reverse()
+        self._line = None if part is None else part.line
         cut = Cut() if part is None else part.cut
+        vocab_size, embed, head = config.vocab_size, weights.embed, weights.lm_head
+        self._look_up = embedding(embed, vocab_size, part) if cut.is_first and embed is not None else None
+        self._norm = weights.norm
+        self._lm_head = None if head is None else gathered(ops.make_linear(head, None), vocab_size, part)
+        weights.lm_head = head = None  # else one of its own would be there twice while the layers follow
+        weights.layers.reverse()
         changed_by, whole = adapters or (None, config)
+        self._first = cut.layers(config.num_layers).start
         self._layers = [
             _make_layer(config, weights.layers.pop(), ops, part, LayerAdapters(changed_by, whole, cut, index))
-            for index in range(config.num_layers)
+            for index in cut.layers(config.num_layers)
         ]
 
-    def forward(self, token_ids: torch.Tensor, step: StepContext | LatentStep) -> torch.Tensor:
+    def forward(self, token_ids: torch.Tensor, step: StepContext | LatentStep) -> torch.Tensor | None:
         """Hidden states behind the last norm. ``token_ids`` ``[num_tokens]`` -> ``[num_tokens, hidden]``.
 
+        A stage takes them from the stage in front, and hands them on; None if it is not the last one.
         Side effect: K/V of every token are written into the pool.
         """
         ops, layers, eps = self._ops, self._layers, self._config.rms_norm_eps
-        residual = self._look_up(token_ids)
+        residual = self._come_in(token_ids)
         hidden = ops.rms_norm(residual, layers[0].input_norm, eps)
-        for index, layer in enumerate(layers):
-            hidden = layer.attention(hidden, index, step)
+        for place, layer in enumerate(layers):
+            hidden = layer.attention(hidden, self._first + place, step)
             hidden = ops.add_rms_norm(hidden, residual, layer.post_norm, eps)
             hidden = layer.mlp(hidden)
-            is_last = index + 1 == len(layers)
-            hidden = ops.add_rms_norm(hidden, residual, self._norm if is_last else layers[index + 1].input_norm, eps)
+            norm = self._norm if place + 1 == len(layers) else layers[place + 1].input_norm
+            if norm is None:
+                assert self._line is not None, "a model without its norm is a stage"
+                self._line.send(residual.add_(hidden))
+                return None
+            hidden = ops.add_rms_norm(hidden, residual, norm, eps)
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """``[n, hidden]`` -> ``[n, vocab]`` in the model's dtype. Call it with the rows that sample only."""
+        """``[n, hidden]`` -> ``[n, vocab]`` in the model's dtype. Call it with the rows that sample only. Of the last stage."""
+        assert self._lm_head is not None, "only the last stage has logits"
         return self._lm_head(hidden)
+
+    def _come_in(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """What the first layer here adds to, ``[num_tokens, hidden]``."""
+        if self._look_up is not None:
+            return self._look_up(token_ids)
+        assert self._line is not None, "a model without its embedding is a stage"
+        norm = self._layers[0].input_norm
+        return self._line.receive(torch.empty(len(token_ids), len(norm), dtype=norm.dtype, device=norm.device))
 
 
 def _make_layer(

@@ -95,8 +95,9 @@ class StepGraphs(Protocol):
 class Model(Protocol):
     """A forward pass over paged K/V."""
 
-    def forward(self, token_ids: torch.Tensor, step: Any) -> torch.Tensor:
-        """Hidden states ``[num_tokens, hidden]``; K/V of all tokens are in the pool afterwards. ``step``: the operations' own."""
+    def forward(self, token_ids: torch.Tensor, step: Any) -> torch.Tensor | None:
+        """Hidden states ``[num_tokens, hidden]``, or None if a later stage has them; K/V of all tokens are in the pool afterwards.
+        ``step``: the operations' own."""
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """``[n, hidden]`` -> ``[n, vocab]``"""

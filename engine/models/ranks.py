@@ -14,7 +14,7 @@ from kvrelay.engine.models.ops import Linear
 
 
 class Collectives(Protocol):
-    """What ranks do together. Every rank calls the same in the same order, with tensors of the same shape."""
+    """What the ranks of a stage do together. Every one calls the same in the same order, with tensors of the same shape."""
 
     def sum(self, partial: torch.Tensor) -> torch.Tensor:
         """Add up over ranks, in place; the same bits on every rank."""
@@ -23,7 +23,17 @@ class Collectives(Protocol):
         """Every rank's ``part``, in the order of ranks."""
 
     def least(self, number: int) -> int:
-        """The least of all ranks' numbers; waits for them."""
+        """The least of all ranks' numbers, of all stages; waits for them."""
+
+
+class StageLine(Protocol):
+    """A rank's way to those of the stages in front of it and behind it that have its part. Both get the same steps in one order."""
+
+    def receive(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Fill ``hidden`` with what the stage in front has sent; waits for it."""
+
+    def send(self, hidden: torch.Tensor) -> None:
+        """To the stage behind, which may still be busy: nobody waits for it. ``hidden`` does not change any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +47,12 @@ class RankPart:
     ]  # wait until all ranks are here, however long they take to load; collectives wait for seconds
     num_local: int  # ranks that share this host's cores
     pool_memory: int | None = None  # a descriptor of memory for its KV pool, which its leader shares; None: its own
+    line: StageLine | None = None  # of several stages
 
 
 def summed(linear: Linear, part: RankPart | None) -> Linear:
     """The product over all ranks' inputs, of which ``linear`` has this rank's."""
-    if part is None:
+    if part is None or part.cut.num_ranks == 1:
         return linear
     collectives = part.collectives
     return lambda hidden: collectives.sum(linear(hidden))
@@ -49,7 +60,7 @@ def summed(linear: Linear, part: RankPart | None) -> Linear:
 
 def embedding(weight: torch.Tensor, vocab_size: int, part: RankPart | None) -> Callable[[torch.Tensor], torch.Tensor]:
     """Token ids ``[n]`` -> ``[n, hidden]``, new memory. ``weight``: this rank's tokens."""
-    if part is None:
+    if part is None or part.cut.num_ranks == 1:
         return lambda token_ids: F.embedding(token_ids, weight)
     first, collectives = part.cut.vocab(vocab_size).start, part.collectives
 
@@ -64,7 +75,7 @@ def embedding(weight: torch.Tensor, vocab_size: int, part: RankPart | None) -> C
 
 def gathered(linear: Linear, vocab_size: int, part: RankPart | None) -> Linear:
     """The logits of all ranks' tokens, of which ``linear`` has this rank's."""
-    if part is None:
+    if part is None or part.cut.num_ranks == 1:
         return linear
     num_ranks, collectives = part.cut.num_ranks, part.collectives
     sizes = [len(Cut(rank, num_ranks).vocab(vocab_size)) for rank in range(num_ranks)]

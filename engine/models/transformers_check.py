@@ -143,6 +143,7 @@ def _paged_logits(
         batch = build_batch(plan, slots, _BLOCK_SIZE)
         (token_ids,) = ops.upload((batch.token_ids,))
         states = model.forward(token_ids, ops.begin_step(batch))
+        assert states is not None, "a stage cannot be checked alone"
         for index, row in enumerate(rows):
             hidden[row.slot].append(states[batch.query_start_loc[index] : batch.query_start_loc[index + 1]])
     return [model.logits(torch.cat(parts)) for parts in hidden]

@@ -3,13 +3,15 @@
     leader   Load ─▶ its own part, too        ─▶ hears all ranks, then plans may name the slot
     rank            its part of the files ─▶ Loaded
 
-A slot has an adapter on all ranks or on none.
+A slot has an adapter on all ranks or on none. It is freed behind the steps that were launched by then: a rank may not have begun
+with one of them that has a row of a sequence that is over.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -31,6 +33,7 @@ class UnloadAdapter(msgspec.Struct, frozen=True, tag=True):
     """Free a slot. Nobody waits for it: the next load comes behind it."""
 
     slot: int
+    num_launched: int  # steps that the leader had launched by then; a later one has no rows of it
 
 
 class AdapterLoaded(msgspec.Struct, frozen=True, tag=True):
@@ -44,13 +47,33 @@ ToAdapters = LoadAdapter | UnloadAdapter
 _ABSENT, _REFUSED = "absent", "refused"
 
 
+class Launches:
+    """How many steps a rank has launched. Any thread."""
+
+    def __init__(self) -> None:
+        self._num = 0
+        self._changed = threading.Condition()
+
+    def count(self) -> None:
+        """One more, or one that could not be launched on any rank."""
+        with self._changed:
+            self._num += 1
+            self._changed.notify_all()
+
+    def wait_for(self, num_launched: int) -> None:
+        """Until there were so many."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._num >= num_launched)
+
+
 class AdapterServer:
     """The rank's end. ``serve`` is one thread's."""
 
-    def __init__(self, link: Link[ToAdapters], slots: AdapterSlots) -> None:
-        """``slots``: the rank's own."""
+    def __init__(self, link: Link[ToAdapters], slots: AdapterSlots, launches: Launches) -> None:
+        """``slots``, ``launches``: the rank's own."""
         self._link = link
         self._slots = slots
+        self._launches = launches
 
     def serve(self) -> None:
         """Until the leader ends."""
@@ -59,7 +82,8 @@ class AdapterServer:
                 match message:
                     case LoadAdapter():
                         self._link.send(self._load(message))
-                    case UnloadAdapter(slot):
+                    case UnloadAdapter(slot, num_launched):
+                        self._launches.wait_for(num_launched)
                         self._slots.unload(slot)
         except (EOFError, OSError):
             pass
@@ -81,10 +105,13 @@ class AdapterServer:
 class RankedAdapters:
     """The leader's end. Implements :class:`kvrelay.engine.step.interface.AdapterSlots`."""
 
-    def __init__(self, own: AdapterSlots, links: Sequence[Link[AdapterLoaded]]) -> None:
-        """``own``: of the leader's part. ``links``: to the other ranks, in their order from 1 on."""
+    def __init__(
+        self, own: AdapterSlots, links: Sequence[Link[AdapterLoaded]], num_launched: Callable[[], int]
+    ) -> None:
+        """``own``: of the leader's part. ``links``: to the other ranks, from 1 on. ``num_launched``: steps so far."""
         self._own = own
         self._links = links
+        self._num_launched = num_launched
 
     @property
     def num_slots(self) -> int:
@@ -111,7 +138,7 @@ class RankedAdapters:
             self._own.unload(slot)
         for link, answer in zip(self._links, answers, strict=True):
             if answer.failed is None:
-                _send(link, UnloadAdapter(slot))
+                _send(link, UnloadAdapter(slot, 0))  # no step has had it
         if own is not None:
             raise own
         raise next(_error_of(rank, answer) for rank, answer in enumerate(answers, start=1) if answer.failed is not None)
@@ -120,7 +147,7 @@ class RankedAdapters:
         """See AdapterSlots."""
         self._own.unload(slot)
         for link in self._links:
-            _send(link, UnloadAdapter(slot))
+            _send(link, UnloadAdapter(slot, self._num_launched()))
 
 
 def _send(link: Link[AdapterLoaded], message: ToAdapters) -> None:

@@ -59,7 +59,7 @@ class Door:
         names = ", ".join(f"{rank} (node {rank // self._nodes.place.num_local})" for rank in missing)
         raise ModelError(
             f"after {timeout_s:g} s these ranks have not come to {host}:{port}: {names}. Does the same command run on these nodes, "
-            "with the same --nodes, --tensor-parallel and --keys?"
+            "with the same --nodes, --tensor-parallel, --pipeline-parallel and --keys?"
         )
 
     def close(self) -> None:
@@ -150,8 +150,8 @@ class Door:
         theirs = (hello.version, hello.num_ranks, hello.num_nodes)
         if theirs != (kvrelay.__version__, place.num_ranks, place.num_nodes):
             return (
-                f"it is kvrelay {hello.version}, --tensor-parallel {hello.num_ranks} and --nodes {hello.num_nodes}, its leader "
-                f"{kvrelay.__version__}, {place.num_ranks} and {place.num_nodes}"
+                f"it is kvrelay {hello.version}, of {hello.num_ranks} ranks on {hello.num_nodes} nodes, its leader "
+                f"{kvrelay.__version__}, of {place.num_ranks} on {place.num_nodes}"
             )
         if hello.rank not in self._awaited:
             return (

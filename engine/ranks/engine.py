@@ -3,6 +3,8 @@
     leader   launch ─▶ plan to all ranks ─▶ its own part of the step ─▶ results
     ranks              plan ─▶ their parts of the step, the same tokens; nobody asks for them
 
+Of several stages the last one has the tokens, and tells them (:mod:`kvrelay.engine.ranks.stages`).
+
 Ranks get plans in the order in which the engine got them, so they hold the same slots, and meet in the same collectives. What
 one of them cannot do, none may have done: whoever fails says so and waits for the same word of the other side. A step that fails
 on all ranks, because of what it was given, is as good as one that fails on one; any other failure ends the worker.
@@ -20,10 +22,12 @@ import msgspec
 import torch
 
 from kvrelay.common.errors import ModelError
+from kvrelay.common.kv_geometry import KvGeometry
 from kvrelay.common.model_card import ModelCard
 from kvrelay.engine.backends.options import device_of
-from kvrelay.engine.config.cut import Cut
+from kvrelay.engine.config.cut import Cut, cuts_of
 from kvrelay.engine.kv.copies import CudaCopies
+from kvrelay.engine.kv.fragments import own_nbytes
 from kvrelay.engine.kv.gathered import GatheredStore, HostPart, Part
 from kvrelay.engine.models.ranks import RankPart
 from kvrelay.engine.ranks.adapters import AdapterLoaded, RankedAdapters
@@ -34,6 +38,7 @@ from kvrelay.engine.ranks.link import Link
 from kvrelay.engine.ranks.messages import (
     AGREE_S,
     LOAD_S,
+    TOGETHER_S,
     Copy,
     Failed,
     Go,
@@ -43,12 +48,14 @@ from kvrelay.engine.ranks.messages import (
     LoadSettings,
     Ready,
     Sample,
+    Stepped,
     Welcome,
 )
 from kvrelay.engine.ranks.nodes import OtherNodes
 from kvrelay.engine.ranks.process import RankProcess
 from kvrelay.engine.ranks.rank import Rank
 from kvrelay.engine.ranks.remote import RemoteRank
+from kvrelay.engine.ranks.stages import StagedStep
 from kvrelay.engine.step.interface import AdapterSlots, BlockStore, DeviceFailedError, LaunchedStep
 from kvrelay.engine.step.plan import RowResult, SamplingInputs, StepPlan
 from kvrelay.engine.torch_engine import TorchEngine
@@ -94,7 +101,8 @@ class Ranks:
         """They begin to load, and this process joins them. Raises ModelError if one cannot."""
         self.tell(Load(settings))
         self.meet()
-        return self._meeting.join(device_of(settings.model.device))
+        (own, *_) = cuts_of(settings.model.tensor_parallel, settings.model.pipeline_parallel)
+        return self._meeting.join(device_of(settings.model.device), own)
 
     def meet(self) -> None:
         """Wait until all are where this process is while it loads. Raises ModelError if one does not come."""
@@ -121,6 +129,15 @@ class Ranks:
             last = min(silent, key=lambda rank: rank.num_meetings)
             last.lose(f"is not where its leader is, which failed: {reason}")
         return not silent
+
+    def results(self, rank: int, timeout_s: float) -> Stepped:
+        """What ``rank`` tells of the next step. Raises DeviceFailedError if one is lost, or it says nothing for so long."""
+        teller = self.others[rank - 1]
+        if not self.lost and (stepped := teller.take_results(timeout_s)) is not None:
+            return stepped
+        if not self.lost:
+            teller.lose(f"has told no tokens of a step for {timeout_s:g} s: it hangs, or waits for one that does")
+        raise DeviceFailedError(self.lost[0])
 
     def close(self) -> None:
         """End them, and wait for that."""
@@ -172,33 +189,39 @@ class Ranks:
 class RankedEngine:
     """Implements :class:`kvrelay.engine.step.interface.Engine`."""
 
-    def __init__(self, own: TorchEngine, ranks: Ranks, group: RankGroup, store: BlockStore) -> None:
-        """``own``: the leader's part. Takes all over."""
+    def __init__(self, own: TorchEngine, ranks: Ranks, group: RankGroup, store: BlockStore, last: Cut) -> None:
+        """``own``: the leader's part. Takes all over. ``last``: what the last rank has of the model."""
         self._own = own
+        self._num_stages = last.num_stages
+        self._first_of_last = last.number - last.rank  # that rank tells what its stage, the last, has sampled
         self._ranks = ranks
         self._group = group
         self._store = store
-        self._adapters = None if own.adapters is None else RankedAdapters(own.adapters, ranks.adapter_links())
+        self._num_launched = 0
+        self._adapters: RankedAdapters | None = None
+        if own.adapters is not None:
+            self._adapters = RankedAdapters(own.adapters, ranks.adapter_links(), lambda: self._num_launched)
 
     @classmethod
     def load(
         cls,
         settings: LoadSettings,
-        num_ranks: int,
         load_part: Callable[[RankPart], TorchEngine],
         nodes: OtherNodes | None = None,
     ) -> RankedEngine:
         """``load_part`` loads this process's. Raises ModelError if a rank cannot join, or cannot load."""
-        ranks, group = Ranks(num_ranks, nodes), None
+        cuts = cuts_of(settings.model.tensor_parallel, settings.model.pipeline_parallel)
+        ranks, group = Ranks(len(cuts), nodes), None
         try:
             group = ranks.join(settings)
-            own = load_part(RankPart(Cut(0, num_ranks), group, ranks.meet, ranks.num_local))
+            own = load_part(RankPart(cuts[0], group, ranks.meet, ranks.num_local, line=group))
             for card in ranks.cards():
                 if card != own.card:
                     raise ModelError(f"a rank has loaded {card}, its leader {own.card}: all nodes need the same model")
             geometry = own.card.layout.geometry
-            store = GatheredStore(geometry, own.card.num_blocks * len(geometry.groups), _parts(own.blocks, ranks))
-            return cls(own, ranks, group, store)
+            num_blocks, num_stages = own.card.num_blocks * len(geometry.groups), settings.model.pipeline_parallel
+            store = GatheredStore(geometry, num_blocks, _parts(own.blocks, ranks, geometry, cuts), num_stages)
+            return cls(own, ranks, group, store, cuts[-1])
         except BaseException as error:
             # Of a collective, perhaps, which waited for a rank that failed; the check of a model wraps it.
             may_be_theirs = isinstance(error, RuntimeError) or isinstance(error.__cause__, RuntimeError)
@@ -227,8 +250,13 @@ class RankedEngine:
 
     @property
     def runs_ahead(self) -> bool:
+        """See Engine. With stages, steps of other sequences are launched meanwhile."""
+        return self._own.runs_ahead and self._num_stages == 1
+
+    @property
+    def num_stages(self) -> int:
         """See Engine."""
-        return self._own.runs_ahead
+        return self._num_stages
 
     @property
     def num_slots(self) -> int:
@@ -237,7 +265,9 @@ class RankedEngine:
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """See Engine. Raises DeviceFailedError if a rank is lost."""
-        return _RankedStep(self._together(Launch(plan), lambda: self._own.launch(plan)), self)
+        self._num_launched += 1
+        step = self._together(Launch(plan), lambda: self._own.launch(plan))
+        return _RankedStep(step, self) if self._num_stages == 1 else StagedStep(step, self._results)
 
     def sample(self, step: LaunchedStep, inputs: SamplingInputs) -> None:
         """Sample a deferred ``step`` of the leader's part, and those of all others."""
@@ -262,6 +292,10 @@ class RankedEngine:
         self._ranks.close()
         self._group.close()
         self._own.close()
+
+    def _results(self) -> Stepped:
+        """Of the oldest step. Ranks of each stage wait for those in front, and the leader for all."""
+        return self._ranks.results(self._first_of_last, TOGETHER_S * (self._num_stages + 1))
 
     def _together(self, message: Launch | Sample | Copy, act: Callable[[], T]) -> T:
         """All ranks do what ``message`` says, this one by ``act``; or none does."""
@@ -295,7 +329,9 @@ class _RankedStep:
         return self._own.wait()
 
 
-def _parts(own: torch.Tensor, ranks: Ranks) -> list[Part]:
-    """The pools of all ranks; ``own``: the leader's, ``[num_blocks, block_nbytes]``, as large as the others."""
-    first = OwnBlocks(own, CudaCopies(own.device)) if own.device.type == "cuda" else HostPart(own.numpy())
-    return [first, *(rank.part(own) for rank in ranks.others)]
+def _parts(own: torch.Tensor, ranks: Ranks, geometry: KvGeometry, cuts: Seq[Cut]) -> list[Part]:
+    """The pools of all ranks; ``own``: the leader's, ``[num_blocks, block_nbytes]``. ``geometry``: of the whole model."""
+    device, num_blocks = own.device, len(own)
+    first = OwnBlocks(own, CudaCopies(device)) if device.type == "cuda" else HostPart(own.numpy())
+    parts = zip(ranks.others, cuts[1:], strict=True)
+    return [first, *(rank.part(device, num_blocks, own_nbytes(geometry, cut)) for rank, cut in parts)]

@@ -6,9 +6,10 @@ import msgspec
 
 from kvrelay.common.model_card import ModelCard
 from kvrelay.engine.settings import KvSettings, ModelSettings
-from kvrelay.engine.step.plan import SamplingInputs, StepPlan
+from kvrelay.engine.step.plan import RowResult, SamplingInputs, StepPlan
 
 AGREE_S = 10.0  # how much later than the others a rank may fail
+TOGETHER_S = 30.0  # what a rank may take to come to where others wait for it; of stages, each
 LOAD_S = 600.0  # how much longer than its leader a rank may take to start, and then to read its weights
 ALIVE_S = 1.0  # between signs of life
 SILENT_S = 15.0  # every process gives them, whatever it computes; who gives none for so long hangs
@@ -46,6 +47,13 @@ class Copy(msgspec.Struct, frozen=True, tag=True):
     """Copy whole blocks, (source, target) each."""
 
     pairs: tuple[tuple[int, int], ...]
+
+
+class Stepped(msgspec.Struct, frozen=True, tag=True):
+    """Of several stages, the last one's first rank: what a step has brought, or why its tokens could not be sampled. In order."""
+
+    results: list[RowResult] = []
+    failed: str | None = None
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
@@ -116,4 +124,4 @@ class Leave(msgspec.Struct, frozen=True, tag=True):
 FromLeader = Welcome | Refused
 ToHost = Alive | Logged
 ToRank = Load | Go | Launch | Sample | Copy | Failed
-FromRank = Ready | Loaded | Alive | Logged | Failed | Leaving
+FromRank = Ready | Loaded | Alive | Logged | Stepped | Failed | Leaving

@@ -1,6 +1,7 @@
 """Which ranks of a worker lie on which host. Pure: settings in, places out.
 
-Node 0 has the leader and the first ranks, every other one as many of the next. Processes are told by torchrun's variables.
+Node 0 has the leader and the first ranks, every other one as many of the next. So between nodes of whole stages only hidden states
+travel. Processes are told by torchrun's variables.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ class OtherNodes:
     on_leaving: Callable[[str], None]  # hears, on any thread, that one is asked to end, in words
 
 
-def place_of(settings: NodeSettings, tensor_parallel: int) -> NodePlace | None:
-    """This process's; None if its worker has one node. Raises SettingsError."""
+def place_of(settings: NodeSettings, num_ranks: int) -> NodePlace | None:
+    """This process's, of a worker of ``num_ranks``; None if it has one node. Raises SettingsError."""
     num_nodes = settings.nodes
     if num_nodes == 1:
         for flag, value in (
@@ -70,10 +71,11 @@ def place_of(settings: NodeSettings, tensor_parallel: int) -> NodePlace | None:
                     f"{flag} is {value}, and --nodes is 1: say how many nodes the worker has, or leave it out"
                 )
         return None
-    if tensor_parallel % num_nodes:
-        fitting = [count for count in range(1, tensor_parallel + 1) if tensor_parallel % count == 0]
+    if num_ranks % num_nodes:
+        fitting = [count for count in range(1, num_ranks + 1) if num_ranks % count == 0]
         raise SettingsError(
-            f"--nodes is {num_nodes} and --tensor-parallel is {tensor_parallel}, which {num_nodes} nodes do not divide: "
+            f"--nodes is {num_nodes}, and a worker has {num_ranks} ranks (--tensor-parallel times --pipeline-parallel), which "
+            f"{num_nodes} nodes do not divide: "
             f"take {', '.join(map(str, fitting))} nodes, or another number of ranks"
         )
     if settings.leader_address is None:
@@ -87,7 +89,7 @@ def place_of(settings: NodeSettings, tensor_parallel: int) -> NodePlace | None:
         address = address.replace("{leader}", f"{name}-{int(ordinal) - node_rank}")
     if node_rank >= num_nodes:
         raise SettingsError(f"--node-rank is {node_rank}; of {num_nodes} nodes the last is {num_nodes - 1}")
-    return NodePlace(node_rank, num_nodes, tensor_parallel, _host_and_port(address))
+    return NodePlace(node_rank, num_nodes, num_ranks, _host_and_port(address))
 
 
 def rank_environment(host: str, port: int, local: LocalRank, num_ranks: int, first: int = 0) -> dict[str, str]:

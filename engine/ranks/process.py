@@ -43,11 +43,11 @@ class RankProcess(Rank):
         """See Rank."""
         self._process.kill()
 
-    def part(self, own: torch.Tensor) -> Part:
+    def part(self, device: torch.device, num_blocks: int, block_nbytes: int) -> Part:
         """See Rank."""
-        if own.device.type == "cuda":
-            return BlocksOfRank(self._blocks, self._pool_memory, own.shape[1])
-        return HostPart(shared_bytes(self._pool_memory, own.nbytes).reshape(own.shape))
+        if device.type == "cuda":
+            return BlocksOfRank(self._blocks, self._pool_memory, block_nbytes)
+        return HostPart(shared_bytes(self._pool_memory, num_blocks * block_nbytes).reshape(num_blocks, block_nbytes))
 
     def _end(self) -> None:
         self._blocks.shut()

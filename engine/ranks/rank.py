@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kvrelay.engine.ranks.link import Link
-from kvrelay.engine.ranks.messages import SILENT_S, Alive, FromRank, Leaving, Logged
+from kvrelay.engine.ranks.messages import SILENT_S, Alive, FromRank, Leaving, Logged, Stepped
 
 if TYPE_CHECKING:
     import torch
@@ -46,6 +46,7 @@ class Rank(ABC):
         self._on_leaving = on_leaving
         self._is_closing = False
         self._told: queue.SimpleQueue[FromRank | None] = queue.SimpleQueue()
+        self._stepped: queue.SimpleQueue[Stepped | None] = queue.SimpleQueue()
         self._listener = threading.Thread(target=self._listen, name=f"rank-{rank}", daemon=True)
         self._listener.start()
 
@@ -54,8 +55,8 @@ class Rank(ABC):
         """End it at once."""
 
     @abstractmethod
-    def part(self, own: torch.Tensor) -> Part:
-        """Its blocks; ``own``: the leader's, ``[num_blocks, block_nbytes]``, as large as these."""
+    def part(self, device: torch.device, num_blocks: int, block_nbytes: int) -> Part:
+        """Its physical blocks, so many of so many bytes, on a device of that kind."""
 
     def send(self, message: bytes) -> None:
         """An encoded message. What is sent to one that is lost goes nowhere."""
@@ -66,9 +67,16 @@ class Rank(ABC):
                 logger.debug("rank %d takes no message: %s", self.rank, error)
 
     def take(self, timeout_s: float | None = None) -> FromRank | None:
-        """The next message but for signs of life and log lines; None if it comes too late, or the rank is lost."""
+        """The next message but for signs of life, log lines and results; None if it comes too late, or the rank is lost."""
         try:
             return self._told.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+
+    def take_results(self, timeout_s: float) -> Stepped | None:
+        """Of the next step, if it is the rank that tells them; None if they come too late, or the rank is lost."""
+        try:
+            return self._stepped.get(timeout=timeout_s)
         except queue.Empty:
             return None
 
@@ -79,6 +87,7 @@ class Rank(ABC):
             self.kill()
             self._on_lost(self)
             self._told.put(None)
+            self._stepped.put(None)
 
     def close(self) -> None:
         """End it, and wait for that."""
@@ -107,6 +116,8 @@ class Rank(ABC):
                         self.num_meetings = num_meetings
                     case Logged(level, text):
                         logger.log(level, "rank %d: %s", self.rank, text)
+                    case Stepped() as stepped:
+                        self._stepped.put(stepped)
                     case Leaving():
                         self._on_leaving(f"the host of rank {self.rank} ({self._place}) is asked to end")
                     case told:

@@ -58,9 +58,9 @@ class RemoteRank(Rank):
         self._link.shut()
         self._blocks.shut()
 
-    def part(self, own: torch.Tensor) -> Part:
+    def part(self, device: torch.device, num_blocks: int, block_nbytes: int) -> Part:
         """See Rank."""
-        return CarriedBlocks(self._blocks, own.shape[1])
+        return CarriedBlocks(self._blocks, block_nbytes)
 
     def _end(self) -> None:
         self._closing.set()

@@ -178,14 +178,18 @@ class Engine(Protocol):
         """Whether steps are worth launching while the one before them runs."""
 
     @property
+    def num_stages(self) -> int:
+        """How many steps it computes side by side, one in each stage, and so are worth having under way; of different sequences."""
+
+    @property
     def num_slots(self) -> int:
         """How many sequences it keeps something of; a plan names them from 0."""
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Begin a step, of one row at least, and return before it is done.
 
-        Steps run in the order of their launches; two at most are under way. None may be deferred when the next one is launched, but
-        one that ``resets``.
+        Steps run in the order of their launches; two at most are under way, or ``num_stages`` if these are more. None may be
+        deferred when the next one is launched, but one that ``resets``. With several stages no row is fed.
 
         Raises ValueError on a row of no tokens, or of more than its tokens or its block table hold. The next plan then ``resets``.
         Model thread only.

@@ -77,7 +77,8 @@ def _load(
 ) -> ModelWeights:
     # With its index, which safetensors would take for 0 if it were left out.
     device_name = str(torch.empty(0, device=device).device)
-    total = sum(path.stat().st_size for path in checkpoint_files(directory)) // cut.num_ranks
+    num_parts = cut.num_ranks * cut.num_stages
+    total = sum(path.stat().st_size for path in checkpoint_files(directory)) // num_parts
     with CheckpointReader(read_headers(directory), load_quantisation(directory), dtype, device_name) as reader:
         check_checkpoint(directory, reader, config)
         kept = NOTHING_KEPT if keeps is None or rounding is not None else Kept(reader.outlines, keeps)

@@ -89,10 +89,16 @@ class LayerWeights:
 class ModelWeights:
     """All weights; ``lm_head`` is ``embed`` itself where the two are tied.
 
-    A rank's ``embed`` and ``lm_head`` have ``Cut.vocab_part`` rows, zeros behind the vocabulary's end.
+    A rank's ``embed`` and ``lm_head`` have ``Cut.vocab_part`` rows, zeros behind the vocabulary's end. A stage has its layers; who
+    has what else, :class:`kvrelay.engine.config.cut.Cut` says.
     """
 
-    embed: torch.Tensor  # [vocab, hidden]
+    embed: torch.Tensor | None  # [vocab, hidden]
     layers: list[LayerWeights]
-    norm: torch.Tensor  # [hidden]
-    lm_head: Weight  # [vocab, hidden]
+    norm: torch.Tensor | None  # [hidden]
+    lm_head: Weight | None  # [vocab, hidden]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The model's, in which it computes."""
+        return self.layers[0].input_norm.dtype

@@ -35,15 +35,16 @@ def allocate(
     cut: Cut,
     kept: Kept,
 ) -> tuple[ModelWeights, dict[str, Place | None]]:
-    """Empty parameters, and where each checkpoint tensor belongs in them; None: it is another rank's.
+    """Empty parameters, and where each checkpoint tensor belongs in them; None: it is another rank's. Other stages' are not there.
 
     ``kept``: weights that stay as they are stored, if all parts of a matrix do, in one form.
     """
     allocator = _Allocator(config, dtype, device, rounding, cut, kept)
-    layers = [allocator.layer(index) for index in range(config.num_layers)]
-    embed = allocator.of_vocab("model.embed_tokens.weight")
-    norm = allocator.parameter("model.norm.weight", config.hidden_size)
-    lm_head = embed if config.has_tied_embeddings else allocator.of_vocab("lm_head.weight")
+    layers = [allocator.layer(index) for index in cut.layers(config.num_layers)]
+    is_head_tied = cut.is_last and config.has_tied_embeddings
+    embed = allocator.of_vocab("model.embed_tokens.weight") if cut.is_first or is_head_tied else None
+    norm = allocator.parameter("model.norm.weight", config.hidden_size) if cut.is_last else None
+    lm_head = embed if is_head_tied else allocator.of_vocab("lm_head.weight") if cut.is_last else None
     return ModelWeights(embed, layers, norm, lm_head), allocator.places
 
 

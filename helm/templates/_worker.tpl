@@ -77,6 +77,8 @@ spec:
               value: {{ $admin | quote }}
             - name: KVRELAY_TENSOR_PARALLEL
               value: {{ $values.tensorParallel | int64 | quote }}
+            - name: KVRELAY_PIPELINE_PARALLEL
+              value: {{ $values.pipelineParallel | int64 | quote }}
             {{- if gt $nodes 1 }}
             - name: KVRELAY_NODES
               value: {{ $nodes | quote }}
@@ -184,7 +186,7 @@ spec:
 {{- define "kvrelay.worker.nodes" -}}
 {{- $values := index .root.Values .role -}}
 {{- $nodes := $values.nodesPerWorker | int -}}
-{{- $ranks := $values.tensorParallel | int -}}
+{{- $ranks := mul $values.tensorParallel $values.pipelineParallel | int -}}
 {{- if mod $ranks $nodes -}}
 {{- $fitting := list -}}
 {{- range $count := untilStep 1 (int (add $ranks 1)) 1 -}}
@@ -192,7 +194,10 @@ spec:
 {{- $fitting = append $fitting $count -}}
 {{- end -}}
 {{- end -}}
-{{- fail (printf "%s.nodesPerWorker is %d and %s.tensorParallel is %d, which %d pods do not divide; take %s pods, or another number of ranks" .role $nodes .role $ranks $nodes (join ", " $fitting)) -}}
+{{- fail (printf "%s.nodesPerWorker is %d, and %s.tensorParallel times pipelineParallel is %d, which %d pods do not divide; take %s pods, or another number of ranks" .role $nodes .role $ranks $nodes (join ", " $fitting)) -}}
+{{- end -}}
+{{- if and (gt ($values.pipelineParallel | int) 1) (include "kvrelay.adapters.given" .root.Values.adapters) -}}
+{{- fail (printf "%s.pipelineParallel is %d, and there are adapters, which stages do not serve; set it to 1, or leave adapters out" .role ($values.pipelineParallel | int)) -}}
 {{- end -}}
 {{- if gt $nodes 1 -}}
 {{- if or $values.autoscaling.hpa.enabled $values.autoscaling.keda.enabled -}}
@@ -213,7 +218,7 @@ spec:
 {{- define "kvrelay.worker.resources" -}}
 {{- $resources := deepCopy .resources -}}
 {{- if .gpu.resource -}}
-{{- $limits := merge (dict .gpu.resource (div .tensorParallel .nodesPerWorker | int64)) (default (dict) $resources.limits) -}}
+{{- $limits := merge (dict .gpu.resource (div (mul .tensorParallel .pipelineParallel) .nodesPerWorker | int64)) (default (dict) $resources.limits) -}}
 {{- $_ := set $resources "limits" $limits -}}
 {{- end -}}
 {{- toYaml $resources -}}

@@ -136,7 +136,11 @@ def _worker(
     num_prefill, num_decode = num_models * deployment.prefill, num_models * deployment.decode
     threads = deployment.threads or max(1, num_cores // (num_prefill + num_decode))
     shares = dict(zip(("prefill", "decode"), gpu_shares(num_prefill, num_decode), strict=True))
-    num_ranks = deployment.prefill_tensor_parallel if role == "prefill" else deployment.decode_tensor_parallel
+    sizes = {
+        "tensor_parallel": (deployment.prefill_tensor_parallel, deployment.decode_tensor_parallel),
+        "pipeline_parallel": (deployment.prefill_pipeline_parallel, deployment.decode_pipeline_parallel),
+    }
+    of_role = {name: decode if role == "decode" else prefill for name, (prefill, decode) in sizes.items()}
     chosen = {
         "kv_memory_fraction": shares[role],
         **settings.components,
@@ -144,7 +148,7 @@ def _worker(
         "drain_s": deployment.drain_s,
         "threads": threads,
         "admin_host": _LOOPBACK,
-        **({} if num_ranks is None else {"tensor_parallel": num_ranks}),
+        **{name: number for name, number in of_role.items() if number is not None},
         **_places(name, ports),
     }
     return ComponentSpec(

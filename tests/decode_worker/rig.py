@@ -111,6 +111,10 @@ class Watched:
         return self._engine.runs_ahead
 
     @property
+    def num_stages(self) -> int:
+        return self._engine.num_stages
+
+    @property
     def num_slots(self) -> int:
         return self._engine.num_slots
 
@@ -193,7 +197,7 @@ class Rig:
         drafts = None
         if drafter is not None:
             drafts = Drafts([GuideDrafter(), drafter], of_scheduler.speculation_tokens, DraftMetrics(self.registry))
-        self.scheduler = DecodeScheduler(of_scheduler, self.blocks, max_model_len, "cpu", drafts)
+        self.scheduler = DecodeScheduler(of_scheduler, self.blocks, max_model_len, "cpu", drafts, engine.num_stages)
         self.outputs: dict[str, list[int]] = {}
         self.sampled: dict[str, list[SampledToken]] = {}  # the same here, with their log probabilities
         self.beams: dict[str, tuple[FinishedBeam, ...]] = {}  # of searches that have ended

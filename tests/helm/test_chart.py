@@ -575,6 +575,18 @@ def test_every_rank_has_a_gpu() -> None:
     assert env_of(on_cpus)["KVRELAY_TENSOR_PARALLEL"] == "2"
 
 
+@needs_helm
+def test_every_rank_of_every_stage_has_a_gpu() -> None:
+    found = objects("--set", "prefill.pipelineParallel=2,decode.tensorParallel=4,decode.pipelineParallel=2")
+    for component, num_stages, num_gpus in (("prefill-worker", 2, 2), ("decode-worker", 2, 8)):
+        pod = pod_of(found, component)
+        assert pod["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": num_gpus}
+        assert env_of(pod)["KVRELAY_PIPELINE_PARALLEL"] == str(num_stages)
+    spread = objects("--set", "decode.tensorParallel=4,decode.pipelineParallel=2,decode.nodesPerWorker=2")
+    pod = spread["StatefulSet", "relay-kvrelay-decode-worker"]["spec"]["template"]["spec"]
+    assert pod["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": 4}
+
+
 NODES = "decode.replicas=3,decode.tensorParallel=4,decode.nodesPerWorker=2,networkPolicy.enabled=true"
 
 
@@ -625,11 +637,18 @@ def test_pods_of_a_worker_reach_each_other_on_all_ports_and_nobody_else_does() -
     ("values", "says"),
     [
         ("decode.tensorParallel=4,decode.nodesPerWorker=3", "which 3 pods do not divide; take 1, 2, 4 pods"),
-        ("prefill.nodesPerWorker=2", "prefill.tensorParallel is 1, which 2 pods do not divide; take 1 pods"),
+        (
+            "prefill.nodesPerWorker=2",
+            "tensorParallel times pipelineParallel is 1, which 2 pods do not divide; take 1 pods",
+        ),
         (f"{NODES},decode.autoscaling.hpa.enabled=true", "an autoscaler counts pods, and a worker is 2 of them"),
         (f"{NODES},decode.autoscaling.keda.enabled=true", "an autoscaler counts pods, and a worker is 2 of them"),
         (f"{NODES},fullnameOverride={'long-' * 7}name", "is too long a name for a StatefulSet"),
         (f"{NODES},adapters.hostPath=/lora", "decode.nodesPerWorker is 2, and there are adapters"),
+        (
+            "prefill.pipelineParallel=2,adapters.hostPath=/lora",
+            "prefill.pipelineParallel is 2, and there are adapters, which stages do not serve",
+        ),
     ],
 )
 def test_nodes_that_cannot_be_are_refused_with_a_way_out(values: str, says: str) -> None:

@@ -130,6 +130,23 @@ def test_each_of_two_ranks_has_its_part_as_it_is_stored(
     assert 0 <= gpu["kv_nbytes"] - gpu["num_tokens"] * of_rank < 16 * of_rank
 
 
+def test_of_two_stages_that_counts_which_has_least_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Both have half of the layers, the last one the norm, too."""
+    write_config(tmp_path, "llama", **SIZES)
+    _, whole = found(capsys, str(tmp_path), "--memory-gib", "1")
+    code, report = found(capsys, str(tmp_path), "--memory-gib", "1", "--pipeline-parallel", "2")
+    assert code == 0
+    gpu = report["gpu"]
+    assert (gpu["num_ranks"], gpu["weights_nbytes"]) == (2, whole["gpu_weights_bytes"] // 2 + 4 * 64 // 2)
+    assert gpu["num_tokens"] > 1.9 * whole["gpu"]["num_tokens"]
+
+
+def test_more_stages_than_layers_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, report = found(capsys, str(write_config(tmp_path, "llama", **SIZES)), "--pipeline-parallel", "9")
+    assert (code, report["runs"]) == (1, False)
+    assert "take at most as many stages" in report["reason"]
+
+
 @pytest.mark.parametrize(("model_type", "num_ranks"), [("llama", "3"), ("gemma2", "2")])
 def test_ranks_that_do_not_fit_are_refused(
     model_type: str, num_ranks: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

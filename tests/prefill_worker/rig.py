@@ -24,7 +24,9 @@ class ModelRig:
     def __init__(self, engine: Engine, clock: Clock = lambda: 0.0, **settings: int) -> None:
         card = engine.card
         self.blocks = BlockManager(card.num_blocks, card.layout.block_size, lambda: 0.0)
-        self.scheduler = PrefillScheduler(PrefillSchedulerSettings(**settings), self.blocks, card.max_model_len, "cpu")
+        self.scheduler = PrefillScheduler(
+            PrefillSchedulerSettings(**settings), self.blocks, card.max_model_len, "cpu", engine.num_stages
+        )
         self.tokens: dict[str, int] = {}  # the first one of each prompt
         self.failed: list[str] = []
         self.reports: list[Report] = []

@@ -1,4 +1,4 @@
-"""Hand-offs between workers of one to four ranks each, equal and unequal, plain and sealed, by every way."""
+"""Hand-offs between workers of one to four ranks each, in one or two stages, equal and unequal, plain and sealed, by every way."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from kvrelay.common.kv_geometry import GroupKind, KvGeometry, KvGroup
-from kvrelay.engine.config.cut import Cut
+from kvrelay.engine.config.cut import cuts_of
+from kvrelay.engine.kv.fragments import own_nbytes
 from kvrelay.engine.kv.gathered import GatheredRead, GatheredStore, HostPart
 
 from .lease_bench import BLOCK_NBYTES, BLOCK_SIZE
@@ -28,13 +29,11 @@ def geometry_of(num_heads: int) -> KvGeometry:
 class RanksStore(GatheredStore):
     """For :class:`tests.wire.rig.CountingStore`, over the pools of some ranks."""
 
-    def __init__(self, num_blocks: int, geometry: KvGeometry, num_ranks: int) -> None:
+    def __init__(self, num_blocks: int, geometry: KvGeometry, num_ranks: int, num_stages: int) -> None:
         assert geometry.block_nbytes == BLOCK_NBYTES
-        (group,) = geometry.groups
-        num_own = [len(Cut(rank, num_ranks).heads(group.num_kv_heads)) for rank in range(num_ranks)]
-        sizes = [BLOCK_NBYTES * count // group.num_kv_heads for count in num_own]
+        sizes = [own_nbytes(geometry, cut) for cut in cuts_of(num_ranks, num_stages)]
         self.parts = [np.zeros((num_blocks, size), dtype=np.uint8) for size in sizes]
-        super().__init__(geometry, num_blocks, [HostPart(part) for part in self.parts])
+        super().__init__(geometry, num_blocks, [HostPart(part) for part in self.parts], num_stages)
         self.reads: Counter[int] = Counter()
         self.writes: Counter[int] = Counter()
 
@@ -75,20 +74,38 @@ class _Block:
 class RanksRig(Rig):
     """Of the decode side's ranks, then the prefill side's."""
 
-    def __init__(self, context: Any, geometry: KvGeometry, ranks: tuple[int, int], **options: Any) -> None:
+    def __init__(
+        self, context: Any, geometry: KvGeometry, ranks: tuple[tuple[int, int], tuple[int, int]], **options: Any
+    ) -> None:
+        """``ranks``: of each stage, and how many stages, of both sides."""
         self._geometry = geometry
         self._ranks = iter(ranks)
         super().__init__(context, **options)
 
     def new_store(self, num_blocks: int) -> Any:
-        return RanksStore(num_blocks, self._geometry, next(self._ranks))
+        return RanksStore(num_blocks, self._geometry, *next(self._ranks))
 
 
 @pytest.mark.parametrize("seals_kv", [False, True], ids=["plain", "sealed"])
 @pytest.mark.parametrize("ranks", list(itertools.product((1, 2, 3, 4), repeat=2)))
 def test_any_ranks_hand_over_to_any_others(context: Any, path: str, ranks: tuple[int, int], seals_kv: bool) -> None:
     """Four K/V heads; where there are three ranks, one head that all of them have."""
-    rig = RanksRig(context, geometry_of(1 if 3 in ranks else 4), ranks, seals_kv=seals_kv, path=path)
+    assert_hands_over(
+        RanksRig(
+            context, geometry_of(1 if 3 in ranks else 4), ((ranks[0], 1), (ranks[1], 1)), seals_kv=seals_kv, path=path
+        )
+    )
+
+
+@pytest.mark.parametrize("seals_kv", [False, True], ids=["plain", "sealed"])
+@pytest.mark.parametrize("ranks", [((1, 2), (1, 1)), ((1, 1), (1, 2)), ((2, 2), (1, 1)), ((2, 2), (4, 1))], ids=str)
+def test_any_stages_hand_over_to_any_others(
+    context: Any, path: str, ranks: tuple[tuple[int, int], tuple[int, int]], seals_kv: bool
+) -> None:
+    assert_hands_over(RanksRig(context, geometry_of(4), ranks, seals_kv=seals_kv, path=path))
+
+
+def assert_hands_over(rig: RanksRig) -> None:
     try:
         rig.assert_holds(rig.hand_over())
         rig.assert_holds(rig.hand_over(num_tokens=7, request_id="again"))

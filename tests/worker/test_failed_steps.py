@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,8 +25,8 @@ GREEDY = SamplingParams(max_tokens=9, temperature=0.0)
 class FailingEngine(FakeEngine):
     """Steps fail that compute a sequence whose name begins with "bad"; with ``is_lost``, the device is gone then."""
 
-    def __init__(self, *, runs_ahead: bool = False, is_lost: bool = False) -> None:
-        super().__init__(CARD, self._look_at, runs_ahead=runs_ahead)
+    def __init__(self, *, runs_ahead: bool = False, is_lost: bool = False, num_stages: int = 1) -> None:
+        super().__init__(CARD, self._look_at, runs_ahead=runs_ahead, num_stages=num_stages)
         self.is_lost = is_lost
         self.num_failures = 0
 
@@ -43,9 +44,9 @@ def prompt_of(index: int) -> list[int]:
     return [index, *range(5 + index % 4)]
 
 
-@pytest.mark.parametrize("runs_ahead", [False, True])
-def test_one_bad_request_costs_nobody_else_an_attempt(runs_ahead: bool) -> None:
-    engine = FailingEngine(runs_ahead=runs_ahead)
+@pytest.mark.parametrize("options", [{"runs_ahead": False}, {"runs_ahead": True}, {"num_stages": 3}], ids=str)
+def test_one_bad_request_costs_nobody_else_an_attempt(options: dict[str, Any]) -> None:
+    engine = FailingEngine(**options)
     rig = Rig(engine)
     for index in range(12):
         rig.add(f"good{index}", prompt_of(index), GREEDY, handed_over=index % 3 > 0)
@@ -64,8 +65,9 @@ def test_one_bad_request_costs_nobody_else_an_attempt(runs_ahead: bool) -> None:
     assert rig.count("failed_steps") <= 8
 
 
-def test_one_bad_prompt_costs_no_other_its_token() -> None:
-    rig = ModelRig(FailingEngine())
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_one_bad_prompt_costs_no_other_its_token(num_stages: int) -> None:
+    rig = ModelRig(FailingEngine(num_stages=num_stages))
     for name in ("good0", "good1", "bad", "good2"):
         rig.local(name, prompt_of(len(name)) * 3, GREEDY)
     rig.run(breaks=True)

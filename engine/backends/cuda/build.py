@@ -64,7 +64,7 @@ def cuda_model(
     graphs: DecodeGraphs | None = None
     try:
         ops = cuda_ops(config, pool, max_model_len, options, kv_scales)
-        compute_dtype = weights.embed.dtype
+        compute_dtype = weights.dtype
         adapters: Adapters | None = None
         adapted: AdaptedSteps | None = None
         if options.adapter_bytes:
@@ -188,6 +188,8 @@ def run_largest_step(
     model, ops = make(pool, max_len, max(options.max_num_seqs, len(prompts)))
     slots, batch = _made_up(prompts, sampling, options.block_size, len(geometry.groups))
     hidden = model.forward(ops.upload((batch.token_ids,))[0], ops.begin_step(batch))
+    if hidden is None:
+        return pool.tensor.nbytes
     num_sampled = min(options.max_num_seqs, num_tokens)
     asking = Asking.of(slots, np.zeros(num_sampled, dtype=np.int64), np.ones(num_sampled, dtype=np.int64))
     sample(model.logits(hidden[:num_sampled]), asking, None, ops, {}).read()
@@ -205,7 +207,8 @@ def compile_steps(model: Model, ops: CudaPagedOps, pool: KvPool, options: Engine
         rows = [(1, spare)] * num_single + [(2, spare)]
         _, batch = _made_up(rows, SamplingParams(max_tokens=1), options.block_size, len(pool.geometry.groups))
         hidden = model.forward(ops.upload((batch.token_ids,))[0], ops.begin_step(batch))
-        model.logits(hidden[-1:])
+        if hidden is not None:
+            model.logits(hidden[-1:])
 
 
 @torch.inference_mode()
@@ -266,7 +269,9 @@ def decode_graphs(
     """Graphs of all batches that decode, captured now. ``compute_dtype``: the logits'. ``adapted``: see DecodeGraphs."""
 
     def forward(token_ids: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
-        return model.logits(model.forward(token_ids, ops.step_of(inputs)))
+        hidden = model.forward(token_ids, ops.step_of(inputs))
+        assert hidden is not None, "a stage has no graphs"
+        return model.logits(hidden)
 
     return DecodeGraphs(
         forward,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvrelay.common.errors import ModelError
-from kvrelay.engine.config.cut import Cut, require_fit
+from kvrelay.engine.config.cut import Cut, cuts_of, require_fit, require_stages
 from kvrelay.engine.config.model import ModelConfig, parse_config
 
 from .test_model_config import LLAMA
@@ -63,3 +63,30 @@ def test_ranks_that_do_not_divide_the_heads_are_refused_with_those_that_fit() ->
         require_fit(model(6, 2), 3)  # one rank would need both K/V heads, the others one
     require_fit(model(9, 3), 3)
     require_fit(model(12, 1), 4)
+
+
+@pytest.mark.parametrize("num_layers", [3, 4, 30, 61])
+@pytest.mark.parametrize("num_stages", [1, 2, 3])
+def test_stages_have_each_layer_once_and_the_last_one_never_more_than_another(num_layers: int, num_stages: int) -> None:
+    cuts = cuts_of(1, num_stages)
+    layers = [cut.layers(num_layers) for cut in cuts]
+    assert [layer for one in layers for layer in one] == list(range(num_layers))
+    assert len(layers[0]) - 1 <= len(layers[-1]) <= len(layers[0])
+    assert [cut.is_first for cut in cuts].index(True) == 0
+    assert [cut.is_last for cut in cuts].index(True) == num_stages - 1
+
+
+def test_ranks_of_a_stage_are_neighbours_and_have_its_heads_among_them() -> None:
+    config = model(12, 4, num_hidden_layers=5)
+    cuts = cuts_of(2, 3)
+    assert [(cut.stage, cut.rank) for cut in cuts] == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
+    for cut in cuts:
+        own = cut.config(config)
+        assert (own.num_q_heads, own.num_kv_heads, own.stage_layers) == (6, 2, cut.layers(5))
+    assert cuts_of(2, 1)[1].config(config).stage_layers is None
+
+
+def test_more_stages_than_layers_are_refused() -> None:
+    require_stages(model(12, 4, num_hidden_layers=3), 3)
+    with pytest.raises(ModelError, match=r"--pipeline-parallel is 4; .* has 3 layers: take at most as many stages"):
+        require_stages(model(12, 4, num_hidden_layers=3), 4)

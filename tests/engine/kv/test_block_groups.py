@@ -203,8 +203,8 @@ def test_a_pool_holds_as_many_more_tokens_as_windows_leave_room_for(windows: lis
 def test_layers_are_grouped_by_window_into_groups_of_about_one_size() -> None:
     groups = LayerGroups.of([8, 8, None, 8, 8, 8, None, 8], [ONE] * 8)
     assert groups.windows == (None, 8, 8, 8)
-    assert groups.layers == ((2, 6), (0, 1), (3, 4), (5, 7))
-    assert groups.places[4] == (2, 1)
+    assert groups.layers == ((2, 6), (0, 4), (1, 5), (3, 7))
+    assert groups.places[4] == (1, 1)
     assert [len(layers) for layers in LayerGroups.of([None] * 5, [ONE] * 5).layers] == [5]
     assert LayerGroups.of([4, None, 8], [ONE] * 3).windows == (None, 4, 8)
 

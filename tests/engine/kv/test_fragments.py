@@ -1,4 +1,4 @@
-"""What of a block is whose: between any ranks every byte arrives exactly once, where it belongs."""
+"""What of a block is whose: between any stages and ranks every byte arrives exactly once, where it belongs."""
 
 from __future__ import annotations
 
@@ -8,18 +8,30 @@ import numpy as np
 import pytest
 
 from kvrelay.common.kv_geometry import GroupKind, KvGeometry, KvGroup
-from kvrelay.engine.config.cut import Cut
+from kvrelay.engine.config.cut import Cut, cuts_of
 from kvrelay.engine.kv.fragments import Fragment, given, taken
 from kvrelay.engine.kv.gathered import GatheredStore, HostPart
 
 NUM_BLOCKS = 3
+SIDES = list(itertools.product((1, 2, 3, 4, 6), (1, 2, 3, 5)))  # ranks of a stage, and stages
+GROUPS = {  # of five layers
+    "one": [(GroupKind.FULL, (0, 1, 2, 3, 4))],
+    "windows": [(GroupKind.FULL, (0, 3)), (GroupKind.WINDOW, (1, 4)), (GroupKind.WINDOW, (2,))],
+    "latents": [(GroupKind.LATENT, (0, 1, 2, 3, 4))],
+}
 
 
-def geometry(num_layers: int, num_kv_heads: int, dtype: str = "bfloat16", block_size: int = 4) -> KvGeometry:
-    group = KvGroup(
-        kind=GroupKind.FULL, layers=tuple(range(num_layers)), num_kv_heads=num_kv_heads, key_size=6, value_size=6, dtype=dtype
+def geometry(groups: str, num_kv_heads: int, dtype: str = "bfloat16", block_size: int = 4) -> KvGeometry:
+    return KvGeometry(
+        groups=tuple(
+            KvGroup(
+                kind=kind, window=9 if kind is GroupKind.WINDOW else None, layers=layers, num_kv_heads=num_kv_heads,
+                key_size=6, value_size=0 if kind is GroupKind.LATENT else 6, dtype=dtype,
+            )
+            for kind, layers in GROUPS[groups]
+        ),
+        block_size=block_size,
     )  # fmt: skip
-    return KvGeometry(groups=(group,), block_size=block_size)
 
 
 def fits(num_kv_heads: int, num_ranks: int) -> bool:
@@ -30,65 +42,78 @@ def own_nbytes(fragments: list[Fragment]) -> int:
     return sum(one.nbytes for one in fragments)
 
 
-CASES = [
-    (kv_heads, senders, receivers)
-    for kv_heads, senders, receivers in itertools.product((1, 2, 3, 4, 8, 12), (1, 2, 3, 4, 6), (1, 2, 3, 4, 6))
-    if fits(kv_heads, senders) and fits(kv_heads, receivers)
-]
+def group_nbytes(layout: KvGeometry, group: int) -> int:
+    return layout.groups[group].token_nbytes * layout.block_size
 
 
-@pytest.mark.parametrize(("num_kv_heads", "num_senders", "num_receivers"), CASES)
-@pytest.mark.parametrize(("num_layers", "dtype"), [(1, "float8_e4m3fn"), (3, "bfloat16")])
-def test_every_byte_arrives_exactly_once(
-    num_kv_heads: int, num_senders: int, num_receivers: int, num_layers: int, dtype: str
-) -> None:
-    """Bytes are numbered; each sender's rank has its heads of them, as a model would have computed them."""
-    layout = geometry(num_layers, num_kv_heads, dtype)
-    numbers = np.arange(layout.block_nbytes)
-    senders = [Cut(rank, num_senders) for rank in range(num_senders)]
-    times_given = np.zeros(layout.block_nbytes, dtype=int)
-    whole = np.full(layout.block_nbytes, -1)
+CASES = [("latents", 1)] + [(groups, heads) for groups in ("one", "windows") for heads in (1, 2, 3, 4, 8, 12)]
+
+
+@pytest.mark.parametrize(("groups", "num_kv_heads"), CASES)
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "bfloat16"])
+def test_every_byte_arrives_exactly_once(groups: str, num_kv_heads: int, dtype: str) -> None:
+    """Bytes are numbered; each sender's rank has its layers and heads of them, as a model would have computed them.
+
+    What any senders put together is the same, so each is tried beside each receiver.
+    """
+    layout = geometry(groups, num_kv_heads, dtype)
+    for group in range(len(layout.groups)):
+        numbers = np.arange(group_nbytes(layout, group))
+        for side in (cuts_of(*side) for side in SIDES if fits(num_kv_heads, side[0])):
+            assert (put_together(layout, side, group, numbers) == numbers).all()
+            for cut in side:
+                fragments = taken(layout, cut, group)
+                own = np.full(own_nbytes(fragments), -1)
+                for one in fragments:
+                    assert (own[one.own_start : one.own_start + one.nbytes] == -1).all(), "written twice"
+                    own[one.own_start : one.own_start + one.nbytes] = numbers[one.start : one.start + one.nbytes]
+                assert (own == numbers[owned(layout, cut, group)]).all()
+
+
+def put_together(layout: KvGeometry, senders: list[Cut], group: int, numbers: np.ndarray) -> np.ndarray:
+    times_given = np.zeros(len(numbers), dtype=int)
+    whole = np.full(len(numbers), -1)
     for cut in senders:
-        held = numbers[owned(layout, cut)]
-        for one in given(layout, cut, 0):
+        held = numbers[owned(layout, cut, group)]
+        for one in given(layout, cut, group):
             times_given[one.start : one.start + one.nbytes] += 1
             whole[one.start : one.start + one.nbytes] = held[one.own_start : one.own_start + one.nbytes]
     assert (times_given == 1).all()
-    for cut in (Cut(rank, num_receivers) for rank in range(num_receivers)):
-        fragments = taken(layout, cut, 0)
-        own = np.full(own_nbytes(fragments), -1)
-        for one in fragments:
-            assert (own[one.own_start : one.own_start + one.nbytes] == -1).all(), "written twice"
-            own[one.own_start : one.own_start + one.nbytes] = whole[one.start : one.start + one.nbytes]
-        assert (own == numbers[owned(layout, cut)]).all()
+    return whole
 
 
-def owned(layout: KvGeometry, cut: Cut) -> np.ndarray:
-    """Which bytes of the model's block are a rank's, in its order: by the shape of the pool, not by fragments."""
-    (group,) = layout.groups
-    shape = (len(group.layers), 2, group.num_kv_heads, -1)
-    heads = list(cut.heads(group.num_kv_heads))
-    return np.arange(layout.block_nbytes).reshape(shape)[:, :, heads].reshape(-1)
+def owned(layout: KvGeometry, cut: Cut, group: int) -> np.ndarray:
+    """Which bytes of a group's block are a rank's, in its order: by the shape of the pool, not by fragments."""
+    of = layout.groups[group]
+    shape = (len(of.layers), 2 if of.value_size else 1, of.num_kv_heads, -1)
+    places = [place for place, layer in enumerate(of.layers) if layer in cut.layers(5)]
+    heads = list(cut.heads(of.num_kv_heads))
+    return np.arange(group_nbytes(layout, group)).reshape(shape)[places][:, :, heads].reshape(-1)
 
 
-@pytest.mark.parametrize(("num_senders", "num_receivers"), list(itertools.product((1, 2, 3, 4), repeat=2)))
-def test_a_block_goes_from_pool_to_pool(num_senders: int, num_receivers: int) -> None:
-    layout = geometry(2, 12)
+@pytest.mark.parametrize(
+    ("sender", "receiver"), list(itertools.product(((1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (3, 5)), repeat=2))
+)
+@pytest.mark.parametrize("groups", ["one", "windows"])
+def test_a_block_goes_from_pool_to_pool(groups: str, sender: tuple[int, int], receiver: tuple[int, int]) -> None:
+    layout = geometry(groups, 12)
     random = np.random.default_rng(1)
-    blocks = random.integers(0, 256, (NUM_BLOCKS, layout.block_nbytes), dtype=np.uint8)
-    source = store(layout, num_senders, blocks)
-    target = store(layout, num_receivers, np.zeros_like(blocks))
-    for block_id in range(NUM_BLOCKS):
-        view = target.open_write(2 - block_id, 0)
-        view[:] = source.open_read(block_id, 0).wait(None, 1.0)  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match="open for writing already"):
-            target.open_write(2 - block_id, 0)
-        target.close_write(2 - block_id)
-        assert (target.gather(2 - block_id, 0) == blocks[block_id]).all()
-    with pytest.raises(ValueError, match="block 3 of a pool of 3"):
-        target.open_write(3, 0)
+    for group in range(len(layout.groups)):
+        nbytes = group_nbytes(layout, group)
+        blocks = random.integers(0, 256, (NUM_BLOCKS, nbytes), dtype=np.uint8)
+        source = store(layout, sender, group, blocks)
+        target = store(layout, receiver, group, np.zeros_like(blocks))
+        for block_id in range(NUM_BLOCKS):
+            view = target.open_write(2 - block_id, group)
+            view[:] = source.open_read(block_id, group).wait(None, 1.0)  # type: ignore[arg-type]
+            with pytest.raises(ValueError, match="open for writing already"):
+                target.open_write(2 - block_id, group)
+            target.close_write(2 - block_id)
+            assert (target.gather(2 - block_id, group)[:nbytes] == blocks[block_id]).all()
+        with pytest.raises(ValueError, match="block 3 of a pool of 3"):
+            target.open_write(3, group)
 
 
-def store(layout: KvGeometry, num_ranks: int, blocks: np.ndarray) -> GatheredStore:
-    parts = [blocks[:, owned(layout, Cut(rank, num_ranks))].copy() for rank in range(num_ranks)]
-    return GatheredStore(layout, NUM_BLOCKS, [HostPart(part) for part in parts])
+def store(layout: KvGeometry, side: tuple[int, int], group: int, blocks: np.ndarray) -> GatheredStore:
+    parts = [blocks[:, owned(layout, cut, group)].copy() for cut in cuts_of(*side)]
+    return GatheredStore(layout, NUM_BLOCKS, [HostPart(part) for part in parts], side[1])

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from kvrelay.common.kv_geometry import GroupKind
+from kvrelay.engine.config.cut import cuts_of
 from kvrelay.engine.config.model import load_config, parse_config
-from kvrelay.engine.kv.geometry import geometry_of
+from kvrelay.engine.kv.geometry import LayerGroups, geometry_of
 from kvrelay.engine.kv.pool import KvPool
 
 
@@ -46,3 +47,29 @@ def test_a_pool_of_latents_has_no_room_for_values() -> None:
     pool = KvPool(geometry, 3, torch.device("cpu"))
     assert pool.tensor.shape == (3, 4, 1, 1, 8, 576)
     assert pool.block_nbytes == geometry.physical_nbytes == 8 * geometry.token_nbytes
+
+
+MOSTLY_WINDOWS: dict[str, Any] = {
+    "architectures": ["GptOssForCausalLM"], "vocab_size": 199, "hidden_size": 48, "intermediate_size": 32,
+    "num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2,
+    "sliding_window": 9, "layer_types": ["full_attention", *["sliding_attention"] * 3] * 2, "max_position_embeddings": 128,
+}  # fmt: skip
+
+
+def test_a_stage_has_its_layers_of_each_group_and_the_groups_are_those_of_all() -> None:
+    config = parse_config(MOSTLY_WINDOWS, "here")
+    whole = LayerGroups.of_shape(config)
+    assert whole.layers == ((0, 4), (1, 5), (2, 6), (3, 7))
+    own = [LayerGroups.of_shape(cut.config(config)) for cut in cuts_of(1, 3)]
+    assert own[0].layers == ((0,), (1,), (2,), ())
+    assert own[1].places == {4: (0, 0), 5: (1, 0), 3: (3, 0)}
+    assert all(one.windows == whole.windows for one in own)
+    for group, layers in enumerate(whole.layers):
+        assert sorted(layer for one in own for layer in one.layers[group]) == list(layers)
+
+
+def test_two_stages_keep_half_of_a_block_each_also_in_groups() -> None:
+    config = parse_config(MOSTLY_WINDOWS, "here")
+    whole = geometry_of(config, 8, torch.bfloat16)
+    for cut in cuts_of(1, 2):
+        assert geometry_of(cut.config(config), 8, torch.bfloat16).block_nbytes * 2 == whole.block_nbytes

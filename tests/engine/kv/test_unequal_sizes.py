@@ -31,8 +31,9 @@ FULL, WINDOW = KvSizes(2, 96, 64), KvSizes(4, 64, 32)
 SIZES = (WINDOW, FULL, WINDOW, WINDOW, FULL)
 WINDOWS = (12, None, 12, 12, None)
 SHAPE: Any = SimpleNamespace(
-    sliding_windows=WINDOWS, kv_sizes=SIZES, latent_rank=None, num_q_heads=Q_HEADS, has_softcaps=False, has_sinks=False
-)
+    sliding_windows=WINDOWS, kv_sizes=SIZES, stage_layers=None, latent_rank=None, num_q_heads=Q_HEADS, has_softcaps=False,
+    has_sinks=False,
+)  # fmt: skip
 
 
 def geometry(dtype: torch.dtype = torch.float32) -> KvGeometry:

@@ -14,7 +14,7 @@ import transformers
 
 from kvrelay.common.adapter_files import AdapterAbsentError, AdapterError, AdapterFiles, AdapterRef
 from kvrelay.engine.fake.adapters import FakeAdapters
-from kvrelay.engine.ranks.adapters import AdapterLoaded, AdapterServer, RankedAdapters, ToAdapters
+from kvrelay.engine.ranks.adapters import AdapterLoaded, AdapterServer, Launches, RankedAdapters, ToAdapters
 from kvrelay.engine.ranks.link import Link
 from kvrelay.engine.step.interface import Engine, StepRow
 from tests.adapters import linear_shapes, write_adapter
@@ -184,11 +184,14 @@ def three(tmp_path: Path) -> Iterator[tuple[RankedAdapters, list[Failing], list[
     slots = [Failing() for _ in range(3)]
     pairs = [socket.socketpair() for _ in slots[1:]]
     links: list[Link[Any]] = [Link(ours, AdapterLoaded) for ours, _ in pairs]
-    servers = [AdapterServer(Link(theirs, ToAdapters), one) for (_, theirs), one in zip(pairs, slots[1:], strict=True)]
+    servers = [
+        AdapterServer(Link(theirs, ToAdapters), one, Launches())
+        for (_, theirs), one in zip(pairs, slots[1:], strict=True)
+    ]
     threads = [threading.Thread(target=server.serve) for server in servers]
     for thread in threads:
         thread.start()
-    yield RankedAdapters(slots[0], links), slots, links, ref
+    yield RankedAdapters(slots[0], links, lambda: 0), slots, links, ref
     for link in links:
         link.shut()
     for thread in threads:
@@ -221,6 +224,43 @@ def test_a_slot_has_an_adapter_on_all_ranks_or_on_none(
     adapters.unload(3)
     adapters.load(4, tmp_path / "a", ref.digest)
     assert [one.taken for one in slots] == [{4}] * 3
+
+
+class Watched(Launches):
+    """Knows when somebody waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_waited_for = threading.Event()
+
+    def wait_for(self, num_launched: int) -> None:
+        self.is_waited_for.set()
+        super().wait_for(num_launched)
+
+
+def test_a_slot_is_freed_behind_the_steps_that_were_launched_before(tmp_path: Path) -> None:
+    """A sequence that is over may have a row in a step that runs ahead, and that a rank has not begun with."""
+    ref = write_adapter(tmp_path / "a", {"model.layers.0.self_attn.q_proj": (8, 8)})
+    own, other, launches = Failing(), Failing(), Watched()
+    ours, theirs = socket.socketpair()
+    link: Link[Any] = Link(ours, AdapterLoaded)
+    server = threading.Thread(target=AdapterServer(Link(theirs, ToAdapters), other, launches).serve)
+    server.start()
+    adapters = RankedAdapters(own, [link], lambda: 2)
+    adapters.load(3, tmp_path / "a", ref.digest)
+    launches.count()
+    adapters.unload(3)
+    again = threading.Thread(target=adapters.load, args=(3, tmp_path / "a", ref.digest))
+    again.start()
+    assert launches.is_waited_for.wait(10), "the rank frees the slot before its step"
+    assert other.taken == {3}
+    launches.count()
+    again.join()
+    assert own.taken == other.taken == {3}
+    link.shut()
+    server.join()
+    link.close()
+    theirs.close()
 
 
 def test_a_rank_that_is_gone_fails_the_load(three: Any, tmp_path: Path) -> None:

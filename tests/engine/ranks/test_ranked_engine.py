@@ -306,7 +306,7 @@ def test_a_rank_that_does_not_come_to_an_end_of_loading_is_named(
 
     settings = ModelSettings(model=str(tmp_path), device="cpu", tensor_parallel=2, threads=2)
     with pytest.raises(ModelError, match=r"^rank 1 \(process \d+\) has not loaded 0.5 s after its leader: it hangs$"):
-        RankedEngine.load(LoadSettings(settings, KvSettings(num_blocks=8), 4, None, decodes=True), 2, is_loaded)
+        RankedEngine.load(LoadSettings(settings, KvSettings(num_blocks=8), 4, None, decodes=True), is_loaded)
     assert not pids()
 
 

@@ -112,15 +112,21 @@ def test_two_nodes_compute_and_hand_over_what_one_rank_does(nodes: Any, model: P
     assert bytes(engine.store.open_read(60, 0).wait(None, 1)) == given.tobytes()
 
 
-def test_nodes_with_several_ranks_each(tmp_path: Path) -> None:
-    sizes = {**SIZES, "num_attention_heads": 4, "num_key_value_heads": 4}
+@pytest.mark.parametrize(("num_ranks", "num_stages"), [(4, 1), (2, 2), (1, 4)])
+def test_nodes_with_several_ranks_each(num_ranks: int, num_stages: int, tmp_path: Path) -> None:
+    """Of one stage, a stage on each, and two stages on each: of five layers, so that these are unequal."""
+    sizes = {**SIZES, "num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 5}
     save_model(tmp_path, transformers.LlamaConfig(**sizes))
     port = free_port()
     with running_host(place(port, 1, 2, 4), tmp_path):
-        engine = load_ranks(tmp_path, 4, nodes=others(place(port, 0, 2, 4)))
+        engine = load_ranks(tmp_path, num_ranks, num_stages=num_stages, nodes=others(place(port, 0, 2, 4)))
         try:
             assert [rank.rank for rank in engine._ranks.others] == [1, 2, 3]  # type: ignore[attr-defined]
             assert_same_tokens([run(engine)[1]], [run(load(tmp_path))[1]])
+            given = np.random.default_rng(1).integers(256, size=engine.store.block_nbytes, dtype=np.uint8)
+            engine.store.open_write(60, 0)[:] = given.data
+            engine.store.close_write(60)
+            assert bytes(engine.store.open_read(60, 0).wait(None, 1)) == given.tobytes()  # type: ignore[union-attr, arg-type]
         finally:
             engine.close()
 
@@ -330,8 +336,8 @@ def test_a_rank_that_came_and_went_is_waited_for_again(door: Door) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"version": "0.0.1"}, "it is kvrelay 0.0.1, --tensor-parallel 3 and --nodes 3, its leader"),
-        ({"num_ranks": 6}, "--tensor-parallel 6"),
+        ({"version": "0.0.1"}, "it is kvrelay 0.0.1, of 3 ranks on 3 nodes, its leader"),
+        ({"num_ranks": 6}, "of 6 ranks on 3 nodes"),
         ({"rank": 0}, "it is not one of ranks 1 to 2: is its --node-rank right"),
         ({"rank": 3}, "it is not one of ranks 1 to 2"),
         ({"rank": 2}, "rank 2 is here already: process 7 of a host"),

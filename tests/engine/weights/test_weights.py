@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import weakref
@@ -15,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from kvrelay.common.errors import ModelError
-from kvrelay.engine.config.cut import Cut
+from kvrelay.engine.config.cut import Cut, cuts_of
 from kvrelay.engine.config.model import ModelConfig, load_config
 from kvrelay.engine.weights import checkpoint
 from kvrelay.engine.weights.checkpoint import load_weights, weights_digest
@@ -187,7 +188,8 @@ def expected(directory: Path, num_layers: int, dtype: torch.dtype) -> dict[str, 
 
 def parameters(weights: ModelWeights) -> dict[str, torch.Tensor]:
     """Named as ``expected`` names them."""
-    named = {"embed": weights.embed, "norm": weights.norm, "lm_head": weights.lm_head}
+    ends = {"embed": weights.embed, "norm": weights.norm, "lm_head": weights.lm_head}
+    named = {name: tensor for name, tensor in ends.items() if isinstance(tensor, torch.Tensor)}
     for index, layer in enumerate(weights.layers):
         fields = {
             field: getattr(part, field) for part in (layer, layer.attention, layer.mlp) for field in part.__slots__
@@ -446,6 +448,25 @@ def test_ranks_with_whole_experts_have_each_once_and_read_no_others(
         first, second = (tensors(one.mlp) for one in own)
         for expected, *joined in zip(tensors(layer.mlp), first, second, strict=True):
             assert torch.equal(torch.cat(joined), expected)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_stages_have_their_layers_and_read_no_others(opened: Device, tmp_path: Path, model: str) -> None:
+    save_model(tmp_path, MODELS[model])
+    config = load_config(tmp_path)
+    whole = load(tmp_path)
+    for cut in cuts_of(1, 3):
+        read_before = opened.read_nbytes
+        part = load_weights(tmp_path, config, torch.float32, CPU, lambda done, total: None, cut=cut)
+        assert opened.read_nbytes - read_before <= sum(one.nbytes for one in parameters(part).values())
+        layers = cut.layers(config.num_layers)
+        assert len(part.layers) == len(layers)
+        expected = parameters(dataclasses.replace(whole, layers=[whole.layers[layer] for layer in layers]))
+        own = parameters(part)
+        has_embed, has_head = cut.is_first or (cut.is_last and config.has_tied_embeddings), cut.is_last
+        assert [name in own for name in ("embed", "norm", "lm_head")] == [has_embed, has_head, has_head]
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in own.items())
+        assert expected.keys() - own.keys() <= {"embed", "norm", "lm_head"}
 
 
 def tensors(mlp: Any) -> list[torch.Tensor]:

@@ -216,6 +216,15 @@ def test_each_pool_has_its_ranks(given: dict[str, int], expected: tuple[int, int
     assert (prefill.model.tensor_parallel, decode.model.tensor_parallel) == expected
 
 
+def test_each_pool_has_its_stages() -> None:
+    plan = planned(LocalSettings.of(model="/models/tiny", pipeline_parallel=2, decode_pipeline_parallel=3))
+    prefill, decode = parsed(PrefillSettings, plan.specs[0]), parsed(DecodeSettings, plan.specs[1])
+    assert isinstance(prefill, PrefillSettings)
+    assert isinstance(decode, DecodeSettings)
+    assert (prefill.model.pipeline_parallel, decode.model.pipeline_parallel) == (2, 3)
+    assert decode.model.num_ranks == 3
+
+
 def test_a_plan_wires_the_components_together() -> None:
     settings = LocalSettings.of(
         model="/models/tiny", prefill=2, decode=1, max_batched_tokens=256, ttft_budget_ms=250, log_level="error"
