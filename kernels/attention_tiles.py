@@ -20,6 +20,15 @@ _HALF_RANGE = tl.constexpr(16384.0)
 
 @triton.jit
 @no_type_check
+def window_at(positions, window, CHUNK: tl.constexpr):
+    """Tokens that queries at `positions` see, themselves included: `window`, or, with CHUNK, those of their chunk of so many."""
+    if CHUNK > 0:
+        window = positions % CHUNK + 1
+    return window
+
+
+@triton.jit
+@no_type_check
 def to_half(q):
     """`q` as fp16 numbers that use its range, and the factor that undoes it.
 
@@ -99,6 +108,7 @@ def accumulate(
     BLOCK_SIZE: tl.constexpr,
     KEYS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
     HAS_SCALES: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     LOOK_AHEAD: tl.constexpr,
@@ -137,7 +147,9 @@ def accumulate(
         if MASKED:
             distance = query_positions[:, None] - positions[None, :]
             visible = distance >= 0
-            if HAS_WINDOW:
+            if CHUNK > 0:
+                visible = visible & (distance < window_at(query_positions, window, CHUNK)[:, None])
+            elif HAS_WINDOW:
                 visible = visible & (distance < window)
             scores = tl.where(visible, scores, float("-inf"))
         weights, correction, row_max, row_sum = _weigh(scores, row_max, row_sum)

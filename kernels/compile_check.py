@@ -31,6 +31,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kvrelay.kernels import (
     activation,
+    bitmask,
     decode_attention,
     decode_splits,
     group_scaled_linear,
@@ -59,6 +60,7 @@ _KERNELS = {
     kernel.__name__: kernel
     for kernel in (
         activation._swiglu_kernel,
+        bitmask._bitmask_kernel,
         decode_splits.decode_combine_kernel,
         decode_attention._decode_split_kernel,
         group_scaled_linear._dequantise_groups_kernel,
@@ -192,9 +194,14 @@ def _attention_launches(
     fp8: bool = False,
     softcap: float | None = None,
     has_sinks: bool = False,
+    chunk: int | None = None,
 ) -> list[Launch]:
     case = f"{_NAMES[dtype]} d{head_dim} {num_q_heads}/{num_kv_heads}"
-    case += (" fp8 pool" if fp8 else "") + (f" window {window}" if window else "")
+    case += (
+        (" fp8 pool" if fp8 else "")
+        + (f" window {window}" if window else "")
+        + (f" chunks of {chunk}" if chunk else "")
+    )
     case += (" softcap" if softcap else "") + (" sinks" if has_sinks else "")
     pool = torch.empty((2, 2, 2, num_kv_heads, 16, head_dim), dtype=torch.float8_e4m3fn if fp8 else dtype)
     scales = torch.empty((2, 2, num_kv_heads)) if fp8 else None
@@ -208,7 +215,7 @@ def _attention_launches(
     workspace = decode_attention.DecodeWorkspace.allocate(4, num_q_heads, head_dim, 33, "cpu")
     sinks = torch.empty((num_q_heads,), dtype=dtype) if has_sinks else None
     options: dict[str, Any] = {"scale": 0.1, "sliding_window": window, "out": out, "kv_scales": scales}
-    options |= {"softcap": softcap, "sinks": sinks}
+    options |= {"softcap": softcap, "sinks": sinks, "chunk_size": chunk}
 
     def call() -> None:
         rotary.rotary_kv_write(q, k, v, table, table, long, pool, 1, long, scales)
@@ -248,7 +255,7 @@ def _box_launches(target: Target) -> list[Launch]:
     ):
         pool = torch.empty((2, 2, 2, num_kv_heads, 64, head_dim), dtype=dtype)
         is_fp8 = dtype == torch.float8_e4m3fn
-        if tile_loads(capability, pool, None) is TileLoads.BOXES:
+        if tile_loads(capability, pool, has_window=False) is TileLoads.BOXES:
             q = torch.empty((4, num_q_heads, head_dim), dtype=torch.bfloat16)
             lens = torch.empty((5,), dtype=torch.int32)
             call = partial(
@@ -383,7 +390,8 @@ def _adapter_launches() -> list[Launch]:
 
 
 def launches(target: Target) -> list[Launch]:
-    """The representative specialisations for a target: SmolLM2-135M, Llama-3-8B, Gemma 2, gpt-oss, the edges of the tile tables."""
+    """The representative specialisations for a target: SmolLM2-135M, Llama-3-8B, Gemma 2, Gemma 4, gpt-oss, Llama 4's chunks, the
+    edges of the tile tables."""
     # What a wrapper asks the device that it launches on.
     with mock.patch.object(prefill_attention, "looks_ahead", return_value=target != ("cuda", 80)):
         found = _all_launches()
@@ -399,12 +407,13 @@ def _all_launches() -> list[Launch]:
     ids = torch.empty((4,), dtype=torch.int64)
     counts = torch.empty((4,), dtype=torch.int32)
     new = penalties.NewTokens(ids, counts, torch.empty((5,), dtype=torch.int32))
-    logits = torch.empty((4, 128256))
+    logits, words = torch.empty((4, 128256)), torch.empty((4, 128256 // 32), dtype=torch.int32)
     found = [
         *_record("bf16 4096 add", lambda: norm.add_rms_norm(hidden, hidden, hidden[0], 1e-5)),
         *_record("bf16 32x128", lambda: norm.rms_norm(heads, heads[0, 0], 1e-5)),
         *_record("bf16 2x2048", lambda: activation.silu_mul(hidden)),
         *_record("bf16 2x2048 clamped", lambda: activation.clamped_swiglu(hidden, 1.702, 7.0)),
+        *_record("bf16 128256", lambda: bitmask.apply_bitmask(logits.bfloat16(), ids, words)),
         *_record("128256", lambda: sampling.sample(logits, rows, counts, rows, rows, rows)),
         *_record("128256", lambda: penalties.apply_penalties(logits, ids, ids, counts, rows, rows, rows)),
         *_record("128256 new", lambda: penalties.apply_penalties(logits, ids, ids, counts, rows, rows, rows, new)),
@@ -413,7 +422,10 @@ def _all_launches() -> list[Launch]:
         *_attention_launches(64, 9, 3, bf16, None),
         *_attention_launches(128, 32, 8, bf16, None),
         *_attention_launches(128, 32, 8, bf16, 4096),
+        *_attention_launches(128, 40, 8, bf16, None, chunk=8192),
         *_attention_launches(256, 16, 8, bf16, None),
+        *_attention_launches(512, 16, 2, bf16, None),
+        *_attention_launches(512, 16, 2, bf16, 4096),
         *_attention_launches(128, 32, 8, bf16, None, fp8=True),
         *_attention_launches(64, 9, 3, bf16, None, fp8=True),
         *_attention_launches(256, 16, 8, bf16, None, fp8=True),

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvrelay.kernels.attention_tiles import LOG2_E, cap, to_half
+from kvrelay.kernels.attention_tiles import LOG2_E, cap, to_half, window_at
 from kvrelay.kernels.checks import (
     PagedKv,
     PoolGeometry,
@@ -106,6 +106,12 @@ class _Tile:
 
 
 def _tile(head_dim_pad: int, element_size: int) -> _Tile:
+    if head_dim_pad > 256:
+        return (
+            _Tile(keys=16, num_warps=8, num_stages=1)
+            if element_size == 4
+            else _Tile(keys=16, num_warps=4, num_stages=2)
+        )
     if element_size == 4:
         return _Tile(keys=32 if head_dim_pad <= 64 else 16, num_warps=4, num_stages=1)
     if head_dim_pad <= 64 or (head_dim_pad == 128 and element_size == 1):
@@ -123,7 +129,8 @@ def paged_decode_attention_reference(
     seq_lens: torch.Tensor,
     *,
     scale: float,
-    sliding_window: int | None,
+    sliding_window: int | None = None,
+    chunk_size: int | None = None,
     out: torch.Tensor,
     kv_scales: torch.Tensor | None = None,
     softcap: float | None = None,
@@ -142,6 +149,7 @@ def paged_decode_attention_reference(
         seq_lens[rows],
         scale=scale,
         sliding_window=sliding_window,
+        chunk_size=chunk_size,
         max_query_len=1,
         out=result,
         kv_scales=kv_scales,
@@ -202,6 +210,7 @@ def _decode_split_kernel(
     MIN_KEYS: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
     HAS_SCALES: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
@@ -210,7 +219,7 @@ def _decode_split_kernel(
     kv_head = tl.program_id(0)
     item = tl.program_id(1)
     seq, first_split, num_splits = find_split(
-        item, seq_lens_ptr, window, num_seqs, SEQS, KEYS, MIN_KEYS, MAX_SPLITS, HAS_WINDOW
+        item, seq_lens_ptr, window, num_seqs, SEQS, KEYS, MIN_KEYS, MAX_SPLITS, HAS_WINDOW, CHUNK
     )
     if seq >= num_seqs:
         return
@@ -218,7 +227,7 @@ def _decode_split_kernel(
         tl.store(plan_ptr + 2 * seq, first_split)
         tl.store(plan_ptr + 2 * seq + 1, num_splits)
     seq_len = tl.load(seq_lens_ptr + seq)
-    first_key = first_key_of(seq_len, window, KEYS, HAS_WINDOW)
+    first_key = first_key_of(seq_len, window, KEYS, HAS_WINDOW, CHUNK)
     split_len = tl.cdiv(tl.cdiv(seq_len - first_key, num_splits), KEYS) * KEYS
     # Rounded up to tiles, a sequence's last splits may have no key left: theirs is an empty loop.
     split_start = first_key + (item - first_split) * split_len
@@ -262,7 +271,7 @@ def _decode_split_kernel(
         next_blocks = tl.load(table_ptr + next_positions // BLOCK_SIZE, mask=next_positions < split_end, other=0)
         visible = positions < split_end
         if HAS_WINDOW:
-            visible = visible & (positions >= seq_len - window)
+            visible = visible & (positions >= seq_len - window_at(seq_len - 1, window, CHUNK))
         starts = blocks.to(tl.int64) * pool_stride_block
         key_ptrs = head_ptr + (starts + (positions % BLOCK_SIZE) * HEAD_DIM)[:, None] + dims[None, :]
         value_offsets = starts + (positions % BLOCK_SIZE) * VALUE_DIM
@@ -311,7 +320,8 @@ def paged_decode_attention(
     seq_lens: torch.Tensor,
     *,
     scale: float,
-    sliding_window: int | None,
+    sliding_window: int | None = None,
+    chunk_size: int | None = None,
     workspace: DecodeWorkspace,
     out: torch.Tensor,
     kv_scales: torch.Tensor | None = None,
@@ -327,6 +337,7 @@ def paged_decode_attention(
         seq_lens: `[num_seqs]` int32, context including this query; 0 marks padding, whose row becomes 0.
         scale: factor of the scores, usually head_dim ** -0.5.
         sliding_window: None, or the query sees the last `sliding_window` positions, its own included.
+        chunk_size: None, or the query sees its own chunk only: positions with the same `position // chunk_size`.
         workspace: for at least num_seqs sequences of this num_q_heads and the values' head_dim; overwritten.
         out: as q, a head of the size of values; every row is written.
         kv_scales: `[num_layers, 2, num_kv_heads]` fp32, what an fp8 pool was written with; else None.
@@ -350,7 +361,7 @@ def paged_decode_attention(
     for name, tensor in (("block_tables", block_tables), ("seq_lens", seq_lens)):
         require_dtype(name, tensor, torch.int32)
         require_unit_stride(name, tensor)
-    require_window(sliding_window)
+    require_window(sliding_window, chunk_size)
     require_scores(num_q_heads, softcap, sinks)
     max_splits = workspace.max_splits
     max_seqs = workspace.plan.shape[0]
@@ -398,7 +409,8 @@ def paged_decode_attention(
         KEYS=tile.keys,
         MIN_KEYS=MIN_KEYS_PER_SPLIT,
         MAX_SPLITS=max_splits,
-        HAS_WINDOW=sliding_window is not None,
+        HAS_WINDOW=sliding_window is not None or chunk_size is not None,
+        CHUNK=chunk_size or 0,
         HAS_SCALES=kv_scales is not None,
         HAS_SOFTCAP=softcap is not None,
         HAS_SINKS=sinks is not None,

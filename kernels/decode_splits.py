@@ -13,6 +13,8 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
+from kvrelay.kernels.attention_tiles import window_at
+
 # Below this a split's partial result costs more traffic than the parallelism is worth.
 MIN_KEYS_PER_SPLIT = 128
 # Partial results that one round of the combining loop reads.
@@ -21,11 +23,11 @@ COMBINE_SPLITS = 8
 
 @triton.jit
 @no_type_check
-def first_key_of(seq_lens, window, KEYS: tl.constexpr, HAS_WINDOW: tl.constexpr):
-    """The first key of the tile in which a sequence's window begins; 0 without a window."""
+def first_key_of(seq_lens, window, KEYS: tl.constexpr, HAS_WINDOW: tl.constexpr, CHUNK: tl.constexpr):
+    """The first key of the tile in which begins what a sequence's last token sees; 0 without a window."""
     first_keys = seq_lens * 0
     if HAS_WINDOW:
-        first_keys = tl.maximum(seq_lens - window, 0) // KEYS * KEYS
+        first_keys = tl.maximum(seq_lens - window_at(seq_lens - 1, window, CHUNK), 0) // KEYS * KEYS
     return first_keys
 
 
@@ -41,6 +43,7 @@ def find_split(
     MIN_KEYS: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):
     """The sequence of the batch's split `item`, that sequence's first split and its number of splits.
 
@@ -49,7 +52,7 @@ def find_split(
     """
     seqs = tl.arange(0, SEQS)
     seq_lens = tl.load(seq_lens_ptr + seqs, mask=seqs < num_seqs, other=0)
-    num_keys = seq_lens - first_key_of(seq_lens, window, KEYS, HAS_WINDOW)
+    num_keys = seq_lens - first_key_of(seq_lens, window, KEYS, HAS_WINDOW, CHUNK)
     longest = tl.cdiv(tl.cdiv(tl.sum(num_keys, axis=0), MAX_SPLITS + num_seqs), KEYS) * KEYS
     num_splits = tl.cdiv(num_keys, tl.maximum(longest, MIN_KEYS))
     seq = tl.sum((tl.cumsum(num_splits, axis=0) <= item).to(tl.int32), axis=0)

@@ -92,7 +92,9 @@ def _latent_split_kernel(
     # Neighbouring programs read the same latents.
     head_tile = tl.program_id(0)
     item = tl.program_id(1)
-    seq, first_split, num_splits = find_split(item, seq_lens_ptr, 0, num_seqs, SEQS, KEYS, MIN_KEYS, MAX_SPLITS, False)
+    seq, first_split, num_splits = find_split(
+        item, seq_lens_ptr, 0, num_seqs, SEQS, KEYS, MIN_KEYS, MAX_SPLITS, False, 0
+    )
     if seq >= num_seqs:
         return
     if (head_tile == 0) & (item == first_split):

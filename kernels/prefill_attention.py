@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvrelay.kernels.attention_tiles import LOG2_E, accumulate, accumulate_boxes, to_half
+from kvrelay.kernels.attention_tiles import LOG2_E, accumulate, accumulate_boxes, to_half, window_at
 from kvrelay.kernels.checks import (
     PagedKv,
     PoolGeometry,
@@ -62,7 +62,8 @@ def paged_prefill_attention_reference(
     seq_lens: torch.Tensor,
     *,
     scale: float,
-    sliding_window: int | None,
+    sliding_window: int | None = None,
+    chunk_size: int | None = None,
     max_query_len: int,
     out: torch.Tensor,
     kv_scales: torch.Tensor | None = None,
@@ -91,6 +92,8 @@ def paged_prefill_attention_reference(
         visible = distance >= 0
         if sliding_window is not None:
             visible &= distance < sliding_window
+        if chunk_size is not None:
+            visible &= distance <= query_positions % chunk_size
         scores = scores.masked_fill(~visible, -math.inf)
         if sinks is not None:
             of_heads = sinks.to(dtype).view(num_kv_heads, -1, 1, 1).expand(*scores.shape[:3], 1)
@@ -135,6 +138,7 @@ def _prefill_attention_kernel(
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
     HAS_SCALES: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
@@ -171,8 +175,10 @@ def _prefill_attention_kernel(
     # Keys before masked_start are visible to every row of the tile. With a window one masked loop does it
     # all: a third loop, for the window's edge, made the kernel spill on sm80.
     masked_start = (first_position + 1) // KEYS * KEYS
+    first_seen = 0
     if HAS_WINDOW:
-        masked_start = tl.maximum(first_position - window + 1, 0) // KEYS * KEYS
+        first_seen = first_position - window_at(first_position, window, CHUNK) + 1
+        masked_start = tl.maximum(first_seen, 0) // KEYS * KEYS
     table_ptr = block_tables_ptr + seq.to(tl.int64) * block_tables_stride_seq
     head_ptr = pool_ptr + kv_head * (BLOCK_SIZE * HEAD_DIM)
     # From a head's keys to its values.
@@ -231,6 +237,7 @@ def _prefill_attention_kernel(
             BLOCK_SIZE,
             KEYS,
             HAS_WINDOW,
+            CHUNK,
             HAS_SCALES,
             HAS_SOFTCAP,
             LOOK_AHEAD,
@@ -244,7 +251,7 @@ def _prefill_attention_kernel(
         query_positions,
         masked_start,
         key_end,
-        first_position - window + 1,
+        first_seen,
         seq_len,
         table_ptr,
         head_ptr,
@@ -260,6 +267,7 @@ def _prefill_attention_kernel(
         BLOCK_SIZE,
         KEYS,
         HAS_WINDOW,
+        CHUNK,
         HAS_SCALES,
         HAS_SOFTCAP,
         LOOK_AHEAD,
@@ -284,7 +292,8 @@ def paged_prefill_attention(
     seq_lens: torch.Tensor,
     *,
     scale: float,
-    sliding_window: int | None,
+    sliding_window: int | None = None,
+    chunk_size: int | None = None,
     max_query_len: int,
     out: torch.Tensor,
     kv_scales: torch.Tensor | None = None,
@@ -302,6 +311,7 @@ def paged_prefill_attention(
         seq_lens: `[num_seqs]` int32, total context including this step's queries.
         scale: factor of the scores, usually head_dim ** -0.5.
         sliding_window: None, or a query at p sees keys with p - key < sliding_window (transformers' meaning).
+        chunk_size: None, or a query sees its own chunk only: keys with the same `position // chunk_size`.
         max_query_len: host upper bound of the query lengths; sizes the grid.
         out: as q, a head of the size of values; rows `[0, query_start_loc[-1])` are written, later ones are left alone.
         kv_scales: `[num_layers, 2, num_kv_heads]` fp32, what an fp8 pool was written with; else None.
@@ -332,13 +342,14 @@ def paged_prefill_attention(
     ):
         require_dtype(name, tensor, torch.int32)
         require_unit_stride(name, tensor)
-    require_window(sliding_window)
+    require_window(sliding_window, chunk_size)
+    has_window = sliding_window is not None or chunk_size is not None
     require_scores(num_q_heads, softcap, sinks)
     if max_query_len < 0:
         raise ValueError(f"max_query_len is {max_query_len}, expected >= 0")
     if loads is None:
-        loads = tile_loads(nvidia_capability(q.device), pool, sliding_window)
-    elif loads is TileLoads.BOXES and (obstacle := box_obstacle(pool, sliding_window)):
+        loads = tile_loads(nvidia_capability(q.device), pool, has_window=has_window)
+    elif loads is TileLoads.BOXES and (obstacle := box_obstacle(pool, has_window=has_window)):
         raise ValueError(f"tiles cannot be loaded as boxes: {obstacle}")
     head_dim_pad = next_power_of_2(geometry.head_dim)
     tile = choose_tile(max(head_dim_pad, next_power_of_2(geometry.value_dim)), pool.dtype.itemsize)
@@ -373,7 +384,8 @@ def paged_prefill_attention(
         BLOCK_SIZE=geometry.block_size,
         ROWS=tile.rows,
         KEYS=tile.keys,
-        HAS_WINDOW=sliding_window is not None,
+        HAS_WINDOW=has_window,
+        CHUNK=chunk_size or 0,
         HAS_SCALES=kv_scales is not None,
         HAS_SOFTCAP=softcap is not None,
         HAS_SINKS=sinks is not None,

@@ -19,14 +19,16 @@ _BLACKWELL = (10, 0)
 _BOX_DTYPES = (torch.float16, torch.bfloat16, FP8_DTYPE)
 # Over fp8 256 dimensions and Triton 3.6 104 bytes spill on sm_90.
 _MAX_FP8_HEAD_DIM = 128
+_MAX_BOX_DIM = 256  # numbers of a row, by TMA
 
 
 @dataclass(frozen=True)
 class Tile:
     """Launch parameters; the compile check holds its specialisations to no spills (from Triton 3.9 on).
 
-    Outside of it two are known to spill, at most 92 bytes per thread: bf16, head_dim 128, group 7 or 32 on
-    sm80 (half the rows avoid it for 7; their speed is not measured), and fp32, head_dim 256 on gfx942.
+    Outside of it some are known to spill, at most 92 bytes per thread: bf16, head_dim 128, group 7 or 32 on
+    sm80 (half the rows avoid it for 7; their speed is not measured), and fp32, head_dim 256 on gfx942. Of fp32
+    with head_dim 512 up to 32 bytes do on NVIDIA's, 176 on gfx942, and 464 of decode attention there.
     """
 
     rows: int  # (query token, head of the group) pairs per program
@@ -44,6 +46,11 @@ class TileLoads(enum.Enum):
 
 def choose_tile(head_dim_pad: int, element_size: int) -> Tile:
     """The tile for a padded head_dim and the bytes of a pool's number."""
+    if head_dim_pad > _MAX_BOX_DIM:
+        # With 32 rows and 4 warps 16 bytes spill on sm_90 and sm_100; with 8 warps two buffers do not fit gfx942.
+        if element_size == 4:
+            return Tile(rows=16, keys=16, num_warps=8, num_stages=1)
+        return Tile(rows=16, keys=16, num_warps=4, num_stages=2)
     if element_size == 4:
         return Tile(rows=32 if head_dim_pad <= 128 else 16, keys=32, num_warps=8, num_stages=1)
     if head_dim_pad <= 64:
@@ -66,15 +73,13 @@ def looks_ahead(device: torch.device) -> bool:
     return capability is None or capability >= _HOPPER
 
 
-def tile_loads(
-    capability: tuple[int, int] | None, pool: torch.Tensor | PagedKv, sliding_window: int | None
-) -> TileLoads:
+def tile_loads(capability: tuple[int, int] | None, pool: torch.Tensor | PagedKv, *, has_window: bool) -> TileLoads:
     """How prefill attention loads tiles of `pool` on a device of that compute capability (None: no NVIDIA GPU)."""
     if (
         isinstance(pool, PagedKv)
         or capability is None
         or capability < _HOPPER
-        or box_obstacle(pool, sliding_window) is not None
+        or box_obstacle(pool, has_window=has_window) is not None
     ):
         return TileLoads.POINTERS
     # There 8 bytes spill (Triton 3.9).
@@ -82,12 +87,12 @@ def tile_loads(
     return TileLoads.POINTERS if spills else TileLoads.BOXES
 
 
-def box_obstacle(pool: torch.Tensor | PagedKv, sliding_window: int | None) -> str | None:
+def box_obstacle(pool: torch.Tensor | PagedKv, *, has_window: bool) -> str | None:
     """Why tiles of a pool cannot be loaded as boxes, whatever the device; None if they can. Reads shape and dtype only.
 
     Args:
         pool: `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`, contiguous.
-        sliding_window: as in `paged_prefill_attention`; with one all tiles are masked.
+        has_window: queries see a window, or their chunk, only; then all tiles are masked.
     """
     if isinstance(pool, PagedKv):
         return "layers of unequal sizes"
@@ -96,10 +101,12 @@ def box_obstacle(pool: torch.Tensor | PagedKv, sliding_window: int | None) -> st
     obstacle = None
     if pool.dtype not in _BOX_DTYPES:
         obstacle = f"numbers of {pool.dtype}"
-    elif sliding_window is not None:
-        obstacle = f"a sliding window of {sliding_window}"
+    elif has_window:
+        obstacle = "a window"
     elif head_dim != next_power_of_2(head_dim):
         obstacle = f"a head_dim of {head_dim}, which is no power of two"
+    elif head_dim > _MAX_BOX_DIM:
+        obstacle = f"a head_dim of {head_dim}; a box has {_MAX_BOX_DIM} numbers a row at most"
     elif pool.dtype == FP8_DTYPE and head_dim > _MAX_FP8_HEAD_DIM:
         obstacle = f"a head_dim of {head_dim} over {pool.dtype}"
     elif block_size % keys:

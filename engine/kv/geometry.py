@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import torch
 
-from kvrelay.common.kv_geometry import GroupKind, KvGeometry, KvGroup
+from kvrelay.common.kv_geometry import Chunk, GroupKind, KvGeometry, KvGroup, Window, window_size
 from kvrelay.engine.config.model import KvSizes, ModelShape
 
 
@@ -37,7 +37,7 @@ def geometry_of(shape: ModelShape, block_size: int, dtype: torch.dtype) -> KvGeo
 class LayerGroups:
     """Which layers are a group, as whoever attends needs it. Groups without a window come first."""
 
-    windows: tuple[int | None, ...]  # of each group
+    windows: tuple[Window | None, ...]  # of each group
     sizes: tuple[KvSizes, ...]  # of each group
     layers: tuple[tuple[int, ...], ...]  # of each group
     places: dict[int, tuple[int, int]]  # of each layer its group, and which of the group's layers it is
@@ -48,18 +48,18 @@ class LayerGroups:
         return cls.of(shape.sliding_windows, shape.kv_sizes)
 
     @classmethod
-    def of(cls, windows: Sequence[int | None], sizes: Sequence[KvSizes]) -> LayerGroups:
+    def of(cls, windows: Sequence[Window | None], sizes: Sequence[KvSizes]) -> LayerGroups:
         """``windows``, ``sizes``: of each layer.
 
         Physical blocks of all groups have one size, that of the largest. So no group keeps more of a token than all layers of the
         rarest kind do: five layers with a window for each one without are five groups beside one, and hardly anything is unused.
         """
-        by_kind: dict[tuple[int | None, KvSizes], list[int]] = {}
+        by_kind: dict[tuple[Window | None, KvSizes], list[int]] = {}
         for layer, kind in enumerate(zip(windows, sizes, strict=True)):
             by_kind.setdefault(kind, []).append(layer)
         most = min(len(its) * of_layer.count for (_, of_layer), its in by_kind.items())
-        groups: list[tuple[int | None, KvSizes, tuple[int, ...]]] = []
-        for (window, of_layer), its in sorted(by_kind.items(), key=lambda item: (item[0][0] or 0, item[0][1])):
+        groups: list[tuple[Window | None, KvSizes, tuple[int, ...]]] = []
+        for (window, of_layer), its in sorted(by_kind.items(), key=_order):
             count = -(-len(its) // max(1, most // of_layer.count))
             # As even as can be: what a smaller group leaves unused does not travel.
             bounds = [len(its) * number // count for number in range(count + 1)]
@@ -67,3 +67,8 @@ class LayerGroups:
         places = {layer: (group, place) for group, (*_, its) in enumerate(groups) for place, layer in enumerate(its)}
         of_windows, of_sizes, layers = zip(*groups, strict=True)
         return cls(of_windows, of_sizes, layers, places)
+
+
+def _order(item: tuple[tuple[Window | None, KvSizes], list[int]]) -> tuple[int, bool, KvSizes]:
+    (window, sizes), _ = item
+    return 0 if window is None else window_size(window), isinstance(window, Chunk), sizes

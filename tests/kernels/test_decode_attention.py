@@ -33,6 +33,7 @@ def check(device: str, randn: Randn, paged_context: PagedContext, assert_close: 
         block_size: int = 16,
         dtype: torch.dtype = torch.bfloat16,
         sliding_window: int | None = None,
+        chunk_size: int | None = None,
         max_splits: int = 4,
         fp8: bool = False,
         softcap: float | None = None,
@@ -53,7 +54,7 @@ def check(device: str, randn: Randn, paged_context: PagedContext, assert_close: 
         workspace.partial_lse.fill_(math.nan)
         sinks = torch.linspace(-2, 3, num_q_heads).to(dtype).to(device) if has_sinks else None
         options = {"scale": head_dim**-0.5, "sliding_window": sliding_window, "kv_scales": scales}
-        options |= {"softcap": softcap, "sinks": sinks}
+        options |= {"chunk_size": chunk_size, "softcap": softcap, "sinks": sinks}
         paged_decode_attention(q, pool, 1, tables, lens, **options, workspace=workspace, out=out)
         wide = pool if fp8 else pool.double()
         paged_decode_attention_reference(q.double(), wide, 1, tables, lens, **options, out=expected)
@@ -87,9 +88,22 @@ def test_block_sizes(check: Callable[..., None], block_size: int) -> None:
     check([70, 300], block_size=block_size, heads=(2, 1), head_dim=32)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "head_dim"), [((16, 2), 512), ((2, 1), 320)])
+def test_large_heads(check: Callable[..., None], heads: tuple[int, int], head_dim: int, dtype: torch.dtype) -> None:
+    """As Gemma 4's global layers have."""
+    check([3, 300], heads=heads, head_dim=head_dim, dtype=dtype)
+
+
 @pytest.mark.parametrize("sliding_window", [1, 7, 128, 300, 1000])
 def test_sliding_windows(check: Callable[..., None], sliding_window: int) -> None:
     check([3, 700], sliding_window=sliding_window, heads=(3, 1), head_dim=32)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 100, 256, 1000])
+def test_chunks(check: Callable[..., None], chunk_size: int) -> None:
+    """A token that begins a chunk, one that ends it, and those between; rows of padding."""
+    check([3, 0, 512, 513, 700], chunk_size=chunk_size, heads=(3, 1), head_dim=32)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -219,6 +233,8 @@ def test_wrong_arguments_are_refused(device: str, randn: Randn) -> None:
         ({"block_tables": table[:2]}, "block_tables has shape"),
         ({"seq_lens": lens.long()}, "seq_lens has dtype"),
         ({"sliding_window": -1}, "sliding_window is -1"),
+        ({"chunk_size": 0}, "chunk_size is 0"),
+        ({"chunk_size": 8, "sliding_window": 8}, "sliding_window is 8 and chunk_size 8"),
         ({"kv_scales": torch.ones(1, 2, 1)}, "kv_scales is given for a pool of torch.float32"),
         ({"pool": pool.to(torch.float8_e4m3fn)}, "kv_scales is None for a pool of torch.float8_e4m3fn"),
         ({"pool": pool.to(torch.float8_e4m3fn), "kv_scales": torch.ones(2, 2, 1)}, r"expected \[1, 2, 1\]"),

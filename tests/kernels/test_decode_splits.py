@@ -25,7 +25,9 @@ def _plan_kernel(
     MAX_SPLITS: tl.constexpr,
 ):
     item = tl.program_id(0)
-    seq, first_split, num_splits = find_split(item, seq_lens_ptr, 0, num_seqs, SEQS, KEYS, MIN_KEYS, MAX_SPLITS, False)
+    seq, first_split, num_splits = find_split(
+        item, seq_lens_ptr, 0, num_seqs, SEQS, KEYS, MIN_KEYS, MAX_SPLITS, False, 0
+    )
     tl.store(plan_ptr + 3 * item, seq)
     tl.store(plan_ptr + 3 * item + 1, first_split)
     tl.store(plan_ptr + 3 * item + 2, num_splits)

@@ -29,6 +29,7 @@ def check(device: str, randn: Randn, paged_context: PagedContext, assert_close: 
         block_size: int = 16,
         dtype: torch.dtype = torch.bfloat16,
         sliding_window: int | None = None,
+        chunk_size: int | None = None,
         fp8: bool = False,
         softcap: float | None = None,
         has_sinks: bool = False,
@@ -49,7 +50,7 @@ def check(device: str, randn: Randn, paged_context: PagedContext, assert_close: 
         # A generous bound: the grid may be larger than the batch needs.
         options = {"scale": head_dim**-0.5, "sliding_window": sliding_window, "max_query_len": max(query_lens) + 40}
         sinks = torch.linspace(-2, 3, num_q_heads).to(dtype).to(device) if has_sinks else None
-        options |= {"kv_scales": scales, "softcap": softcap, "sinks": sinks}
+        options |= {"chunk_size": chunk_size, "kv_scales": scales, "softcap": softcap, "sinks": sinks}
         paged_prefill_attention(padded_q, pool, 1, tables, starts, lens, **options, out=out)
         wide = pool if fp8 else pool.double()
         paged_prefill_attention_reference(q.double(), wide, 1, tables, starts, lens, **options, out=expected)
@@ -89,6 +90,13 @@ def test_head_groups_and_head_dims(check: Callable[..., None], heads: tuple[int,
     check([19, 5], [19, 75], heads=heads, head_dim=head_dim)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "head_dim"), [((16, 2), 512), ((2, 1), 320)])
+def test_large_heads(check: Callable[..., None], heads: tuple[int, int], head_dim: int, dtype: torch.dtype) -> None:
+    """As Gemma 4's global layers have."""
+    check([7, 2], [7, 50], heads=heads, head_dim=head_dim, dtype=dtype)
+
+
 @pytest.mark.parametrize("block_size", [8, 32, 64])
 def test_block_sizes(check: Callable[..., None], block_size: int) -> None:
     check([70, 3], [150, 65], block_size=block_size, heads=(2, 1), head_dim=32)
@@ -97,6 +105,11 @@ def test_block_sizes(check: Callable[..., None], block_size: int) -> None:
 @pytest.mark.parametrize("sliding_window", [1, 7, 64, 100, 1000])
 def test_sliding_windows(check: Callable[..., None], sliding_window: int) -> None:
     check([90, 33], [90, 211], sliding_window=sliding_window, heads=(3, 1), head_dim=32)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 7, 64, 100, 1000])
+def test_chunks(check: Callable[..., None], chunk_size: int) -> None:
+    check([90, 33, 1], [90, 211, 65], chunk_size=chunk_size, heads=(3, 1), head_dim=32)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -32,18 +32,18 @@ def test_a_tile_in_one_block_is_a_box(
     capability: tuple[int, int], block_size: int, head_dim: int, dtype: torch.dtype
 ) -> None:
     pool = pool_of(block_size, head_dim, dtype)
-    assert tile_loads(capability, pool, None) is TileLoads.BOXES
-    assert tile_loads(capability, pool, 4096) is TileLoads.POINTERS
+    assert tile_loads(capability, pool, has_window=False) is TileLoads.BOXES
+    assert tile_loads(capability, pool, has_window=True) is TileLoads.POINTERS
 
 
 def test_no_other_device_has_boxes() -> None:
     for capability in (None, (8, 0), (8, 9)):
-        assert tile_loads(capability, pool_of(64, 128), None) is TileLoads.POINTERS
+        assert tile_loads(capability, pool_of(64, 128), has_window=False) is TileLoads.POINTERS
 
 
 def test_what_spills_has_none() -> None:
-    assert tile_loads(HOPPER, pool_of(64, 64), None) is TileLoads.BOXES
-    assert tile_loads(BLACKWELL, pool_of(64, 64), None) is TileLoads.POINTERS
+    assert tile_loads(HOPPER, pool_of(64, 64), has_window=False) is TileLoads.BOXES
+    assert tile_loads(BLACKWELL, pool_of(64, 64), has_window=False) is TileLoads.POINTERS
 
 
 @pytest.mark.parametrize(
@@ -54,17 +54,18 @@ def test_what_spills_has_none() -> None:
         (pool_of(16, 256), "blocks of 16 tokens under tiles of 32"),
         (pool_of(64, 96), "a head_dim of 96, which is no power of two"),
         (pool_of(64, 128, torch.float32), "numbers of torch.float32"),
+        (pool_of(64, 512), "a head_dim of 512; a box has 256 numbers a row at most"),
         (pool_of(64, 256, FP8), "a head_dim of 256 over torch.float8_e4m3fn"),
         (pool_of(64, 128, num_blocks=2**16), f"{2**31} rows, which 31 bits do not count"),
     ],
 )
 def test_obstacles_are_named(pool: torch.Tensor, obstacle: str) -> None:
-    assert box_obstacle(pool, None) == obstacle
-    assert tile_loads(HOPPER, pool, None) is TileLoads.POINTERS
+    assert box_obstacle(pool, has_window=False) == obstacle
+    assert tile_loads(HOPPER, pool, has_window=False) is TileLoads.POINTERS
 
 
 def test_the_largest_pool_that_31_bits_count_has_boxes() -> None:
-    assert box_obstacle(pool_of(64, 128, num_blocks=2**16 - 1), None) is None
+    assert box_obstacle(pool_of(64, 128, num_blocks=2**16 - 1), has_window=False) is None
 
 
 @pytest.mark.parametrize("layer", [0, 1, 2])

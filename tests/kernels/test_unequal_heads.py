@@ -41,13 +41,17 @@ def wide(kv: PagedKv) -> PagedKv:
 
 
 @pytest.mark.parametrize("sizes", [(48, 32), (32, 48), (192, 128)])
-@pytest.mark.parametrize("window", [None, 20])
-def test_single_tokens_and_prompts(sizes: tuple[int, int], window: int | None, device: str, randn: Randn) -> None:
+@pytest.mark.parametrize("seen", [{}, {"sliding_window": 20}, {"chunk_size": 16}], ids=str)
+def test_single_tokens_and_prompts(sizes: tuple[int, int], seen: dict[str, int], device: str, randn: Randn) -> None:
     seq_lens, query_lens = [37, 5, 64], [20, 5, 1]
     tables = torch.randperm(12, device=device).to(torch.int32).view(3, 4)
     kv = views(12, sizes, device)
     for row, seq_len in enumerate(seq_lens):
-        for position in range(0 if window is None else max(0, seq_len - query_lens[row] + 1 - window), seq_len):
+        first_query = seq_len - query_lens[row]
+        first = max(0, first_query + 1 - seen.get("sliding_window", seq_len))
+        if "chunk_size" in seen:
+            first = first_query // seen["chunk_size"] * seen["chunk_size"]
+        for position in range(first, seq_len):
             block, offset = int(tables[row, position // BLOCK_SIZE]), position % BLOCK_SIZE
             for view in (kv.keys, kv.values):
                 view[block, 1, :, offset] = randn(HEADS, view.shape[4], dtype=torch.float32)
@@ -55,11 +59,11 @@ def test_single_tokens_and_prompts(sizes: tuple[int, int], window: int | None, d
     starts = torch.tensor([0, *query_lens], device=device).cumsum(0, dtype=torch.int32)
     q = randn(sum(query_lens), 3 * HEADS, sizes[0], dtype=torch.float32)
     out = torch.full((len(q), 3 * HEADS, sizes[1]), math.nan, device=device)
-    # The reference reads a whole context: what fell out of the window is zeros there.
+    # The reference reads a whole context: what no query sees is zeros there.
     there = wide(kv)
     there.keys.nan_to_num_(0.0)
     there.values.nan_to_num_(0.0)
-    options = {"scale": 0.2, "sliding_window": window}
+    options = {"scale": 0.2, **seen}
     paged_prefill_attention(q, kv, 1, tables, starts, lens, **options, max_query_len=20, out=out)
     expected = torch.empty(out.shape, dtype=torch.float64, device=device)
     paged_prefill_attention_reference(
