@@ -352,7 +352,8 @@ def paged_prefill_attention(
     elif loads is TileLoads.BOXES and (obstacle := box_obstacle(pool, has_window=has_window)):
         raise ValueError(f"tiles cannot be loaded as boxes: {obstacle}")
     head_dim_pad = next_power_of_2(geometry.head_dim)
-    tile = choose_tile(max(head_dim_pad, next_power_of_2(geometry.value_dim)), pool.dtype.itemsize)
+    largest = max(head_dim_pad, next_power_of_2(geometry.value_dim))
+    tile = choose_tile(largest, pool.dtype.itemsize, is_chunked=chunk_size is not None)
     kv = PagedKv.of(pool)
     layer_keys = kv.keys[:, layer]
     _prefill_attention_kernel[(triton.cdiv(max_query_len * group, tile.rows), geometry.num_kv_heads, num_seqs)](

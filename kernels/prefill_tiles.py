@@ -44,8 +44,8 @@ class TileLoads(enum.Enum):
     BOXES = enum.auto()  # a tile is one box of neighbouring rows, which one instruction copies (TMA)
 
 
-def choose_tile(head_dim_pad: int, element_size: int) -> Tile:
-    """The tile for a padded head_dim and the bytes of a pool's number."""
+def choose_tile(head_dim_pad: int, element_size: int, *, is_chunked: bool = False) -> Tile:
+    """The tile for a padded head_dim and the bytes of a pool's number. ``is_chunked``: queries see their own chunk only."""
     if head_dim_pad > _MAX_BOX_DIM:
         # With 32 rows and 4 warps 16 bytes spill on sm_90 and sm_100; with 8 warps two buffers do not fit gfx942.
         if element_size == 4:
@@ -56,6 +56,8 @@ def choose_tile(head_dim_pad: int, element_size: int) -> Tile:
     if head_dim_pad <= 64:
         return Tile(rows=64, keys=64, num_warps=4, num_stages=3)
     if head_dim_pad == 128:
+        if is_chunked:  # each row's own limit takes registers: with 128 rows 72 bytes spill on sm_80, 8 on gfx942
+            return Tile(rows=64, keys=64, num_warps=8, num_stages=2)
         return Tile(rows=128, keys=64, num_warps=8, num_stages=2)
     return Tile(rows=64, keys=32, num_warps=8, num_stages=2)
 
