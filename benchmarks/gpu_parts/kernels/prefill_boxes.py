@@ -12,7 +12,7 @@ from gpu_parts.frame.rows import Peer, Row, Unit
 from gpu_parts.frame.running import Context, Finding
 from gpu_parts.frame.sizes import BOX_BLOCK_SIZE
 from gpu_parts.kernels.paged import paged_context, prefill_call, random_pool
-from kvrelay.kernels.prefill_tiles import TileLoads, nvidia_capability, tile_loads
+from kvrelay.kernels.attention.prefill_tiles import TileLoads, nvidia_capability, tile_loads
 
 
 def measure_prefill_boxes(context: Context) -> Iterator[Finding]:

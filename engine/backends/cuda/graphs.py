@@ -3,7 +3,7 @@
 A graph replays what was captured, on the same memory. So each batch size of a ladder has buffers of its own for the step's
 numbers; one copy from the host brings a step into those of the next larger size, and its last rows are padding: no keys to read,
 and K/V that go to a block which is nobody's. Block tables are the slots' own, on the device, and kernels read all lengths there
-(:mod:`kvrelay.kernels.decode_attention`), so one graph serves all.
+(:mod:`kvrelay.kernels.attention.decode`), so one graph serves all.
 
 All graphs are captured at the start: a shape that is met for the first time must not stall a stream. They share one memory pool,
 because only one runs at a time; so a step's logits last until the next step is launched. A step whose sampling is deferred must
@@ -25,7 +25,7 @@ from kvrelay.engine.backends.cuda.low_rank import AdaptedSteps
 from kvrelay.engine.backends.cuda.step import GraphInputs, StepInputs
 from kvrelay.engine.step.batch import Batch
 from kvrelay.engine.step.plan import TableDelta
-from kvrelay.kernels.low_rank import AdaptedRows
+from kvrelay.kernels.linear.low_rank import AdaptedRows
 
 logger = logging.getLogger(__name__)
 

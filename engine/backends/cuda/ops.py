@@ -27,16 +27,16 @@ from kvrelay.engine.step.plan import TableDelta
 from kvrelay.engine.step.uploads import Joined, Uploader
 from kvrelay.engine.weights.parameters import ExpertWeights
 from kvrelay.engine.weights.rounding import AnyWeight, RoundedWeight
-from kvrelay.kernels.activation import clamped_swiglu, silu_mul
-from kvrelay.kernels.bitmask import apply_bitmask
+from kvrelay.kernels.attention.decode import DecodeWorkspace, splits_for_device
+from kvrelay.kernels.attention.kv_scales import require_compute_dtype, require_e4m3
+from kvrelay.kernels.attention.latent import latent_programs
+from kvrelay.kernels.attention.prefill_tiles import nvidia_capability, tile_loads
 from kvrelay.kernels.checks import PagedKv
-from kvrelay.kernels.decode_attention import DecodeWorkspace, splits_for_device
-from kvrelay.kernels.kv_scales import require_compute_dtype, require_e4m3
-from kvrelay.kernels.latent_attention import latent_programs
-from kvrelay.kernels.norm import add_rms_norm, rms_norm
-from kvrelay.kernels.penalties import NewTokens, apply_penalties
-from kvrelay.kernels.prefill_tiles import nvidia_capability, tile_loads
-from kvrelay.kernels.sampling import sample
+from kvrelay.kernels.rows.activation import clamped_swiglu, silu_mul
+from kvrelay.kernels.rows.norm import add_rms_norm, rms_norm
+from kvrelay.kernels.sampling.bitmask import apply_bitmask
+from kvrelay.kernels.sampling.penalties import NewTokens, apply_penalties
+from kvrelay.kernels.sampling.sample import sample
 
 # Where the operations run in an interpreter: any number does.
 _MULTIPROCESSORS_OF_A_CPU = 16

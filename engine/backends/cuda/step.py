@@ -16,12 +16,12 @@ from kvrelay.engine.kv.views import GroupKv
 from kvrelay.engine.models.ops import PLAIN, Scores
 from kvrelay.engine.step.batch import Batch
 from kvrelay.engine.step.uploads import Uploader, packed_nbytes
+from kvrelay.kernels.attention.decode import DecodeWorkspace, paged_decode_attention
+from kvrelay.kernels.attention.latent import latent_decode_attention, latent_prefill_attention
+from kvrelay.kernels.attention.prefill import paged_prefill_attention
+from kvrelay.kernels.attention.prefill_tiles import TileLoads
+from kvrelay.kernels.attention.rotary import rotary_kv_write
 from kvrelay.kernels.checks import PagedKv
-from kvrelay.kernels.decode_attention import DecodeWorkspace, paged_decode_attention
-from kvrelay.kernels.latent_attention import latent_decode_attention, latent_prefill_attention
-from kvrelay.kernels.prefill_attention import paged_prefill_attention
-from kvrelay.kernels.prefill_tiles import TileLoads
-from kvrelay.kernels.rotary import rotary_kv_write
 
 
 @dataclass(frozen=True, slots=True)
