@@ -10,6 +10,7 @@ group's layers is unused.
 from __future__ import annotations
 
 import enum
+from typing import Any
 
 import msgspec
 
@@ -21,17 +22,27 @@ class GroupKind(enum.StrEnum):
     """What a group keeps."""
 
     FULL = "full"  # keys and values of every token
-    WINDOW = "window"  # of the last tokens
+    WINDOW = "window"  # of the last tokens, or of a chunk's
     LATENT = (
         "latent"  # one vector of every token, of which all heads' keys and values are made: a "key" without a value
     )
+
+
+class Chunk(msgspec.Struct, frozen=True, order=True):
+    """A token sees those of its own chunk: chunks of ``size`` tokens follow each other from position 0 on."""
+
+    size: int
+
+
+Window = int | Chunk
+"""Tokens that a token sees, itself included: so many, or those of its chunk."""
 
 
 class KvGroup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Layers that keep the same of each token."""
 
     kind: GroupKind
-    window: int | None = None  # tokens that a token sees, itself included; None: all before it
+    window: Window | None = None  # None: a token sees all before it
     layers: tuple[int, ...]  # of the model, from 0; a layer that reads another's K/V is in no group
     num_kv_heads: int
     key_size: int  # elements of a key, per head
@@ -51,7 +62,7 @@ class KvGeometry(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int  # tokens per block
 
     @property
-    def windows(self) -> tuple[int | None, ...]:
+    def windows(self) -> tuple[Window | None, ...]:
         """Of each group."""
         return tuple(group.window for group in self.groups)
 
@@ -84,17 +95,31 @@ class KvGeometry(msgspec.Struct, frozen=True, kw_only=True):
         return left // num_groups * self.block_size if num_groups else None
 
 
-def first_block(window: int | None, num_computed_tokens: int, block_size: int) -> int:
+def window_at(window: Window, position: Any) -> Any:
+    """Tokens that the token at ``position`` sees, itself included. Of several positions (an array of integers) an array."""
+    return position % window.size + 1 if isinstance(window, Chunk) else window
+
+
+def window_size(window: Window) -> int:
+    """The most that :func:`window_at` gives."""
+    return window.size if isinstance(window, Chunk) else window
+
+
+def first_block(window: Window | None, num_computed_tokens: int, block_size: int) -> int:
     """The first block that any token sees from position ``num_computed_tokens`` on."""
-    return 0 if window is None else max(0, num_computed_tokens + 1 - window) // block_size
+    if window is None:
+        return 0
+    return int(max(0, num_computed_tokens + 1 - window_at(window, num_computed_tokens)) // block_size)
 
 
-def reach(window: int, max_step_tokens: int, block_size: int) -> int:
+def reach(window: Window, max_step_tokens: int, block_size: int) -> int:
     """Blocks that a sequence needs at most at a time in a group with a window, if a step computes so many tokens of it."""
-    return -(-(window - 1 + max_step_tokens) // block_size) + 1
+    return -(-(window_size(window) - 1 + max_step_tokens) // block_size) + 1
 
 
-def num_physical_blocks(windows: tuple[int | None, ...], num_tokens: int, block_size: int, max_step_tokens: int) -> int:
+def num_physical_blocks(
+    windows: tuple[Window | None, ...], num_tokens: int, block_size: int, max_step_tokens: int
+) -> int:
     """Physical blocks, of all groups together, that a sequence of ``num_tokens`` takes at most while it is computed."""
     num_blocks = -(-num_tokens // block_size)
     return sum(
@@ -103,7 +128,7 @@ def num_physical_blocks(windows: tuple[int | None, ...], num_tokens: int, block_
     )
 
 
-def num_whole_blocks(windows: tuple[int | None, ...], num_tokens: int, block_size: int) -> int:
+def num_whole_blocks(windows: tuple[Window | None, ...], num_tokens: int, block_size: int) -> int:
     """The same as a number of blocks with a physical one in every group: what they take together, for who counts in those.
 
     For steps of 2,048 tokens, which are more than most workers compute of a sequence.

@@ -134,9 +134,15 @@ def load_draft_engine(
 
 def load_part(settings: LoadSettings, part: RankPart | None, progress: Callable[[int, int], None]) -> TorchEngine:
     """The model, or a rank's ``part`` of it, in this process. Raises as ``load_engine``."""
-    from kvrelay.engine.backends.options import EngineOptions, device_of  # noqa: PLC0415 - torch takes seconds to import
+    from kvrelay.engine.backends.options import (  # noqa: PLC0415 - torch takes seconds to import
+        EngineOptions,
+        device_of,
+        keep_compiled,
+    )
 
     model, kv = settings.model, settings.kv
+    if device_of(model.device).type == "cuda":
+        keep_compiled(os.environ)
     directory = Path(model.model)
     options = EngineOptions(
         model_dir=directory,

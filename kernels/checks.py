@@ -14,7 +14,8 @@ import torch
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 FP8_DTYPE = torch.float8_e4m3fn
 BLOCK_SIZES = (8, 16, 32, 64)
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
+_MAX_FP8_HEAD_DIM = 256  # beyond, no kernel loads e4m3 numbers 16 bytes at a time
 
 
 def next_power_of_2(n: int) -> int:
@@ -93,6 +94,8 @@ class PoolGeometry:
         num_layers, (num_kv_heads, block_size, head_dim) = pool.shape[1], pool.shape[3:]
         if not pool.is_contiguous():
             raise ValueError(f"pool has strides {pool.stride()}, expected a contiguous tensor")
+        if pool.dtype == FP8_DTYPE and head_dim > _MAX_FP8_HEAD_DIM:
+            raise ValueError(f"head_dim is {head_dim} over {FP8_DTYPE}, expected at most {_MAX_FP8_HEAD_DIM}")
         return cls._checked(num_layers, layer, num_kv_heads, block_size, head_dim, head_dim)
 
     @classmethod
@@ -134,10 +137,15 @@ class PoolGeometry:
         return num_q_heads // self.num_kv_heads
 
 
-def require_window(sliding_window: int | None) -> None:
-    """Raise ValueError unless `sliding_window` is None or at least 1."""
-    if sliding_window is not None and sliding_window < 1:
-        raise ValueError(f"sliding_window is {sliding_window}, expected None or >= 1")
+def require_window(sliding_window: int | None, chunk_size: int | None = None) -> None:
+    """Raise ValueError unless each is None or at least 1, and one of them None."""
+    for name, size in (("sliding_window", sliding_window), ("chunk_size", chunk_size)):
+        if size is not None and size < 1:
+            raise ValueError(f"{name} is {size}, expected None or >= 1")
+    if sliding_window is not None and chunk_size is not None:
+        raise ValueError(
+            f"sliding_window is {sliding_window} and chunk_size {chunk_size}, expected one of them at most"
+        )
 
 
 def require_scores(num_q_heads: int, softcap: float | None, sinks: torch.Tensor | None) -> None:

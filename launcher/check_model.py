@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
 import transformers
 
 from kvrelay.common.errors import KvrelayError, ModelError
-from kvrelay.common.kv_geometry import GroupKind, KvGeometry, KvGroup
+from kvrelay.common.kv_geometry import Chunk, GroupKind, KvGeometry, KvGroup, window_size
 from kvrelay.engine.outline import ModelOutline, check_files, compare, outline_model, write_random_weights
 from kvrelay.engine.settings import KvSettings, prompt_step_tokens
 from kvrelay.launcher.models import find_configuration
@@ -175,16 +176,19 @@ def _token_text(geometry: KvGeometry) -> str:
 
 def _group_text(group: KvGroup) -> str:
     sizes = f"{group.key_size}" if group.key_size == group.value_size else f"{group.key_size} and {group.value_size}"
-    window = "" if group.window is None else f" of {group.window:,} tokens"
+    window = "" if group.window is None else f" of {window_size(group.window):,} tokens"
+    kind = "chunks" if isinstance(group.window, Chunk) else group.kind
     is_latent = group.kind is GroupKind.LATENT
     kept = f"{group.key_size} numbers for all heads" if is_latent else f"{group.num_kv_heads} heads of {sizes}"
-    return f"{group.kind}{window}: {len(group.layers)} layers, {kept} in {group.dtype}, {group.token_nbytes:,} bytes per token"
+    return (
+        f"{kind}{window}: {len(group.layers)} layers, {kept} in {group.dtype}, {group.token_nbytes:,} bytes per token"
+    )
 
 
 def _group_json(group: KvGroup) -> dict[str, Any]:
     return {
         "kind": str(group.kind),
-        "window": group.window,
+        "window": msgspec.to_builtins(group.window),
         "num_layers": len(group.layers),
         "num_kv_heads": group.num_kv_heads,
         "key_size": group.key_size,

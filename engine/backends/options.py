@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,6 +11,7 @@ import torch
 
 from kvrelay.common.errors import ModelError
 from kvrelay.engine.backends.cpu.linear import has_packed_linear
+from kvrelay.engine.backends.cpu.native.compiled import default_cache_dir
 from kvrelay.engine.backends.cuda.memory import GpuMemory, pool_nbytes
 from kvrelay.engine.sampling.processors import LogitsProcessor
 from kvrelay.engine.weights.rounding import Rounding
@@ -50,6 +51,14 @@ class EngineOptions:
     run_ahead: str = "auto"  # "on", "off"; auto is on on a GPU
     adapter_bytes: int = 0  # of memory for adapters; 0: none will be loaded
     processors: Mapping[str, LogitsProcessor] = field(default_factory=dict)  # by name; requests may ask for them
+
+
+def keep_compiled(environment: MutableMapping[str, str]) -> None:
+    """Triton keeps what it compiles where our own compiled kernels are, unless ``environment`` names another place.
+
+    So whoever mounts that cache keeps both: Triton's own default is in a home directory, which a pod's end takes with it.
+    """
+    environment.setdefault("TRITON_CACHE_DIR", str(default_cache_dir() / "triton"))
 
 
 def device_of(name: str) -> torch.device:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kvrelay.common.errors import ModelError
+from kvrelay.common.kv_geometry import Window
 from kvrelay.engine.config.experts import ClampedSwiglu, ExpertsConfig, Router
 from kvrelay.engine.config.families import FAMILIES, ExpertFacts, Family, Windows
 from kvrelay.engine.config.latent import LatentConfig
@@ -51,7 +52,7 @@ class ModelShape:
     num_kv_heads: int  # the most of any layer
     head_dim: int  # the largest of any layer
     max_position_embeddings: int
-    sliding_windows: tuple[int | None, ...]  # per layer; None attends to everything before it
+    sliding_windows: tuple[Window | None, ...]  # per layer; None attends to everything before it
     has_softcaps: bool = False  # of attention's scores, in some layer
     has_sinks: bool = False
     latent_rank: int | None = (
@@ -231,7 +232,7 @@ def _clamped_swiglu(config: Mapping[str, Any], directory: str) -> ClampedSwiglu:
 
 def _sliding_windows(
     config: Mapping[str, Any], family: Family, num_layers: int, directory: str
-) -> tuple[int | None, ...]:
+) -> tuple[Window | None, ...]:
     window = config.get("sliding_window")
     is_on = config.get("use_sliding_window", False) or not family.has_window_switch
     if window is None or family.windows is Windows.NONE or not is_on:

@@ -20,7 +20,7 @@ from itertools import pairwise
 import xxhash
 
 from kvrelay.common.adapter_files import AdapterRef
-from kvrelay.common.kv_geometry import GroupKind, KvGeometry, KvGroup
+from kvrelay.common.kv_geometry import GroupKind, KvGeometry, KvGroup, Window, window_at
 from kvrelay.common.model_card import KvLayout, ModelCard
 from kvrelay.common.sampling import SampledToken, SamplingParams
 from kvrelay.engine.fake.adapters import FakeAdapters, adapter_root
@@ -74,11 +74,11 @@ def fake_card(
     model_id: str = "fake",
     vocab_size: int = 1000,
     processors: tuple[str, ...] = (),
-    windows: tuple[int | None, ...] = (None,),
+    windows: tuple[Window | None, ...] = (None,),
 ) -> ModelCard:
     """A card for a fake engine; equal ``model_id``, ``block_size``, ``token_nbytes`` and ``windows`` give equal fingerprints.
 
-    ``windows``: of its groups of layers, in tokens; each keeps ``token_nbytes`` of a token.
+    ``windows``: of its groups of layers; each keeps ``token_nbytes`` of a token.
     """
     groups = tuple(
         KvGroup(
@@ -277,7 +277,7 @@ class FakeEngine:
         since = memory.num_verified if self._reads_back_once else 0
         for group, window in enumerate(self._windows):
             if window is not None:
-                self._compare(sequence, max(since, start + 1 - window), end, group)
+                self._compare(sequence, max(since, start + 1 - window_at(window, start)), end, group)
             elif is_all:
                 self._compare(sequence, since, end, group)
         if not is_all:

@@ -30,7 +30,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvrelay.common.clock import Clock
-from kvrelay.common.kv_geometry import first_block, num_physical_blocks, reach
+from kvrelay.common.kv_geometry import Window, first_block, num_physical_blocks, reach, window_size
 from kvrelay.common.retention import Retention
 from kvrelay.engine.kv.ledger import Ledger
 from kvrelay.engine.kv.owned_tables import Opening, OwnedTables, Tables
@@ -58,17 +58,25 @@ class BlockManager:
         block_size: int,
         clock: Clock,
         *,
-        windows: Sequence[int | None] = (None,),
+        windows: Sequence[Window | None] = (None,),
         max_step_tokens: int = _MAX_STEP_TOKENS,
         max_retained_share: float = 0.5,
     ) -> None:
-        """``num_blocks``: physical ones, for all groups together. ``windows``: of each group, in tokens; None: it has none.
+        """``num_blocks``: physical ones, for all groups together. ``windows``: of each group; None: it has none.
 
         ``max_step_tokens``: of a sequence that a step computes at most; groups with a window have room for them.
         ``max_retained_share``: of the blocks, that may be cached above the default priority at a time. ``clock``: by which a
         raised priority ends.
         """
-        if min(num_blocks, block_size, max_step_tokens, *(window for window in windows if window is not None)) < 1:
+        if (
+            min(
+                num_blocks,
+                block_size,
+                max_step_tokens,
+                *(window_size(window) for window in windows if window is not None),
+            )
+            < 1
+        ):
             raise ValueError(
                 f"{num_blocks} blocks of {block_size}, windows {windows}, steps of {max_step_tokens}: each must be at least 1"
             )
@@ -315,7 +323,7 @@ class BlockManager:
         with self._lock:
             self._owned.check_integrity()
 
-    def _end(self, window: int | None, first: int, num_blocks: int) -> int:
+    def _end(self, window: Window | None, first: int, num_blocks: int) -> int:
         """How far a group's table goes that needs block ``first`` and those behind it."""
         if window is None:
             return num_blocks

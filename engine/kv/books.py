@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import msgspec
+
 from kvrelay.engine.kv.block_manager import BlockManager
 from kvrelay.engine.kv.ledger import Ledger
 
@@ -23,7 +25,7 @@ def ledger_json(blocks: BlockManager) -> dict[str, object]:
         "free_blocks": ranges(blocks.free_blocks()),
         "groups": [
             {
-                "window": window,
+                "window": msgspec.to_builtins(window),
                 **_counts(blocks.ledger(group)),
                 "blocks": {place: ranges(block_ids) for place, block_ids in blocks.places(group).items()},
             }

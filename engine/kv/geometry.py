@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvrelay.common.kv_geometry import GroupKind, KvGeometry, KvGroup
+from kvrelay.common.kv_geometry import Chunk, GroupKind, KvGeometry, KvGroup, Window, window_size
 from kvrelay.engine.config.model import KvSizes, ModelShape
 
 
@@ -36,7 +36,7 @@ def geometry_of(shape: ModelShape, block_size: int, dtype: torch.dtype) -> KvGeo
 class LayerGroups:
     """Which layers are a group, as whoever attends needs it. Groups without a window come first."""
 
-    windows: tuple[int | None, ...]  # of each group
+    windows: tuple[Window | None, ...]  # of each group
     sizes: tuple[KvSizes, ...]  # of each group
     layers: tuple[tuple[int, ...], ...]  # of each group, that are here
     places: dict[int, tuple[int, int]]  # of each layer its group, and which of the group's layers it is
@@ -48,7 +48,7 @@ class LayerGroups:
 
     @classmethod
     def of(
-        cls, windows: Sequence[int | None], sizes: Sequence[KvSizes], stage_layers: range | None = None
+        cls, windows: Sequence[Window | None], sizes: Sequence[KvSizes], stage_layers: range | None = None
     ) -> LayerGroups:
         """``windows``, ``sizes``: of each layer. ``stage_layers``: those that are here; None: all. All ranks have the same groups,
         of which some may have no layer here.
@@ -56,12 +56,12 @@ class LayerGroups:
         Physical blocks of all groups have one size, that of the largest. So no group keeps more of a token than all layers of the
         rarest kind do: five layers with a window for each one without are five groups beside one, and hardly anything is unused.
         """
-        by_kind: dict[tuple[int | None, KvSizes], list[int]] = {}
+        by_kind: dict[tuple[Window | None, KvSizes], list[int]] = {}
         for layer, kind in enumerate(zip(windows, sizes, strict=True)):
             by_kind.setdefault(kind, []).append(layer)
         most = min(len(its) * of_layer.count for (_, of_layer), its in by_kind.items())
-        groups: list[tuple[int | None, KvSizes, tuple[int, ...]]] = []
-        for (window, of_layer), its in sorted(by_kind.items(), key=lambda item: (item[0][0] or 0, item[0][1])):
+        groups: list[tuple[Window | None, KvSizes, tuple[int, ...]]] = []
+        for (window, of_layer), its in sorted(by_kind.items(), key=_order):
             count = -(-len(its) // max(1, most // of_layer.count))
             # As even as can be: what a smaller group leaves unused does not travel. In turns: a stage has some of each group then,
             # and so less of each physical block.
@@ -70,3 +70,8 @@ class LayerGroups:
         layers = tuple(tuple(layer for layer in its if stage_layers is None or layer in stage_layers) for its in of_all)
         places = {layer: (group, place) for group, its in enumerate(layers) for place, layer in enumerate(its)}
         return cls(of_windows, of_sizes, layers, places)
+
+
+def _order(item: tuple[tuple[Window | None, KvSizes], list[int]]) -> tuple[int, bool, KvSizes]:
+    (window, sizes), _ = item
+    return 0 if window is None else window_size(window), isinstance(window, Chunk), sizes

@@ -15,7 +15,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 
 from kvrelay.common.clock import Clock
-from kvrelay.common.kv_geometry import first_block
+from kvrelay.common.kv_geometry import Window, first_block
 from kvrelay.engine.kv.ledger import Ledger
 from kvrelay.engine.kv.owners import Owner, OwnerKind
 from kvrelay.engine.kv.prefix_cache import Claim, PrefixCache, merged
@@ -69,10 +69,10 @@ class PhysicalBlocks:
         block_of = self._block_of[group]
         return [block_of[block_hash] for block_hash in block_hashes]
 
-    def num_cached_prefix(self, hashes: Sequence[bytes], windows: Sequence[int | None], block_size: int) -> int:
+    def num_cached_prefix(self, hashes: Sequence[bytes], windows: Sequence[Window | None], block_size: int) -> int:
         """How many leading blocks are published, as far as somebody can go on behind them. ``windows``: of each group."""
         num_full = len(hashes)
-        windowed: list[tuple[int, dict[bytes, int]]] = []
+        windowed: list[tuple[Window, dict[bytes, int]]] = []
         for window, block_of in zip(windows, self._block_of, strict=True):
             if window is None:
                 num_full = next((n for n, one in enumerate(hashes[:num_full]) if one not in block_of), num_full)

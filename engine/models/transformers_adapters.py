@@ -17,7 +17,7 @@ from torch import nn
 from kvrelay.engine.models.adapters import AdaptedLayer, Adapters
 from kvrelay.engine.models.ops import Linear
 from kvrelay.engine.models.transformers_cut import LinearCut
-from kvrelay.engine.models.transformers_model import TransformersModel
+from kvrelay.engine.models.transformers_model import TransformersModel, decoder_name
 from kvrelay.engine.models.transformers_parts import Adapt, is_linear, linear_shape
 
 _NUM_TOKENS = [29, 17]  # of each pass; so many that no expert gets all of them, both times
@@ -26,7 +26,7 @@ _NUM_TOKENS = [29, 17]  # of each pass; so many that no expert gets all of them,
 @torch.inference_mode()
 def adaptable_layers(model: TransformersModel) -> dict[str, AdaptedLayer]:
     """By name. Runs ``model``, which is whole, with its own parts: call it before ``bind``."""
-    decoder = f"{model.model.base_model_prefix}."
+    decoder = f"{decoder_name(model.model)}."
     modules = {name: module for name, module in model.model.named_modules() if name.startswith(decoder)}
     linears = {name: module for name, module in modules.items() if is_linear(module)}
     rows: dict[str, list[int]] = {name: [] for name in linears}  # of each call

@@ -30,6 +30,7 @@ _BLOCK_SIZE = 8
 _CHUNK = 13  # tokens of a step and sequence
 _LENGTHS = (31, 18)
 _WINDOW = 8  # in place of longer ones
+_WINDOW_FIELDS = ("sliding_window", "attention_chunk_size")  # of a configuration
 # Relative distance of logits, by the number format. Another mask, scale or position is off by 0.1 and more.
 _TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.06}
 
@@ -101,17 +102,20 @@ def _prompts(model: TransformersModel) -> list[list[int]]:
 def _short_windows(model: TransformersModel) -> Iterator[ModelShape]:
     """The model with windows that sequences of the check are longer than, and its shape then."""
     config = model.model.config.get_text_config()
-    window = getattr(config, "sliding_window", None)
-    if not any(model.shape.sliding_windows) or window is None or window <= _WINDOW:
+    sizes = {name: getattr(config, name, None) or 0 for name in _WINDOW_FIELDS}
+    long = {name: size for name, size in sizes.items() if size > _WINDOW}
+    if not any(model.shape.sliding_windows) or not long:
         yield model.shape
         return
-    config.sliding_window = _WINDOW
+    for name in long:
+        setattr(config, name, _WINDOW)
     try:
         layers = probe_layers(model.model)
         model.use_our_attention()
         yield replace(model.shape, sliding_windows=own_windows(layers))
     finally:
-        config.sliding_window = window
+        for name, size in long.items():
+            setattr(config, name, size)
 
 
 def _paged_logits(

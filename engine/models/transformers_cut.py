@@ -21,7 +21,13 @@ from kvrelay.common.errors import ModelError
 from kvrelay.engine.config.cut import Cut
 from kvrelay.engine.models.ranks import Collectives
 from kvrelay.engine.models.transformers_gate import probe_layers
-from kvrelay.engine.models.transformers_model import TransformersModel, load_full_config, pool_sizes, shape_of
+from kvrelay.engine.models.transformers_model import (
+    TransformersModel,
+    decoder_name,
+    load_full_config,
+    pool_sizes,
+    shape_of,
+)
 from kvrelay.engine.models.transformers_outline import NoWeights, model_without_weights
 
 _BY_OUTPUTS, _BY_INPUTS = "colwise", "rowwise"
@@ -60,7 +66,7 @@ def cut_model(whole: TransformersModel, cut: Cut) -> tuple[TransformersModel, di
     cuts: dict[str, LinearCut] = {}
     # Experts are parameters of their module.
     for layer_name in dict.fromkeys([*layers, *(name for name, _ in model.named_parameters())]):
-        kind = _kind_of(plan, layer_name.removeprefix(f"{model.base_model_prefix}."))
+        kind = _kind_of(plan, layer_name.removeprefix(f"{decoder_name(model)}."))
         if kind is None or kind in _WHOLE:
             continue
         layer = layers.get(layer_name)

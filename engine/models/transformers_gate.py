@@ -15,7 +15,9 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from kvrelay.common.errors import ModelError
+from kvrelay.common.kv_geometry import Chunk, Window
 
+TEMPERATURE_SWITCH = "attn_temperature_tuning"  # of a module of attention
 _PROBE = "kvrelay_probe"
 _NUM_TOKENS = 24
 _SCORES = {"scaling", "sliding_window", "softcap", "s_aux"}
@@ -27,17 +29,33 @@ _IGNORED = {
 
 
 @dataclass(frozen=True, slots=True)
+class Temperature:
+    """Queries that grow with their position, as those of Llama 4's layers without rotary embeddings do.
+
+    The layer itself takes a token's place in the batch for its position. So ours multiplies, and the layer is switched off.
+    """
+
+    scale: float
+    step: float  # tokens after which they grow
+
+    def factors(self, positions: torch.Tensor) -> torch.Tensor:
+        """Of queries at ``positions``, in float32."""
+        return torch.log1p(torch.floor((positions.float() + 1.0) / self.step)) * self.scale + 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionLayer:
     """One layer, as its first call showed it."""
 
     module: nn.Module
-    window: int | None  # tokens that a token sees, itself included; None: all before it
+    window: Window | None  # None: a token sees all before it
     num_q_heads: int
     num_kv_heads: int
     key_size: int
     value_size: int
     has_softcap: bool
     has_sinks: bool
+    temperature: Temperature | None
     shared_with: int | None = None  # an earlier layer, whose K/V it reads; None: it has its own
 
 
@@ -129,7 +147,7 @@ def pool_layers(layers: list[AttentionLayer]) -> list[int]:
     return places
 
 
-def own_windows(layers: list[AttentionLayer]) -> tuple[int | None, ...]:
+def own_windows(layers: list[AttentionLayer]) -> tuple[Window | None, ...]:
     """Of the layers that have K/V of their own."""
     return tuple(layer.window for layer in layers if layer.shared_with is None)
 
@@ -160,21 +178,30 @@ def _layer_of(
         value_size=value.shape[3],
         has_softcap="softcap" in given,
         has_sinks="s_aux" in given,
+        temperature=_temperature_of(module),
     )
 
 
-def _window_of(name: str, mask: Any) -> int | None:
-    """None for plain causal attention. Raises ModelError on a mask that is neither that nor a sliding window."""
+def _temperature_of(module: Any) -> Temperature | None:
+    if not getattr(module, TEMPERATURE_SWITCH, False) or module.use_rope:
+        return None
+    return Temperature(float(module.attn_scale), float(module.floor_scale))
+
+
+def _window_of(name: str, mask: Any) -> Window | None:
+    """None for plain causal attention. Raises ModelError on a mask that is neither that, nor a sliding window, nor chunks."""
     if mask is None:
         return None
     if not isinstance(mask, _Mark):
         raise ModelError(f"{name} makes its own attention masks, which we would ignore: it is not served")
     window = mask.local_size
     last = 2 * (window or 0) + _NUM_TOKENS
-    # Around both edges of the window; a mask function is asked by positions alone.
-    queries = torch.arange(max(0, last - 8), last)[:, None] if window else torch.arange(_NUM_TOKENS)[:, None]
-    edges = [torch.arange(max(0, edge - 8), edge + 8) for edge in (8, last - (window or 0), last)]
-    keys = torch.cat(edges)[None] if window else torch.arange(_NUM_TOKENS)[None]
+    queries = keys = torch.arange(_NUM_TOKENS)
+    if window:
+        # Around the edges of a window and of a chunk; a mask function is asked by positions alone.
+        queries = _around(2 * window, last)
+        keys = _around(8, window, last - window, 2 * window, last)
+    queries, keys = queries[:, None], keys[None]
     zero = torch.tensor(0)
     kept = torch.as_tensor(mask.keeps(zero, zero, queries, keys)).expand(queries.shape[0], keys.shape[1])
     causal = keys <= queries
@@ -182,4 +209,11 @@ def _window_of(name: str, mask: Any) -> int | None:
         return None
     if window is not None and bool((kept == (causal & (keys > queries - window))).all()):
         return window
-    raise ModelError(f"{name} has attention masks of a kind that we do not compute (chunks, or others): not served yet")
+    if window is not None and bool((kept == (causal & (keys // window == queries // window))).all()):
+        return Chunk(window)
+    raise ModelError(f"{name} has attention masks of a kind that we do not compute: not served yet")
+
+
+def _around(*positions: int) -> torch.Tensor:
+    """Eight positions on both sides of each."""
+    return torch.cat([torch.arange(max(0, position - 8), position + 8) for position in positions])

@@ -27,7 +27,14 @@ from kvrelay.engine.config.model import KvSizes, ModelShape
 from kvrelay.engine.config.quantisation import Quantisation, load_quantisation
 from kvrelay.engine.config.tokenizer import check_tokenizer
 from kvrelay.engine.models.ops import PagedOps, PagedStep, Scores
-from kvrelay.engine.models.transformers_gate import AttentionLayer, own_windows, pool_layers, probe_layers
+from kvrelay.engine.models.transformers_gate import (
+    TEMPERATURE_SWITCH,
+    AttentionLayer,
+    Temperature,
+    own_windows,
+    pool_layers,
+    probe_layers,
+)
 from kvrelay.engine.models.transformers_parts import Adapt, replace_parts
 from kvrelay.engine.weights.headers import check_full, check_layers, read_headers
 from kvrelay.engine.weights.kv_scales import is_attention_scale
@@ -57,6 +64,7 @@ class _Bound:
     index: int  # among the layers of the pool
     writes: bool  # else it reads another's K/V
     sizes: KvSizes  # in the pool
+    temperature: Temperature | None
 
 
 class TransformersModel:
@@ -67,12 +75,14 @@ class TransformersModel:
         self.layers = layers
         self.shape = shape
         self._running = _Running()
-        self._decoder: nn.Module = getattr(model, model.base_model_prefix)
+        self._decoder: nn.Module = getattr(model, decoder_name(model))
         self._head, self._given = _head_of(model)
         places = pool_layers(layers)
         for layer, place in zip(layers, places, strict=True):
             writes = layer.shared_with is None
-            setattr(layer.module, _BOUND, _Bound(self._running, place, writes, shape.kv_sizes[place]))
+            setattr(
+                layer.module, _BOUND, _Bound(self._running, place, writes, shape.kv_sizes[place], layer.temperature)
+            )
 
     def bind(self, ops: PagedOps, dtype: torch.dtype, adapt: Adapt | None = None) -> None:
         """From now on products, norms and experts run by ``ops``, which need not be those of any step; weights are taken over."""
@@ -82,16 +92,22 @@ class TransformersModel:
     def use_our_attention(self) -> None:
         """Attention goes through the pool from now on."""
         AttentionInterface.register(_OURS, _attend)
-        self.model.set_attn_implementation(_OURS)
+        self._set_attention(_OURS)
 
     @contextmanager
     def plain_attention(self) -> Iterator[None]:
         """Between enter and exit attention is transformers' own, without the pool."""
-        self.model.set_attn_implementation(_PLAIN)
+        self._set_attention(_PLAIN)
         try:
             yield
         finally:
             self.use_our_attention()
+
+    def _set_attention(self, name: str) -> None:
+        self.model.set_attn_implementation(name)
+        for layer in self.layers:
+            if layer.temperature is not None:
+                setattr(layer.module, TEMPERATURE_SWITCH, name == _PLAIN)
 
     def forward(self, token_ids: torch.Tensor, step: PagedStep) -> torch.Tensor:
         """Hidden states behind the last norm. ``token_ids`` ``[num_tokens]`` -> ``[num_tokens, hidden]``.
@@ -138,13 +154,21 @@ class _Given(nn.Module):
         return _Decoded(last_hidden_state=self.hidden)
 
 
+def decoder_name(model: PreTrainedModel) -> str:
+    """The child that makes hidden states. Llama 4 names another one, of its images' models, as its base."""
+    children: dict[str, nn.Module] = dict(model.named_children())
+    if model.base_model_prefix in children:
+        return str(model.base_model_prefix)
+    return next(name for name, child in children.items() if isinstance(child, PreTrainedModel))
+
+
 def _head_of(model: PreTrainedModel) -> tuple[PreTrainedModel, _Given]:
     """The model with its own weights behind the decoder, and none of the decoder: what it makes of hidden states."""
     given = _Given()
     with torch.device("meta"):
         head = type(model)(model.config).eval()
     for name, child in model.named_children():
-        setattr(head, name, given if name == model.base_model_prefix else child)
+        setattr(head, name, given if name == decoder_name(model) else child)
     return head, given
 
 
@@ -167,6 +191,8 @@ def _attend(
     value_dim = value.shape[3]
     scores = Scores(query.shape[3] ** -0.5 if scaling is None else scaling, softcap, s_aux)
     sizes = bound.sizes
+    if bound.temperature is not None:
+        query = (query * bound.temperature.factors(step.positions)[:, None]).to(query.dtype)
     if bound.writes:
         step.kv_write(_rows(key, sizes.key_size), _rows(value, sizes.value_size), bound.index)
     return step.attention(_rows(query, sizes.key_size), bound.index, scores)[None, :, :, :value_dim], None

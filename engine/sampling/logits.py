@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from kvrelay.engine.sampling.bitmask import Upload, apply_bitmask
+from kvrelay.engine.sampling.bitmask import MaskTokens, Upload
 from kvrelay.engine.step.plan import Rules
 
 
@@ -42,12 +42,12 @@ class LogitRules:
         rules = self._rules
         return bool(rules.bias_rows or rules.allowed_rows or rules.forbidden_rows)
 
-    def mask(self, logits: torch.Tensor, upload: Upload) -> None:
+    def mask(self, logits: torch.Tensor, mask_tokens: MaskTokens) -> None:
         """Forbid what the guides do not allow, in ``logits`` ``[num_rows, vocab]`` of any floating type, in place."""
         rules = self._rules
         if rules.guided_rows:
             bitmask = np.frombuffer(rules.bitmask, dtype=np.int32).reshape(len(rules.guided_rows), -1)
-            apply_bitmask(logits, rules.guided_rows, bitmask, upload)
+            mask_tokens(logits, rules.guided_rows, bitmask)
 
     def apply(self, logits: torch.Tensor, upload: Upload) -> None:
         """Set, and forbid the rest, in ``logits`` ``[num_rows, vocab]`` fp32 that are masked, in place."""
@@ -56,9 +56,9 @@ class LogitRules:
             logits.index_put_((placed.bias_rows, placed.bias_tokens), placed.bias_values, accumulate=True)
         self._forbid(logits, placed)
 
-    def forbid_again(self, logits: torch.Tensor, upload: Upload) -> None:
+    def forbid_again(self, logits: torch.Tensor, upload: Upload, mask_tokens: MaskTokens) -> None:
         """Forbid all of it in ``logits`` ``[num_rows, vocab]`` fp32, in place: somebody may have raised them."""
-        self.mask(logits, upload)
+        self.mask(logits, mask_tokens)
         self._forbid(logits, self._place(upload))
 
     def _place(self, upload: Upload) -> _Placed:

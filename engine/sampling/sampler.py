@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from typing import Any, Protocol
 
+import numpy as np
 import numpy.typing as npt
 import torch
 
@@ -38,6 +39,13 @@ class SamplerOps(Protocol):
 
     def argmax(self, logits: torch.Tensor) -> torch.Tensor:
         """The likeliest tokens ``[n]`` int64 of ``logits`` ``[n, vocab]`` in the model's dtype or fp32."""
+
+    def mask_tokens(self, logits: torch.Tensor, rows: Seq[int], bitmask: npt.NDArray[np.int32]) -> None:
+        """Set logits of tokens without a bit to -inf, in place, in ``rows`` of ``logits`` ``[num_rows, vocab]`` of any float type.
+
+        ``bitmask`` ``[len(rows), ceil(vocab / 32)]``: token ``t`` has bit ``t % 32`` of word ``t // 32``. Does not wait for the
+        device.
+        """
 
     def penalize(self, logits: torch.Tensor, penalties: Penalties, last_tokens: torch.Tensor | None) -> None:
         """Apply penalties to ``logits`` ``[n, vocab]`` fp32 in place, without waiting for the device.
@@ -71,7 +79,7 @@ def sample(
         raw = torch.log_softmax(logits[picked].float(), dim=-1)
     placed = None if rules is None else LogitRules(rules)
     if placed is not None:
-        placed.mask(logits, ops.upload)
+        placed.mask(logits, ops.mask_tokens)
     if (placed is not None and placed.sets_any) or len(asking.rows_with(PENALTIES | WATERMARK | PROCESSORS)):
         logits = logits.float()
         process_logits(logits, asking, placed, ops, processors, under_way)
@@ -103,4 +111,4 @@ def process_logits(
     if len(asking.rows_with(PROCESSORS)):
         run_processors(logits, asking, processors, ops.upload)
         if rules is not None:
-            rules.forbid_again(logits, ops.upload)
+            rules.forbid_again(logits, ops.upload, ops.mask_tokens)

@@ -3,13 +3,14 @@
 Copies from pageable memory make the host wait, and each costs some microseconds; a step has a dozen arrays of a few kilobytes, and
 masks of a bit per token for guided rows. They are packed into pinned memory and copied at once. The memory is used again when its
 copy is over, and a step's copies are, before the next but one is packed. Each buffer is as large as the largest upload that it had:
-with 64 guided rows of a vocabulary of 128k these are 1 MiB, eighteen times.
+with 64 guided rows of a vocabulary of 128k these are 1 MiB, twenty times.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,9 +19,9 @@ import torch
 
 _ALIGNMENT = 16  # bytes; of each array's place, so that any type may be read there
 _MIN_NBYTES = 2**16
-# A step packs up to eight times, and once more with adapters, some of it behind its forward pass, and two steps are under way: with
+# A step packs up to nine times, and once more with adapters, some of it behind its forward pass, and two steps are under way: with
 # fewer buffers, launching one would wait for the other. Logits processors make it a few more: there it may.
-_NUM_BUFFERS = 18
+_NUM_BUFFERS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,17 @@ class _Buffer:
         self.copied = copied
 
 
+def packed_nbytes(arrays: Seq[npt.NDArray[Any] | Joined]) -> int:
+    """Of the memory that they take together."""
+    return _starts(arrays)[-1]
+
+
+def _starts(arrays: Seq[npt.NDArray[Any] | Joined]) -> list[int]:
+    """Where each begins in the memory of all, and where the last one ends."""
+    aligned = (-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays)
+    return list(accumulate(aligned, initial=0))
+
+
 class Uploader:
     """One thread's uploads to one device. On a CPU, where tests run it, it copies as well."""
 
@@ -69,12 +81,13 @@ class Uploader:
         self._buffers: list[_Buffer] = []
         self._next = 0
 
-    def upload(self, arrays: Seq[npt.NDArray[Any] | Joined]) -> list[torch.Tensor]:
-        """Tensors of the arrays' shapes and types, views of one piece of the device's memory."""
-        starts, nbytes = [], 0
-        for array in arrays:
-            starts.append(nbytes)
-            nbytes += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
+    def upload(self, arrays: Seq[npt.NDArray[Any] | Joined], memory: torch.Tensor | None = None) -> list[torch.Tensor]:
+        """Tensors of the arrays' shapes and types, views of one piece of the device's memory.
+
+        ``memory``: that piece, bytes, of :func:`packed_nbytes` at least; None: a new one.
+        """
+        starts = _starts(arrays)
+        nbytes = starts.pop()
         buffer = self._buffer(nbytes)
         packed = buffer.memory.numpy()
         for start, array in zip(starts, arrays, strict=True):
@@ -82,7 +95,7 @@ class Uploader:
             for part in array.parts if isinstance(array, Joined) else (array,):
                 begin, end = end, end + part.nbytes
                 packed[begin:end] = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
-        there = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        there = torch.empty(nbytes, dtype=torch.uint8, device=self._device) if memory is None else memory[:nbytes]
         there.copy_(buffer.memory[:nbytes], non_blocking=True)
         if buffer.copied is not None:
             buffer.copied.record()

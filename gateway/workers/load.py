@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from kvrelay.common.kv_geometry import num_whole_blocks
+from kvrelay.common.kv_geometry import Window, num_whole_blocks
 from kvrelay.wire.messages import Status
 
 Key = tuple[str, int]
@@ -38,7 +38,7 @@ class _Attempt:
 class Load:
     """One worker's. Sums are kept, not made: they are asked for with each request, of each worker, whatever runs there."""
 
-    def __init__(self, block_size: int, windows: tuple[int | None, ...] = (None,)) -> None:
+    def __init__(self, block_size: int, windows: tuple[Window | None, ...] = (None,)) -> None:
         """``windows``: of the groups of layers that the worker keeps K/V of."""
         self._block_size = block_size
         self._windows = windows
@@ -162,7 +162,7 @@ class WorkerView(msgspec.Struct, frozen=True, gc=False):  # one per worker and r
     tokens_per_s: float | None = None
     epoch: int = 0  # of its process; another one has nothing cached
     adapters: Sequence[str] = ()  # digests of those that it has loaded
-    windows: tuple[int | None, ...] = (None,)  # of its groups of layers
+    windows: tuple[Window | None, ...] = (None,)  # of its groups of layers
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that ``num_tokens`` tokens take: where groups of layers have windows, fewer than hold them."""

@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 from gpu_parts.checks.check_sampling import chi_squared_deviation
+from gpu_parts.engine.steps import fits
 from gpu_parts.engine.ttft import hidden_share
 from gpu_parts.frame.floors import (
     Limits,
@@ -33,6 +34,13 @@ def test_the_model_has_the_shape_of_llama_3_8b() -> None:
 @pytest.mark.parametrize(("batch", "context", "floor_ms"), [(1, 1024, 3.5), (32, 1024, 4.5), (128, 4096, 19.5)])
 def test_floors_of_decode_steps_are_those_of_the_plan(batch: int, context: int, floor_ms: float) -> None:
     assert 1e3 * LIMITS.bytes_s(decode_step_bytes(LLAMA_3_8B, batch, context)) == pytest.approx(floor_ms, rel=0.02)
+
+
+@pytest.mark.parametrize(("total_gib", "fitting"), [(79, 2), (139, 3)])
+def test_steps_that_do_not_fit_a_gpu_are_left_out(total_gib: int, fitting: int) -> None:
+    """An H100 and an H200."""
+    steps = ((1, 1024), (32, 1024), (128, 4096))
+    assert [fits(LLAMA_3_8B, *step, growth=88, total_nbytes=total_gib * 2**30) for step in steps].count(True) == fitting
 
 
 def test_weights_in_8_bits_halve_what_the_layers_read() -> None:

@@ -9,6 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from kvrelay.common.kv_geometry import Chunk
 from kvrelay.common.sampling import SamplingParams
 from kvrelay.engine.fake.engine import FakeEngine, FakePace, expected_output, fake_card
 from kvrelay.engine.kv.owners import Owner, OwnerKind
@@ -302,7 +303,7 @@ class Everything(RuleBasedStateMachine):
         max_num_seqs=st.sampled_from([5, 8, 12]),
         max_batched_tokens=st.sampled_from([16, 64]),
         runs_ahead=st.booleans(),
-        windows=st.sampled_from([(None,), (None, 7), (None, 12, 3), (6,)]),
+        windows=st.sampled_from([(None,), (None, 7), (None, 12, 3), (6,), (None, Chunk(8))]),
         drafts=st.booleans(),
     )
     def begin(

@@ -12,7 +12,7 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
-from kvrelay.kernels import norm
+from kvrelay.kernels.rows import norm
 from tests.triton_interpreter import mend_loops
 
 TOLERANCES = {

@@ -27,12 +27,17 @@ def test_shape_message_names_both_shapes() -> None:
         ((2, 1, 3, 1, 16, 64), "pool has shape"),
         ((2, 1, 2, 1, 12, 64), "block_size is 12"),
         ((2, 1, 2, 1, 16, 72), "head_dim is 72"),
-        ((2, 1, 2, 1, 16, 272), "head_dim is 272"),
+        ((2, 1, 2, 1, 16, 528), "head_dim is 528"),
     ],
 )
 def test_pool_geometry_refuses(shape: tuple[int, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         PoolGeometry.of(torch.empty(shape), 0)
+
+
+def test_large_heads_are_refused_over_fp8() -> None:
+    with pytest.raises(ValueError, match=r"head_dim is 272 over torch\.float8_e4m3fn, expected at most 256"):
+        PoolGeometry.of(torch.empty((2, 1, 2, 1, 16, 272), dtype=torch.float8_e4m3fn), 0)
 
 
 def test_pool_geometry_refuses_layer_layout_and_heads() -> None:

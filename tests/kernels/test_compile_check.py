@@ -48,6 +48,7 @@ def test_every_kernel_compiles_within_the_limits(environment: dict[str, str]) ->
     assert {row["target"] for row in rows} == {"cuda:80", "cuda:90", "cuda:100", "hip:gfx942"}
     assert {row["kernel"] for row in rows} == {
         "_add_splits_kernel",
+        "_bitmask_kernel",
         "_decode_split_kernel",
         "_dequantise_groups_kernel",
         "_dequantise_kernel",
@@ -163,8 +164,9 @@ def _check_attention(rows: list[dict[str, Any]]) -> None:
         is_decode = row["kernel"] == "_decode_split_kernel"
         if not row["case"].startswith("fp32"):
             newest = {"cuda:80": "mma", "cuda:90": "wgmma", "cuda:100": "tcgen05"}[row["target"]]
-            # The 16 rows of a decoding group fill no tile of the newer instructions.
-            assert row["loops"]["matrix_kind"] == ("mma" if is_decode else newest), row
+            # 16 rows, of a decoding group or of prompts of large heads, fill no tile of the newer instructions.
+            is_few = is_decode or "d512" in row["case"]
+            assert row["loops"]["matrix_kind"] == ("mma" if is_few else newest), row
             assert row["loops"]["matrix_count"] > 0, row
         if is_decode:
             assert row["programs"] >= (2 if row["target"] == "cuda:80" else 3), row

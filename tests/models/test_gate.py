@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kvrelay.common.errors import ModelError
+from kvrelay.common.kv_geometry import Chunk
 from kvrelay.engine import torch_engine
 from kvrelay.engine.backends.options import EngineOptions
 from kvrelay.engine.models import transformers_model
@@ -42,17 +43,18 @@ def test_attention_that_comes_out_otherwise_than_transformers_is_refused(
         engine_of(tmp_path)
 
 
-@pytest.mark.parametrize("fault", ["window", "position"])
+@pytest.mark.parametrize("fault", ["window", "chunk", "position"])
 def test_windows_and_positions_are_checked(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    saved("mistral", tmp_path)
-    if fault == "window":
+    saved("llama4_text" if fault == "chunk" else "mistral", tmp_path)
+    if fault != "position":
         shape_of = transformers_model.shape_of
 
-        def without_windows(*given: Any) -> Any:
+        def with_wrong_windows(*given: Any) -> Any:
             shape = shape_of(*given)
-            return replace(shape, sliding_windows=(None,) * shape.num_layers)
+            wrong = tuple(one.size if isinstance(one, Chunk) else None for one in shape.sliding_windows)
+            return replace(shape, sliding_windows=wrong)
 
-        monkeypatch.setattr(transformers_model, "shape_of", without_windows)
+        monkeypatch.setattr(transformers_model, "shape_of", with_wrong_windows)
     else:
         forward = transformers_model.TransformersModel.forward
 
@@ -76,6 +78,13 @@ def test_a_long_window_is_checked_as_a_short_one(tmp_path: Path) -> None:
     saved("mistral", tmp_path)
     configure(tmp_path, sliding_window=200)
     assert engine_of(tmp_path, max_model_len=64).card.max_model_len == 64
+
+
+def test_a_long_chunk_is_found_and_checked_as_a_short_one(tmp_path: Path) -> None:
+    saved("llama4_text", tmp_path)
+    configure(tmp_path, attention_chunk_size=120)
+    engine = engine_of(tmp_path, max_model_len=64)
+    assert engine.card.layout.geometry.windows[-1] == Chunk(120)
 
 
 @pytest.fixture

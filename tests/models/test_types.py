@@ -25,9 +25,9 @@ from kvrelay.engine.transformers_engine import load_transformers_engine
 from .services import Engines, served
 from .tiny import VOCAB, NotTinyError, generate, text_types, tiny_model
 
-# One of each kind: windows, softcaps, sinks, experts, latent attention, unequal layers, learned positions, parallel layers, a
-# state.
-_ALIKE = "llama gemma2 gemma4_text gpt_oss qwen3_moe deepseek_v3 mimo_v2_flash gpt2 cohere2 opt mamba2"
+# One of each kind: windows, chunks, softcaps, sinks, experts, latent attention, unequal layers, learned positions, parallel
+# layers, a state.
+_ALIKE = "llama llama4_text gemma2 gemma4_text gpt_oss qwen3_moe deepseek_v3 mimo_v2_flash gpt2 cohere2 opt mamba2"
 ALIKE = frozenset(_ALIKE.split())
 NATIVE = frozenset(
     {"deepseek_v2", "deepseek_v3", "gpt_oss", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"}

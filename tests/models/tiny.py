@@ -104,6 +104,7 @@ MORE: dict[str, dict[str, Any]] = {
     "llama4_text": {
         **EXPERTS,
         "attention_chunk_size": WINDOW,
+        "floor_scale": 5,
         "intermediate_size_mlp": 96,
         "no_rope_layers": [1, 1, 1, 0],
         "interleave_moe_layer_step": 2,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvrelay.common.kv_geometry import KvGeometry, first_block
+from kvrelay.common.kv_geometry import KvGeometry, Window, first_block
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class Piece:
     start: int  # its first byte in the physical block
     nbytes: int
     group: int = 0  # of layers, whose physical block it is a part of
-    window: int | None = None  # of the group, in tokens
+    window: Window | None = None  # of the group
 
     def first_block(self, num_tokens: int, block_size: int) -> int:
         """The first block whose piece travels, of a sequence that has so many tokens computed."""

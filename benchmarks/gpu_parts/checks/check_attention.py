@@ -19,8 +19,8 @@ from gpu_parts.kernels.paged import (
     prefill_call,
     random_pool,
 )
-from kvrelay.kernels import rotary_kv_write
-from kvrelay.kernels.prefill_tiles import TileLoads
+from kvrelay.kernels.attention.prefill_tiles import TileLoads
+from kvrelay.kernels.attention.rotary import rotary_kv_write
 
 _FP8 = torch.float8_e4m3fn
 

@@ -12,7 +12,7 @@ from gpu_parts.frame.running import Context, Finding
 from gpu_parts.kernels.linears import compute_dtype, random_linear, roundings
 from gpu_parts.kernels.paged import num_multiprocessors
 from kvrelay.engine.backends.cuda.linear import RoundedLinear
-from kvrelay.kernels.weight_only_linear import dequantise_weight
+from kvrelay.kernels.linear.weight_only import dequantise_weight
 
 _ROWS = (1, 16, 17, 33, 64, 129)
 _MANY_ROWS = 300  # more than the kernel takes

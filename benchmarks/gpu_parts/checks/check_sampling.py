@@ -9,7 +9,7 @@ import torch
 
 from gpu_parts.frame.rows import Checked, Kernel
 from gpu_parts.frame.running import Context, Finding
-from kvrelay.kernels import kept_mask_reference, sample
+from kvrelay.kernels.sampling.sample import kept_mask_reference, sample
 
 _MIN_EXPECTED = 5.0  # draws of a token that has a class of its own in the test of the distribution
 _MAX_DEVIATION = 6.0  # standard deviations of chi-squared; a fair kernel exceeds them once in a hundred million runs

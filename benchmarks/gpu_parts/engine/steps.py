@@ -13,13 +13,14 @@ from gpu_parts.engine.stepping import DecodeDriver, PrefillDriver, fill_pool, lo
 from gpu_parts.frame.floors import decode_step_bytes, prefill_flops
 from gpu_parts.frame.rows import Against, Goal, Row, Unit
 from gpu_parts.frame.running import Context, Finding, Note
-from gpu_parts.frame.sizes import BLOCK_SIZE
+from gpu_parts.frame.sizes import BLOCK_SIZE, ModelShape
 from gpu_parts.frame.timing import busy_s
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
 
 _WARM_UPS = 8
 _PROFILED_STEPS = 12
+_MEMORY_SHARE = 0.9  # of a device, for weights and K/V; what steps need, graphs and CUDA itself take the rest
 _PREFILL_REPEATS = 5
 _PREFILL_WARM_UPS = 2  # the defaults have seen what steps cost by then
 _STEP_GOAL = Goal("≤ 1.25x the floor", Against.FLOOR, 1.25)
@@ -46,7 +47,14 @@ def _decode_steps(context: Context, steps: Sequence[tuple[int, int]], weight_for
     sizes = context.sizes
     suffix = "" if weight_format == "full" else f", {weight_format} weights"
     growth = sizes.num_steps + 2 * _WARM_UPS + _PROFILED_STEPS
-    num_blocks = max(batch * -(-(length + growth) // BLOCK_SIZE) for batch, length in steps) + 8
+    if context.device.type == "cuda":
+        total = torch.cuda.get_device_properties(context.device).total_memory
+        for batch, length in (left_out := [one for one in steps if not fits(sizes.shape, *one, growth, total)]):
+            yield Row(
+                f"decode step{suffix}, {batch} x {length:,}", Unit.SECONDS, None, note="its K/V do not fit this GPU"
+            )
+        steps = [one for one in steps if one not in left_out]
+    num_blocks = max(_num_blocks(batch, length + growth) for batch, length in steps) + 8
     max_num_seqs = max(batch for batch, _ in steps)
     max_batched_tokens = max(512, max_num_seqs)
     engine = load_engine(
@@ -84,6 +92,17 @@ def _decode_steps(context: Context, steps: Sequence[tuple[int, int]], weight_for
         driver.clear()
     if sizes.num_steps and context.limits is not None:
         yield Note("floors: weights without the embedding, and all K/V, over the copy bandwidth")
+
+
+def fits(shape: ModelShape, batch: int, length: int, growth: int, total_nbytes: int) -> bool:
+    """Whether a device of so many bytes holds the model in full and the K/V of ``batch`` sequences, with room for steps."""
+    weights = (shape.num_layer_weights + 2 * shape.num_head_weights) * shape.itemsize
+    kv = _num_blocks(batch, length + growth) * BLOCK_SIZE * shape.kv_bytes_per_token
+    return weights + kv <= _MEMORY_SHARE * total_nbytes
+
+
+def _num_blocks(batch: int, length: int) -> int:
+    return batch * -(-length // BLOCK_SIZE)
 
 
 def measure_prefill_steps(context: Context) -> Iterator[Finding]:

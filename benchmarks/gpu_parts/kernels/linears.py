@@ -12,8 +12,8 @@ from gpu_parts.frame.rows import Against, Goal, Peer, Row, Unit
 from gpu_parts.frame.running import Context, Finding
 from gpu_parts.kernels.paged import num_multiprocessors
 from kvrelay.engine.weights.rounding import RoundedWeight, Rounding, rounded
-from kvrelay.kernels.kv_scales import require_e4m3
-from kvrelay.kernels.weight_only_linear import linear_splits, weight_only_linear
+from kvrelay.kernels.attention.kv_scales import require_e4m3
+from kvrelay.kernels.linear.weight_only import linear_splits, weight_only_linear
 
 _STD = 0.02
 _BUDGET_S = 0.15

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import torch
 
 from gpu_parts.frame.sizes import BLOCK_SIZE, ModelShape
-from kvrelay.kernels import DecodeWorkspace, paged_decode_attention, paged_prefill_attention, splits_for_device
-from kvrelay.kernels.prefill_tiles import TileLoads
+from kvrelay.kernels.attention.decode import DecodeWorkspace, paged_decode_attention, splits_for_device
+from kvrelay.kernels.attention.prefill import paged_prefill_attention
+from kvrelay.kernels.attention.prefill_tiles import TileLoads
 
 _MAX_SCORES = 1 << 26  # float64 elements of one piece of the reference: half a gibibyte
 _POISON = 64.0  # factor on what no context holds: whoever reads it is found out

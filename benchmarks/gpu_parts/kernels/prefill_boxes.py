@@ -12,7 +12,7 @@ from gpu_parts.frame.rows import Peer, Row, Unit
 from gpu_parts.frame.running import Context, Finding
 from gpu_parts.frame.sizes import BOX_BLOCK_SIZE
 from gpu_parts.kernels.paged import paged_context, prefill_call, random_pool
-from kvrelay.kernels.prefill_tiles import TileLoads, nvidia_capability, tile_loads
+from kvrelay.kernels.attention.prefill_tiles import TileLoads, nvidia_capability, tile_loads
 
 
 def measure_prefill_boxes(context: Context) -> Iterator[Finding]:
@@ -22,7 +22,10 @@ def measure_prefill_boxes(context: Context) -> Iterator[Finding]:
         figure = f"prefill attention by TMA, {length:,} tokens, blocks of {BOX_BLOCK_SIZE}"
         num_blocks = -(-length // BOX_BLOCK_SIZE) + 1
         pool = random_pool(shape, num_blocks, 2, box_dtype(context), generator, BOX_BLOCK_SIZE)
-        if tile_loads(nvidia_capability(pool.device), pool, None) is not TileLoads.BOXES and not context.is_dry:
+        if (
+            tile_loads(nvidia_capability(pool.device), pool, has_window=False) is not TileLoads.BOXES
+            and not context.is_dry
+        ):
             yield Row(figure, Unit.SECONDS, None, note="this device does not load boxes of this pool")
             continue
         paged = paged_context(pool, 1, (length,), generator)

@@ -8,7 +8,8 @@ import torch
 
 from gpu_parts.frame.rows import Against, Goal, Peer, Row, Unit
 from gpu_parts.frame.running import Context, Finding
-from kvrelay.kernels import apply_penalties, sample
+from kvrelay.kernels.sampling.penalties import apply_penalties
+from kvrelay.kernels.sampling.sample import sample
 
 _HISTORY = 1024  # distinct tokens of each row that have penalties
 _COUNTED_ROWS = 64

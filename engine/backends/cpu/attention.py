@@ -21,6 +21,7 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
+from kvrelay.common.kv_geometry import Window, window_at
 from kvrelay.engine.kv.views import GroupKv
 from kvrelay.engine.models.ops import PLAIN, Scores
 from kvrelay.engine.step.batch import Batch
@@ -128,7 +129,7 @@ class AttentionPlan:
         batch: Batch,
         kv: GroupKv,
         num_q_heads: int,
-        sliding_window: int | None,
+        window: Window | None,
         scratch: AttentionScratch,
         *,
         group: int = 0,
@@ -146,13 +147,13 @@ class AttentionPlan:
         self._has_values = latent_rank is None
         self._row_nbytes = sizes.count * kv.keys.element_size()
         self._group_size = num_q_heads // self._num_kv_heads
-        self._window = sliding_window
+        self._window = window
         self._tables = batch.block_tables(group)
         self._scratch = scratch
         split, end = batch.num_decode_rows, len(batch.rows)
         self._groups = []
         self._lone_query: _LoneQuery | None = None
-        sees_all = sliding_window is None or batch.seq_lens[0] <= sliding_window
+        sees_all = window is None or batch.seq_lens[0] <= window_at(window, batch.seq_lens[0] - 1)
         if has_plain_scores and split == 1 and end == 1 and sees_all:
             self._lone_query = self._plan_lone_query(batch)
         elif split > 0:
@@ -175,7 +176,7 @@ class AttentionPlan:
 
         first_key = np.zeros_like(first_position)
         if self._window is not None:
-            first_key = np.maximum(0, first_position - self._window + 1)
+            first_key = np.maximum(0, first_position - window_at(self._window, first_position) + 1)
         first_chunk = first_key // chunk
         chunks_per_tile = last_position // chunk - first_chunk + 1
         tile_of_item = np.repeat(np.arange(len(row_of_tile)), chunks_per_tile)
@@ -184,7 +185,7 @@ class AttentionPlan:
         # An item needs no mask if its first query sees its last key, and its last query its first key.
         is_masked = item_key + chunk - 1 > first_position[tile_of_item]
         if self._window is not None:
-            is_masked |= last_position[tile_of_item] - item_key >= self._window
+            is_masked |= (last_position - window_at(self._window, last_position))[tile_of_item] >= item_key
         is_split = bool((chunks_per_tile > 1).any())
         is_masked |= not is_split  # items that are tiles stay in the tiles' order
         piece_len = self._items_per_piece(tile, chunk)
@@ -263,7 +264,7 @@ class AttentionPlan:
         query = (positions[:, None] + np.arange(tile))[:, :, None]  # [num_items, tile, 1]
         hidden = key > query
         if self._window is not None:
-            hidden |= query - key >= self._window
+            hidden |= query - key >= window_at(self._window, query)
         return np.where(hidden, np.float32(_MASKED), np.float32(0.0))[:, None, None]
 
     def _chunk_for(self, longest: int) -> int:

@@ -159,6 +159,10 @@ class NativeCpuPagedOps:
         """See SamplerOps."""
         self._plain.penalize(logits, penalties, last_tokens)
 
+    def mask_tokens(self, logits: torch.Tensor, rows: Seq[int], bitmask: npt.NDArray[np.int32]) -> None:
+        """See SamplerOps."""
+        self._plain.mask_tokens(logits, rows, bitmask)
+
     def draw_tokens(self, logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
         """See SamplerOps."""
         return self._plain.draw_tokens(logits, rows)

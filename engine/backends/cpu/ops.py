@@ -20,6 +20,7 @@ from kvrelay.engine.kv.geometry import LayerGroups
 from kvrelay.engine.kv.views import GroupKv, view_groups
 from kvrelay.engine.models.low_rank import LowRankProducts, TorchLowRank
 from kvrelay.engine.models.ops import PLAIN, Activation, Experts, Linear, Scores
+from kvrelay.engine.sampling.bitmask import apply_bitmask
 from kvrelay.engine.sampling.draw import draw_tokens
 from kvrelay.engine.sampling.penalties import Penalties, penalize
 from kvrelay.engine.sampling.rows import SamplingRows
@@ -193,6 +194,10 @@ class CpuPagedOps:
     def penalize(self, logits: torch.Tensor, penalties: Penalties, last_tokens: torch.Tensor | None) -> None:
         """See SamplerOps."""
         penalize(logits, penalties, last_tokens)
+
+    def mask_tokens(self, logits: torch.Tensor, rows: Seq[int], bitmask: npt.NDArray[np.int32]) -> None:
+        """See SamplerOps."""
+        apply_bitmask(logits, rows, bitmask)
 
     def draw_tokens(self, logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
         """See SamplerOps."""

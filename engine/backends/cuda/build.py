@@ -32,13 +32,14 @@ from kvrelay.engine.sampling.sampled import UnderWay
 from kvrelay.engine.sampling.sampler import sample
 from kvrelay.engine.step.batch import Batch, build_batch
 from kvrelay.engine.step.plan import PlanRow, SlotJoin, StepPlan, TableDelta
+from kvrelay.engine.step.rules import num_words
 from kvrelay.engine.step.slots import Slots
 from kvrelay.engine.weights.kv_scales import unit_kv_scales
 from kvrelay.engine.weights.parameters import ModelWeights
 from kvrelay.engine.weights.rounding import Rounding
 from kvrelay.engine.weights.stored import StoredWeight
-from kvrelay.kernels.decode_attention import decode_batch_sizes
-from kvrelay.kernels.kv_scales import require_e4m3
+from kvrelay.kernels.attention.decode import decode_batch_sizes
+from kvrelay.kernels.attention.kv_scales import require_e4m3
 
 logger = logging.getLogger(__name__)
 
@@ -224,8 +225,8 @@ def compile_adapters(model: Model, ops: CudaPagedOps, pool: KvPool, adapted: Ada
 
 @torch.inference_mode()
 def compile_sampling(logits: torch.Tensor, ops: CudaPagedOps) -> None:
-    """Sample from ``logits`` ``[1, vocab]`` with penalties, with and without a token under way, which are kernels of their own:
-    compiled when a stream first asks for them, they would stall all."""
+    """Sample from ``logits`` ``[1, vocab]`` with penalties, with and without a token under way, and with a guide's mask: compiled
+    when a stream first asks for them, these kernels would stall all."""
     sampling = SamplingParams(max_tokens=2, repetition_penalty=1.1, top_p=0.9)
     slots, _ = _made_up([(2, (0,))], sampling, 16)
     slots.sequences[0].num_prompt_tokens = 1
@@ -233,6 +234,9 @@ def compile_sampling(logits: torch.Tensor, ops: CudaPagedOps) -> None:
     token_ids = torch.zeros(1, dtype=torch.int64, device=logits.device)
     for under_way in (None, UnderWay(np.ones(1, dtype=np.int32), token_ids)):
         sample(logits, asking, None, ops, {}, under_way).read()
+    all_may_come = np.full((1, num_words(logits.shape[1])), -1, dtype=np.int32)
+    for of_type in (logits, logits.float()):  # behind an operator's processor they are masked once more
+        ops.mask_tokens(of_type, (0,), all_may_come)
 
 
 def _made_up(
@@ -275,10 +279,9 @@ def decode_graphs(
 
     return DecodeGraphs(
         forward,
-        ops.inputs_of,
+        lambda num_rows: ops.graph_inputs(num_rows, padding_slot=pool.num_blocks * options.block_size),
+        ops.update_tables,
         recorder,
         logits=torch.empty(options.max_num_seqs, config.vocab_size, dtype=compute_dtype, device=pool.tensor.device),
-        padding_slot=pool.num_blocks * options.block_size,
-        num_groups=len(pool.geometry.groups),
         adapted=adapted,
     )

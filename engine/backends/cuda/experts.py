@@ -8,7 +8,7 @@ from kvrelay.engine.models.ops import Activation
 from kvrelay.engine.weights.parameters import ExpertWeights
 from kvrelay.engine.weights.rounding import AnyWeight, RoundedWeight
 from kvrelay.engine.weights.stored import StoredWeight
-from kvrelay.kernels.grouped_linear import Routes, grouped_linear, grouped_stored_linear, plan_routes
+from kvrelay.kernels.linear.grouped import Routes, grouped_linear, grouped_stored_linear, plan_routes
 
 
 class CudaExperts:

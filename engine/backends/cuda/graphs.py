@@ -1,9 +1,9 @@
 """Decode steps as CUDA graphs: one launch instead of a few hundred.
 
 A graph replays what was captured, on the same memory. So each batch size of a ladder has buffers of its own for the step's
-numbers; a step is copied into those of the next larger size, and its last rows are padding: no keys to read, and K/V that go to a
-block which is nobody's. Block tables are the slots' own, on the device, and kernels read all lengths there
-(:mod:`kvrelay.kernels.decode_attention`), so one graph serves all.
+numbers; one copy from the host brings a step into those of the next larger size, and its last rows are padding: no keys to read,
+and K/V that go to a block which is nobody's. Block tables are the slots' own, on the device, and kernels read all lengths there
+(:mod:`kvrelay.kernels.attention.decode`), so one graph serves all.
 
 All graphs are captured at the start: a shape that is met for the first time must not stall a stream. They share one memory pool,
 because only one runs at a time; so a step's logits last until the next step is launched. A step whose sampling is deferred must
@@ -15,15 +15,17 @@ from __future__ import annotations
 import bisect
 import logging
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from kvrelay.engine.backends.cuda.low_rank import AdaptedSteps
-from kvrelay.engine.backends.cuda.step import StepInputs
+from kvrelay.engine.backends.cuda.step import GraphInputs, StepInputs
 from kvrelay.engine.step.batch import Batch
-from kvrelay.kernels.low_rank import AdaptedRows
+from kvrelay.engine.step.plan import TableDelta
+from kvrelay.kernels.linear.low_rank import AdaptedRows
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +63,7 @@ class CudaRecorder:
 @dataclass(frozen=True, slots=True)
 class _Rung:
     token_ids: torch.Tensor  # [batch_size] int64
-    inputs: StepInputs
+    inputs: GraphInputs
     adapted: AdaptedRows | None  # None: of steps without adapters
     replay: Replay
 
@@ -78,24 +80,21 @@ class DecodeGraphs:
     def __init__(
         self,
         forward: Callable[[torch.Tensor, StepInputs], torch.Tensor],
-        inputs_of: Callable[[Batch], StepInputs],
+        inputs_of: Callable[[int], GraphInputs],
+        update_tables: Callable[[Seq[TableDelta]], None],
         recorder: Recorder,
         *,
         logits: torch.Tensor,
-        padding_slot: int,
-        num_groups: int = 1,
         adapted: AdaptedSteps | None = None,
     ) -> None:
         """Capture them all.
 
-        ``forward``: logits ``[n, vocab]`` of ``n`` tokens, one for each sequence. ``inputs_of`` brings a batch's numbers to the
-        device. ``logits``: ``[max_num_seqs, vocab]``, where all graphs leave theirs.
-        ``padding_slot``: of a block that no sequence ever holds. ``num_groups``: of layers.
+        ``forward``: logits ``[n, vocab]`` of ``n`` tokens, one for each sequence. ``inputs_of`` so many. ``update_tables``: the
+        slots' block tables on the device. ``logits``: ``[max_num_seqs, vocab]``, where all graphs leave theirs.
         ``adapted``: what steps with adapters are made of, which have graphs of their own; None: they have none.
         """
         self._inputs_of = inputs_of
-        self._padding_slot = padding_slot
-        self._num_groups = num_groups
+        self._update_tables = update_tables
         self._adapted = adapted
         self._rungs: dict[tuple[int, bool], _Rung] = {}  # by size, and whether rows may have adapters
         self._logits = logits
@@ -115,25 +114,12 @@ class DecodeGraphs:
         size: int,
         adapted: AdaptedSteps | None,
     ) -> _Rung:
-        device = self._logits.device
-
-        def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
-
-        token_ids = zeros(size, dtype=torch.int64)
-        inputs = StepInputs(
-            positions=zeros(size, dtype=torch.int64),
-            slot_mapping=torch.full((self._num_groups, size), self._padding_slot, dtype=torch.int64, device=device),
-            slots=zeros(size, dtype=torch.int64),
-            seq_lens=zeros(size, dtype=torch.int32),
-            query_start_loc=zeros(1, dtype=torch.int32),
-            num_decode_rows=size,
-            max_query_len=1,
-        )
+        token_ids = torch.zeros(size, dtype=torch.int64, device=self._logits.device)
+        inputs = self._inputs_of(size)
 
         def run() -> None:
             # Of its own, each would stay in memory. The copy takes some microseconds.
-            self._logits[:size] = forward(token_ids, inputs)
+            self._logits[:size] = forward(token_ids, inputs.inputs)
 
         if adapted is None:
             return _Rung(token_ids, inputs, None, recorder.record(run))
@@ -149,18 +135,11 @@ class DecodeGraphs:
 
     def run(self, batch: Batch, token_ids: torch.Tensor) -> torch.Tensor:
         """See StepGraphs."""
-        inputs = self._inputs_of(batch)
+        self._update_tables(batch.table_deltas)
         num_rows = len(batch.rows)
         rung = self._rungs[self._sizes[bisect.bisect_left(self._sizes, num_rows)], batch.adapters is not None]
         rung.token_ids[:num_rows] = token_ids
-        rung.inputs.positions[:num_rows] = inputs.positions
-        rung.inputs.slots[:num_rows] = inputs.slots
-        for there, here, padding in (
-            (rung.inputs.slot_mapping, inputs.slot_mapping, self._padding_slot),
-            (rung.inputs.seq_lens, inputs.seq_lens, 0),
-        ):
-            there[..., :num_rows] = here
-            there[..., num_rows:] = padding  # of the step before, perhaps a larger one
+        rung.inputs.fill(batch)
         if rung.adapted is not None:
             assert self._adapted is not None, "captured without adapters"
             self._adapted.fill(rung.adapted, batch)

@@ -15,8 +15,8 @@ import torch
 
 from kvrelay.engine.weights.rounding import RoundedWeight
 from kvrelay.engine.weights.stored import StoredWeight
-from kvrelay.kernels.group_scaled_linear import MIN_GROUP, dequantise_groups, group_scaled_linear
-from kvrelay.kernels.weight_only_linear import (
+from kvrelay.kernels.linear.group_scaled import MIN_GROUP, dequantise_groups, group_scaled_linear
+from kvrelay.kernels.linear.weight_only import (
     COMPUTE_DTYPES,
     MAX_ROWS,
     ROW_TILES,

@@ -15,7 +15,15 @@ from kvrelay.engine.models.adapters import Adapters
 from kvrelay.engine.models.low_rank import NUM_ADAPTER_SLOTS, TokenGroups
 from kvrelay.engine.step.batch import Batch
 from kvrelay.engine.weights.adapters import LowRank
-from kvrelay.kernels.low_rank import FEW_ROWS, FP32_ROWS, MANY_ROWS, AdaptedRows, LowRankTable, Tiling, add_low_rank
+from kvrelay.kernels.linear.low_rank import (
+    FEW_ROWS,
+    FP32_ROWS,
+    MANY_ROWS,
+    AdaptedRows,
+    LowRankTable,
+    Tiling,
+    add_low_rank,
+)
 
 # A tile of few rows reads an adapter's matrices again for each 16; above, programs are enough without splits, which take memory.
 _MAX_FEW_PER_ADAPTER, _MAX_FEW = 32, 1024

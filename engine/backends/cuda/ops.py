@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from kvrelay.engine.backends.cuda.experts import CudaExperts
 from kvrelay.engine.backends.cuda.linear import RoundedLinear, StoredLinear
 from kvrelay.engine.backends.cuda.low_rank import CudaLowRank
-from kvrelay.engine.backends.cuda.step import CudaPagedStep, CudaStep, StepInputs, StepKv
+from kvrelay.engine.backends.cuda.step import CudaPagedStep, CudaStep, GraphInputs, StepInputs, StepKv
 from kvrelay.engine.config.model import KvSizes, ModelConfig, ModelShape
 from kvrelay.engine.config.rope import cos_sin_tables
 from kvrelay.engine.kv.geometry import LayerGroups
@@ -27,15 +27,16 @@ from kvrelay.engine.step.plan import TableDelta
 from kvrelay.engine.step.uploads import Joined, Uploader
 from kvrelay.engine.weights.parameters import ExpertWeights
 from kvrelay.engine.weights.rounding import AnyWeight, RoundedWeight
-from kvrelay.kernels.activation import clamped_swiglu, silu_mul
+from kvrelay.kernels.attention.decode import DecodeWorkspace, splits_for_device
+from kvrelay.kernels.attention.kv_scales import require_compute_dtype, require_e4m3
+from kvrelay.kernels.attention.latent import latent_programs
+from kvrelay.kernels.attention.prefill_tiles import nvidia_capability, tile_loads
 from kvrelay.kernels.checks import PagedKv
-from kvrelay.kernels.decode_attention import DecodeWorkspace, splits_for_device
-from kvrelay.kernels.kv_scales import require_compute_dtype, require_e4m3
-from kvrelay.kernels.latent_attention import latent_programs
-from kvrelay.kernels.norm import add_rms_norm, rms_norm
-from kvrelay.kernels.penalties import NewTokens, apply_penalties
-from kvrelay.kernels.prefill_tiles import nvidia_capability, tile_loads
-from kvrelay.kernels.sampling import sample
+from kvrelay.kernels.rows.activation import clamped_swiglu, silu_mul
+from kvrelay.kernels.rows.norm import add_rms_norm, rms_norm
+from kvrelay.kernels.sampling.bitmask import apply_bitmask
+from kvrelay.kernels.sampling.penalties import NewTokens, apply_penalties
+from kvrelay.kernels.sampling.sample import sample
 
 # Where the operations run in an interpreter: any number does.
 _MULTIPROCESSORS_OF_A_CPU = 16
@@ -115,7 +116,10 @@ class CudaPagedOps:
         require_compute_dtype(pool, None if by_group is None else by_group[0])
         views = view_groups(pool, groups)
         pools = tuple(_as_read(pool, one) for one in views)
-        loads = tuple(tile_loads(capability, one, window) for one, window in zip(pools, groups.windows, strict=True))
+        loads = tuple(
+            tile_loads(capability, one, has_window=window is not None)
+            for one, window in zip(pools, groups.windows, strict=True)
+        )
         self._uploader = Uploader(pool.device)
         # Of all slots, and of one more: before the first step so many rows and a prompt are tried.
         max_blocks = -(-max_model_len // pool.shape[4])
@@ -168,24 +172,29 @@ class CudaPagedOps:
 
     def inputs_of(self, batch: Batch) -> StepInputs:
         """A batch's numbers, uploaded; ``block_tables`` are changed by what is new in them."""
+        self.update_tables(batch.table_deltas)
         num_decode = batch.num_decode_rows
-        places, block_ids = _changes(batch.table_deltas, *self.block_tables.shape[1:])
-        positions, slot_mapping, slots, seq_lens, query_start_loc, places_there, block_ids_there = (
-            self._uploader.upload(
-                (
-                    batch.positions,
-                    batch.slot_mapping,
-                    batch.slots,
-                    batch.seq_lens.astype(np.int32),
-                    (batch.query_start_loc[num_decode:] - num_decode).astype(np.int32),
-                    places,
-                    block_ids,
-                )
+        positions, slot_mapping, slots, seq_lens, query_start_loc = self._uploader.upload(
+            (
+                batch.positions,
+                batch.slot_mapping,
+                batch.slots,
+                batch.seq_lens.astype(np.int32),
+                (batch.query_start_loc[num_decode:] - num_decode).astype(np.int32),
             )
         )
-        if len(places):
-            self.block_tables.view(-1)[places_there] = block_ids_there
         return StepInputs(positions, slot_mapping, slots, seq_lens, query_start_loc, num_decode, batch.max_query_len)
+
+    def update_tables(self, deltas: Seq[TableDelta]) -> None:
+        """Change ``block_tables``."""
+        places, block_ids = _changes(deltas, *self.block_tables.shape[1:])
+        if len(places):
+            places_there, block_ids_there = self._uploader.upload((places, block_ids))
+            self.block_tables.view(-1)[places_there] = block_ids_there
+
+    def graph_inputs(self, num_rows: int, padding_slot: int) -> GraphInputs:
+        """See GraphInputs."""
+        return GraphInputs(self._uploader, len(self.block_tables), num_rows, padding_slot, self.block_tables.device)
 
     def step_of(self, inputs: StepInputs) -> CudaPagedStep:
         """A step over numbers that are on the device."""
@@ -214,6 +223,10 @@ class CudaPagedOps:
         tokens = torch.empty(num_entries, dtype=torch.int64, device=entries.device).copy_(entries[:, 0])
         counts = torch.empty(num_entries, dtype=torch.int32, device=entries.device).copy_(entries[:, 1])
         apply_penalties(logits, rows, tokens, counts, repetition, presence, frequency, new)
+
+    def mask_tokens(self, logits: torch.Tensor, rows: Seq[int], bitmask: npt.NDArray[np.int32]) -> None:
+        """See SamplerOps."""
+        apply_bitmask(logits, *self._uploader.upload((np.array(rows, dtype=np.int64), bitmask)))
 
     def draw_tokens(self, logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
         """See SamplerOps. The kernel's sums and draws are fp32: near a boundary it may take the neighbour of what the CPU takes.

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
+from kvrelay.common.kv_geometry import Chunk
 from kvrelay.engine.config.model import ModelShape
 from kvrelay.engine.kv.geometry import LayerGroups
 from kvrelay.engine.kv.views import GroupKv
 from kvrelay.engine.models.ops import PLAIN, Scores
+from kvrelay.engine.step.batch import Batch
+from kvrelay.engine.step.uploads import Uploader, packed_nbytes
+from kvrelay.kernels.attention.decode import DecodeWorkspace, paged_decode_attention
+from kvrelay.kernels.attention.latent import latent_decode_attention, latent_prefill_attention
+from kvrelay.kernels.attention.prefill import paged_prefill_attention
+from kvrelay.kernels.attention.prefill_tiles import TileLoads
+from kvrelay.kernels.attention.rotary import rotary_kv_write
 from kvrelay.kernels.checks import PagedKv
-from kvrelay.kernels.decode_attention import DecodeWorkspace, paged_decode_attention
-from kvrelay.kernels.latent_attention import latent_decode_attention, latent_prefill_attention
-from kvrelay.kernels.prefill_attention import paged_prefill_attention
-from kvrelay.kernels.prefill_tiles import TileLoads
-from kvrelay.kernels.rotary import rotary_kv_write
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +35,38 @@ class StepInputs:
     query_start_loc: torch.Tensor  # [num_prefill_rows + 1] int32, of the rows behind num_decode_rows
     num_decode_rows: int
     max_query_len: int
+
+
+class GraphInputs:
+    """The numbers of a decoding step where a graph reads them: one piece of the device's memory, which one copy fills."""
+
+    def __init__(
+        self, uploader: Uploader, num_groups: int, num_rows: int, padding_slot: int, device: torch.device
+    ) -> None:
+        """Of ``num_rows`` rows, all padding for now: no keys to read, and K/V that go to ``padding_slot``."""
+        self._uploader = uploader
+        self._positions, self._slots = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.int64)
+        self._slot_mapping = np.full((num_groups, num_rows), padding_slot, np.int64)
+        self._seq_lens = np.zeros(num_rows, np.int32)
+        self._padding_slot = padding_slot
+        self._memory = torch.empty(packed_nbytes(self._arrays), dtype=torch.uint8, device=device)
+        positions, slot_mapping, slots, seq_lens, starts = uploader.upload(self._arrays, self._memory)
+        self.inputs = StepInputs(positions, slot_mapping, slots, seq_lens, starts, num_rows, 1)
+
+    @property
+    def _arrays(self) -> tuple[npt.NDArray[Any], ...]:
+        """In the order of StepInputs."""
+        no_prompts = np.zeros(1, np.int32)
+        return self._positions, self._slot_mapping, self._slots, self._seq_lens, no_prompts
+
+    def fill(self, batch: Batch) -> None:
+        """``batch``, which decodes, and padding behind it. Does not wait for the device."""
+        num_rows = len(batch.rows)
+        self._positions[:num_rows] = batch.positions
+        self._slots[:num_rows] = batch.slots
+        self._slot_mapping[:, :num_rows], self._slot_mapping[:, num_rows:] = batch.slot_mapping, self._padding_slot
+        self._seq_lens[:num_rows], self._seq_lens[num_rows:] = batch.seq_lens, 0
+        self._uploader.upload(self._arrays, self._memory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +122,7 @@ class CudaPagedStep:
         sizes = self._kv.groups.sizes[group]
         out = torch.empty((*query.shape[:2], sizes.value_size), dtype=query.dtype, device=query.device)
         inputs, window, block_tables = self._inputs, self._kv.groups.windows[group], self._block_tables[group]
+        seen = {"chunk_size": window.size} if isinstance(window, Chunk) else {"sliding_window": window}
         scale = sizes.key_size**-0.5 if scores.scale is None else scores.scale
         sinks = None if scores.sinks is None else scores.sinks.detach()
         split = inputs.num_decode_rows
@@ -95,7 +134,7 @@ class CudaPagedStep:
                 block_tables[:split],
                 inputs.seq_lens[:split],
                 scale=scale,
-                sliding_window=window,
+                **seen,
                 workspace=self._kv.workspaces[group],
                 out=out[:split],
                 kv_scales=self._kv.scales(group),
@@ -111,7 +150,7 @@ class CudaPagedStep:
                 inputs.query_start_loc,
                 inputs.seq_lens[split:],
                 scale=scale,
-                sliding_window=window,
+                **seen,
                 max_query_len=inputs.max_query_len,
                 out=out[split:],
                 kv_scales=self._kv.scales(group),

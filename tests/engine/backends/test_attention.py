@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from kvrelay.common.kv_geometry import Chunk, Window
 from kvrelay.engine.backends.cpu.attention import AttentionPlan, AttentionScratch
 from kvrelay.engine.config.model import KvSizes
 from kvrelay.engine.kv.views import view_group
@@ -19,7 +20,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
 def dense(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, window: int | None, options: Scores = PLAIN
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, window: Window | None, options: Scores = PLAIN
 ) -> torch.Tensor:
     """query ``[n, q_heads, d]`` are the last of ``[kv_heads, len, d]`` positions."""
     num_queries, num_q_heads, head_dim = query.shape
@@ -28,10 +29,12 @@ def dense(
     scores = query.double().transpose(0, 1) @ keys.mT * (head_dim**-0.5 if options.scale is None else options.scale)
     if options.softcap is not None:
         scores = options.softcap * torch.tanh(scores / options.softcap)
-    position = torch.arange(keys.shape[1] - num_queries, keys.shape[1])[:, None] - torch.arange(keys.shape[1])[None, :]
-    hidden = position < 0
-    if window is not None:
-        hidden |= position >= window
+    position, key = torch.arange(keys.shape[1] - num_queries, keys.shape[1])[:, None], torch.arange(keys.shape[1])[None]
+    hidden = key > position
+    if isinstance(window, Chunk):
+        hidden |= key // window.size != position // window.size
+    elif window is not None:
+        hidden |= position - key >= window
     scores = scores.masked_fill(hidden, -torch.inf)
     if options.sinks is not None:
         scores = torch.cat((scores, options.sinks.double()[:, None, None].expand(-1, num_queries, 1)), dim=-1)
@@ -42,7 +45,7 @@ def compare(
     rows: list[tuple[int, int]],
     *,
     heads: tuple[int, int] = (6, 2),
-    window: int | None = None,
+    window: Window | None = None,
     block_size: int = 16,
     dtype: torch.dtype = torch.float32,
     layer: int = 1,
@@ -79,8 +82,8 @@ RAGGED = [(0, 1), (300, 1), (0, 200), (700, 65), (15, 1), (16, 1), (255, 1), (25
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
-@pytest.mark.parametrize("window", [None, 1, 20, 300])
-def test_ragged_batches(window: int | None, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("window", [None, 1, 20, 300, Chunk(1), Chunk(20), Chunk(300)])
+def test_ragged_batches(window: Window | None, dtype: torch.dtype) -> None:
     compare(RAGGED, window=window, dtype=dtype)
 
 
@@ -110,8 +113,8 @@ BORDERS = [15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257, 319, 320, 321, 
 
 
 @pytest.mark.parametrize("block_size", [*(pytest.param(one, marks=pytest.mark.full) for one in (4, 32)), 16])
-@pytest.mark.parametrize("window", [None, 64, 65, 256, 257])
-def test_contexts_over_the_borders_of_chunks_and_tiles(window: int | None, block_size: int) -> None:
+@pytest.mark.parametrize("window", [None, 64, 65, 256, 257, Chunk(64), Chunk(65), Chunk(256)])
+def test_contexts_over_the_borders_of_chunks_and_tiles(window: Window | None, block_size: int) -> None:
     for length in (255, 256, 257, 512, 513):
         compare([(length - 1, 1)], window=window, block_size=block_size)
     compare([(length - 1, 1) for length in BORDERS], window=window, block_size=block_size)
@@ -132,7 +135,8 @@ def test_random_batches(seed: int) -> None:
         for _ in range(generator.randrange(1, 12))
     ]
     heads = generator.choice(((2, 2), (6, 2), (4, 1), (16, 2)))
-    window = generator.choice((None, generator.randrange(1, 400)))
+    size = generator.randrange(1, 400)
+    window = generator.choice((None, size, Chunk(size)))
     compare(rows, heads=heads, window=window, block_size=generator.choice((4, 16, 32, 48)))
 
 

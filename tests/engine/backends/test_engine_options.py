@@ -11,7 +11,15 @@ from kvrelay.common.errors import ModelError
 from kvrelay.engine.backends import options as engine_options
 from kvrelay.engine.backends.cuda.build import require_weight_format
 from kvrelay.engine.backends.cuda.memory import GpuMemory
-from kvrelay.engine.backends.options import EngineOptions, device_of, dtype_of, kv_dtype_of, num_blocks_of, rounding_of
+from kvrelay.engine.backends.options import (
+    EngineOptions,
+    device_of,
+    dtype_of,
+    keep_compiled,
+    kv_dtype_of,
+    num_blocks_of,
+    rounding_of,
+)
 from kvrelay.engine.weights.rounding import Rounding
 
 BLOCK_NBYTES = 1000
@@ -124,3 +132,15 @@ def test_only_a_gpu_has_a_pool_in_fp8() -> None:
     assert kv_dtype_of("fp8", torch.bfloat16, torch.device("cuda")) is torch.float8_e4m3fn
     with pytest.raises(ModelError, match="--kv-dtype is fp8, which needs a GPU"):
         kv_dtype_of("fp8", torch.bfloat16, torch.device("cpu"))
+
+
+def test_tritons_kernels_are_kept_with_ours_unless_somebody_names_a_place(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    environment: dict[str, str] = {}
+    keep_compiled(environment)
+    assert environment == {"TRITON_CACHE_DIR": str(tmp_path / "kvrelay" / "kernels" / "triton")}
+    chosen = {"TRITON_CACHE_DIR": "/elsewhere"}
+    keep_compiled(chosen)
+    assert chosen == {"TRITON_CACHE_DIR": "/elsewhere"}

@@ -23,7 +23,7 @@ from kvrelay.engine.backends.cuda.low_rank import CudaLowRank
 from kvrelay.engine.models.low_rank import TokenGroups, TorchLowRank
 from kvrelay.engine.step.uploads import Uploader
 from kvrelay.engine.weights.adapters import LowRank
-from kvrelay.kernels.low_rank import FEW_ROWS, MANY_ROWS
+from kvrelay.kernels.linear.low_rank import FEW_ROWS, MANY_ROWS
 
 torch.manual_seed(0)
 device, dtype, inputs, widths = torch.device("cpu"), torch.float16, 72, (40, 8, 8)

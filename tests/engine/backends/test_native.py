@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from kvrelay.common.errors import ModelError
+from kvrelay.common.kv_geometry import Chunk, Window
 from kvrelay.engine.backends.cpu.build import cpu_ops, why_no_cpu_kernels
 from kvrelay.engine.backends.cpu.linear import NativeLinear
 from kvrelay.engine.backends.cpu.low_rank import NativeLowRank
@@ -56,7 +57,7 @@ def bf16(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
     return (torch.randn(shape, generator=generator) * scale).bfloat16()
 
 
-def config_of(heads: tuple[int, int], head_dim: int, num_layers: int = 2, window: int | None = None) -> ModelConfig:
+def config_of(heads: tuple[int, int], head_dim: int, num_layers: int = 2, window: Window | None = None) -> ModelConfig:
     return ModelConfig(
         architecture="LlamaForCausalLM",
         vocab_size=300,
@@ -192,10 +193,10 @@ def test_a_step_is_that_of_plain_torch(
     torch.testing.assert_close(found, reference, rtol=0, atol=3e-2)
 
 
-@pytest.mark.parametrize("window", [None, 1, 20, 150, 300])
+@pytest.mark.parametrize("window", [None, 1, 20, 150, 300, Chunk(1), Chunk(20), Chunk(150)])
 @pytest.mark.parametrize(("heads", "head_dim"), [((6, 2), 64), ((7, 1), 32), ((2, 2), 256)])
 def test_attention_against_the_dense_reference(
-    kernels: CpuKernels, heads: tuple[int, int], head_dim: int, window: int | None
+    kernels: CpuKernels, heads: tuple[int, int], head_dim: int, window: Window | None
 ) -> None:
     """Chunks of every length around the sizes of tiles and chunks, with and without what was computed before; single tokens."""
     rows = [
@@ -221,13 +222,13 @@ def test_attention_against_the_dense_reference(
         torch.testing.assert_close(found[tokens].double(), expected, rtol=rtol, atol=atol)
 
 
-@pytest.mark.parametrize("window", [None, 20, 150])
+@pytest.mark.parametrize("window", [None, 20, 150, Chunk(70)])
 @pytest.mark.parametrize(
     ("heads", "head_dim", "block_size"),
     [((6, 2), 64, 16), ((14, 1), 32, 16), ((2, 2), 96, 24), ((16, 1), 128, 1), ((2, 1), 256, 16)],
 )
 def test_a_token_is_attended_to_in_one_way(
-    kernels: CpuKernels, heads: tuple[int, int], head_dim: int, block_size: int, window: int | None
+    kernels: CpuKernels, heads: tuple[int, int], head_dim: int, block_size: int, window: Window | None
 ) -> None:
     """Bit for bit the same as one of a prompt, of any part of one, or alone, whatever else is in the step."""
     num_tokens = 330

@@ -18,7 +18,7 @@ from kvrelay.engine.models.decoder import DecoderModel
 from kvrelay.engine.step.interface import StepRow
 from kvrelay.engine.weights.parameters import ModelWeights, SparseWeights
 from kvrelay.engine.weights.stored import StoredWeight
-from kvrelay.kernels.activation import clamped_swiglu, silu_mul
+from kvrelay.kernels.rows.activation import clamped_swiglu, silu_mul
 from tests.engine.conftest import sequence, tokens
 from tests.engine.led import batch_of
 from tests.engine.weights.stored_models import HALF, load_stored, save_gpt_oss, save_in_format, save_mixtral

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import pytest
 
 from kvrelay.common.block_hash import HashChain
-from kvrelay.common.kv_geometry import GroupKind, KvGeometry, KvGroup
+from kvrelay.common.kv_geometry import Chunk, GroupKind, KvGeometry, KvGroup, first_block
 from kvrelay.engine.config.model import KvSizes
 from kvrelay.engine.kv.block_manager import BlockManager
 from kvrelay.engine.kv.geometry import LayerGroups
@@ -52,6 +53,34 @@ def test_what_falls_out_of_a_window_another_sequence_gets() -> None:
     for owner in (a, b):
         blocks.release(owner)
     assert blocks.ledger().num_free == 12
+
+
+def test_the_blocks_of_a_chunk_are_free_when_it_is_over() -> None:
+    blocks, a = BlockManager(14, 1, lambda: 0.0, windows=(None, Chunk(3)), max_step_tokens=1), sequence("a")
+    assert blocks.allocate(a, 7) is not None
+    for num_computed in range(7):
+        blocks.slide(a, num_computed)
+        over = num_computed // 3 * 3
+        owned = blocks.owned_blocks(a, WINDOW)
+        assert owned[:over] == [None] * over
+        assert None not in owned[over : num_computed + 1]
+    blocks.check_integrity()
+
+
+def test_who_goes_on_at_the_beginning_of_a_chunk_needs_no_block_of_it() -> None:
+    assert [first_block(Chunk(8), position, 4) for position in (0, 7, 8, 15, 16)] == [0, 0, 2, 2, 4]
+    assert first_block(Chunk(6), 7, 4) == 1  # a chunk may begin inside of a block
+
+
+def test_a_geometry_of_chunks_goes_over_the_wire() -> None:
+    geometry = KvGeometry(
+        groups=tuple(
+            KvGroup(kind=kind, window=window, layers=(0,), num_kv_heads=1, key_size=8, value_size=8, dtype="float32")
+            for kind, window in ((GroupKind.FULL, None), (GroupKind.WINDOW, 8), (GroupKind.WINDOW, Chunk(8)))
+        ),
+        block_size=4,
+    )
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(geometry), type=KvGeometry) == geometry
 
 
 def test_a_group_with_a_window_takes_what_it_needs_at_a_time_and_moves_on() -> None:
@@ -235,7 +264,7 @@ class AtRandom:
 
     def __init__(self, chance: random.Random) -> None:
         self.chance = chance
-        self.windows = (None, chance.choice((1, 2, 3)), None, chance.choice((2, 5)))
+        self.windows = (None, chance.choice((1, 2, 3)), None, chance.choice((2, 5, Chunk(2), Chunk(5))))
         self.blocks = BlockManager(40, 1, lambda: 0.0, windows=self.windows, max_step_tokens=2)
         self.computed: dict[Owner, int] = {}
         self.tables: dict[Owner, Tables] = {}
@@ -290,7 +319,11 @@ class AtRandom:
         self.blocks.check_integrity()
         for owner, tables in self.tables.items():
             for group, (window, table) in enumerate(zip(self.windows, tables, strict=True)):
-                seen = 0 if window is None else max(0, self.computed[owner] + 1 - window)
+                computed = self.computed[owner]
+                if isinstance(window, Chunk):
+                    seen = computed // window.size * window.size
+                else:
+                    seen = 0 if window is None else max(0, computed + 1 - window)
                 owned = self.blocks.owned_blocks(owner, group)
                 assert owned == [None] * min(seen, len(owned)) + table[seen:]
         # Of what one hash stands for there is one content: whoever computes on it has computed the same tokens.

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 from kvrelay.common.sampling import SampledToken, SamplingParams
+from kvrelay.engine.sampling.bitmask import apply_bitmask
 from kvrelay.engine.sampling.draw import draw_tokens
 from kvrelay.engine.sampling.logits import LogitRules
 from kvrelay.engine.sampling.penalties import Penalties, penalize
@@ -53,6 +54,9 @@ class PlainOps:
     def argmax(self, logits: torch.Tensor) -> torch.Tensor:
         return logits.argmax(dim=-1)
 
+    def mask_tokens(self, logits: torch.Tensor, rows: Seq[int], bitmask: npt.NDArray[np.int32]) -> None:
+        apply_bitmask(logits, rows, bitmask)
+
     def penalize(self, logits: torch.Tensor, penalties: Penalties, last_tokens: torch.Tensor | None) -> None:
         penalize(logits, penalties, last_tokens)
 
@@ -87,7 +91,7 @@ def processed(
     logits = logits.clone()
     asking, rules = asked(sequences, logits.shape[-1])
     placed = LogitRules(rules or Rules())
-    placed.mask(logits, PlainOps().upload)
+    placed.mask(logits, apply_bitmask)
     process_logits(logits, asking, placed, PlainOps(), processors or {})
     return logits
 

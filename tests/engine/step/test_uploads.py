@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvrelay.engine.step.uploads import Joined, Uploader
+from kvrelay.engine.step.uploads import Joined, Uploader, packed_nbytes
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -33,6 +33,18 @@ def test_arrays_can_arrive_as_one() -> None:
     assert before.tolist() == [0, 1, 2]
     assert torch.equal(joined, torch.from_numpy(np.concatenate(parts)))
     assert (empty.shape, empty.dtype) == ((0, 2), torch.int32)
+
+
+def test_arrays_arrive_in_memory_that_is_there_already() -> None:
+    """Where a graph reads them: each upload changes what the first one's tensors hold."""
+    uploader = Uploader(torch.device("cpu"))
+    arrays = (np.arange(3), np.arange(5, dtype=np.int32).reshape(1, 5))
+    memory = torch.zeros(packed_nbytes(arrays) + 8, dtype=torch.uint8)
+    memory[-8:] = 7
+    first = uploader.upload(arrays, memory)
+    uploader.upload([array + 100 for array in arrays], memory)
+    assert [tensor.tolist() for tensor in first] == [[100, 101, 102], [[100, 101, 102, 103, 104]]]
+    assert memory[-8:].tolist() == [7] * 8
 
 
 def test_a_later_upload_leaves_earlier_ones_alone() -> None:

@@ -22,7 +22,7 @@ from kvrelay.engine.weights import stored as module
 from kvrelay.engine.weights.formats import mxfp4_weight
 from kvrelay.engine.weights.headers import TensorHeader, read_headers
 from kvrelay.engine.weights.reader import CheckpointReader
-from kvrelay.kernels.group_scaled_linear import dequantise_groups_reference
+from kvrelay.kernels.linear.group_scaled import dequantise_groups_reference
 from tests.engine.weights.storing import Tensors, awq, gptq, integers, words
 
 _GENERATOR = torch.Generator().manual_seed(4)

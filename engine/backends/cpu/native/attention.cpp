@@ -242,7 +242,19 @@ float weigh(float* scores, int64_t width, int64_t low, int64_t high, float scale
     return shrinks;
 }
 
-void attend(const Step* step, int64_t layer, const Tile& tile, const bf16* query, int64_t window, float scale,
+// The positions that queries see: all before them, the last `size`, or those of their own chunk of `size`.
+struct Window {
+    int64_t size;  // 0: all
+    bool is_chunk;
+
+    // The first one; below 0 where a window is not full yet.
+    int64_t first_seen(int64_t position) const {
+        if (size == 0) return 0;
+        return is_chunk ? position - position % size : position - size + 1;
+    }
+};
+
+void attend(const Step* step, int64_t layer, const Tile& tile, const bf16* query, const Window& window, float scale,
             const float* sinks, bf16* out, Scratch& scratch) {
     const int64_t dim = step->key_size, depth = dim / kDepth, group = step->q_heads / step->kv_heads, lanes = group * tile.count;
     const int64_t value_size = step->value_size;
@@ -265,7 +277,7 @@ void attend(const Step* step, int64_t layer, const Tile& tile, const bf16* query
     }
 
     const int64_t end = tile.position + tile.count;  // of the keys that the last query sees
-    const int64_t visible = window > 0 ? std::max<int64_t>(0, tile.position - window + 1) : 0;  // the first key that one sees
+    const int64_t visible = std::max<int64_t>(0, window.first_seen(tile.position));  // the first key that one sees
     const int64_t begin = visible / kChunk * kChunk;
     for (int64_t first = begin; first < end; first += kChunk) {
         const int64_t count = std::min(kChunk, end - first);
@@ -285,7 +297,7 @@ void attend(const Step* step, int64_t layer, const Tile& tile, const bf16* query
                      false);
             for (int64_t row = 0; row < rows; ++row) {
                 const int64_t position = tile.position + (lane + row) / group;
-                const int64_t low = window > 0 ? std::max<int64_t>(0, position - window + 1 - first) : 0;
+                const int64_t low = std::max<int64_t>(0, window.first_seen(position) - first);
                 const int64_t high = std::clamp<int64_t>(position + 1 - first, 0, width);
                 const float shrinks = weigh(scores + row * kChunk, width, low, high, scale, scratch.highest.data() + lane + row,
                                             scratch.total.data() + lane + row, weights + row * kChunk / kDepth);
@@ -309,8 +321,9 @@ void attend(const Step* step, int64_t layer, const Tile& tile, const bf16* query
 extern "C" {
 
 // query [num_tokens, q_heads, key_size] and out [.., value_size], contiguous; sizes are multiples of 32, at most 256; window: positions that a query
-// sees, 0 for all; sinks: null, or [q_heads], each the score of one more key, without a value.
-void kvrelay_attention(const Step* step, int64_t layer, const bf16* query, int64_t window, float scale, const float* sinks, bf16* out) {
+// sees, 0 for all; is_chunk: those of its own chunk of `window`, not the last; sinks: null, or [q_heads], each the score of one more key, without a value.
+void kvrelay_attention(const Step* step, int64_t layer, const bf16* query, int64_t window, int64_t is_chunk, float scale,
+                       const float* sinks, bf16* out) {
     std::vector<Tile> tiles;
     int64_t longest = 0;
     for (int64_t row = 0; row < step->num_rows; ++row) {
@@ -327,7 +340,7 @@ void kvrelay_attention(const Step* step, int64_t layer, const bf16* query, int64
     {
         Scratch scratch(step->q_heads / step->kv_heads * longest, step->key_size, step->value_size);
 #pragma omp for schedule(dynamic, 1)
-        for (size_t index = 0; index < tiles.size(); ++index) attend(step, layer, tiles[index], query, window, scale, sinks, out, scratch);
+        for (size_t index = 0; index < tiles.size(); ++index) attend(step, layer, tiles[index], query, {window, is_chunk != 0}, scale, sinks, out, scratch);
     }
 }
 

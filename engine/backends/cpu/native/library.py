@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from kvrelay.common.kv_geometry import Chunk, Window, window_size
 from kvrelay.engine.backends.cpu.native.compiled import CpuKernelsError, find_library
 from kvrelay.engine.backends.cpu.native.pages import LargePages
 
@@ -52,7 +53,7 @@ class CpuKernels:
         self._rotary = library.kvrelay_rotary_kv_write
         self._rotary.argtypes = (pointer, integer, pointer, pointer, pointer, integer, integer, integer, pointer)
         self._attention = library.kvrelay_attention
-        self._attention.argtypes = (pointer, integer, pointer, integer, real, pointer, pointer)
+        self._attention.argtypes = (pointer, integer, pointer, integer, integer, real, pointer, pointer)
         self._pack = library.kvrelay_pack_weight
         self._pack.argtypes = (pointer, pointer, integer, integer)
         self._linear = library.kvrelay_linear
@@ -196,7 +197,7 @@ class CpuKernels:
         step: Step,
         layer: int,
         query: torch.Tensor,
-        window: int | None,
+        window: Window | None,
         scale: float | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
@@ -212,5 +213,7 @@ class CpuKernels:
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         wide = None if sinks is None else sinks.detach().float()  # kept until the kernel returns
         address = None if wide is None else wide.data_ptr()
-        self._attention(ctypes.byref(step), layer, query.data_ptr(), window or 0, scale, address, out.data_ptr())
+        size = 0 if window is None else window_size(window)
+        seen = (size, isinstance(window, Chunk))
+        self._attention(ctypes.byref(step), layer, query.data_ptr(), *seen, scale, address, out.data_ptr())
         return out

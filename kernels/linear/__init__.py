@@ -1,0 +1,1 @@
+"""Products with stored and rounded weights, with experts' and with adapters'."""

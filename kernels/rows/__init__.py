@@ -1,0 +1,1 @@
+"""What is computed of each row by itself: norms, activations."""

@@ -1,0 +1,1 @@
+"""From logits to a token: masks, penalties, the draw."""

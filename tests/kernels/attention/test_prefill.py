@@ -1,0 +1,170 @@
+"""Prefill attention against a float64 reference: ragged chunks, cached prefixes, windows, head groups."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kvrelay.kernels.attention.prefill import paged_prefill_attention, paged_prefill_attention_reference
+from tests.kernels.conftest import DTYPES
+
+Randn = Callable[..., torch.Tensor]
+PagedContext = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+AssertClose = Callable[[torch.Tensor, torch.Tensor], None]
+
+
+@pytest.fixture
+def check(device: str, randn: Randn, paged_context: PagedContext, assert_close: AssertClose) -> Callable[..., None]:
+    def run(
+        query_lens: list[int],
+        seq_lens: list[int],
+        *,
+        heads: tuple[int, int] = (9, 3),
+        head_dim: int = 64,
+        block_size: int = 16,
+        dtype: torch.dtype = torch.bfloat16,
+        sliding_window: int | None = None,
+        chunk_size: int | None = None,
+        fp8: bool = False,
+        softcap: float | None = None,
+        has_sinks: bool = False,
+    ) -> None:
+        num_q_heads, num_kv_heads = heads
+        pool_dtype = torch.float8_e4m3fn if fp8 else dtype
+        pool, tables = paged_context(seq_lens, num_kv_heads, head_dim, block_size, pool_dtype)
+        # Different for every layer, kind and head: the wrong one would show.
+        scales = torch.linspace(0.3, 1.2, 4 * num_kv_heads).view(2, 2, -1).to(device) if fp8 else None
+        num_tokens = sum(query_lens)
+        # Two rows more than there are tokens: theirs in `out` must stay as they are.
+        padded_q = randn(num_tokens + 2, num_q_heads + 1, head_dim, dtype=dtype)[:, :num_q_heads]
+        q = padded_q[:num_tokens]
+        starts = torch.tensor([0, *query_lens], device=device).cumsum(0, dtype=torch.int32)
+        lens = torch.tensor(seq_lens, dtype=torch.int32, device=device)
+        out = torch.full((num_tokens + 2, num_q_heads, head_dim), math.nan, dtype=dtype, device=device)
+        expected = torch.full(q.shape, math.nan, dtype=torch.float64, device=device)
+        # A generous bound: the grid may be larger than the batch needs.
+        options = {"scale": head_dim**-0.5, "sliding_window": sliding_window, "max_query_len": max(query_lens) + 40}
+        sinks = torch.linspace(-2, 3, num_q_heads).to(dtype).to(device) if has_sinks else None
+        options |= {"chunk_size": chunk_size, "kv_scales": scales, "softcap": softcap, "sinks": sinks}
+        paged_prefill_attention(padded_q, pool, 1, tables, starts, lens, **options, out=out)
+        wide = pool if fp8 else pool.double()
+        paged_prefill_attention_reference(q.double(), wide, 1, tables, starts, lens, **options, out=expected)
+        # Over an fp8 pool the weights are rounded to fp16: its tolerance.
+        result = out[:num_tokens]
+        assert_close(result.half() if fp8 and dtype == torch.float32 else result, expected)
+        assert out[num_tokens:].isnan().all()
+
+    return run
+
+
+def test_reference_is_causal_attention(device: str, randn: Randn, paged_context: PagedContext) -> None:
+    pool, tables = paged_context([21], 2, 32, 8, torch.float32)
+    q = randn(21, 4, 32)
+    out = torch.empty_like(q)
+    starts, lens = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, 21], [21]))
+    paged_prefill_attention_reference(
+        q, pool, 1, tables, starts, lens, scale=0.2, sliding_window=None, max_query_len=21, out=out
+    )
+    keys, values = pool[tables[0, :3].long(), 1].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :21]
+    expected = F.scaled_dot_product_attention(
+        q.transpose(0, 1)[None], keys[None], values[None], is_causal=True, scale=0.2, enable_gqa=True
+    )
+    torch.testing.assert_close(out, expected[0].transpose(0, 1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_ragged_chunks_and_cached_prefixes(check: Callable[..., None], dtype: torch.dtype) -> None:
+    """A whole prompt, a chunk behind a prefix, an empty query, one token, and a tile that is exactly full."""
+    check([45, 20, 0, 1, 16], [45, 133, 30, 70, 64], dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("heads", "head_dim"), [((4, 4), 16), ((7, 1), 48), ((16, 1), 80), ((4, 2), 128), ((2, 1), 256)]
+)
+def test_head_groups_and_head_dims(check: Callable[..., None], heads: tuple[int, int], head_dim: int) -> None:
+    check([19, 5], [19, 75], heads=heads, head_dim=head_dim)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "head_dim"), [((16, 2), 512), ((2, 1), 320)])
+def test_large_heads(check: Callable[..., None], heads: tuple[int, int], head_dim: int, dtype: torch.dtype) -> None:
+    """As Gemma 4's global layers have."""
+    check([7, 2], [7, 50], heads=heads, head_dim=head_dim, dtype=dtype)
+
+
+@pytest.mark.parametrize("block_size", [8, 32, 64])
+def test_block_sizes(check: Callable[..., None], block_size: int) -> None:
+    check([70, 3], [150, 65], block_size=block_size, heads=(2, 1), head_dim=32)
+
+
+@pytest.mark.parametrize("sliding_window", [1, 7, 64, 100, 1000])
+def test_sliding_windows(check: Callable[..., None], sliding_window: int) -> None:
+    check([90, 33], [90, 211], sliding_window=sliding_window, heads=(3, 1), head_dim=32)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 7, 64, 100, 1000])
+def test_chunks(check: Callable[..., None], chunk_size: int) -> None:
+    check([90, 33, 1], [90, 211, 65], chunk_size=chunk_size, heads=(3, 1), head_dim=32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("softcap", "has_sinks"), [(1.5, False), (None, True), (1.5, True)])
+@pytest.mark.parametrize("window", [None, 30])
+def test_softcaps_and_sinks(
+    check: Callable[..., None], dtype: torch.dtype, softcap: float | None, has_sinks: bool, window: int | None
+) -> None:
+    check(
+        [45, 5, 1], [45, 75, 90], heads=(6, 2), head_dim=32, dtype=dtype, softcap=softcap, has_sinks=has_sinks,
+        sliding_window=window,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "head_dim", "window"), [((9, 3), 64, None), ((2, 1), 48, 30)])
+def test_fp8_pools(
+    check: Callable[..., None], dtype: torch.dtype, heads: tuple[int, int], head_dim: int, window: int | None
+) -> None:
+    check([19, 5], [19, 75], heads=heads, head_dim=head_dim, dtype=dtype, fp8=True, sliding_window=window)
+
+
+def test_offsets_beyond_31_bits(device: str, randn: Randn, assert_close: AssertClose) -> None:
+    pool = torch.empty((2**20 + 2, 1, 2, 1, 16, 64), dtype=torch.bfloat16, device=device)
+    table = torch.tensor([[2**20 + 1, 3]], dtype=torch.int32, device=device)
+    small = randn(2, 1, 2, 1, 16, 64, dtype=torch.bfloat16)
+    pool[table[0].long()] = small
+    q = randn(20, 1, 64, dtype=torch.bfloat16)
+    out, expected = torch.empty_like(q), torch.empty(q.shape, dtype=torch.float64, device=device)
+    starts, lens = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, 20], [20]))
+    options = {"scale": 0.125, "sliding_window": None, "max_query_len": 20}
+    paged_prefill_attention(q, pool, 0, table, starts, lens, **options, out=out)
+    near = torch.tensor([[0, 1]], dtype=torch.int32, device=device)
+    paged_prefill_attention_reference(q.double(), small.double(), 0, near, starts, lens, **options, out=expected)
+    assert_close(out, expected)
+
+
+def test_wrong_arguments_are_refused(device: str, randn: Randn) -> None:
+    pool, q = randn(2, 1, 2, 1, 16, 64), randn(3, 2, 64)
+    table, starts, lens = (torch.zeros(s, dtype=torch.int32, device=device) for s in ((1, 2), (2,), (1,)))
+
+    def call(**changes: object) -> None:
+        arguments = {"q": q, "pool": pool, "layer": 0, "block_tables": table, "query_start_loc": starts}
+        arguments |= {"seq_lens": lens, "scale": 1.0, "sliding_window": None, "max_query_len": 3, "out": q.clone()}
+        paged_prefill_attention(**{**arguments, **changes})
+
+    for changes, message in (
+        ({"q": q.half()}, "q has dtype torch.float16, expected torch.float32"),
+        ({"out": q[:2]}, r"out has shape \(2, 2, 64\)"),
+        ({"block_tables": table.long()}, "block_tables has dtype"),
+        ({"query_start_loc": starts[:1]}, "query_start_loc has shape"),
+        ({"seq_lens": lens.long()}, "seq_lens has dtype"),
+        ({"sliding_window": 0}, "sliding_window is 0"),
+        ({"max_query_len": -1}, "max_query_len is -1"),
+        ({"layer": 1}, "layer is 1"),
+        ({"pool": pool.to(torch.float8_e4m3fn)}, "kv_scales is None for a pool of torch.float8_e4m3fn"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call(**changes)
