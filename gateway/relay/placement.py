@@ -29,8 +29,8 @@ from kvrelay.gateway.workers.load import Key, WorkerView
 from kvrelay.gateway.workers.pool import WorkerPool
 from kvrelay.gateway.workers.worker import Worker
 
-# Of what may wait at a worker, for keys that are ahead: about a step of a prefill worker.
-_AHEAD_PART = 1 / 8
+# Of what may wait at a worker, for keys that are ahead: about two steps of a prefill worker.
+_AHEAD_PART = 1 / 4
 
 
 class Placement:

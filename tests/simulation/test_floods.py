@@ -25,8 +25,8 @@ def test_nobody_waits_more_than_four_times_its_fair_share(flooded: list[Result])
     assert max(share for one in flooded for share in one.shares()) <= 4
 
 
-def test_what_the_flood_leaves_to_others_is_not_lost(flooded: list[Result]) -> None:
+def test_room_for_others_costs_a_tenth_of_the_throughput_at_most(flooded: list[Result]) -> None:
     as_one_key = run([*OTHERS_ALONE, FLOOD], SECONDS, has_keys=False, seed=SEEDS[0])
     everybody = [*OTHERS, FLOOD.key]
-    assert flooded[0].rate(everybody) > 0.85 * as_one_key.rate(everybody)
+    assert flooded[0].rate(everybody) > 0.9 * as_one_key.rate(everybody)
     assert flooded[0].ttft_s(OTHERS) < as_one_key.ttft_s(OTHERS) / 4  # in seconds; the longer the flood, the less

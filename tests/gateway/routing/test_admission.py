@@ -284,3 +284,16 @@ async def test_a_class_that_waits_for_long_gets_a_turn() -> None:
     assert [place for place, name in enumerate(office.served) if name.startswith("low")] == [4]
     for task in tasks:
         task.cancel()
+
+
+async def test_who_looks_for_a_place_knows_whether_its_key_is_ahead() -> None:
+    office, told = Office(num_places=3), []
+    for key in ("flood", "other", "flood"):
+        asked = Asked(100, 10, flow=Flow(key))
+
+        def find(asked: Asked = asked) -> str | None:
+            told.append(office.admission.is_ahead(asked))
+            return office.find()
+
+        await office.admission.place(find, asked, 600.0, str)
+    assert told == [False, False, True]
