@@ -95,10 +95,10 @@ def load_draft_engine(
         raise ModelError(f"--draft-model {draft_model!r} is not a model directory; start through the kvrelay command")
     if fake.is_fake:
         raise ModelError(f"--draft-model is {draft_model}; the fake engine makes its tokens up: leave it out")
-    if model.tensor_parallel > 1:
+    if model.num_ranks > 1:
         raise ModelError(
-            f"--draft-model is {draft_model} and --tensor-parallel {model.tensor_parallel}; workers of several ranks have no draft "
-            "model: take --speculation ngram"
+            f"--draft-model is {draft_model}, and the worker has {model.num_ranks} ranks (--tensor-parallel, --pipeline-parallel); "
+            "workers of several ranks have no draft model: take --speculation ngram"
         )
     require_same_tokens(Path(model.model), directory)
     own = replace(

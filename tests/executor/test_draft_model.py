@@ -81,6 +81,11 @@ def test_a_model_with_other_tokens_is_refused_by_name(pair: tuple[str, str], tmp
             "workers of several ranks have no draft model",
         ),
         (
+            {"speculation": "draft-model", "draft_model": "{}", "pipeline_parallel": 2},
+            ModelError,
+            "workers of several ranks have no draft model",
+        ),
+        (
             {"speculation": "draft-model", "draft_model": "{}", "engine": "fake"},
             ModelError,
             "the fake engine makes its tokens up",
