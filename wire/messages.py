@@ -3,9 +3,9 @@
 Messages are tagged msgspec structs in msgpack, one message per ZeroMQ frame. Times are durations in seconds; no message carries a
 clock reading, since the clocks of two hosts differ.
 
-Versions that talk to each other (docs/compatibility.md): a field that is not known is ignored, one that is missing has its default,
-so a new field has a default and a default never changes. A message of a type that is not known is dropped. A new type, or a new meaning,
-needs a new protocol number; both ends use the largest number that both speak (:func:`common_protocol`).
+How versions talk to each other (docs/compatibility.md): a field that is not known is ignored, one that is missing has its default,
+so a new field has a default and a default never changes. A message of a type that is not known is dropped. A new type, or a new
+meaning, needs a new protocol number. Both ends use the largest number that both speak (:func:`common_protocol`).
 
     gateway  → worker    Hello, Ping, Bye, KeyTokens, Distrust, Submit, Withdraw, Cancel
     worker   → gateway   Welcome | HelloRefused, Status, KeyTokens, Tokens, HandedOver, Preempted, Withdrawn, Failed, Cancelled

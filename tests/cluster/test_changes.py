@@ -112,15 +112,6 @@ def num_lost_attempts(release: Release) -> float:
     )
 
 
-def test_a_rolling_upgrade_of_everything(release: Release, load: Load) -> None:
-    """Every pod of every component is replaced."""
-    before = {pod["metadata"]["uid"] for pod in release.pods()}
-    mark = {"podAnnotations": {"example.com/version": "2"}}
-    with unharmed("every pod replaced by an upgrade", load):
-        release.upgrade({"gateway": mark, "prefill": mark, "decode": mark})
-        wait_for("the old pods to be gone", lambda: not before & {pod["metadata"]["uid"] for pod in release.pods()})
-
-
 def test_all_keys_are_changed(release: Release, load: Load, tmp_path: Path) -> None:
     """The three steps of docs/kubernetes.md: both are known, the new ones are used, the old ones are forgotten."""
     kubectl, namespace = release.cluster.kubectl, ("-n", release.namespace)

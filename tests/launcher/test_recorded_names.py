@@ -1,7 +1,8 @@
 """Names that a released version has are there in this one: settings, the chart's values, metrics, routes and fields of the API.
 
-``recorded/now.json`` is what this tree has; ``tools/pages.py`` writes it, and ``make check`` sees that it is current. A release copies it
-to ``recorded/VERSION.json`` (CONTRIBUTING.md), which is not changed any more, but where docs/compatibility.md allows that a name goes.
+``recorded/now.json`` is what this tree has: ``tools/pages.py`` writes it, and ``make check`` sees that it is current. A release
+copies it to ``recorded/VERSION.json`` (CONTRIBUTING.md), which stays as it is, until a name goes in the way that
+docs/compatibility.md allows.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What released versions say, recorded byte by byte, is understood by this build; and they understand what it says.
 
-A failure here means that workers and gateways of two versions would misunderstand each other (docs/compatibility.md). The way out is a
-field with a default, or a new protocol number; never another recording.
+A failure here means that workers and gateways of two versions would misunderstand each other (docs/compatibility.md). The way
+out is a field with a default, or a new protocol number; never another recording.
 """
 
 from __future__ import annotations
@@ -179,7 +179,9 @@ async def test_a_message_of_a_type_that_is_not_known_is_dropped_and_the_link_goe
     ],
 )
 def test_the_largest_protocol_number_that_both_speak_is_used(theirs: tuple[int, int], common: int | None) -> None:
-    assert common_protocol(Hello(role=Role.GATEWAY, peer_id="g", protocol_min=theirs[0], protocol_max=theirs[1])) == common
+    assert (
+        common_protocol(Hello(role=Role.GATEWAY, peer_id="g", protocol_min=theirs[0], protocol_max=theirs[1])) == common
+    )
 
 
 @pytest.mark.parametrize("recorded", BLOCKS)

@@ -137,9 +137,7 @@ _DELTA = TokenDelta(
     tokens=[_TOKEN, SampledToken(13)],
     finish_reason=FinishReason.LENGTH,
     num_cached_tokens=2,
-    timings=Timings(
-        queue_s=0.1, prefill_s=0.2, transfer_s=0.3, first_step_s=0.4, chunks=[PromptChunk(0.0, 0.2, 3)]
-    ),
+    timings=Timings(queue_s=0.1, prefill_s=0.2, transfer_s=0.3, first_step_s=0.4, chunks=[PromptChunk(0.0, 0.2, 3)]),
     prompt_logprobs=[_TOKEN],
     beams=[Beam(tokens=[_TOKEN], finish_reason=FinishReason.STOP, score=-0.25)],
 )
@@ -181,7 +179,9 @@ MESSAGES: Sequence[Message] = (
 )  # fmt: skip
 
 HEADERS = tuple(
-    BlockHeader(**_LEASE, block_index=3, payload_nbytes=48, block_hash=_HASH, sender_rank=2, piece_index=1, is_sealed=one)
+    BlockHeader(
+        **_LEASE, block_index=3, payload_nbytes=48, block_hash=_HASH, sender_rank=2, piece_index=1, is_sealed=one
+    )
     for one in (False, True)
 )
 PAYLOAD = bytes(range(48))
