@@ -148,7 +148,7 @@ class Release:
         """``helm upgrade --install`` with the values; returns when everything is ready, if it ``waits``."""
         self.cluster.helm(
             "upgrade", "--install", "relay", str(self.chart), "-n", self.namespace, "--values", "-",
-            *(("--wait", "--timeout", "240s") if waits else ()), text=json.dumps(self.values),
+            *(("--wait", "--timeout", "400s") if waits else ()), text=json.dumps(self.values), timeout_s=420,
         )  # fmt: skip
 
     def upgrade(self, values: dict[str, Any]) -> None:
