@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import yaml
+import yaml  # type: ignore[import-untyped]
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
