@@ -59,6 +59,7 @@ class PacedWorker:
             num_waiting_tokens=0,
             num_free_blocks=4096,
             num_blocks=4096,
+            max_running=1000,
         )
 
     def on_message(self, peer_id: str, role: Role, message: Message) -> None:

@@ -98,7 +98,9 @@ class _Peer:
         )
         self.link = DecodeLink(self.client, self._sender, setup.seal_kv)
         self._told = ""
-        logger.info("connected to decode worker %s at %s", welcome.worker_id, self.address)
+        logger.info(
+            "connected to decode worker %s at %s, protocol %d", welcome.worker_id, self.address, welcome.protocol
+        )
         self._links.handler.on_link_up(self.address, self.link)
 
     def on_message(self, message: Message) -> None:

@@ -1,17 +1,20 @@
-"""Writes the pages that follow from something else: settings from the programs' own, metrics from what a deployment tells.
+"""Writes what follows from something else: the pages of settings and metrics, and all names that a version promises to keep.
 
-.venv/bin/python tools/pages.py            write docs/settings.md and docs/metrics.md
+.venv/bin/python tools/pages.py            write docs/settings.md, docs/metrics.md and tests/launcher/recorded/now.json
 .venv/bin/python tools/pages.py --check    exit 1 if they are not what this would write
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
+import yaml  # type: ignore[import-untyped]
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -23,7 +26,10 @@ from kvrelay.launcher.models import resolve_model
 from kvrelay.launcher.settings import DeploymentSettings, LocalSettings
 from kvrelay.prefill_worker.settings import PrefillSettings
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+NAMES = ROOT / "tests" / "launcher" / "recorded" / "now.json"
+Told = dict[str, dict[str, Metric]]
 
 _WORKERS = "kvrelay prefill-worker and kvrelay decode-worker"
 _SETTINGS_HEAD = """# Settings
@@ -95,12 +101,18 @@ def cell(text: str) -> str:
     return text.replace("|", "\\|").replace("<", "&lt;")
 
 
-def metrics_page() -> str:
-    """docs/metrics.md. Starts a deployment on this machine, for seconds."""
+def told_by_deployment() -> tuple[Told, dict[str, Any]]:
+    """Metrics of each component, and the document of the API. Starts a deployment on this machine, for seconds."""
     settings = LocalSettings.of(port=0, engine="fake", kv_memory_mb=16, speculation="ngram")
     with LocalDeployment.from_settings(settings, resolve_model("demo", needs_weights=False)) as deployment:
         deployment.wait_ready(timeout_s=120)
         told = {name: families(url) for name, url in deployment.admin_urls.items()}
+        document = httpx.get(f"{deployment.admin_urls['gateway']}/openapi.json", timeout=10).raise_for_status().json()
+    return told, document
+
+
+def metrics_page(told: Told) -> str:
+    """docs/metrics.md."""
     gateway, prefill, decode = told["gateway"], told["prefill-0"], told["decode-0"]
     of_all = gateway.keys() & prefill.keys() & decode.keys()
     of_workers = (prefill.keys() & decode.keys()) - of_all
@@ -116,6 +128,69 @@ def metrics_page() -> str:
         lines += ["", f"## {title}", "", "| metric | kind | |", "| --- | --- | --- |"]
         lines += [f"| `{name}` | {one.type} | {cell(one.documentation)} |" for name, one in sorted(part.items())]
     return "\n".join(lines) + "\n"
+
+
+def names_file(told: Told, document: dict[str, Any]) -> str:
+    """What tests/launcher/test_recorded_names.py compares with the names of released versions."""
+    programs = {
+        "gateway": GatewaySettings,
+        "prefill-worker": PrefillSettings,
+        "decode-worker": DecodeSettings,
+        "local": DeploymentSettings,
+    }
+    metrics = {name: one.type for component in told.values() for name, one in component.items()}
+    names = {
+        "settings": {program: sorted(by_name(settings)) for program, settings in programs.items()},
+        "values": sorted(value_paths(yaml.safe_load((ROOT / "helm" / "values.yaml").read_text()))),
+        "metrics": dict(sorted(metrics.items())),
+        "api": {
+            f"{method.upper()} {path}": fields_of(route, document)
+            for path, methods in sorted(document["paths"].items())
+            for method, route in methods.items()
+        },
+    }
+    return json.dumps(names, indent=1) + "\n"
+
+
+def value_paths(values: dict[str, Any], above: str = "") -> Iterator[str]:
+    """The chart's values, by their paths."""
+    for name, value in values.items():
+        yield f"{above}{name}"
+        if isinstance(value, dict):
+            yield from value_paths(value, f"{above}{name}.")
+
+
+def fields_of(route: dict[str, Any], document: dict[str, Any]) -> dict[str, list[str]]:
+    """The names of the fields that a route takes and answers with, each with those that it has inside."""
+    answers = [body for status, body in route["responses"].items() if status.startswith("2")]
+    bodies = {"takes": [route.get("requestBody", {})], "answers": answers}
+    return {
+        name: sorted(
+            {
+                path
+                for body in some
+                for content in body.get("content", {}).values()
+                for path in schema_paths(content.get("schema", {}), document, "")
+            }
+        )
+        for name, some in bodies.items()
+    }
+
+
+def schema_paths(schema: Any, document: dict[str, Any], above: str, seen: tuple[str, ...] = ()) -> Iterator[str]:
+    """Paths of all fields in a schema; ``seen``: those that it is part of."""
+    if isinstance(schema, list):
+        for one in schema:
+            yield from schema_paths(one, document, above, seen)
+    elif isinstance(schema, dict):
+        if (reference := schema.get("$ref", "")) and reference not in seen:
+            named = document["components"]["schemas"][reference.rsplit("/", 1)[1]]
+            yield from schema_paths(named, document, above, (*seen, reference))
+        for name, inner in schema.get("properties", {}).items():
+            yield f"{above}{name}"
+            yield from schema_paths(inner, document, f"{above}{name}.", seen)
+        for key in ("anyOf", "oneOf", "allOf", "items"):
+            yield from schema_paths(schema.get(key), document, above, seen)
 
 
 def families(url: str) -> dict[str, Metric]:
@@ -140,11 +215,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if something has drifted")
     is_check = parser.parse_args().check
-    written = {DOCS / "settings.md": settings_page(), DOCS / "metrics.md": metrics_page()}
+    told, document = told_by_deployment()
+    written = {
+        DOCS / "settings.md": settings_page(),
+        DOCS / "metrics.md": metrics_page(told),
+        NAMES: names_file(told, document),
+    }
     drifted = [path for path, text in written.items() if not path.exists() or path.read_text() != text]
     for path in drifted:
         if is_check:
-            sys.stderr.write(f"{path.relative_to(DOCS.parent)} is not what tools/pages.py writes; run it\n")
+            sys.stderr.write(f"{path.relative_to(ROOT)} is not what tools/pages.py writes; run it\n")
         else:
             path.write_text(written[path])
     return 1 if is_check and drifted else 0

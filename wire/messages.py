@@ -1,8 +1,11 @@
 """Every control message of kvrelay, in one place, in the order of a request's life.
 
-Messages are tagged msgspec structs in msgpack, one message per ZeroMQ frame. Unknown fields are ignored, so an older
-and a newer build talk to each other; what both must understand is the protocol version, negotiated by ``Hello``.
-Times are durations in seconds; no message carries a clock reading, since the clocks of two hosts differ.
+Messages are tagged msgspec structs in msgpack, one message per ZeroMQ frame. Times are durations in seconds; no message carries a
+clock reading, since the clocks of two hosts differ.
+
+How versions talk to each other (docs/compatibility.md): a field that is not known is ignored, one that is missing has its default,
+so a new field has a default and a default never changes. A message of a type that is not known is dropped. A new type, or a new
+meaning, needs a new protocol number. Both ends use the largest number that both speak (:func:`common_protocol`).
 
     gateway  → worker    Hello, Ping, Bye, KeyTokens, Distrust, Submit, Withdraw, Cancel
     worker   → gateway   Welcome | HelloRefused, Status, KeyTokens, Tokens, HandedOver, Preempted, Withdrawn, Failed, Cancelled
@@ -25,8 +28,7 @@ from kvrelay.common.model_card import KvLayout, ModelCard
 from kvrelay.common.retention import Retention
 from kvrelay.common.sampling import FinishReason, SampledToken, SamplingParams
 
-PROTOCOL_MIN = 1
-PROTOCOL_MAX = 1
+PROTOCOL_MIN, PROTOCOL_MAX = 1, 1  # the numbers that this build speaks, from the oldest to its own
 
 ABOUT_GUIDE = "guide"  # the sampling parameters' guide, whichever field of a client's request it came from
 
@@ -46,6 +48,11 @@ class WorkerState(enum.StrEnum):
     DRAINING = "draining"  # finishes what it has, takes nothing new
     WRONG = "wrong"  # its answers to a known prompt changed: computes nothing any more, and ends
 
+    @classmethod
+    def _missing_(cls, value: object) -> WorkerState:
+        """A state of a newer version: it gets nothing new."""
+        return cls.DRAINING
+
 
 class FailureCode(enum.StrEnum):
     """Why an attempt failed or an offer was refused. ``is_fault`` says whether somebody is broken."""
@@ -63,6 +70,11 @@ class FailureCode(enum.StrEnum):
     NO_ADAPTER = "no_adapter"  # the worker has not got the request's adapter, nor room for it, now
     NOT_CACHED = "not_cached"  # more of the prompt would have to be computed here than Submit allows
     INTERNAL = "internal"  # an unexpected error on the worker; its log has the trace
+
+    @classmethod
+    def _missing_(cls, value: object) -> FailureCode:
+        """A code of a newer version. An attempt whose end nobody could read would never end."""
+        return cls.INTERNAL
 
     @property
     def is_fault(self) -> bool:
@@ -95,13 +107,19 @@ class Hello(_Message, tag=True, frozen=True, kw_only=True):
     seals_kv: bool = False  # of a prefill worker: it sends sealed blocks, and only those
 
 
+def common_protocol(hello: Hello) -> int | None:
+    """The largest protocol number that the sender and this build speak; None if there is none."""
+    newest = min(hello.protocol_max, PROTOCOL_MAX)
+    return newest if newest >= max(hello.protocol_min, PROTOCOL_MIN) else None
+
+
 class Welcome(_Message, tag=True, frozen=True, kw_only=True):
     """The worker accepts. ``epoch`` differs for every start of the process: what was promised before is void."""
 
     role: Role
     worker_id: str
     epoch: int
-    protocol: int
+    protocol: int  # of this connection
     card: ModelCard
     model: str = ""  # its name in the API; "": the operator did not tell the worker
     data_address: str | None = None  # decode only: where KV blocks go; a host of 0.0.0.0 means "as you reached me"
@@ -138,7 +156,7 @@ class Status(_Message, tag=True, frozen=True, kw_only=True):
     num_waiting_tokens: int  # uncomputed tokens of waiting and running prompts
     num_free_blocks: int  # free and cached: what could be allocated now
     num_blocks: int
-    max_running: int = 0  # sequences that compute at a time; 0: the worker does not say
+    max_running: int  # sequences that compute at a time
     # Of prompts, what it would compute now: a decode worker within its inter-token budget, beside what runs there. None: not known
     # yet; 0: nothing is left of the budget.
     prompt_tokens_per_s: float | None = None

@@ -31,7 +31,6 @@ from kvrelay.engine.kv.block_manager import BlockManager
 from kvrelay.engine.kv.owners import sequence_owner
 from kvrelay.engine.step.sequence import PromptTrace, Sequence
 from kvrelay.wire.messages import (
-    PROTOCOL_MAX,
     Cancel,
     Cancelled,
     Failed,
@@ -48,6 +47,7 @@ from kvrelay.wire.messages import (
     Withdraw,
     Withdrawn,
     WorkerState,
+    common_protocol,
 )
 from kvrelay.worker.adapters import AdapterRefusal, AdapterStore
 from kvrelay.worker.entries import BEGINNING, Entry, Outcome, Phase
@@ -139,11 +139,13 @@ class Service(ABC, Generic[E]):
 
     def greeting(self, hello: Hello) -> Welcome:
         """Who this worker is, in the newest protocol that both speak."""
+        protocol = common_protocol(hello)
+        assert protocol is not None, f"the control server refuses {hello}"
         return Welcome(
             role=self.role,
             worker_id=self.identity.worker_id,
             epoch=self.identity.epoch,
-            protocol=min(hello.protocol_max, PROTOCOL_MAX),
+            protocol=protocol,
             card=self.identity.card,
             model=self.identity.model,
         )

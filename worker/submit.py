@@ -20,7 +20,7 @@ class WorkerIdentity:
     epoch: int  # differs for every start of the process
     card: ModelCard
     max_waiting: int  # requests that may wait; one more is refused
-    max_running: int = 0  # sequences that compute at a time; 0: not told
+    max_running: int  # sequences that compute at a time
     model: str = ""  # name in the API; "": none
 
 

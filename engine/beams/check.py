@@ -75,14 +75,14 @@ def _too_long_answer(sampling: SamplingParams, search: BeamSearch, max_output: i
 
 
 def unfit_beams(sampling: SamplingParams, num_prompt_tokens: int, card: ModelCard, max_running: int) -> str | None:
-    """Why a decode worker that runs ``max_running`` sequences (0: any number) could not compute a valid beam search even alone.
+    """Why a decode worker that runs ``max_running`` sequences could not compute a valid beam search even alone.
 
     At worst the beams share the prompt's full blocks only. One that needs more blocks than there are would be preempted for ever.
     """
     search = sampling.beam_search
     if search is None:
         return None
-    if max_running and search.width > max_running:
+    if search.width > max_running:
         return (
             f"beam_search.width is {search.width}; this worker runs {max_running} sequences at a time (--max-num-seqs)"
         )

@@ -245,9 +245,7 @@ class Attempt:
             request.num_cached_tokens = item.num_cached_tokens if known is None else min(known, item.num_cached_tokens)
         num_cached_tokens = None if item.num_cached_tokens is None else request.num_cached_tokens
         prompt_logprobs = None if request.has_prompt_logprobs else item.prompt_logprobs
-        # Who computed the prompt tells them with the first token, or, being of an older version, never.
-        is_from_prefill = item.timings is not None and item.timings.prefill_s is not None
-        request.has_prompt_logprobs |= prompt_logprobs is not None or is_from_prefill
+        request.has_prompt_logprobs |= prompt_logprobs is not None
         return msgspec.structs.replace(
             item, tokens=tokens, num_cached_tokens=num_cached_tokens, prompt_logprobs=prompt_logprobs
         )

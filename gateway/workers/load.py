@@ -157,7 +157,7 @@ class WorkerView(msgspec.Struct, frozen=True, gc=False):  # one per worker and r
     num_free_blocks: int
     num_blocks: int
     block_size: int
-    max_running: int = 0  # requests that it computes at a time; 0: it does not say
+    max_running: int = 0  # requests that it computes at a time; 0: not known yet
     # Of prompts, that it would compute now: a decode worker within its inter-token budget. None: not known; 0: none is left.
     tokens_per_s: float | None = None
     epoch: int = 0  # of its process; another one has nothing cached
@@ -186,7 +186,7 @@ class WorkerView(msgspec.Struct, frozen=True, gc=False):  # one per worker and r
 
     @property
     def max_taken(self) -> float:
-        """As a decode worker: requests that it is given at a time; infinite if it does not say how many it computes."""
+        """As a decode worker: requests that it is given at a time; infinite as long as that is not known."""
         # Some are on their way while others leave: without a few more than run at a time, the batch would have gaps.
         return self.max_running + self.max_running // 4 + 4 if self.max_running else math.inf
 

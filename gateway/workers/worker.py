@@ -105,8 +105,8 @@ class Worker:
         card = welcome.card
         self.load = Load(card.layout.block_size, card.layout.geometry.windows)
         logger.info(
-            "%s worker %s at %s: up, %s, %d KV blocks",
-            self.role, welcome.worker_id, self.address, card.layout.model_id, card.num_blocks,
+            "%s worker %s at %s: up, %s, %d KV blocks, protocol %d",
+            self.role, welcome.worker_id, self.address, card.layout.model_id, card.num_blocks, welcome.protocol,
         )  # fmt: skip
         self._owner.on_welcome(self)
         self._owner.take_stock()

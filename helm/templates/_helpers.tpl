@@ -81,11 +81,12 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end -}}
 {{- end -}}
 
+{{/* (dict "root" $ "which" "gateway" or "worker", "suffix": of the tag, if none is set). */}}
 {{- define "kvrelay.image" -}}
 {{- $image := .root.Values.image -}}
 {{- $which := index $image .which -}}
 {{- if $image.registry }}{{ $image.registry }}/{{ end }}{{ $which.repository -}}
-{{- if $which.digest }}@{{ $which.digest }}{{ else }}:{{ default .root.Chart.AppVersion $image.tag }}{{ end -}}
+{{- if $which.digest }}@{{ $which.digest }}{{ else }}:{{ default (print .root.Chart.AppVersion (default "" .suffix)) $image.tag }}{{ end -}}
 {{- end -}}
 
 {{/* Settings as KVRELAY_* variables. */}}

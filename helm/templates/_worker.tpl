@@ -53,7 +53,7 @@ spec:
       terminationGracePeriodSeconds: {{ add $drain 15 }}
       containers:
         - name: worker
-          image: {{ include "kvrelay.image" (dict "root" .root "which" "worker") }}
+          image: {{ include "kvrelay.image" (dict "root" .root "which" "worker" "suffix" (ternary "-cpu" "" (empty $values.gpu.resource))) }}
           imagePullPolicy: {{ .root.Values.image.pullPolicy }}
           args: [{{ .role }}-worker]
           env:

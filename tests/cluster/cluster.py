@@ -5,6 +5,9 @@ What differs between clusters comes from the environment:
     KUBECONFIG                 the cluster; without it the tests are skipped
     KVRELAY_TEST_MODELS        directory on every node that has SmolLM2-135M-Instruct, readable for all
     KVRELAY_TEST_TAG           tag of the images kvrelay-gateway and kvrelay-worker, which every node has; skipped without, too
+    KVRELAY_TEST_NEXT_TAG      tag of images that next_version.py has changed; without it nothing is upgraded to them
+    KVRELAY_TEST_OLD_TREE      tree of the release that upgrades begin at; without it they begin at this tree
+    KVRELAY_TEST_OLD_TAG       tag of that release's images
     KVRELAY_TEST_HELM          helm, or what stands in for it
     KVRELAY_TEST_CRASH_NODE    command that ends a node without a word, {} is its name; without it no node is crashed
     KVRELAY_TEST_START_NODE    command that brings it back
@@ -75,6 +78,9 @@ class Cluster:
     helm_command: tuple[str, ...]
     models: str
     tag: str
+    next_tag: str | None
+    old_tag: str
+    old_tree: Path
     crash: str | None
     start: str | None
 
@@ -82,10 +88,14 @@ class Cluster:
     def from_environment(cls) -> Cluster:
         """As the variables say."""
         get = os.environ.get
+        tag = get("KVRELAY_TEST_TAG", "test")
         return cls(
             helm_command=tuple(shlex.split(get("KVRELAY_TEST_HELM", "helm"))),
             models=get("KVRELAY_TEST_MODELS", "/models"),
-            tag=get("KVRELAY_TEST_TAG", "test"),
+            tag=tag,
+            next_tag=get("KVRELAY_TEST_NEXT_TAG"),
+            old_tag=get("KVRELAY_TEST_OLD_TAG", tag),
+            old_tree=Path(get("KVRELAY_TEST_OLD_TREE", ROOT)),
             crash=get("KVRELAY_TEST_CRASH_NODE"),
             start=get("KVRELAY_TEST_START_NODE"),
         )
@@ -132,18 +142,23 @@ class Release:
         self.namespace = namespace
         mine = {"image": {"tag": cluster.tag}, "model": {"volume": {"hostPath": cluster.models}}}
         self.values = merged(merged(VALUES, mine), values)
+        self.chart = ROOT / "helm"
 
     def install(self, *, waits: bool = True) -> None:
         """``helm upgrade --install`` with the values; returns when everything is ready, if it ``waits``."""
         self.cluster.helm(
-            "upgrade", "--install", "relay", str(ROOT / "helm"), "-n", self.namespace, "--values", "-",
-            *(("--wait", "--timeout", "240s") if waits else ()), text=json.dumps(self.values),
+            "upgrade", "--install", "relay", str(self.chart), "-n", self.namespace, "--values", "-",
+            *(("--wait", "--timeout", "400s") if waits else ()), text=json.dumps(self.values), timeout_s=420,
         )  # fmt: skip
 
     def upgrade(self, values: dict[str, Any]) -> None:
         """``helm upgrade`` with ``values`` laid over those in force; returns when everything is ready."""
         self.values = merged(self.values, values)
         self.install()
+
+    def roll_back(self, revision: int) -> None:
+        """``helm rollback``; returns when everything is ready."""
+        self.cluster.helm("rollback", "relay", str(revision), "-n", self.namespace, "--wait", "--timeout", "240s")
 
     def uninstall(self) -> None:
         """``helm uninstall``, and wait for the pods."""

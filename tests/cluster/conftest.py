@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from .cluster import Cluster, Release
+from .cluster import ROOT, Cluster, Release
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -41,10 +42,13 @@ def nodes(cluster: Cluster) -> list[str]:
     return sorted(node["metadata"]["name"] for node in schedulable)
 
 
-def release_of(cluster: Cluster, namespace: str, values: dict[str, Any]) -> Iterator[Release]:
-    """A release in a new namespace, with its log printed if a test has failed on it."""
+def release_of(
+    cluster: Cluster, namespace: str, values: dict[str, Any], chart: Path = ROOT / "helm"
+) -> Iterator[Release]:
+    """A release in a new namespace, with its log printed if it does not come up."""
     with cluster.namespace(namespace):
         release = Release(cluster, namespace, values)
+        release.chart = chart
         try:
             release.install()
         except BaseException:

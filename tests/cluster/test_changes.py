@@ -71,6 +71,21 @@ def test_both_pools_scale_up_and_down(release: Release, load: Load) -> None:
             load.wait_more()
 
 
+def test_the_console_has_all_workers_by_the_names_of_their_pods(release: Release) -> None:
+    gateway = release.ready("gateway")[0]
+
+    def told(path: str) -> str:
+        url = f"http://{gateway['status']['podIP']}:8000{path}"
+        script = f"import urllib.request; print(urllib.request.urlopen({url!r}, timeout=10).read().decode())"
+        return release.execute(gateway["metadata"]["name"], "python", "-c", script)
+
+    assert "<title>" in told("/console")
+    pods = {pod["metadata"]["name"] for role in ("prefill-worker", "decode-worker") for pod in release.ready(role)}
+    wait_for(
+        "all of them", lambda: {worker["name"] for worker in json.loads(told("/debug/workers"))["workers"]} == pods
+    )
+
+
 @pytest.mark.parametrize("component", ["decode-worker", "prefill-worker", "gateway"])
 def test_a_pod_is_deleted(release: Release, load: Load, component: str) -> None:
     """As a node's drain would: it has its grace period."""
@@ -110,15 +125,6 @@ def num_lost_attempts(release: Release) -> float:
         for line in lines
         if line.startswith("kvrelay_attempts_total{") and 'outcome="peer_lost"' in line
     )
-
-
-def test_a_rolling_upgrade_of_everything(release: Release, load: Load) -> None:
-    """Every pod of every component is replaced."""
-    before = {pod["metadata"]["uid"] for pod in release.pods()}
-    mark = {"podAnnotations": {"example.com/version": "2"}}
-    with unharmed("every pod replaced by an upgrade", load):
-        release.upgrade({"gateway": mark, "prefill": mark, "decode": mark})
-        wait_for("the old pods to be gone", lambda: not before & {pod["metadata"]["uid"] for pod in release.pods()})
 
 
 def test_all_keys_are_changed(release: Release, load: Load, tmp_path: Path) -> None:

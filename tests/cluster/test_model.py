@@ -7,6 +7,7 @@ import json
 import socket
 import subprocess
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import pytest
@@ -77,7 +78,7 @@ for address, role in zip(sys.argv[1:], (Role.PREFILL, Role.DECODE), strict=True)
 @pytest.fixture(scope="module")
 def release(cluster: Cluster) -> Iterator[Release]:
     """Gateway, prefill and decode twice each; API keys asked for; every prompt takes the relay."""
-    worker = {"settings": {"dtype": "float32", "kv_memory_mb": 256}}
+    worker = {"settings": {"dtype": "float32", "kv_memory_mb": 256, "canary_period_s": 2}}
     values = {
         "gateway": {"settings": {"local_prefill": "fallback"}},
         "prefill": worker,
@@ -143,6 +144,19 @@ def test_one_pool_gets_several_ranks_while_the_other_serves(release: Release, no
     assert {pod["metadata"]["uid"] for pod in release.pods("prefill-worker")} == before
     for pod in release.ready("decode-worker"):
         assert release.execute(pod["metadata"]["name"], "python", "-c", COUNT_RANKS) == "2\n"
+
+
+def test_idle_workers_compute_what_they_computed_at_first(release: Release) -> None:
+    """Of one rank and of three, each by its canary; none in the time of a request."""
+
+    def outcomes(pod: dict[str, Any], port: int) -> dict[str, float]:
+        lines = [line for line in release.metrics(pod, port).splitlines() if line.startswith("kvrelay_canaries_total{")]
+        return {line.split('"')[1]: float(line.split()[-1]) for line in lines}
+
+    for component, port in (("prefill-worker", 7180), ("decode-worker", 7280)):
+        for pod in release.ready(component):
+            wait_for("two answers of a canary", lambda pod=pod, port=port: outcomes(pod, port).get("same", 0) >= 2)
+            assert set(outcomes(pod, port)) == {"same"}
 
 
 def test_a_stream_through_the_service(url: str, key: str) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 
@@ -21,7 +22,7 @@ SET = "relay-kvrelay-decode-worker"
 @pytest.fixture(scope="module")
 def release(cluster: Cluster) -> Iterator[Release]:
     """A gateway, a prefill worker of one rank, two decode workers of three pods each."""
-    small = {"dtype": "float32", "kv_memory_mb": 64}
+    small = {"dtype": "float32", "kv_memory_mb": 64, "canary_period_s": 5}
     values = {
         "gateway": {"replicas": 1, "settings": {"local_prefill": "fallback"}},
         "prefill": {"replicas": 1, "settings": small},
@@ -124,6 +125,20 @@ def test_a_rank_that_is_killed_ends_its_worker_which_says_why(release: Release, 
     changed("a rank of a decode worker is killed", load, release, kill)
     said = release.cluster.kubectl("logs", f"{SET}-0", "-n", release.namespace, "--previous")
     assert f"of {SET}-2) is gone" in said
+
+
+def test_an_upgrade_replaces_one_worker_while_the_other_serves(release: Release, load: Load) -> None:
+    """To another version, if there is one: ranks join a leader of their own version only, so a worker waits for its last pod."""
+    before = {pod["metadata"]["uid"] for pod in release.pods("decode-worker")}
+    next_tag = release.cluster.next_tag
+    change = (
+        {"decode": {"podAnnotations": {"example.com/version": "2"}}}
+        if next_tag is None
+        else {"image": {"tag": next_tag}}
+    )
+    with_change = partial(release.upgrade, change)
+    changed(f"decode workers of {NUM_PODS} pods are upgraded", load, release, with_change)
+    assert not before & {pod["metadata"]["uid"] for pod in release.pods("decode-worker")}
 
 
 def test_workers_are_added_and_taken_away_whole(release: Release, load: Load) -> None:

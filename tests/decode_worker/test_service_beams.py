@@ -60,7 +60,7 @@ def test_nothing_is_told_of_a_search_but_that_it_began_and_its_end() -> None:
     ],
 )
 def test_a_commit_without_candidates_ends_the_lease(first: SampledToken, detail: str) -> None:
-    """From an older prefill worker, which knows of no searches: another attempt may find a newer one."""
+    """A prefill worker that sends what no search can begin with: another attempt may find a better one."""
     rig = Rig()
     offered = offered_search("a", beams(2))
     rig.ask(offered, "prefill", Role.PREFILL)

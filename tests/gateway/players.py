@@ -86,6 +86,7 @@ class Player:
             num_waiting_tokens=self.num_waiting_tokens,
             num_free_blocks=self.num_free_blocks,
             num_blocks=64,
+            max_running=1000,
         )
 
     def on_message(self, peer_id: str, role: Role, message: Message) -> None:

@@ -161,6 +161,7 @@ class World:
                 num_waiting_tokens=int(sum(one[0] for one in self._prompts)),
                 num_free_blocks=self.machines.num_blocks,
                 num_blocks=self.machines.num_blocks,
+                max_running=self.machines.max_running,
             )
             self.prefill.on_status(status, self.loop.time())
             self._changed.set()

@@ -111,6 +111,27 @@ def difference(text: str, other: str) -> str:
 
 
 @needs_helm
+@pytest.mark.parametrize(
+    ("resource", "tag", "worker"),
+    [("nvidia.com/gpu", "", "9.8.7"), ("", "", "9.8.7-cpu"), ("", "mine", "mine"), ("nvidia.com/gpu", "mine", "mine")],
+)
+def test_workers_without_a_gpu_run_the_image_for_cpus(tmp_path: Path, resource: str, tag: str, worker: str) -> None:
+    """As tools/images.sh names them; a tag that is set is taken as it is."""
+    chart = shutil.copytree(CHART, tmp_path / "chart")
+    text = (chart / "Chart.yaml").read_text()
+    (chart / "Chart.yaml").write_text(re.sub(r"^appVersion: .*$", 'appVersion: "9.8.7"', text, flags=re.MULTILINE))
+    ended = helm(
+        "template", "x", str(chart), "--set", f"image.tag={tag},image.registry=r,decode.gpu.resource={resource}"
+    )
+    images = re.findall(r"image: (\S+)", ended.stdout)
+    assert set(images) == {
+        f"r/kvrelay-gateway:{tag or '9.8.7'}",
+        f"r/kvrelay-worker:{worker}",
+        f"r/kvrelay-worker:{tag or '9.8.7'}",
+    }
+
+
+@needs_helm
 @pytest.mark.parametrize("example", STORED)
 def test_examples_render_as_they_did(example: str) -> None:
     """After a change that is meant: KVRELAY_WRITE_GOLDEN=1 pytest tests/helm, and a look at the difference."""

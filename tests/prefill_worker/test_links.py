@@ -104,7 +104,13 @@ class DecodePort:
 
     def status(self) -> Status:
         return Status(
-            state=WorkerState.READY, num_running=0, num_waiting=0, num_waiting_tokens=0, num_free_blocks=1, num_blocks=1
+            state=WorkerState.READY,
+            num_running=0,
+            num_waiting=0,
+            num_waiting_tokens=0,
+            num_free_blocks=1,
+            num_blocks=1,
+            max_running=1,
         )
 
     def on_message(self, peer_id: str, role: Role, message: Message) -> None:

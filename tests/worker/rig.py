@@ -42,7 +42,9 @@ class ServiceRig(Generic[S]):
         self.engine = FakeEngine(card)
         metrics = EngineMetrics(CollectorRegistry(), blocks, num_running=lambda: 0, num_waiting=lambda: 0)
         self.model = ModelWorker(Leader(self.engine), scheduler, metrics, self.reports.append, self.clock)
-        self.service = service(WorkerIdentity("worker", EPOCH, card, 512), blocks, self.clock)
+        self.service = service(
+            WorkerIdentity("worker", EPOCH, card, max_waiting=512, max_running=64), blocks, self.clock
+        )
         self.service.ports = Ports(
             self._send,
             cast("ModelLoop", self),

@@ -34,6 +34,7 @@ from kvrelay.wire.messages import (
     Role,
     Status,
     Welcome,
+    common_protocol,
 )
 from kvrelay.wire.metrics import WireMetrics
 from kvrelay.wire.network import Network
@@ -52,7 +53,7 @@ class ServerHandler(Protocol):
     """What a worker makes of its peers."""
 
     def welcome(self, hello: Hello) -> Welcome | HelloRefused:
-        """Decide on a peer whose protocol version fits."""
+        """Decide on a peer that has a protocol number in common with this build."""
 
     def status(self) -> Status:
         """The answer to a Ping."""
@@ -203,10 +204,10 @@ class ControlServer:
         for former in (routing_id, self._routes.get((hello.role, hello.peer_id))):
             if former in self._peers:
                 self._drop(former)
-        if min(hello.protocol_max, PROTOCOL_MAX) < max(hello.protocol_min, PROTOCOL_MIN):
+        if common_protocol(hello) is None:
             detail = (
-                f"no common protocol version: yours {hello.protocol_min} to {hello.protocol_max}, "
-                f"mine {PROTOCOL_MIN} to {PROTOCOL_MAX}"
+                f"no common protocol: yours {hello.protocol_min} to {hello.protocol_max}, mine {PROTOCOL_MIN} to {PROTOCOL_MAX}; "
+                "upgrade through a version that speaks both (docs/upgrading.md)"
             )
             return HelloRefused(code=FailureCode.INVALID, detail=detail)
         answer = self._handler.welcome(hello)

@@ -122,7 +122,6 @@ def test_what_does_not_fit_a_decode_worker_even_alone_is_refused_there() -> None
     assert unfit(submit(BeamSearch(width=1), max_tokens=10**6), CARD, 8) is None  # the model's length ends it
     detail = unfit(submit(search), CARD, 7)
     assert detail == "beam_search.width is 8; this worker runs 7 sequences at a time (--max-num-seqs)"
-    assert unfit(submit(search), CARD, 0) is None
     assert (
         unfit(
             Submit(
@@ -139,7 +138,13 @@ def test_what_does_not_fit_a_decode_worker_even_alone_is_refused_there() -> None
 def test_only_the_worker_that_would_search_minds_its_room(is_prefill: bool) -> None:
     identity = WorkerIdentity("w", 1, CARD, 10, 4)
     status = Status(
-        state=WorkerState.READY, num_running=0, num_waiting=0, num_waiting_tokens=0, num_free_blocks=64, num_blocks=64
+        state=WorkerState.READY,
+        num_running=0,
+        num_waiting=0,
+        num_waiting_tokens=0,
+        num_free_blocks=64,
+        num_blocks=64,
+        max_running=4,
     )
     request = submit(BeamSearch(width=8))
     refusal = refusal_of(request, identity, status, is_known=False, decodes=not is_prefill)

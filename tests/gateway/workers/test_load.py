@@ -20,6 +20,7 @@ def status(running: int = 0, waiting: int = 0, tokens: int = 0, free: int = 100,
         num_waiting_tokens=tokens,
         num_free_blocks=free,
         num_blocks=100,
+        max_running=64,
         num_arriving=arriving,
     )
 

@@ -87,7 +87,7 @@ def test_one_host_is_shared_memory_and_the_log_says_so(one_rig: Rig, to: To, cap
 def test_whatever_has_no_memory_in_common_goes_over_tcp(
     to: To, caplog: pytest.LogCaptureFixture, name: str | None, place: SharedPlace | None, says: str
 ) -> None:
-    """Another host, another pod, an older worker, another setting."""
+    """Another host, another pod, another setting."""
     caplog.set_level(logging.INFO)
     prefill = to(name, place)
     wait_for_line(prefill, "tcp")
