@@ -125,9 +125,13 @@ OF_TEXTS: list[Case] = [
     ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs", "together"),
     ({"structured_outputs": {"yaml": {}}}, "structured_outputs", "has no 'yaml'"),
     ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema must be an object"),
-    ({"response_format": {"type": "xml"}}, "response_format", "it must be text"),
+    *(
+        ({"response_format": given}, "response_format", "it must be text")
+        for given in ({"type": "xml"}, {"type": "json"}, {})
+    ),
     ({"guided_choice": []}, "guided_choice", "1 to 1024 strings"),
     ({"guided_json": "{"}, "guided_json", "not JSON"),
+    ({"guided_json": '{"properties":{"a":' * 5000 + "1" + "}}" * 5000}, "guided_json", "guided_json is"),
     ({"stream_options": {"include_usage": True}}, "stream_options", "stream is not true"),
     ({"service_tier": "gold"}, "service_tier", "'auto', 'default', 'flex', 'priority' or 'scale'"),
     *(
@@ -165,6 +169,7 @@ OF_RESPONSES: list[Case] = [
     ({"previous_response_id": "resp_1"}, "previous_response_id", "whole conversation"),
     ({"background": True}, "background", "not supported"),
     ({"text": {"format": {"type": "json_schema"}}}, "text", "no schema"),
+    ({"text": {"format": {"type": "bogus"}}}, "text", "text.format"),
     ({"max_output_tokens": 9999}, "max_output_tokens", "512"),
     ({"tool_choice": "required"}, "tool_choice", "tool_choice"),
 ]
