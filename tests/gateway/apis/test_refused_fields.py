@@ -14,9 +14,11 @@ from pydantic import BaseModel
 
 from kvrelay.gateway.apis.anthropic.routes import MessageBody
 from kvrelay.gateway.apis.openai.bodies import ChatBody, CompletionBody
+from kvrelay.gateway.apis.openai.output_format import requested_guide
 from kvrelay.gateway.apis.responses.routes import ResponseBody
 from kvrelay.gateway.apis.tgi.routes import GenerateBody
 from kvrelay.gateway.apis.tokenize import DetokenizeBody
+from kvrelay.gateway.errors import InvalidRequestError
 
 from ..http_app import CHAT, TEXT, App, app_for
 from ..players import good
@@ -250,6 +252,15 @@ async def test_what_anthropics_clients_are_refused(app: App, fields: dict[str, A
     assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error"), answer.text
     assert text in answer.json()["error"]["message"]
     assert not app.player.submits
+
+
+def test_what_is_nested_beyond_what_can_be_written_is_refused() -> None:
+    """However deep a body's parser goes."""
+    deep: dict[str, Any] = {}
+    for _ in range(5000):
+        deep = {"properties": {"a": deep}}
+    with pytest.raises(InvalidRequestError, match="guided_json is nested too deeply"):
+        requested_guide(None, None, {"guided_json": deep})
 
 
 @pytest.mark.parametrize("body", [ChatBody, CompletionBody, DetokenizeBody, ResponseBody, GenerateBody, MessageBody])

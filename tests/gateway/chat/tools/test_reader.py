@@ -47,6 +47,33 @@ def test_it_agrees_with_the_standard_library(text: str, cuts: list[int]) -> None
 
 
 @pytest.mark.parametrize(
+    ("text", "accepted"),
+    [
+        ('{"a": 01}', 6),
+        ('{"a": -}', 6),
+        ('{"a": 1.}', 6),
+        ('{"a": 1e}', 6),
+        ('{"a": .5}', 6),
+        ('{"a": +1}', 6),
+        ('{"a" 1}', 5),
+        ('{"a": 1,}', 8),
+        ("[1,]", 3),
+        ("[1 2]", 3),
+        ("{1: 2}", 1),
+        ("[}", 1),
+        ("[trux]", 1),
+        ('["\\x"]', 2),
+        ('["\\u12g"]', 2),
+        ('["\n"]', 2),
+        ("[NaN]", 1),
+    ],
+)
+def test_it_stops_where_the_text_breaks(text: str, accepted: int) -> None:
+    assert scanned([text]) == (accepted, False)
+    assert scanned(list(text)) == (accepted, False)
+
+
+@pytest.mark.parametrize(
     ("text", "expected"),
     [
         ("{}", True),
