@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import pytest
+
 from kvrelay.common.sampling import FinishReason, SampledToken
 from kvrelay.engine.step.sequence import SequenceStatus
 from tests.engine.conftest import sequence
 
 WAITING, RUNNING, FINISHED = SequenceStatus.WAITING, SequenceStatus.RUNNING, SequenceStatus.FINISHED
+
+
+def test_nothing_follows_the_end() -> None:
+    of = sequence([1], [])
+    of.set_status(RUNNING)
+    of.set_status(FINISHED)
+    for status in SequenceStatus:
+        with pytest.raises(ValueError, match=rf"\('r', 1\): no transition FINISHED -> {status.name}"):
+            of.set_status(status)
 
 
 def test_max_tokens_counts_earlier_attempts() -> None:
