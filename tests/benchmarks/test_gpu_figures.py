@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 
 import pytest
@@ -18,7 +17,7 @@ from gpu_parts.frame.floors import (
     prefill_attention_flops,
     prefill_flops,
 )
-from gpu_parts.frame.rows import Against, Goal, Peer, Row, Unit, absences, table
+from gpu_parts.frame.rows import Against, Goal, Peer, Row, Unit, table
 from gpu_parts.frame.sizes import LLAMA_3_8B
 from gpu_parts.frame.timing import busy_s
 
@@ -108,22 +107,6 @@ def test_the_table_has_a_line_for_each_row_and_verdicts_unless_times_mean_nothin
         assert word in lines[2]
     assert "does not fit" in lines[3]
     assert "met" not in table(rows, has_verdicts=False)
-
-
-def test_absences_are_told_once_for_each_reason() -> None:
-    gone = Peer("gone", None, "not installed")
-    rows = [
-        Row("a", Unit.SECONDS, 1.0, peers=(gone, Peer("here", 1.0))),
-        Row("b", Unit.SECONDS, 1.0, peers=(gone, Peer("here", None, "out of memory"))),
-    ]
-    assert absences(rows) == ["gone: not installed (2 figures)", "here: out of memory (b)"]
-
-
-def test_rows_become_json() -> None:
-    document = json.loads(json.dumps(Row("a", Unit.SECONDS, 2.0, 1.0, (FLOOR_GOAL,)).document()))
-    assert document["ratio"] == 2.0
-    assert document["verdicts"] == {"≤ 1.25x the floor": "missed"}
-    assert document["unit"] == "s"
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from contextlib import suppress
 
-import msgspec
 import pytest
 
 from kvrelay.common.block_hash import HashChain
@@ -15,7 +14,6 @@ from kvrelay.engine.fake.engine import FakeEngine, expected_output, fake_card
 from kvrelay.engine.kv.owners import Owner, OwnerKind
 from kvrelay.engine.step.interface import StepRow
 from kvrelay.engine.step.leader import Leader
-from kvrelay.engine.step.planner import Planner
 from kvrelay.engine.step.sequence import Sequence, SequenceStatus
 from kvrelay.worker.model_worker import Add, Remove
 from tests.decode_worker.rig import Rig, Watched, greedy
@@ -218,21 +216,6 @@ def test_steady_decoding_of_a_row_that_the_host_samples_has_a_step_under_way(par
     assert [len(output) for output in rig.outputs.values()] == [12, 12]
 
 
-def test_the_order_of_calls_of_a_deferred_step_is_checked() -> None:
-    leader, guided = Leader(FakeEngine(fake_card(vocab_size=VOCAB), runs_ahead=True)), made("a")
-    guided.guide = ChainState(9)
-    front = leader.launch([StepRow(guided, 1)])
-    behind = leader.launch([StepRow(guided, 1, num_ahead=1)], front)
-    with pytest.raises(AssertionError, match="not told to sample"):
-        leader.launch([StepRow(guided, 1, num_ahead=1)], behind)
-    with pytest.raises(AssertionError, match="not told to sample"):
-        behind.wait()
-    with pytest.raises(AssertionError, match="5 tokens, not 6"):
-        behind.sample()
-    with pytest.raises(AssertionError, match="samples once"):
-        front.sample()
-
-
 def test_a_guide_is_not_asked_behind_its_end_nor_behind_a_stop_token() -> None:
     rig = fake_rig(runs_ahead=True)
     output = expected_output([4, 5, 6], 3, VOCAB)
@@ -407,19 +390,6 @@ def test_prompts_that_wait_for_their_turn_hold_no_step_up() -> None:
     assert [rig.outputs[f"prompt{number}"] for number in range(3)] == [
         expected_output(prompt, 4, VOCAB) for prompt in prompts
     ]
-
-
-def test_a_row_ahead_that_no_step_feeds_is_found() -> None:
-    engine = FakeEngine(fake_card(vocab_size=VOCAB), runs_ahead=True)
-    leader, one, other = Leader(engine), made("a"), made("b")
-    with pytest.raises(ValueError, match="a row of 1 tokens, 1 ahead; only one token can follow"):
-        leader.launch([StepRow(one, 1, num_ahead=1)])
-    with pytest.raises(ValueError, match="only one token can follow"):
-        leader.launch([StepRow(one, 1, num_ahead=1)], behind=leader.launch([StepRow(other, 1)]))
-    plan = Planner(1, VOCAB).plan([StepRow(one, 1)])
-    fed = msgspec.structs.replace(plan, rows=(msgspec.structs.replace(plan.rows[0], is_fed=True),))
-    with pytest.raises(AssertionError, match="no step before it sampled"):
-        engine.launch(fed).wait()
 
 
 def test_a_prompt_whose_prefix_is_cached_meanwhile_is_looked_at_again() -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
-from starlette.types import ASGIApp, Message
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvrelay.common.model_card import ModelCard
 from kvrelay.common.sampling import FinishReason, SampledToken
@@ -66,16 +66,26 @@ async def app_for(
     directory: Path, script: Script, *, num_blocks: int = 128, card: ModelCard | None = None, **settings: Any
 ) -> AsyncIterator[App]:
     """The app in front of one decode player, whose pool has blocks of four tokens; connected."""
-    network = Network.open()
-    player = Player(Role.DECODE, script, network, card or fake_card(vocab_size=300, num_blocks=num_blocks))
-    player.address = await player.server.start()
-    player.tokenizer = Tokenizer.load(directory)
+    card = card or fake_card(vocab_size=300, num_blocks=num_blocks)
+    async with apps_for(directory, {"": script}, {"": card}, served_model_name="tiny", **settings) as apps:
+        yield apps[""]
+
+
+@asynccontextmanager
+async def apps_for(
+    directory: Path, scripts: Mapping[str, Script], cards: Mapping[str, ModelCard], **settings: Any
+) -> AsyncIterator[dict[str, App]]:
+    """The app in front of a decode player for each model, all connected. One model alone may have no name."""
+    network, tokenizer = Network.open(), Tokenizer.load(directory)
+    players = {name: Player(Role.DECODE, script, network, cards[name]) for name, script in scripts.items()}
+    for name, player in players.items():
+        player.model, player.tokenizer, player.address = name, tokenizer, await player.server.start()
     relay = RelaySettings(**{"room_timeout_s": 0.2, **settings.pop("relay", {})})
+    of = {name: f"{name}=" if name else "" for name in players}
     chosen = GatewaySettings(
         relay=relay,
-        model=(str(directory),),
-        served_model_name="tiny",
-        workers=DiscoverySettings(decode_workers=(player.address,)),
+        model=tuple(f"{of[name]}{directory}" for name in players),
+        workers=DiscoverySettings(decode_workers=tuple(f"{of[name]}{one.address}" for name, one in players.items())),
         **settings,
     )
     app = create_app(chosen, link_settings=LINKS)
@@ -85,10 +95,21 @@ async def app_for(
             async with asyncio.timeout(20):
                 while (await client.get("/health/ready")).status_code != 200:
                     await asyncio.sleep(0.005)  # polls for a state, bounded by the timeout above
-            yield App(app, client, player, player.tokenizer)
+            yield {name: App(app, client, player, tokenizer) for name, player in players.items()}
     finally:
-        await player.server.stop()
+        for player in players.values():
+            await player.server.stop()
         await asyncio.to_thread(network.close)
+
+
+def http_only(app: ASGIApp) -> ASGIApp:
+    """``app``, which runs already, for a server that would start it."""
+
+    async def ask(scope: Scope, receive: Receive, send: Send) -> None:
+        assert scope["type"] == "http"
+        await app(scope, receive, send)
+
+    return ask
 
 
 @asynccontextmanager

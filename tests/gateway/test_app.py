@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 
 from kvrelay import __version__
@@ -79,21 +78,6 @@ async def test_log_probabilities(model_directory: Path) -> None:
         assert [o for event in streamed for o in event["choices"][0]["logprobs"]["text_offset"]] == text["text_offset"]
         await app.post(TEXT, prompt="x")
         assert app.player.submits[-1].sampling.num_logprobs is None
-
-
-async def test_the_openai_client(model_directory: Path) -> None:
-    async with (
-        app_for(model_directory, saying(SAID)) as app,
-        openai.AsyncOpenAI(base_url="http://gateway/v1", api_key="x", max_retries=0, http_client=app.client) as client,
-    ):
-        messages: Any = USER
-        stream = await client.chat.completions.create(model="tiny", messages=messages, stream=True)
-        text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
-        assert text == SAID
-        with pytest.raises(openai.NotFoundError, match="'tiny'"):
-            await client.chat.completions.create(model="other", messages=messages)
-        with pytest.raises(openai.BadRequestError, match="512"):
-            await client.completions.create(model="tiny", prompt=[5] * 600)
 
 
 async def test_a_stop_string_over_tokens_ends_the_work(model_directory: Path) -> None:

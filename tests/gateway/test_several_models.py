@@ -5,64 +5,34 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from kvrelay.engine.fake.engine import fake_card
-from kvrelay.gateway.app import create_app
 from kvrelay.gateway.http.api_keys import hash_key
-from kvrelay.gateway.settings import DiscoverySettings, GatewaySettings, RelaySettings
-from kvrelay.gateway.text.tokenizer import Tokenizer
-from kvrelay.wire.messages import Role
-from kvrelay.wire.network import Network
 from tests.adapters import write_adapter
 
-from .http_app import CHAT, TEXT, App, lifespan, saying
-from .players import LINKS, Player
+from .http_app import CHAT, TEXT, App, apps_for, saying
 
 USER = [{"role": "user", "content": "hand over"}]
 ALIASES = ("chat=large", "canary=small:3+large:1")
 
 
-@asynccontextmanager
-async def two_models(directory: Path, **settings: Any) -> AsyncIterator[dict[str, App]]:
+def two_models(directory: Path, **settings: Any) -> AbstractAsyncContextManager[dict[str, App]]:
     """Models that say their own names, each with a player; all connected."""
-    network = Network.open()
-    players: dict[str, Player] = {}
-    for name in ("small", "large"):
-        card = fake_card(vocab_size=300, num_blocks=128, model_id=name)
-        players[name] = player = Player(Role.DECODE, saying(name), network, card)
-        player.model = name
-        player.address, player.tokenizer = await player.server.start(), Tokenizer.load(directory)
-    chosen = GatewaySettings(
-        relay=RelaySettings(room_timeout_s=0.2),
-        model=tuple(f"{name}={directory}" for name in players),
-        workers=DiscoverySettings(decode_workers=tuple(f"{name}={one.address}" for name, one in players.items())),
-        alias=ALIASES,
-        **settings,
-    )
-    app = create_app(chosen, link_settings=LINKS)
-    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-    try:
-        async with lifespan(app), httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
-            async with asyncio.timeout(20):
-                while (await client.get("/health/ready")).status_code != 200:
-                    await asyncio.sleep(0.005)  # polls for a state, bounded by the timeout above
-            yield {name: App(app, client, player, player.tokenizer) for name, player in players.items()}
-    finally:
-        for player in players.values():
-            await player.server.stop()
-        await asyncio.to_thread(network.close)
+    names = ("small", "large")
+    cards = {name: fake_card(vocab_size=300, num_blocks=128, model_id=name) for name in names}
+    return apps_for(directory, {name: saying(name) for name in names}, cards, alias=ALIASES, **settings)
 
 
 async def test_each_request_goes_to_the_model_that_it_names(model_directory: Path) -> None:
     async with two_models(model_directory) as apps:
         app = apps["small"]
-        for name, answers in (("small", "small"), ("large", "large"), ("chat", "large"), (None, "small")):
+        named_answers = {"small": "small", "large": "large", "chat": "large", None: "small", "tgi": "small"}
+        for name, answers in named_answers.items():
             named = {} if name is None else {"model": name}
             chat = await app.post(CHAT, messages=USER, **named)
             assert (chat["model"], chat["choices"][0]["message"]["content"]) == (answers, answers)

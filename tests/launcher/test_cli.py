@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -33,13 +32,6 @@ class Sample:
 
 
 COMMANDS = ["local", "gateway", "prefill-worker", "decode-worker", "verify"]
-
-
-@pytest.fixture(autouse=True)
-def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in list(os.environ):
-        if name.startswith("KVRELAY_"):
-            monkeypatch.delenv(name)
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -15,7 +15,7 @@ from kvrelay.wire.blocks.send_job import SendTicket
 from kvrelay.wire.errors import BlockRefusedError, WireError
 from kvrelay.wire.messages import Abort, FailureCode, Grant, Renew
 
-from .lease_bench import BLOCK_SIZE, EPOCH, NUM_TOKENS, TTL_S, WAIT_S, LeaseBench, offer_of, until
+from .lease_bench import EPOCH, NUM_TOKENS, TTL_S, WAIT_S, LeaseBench, offer_of, until
 from .rig import Rig
 
 
@@ -310,15 +310,3 @@ def test_an_offer_on_a_link_that_is_down_fails_at_once(one_rig: Rig) -> None:
     one_rig.settle()
     assert one_rig.transfer_ends.failures == [FailureCode.PEER_LOST]
     assert one_rig.transfer_ends.released == [key]
-
-
-def test_misuse_raises(one_rig: Rig) -> None:
-    offer = offer_of(list(range(BLOCK_SIZE)))
-    with pytest.raises(ValueError, match="2 blocks"):
-        one_rig.transfers.open(("r", 1), one_rig.link, offer, [[0, 1]])
-    assert one_rig.line.sent == []
-    one_rig.open(offer)
-    with pytest.raises(ValueError, match="already open"):
-        one_rig.transfers.open(("r", 1), one_rig.link, offer, [[0]])
-    with pytest.raises(ValueError, match="Renew is not an answer"):
-        one_rig.transfers.on_message(one_rig.link, Renew(lease_id=1, epoch=1))

@@ -6,15 +6,12 @@ import time
 
 import pytest
 
-from kvrelay.common.sampling import BeamSearch
 from kvrelay.engine.fake.engine import (
     FakeEngine,
     FakePace,
     KvMismatchError,
-    MemoryStore,
     expected_output,
     fake_card,
-    next_token,
 )
 from kvrelay.engine.step.interface import StepRow
 from kvrelay.engine.step.sequence import Sequence
@@ -36,26 +33,6 @@ def ship(source: FakeEngine, target: FakeEngine, blocks: list[int], places: list
         target.store.open_write(theirs)[:] = source.store.open_read(ours)
         source.store.close_read(ours)
         target.store.close_write(theirs)
-
-
-def test_chunks_and_decode_give_the_expected_output() -> None:
-    engine = FakeEngine(fake_card())
-    prompt = tokens(0, 10)
-    row = sequence(prompt, [9, 3, 5, 7])
-    assert [run(engine, row, 3), run(engine, row, 4)] == [None, None]
-    given = [run(engine, row, row.num_uncomputed_tokens) for _ in range(5)]
-    assert given == expected_output(prompt, 5, engine.card.vocab_size)
-
-
-def test_rows_mix_and_keep_their_order() -> None:
-    engine = FakeEngine(fake_card())
-    decode, prompt, chunk = sequence(tokens(1, 5), [1, 2]), sequence(tokens(2, 6), [3, 4]), sequence([1] * 9, [5, 6])
-    run(engine, decode, 5)
-    results = step(engine, [StepRow(prompt, 6), StepRow(chunk, 4), StepRow(decode, 1)])
-    alone = [expected_output(row.token_ids, 1, 1000)[0] for row in (prompt, decode)]
-    assert [result and result.token_id for result in results] == [alone[0], None, alone[1]]
-    assert (decode.num_computed_tokens, len(decode.token_ids)) == (5, 6)  # the scheduler's to change
-    assert step(engine, []) == []
 
 
 def test_random_sampling_depends_on_the_seed_alone() -> None:
@@ -122,26 +99,6 @@ def test_rows_that_do_not_fit_are_refused() -> None:
             step(engine, [StepRow(sequence([1] * 4, [1, 2]), count)])
 
 
-def test_the_callback_sees_every_step() -> None:
-    seen: list[int] = []
-    engine = FakeEngine(fake_card(), lambda rows: seen.append(len(rows)))
-    run(engine, sequence([1, 2], [0]), 2)
-    assert step(engine, []) == []
-    assert seen == [1]
-
-
-def test_cards_and_stores() -> None:
-    card = fake_card(num_blocks=3, block_size=8, token_nbytes=24)
-    assert (card.max_model_len, card.block_nbytes) == (24, 192)
-    assert card.layout.fingerprint() == fake_card(num_blocks=9, block_size=8, token_nbytes=24).layout.fingerprint()
-    assert card.layout.fingerprint() != fake_card(block_size=4, token_nbytes=24).layout.fingerprint()
-    store = MemoryStore(3, 4)
-    store.open_write(1)[:] = b"abcd"
-    read = store.open_read(1)
-    assert (bytes(read), read.readonly, bytes(store.open_read(2))) == (b"abcd", True, bytes(4))
-    assert next_token(sequence([1], []), b"digest", 7) in range(7)
-
-
 def test_reading_back_once_still_finds_what_a_hand_off_got_wrong() -> None:
     source, target = FakeEngine(fake_card()), FakeEngine(fake_card(), reads_back_once=True)
     row = sequence(tokens(5, 9), [0, 1, 2])
@@ -163,24 +120,12 @@ def test_reading_back_once_starts_over_with_another_block_table() -> None:
         run(engine, row, 1)
 
 
-def test_a_pace_counts_steps_and_prompt_tokens() -> None:
-    pace = FakePace(step_s=0.25, token_s=0.5)
-    prompt, decode = sequence(tokens(7, 6), [0, 1]), sequence(tokens(8, 3), [2])
-    assert pace.of([StepRow(prompt, 6), StepRow(decode, 1)]) == 0.25 + 6 * 0.5
-    assert pace.of([StepRow(decode, 1)]) == 0.25
-
-
 def test_a_step_takes_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
     monkeypatch.setattr(time, "sleep", slept.append)
     run(FakeEngine(fake_card(), pace=FakePace(1000.0, 0.0)), sequence([1, 2], [0]), 2)
     assert len(slept) == 1
     assert 0 < 1000.0 - slept[0] < 100.0  # what the step itself took is counted
-
-
-def test_a_large_vocabulary_gives_plain_tokens() -> None:
-    assert set(expected_output([1], 2000, 49_152)) <= set(range(1000, 20_000))
-    assert max(expected_output([1], 2000, 100)) < 100
 
 
 def test_choices_differ_where_there_is_chance() -> None:
@@ -228,29 +173,3 @@ def test_log_probabilities_are_made_up_and_the_same_everywhere() -> None:
     assert sampled is not None
     assert sampled.top_logprobs[0] == (sampled.token_id, sampled.logprob)  # greedy is the likeliest
     assert row.prompt_logprobs == []
-
-
-def test_copied_blocks_hold_what_their_sources_held() -> None:
-    engine = FakeEngine(fake_card())
-    row = sequence(tokens(11, 6), [3, 8])
-    run(engine, row, 6)
-    engine.copy_blocks([(8, 2), (3, 8)])
-    child = sequence(tokens(11, 6), [3, 2])
-    child.num_computed_tokens = 5
-    assert run(engine, child, 1) == row.token_ids[-1]
-    row.num_computed_tokens = 5
-    with pytest.raises(KvMismatchError, match="position 4"):
-        step(engine, [StepRow(row, 2)])
-
-
-def test_a_beam_search_gets_its_candidates() -> None:
-    sampling = {"beam_search": BeamSearch(width=3), "stop_token_ids": (7, 9), "num_logprobs": 2}
-    given = set()
-    for seed in range(40):
-        (token,) = step(FakeEngine(fake_card()), [StepRow(sequence(tokens(seed, 6), [1, 2], **sampling), 6)])
-        assert token is not None
-        ids, values = zip(*token.top_logprobs, strict=True)
-        assert len(set(ids)) == 5  # as many as the beams, and all stop tokens
-        assert list(values) == sorted(values, reverse=True)
-        given |= {ids[0]}
-    assert given & {7, 9}

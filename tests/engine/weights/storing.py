@@ -99,8 +99,3 @@ def store(
     config = json.loads((source / "config.json").read_text())
     (target / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
     return target
-
-
-def is_projection(module: str) -> bool:
-    """What quantisers take."""
-    return module.endswith("_proj")

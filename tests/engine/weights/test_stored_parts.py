@@ -35,7 +35,6 @@ PARTS = (
     (range(48), range(96, 160)),
     (range(16, 48), range(33, 160)),
 )
-SOME_ROWS, SOME_COLUMNS = PARTS[:2]
 
 
 def save(case: str, directory: Path) -> Quantisation:

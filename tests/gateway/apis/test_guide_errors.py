@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-from kvrelay.gateway.chat.tools.call_grammar import guide_param
-from kvrelay.gateway.chat.tools.functions import Function, ToolChoice, ToolMode
 from kvrelay.wire.messages import FailureCode, Submit
 from kvrelay.worker.submit import guide_failed
 
@@ -85,20 +83,3 @@ async def test_a_guide_that_is_too_large_never_leaves_the_gateway(model_director
         assert error["param"] == "structured_outputs.regex"
         assert "the guide has 65537 bytes; it must have at most 65536" in error["message"]
         assert app.player.submits == []
-
-
-@pytest.mark.parametrize(
-    ("mode", "strict", "content_param", "expected"),
-    [
-        (ToolMode.NONE, None, None, None),
-        (ToolMode.AUTO, None, None, "tools"),
-        (ToolMode.REQUIRED, True, "response_format", "tools"),
-        (ToolMode.AUTO, False, "guided_json", "guided_json"),
-        (ToolMode.AUTO, True, "guided_json", None),
-    ],
-)
-def test_which_of_tools_and_content_it_is(
-    mode: ToolMode, strict: bool | None, content_param: str | None, expected: str | None
-) -> None:
-    choice = ToolChoice(mode=mode, functions=(Function(name="f", strict=strict),))
-    assert guide_param(choice, content_param) == expected

@@ -43,6 +43,11 @@ BECOMES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}},
         _guide(GuideKind.JSON_SCHEMA, SCHEMA),
     ),
+    "json_object with a schema": (  # as Hugging Face's InferenceClient writes it
+        {"response_format": {"type": "json_object", "value": SCHEMA}},
+        _guide(GuideKind.JSON_SCHEMA, SCHEMA),
+    ),
+    "json": ({"response_format": {"type": "json", "value": SCHEMA}}, _guide(GuideKind.JSON_SCHEMA, SCHEMA)),  # as TGI
     "structured json": ({"structured_outputs": {"json": SCHEMA}}, _guide(GuideKind.JSON_SCHEMA, SCHEMA)),
     "structured json as text": (
         {"structured_outputs": {"json": json.dumps(SCHEMA), "regex": None}},

@@ -14,9 +14,11 @@ from pydantic import BaseModel
 
 from kvrelay.gateway.apis.anthropic.routes import MessageBody
 from kvrelay.gateway.apis.openai.bodies import ChatBody, CompletionBody
+from kvrelay.gateway.apis.openai.output_format import requested_guide
 from kvrelay.gateway.apis.responses.routes import ResponseBody
 from kvrelay.gateway.apis.tgi.routes import GenerateBody
 from kvrelay.gateway.apis.tokenize import DetokenizeBody
+from kvrelay.gateway.errors import InvalidRequestError
 
 from ..http_app import CHAT, TEXT, App, app_for
 from ..players import good
@@ -125,9 +127,13 @@ OF_TEXTS: list[Case] = [
     ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs", "together"),
     ({"structured_outputs": {"yaml": {}}}, "structured_outputs", "has no 'yaml'"),
     ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema must be an object"),
-    ({"response_format": {"type": "xml"}}, "response_format", "it must be text"),
+    *(
+        ({"response_format": given}, "response_format", "it must be text")
+        for given in ({"type": "xml"}, {"type": "json"}, {})
+    ),
     ({"guided_choice": []}, "guided_choice", "1 to 1024 strings"),
     ({"guided_json": "{"}, "guided_json", "not JSON"),
+    ({"guided_json": '{"properties":{"a":' * 5000 + "1" + "}}" * 5000}, "guided_json", "guided_json is"),
     ({"stream_options": {"include_usage": True}}, "stream_options", "stream is not true"),
     ({"service_tier": "gold"}, "service_tier", "'auto', 'default', 'flex', 'priority' or 'scale'"),
     *(
@@ -165,6 +171,7 @@ OF_RESPONSES: list[Case] = [
     ({"previous_response_id": "resp_1"}, "previous_response_id", "whole conversation"),
     ({"background": True}, "background", "not supported"),
     ({"text": {"format": {"type": "json_schema"}}}, "text", "no schema"),
+    ({"text": {"format": {"type": "bogus"}}}, "text", "text.format"),
     ({"max_output_tokens": 9999}, "max_output_tokens", "512"),
     ({"tool_choice": "required"}, "tool_choice", "tool_choice"),
 ]
@@ -245,6 +252,15 @@ async def test_what_anthropics_clients_are_refused(app: App, fields: dict[str, A
     assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error"), answer.text
     assert text in answer.json()["error"]["message"]
     assert not app.player.submits
+
+
+def test_what_is_nested_beyond_what_can_be_written_is_refused() -> None:
+    """However deep a body's parser goes."""
+    deep: dict[str, Any] = {}
+    for _ in range(5000):
+        deep = {"properties": {"a": deep}}
+    with pytest.raises(InvalidRequestError, match="guided_json is nested too deeply"):
+        requested_guide(None, None, {"guided_json": deep})
 
 
 @pytest.mark.parametrize("body", [ChatBody, CompletionBody, DetokenizeBody, ResponseBody, GenerateBody, MessageBody])

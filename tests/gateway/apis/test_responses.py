@@ -19,7 +19,6 @@ from ..chat.test_chat_tools import ARGUMENTS, CALL
 from ..http_app import App, app_for, saying, tokens_of
 from ..players import Player, Script
 
-ROUTE = "/v1/responses"
 WEATHER: Any = {
     "type": "function",
     "name": "weather",

@@ -96,8 +96,3 @@ SCHEMA = {"type": "object", "properties": {"schema": {"type": "string"}}}
 )
 def test_grammars(grammar: dict[str, Any], guide: Guide) -> None:
     assert spec_of({"grammar": grammar}).guide == guide
-
-
-def test_best_of_takes_all_of_them() -> None:
-    spec = spec_of({"best_of": 4, "top_k": 3})
-    assert (spec.num_choices, spec.best_of) == (4, 4)

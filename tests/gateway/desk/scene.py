@@ -22,10 +22,9 @@ from kvrelay.wire.messages import Hello, Message, Role, Status, Submit, Timings,
 from kvrelay.wire.network import Network
 from kvrelay.wire.settings import LinkSettings
 
-from ..http_app import CHAT, lifespan, tokens_of
+from ..http_app import CHAT, http_only, lifespan, tokens_of
 from ..http_port import serving
 from ..players import LINKS, Player
-from .test_feed import http_only
 
 SAID = "one relay hands the baton to the next one, and the next one runs"
 NUM_BLOCKS = 4096

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Message, Scope
 
 from kvrelay.gateway.desk.feed import MAX_BYTES_PER_S, Feed
 from kvrelay.gateway.desk.figures import Figures, Tally
@@ -23,7 +23,7 @@ from kvrelay.gateway.relay.request import RequestTimings
 from kvrelay.wire.messages import FailureCode, Submit
 
 from ..clock import Clock
-from ..http_app import TEXT, app_for
+from ..http_app import TEXT, app_for, http_only
 from ..http_port import close, serving
 from ..players import Player, Stage, failing, good, stage, until
 from .test_records import arrived, never, sequence
@@ -134,16 +134,6 @@ async def test_over_a_socket(model_directory: Path) -> None:
         assert [one[1:] for one in state["errors"]] == [["bad", 502, "attempts_failed"]]
         assert [pair[:2] for pair in state["flows"]] == [[-1, 0]]
         await close(writer)
-
-
-def http_only(app: Callable[[Scope, Receive, Send], Any]) -> Callable[[Scope, Receive, Send], Any]:
-    """The lifespan is somebody else's."""
-
-    async def ask(scope: Scope, receive: Receive, send: Send) -> None:
-        assert scope["type"] == "http"
-        await app(scope, receive, send)
-
-    return ask
 
 
 async def test_nothing_is_made_while_nobody_looks(model_directory: Path, clock: Clock) -> None:

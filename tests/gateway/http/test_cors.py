@@ -5,14 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvrelay.common.errors import SettingsError
 from kvrelay.common.settings import build
 from kvrelay.gateway.http.api_keys import line_of
 from kvrelay.gateway.settings import GatewaySettings
 
-from ..http_app import TEXT, app_for
+from ..http_app import TEXT, app_for, http_only
 from ..http_port import serving
 from ..players import good
 
@@ -51,21 +50,11 @@ async def test_without_origins_no_page_may_ask(model_directory: Path) -> None:
         assert ALLOWED not in answer.headers
 
 
-def without_lifespan(app: ASGIApp) -> ASGIApp:
-    """``app``, which runs already, for a server that would start it."""
-
-    async def requests(scope: Scope, receive: Receive, send: Send) -> None:
-        assert scope["type"] == "http"
-        await app(scope, receive, send)
-
-    return requests
-
-
 @pytest.mark.parametrize("origin", [ORIGIN, None])
 async def test_a_stream_on_a_real_connection_has_the_headers(model_directory: Path, origin: str | None) -> None:
     async with (
         app_for(model_directory, good, allowed_origins=("*",)) as app,
-        serving(without_lifespan(app.asgi)) as port,
+        serving(http_only(app.asgi)) as port,
     ):
         body = b'{"prompt": "x", "max_tokens": 5, "stream": true}'
         lines = [f"POST {TEXT} HTTP/1.1", "host: x", "connection: close", f"content-length: {len(body)}"]

@@ -153,7 +153,7 @@ def test_beside_others_a_gateway_takes_its_share_until_it_has_told() -> None:
 # -- several gateways, over a worker -----------------------------------------------------------------------------------
 
 _STEP_S = 0.1
-_MINUTES = 4
+_MINUTES = 2
 _LIMIT = 60_000
 
 

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
 from tests.launcher.bench.stub_server import StubServer
 
 
-@pytest.fixture(autouse=True)
-def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in list(os.environ):
-        if name.startswith("KVRELAY_"):
-            monkeypatch.delenv(name)
+@pytest.fixture
+async def own_server() -> AsyncIterator[StubServer]:
+    """In the test's own loop."""
+    async with StubServer().running() as stub:
+        yield stub
 
 
 @pytest.fixture
 def server() -> Iterator[StubServer]:
+    """In a thread."""
     with StubServer().in_thread() as stub:
         yield stub

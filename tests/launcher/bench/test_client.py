@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 
 import pytest
 
@@ -18,9 +18,8 @@ from tests.launcher.bench.stub_server import Answer, Request, StubServer, as_ask
 
 
 @pytest.fixture
-async def server() -> AsyncIterator[StubServer]:
-    async with StubServer().running() as stub:
-        yield stub
+def server(own_server: StubServer) -> StubServer:
+    return own_server
 
 
 async def ask(

@@ -78,12 +78,6 @@ def test_times(seconds: float, text: str) -> None:
     assert time_text(seconds) == text
 
 
-def test_a_result_survives_its_file(tmp_path: Path) -> None:
-    path = tmp_path / "result.json"
-    write_result(path, result())
-    assert read_result(path) == result()
-
-
 def test_a_result_has_its_figures_for_readers_before_its_requests(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     write_result(path, result())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import os
 import signal
@@ -18,12 +17,11 @@ import pytest
 from kvrelay.common.errors import SettingsError
 from kvrelay.common.settings import build
 from kvrelay.launcher import cli
-from kvrelay.launcher.bench.machine import CpuMeter, environment
+from kvrelay.launcher.bench.machine import CpuMeter
 from kvrelay.launcher.bench.records import CpuUse, RunResult, read_result
 from kvrelay.launcher.bench.run import doubts, settings_as_given
 from kvrelay.launcher.bench.server import local_settings
 from kvrelay.launcher.bench.settings import BenchSettings
-from kvrelay.launcher.bench.summary import summarize
 from tests.launcher.bench.results import CPU, result
 from tests.launcher.bench.stub_server import Answer, Request, StubServer, as_asked
 
@@ -69,13 +67,6 @@ def test_two_runs_have_the_same_load_but_other_prompts(server: StubServer, tmp_p
     assert [item.due_s for item in first.requests] == [item.due_s for item in second.requests]
     assert [item.prompt_tokens for item in first.requests] == [item.prompt_tokens for item in second.requests]
     assert len({tuple(prompt) for prompt in prompts(server)}) == 12
-
-
-@pytest.mark.parametrize("api", ["text", "chat"])
-def test_words(server: StubServer, tmp_path: Path, api: str) -> None:
-    found = measured(server, tmp_path, *SMALL, "--api", api, "--concurrency", "2", "--requests", "8", "--name", "words")
-    assert found.name == "words"
-    assert [record.prompt_tokens for record in found.requests] == [8] * 8
 
 
 def test_the_servers_cpu_is_told_apart_if_its_process_is_named(server: StubServer, tmp_path: Path) -> None:
@@ -125,30 +116,6 @@ def test_the_exit_code_is_1_if_every_request_failed(server: StubServer, tmp_path
     failed = measured(server, tmp_path, *load, code=1)
     assert {record.error for record in failed.requests} == {"http 503"}
     measured(server, tmp_path, *load)
-
-
-def test_a_request_that_hangs_is_named_and_stretches_nothing(server: StubServer, tmp_path: Path) -> None:
-    never = asyncio.Event()
-
-    async def hang() -> None:
-        await never.wait()
-
-    def answer(request: Request) -> Answer:
-        given = as_asked(request)
-        if len(server.requests) == 3:
-            given.wait = hang
-        return given
-
-    server.answer = answer
-    found = measured(server, tmp_path, *SMALL, "--rate", "100", "--requests", "10", "--timeout-s", "2")
-    (hung,) = (record for record in found.requests if record.error is not None)
-    others = [record for record in found.requests if record.error is None]
-    ends = [*(record.finished_s for record in others), *(record.sent_s for record in found.requests)]
-    assert hung.error == "timeout"
-    assert found.duration_s == pytest.approx(max(ends) - min(record.due_s for record in found.requests))
-    itl = summarize(found).all.itl
-    assert itl is not None
-    assert itl.max == pytest.approx(hung.finished_s - hung.chunk_s[-1])
 
 
 def test_ctrl_c_ends_the_run_and_shows_what_there_is(server: StubServer, tmp_path: Path) -> None:
@@ -213,10 +180,6 @@ def test_the_settings_of_a_result_build_the_same_settings_again() -> None:
     assert "api_key" not in given
     again = build(BenchSettings, given)
     assert again == dataclasses.replace(settings, target=dataclasses.replace(settings.target, api_key=None))
-
-
-def test_the_environment_names_the_machine() -> None:
-    assert {"cpu", "cores", "kernel", "python", "kvrelay", "torch"} <= environment().keys()
 
 
 @pytest.mark.parametrize(

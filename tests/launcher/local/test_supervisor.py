@@ -12,8 +12,6 @@ from pathlib import Path
 import pytest
 
 from kvrelay.launcher.errors import ComponentDiedError, NotReadyError
-from kvrelay.launcher.local.deployment import LocalDeployment
-from kvrelay.launcher.local.plan import Plan
 from kvrelay.launcher.local.process import ComponentSpec, describe_exit
 from kvrelay.launcher.local.supervisor import RestartPolicy, State, Status, Supervisor
 from tests.launcher.conftest import MakeSpec
@@ -154,19 +152,6 @@ def test_what_a_component_started_ends_with_it(recorder: Recorder, tmp_path: Pat
     ended, _, _ = select.select([descriptor], [], [], 10)
     os.close(descriptor)
     assert ended
-
-
-def test_a_deployment_is_a_context_manager(make_spec: MakeSpec) -> None:
-    spec = make_spec("gateway")
-    url = spec.ready_url.removesuffix("/health/ready")
-    with LocalDeployment(Plan((spec,), url, {"gateway": url})) as deployment:
-        deployment.wait_ready(20)
-        assert deployment.url == url
-        assert deployment.admin_urls == {"gateway": url}
-        pids = list(deployment.pids.values())
-        assert len(pids) == 1
-    assert_all_gone(pids)
-    assert any(line.startswith("gateway | gateway runs as") for line in deployment.log.lines)
 
 
 def test_pauses_grow_to_their_bound_and_end() -> None:
