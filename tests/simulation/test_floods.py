@@ -6,6 +6,8 @@ import pytest
 
 from .floods import FLOOD, OTHERS, OTHERS_ALONE, Result, run
 
+pytestmark = pytest.mark.full  # a minute
+
 SECONDS = 12.0
 SEEDS = (1, 2)
 
