@@ -100,12 +100,13 @@ def documents(text: str) -> list[tuple[str, str]]:
 
 
 def difference(text: str, other: str) -> str:
-    """What each document of ``text`` has otherwise than that of the same template and kind in ``other``."""
+    """What each document of ``text`` has otherwise than that of the same template and kind in ``other``. Where does not matter."""
     known, lines = dict(documents(other)), []
     for head, document in documents(text):
         if (beside := known.get(head, "")) != document:
             changes = difflib.unified_diff(beside.splitlines(), document.splitlines(), n=0, lineterm="")
-            lines += [f"=== {head.splitlines()[0]}", *list(changes)[2:]]
+            lines += [f"=== {head.splitlines()[0]}"]
+            lines += ["@@" if line.startswith("@@") else line for line in list(changes)[2:]]
     lacking = known.keys() - dict(documents(text)).keys()
     return "\n".join([*lines, *(f"=== none of {head.splitlines()[0]}" for head in sorted(lacking))]) + "\n"
 

@@ -133,6 +133,7 @@ OF_TEXTS: list[Case] = [
     ),
     ({"guided_choice": []}, "guided_choice", "1 to 1024 strings"),
     ({"guided_json": "{"}, "guided_json", "not JSON"),
+    ({"guided_json_object": 1}, "guided_json_object", "must be true"),
     ({"guided_json": '{"properties":{"a":' * 5000 + "1" + "}}" * 5000}, "guided_json", "guided_json is"),
     ({"stream_options": {"include_usage": True}}, "stream_options", "stream is not true"),
     ({"service_tier": "gold"}, "service_tier", "'auto', 'default', 'flex', 'priority' or 'scale'"),
