@@ -216,7 +216,12 @@ def test_a_block_table_that_is_too_short_is_refused(llama: tuple[Path, Any]) -> 
 def test_a_broken_sequence_leaves_nothing_in_its_blocks(dtype: str, llama: tuple[Path, Any]) -> None:
     engine = load(llama[0], dtype=dtype)
     poison, clean = 5, [token for token in tokens(2, 40) if token != 5]
-    engine._model._embed[poison] = math.nan
+    look_up = engine._model._look_up
+
+    def poisoned(token_ids: torch.Tensor) -> torch.Tensor:
+        return look_up(token_ids).masked_fill(token_ids[:, None] == poison, math.nan)
+
+    engine._model._look_up = poisoned
 
     def outcome(blocks: list[int]) -> list[Any]:
         row = sequence(clean, blocks, num_logprobs=4)

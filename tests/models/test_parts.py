@@ -24,7 +24,8 @@ from kvrelay.engine.models.transformers_model import TransformersModel
 from .test_types import engine_of, saved
 
 WIDTH = 16
-NO_LAYERS: Any = SimpleNamespace(sliding_windows=(None,), kv_sizes=(KvSizes(1, 1, 1),))  # of a model: no step is made
+# Of a model: no step is made.
+NO_LAYERS: Any = SimpleNamespace(sliding_windows=(None,), kv_sizes=(KvSizes(1, 1, 1),), stage_layers=None)
 
 
 class ShiftedRMSNorm(LlamaRMSNorm):

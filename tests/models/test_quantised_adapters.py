@@ -10,6 +10,7 @@ import torch
 import transformers
 
 from kvrelay.common.adapter_files import AdapterRef
+from kvrelay.engine.backends.cpu.linear import has_packed_linear
 from kvrelay.engine.step.interface import AdapterSlots, Engine
 from kvrelay.engine.weights.rounding import Rounding, rounded
 from tests.adapters import linear_shapes, write_adapter
@@ -69,6 +70,8 @@ def test_an_adapter_on_ranks_of_stored_weights(llama: Path, adapter: AdapterRef,
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
 def test_an_adapter_on_weights_that_were_rounded_at_the_start(llama: Path, adapter: AdapterRef, tmp_path: Path) -> None:
     """In bf16, in which the reference rounds, too. The head's weights are rounded with the layers'."""
+    if not has_packed_linear(torch.bfloat16):
+        pytest.skip("this CPU has no bf16 kernels")
     model = transformers.AutoModelForCausalLM.from_pretrained(llama, dtype=torch.bfloat16)
     for linear in model.modules():
         if isinstance(linear, torch.nn.Linear):

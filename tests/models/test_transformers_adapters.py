@@ -17,6 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from kvrelay.common.adapter_files import CONFIG_FILE, WEIGHTS_FILE, AdapterError, AdapterRef
 from kvrelay.engine import transformers_engine
 from kvrelay.engine.backends.cuda.ops import CudaPagedOps
+from kvrelay.engine.models.transformers_model import decoder_name
 from kvrelay.engine.step.interface import AdapterSlots, Engine
 from tests.adapters import write_adapter
 from tests.engine.models.test_adapters import NUM_TOKENS, generate
@@ -36,7 +37,7 @@ def linear_layers(model: transformers.PreTrainedModel) -> dict[str, tuple[int, i
     """Shapes (outputs, inputs) of the layers that adapters may change."""
     found: dict[str, tuple[int, int]] = {}
     for name, module in model.named_modules():
-        is_ours = name.startswith(f"{model.base_model_prefix}.") and not any(word in name for word in OTHERS)
+        is_ours = name.startswith(f"{decoder_name(model)}.") and not any(word in name for word in OTHERS)
         is_router = any(
             word in type(model.get_submodule(name.rpartition(".")[0])).__name__ for word in ("Router", "Gate")
         )

@@ -66,7 +66,8 @@ def one_by_one(weights: ExpertWeights, hidden: torch.Tensor, ids: torch.Tensor, 
     return out
 
 
-NO_LAYERS: Any = SimpleNamespace(sliding_windows=(None,), kv_sizes=(KvSizes(1, 1, 1),))  # of a model: no step is made
+# Of a model: no step is made.
+NO_LAYERS: Any = SimpleNamespace(sliding_windows=(None,), kv_sizes=(KvSizes(1, 1, 1),), stage_layers=None)
 
 
 def native_ops() -> Any:

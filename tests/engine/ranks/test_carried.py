@@ -73,7 +73,7 @@ def rank_of() -> Iterator[MakeRank]:
 @pytest.mark.parametrize("is_late", [False, True], ids=["host", "device"])
 def test_blocks_are_put_together_from_a_rank_elsewhere_and_taken_apart_for_it(rank_of: MakeRank, is_late: bool) -> None:
     """By several threads, as senders and receivers are; steps that are launched behind ``close_write`` see what was written."""
-    layout = geometry(3, 2)
+    layout = geometry("one", 2)
     blocks = np.random.default_rng(1).integers(256, size=(NUM_BLOCKS, layout.physical_nbytes), dtype=np.uint8)
     pools = [torch.zeros(NUM_BLOCKS, layout.physical_nbytes // 2, dtype=torch.uint8) for _ in range(2)]
     device = LateDevice(random.Random(2)) if is_late else None
@@ -100,7 +100,7 @@ def test_blocks_are_put_together_from_a_rank_elsewhere_and_taken_apart_for_it(ra
 
 
 def test_a_copy_that_fails_and_a_rank_that_is_gone_are_errors(rank_of: MakeRank) -> None:
-    layout = geometry(3, 2)
+    layout = geometry("one", 2)
     pools = [torch.zeros(NUM_BLOCKS, layout.physical_nbytes // 2, dtype=torch.uint8) for _ in range(2)]
     remote = rank_of(pools[1], LateDevice(fails_at=2))
     store = GatheredStore(layout, NUM_BLOCKS, [HostPart(pools[0].numpy()), remote])

@@ -14,9 +14,11 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+import torch
 import transformers
 
 from kvrelay.common.errors import ModelError
+from kvrelay.engine.backends.cpu.linear import has_packed_linear
 from kvrelay.engine.ranks.engine import RankedEngine, Ranks
 from kvrelay.engine.ranks.group import Meeting, RankGroup
 from kvrelay.engine.ranks.messages import LoadSettings
@@ -172,6 +174,8 @@ def test_ranks_of_a_quantised_checkpoint_compute_what_one_rank_does(name: str, t
 
 def test_ranks_with_rounded_weights_compute_what_one_rank_does(tmp_path: Path) -> None:
     """The same 8 bits, in sums of another order: bf16 rounds each of two parts. What 8 bits change is more."""
+    if not has_packed_linear(torch.bfloat16):
+        pytest.skip("this CPU has no bf16 kernels")
     save_model(tmp_path, transformers.LlamaConfig(**{**SIZES, "initializer_range": 0.05}))
     chosen: dict[str, Any] = {"weight_format": "int8", "dtype": "bfloat16"}
     engine: Any = load_ranks(tmp_path, 2, **chosen)

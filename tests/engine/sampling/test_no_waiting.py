@@ -44,6 +44,9 @@ class NumberlessOps:
     def penalize(self, logits: torch.Tensor, penalties: Penalties, last_tokens: torch.Tensor | None) -> None:
         self.last_tokens.append(last_tokens)
 
+    def mask_tokens(self, logits: torch.Tensor, rows: Seq[int], bitmask: npt.NDArray[np.int32]) -> None:
+        self.upload((np.array(rows, dtype=np.int64), bitmask))  # as the GPU's operations do
+
     def draw_tokens(self, logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
         filter_typical_rows(logits, rows, self.upload)  # as the GPU's operations begin
         return logits.argmax(dim=-1)

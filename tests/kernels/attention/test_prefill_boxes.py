@@ -158,7 +158,7 @@ def test_boxes_are_used_without_being_asked_for_where_they_can_be(
     ("case", "message"),
     [
         (Case(block_size=32), "blocks of 32 tokens under tiles of 64"),
-        (Case(window=70), "a sliding window of 70"),
+        (Case(window=70), "a window"),
         (Case(dtype=torch.float32), "numbers of torch.float32"),
     ],
     ids=str,

@@ -17,7 +17,7 @@ from kvrelay.kernels.linear.grouped import (
 )
 from tests.kernels.conftest import DTYPES, TOLERANCES
 
-from .test_group_scaled_linear import FORMATS, Stored, stored
+from .test_group_scaled import FORMATS, Stored, stored
 
 Randn = Callable[..., torch.Tensor]
 
