@@ -40,7 +40,7 @@ def _run(environment: dict[str, str], *arguments: str) -> subprocess.CompletedPr
 
 
 @pytest.mark.full
-@pytest.mark.timeout(900)  # a minute of two cores that nobody else uses
+@pytest.mark.timeout(1800)  # some minutes of two cores that nobody else uses
 def test_every_kernel_compiles_within_the_limits(environment: dict[str, str]) -> None:
     done = _run(environment, "-m", "kvrelay.kernels.compile_check", "--json", "--jobs", "2")
     assert done.returncode == 0, done.stdout + done.stderr
