@@ -54,6 +54,7 @@ FROM worker-packages AS native
 RUN apt-get update && apt-get install --yes --no-install-recommends g++ libc6-dev
 COPY src/kvrelay/__init__.py /source/kvrelay/
 COPY engine/__init__.py /source/kvrelay/engine/
+COPY common/__init__.py common/kv_geometry.py /source/kvrelay/common/
 COPY engine/backends/cpu/native /source/kvrelay/engine/backends/cpu/native
 RUN PYTHONPATH=/source python -m kvrelay.engine.backends.cpu.native.prebuild /native
 
