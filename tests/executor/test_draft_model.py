@@ -53,7 +53,9 @@ def test_the_texts_are_those_without(pair: tuple[str, str], caplog: pytest.LogCa
         assert [output.outputs for output in outputs] == expected
     assert ledger["cached"] > 0
     assert ledger["running"] == 0
-    assert "the draft model shallow0 takes 0 MiB for weights, and 2 MiB for K/V of 8192 tokens" in caplog.text
+    assert (
+        f"the draft model {Path(pair[1]).name} takes 0 MiB for weights, and 2 MiB for K/V of 8192 tokens" in caplog.text
+    )
 
 
 def test_a_model_with_other_tokens_is_refused_by_name(pair: tuple[str, str], tmp_path: Path) -> None:

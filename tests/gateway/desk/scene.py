@@ -93,6 +93,20 @@ class Scene:
         headers = {} if self.key is None else {"authorization": f"Bearer {self.key}"}
         return await asyncio.gather(*[self.client.post(CHAT, json=said, headers=headers) for _ in range(number)])
 
+    @asynccontextmanager
+    async def asking(self, number: int) -> AsyncIterator[None]:
+        """So many chats at a time, again and again; all of them must be served."""
+        is_over = False
+
+        async def ask() -> None:
+            while not is_over:
+                assert {answer.status_code for answer in await self.ask(number)} == {200}
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(ask())
+            yield
+            is_over = True
+
 
 @asynccontextmanager
 async def scene(

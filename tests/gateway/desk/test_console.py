@@ -95,12 +95,15 @@ class TestInABrowser:
             for number, worker in enumerate(s.workers):
                 worker.num_running, worker.num_waiting = 3 + 4 * (number % 3), number
                 worker.num_waiting_tokens, worker.num_free_blocks = 900 * number, NUM_BLOCKS - 700 * number
-            for _ in range(6):
+            for _ in range(3):
                 assert {answer.status_code for answer in await s.ask(8)} == {200}
-            await look(lambda p: p.until("document.querySelectorAll('svg .flow').length > 0"))
-            await look(lambda p: p.until("document.querySelectorAll('#charts canvas').length === 6"))
-            await look(lambda p: p.until("/prefill [0-9.]+ ms/.test(document.querySelector('#charts').textContent)"))
-            await look(lambda p: p.until("/KV of [1-9]/.test(document.querySelector('#flows').textContent)"))
+            async with s.asking(8):
+                await look(lambda p: p.until("document.querySelectorAll('svg .flow').length > 0"))
+                await look(lambda p: p.until("document.querySelectorAll('#charts canvas').length === 6"))
+                await look(
+                    lambda p: p.until("/prefill [0-9.]+ ms/.test(document.querySelector('#charts').textContent)")
+                )
+                await look(lambda p: p.until("/KV of [1-9]/.test(document.querySelector('#flows').textContent)"))
             await look(lambda p: p.value("document.getElementById('newest').click()"))
             await look(lambda p: p.until("document.querySelectorAll('#found tbody tr').length === 20"))
             await look(lambda p: p.value("document.querySelector('#found button').click()"))
@@ -134,9 +137,9 @@ class TestInABrowser:
             for worker in s.workers:
                 worker.num_running, worker.num_free_blocks = worker.number % 17, NUM_BLOCKS - 40 * worker.number
             await look(lambda p: p.until(LIVE))
-            assert len({answer.status_code for answer in await s.ask(60)}) == 1
             await look(lambda p: p.until("document.querySelectorAll('svg .tile').length === 100"))
-            await look(lambda p: p.until("document.querySelectorAll('svg .flow').length > 20"))
+            async with s.asking(60):
+                await look(lambda p: p.until("document.querySelectorAll('svg .flow').length > 20"))
             await look(lambda p: keep(p, "hundred-dark"))
             for width in (390, 320):
                 await look(lambda p, width=width: p.size(width, 800))
