@@ -17,16 +17,16 @@ ROOT = Path(__file__).parents[2]
 SEED = 3
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 def test_whatever_is_sent_gets_a_documented_answer_and_hurts_no_neighbour() -> None:
-    sizes = ["--seed", str(SEED), "--examples", "30", "--connections", "600"]
+    sizes = ["--seed", str(SEED), "--examples", "12", "--connections", "600"]
     done = subprocess.run(
         [sys.executable, "-P", "-m", "tests.reliability.fuzz_http", *sizes],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=270,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
