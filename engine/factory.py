@@ -106,6 +106,7 @@ def load_draft_engine(
         model=draft_model,
         backend="auto",
         weight_format="full",
+        fp8_activations=False,
         kv_dtype="auto",
         expert_parallel=False,
         run_ahead="off",
@@ -151,6 +152,7 @@ def load_part(settings: LoadSettings, part: RankPart | None, progress: Callable[
         kv_dtype=model.kv_dtype,
         device=model.device,
         weight_format=model.weight_format,
+        fp8_activations=model.fp8_activations,
         cpu_kernels=model.cpu_kernels,
         expert_parallel=model.expert_parallel,
         block_size=kv.block_size,
@@ -203,6 +205,11 @@ def _require_ranks(model: ModelSettings, directory: Path, num_local: int) -> Non
     asked = f"--tensor-parallel is {model.tensor_parallel}"
     if model.pipeline_parallel > 1:
         asked += f" and --pipeline-parallel {model.pipeline_parallel}"
+    if model.fp8_activations and model.tensor_parallel > 1:
+        raise ModelError(
+            f"{asked} and --fp8-activations is on; a row's scale is of all its inputs, of which a rank has a part: take 1, or "
+            "leave --fp8-activations out"
+        )
     is_through_transformers = needs_transformers(model.backend, directory)
     if device_of(model.device).type == "cuda":
         if (num_gpus := torch.cuda.device_count()) < num_local:

@@ -70,6 +70,12 @@ class ModelSettings:
         "workers",
         choices=("full", "int8", "fp8"),
     )
+    fp8_activations: bool = setting(
+        False,
+        "round the inputs of the layers' products to fp8 (e4m3), too, as a checkpoint with weights in fp8 says, and multiply fp8 "
+        "with fp8: half the time of prompts' products by the GPU's figures, not measured yet, and less exact; on GPUs of compute "
+        "capability 8.9 or later, for a model without experts; the same on all workers",
+    )
     cpu_kernels: str = setting(
         "auto",
         "what runs between matrix products on a CPU in bf16: our kernels (compiled with g++ at the first start), or torch; "

@@ -19,6 +19,7 @@ from kvrelay.engine.backends.cuda.memory import GpuMemory
 from kvrelay.engine.backends.options import (
     NUM_SPARE_BLOCKS,
     EngineOptions,
+    activations_of,
     asked_blocks,
     device_of,
     dtype_of,
@@ -103,12 +104,18 @@ class TorchEngine:
         dtype = dtype_of(options.dtype, config.dtype, device, partial(why_no_cpu_kernels, options, config))
         kv_dtype = kv_dtype_of(options.kv_dtype, dtype, device)
         rounding = rounding_of(options.weight_format, device, dtype)
+        activations = activations_of(options, config, device, dtype)
         torch.set_num_threads(options.num_threads)
         keeps: Callable[[StoredWeight], bool] | None = None  # on a CPU full weights are fastest
         if device.type == "cuda":
-            from kvrelay.engine.backends.cuda.build import kept_weights, require_weight_format  # noqa: PLC0415 - a CPU worker may lack Triton
+            from kvrelay.engine.backends.cuda.build import (  # noqa: PLC0415 - a CPU worker may lack Triton
+                kept_weights,
+                require_fp8_products,
+                require_weight_format,
+            )
 
             require_weight_format(rounding, device)
+            require_fp8_products(activations, device)
             keeps = kept_weights(device)
         kv_scales: torch.Tensor | None = None
         if kv_dtype == torch.float8_e4m3fn:
@@ -117,7 +124,7 @@ class TorchEngine:
                     f"--kv-dtype is fp8; {config.architecture} keeps latents, which stay as they are: leave it at auto"
                 )
             kv_scales = load_kv_scales(checkpoint_files(options.model_dir), config)
-        weights = load_weights(options.model_dir, whole, dtype, device, progress, rounding, cut, keeps)
+        weights = load_weights(options.model_dir, whole, dtype, device, progress, rounding, cut, keeps, activations)
         if part is not None:
             part.meet()
         geometry = geometry_of(whole, options.block_size, kv_dtype)
@@ -136,6 +143,7 @@ class TorchEngine:
         max_model_len = max_model_len_of(options, config, geometry, num_blocks)
         pool = make_pool(options, own_geometry, num_blocks, device, part)
         digest = weights_digest(options.model_dir) + ("" if rounding is None else f"-{rounding.value}")
+        digest += "" if activations is None else "-fp8-activations"
         scales = "" if kv_scales is None else kv_scales_digest(kv_scales)
         card = card_of(options, whole, geometry, num_blocks, device, digest, max_model_len, scales)
         if device.type == "cpu":

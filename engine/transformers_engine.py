@@ -43,6 +43,8 @@ def load_transformers_engine(
         raise ModelError(
             f"--weight-format is {options.weight_format}, which needs a model with a path of its own; take full"
         )
+    if options.fp8_activations:
+        raise ModelError("--fp8-activations is on, which needs a model with a path of its own; leave it out")
     if options.kv_dtype != "auto":
         raise ModelError(
             f"--kv-dtype is {options.kv_dtype}, which needs a model with a path of its own; leave it at auto"

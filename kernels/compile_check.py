@@ -32,7 +32,7 @@ from kvrelay.kernels.binaries import (
     programs_per_processor,
 )
 from kvrelay.kernels.launches import Launch, Target, launches
-from kvrelay.kernels.linear import group_scaled, grouped, low_rank, weight_only
+from kvrelay.kernels.linear import fp8, group_scaled, grouped, low_rank, weight_only
 from kvrelay.kernels.rows import activation, norm
 from kvrelay.kernels.sampling import bitmask, penalties, sample_kernels
 
@@ -43,6 +43,8 @@ _KERNELS = {
         bitmask._bitmask_kernel,
         splits.decode_combine_kernel,
         decode._decode_split_kernel,
+        fp8._fp8_linear_kernel,
+        fp8._round_rows_kernel,
         group_scaled._dequantise_groups_kernel,
         group_scaled._group_scaled_linear_kernel,
         grouped._grouped_linear_kernel,

@@ -17,7 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kvrelay.kernels.attention import decode, latent, prefill, rotary
 from kvrelay.kernels.attention.prefill_tiles import TileLoads, tile_loads
-from kvrelay.kernels.linear import group_scaled, grouped, low_rank, weight_only
+from kvrelay.kernels.linear import fp8, group_scaled, grouped, low_rank, weight_only
 from kvrelay.kernels.rows import activation, norm
 from kvrelay.kernels.sampling import bitmask, penalties, sample
 
@@ -34,7 +34,7 @@ _TYPES = {
 }
 _NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 # e4m3 is a type of the hardware from compute capability 8.9 on: before, Triton refuses it; on gfx942, whose fp8 has another
-# bias, it emulates it, slowly and with spills.
+# bias, it emulates it, slowly and with spills. Products of fp8 with fp8 have no other target either.
 _FP8_TARGETS = {("cuda", 90), ("cuda", 100)}
 Target = tuple[str, int | str]  # backend and architecture
 
@@ -230,6 +230,29 @@ def _group_scaled_launches() -> list[Launch]:
     return found
 
 
+def _fp8_launches() -> list[Launch]:
+    """Every tile over a scale for each output and row, and over blocks of 128 on both sides; rows as each scheme rounds them."""
+    found: list[Launch] = []
+    bf16 = torch.bfloat16
+    for name, size in (("by channel", 4096), ("by 128", 128)):
+        values, scale = torch.empty((256, 4096), dtype=torch.float8_e4m3fn), torch.empty((256, 4096 // size))
+        for num_rows, dtype, num_splits in (
+            (16, bf16, 1),
+            (16, torch.float16, 4),
+            (32, bf16, 1),
+            (64, bf16, 1),
+            (2048, bf16, 1),
+        ):
+            shape = (num_rows, 4096 // size)
+            rows = fp8.Fp8Rows(values.new_empty(num_rows, 4096), torch.empty(shape), size, dtype)
+            case = f"{_NAMES[dtype]} {name}, {num_rows} rows" + (f", {num_splits} splits" if num_splits > 1 else "")
+            found += _record(case, partial(fp8.fp8_linear, rows, values, scale, size, None, num_splits))
+        x = torch.empty((4, 4096), dtype=bf16)
+        found += _record(f"bf16 {name}", partial(fp8.round_rows, x, size, None))
+    found += _record("bf16 with one scale", partial(fp8.round_rows, x, 4096, 0.5))
+    return [launch for launch in found if launch.kernel != "_add_splits_kernel"]
+
+
 def _expert_launches() -> list[Launch]:
     """Every tile over weights in 16 bits, as gpt-oss has biases; the formats of 8 bits with the tile of few rows."""
     found: list[Launch] = []
@@ -348,4 +371,5 @@ def _all_launches() -> list[Launch]:
         if is_representative or launch.kernel.startswith(("_prefill", "_decode_split")):
             found.append(launch)
     found += [*_latent_launches(128, bf16), *_latent_launches(16, bf16)]
-    return [*found, *_linear_launches(), *_group_scaled_launches(), *_expert_launches(), *_adapter_launches()]
+    found += [*_linear_launches(), *_group_scaled_launches(), *_fp8_launches()]
+    return [*found, *_expert_launches(), *_adapter_launches()]

@@ -13,6 +13,8 @@ from kvrelay.common.errors import ModelError
 from kvrelay.engine.backends.cpu.linear import has_packed_linear
 from kvrelay.engine.backends.cpu.native.compiled import default_cache_dir
 from kvrelay.engine.backends.cuda.memory import GpuMemory, pool_nbytes
+from kvrelay.engine.config.activations import Activations, load_activations
+from kvrelay.engine.config.model import ModelConfig
 from kvrelay.engine.sampling.processors import LogitsProcessor
 from kvrelay.engine.weights.rounding import Rounding
 
@@ -33,6 +35,7 @@ class EngineOptions:
     kv_dtype: str = "auto"  # or "fp8"
     device: str = "auto"
     weight_format: str = "full"  # or "int8", "fp8"
+    fp8_activations: bool = False  # inputs of products in fp8, too
     cpu_kernels: str = "auto"  # "native", or "torch" without ours
     expert_parallel: bool = False  # whole experts for each of several ranks
     block_size: int = 16
@@ -132,6 +135,30 @@ def rounding_of(weight_format: str, device: torch.device, dtype: torch.dtype) ->
             "--weight-format is int8, which this CPU, without instructions for bf16, is slower with; leave it at full"
         )
     return rounding
+
+
+def activations_of(
+    options: EngineOptions, config: ModelConfig, device: torch.device, dtype: torch.dtype
+) -> Activations | None:
+    """How activations are rounded to fp8; None: not at all. Raises ModelError where there are no products for that.
+
+    Whether a GPU has e4m3 is not asked here (:func:`kvrelay.engine.backends.cuda.build.require_fp8_products`).
+    """
+    if not options.fp8_activations:
+        return None
+    asked = "--fp8-activations is on"
+    if device.type != "cuda":
+        raise ModelError(f"{asked}, which needs a GPU that multiplies fp8 with fp8, not {device}; leave it out")
+    if options.weight_format != "full":
+        raise ModelError(
+            f"{asked} and --weight-format is {options.weight_format}; weights are multiplied as the checkpoint stores them: leave "
+            "one of both out"
+        )
+    if dtype not in (torch.bfloat16, torch.float16):
+        raise ModelError(f"{asked}, which needs --dtype bfloat16 or float16, not {dtype}; leave it out")
+    if config.experts is not None:
+        raise ModelError(f"{asked}; {config.architecture} has experts, whose products take 16 bits only: leave it out")
+    return load_activations(options.model_dir)
 
 
 def asked_blocks(options: EngineOptions, block_nbytes: int) -> int | None:

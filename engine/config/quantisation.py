@@ -4,8 +4,7 @@ Most of a format shows in the tensors themselves (:mod:`kvrelay.engine.weights.r
 bits, by which groups. So lists of modules that are, or are not, need not be read. This module refuses what the tensors would not
 tell, or what we do not compute.
 
-Activations are not rounded, whatever a checkpoint allows an engine to do (w8a8): products have 16 bits or more on their other
-side. That is closer to the model before it was quantised; static scales of activations have no use.
+Whether activations are rounded, too, is asked only where that is wanted (:mod:`kvrelay.engine.config.activations`).
 """
 
 from __future__ import annotations
@@ -45,6 +44,12 @@ class Quantisation:
 
 def load_quantisation(directory: Path) -> Quantisation | None:
     """From ``config.json``, or ModelOpt's file beside it; None: weights are stored in full. Raises ModelError."""
+    config = quantisation_config(directory)
+    return None if config is None else parse_quantisation(config, str(directory))
+
+
+def quantisation_config(directory: Path) -> Any:
+    """What ``config.json`` says of quantisation, or ModelOpt's file beside it, as it is; None: nothing. Raises ModelError."""
     config = json.loads((directory / "config.json").read_text(encoding="utf-8")).get("quantization_config")
     modelopt = directory / "hf_quant_config.json"
     if config is None and modelopt.is_file():
@@ -52,7 +57,7 @@ def load_quantisation(directory: Path) -> Quantisation | None:
             config = {"quant_method": "modelopt", **json.loads(modelopt.read_text(encoding="utf-8"))["quantization"]}
         except (ValueError, KeyError, TypeError) as error:
             raise ModelError(f"{modelopt} cannot be read: {error!r}") from error
-    return None if config is None else parse_quantisation(config, str(directory))
+    return config
 
 
 def parse_quantisation(config: Any, directory: str) -> Quantisation:

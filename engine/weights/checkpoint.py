@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from kvrelay.common.errors import ModelError
+from kvrelay.engine.config.activations import Activations
 from kvrelay.engine.config.cut import Cut
 from kvrelay.engine.config.model import ModelConfig
 from kvrelay.engine.config.quantisation import load_quantisation
@@ -44,6 +45,7 @@ def load_weights(
     rounding: Rounding | None = None,
     cut: Cut = _WHOLE,
     keeps: Callable[[StoredWeight], bool] | None = None,
+    activations: Activations | None = None,
 ) -> ModelWeights:
     """Load a checkpoint onto ``device``. ``progress`` hears (bytes done, bytes in all).
 
@@ -51,13 +53,13 @@ def load_weights(
     ``rounding``: of the layers' projections, None for none; each tensor is rounded as it comes, so they are never there in full.
     By whole rows: a rank that has some columns of a matrix reads all of them.
     ``keeps``: which forms of a quantised checkpoint's projections stay as they are stored, if they are not rounded; the others
-    become full.
+    become full. ``activations``: how inputs of those that stay in e4m3 are rounded; None: not at all.
     At most the parameters, the largest tensor that is read, in the file's dtype (a quantised one in full, too), and what rounding
     2**24 elements takes in fp32 (some 130 MiB) are on the device at a time; what torch keeps of that for later tensors is its own.
     Raises ModelError as :func:`check_checkpoint` does, before any memory is taken, and on a GPU too small for the model.
     """
     try:
-        return _load(directory, config, dtype, device, progress, rounding, cut, keeps)
+        return _load(directory, config, dtype, device, progress, rounding, cut, keeps, activations)
     except torch.OutOfMemoryError as error:
         raise ModelError(
             f"the weights of {directory} in {dtype} do not fit the memory of {device} ({error}): free what others hold of it, "
@@ -74,12 +76,14 @@ def _load(
     rounding: Rounding | None,
     cut: Cut,
     keeps: Callable[[StoredWeight], bool] | None,
+    activations: Activations | None,
 ) -> ModelWeights:
     # With its index, which safetensors would take for 0 if it were left out.
     device_name = str(torch.empty(0, device=device).device)
     num_parts = cut.num_ranks * cut.num_stages
     total = sum(path.stat().st_size for path in checkpoint_files(directory)) // num_parts
-    with CheckpointReader(read_headers(directory), load_quantisation(directory), dtype, device_name) as reader:
+    quantisation = load_quantisation(directory)
+    with CheckpointReader(read_headers(directory), quantisation, dtype, device_name, activations) as reader:
         check_checkpoint(directory, reader, config)
         kept = NOTHING_KEPT if keeps is None or rounding is not None else Kept(reader.outlines, keeps)
         weights, places = allocate(config, dtype, device, rounding, cut, kept)

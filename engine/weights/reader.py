@@ -6,8 +6,10 @@ the weight is asked for, and are one weight here, under the name that it would h
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -16,16 +18,18 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from kvrelay.common.errors import ModelError
+from kvrelay.engine.config.activations import Activations
 from kvrelay.engine.config.quantisation import Quantisation
 from kvrelay.engine.weights.file_parts import FileParts
 from kvrelay.engine.weights.formats import awq_weight, gptq_weight, mxfp4_weight, packed_weight, scaled_weight
 from kvrelay.engine.weights.headers import TensorHeader, unreadable
-from kvrelay.engine.weights.stored import StoredWeight
+from kvrelay.engine.weights.stored import RoundedInputs, StoredWeight
 
 # The parts of a stored weight, by the last word of their names; a module with one of the first four has such a weight.
 _MARKS = ("weight_scale", "weight_scale_inv", "weight_packed", "qweight")
 _PARTS = (*_MARKS, "weight", "weight_zero_point", "weight_shape", "weight_g_idx", "qzeros", "scales", "g_idx")
 _OF_ACTIVATIONS = ("input_scale", "input_zero_point", "output_scale", "output_zero_point", "activation_scale")
+_INPUT_SCALES = ("input_scale", "activation_scale")
 _GROUPS = ("weight_g_idx", "g_idx")  # of inputs
 _NUMBERS = ("weight_shape", *_GROUPS)  # that are about the matrix, and no part of it
 _FULL = "BF16"
@@ -35,14 +39,21 @@ class CheckpointReader:
     """Reads tensors onto a device. A context: files are open in between, each from its first tensor on."""
 
     def __init__(
-        self, headers: Mapping[str, TensorHeader], quantisation: Quantisation | None, dtype: torch.dtype, device: str
+        self,
+        headers: Mapping[str, TensorHeader],
+        quantisation: Quantisation | None,
+        dtype: torch.dtype,
+        device: str,
+        activations: Activations | None = None,
     ) -> None:
         """``headers`` and ``quantisation``: the checkpoint's own. ``dtype``: what stored weights are dequantised to.
+        ``activations``: how inputs of weights in e4m3 are rounded; None: not at all.
 
         Raises ModelError naming a stored weight whose tensors do not fit together; for that, none of them is read in full.
         """
         self._tensors = headers
         self._quantisation = quantisation
+        self._activations = activations
         self._dtype = dtype
         self._device = device
         self._files = ExitStack()
@@ -166,6 +177,20 @@ class CheckpointReader:
                 return vector
             return torch.empty(header.shape, dtype=part[:0].dtype, device="meta")
 
+    def _inputs(self, activations: Activations, roles: Mapping[str, str]) -> RoundedInputs:
+        """How inputs of a module, whose tensors are ``roles``, are rounded."""
+        if not activations.is_static:
+            return RoundedInputs(activations.group_size, None)
+        tensor = next((roles[role] for role in _INPUT_SCALES if role in roles), None)
+        found = [] if tensor is None else self._get(tensor).float().flatten().tolist()
+        if len(found) != 1 or not 0 < found[0] < math.inf:
+            weight = roles["weight"]
+            raise ModelError(
+                f"{self._tensors[weight].path}: {weight} needs an input_scale, one number above 0, and has {found or 'none'}: "
+                "leave --fp8-activations out"
+            )
+        return RoundedInputs(None, found[0])
+
     def _file(self, path: Path) -> Any:
         if path not in self._open:
             self._open[path] = self._files.enter_context(safe_open(path, framework="pt", device=self._device))
@@ -192,6 +217,10 @@ class CheckpointReader:
                 self.headers[tensor] = header
         for name, tensors in self._parts.items():
             outline = self._stored(name, {role: self._outline(tensor) for role, tensor in tensors.items()})
+            if self._activations is not None and outline.values.dtype == torch.float8_e4m3fn and outline.zero is None:
+                outline = replace(
+                    outline, inputs=self._inputs(self._activations, modules[name.removesuffix(".weight")])
+                )
             self.outlines[name] = outline
             path, shape = self._tensors[next(iter(tensors.values()))].path, tuple(outline.shape)
             if is_mxfp4:  # [experts, in, out], as full ones lie

@@ -17,6 +17,14 @@ _E8M0_BIAS = 127
 
 
 @dataclass(frozen=True, slots=True)
+class RoundedInputs:
+    """That what a weight is multiplied with is rounded to e4m3, too."""
+
+    group_size: int | None  # inputs of a row that share a scale; None: all of them
+    scale: float | None  # of all rows; None: each group has the one that its largest number asks for
+
+
+@dataclass(frozen=True, slots=True)
 class StoredWeight:
     """A matrix ``[out, in]``: ``(values - zero) * scale``, with a zero and a scale for each output and group of input features.
 
@@ -31,6 +39,7 @@ class StoredWeight:
     group_size: int  # columns of a group
     order: torch.Tensor | None  # [in] the input feature of each column; None: they lie in order
     dtype: torch.dtype  # that it is multiplied in
+    inputs: RoundedInputs | None = None  # None: inputs stay as they are
 
     @classmethod
     def joined(cls, parts: Sequence[StoredWeight], device: torch.device) -> StoredWeight | None:
@@ -44,7 +53,8 @@ class StoredWeight:
 
         zero = None if first.zero is None else memory(first.zero)
         order = None if first.order is None else first.order.to(device)
-        return cls(memory(first.values), memory(first.scale), zero, first.group_size, order, first.dtype)
+        inputs = _joined_inputs([part.inputs for part in parts])
+        return cls(memory(first.values), memory(first.scale), zero, first.group_size, order, first.dtype, inputs)
 
     @property
     def shape(self) -> torch.Size:
@@ -136,7 +146,8 @@ class StoredWeight:
         if (self.order is None) != (other.order is None):
             return False
         is_ordered_alike = self.order is None or other.order is None or torch.equal(self.order, other.order)
-        return is_ordered_alike and self._form == other._form
+        are_inputs_alike = (self.inputs is None) == (other.inputs is None)
+        return is_ordered_alike and are_inputs_alike and self._form == other._form
 
     @property
     def _per_column(self) -> int:
@@ -146,6 +157,14 @@ class StoredWeight:
     def _form(self) -> tuple[object, ...]:
         zero_dtype = None if self.zero is None else self.zero.dtype
         return self.values.dtype, self.values.shape[1], self.scale.dtype, zero_dtype, self.group_size
+
+
+def _joined_inputs(parts: Sequence[RoundedInputs | None]) -> RoundedInputs | None:
+    """Of matrices that multiply the same rows, all with the largest scale: nothing that one of them would keep is cut off."""
+    inputs = [part for part in parts if part is not None]
+    if not inputs or inputs[0].scale is None:
+        return inputs[0] if inputs else None
+    return replace(inputs[0], scale=max(part.scale for part in inputs if part.scale is not None))
 
 
 def halves(values: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ from gpu_parts.frame.floors import Limits
 from gpu_parts.frame.rows import Checked, Kernel, Row
 from gpu_parts.frame.running import Context, Fact, Finding, Run
 from gpu_parts.frame.sizes import TINY, dry_sizes
-from gpu_parts.kernels import attention, limits, linears, prefill_boxes, sampling
+from gpu_parts.kernels import attention, fp8_linears, limits, linears, prefill_boxes, sampling
 from gpu_parts.kernels.paged import attention_float64, paged_context, random_pool
 from safetensors.torch import load_file
 
@@ -50,6 +50,7 @@ def found(run: Run, context: Context) -> list[Finding]:
         (check_attention.check_prefill_boxes, Kernel.BOXES),
         (check_attention.check_fp8, Kernel.FP8),
         (check_linear.check_linear, Kernel.LINEAR),
+        (check_linear.check_fp8_linear, Kernel.FP8_LINEAR),
     ],
 )
 def test_kernels_are_right(run: Run, kernel: Kernel, context: Context) -> None:
@@ -69,6 +70,7 @@ def test_kernels_are_right(run: Run, kernel: Kernel, context: Context) -> None:
         prefill_boxes.measure_prefill_boxes,
         sampling.measure_sampling,
         linears.measure_linears,
+        fp8_linears.measure_fp8_linears,
         steps.measure_decode_steps,
         steps.measure_decode_steps_int8,
         steps.measure_prefill_steps,

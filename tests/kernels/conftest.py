@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
-import triton.language as tl
 from triton.runtime import interpreter
 
 from kvrelay.kernels.rows import norm
-from tests.triton_interpreter import mend_loops
+from tests.triton_interpreter import mend_loops, mend_numbers
 
 TOLERANCES = {
     torch.float32: {"rtol": 1e-5, "atol": 1e-5},
@@ -32,9 +29,7 @@ def device() -> str:
 
 @pytest.fixture(scope="session", autouse=True)
 def faithful_interpreter(device: str) -> Iterator[None]:
-    """Closes gaps of the interpreter: casts to bf16 and e4m3 do not round there, or take integers for bits, `tl.dot`
-    multiplies bf16's raw bits, and loops may need mending.
-    """
+    """Closes gaps of the interpreter."""
     if device == "cuda":
         # Triton 3.9 warns where this is unset, and a warning is an error here; 1 is its default.
         with pytest.MonkeyPatch.context() as patch:
@@ -44,34 +39,9 @@ def faithful_interpreter(device: str) -> Iterator[None]:
     assert isinstance(norm._rms_norm_kernel, interpreter.InterpretedFunction), (
         "kvrelay.kernels was imported without TRITON_INTERPRET=1, see tests/conftest.py"
     )
-    builder = interpreter.InterpreterBuilder
-    original_cast, original_dot, original_fp_to_fp = builder.cast_impl, builder.create_dot, builder.create_fp_to_fp
-
-    def cast_impl(self: Any, src: Any, dst_type: Any) -> Any:
-        if dst_type.scalar == tl.bfloat16 and src.dtype.scalar.is_int():
-            src = original_cast(self, src, tl.float32)
-        if src.dtype.scalar != tl.float32 or dst_type.scalar != tl.bfloat16:
-            return original_cast(self, src, dst_type)
-        bits = np.atleast_1d(src.data).view(np.uint32)
-        rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-        rounded[np.isnan(np.atleast_1d(src.data))] = 0x7FC0
-        return interpreter.TensorHandle(rounded.reshape(src.data.shape), tl.bfloat16)
-
-    def create_fp_to_fp(self: Any, src: Any, dst_type: Any, rounding_mode: Any) -> Any:
-        if src.dtype.scalar != tl.float32 or dst_type.scalar != tl.float8e4nv:
-            return original_fp_to_fp(self, src, dst_type, rounding_mode)
-        numbers = torch.from_numpy(np.atleast_1d(src.data)).to(torch.float8_e4m3fn).view(torch.uint8)
-        return interpreter.TensorHandle(numbers.numpy().reshape(src.data.shape), tl.float8e4nv)
-
-    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
-        a, b = (self.cast_impl(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b))
-        return original_dot(self, a, b, *rest)
-
     with pytest.MonkeyPatch.context() as patch:
         mend_loops(patch)
-        patch.setattr(builder, "cast_impl", cast_impl)
-        patch.setattr(builder, "create_dot", create_dot)
-        patch.setattr(builder, "create_fp_to_fp", create_fp_to_fp)
+        mend_numbers(patch)
         yield
 
 

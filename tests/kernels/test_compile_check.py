@@ -53,6 +53,7 @@ def test_every_kernel_compiles_within_the_limits(environment: dict[str, str]) ->
         "_dequantise_groups_kernel",
         "_dequantise_kernel",
         "_expand_kernel",
+        "_fp8_linear_kernel",
         "_group_scaled_linear_kernel",
         "_grouped_linear_kernel",
         "_latent_prefill_kernel",
@@ -61,6 +62,7 @@ def test_every_kernel_compiles_within_the_limits(environment: dict[str, str]) ->
         "_prefill_attention_kernel",
         "_rms_norm_kernel",
         "_rotary_kv_write_kernel",
+        "_round_rows_kernel",
         "_shrink_kernel",
         "_swiglu_kernel",
         "_weight_only_linear_kernel",
@@ -74,6 +76,7 @@ def test_every_kernel_compiles_within_the_limits(environment: dict[str, str]) ->
     _check_boxes([row for row in rows if row["kernel"] == "_prefill_attention_kernel"])
     _check_linears([row for row in rows if row["kernel"] == "_weight_only_linear_kernel"])
     _check_group_scaled([row for row in rows if row["kernel"] == "_group_scaled_linear_kernel"])
+    _check_fp8([row for row in rows if row["kernel"] in ("_fp8_linear_kernel", "_round_rows_kernel")])
     _check_experts([row for row in rows if row["kernel"] == "_grouped_linear_kernel"])
     _check_adapters([row for row in rows if row["kernel"] in ("_shrink_kernel", "_expand_kernel")])
 
@@ -126,6 +129,22 @@ def _check_group_scaled(rows: list[dict[str, Any]]) -> None:
         assert sum(count for width, count in loads.items() if width >= 8) >= 1, row
         if row["case"].endswith(" 16 rows"):
             assert row["programs"] >= 4, row
+
+
+def _check_fp8(rows: list[dict[str, Any]]) -> None:
+    """Only where tensor cores take e4m3 on both sides. Both sides come 16 bytes at a time, beside scales of groups."""
+    assert {row["target"] for row in rows} == {"cuda:90", "cuda:100"}
+    assert len(rows) == 2 * (2 * 5 + 3)
+    for row in (row for row in rows if row["kernel"] == "_fp8_linear_kernel"):
+        loads = row["loops"]["global_loads"]
+        assert set(loads) == ({"16"} if "by channel" in row["case"] else {"4", "16"}), row
+        assert loads.get("4", 0) <= 6, row
+        assert row["loops"]["shared_byte_loads"] == 0, row
+        is_few = any(f" {count} rows" in row["case"] for count in (16, 32))
+        newest = {"cuda:90": "wgmma", "cuda:100": "tcgen05"}[row["target"]]
+        assert row["loops"]["matrix_kind"] == ("mma" if is_few else newest), row
+        if is_few:
+            assert row["programs"] >= 3, row
 
 
 def _check_linears(rows: list[dict[str, Any]]) -> None:

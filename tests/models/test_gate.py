@@ -224,6 +224,7 @@ def test_a_rope_that_follows_the_longest_sequence_bounds_the_length(kind: str, t
     [
         ({"weight_format": "int8"}, "--weight-format is int8"),
         ({"kv_dtype": "fp8"}, "--kv-dtype is fp8"),
+        ({"fp8_activations": True}, "--fp8-activations is on, which needs a model with a path of its own"),
         ({"cpu_kernels": "native"}, "--cpu-kernels is native, but they have no code for softcaps"),
     ],
 )

@@ -8,11 +8,13 @@ import torch
 
 from gpu_parts.checks.comparing import compared
 from gpu_parts.frame.rows import Kernel
-from gpu_parts.frame.running import Context, Finding
+from gpu_parts.frame.running import Context, Finding, Note
 from gpu_parts.kernels.linears import compute_dtype, random_linear, roundings
 from gpu_parts.kernels.paged import num_multiprocessors
 from kvrelay.engine.backends.cuda.linear import RoundedLinear
-from kvrelay.kernels.linear.weight_only import dequantise_weight
+from kvrelay.engine.weights.rounding import Rounding
+from kvrelay.kernels.linear.fp8 import fp8_linear, fp8_linear_reference, round_rows
+from kvrelay.kernels.linear.weight_only import dequantise_weight, linear_splits
 
 _ROWS = (1, 16, 17, 33, 64, 129)
 _MANY_ROWS = 300  # more than the kernel takes
@@ -37,3 +39,22 @@ def check_linear(context: Context) -> Iterator[Finding]:
                 yield from compared(Kernel.LINEAR, case, linear(x[:num_rows]), expected[:num_rows])
         slab = dequantise_weight(weight.values, weight.scale, dtype)
         yield from compared(Kernel.LINEAR, f"{rounding.value} slab", slab, exact)
+
+
+def check_fp8_linear(context: Context) -> Iterator[Finding]:
+    """As the engine multiplies fp8 with fp8: rows rounded here, with a scale for each row, and for each group of 128 inputs."""
+    if Rounding.FP8 not in roundings(context.device):
+        yield Note("fp8 with fp8: this GPU has no e4m3")
+        return
+    generator, dtype = context.generator(), compute_dtype(context)
+    weight = random_linear(context, generator, *context.sizes.shape.linears["down"], Rounding.FP8)
+    num_outs, num_ins = weight.shape
+    splits = linear_splits(num_multiprocessors(context.device), num_outs, num_ins)
+    for num_rows in _ROWS[:3] if context.is_dry else (*_ROWS, _MANY_ROWS):
+        x = torch.randn(num_rows, num_ins, device=context.device, generator=generator).to(dtype)
+        for size in (num_ins, 128):
+            scale = weight.scale[:, None].expand(num_outs, -(-num_ins // size)).contiguous()
+            rows = round_rows(x, size, None)
+            product = fp8_linear(rows, weight.values, scale, size, None, splits if num_rows < _MANY_ROWS else 1)
+            expected = fp8_linear_reference(rows, weight.values, scale, size, None)
+            yield from compared(Kernel.FP8_LINEAR, f"{num_rows} rows by {size}", product, expected)

@@ -19,6 +19,7 @@ CHECKS: dict[Kernel, Section] = {
     Kernel.BOXES: Section("check-boxes", "gpu_parts.checks.check_attention:check_prefill_boxes", 25),
     Kernel.FP8: Section("check-fp8", "gpu_parts.checks.check_attention:check_fp8", 30),
     Kernel.LINEAR: Section("check-linear", "gpu_parts.checks.check_linear:check_linear", 35),
+    Kernel.FP8_LINEAR: Section("check-fp8-linear", "gpu_parts.checks.check_linear:check_fp8_linear", 20),
     Kernel.MODEL: Section("check-model", "gpu_parts.checks.check_model:check_model", 60),
 }
 FIGURES: tuple[Section, ...] = (
@@ -35,6 +36,7 @@ FIGURES: tuple[Section, ...] = (
     # The defaults' figures are taken by now; what one may choose comes behind them, and is the first to be left out.
     Section("decode-attention-fp8", "gpu_parts.kernels.attention:measure_decode_fp8", 35, (Kernel.DECODE, Kernel.FP8)),
     Section("linears", "gpu_parts.kernels.linears:measure_linears", 35, (Kernel.LINEAR,)),
+    Section("linears-fp8", "gpu_parts.kernels.fp8_linears:measure_fp8_linears", 15, (Kernel.FP8_LINEAR,)),
     Section("decode-step-int8", "gpu_parts.engine.steps:measure_decode_steps_int8", 45, (*_OF_A_STEP, Kernel.LINEAR)),
 )
 NAMES = (CHECKS_ONLY, *(section.name for section in FIGURES))

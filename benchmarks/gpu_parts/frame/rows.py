@@ -117,6 +117,7 @@ class Kernel(enum.StrEnum):
     BOXES = "prefill attention by TMA"
     FP8 = "attention over fp8 KV"
     LINEAR = "linears with 8-bit weights"
+    FP8_LINEAR = "linears of fp8 with fp8"
     SAMPLING = "sampling"
     MODEL = "whole model"
 

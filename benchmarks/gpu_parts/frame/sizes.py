@@ -107,6 +107,7 @@ class Sizes:
     check_window: int  # of the sliding windows among them
     check_blocks: int  # blocks of its pool; on a GPU enough that offsets exceed 32 bits
     linear_rows: tuple[int, ...]  # of the products with 8-bit weights
+    fp8_rows: int  # of those of fp8 with fp8
     check_draws: int  # of the sampling's distribution
     decode_cells: tuple[tuple[int, int], ...]  # (sequences, context)
     prefill_cells: tuple[tuple[int, int], ...]  # (new tokens, cached tokens before them)
@@ -161,6 +162,7 @@ def full_sizes() -> Sizes:
         check_window=300,
         check_blocks=2560,  # of 2 ** 20 elements
         linear_rows=(1, 16, 64),
+        fp8_rows=2048,
         check_draws=64 * 128,
         decode_cells=tuple((batch, context) for batch in (1, 16, 64, 256) for context in (1024, 4096, 32768)),
         prefill_cells=(
@@ -201,6 +203,7 @@ def dry_sizes() -> Sizes:
         check_window=7,
         check_blocks=8,
         linear_rows=(1, 3),
+        fp8_rows=5,
         check_draws=12,
         decode_cells=((2, 20),),
         prefill_cells=((24, 0), (8, 16)),

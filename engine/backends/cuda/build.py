@@ -20,6 +20,7 @@ from kvrelay.engine.backends.cuda.memory import GpuMemory
 from kvrelay.engine.backends.cuda.ops import CudaOps, CudaPagedOps
 from kvrelay.engine.backends.cuda.step import StepInputs
 from kvrelay.engine.backends.options import EngineOptions, asked_blocks
+from kvrelay.engine.config.activations import Activations
 from kvrelay.engine.config.model import ModelConfig, ModelShape
 from kvrelay.engine.kv.geometry import geometry_of
 from kvrelay.engine.kv.pool import KvPool
@@ -113,6 +114,16 @@ def require_weight_format(rounding: Rounding | None, device: torch.device) -> No
         require_e4m3(device, "fp8 (e4m3) weights need", "take int8, or leave the weights as they are")
     except ValueError as error:
         raise ModelError(f"--weight-format is fp8, but {error}") from error
+
+
+def require_fp8_products(activations: Activations | None, device: torch.device) -> None:
+    """Raise ModelError unless this GPU multiplies fp8 with fp8; None: no activations are rounded."""
+    if activations is None:
+        return
+    try:
+        require_e4m3(device, "products of fp8 with fp8 need", "leave it out")
+    except ValueError as error:
+        raise ModelError(f"--fp8-activations is on, but {error}") from error
 
 
 def kept_weights(device: torch.device) -> Callable[[StoredWeight], bool]:

@@ -5,6 +5,8 @@ multiplies what is stored. A chunk of a prompt is bound by arithmetic, which 8-b
 written in 16 bits, a slab of output channels at a time, and multiplied by cuBLAS. That costs 5 bytes of traffic per weight, for
 Llama-3-8B by estimate a tenth of the time of 2048 rows and a fortieth of 8192; a kernel of ours that converts on the
 way would have to come within that of cuBLAS's speed.
+
+Where activations are rounded to fp8, too, our kernel multiplies every number of rows: fp8 with fp8.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import torch
 
 from kvrelay.engine.weights.rounding import RoundedWeight
 from kvrelay.engine.weights.stored import StoredWeight
+from kvrelay.kernels.linear.fp8 import fp8_linear, round_rows
 from kvrelay.kernels.linear.group_scaled import MIN_GROUP, dequantise_groups, group_scaled_linear
 from kvrelay.kernels.linear.weight_only import (
     COMPUTE_DTYPES,
@@ -109,6 +112,32 @@ class StoredLinear(_WeightOnlyLinear):
     def _slab(self, outs: slice) -> torch.Tensor:
         weight = self._weight[outs]
         return dequantise_groups(weight.values, weight.scale, weight.zero, weight.group_size, self._dtype)
+
+
+class Fp8Linear:
+    """``hidden @ (values * scale).T + bias``, with rows of ``hidden`` in fp8. Implements ``Linear``.
+
+    Many rows and few are rounded alike, so that two pools compute the same K/V.
+    """
+
+    def __init__(self, weight: StoredWeight, bias: torch.Tensor | None, num_multiprocessors: int) -> None:
+        """Keeps ``weight``, in e4m3, whose inputs are rounded, and ``bias``, in the dtype of the activations, as they are."""
+        assert weight.inputs is not None, "a product whose inputs stay as they are"
+        self._weight, self._bias, self._inputs = weight, bias, weight.inputs
+        self._num_splits = linear_splits(num_multiprocessors, *weight.shape)
+
+    def compile(self) -> None:
+        """As that of weights alone."""
+        weight = self._weight
+        for num_rows in (*ROW_TILES, MAX_ROWS + 1):
+            self(torch.zeros(num_rows, weight.shape[1], dtype=weight.dtype, device=weight.values.device))
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See Linear."""
+        weight, inputs = self._weight, self._inputs
+        rows = round_rows(hidden, inputs.group_size or weight.shape[1], inputs.scale)
+        num_splits = self._num_splits if len(hidden) <= MAX_ROWS else 1
+        return fp8_linear(rows, weight.values, weight.scale, weight.group_size, self._bias, num_splits)
 
 
 def can_multiply(weight: StoredWeight, *, has_e4m3: bool) -> bool:

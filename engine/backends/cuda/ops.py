@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from kvrelay.engine.backends.cuda.experts import CudaExperts
-from kvrelay.engine.backends.cuda.linear import RoundedLinear, StoredLinear
+from kvrelay.engine.backends.cuda.linear import Fp8Linear, RoundedLinear, StoredLinear
 from kvrelay.engine.backends.cuda.low_rank import CudaLowRank
 from kvrelay.engine.backends.cuda.step import CudaPagedStep, CudaStep, GraphInputs, StepInputs, StepKv
 from kvrelay.engine.config.model import KvSizes, ModelConfig, ModelShape
@@ -135,12 +135,16 @@ class CudaPagedOps:
         """See Ops. cuBLAS reads ``[out, in]`` as it is; others need bf16 or fp16 activations."""
         if isinstance(weight, torch.Tensor):
             return lambda hidden: F.linear(hidden, weight, bias)
-        linear = (
-            RoundedLinear(weight, bias, self._num_multiprocessors)
-            if isinstance(weight, RoundedWeight)
-            else StoredLinear(weight, bias, self._num_multiprocessors)
-        )
-        kind = (weight.values.dtype, weight.scale.dtype, weight.scale.numel(), *weight.shape, bias is None)
+        linear: RoundedLinear | StoredLinear | Fp8Linear
+        inputs = None
+        if isinstance(weight, RoundedWeight):
+            linear = RoundedLinear(weight, bias, self._num_multiprocessors)
+        elif (inputs := weight.inputs) is not None:
+            linear = Fp8Linear(weight, bias, self._num_multiprocessors)
+        else:
+            linear = StoredLinear(weight, bias, self._num_multiprocessors)
+        rounds = None if inputs is None else (inputs.group_size, inputs.scale is None)
+        kind = (weight.values.dtype, weight.scale.dtype, weight.scale.numel(), *weight.shape, bias is None, rounds)
         if weight.values.is_cuda and kind not in self._compiled:
             self._compiled.add(kind)
             linear.compile()

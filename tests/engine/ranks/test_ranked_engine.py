@@ -372,6 +372,8 @@ def test_what_ranks_do_not_serve_is_refused_before_any_starts(model: Path, monke
         load_ranks(model, 2, weight_format="int8", backend="transformers")
     with pytest.raises(ModelError, match="LlamaForCausalLM has no experts"):
         load_ranks(model, 2, expert_parallel=True)
+    with pytest.raises(ModelError, match="--tensor-parallel is 2 and --fp8-activations is on; a row's scale is of all"):
+        load_ranks(model, 2, fp8_activations=True)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     for num_ranks, settings, reason in (
