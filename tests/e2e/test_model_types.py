@@ -1,4 +1,4 @@
-"""Four unlike types of model through `kvrelay local`: tiny, with random weights and a tokenizer, over real processes and HTTP."""
+"""Ten unlike types of model through `kvrelay local`: tiny, with random weights and a tokenizer, over real processes and HTTP."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from tests.models.tiny import VOCAB, generate, tiny_model
 
 from .conftest import wait_until_idle
 
-TYPES = "gemma3_text gpt_oss deepseek_v3 gpt2"  # windows, experts and sinks, latents, learned positions
+TYPES = "gemma2 gemma3_text gpt_oss mixtral qwen3_moe deepseek_v3 phi3 cohere2 gpt2 qwen3"
+MARKS = {"deepseek_v3": pytest.mark.fast}  # of whose kind the demo model is least
 PROMPT = [3 + 7 * index % 190 for index in range(41)]
 NUM_TOKENS = 12
 
@@ -53,7 +54,7 @@ def streamed(client: httpx.Client, path: str, body: dict[str, Any]) -> list[dict
 
 @pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore")  # transformers warns of what tiny configurations leave out
-@pytest.mark.parametrize("model_type", TYPES.split())
+@pytest.mark.parametrize("model_type", [pytest.param(one, marks=MARKS.get(one, ())) for one in TYPES.split()])
 def test_a_type_is_served(model_type: str, tmp_path: Path) -> None:
     """A completion by token ids and a chat by text: what transformers' generate says, over the hand-off."""
     model, tokenizer = save(model_type, tmp_path)
