@@ -31,6 +31,18 @@ def shares(num_left: Seq[int], num_tokens: int) -> list[int]:
     return found
 
 
+def share_of_stage(idle: list[Sequence], num_generating: int, num_stages: int) -> list[Sequence]:
+    """Who of ``idle``, which may generate, does so in this step: of several stages each has as many as the steps of the others.
+
+    Who is left is in one of the next: none has more, so all of ``num_generating`` have places in as many steps as there are
+    stages. A beam search is in one step.
+    """
+    if num_stages == 1:
+        return idle
+    keys = {one.key for one in idle[: -(-num_generating // num_stages)]}
+    return [one for one in idle if one.key in keys]
+
+
 def look_at(waiting: Seq[Sequence], num_places: int) -> Line:
     """What ``waiting``, the next one first, has for a step with ``num_places`` free places; a beam search takes several.
 

@@ -21,9 +21,8 @@ class DecodeSchedulerSettings(SchedulerSettings):
     )
     itl_budget_ms: float | None = setting(
         None,
-        "time between two tokens that the worker keeps while it computes prompts itself: they get what is left of it in each step, "
-        "and at least a quarter of what the step takes without them; 0: no bound; default: 1.4 times what a step takes without "
-        "prompts, as the worker measures it, and at least 10 ms",
+        "longest time between two tokens while the worker computes prompts, which get a quarter of a step's time at least; raise "
+        "it for sooner first tokens; 0: no bound; default: 1.4 times a step without prompts, at least 10 ms",
         unit="ms",
         minimum=0,
     )

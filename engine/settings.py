@@ -25,8 +25,8 @@ class ModelSettings:
     model: str = setting("demo", "model directory, GGUF file, Hugging Face id, or 'demo'")
     dtype: str = setting(
         "auto",
-        "number format of weights and KV; auto is the checkpoint's, or float32 on a CPU without instructions or kernels of ours "
-        "for that; the same on all workers",
+        "number format of weights and KV; auto takes the checkpoint's, but float32 on a CPU that has no instructions or kernels "
+        "for it; the same on all workers",
         choices=("auto", "bfloat16", "float16", "float32"),
     )
     device: str = setting(
@@ -40,8 +40,8 @@ class ModelSettings:
     )
     backend: str = setting(
         "auto",
-        "whose forward pass computes: ours, for the families that have one, or that of transformers over our attention and pool; "
-        "auto takes ours where there is one; the same on all workers",
+        "forward pass: ours (native), or that of transformers over our attention and KV pool; auto takes ours where there is "
+        "one; the same on all workers",
         choices=("auto", "native", "transformers"),
     )
     tensor_parallel: int = setting(
@@ -78,8 +78,8 @@ class ModelSettings:
     )
     cpu_kernels: str = setting(
         "auto",
-        "what runs between matrix products on a CPU in bf16: our kernels (compiled with g++ at the first start), or torch; "
-        "auto takes ours where they compile",
+        "what runs between matrix products on a CPU in bf16: our kernels (native, compiled with g++ at the first start), or "
+        "torch; auto takes ours where they compile",
         choices=("auto", "native", "torch"),
     )
     cuda_graphs: bool = setting(
@@ -124,8 +124,8 @@ class NodeSettings:
 
     nodes: int = setting(
         1,
-        "hosts that the ranks of this worker are on, as many on each: the same command runs on all of them, the first is the "
-        "worker, and the others have ranks only",
+        "hosts of this worker, with as many ranks each; start the same command on all of them: the first is the worker, the "
+        "others only compute",
         minimum=1,
         maximum=64,
     )
@@ -173,8 +173,8 @@ class KvSettings:
     )
     kv_memory_fraction: float = setting(
         0.9,
-        "a worker's share of all of its GPU's memory: its weights and its largest step, which is run to measure it, are in it, and "
-        "the KV pool gets the rest, never more than is free; of workers on one GPU, the shares should be 0.9 together",
+        "share of the GPU's memory for weights, the largest step and KV; KV gets what the others leave; lower it if the GPU has "
+        "other users: workers on one GPU should have 0.9 together",
         minimum=0.01,
         maximum=1,
     )

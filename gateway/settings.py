@@ -74,8 +74,8 @@ class RelaySettings:
     )
     local_prefill: str = setting(
         "sooner",
-        "when decode workers compute prompts themselves: also beside prefill workers, if the first token comes sooner that way; "
-        "only while no prefill worker is up; or never, with 503 until one is",
+        "when decode workers compute prompts: if the first token comes sooner that way; only while no prefill worker is up; or "
+        "never, with 503 until one is",
         choices=("sooner", "fallback", "never"),
     )
     max_attempts: int = setting(4, "attempts at one request before it fails, waits for room not counted", minimum=1)
@@ -112,8 +112,8 @@ class HttpLimits:
     )
     keep_alive_s: float = setting(
         75.0,
-        "how long a connection stays open without a request; set it longer than clients and load balancers keep theirs, "
-        "else a request may meet a connection that is being closed",
+        "how long a connection without a request stays open; keep it above the idle time of clients and load balancers, or a "
+        "request may meet a closing connection",
         unit="s",
         minimum=0.1,
     )

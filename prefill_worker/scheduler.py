@@ -21,6 +21,7 @@ from kvrelay.prefill_worker.chunking import Prompt, step_tokens, turns
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
 from kvrelay.worker.choice import EVERYBODY, Choice
 from kvrelay.worker.scheduler import Progress, Schedule, Scheduler, progress_of
+from kvrelay.worker.sequence_blocks import SequenceBlocks
 from kvrelay.worker.step_cost import StepCosts
 from kvrelay.worker.suspects import Key
 
@@ -40,15 +41,16 @@ class PrefillScheduler(Scheduler):
         num_stages: int = 1,
     ) -> None:
         super().__init__(settings, blocks, max_model_len, device_type, num_stages)
+        self._held = SequenceBlocks(blocks)
         self._ttft_budget_s = settings.ttft_budget_ms / 1000
         self._costs = StepCosts()
         self._num_cached: dict[Key, int] = {}  # of those that wait: leading tokens that were cached when they came
 
     def add(self, sequence: Sequence, first: SampledToken | None = None) -> None:
         """Queue a prompt."""
-        num_blocks = self._blocks.num_cached_prefix(self._reusable_hashes(sequence))
+        num_blocks = self._blocks.num_cached_prefix(self._held.reusable_hashes(sequence))
         self._num_cached[sequence.key] = num_blocks * self._blocks.block_size
-        self._wait(sequence)
+        self._places.wait(sequence)
 
     def observe(self, rows: Seq[StepRow], step_s: float) -> None:
         """The step of ``rows`` took so long: what the next one's size follows from."""
@@ -60,13 +62,13 @@ class PrefillScheduler(Scheduler):
         found = next((one for one in self.waiting + self.running if one.key == key), None)
         if found is not None:
             self._num_cached.pop(key, None)
-            self._leave(found)
+            self._places.leave(found)
         return found
 
     def schedule(self, now_s: float, choice: Choice = EVERYBODY) -> Schedule:
         """See Scheduler. Chunks of prompts, in fair order but for those that overtake; also behind chunks that are under way."""
         ahead = choice.num_ahead
-        in_order = self._fair.in_order(self.running + self.waiting, now_s)
+        in_order = self._places.fair.in_order(self.running + self.waiting, now_s)
         line = [one for one in choice.staying(in_order) if self._goes_on(one, ahead.get(one, 0))]
         prompts = [self._in_line(sequence, ahead.get(sequence, 0)) for sequence in line]
         block_size, cost = self._blocks.block_size, self._costs.cost
@@ -76,10 +78,10 @@ class PrefillScheduler(Scheduler):
         has_room = True
         for sequence in self.running:  # whoever shared blocks with it may have let go of them
             if sequence.num_blocks < self._blocks.num_blocks_for(sequence.num_tokens):
-                self._slide(sequence)
+                self._held.slide(sequence)
         for turn in turns(prompts, budget, now_s, self._ttft_budget_s, cost, block_size):
             sequence, share = line[turn.index], budget if turn.max_tokens is None else min(budget, turn.max_tokens)
-            if self._fair.is_ahead(sequence, now_s):
+            if self._places.fair.is_ahead(sequence, now_s):
                 share = min(share, max(0, budget - num_for_others))
             num_ahead = ahead.get(sequence, 0)
             start = sequence.num_computed_tokens + num_ahead
@@ -108,7 +110,7 @@ class PrefillScheduler(Scheduler):
             sequence = row.sequence
             token = result.tokens[0] if result.tokens else None
             sequence.prompt_logprobs += result.prompt_logprobs
-            self._advance(sequence, row.num_tokens)
+            self._held.advance(sequence, row.num_tokens)
             num_ready_blocks = sequence.num_computed_tokens // self._blocks.block_size
             if token is not None:
                 num_ready_blocks = self._blocks.num_blocks_for(sequence.num_computed_tokens)
@@ -148,10 +150,8 @@ class PrefillScheduler(Scheduler):
 
     def _admit(self, sequence: Sequence, now_s: float) -> bool:
         """Let a waiting prompt run; False if there are no blocks for it."""
-        if not self._allocate(sequence):
+        if not self._held.allocate(sequence):
             return False
-        self.waiting.remove(sequence)
         del self._num_cached[sequence.key]
-        self._fair.begin(sequence, now_s)
-        self._run(sequence)
+        self._places.begin(sequence, now_s)
         return True

@@ -14,14 +14,14 @@ class PrefillSchedulerSettings(SchedulerSettings):
 
     max_batched_tokens: int | None = setting(
         None,
-        "tokens computed in one step at most, over all prompts; longer prompts are computed in chunks, whose size follows from "
-        "--ttft-budget-ms; default: 512 on a CPU, 2048 on a GPU, where memory is kept for a step of so many",
+        "prompt tokens of the largest step; longer prompts are computed in chunks; lower it to save GPU memory; default: 512 on "
+        "a CPU, 2048 on a GPU",
         minimum=16,
     )
     ttft_budget_ms: float = setting(
         1000.0,
-        "time to first token that the worker tries to keep: a step takes a quarter of it at most, and a prompt that would be late "
-        "may overtake one at least twice as long; 0: steps as large as they may be, first come, first served",
+        "time to first token to aim for: a step takes a quarter of it at most, and short prompts may overtake long ones; lower "
+        "it if short prompts wait; 0: the largest steps, first come, first served",
         unit="ms",
         minimum=0,
     )

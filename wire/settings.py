@@ -59,6 +59,6 @@ class SameHostSettings:
 
     shared_memory: str = setting(
         "auto",
-        "send KV blocks through shared memory to workers on the same host, over TCP to all others: auto (finds workers of the same "
-        "machine, or pod), off, or a directory that workers of one host have in common (pods: a hostPath)",
+        "send KV blocks through shared memory to workers on this host: auto finds them on the same machine or pod; a directory "
+        "that they share (pods: a hostPath) names it; off uses TCP",
     )

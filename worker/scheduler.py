@@ -1,27 +1,24 @@
-"""What the schedulers of both roles share: who waits and who runs, and books that must agree with the block manager's.
+"""What a scheduler is, and what both roles' share: books of who waits and who runs must agree with the block manager's.
 
-Who waits stands in the order of :mod:`kvrelay.common.fair_queue`. Which tokens are computed next is each role's own. Runs on the
-model thread alone. Knows no sockets and no clock.
+Which tokens are computed next is each role's own. Runs on the model thread alone. Knows no sockets and no clock.
 """
 
 from __future__ import annotations
 
-import bisect
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from kvrelay.common.fair_queue import FairQueue, seniority
 from kvrelay.common.sampling import FinishReason, SampledToken
 from kvrelay.engine.beams.search import FinishedBeam
 from kvrelay.engine.kv.block_manager import BlockManager
-from kvrelay.engine.kv.owners import Owner, sequence_owner
 from kvrelay.engine.settings import prompt_step_tokens
 from kvrelay.engine.step.interface import StepRow
 from kvrelay.engine.step.plan import RowResult
 from kvrelay.engine.step.sequence import Sequence, SequenceStatus
 from kvrelay.worker.choice import EVERYBODY, Choice
+from kvrelay.worker.places import Places
+from kvrelay.worker.sequence_blocks import owner_of
 from kvrelay.worker.settings import SchedulerSettings
 from kvrelay.worker.suspects import Key
 
@@ -56,7 +53,7 @@ class Schedule:
 
 
 class Scheduler(ABC):
-    """Waiting sequences of one worker, in fair order, and running ones, the most senior first."""
+    """Schedules, takes in what was computed, and learns what it cost: one step after the other."""
 
     def __init__(
         self,
@@ -73,12 +70,19 @@ class Scheduler(ABC):
         self._max_batched_tokens = prompt_step_tokens(settings.max_batched_tokens, device_type)
         self._blocks = blocks
         self._max_model_len = max_model_len
-        self._fair = FairQueue()
-        self._now_s = -math.inf  # of the last step
-        self.waiting: list[Sequence] = []
-        self.running: list[Sequence] = []
+        self._places = Places()
         # What prompts would get now, beside those that generate; 0: nothing is left for them. None: not known yet.
         self.prompt_tokens_per_s: float | None = None
+
+    @property
+    def waiting(self) -> list[Sequence]:
+        """Those that wait, the next one first."""
+        return self._places.waiting
+
+    @property
+    def running(self) -> list[Sequence]:
+        """Those that run, the most senior first."""
+        return self._places.running
 
     @abstractmethod
     def add(self, sequence: Sequence, first: SampledToken | None = None) -> None:
@@ -144,73 +148,6 @@ class Scheduler(ABC):
         keys = [(sequence.key, sequence.beam) for sequence in self.waiting + self.running]
         assert len(set(keys)) == len(keys), f"a sequence is here twice: {sorted(keys)}"
 
-    # -- for roles -------------------------------------------------------------------------------------------------
-
-    def _wait(self, sequence: Sequence) -> None:
-        """It stands in line from now on."""
-        if sequence.tags.start is None:
-            self._fair.come(sequence)
-        self.waiting.append(sequence)
-        self._sort(max(self._now_s, sequence.arrival_s))
-
-    def _sort(self, now_s: float) -> None:
-        """Put those that wait in their order: when one has come and, since classes age, before each step."""
-        self._now_s = now_s
-        if len(self.waiting) > 1:
-            self.waiting = self._fair.in_order(self.waiting, now_s)
-
-    def _leave(self, sequence: Sequence) -> None:
-        """Take it out, wherever it is; its blocks stay held."""
-        for place in (self.waiting, self.running):
-            if sequence in place:
-                place.remove(sequence)
-        sequence.set_status(SequenceStatus.FINISHED)
-
-    def _run(self, sequence: Sequence) -> None:
-        """It has blocks, and a place from now on."""
-        sequence.set_status(SequenceStatus.RUNNING)
-        bisect.insort(self.running, sequence, key=seniority)
-
-    def _reusable_hashes(self, sequence: Sequence) -> list[bytes]:
-        """Of the leading blocks that may be found in the prefix cache."""
-        return sequence.block_hashes(sequence.num_cacheable_tokens // self._blocks.block_size)
-
-    def _allocate(self, sequence: Sequence, spare: int = 0) -> bool:
-        """Give a sequence blocks for all its tokens, behind what of it is cached; False if there are none, beside ``spare``."""
-        num_blocks = self._blocks.num_blocks_for(sequence.num_tokens)
-        hashes = self._reusable_hashes(sequence)
-        is_whole = self._blocks.has_windows and not self._slides(sequence)
-        if is_whole:  # another beam may share no more than the prompt
-            hashes = hashes[: sequence.num_prompt_tokens // self._blocks.block_size]
-        allocation = self._blocks.allocate(owner_of(sequence), num_blocks, hashes, spare=spare, is_whole=is_whole)
-        if allocation is None:
-            return False
-        sequence.block_tables = allocation.block_tables
-        sequence.num_computed_tokens = allocation.num_cached * self._blocks.block_size
-        if sequence.num_preemptions == 0:
-            sequence.num_cached_tokens = sequence.num_computed_tokens
-        return True
-
-    def _advance(self, sequence: Sequence, num_tokens: int) -> None:
-        """So many more tokens are computed; publish the blocks that are full by that, and give back what no later one sees."""
-        num_full_before = sequence.num_computed_tokens // self._blocks.block_size
-        sequence.num_computed_tokens += num_tokens
-        num_full = sequence.num_computed_tokens // self._blocks.block_size
-        if num_full > num_full_before:
-            hashes = sequence.block_hashes(num_full)
-            for index in range(num_full_before, num_full):
-                self._blocks.publish(owner_of(sequence), index, hashes[index])
-        self._slide(sequence)
-
-    def _slide(self, sequence: Sequence) -> None:
-        """Give back what no later token sees, and take what it needs instead."""
-        if self._blocks.has_windows and self._slides(sequence):
-            sequence.append_blocks(self._blocks.slide(owner_of(sequence), sequence.num_computed_tokens))
-
-    def _slides(self, sequence: Sequence) -> bool:
-        """Whether nobody else goes on from an earlier token of it."""
-        return True
-
 
 def progress_of(
     sequence: Sequence, token: SampledToken | None, num_ready_blocks: int, beams: tuple[FinishedBeam, ...] = ()
@@ -226,8 +163,3 @@ def progress_of(
         failure=sequence.failure,
         prompt_logprobs=None if sequence.sampling.num_prompt_logprobs is None else sequence.prompt_logprobs,
     )
-
-
-def owner_of(sequence: Sequence) -> Owner:
-    """Who holds its blocks."""
-    return sequence_owner(sequence.key, sequence.beam)

@@ -39,8 +39,8 @@ class WorkerSettings:
     drain_s: float = setting(30.0, "how long running requests may finish after SIGTERM", unit="s", minimum=0)
     canary_period_s: float = setting(
         0.0,
-        "how often an idle worker computes a known prompt and compares the answer with its first one; a worker whose answer "
-        "changes says so and ends; 0: never",
+        "time between checks of an idle worker: it computes a known prompt, and ends if the answer differs from its first; 0: "
+        "never",
         unit="s",
         minimum=0,
     )

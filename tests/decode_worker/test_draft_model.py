@@ -17,13 +17,11 @@ from kvrelay.decode_worker.metrics import DraftMetrics
 from kvrelay.engine.fake.engine import FakeEngine, FakePace, expected_output, fake_card
 from kvrelay.engine.step.interface import Engine
 from kvrelay.engine.step.sequence import Sequence
-from kvrelay.worker.model_worker import Remove
 from kvrelay.worker.step_cost import StepCosts
 from tests.decode_worker.rig import Rig, beams, expected_beams, greedy
-from tests.decode_worker.test_run_ahead import workload
+from tests.decode_worker.workload import add_all, assert_same
 from tests.draft_models import CheckedDraftModel, MistakenEngine
 from tests.engine.conftest import sequence
-from tests.guides import ChainState
 
 VOCAB = 50
 ALWAYS_RIGHT = 10**9
@@ -62,33 +60,13 @@ def test_everybody_gets_the_tokens_that_come_without_drafts(seed: int) -> None:
         speculation_tokens=draws.choice((1, 3, 7)),
     )
     plain = Rig(FakeEngine(fake_card(num_blocks=256, vocab_size=VOCAB)))
-    removed = set()
-    for name, prompt, sampling, handed_over, guided in workload(seed):
-        plain.add(name, prompt, sampling, handed_over=handed_over, guide=ChainState(guided) if guided else None)
-        while not rig.add(
-            name, prompt, sampling, handed_over=handed_over, guide=ChainState(guided) if guided else None
-        ):
-            rig.let_go()
-            rig.step()
-        for _ in range(draws.randint(0, 2)):
-            rig.step()
-            if draws.random() < 0.5:
-                rig.let_go()
-                rig.scribble(draws.randint(1, 6))
-        if draws.random() < 0.15:
-            removed.add(name)
-            rig.worker.handle(Remove((name, 1)))
-    plain.run()
+    removed = add_all(rig, plain, seed, draws, most_steps=2)
     rig.run()
     drafter.assert_nothing_held()
     assert drafter.most_used > 0
-    for name, output in plain.outputs.items():
-        if name in removed:
-            assert rig.outputs[name] == output[: len(rig.outputs[name])]
-        else:
-            assert (rig.outputs[name], rig.ends.get(name)) == (output, plain.ends.get(name)), name
-            assert rig.sampled.get(name) == plain.sampled.get(name)
-    assert not rig.failed
+    assert_same(rig, plain, removed)
+    for name in plain.outputs.keys() - removed:
+        assert rig.sampled.get(name) == plain.sampled.get(name)
 
 
 def test_a_text_that_the_draft_model_knows_comes_in_fewer_steps() -> None:

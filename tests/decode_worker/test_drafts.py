@@ -15,12 +15,11 @@ from kvrelay.decode_worker.ngram import NgramDrafter
 from kvrelay.engine.fake.engine import FakeEngine, FakePace, expected_output, fake_card
 from kvrelay.engine.step.interface import StepRow
 from kvrelay.engine.step.planner import Planner
-from kvrelay.worker.model_worker import Remove
 from tests.decode_worker.rig import Rig, beams, expected_beams, greedy
-from tests.decode_worker.test_run_ahead import workload
+from tests.decode_worker.workload import add_all, assert_same
 from tests.drafters import FakeOracle
 from tests.engine.conftest import sequence, tokens
-from tests.guides import ChainState, TokensState
+from tests.guides import TokensState
 
 VOCAB = 50
 ALWAYS_RIGHT = 10**9
@@ -44,31 +43,11 @@ def test_everybody_gets_the_tokens_that_come_without_drafts(seed: int) -> None:
         speculation_tokens=draws.choice((1, 3, 7)),
     )
     plain = Rig(FakeEngine(fake_card(num_blocks=256, vocab_size=VOCAB)))
-    removed = set()
-    for name, prompt, sampling, handed_over, guided in workload(seed):
-        plain.add(name, prompt, sampling, handed_over=handed_over, guide=ChainState(guided) if guided else None)
-        while not rig.add(
-            name, prompt, sampling, handed_over=handed_over, guide=ChainState(guided) if guided else None
-        ):
-            rig.let_go()
-            rig.step()
-        for _ in range(draws.randint(0, 2)):
-            rig.step()
-            if draws.random() < 0.5:
-                rig.let_go()
-                rig.scribble(draws.randint(1, 6))
-        if draws.random() < 0.15:
-            removed.add(name)
-            rig.worker.handle(Remove((name, 1)))
-    plain.run()
+    removed = add_all(rig, plain, seed, draws, most_steps=2)
     rig.run()
-    for name, output in plain.outputs.items():
-        if name in removed:
-            assert rig.outputs[name] == output[: len(rig.outputs[name])]
-        else:
-            assert (rig.outputs[name], rig.ends.get(name)) == (output, plain.ends.get(name)), name
-            assert rig.sampled.get(name) == plain.sampled.get(name)
-    assert not rig.failed
+    assert_same(rig, plain, removed)
+    for name in plain.outputs.keys() - removed:
+        assert rig.sampled.get(name) == plain.sampled.get(name)
 
 
 def test_a_text_that_is_guessed_comes_in_fewer_steps() -> None:

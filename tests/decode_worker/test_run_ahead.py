@@ -17,6 +17,7 @@ from kvrelay.engine.step.leader import Leader
 from kvrelay.engine.step.sequence import Sequence, SequenceStatus
 from kvrelay.worker.model_worker import Add, Remove
 from tests.decode_worker.rig import Rig, Watched, greedy
+from tests.decode_worker.workload import add_all, assert_same
 from tests.guides import ChainState, TokensState
 
 VOCAB = 50
@@ -25,28 +26,6 @@ GREEDY = greedy(12)
 
 def fake_rig(num_blocks: int = 64, *, runs_ahead: bool, **settings: int) -> Rig:
     return Rig(FakeEngine(fake_card(num_blocks=num_blocks, vocab_size=VOCAB), runs_ahead=runs_ahead), **settings)
-
-
-def workload(seed: int) -> list[tuple[str, list[int], SamplingParams, bool, int]]:
-    """Requests of all kinds: (name, prompt, sampling, whether it was handed over, tokens of its guide)."""
-    draws = random.Random(seed)
-    made = []
-    for index in range(draws.randint(3, 10)):
-        sampling = SamplingParams(
-            max_tokens=draws.randint(1, 20),
-            temperature=draws.choice((0.0, 1.0)),
-            seed=draws.randrange(2**32),
-            stop_token_ids=tuple(draws.sample(range(VOCAB), draws.choice((0, 2, 8)))),
-            min_tokens=draws.choice((0, 0, 0, 4)),
-            bad_words=((1, 2),) if draws.random() < 0.1 else (),
-            watermark=Watermark() if draws.random() < 0.1 else None,
-            num_logprobs=draws.choice((None, 2)),
-            repetition_penalty=draws.choice((1.0, 1.0, 1.2)),
-            logit_bias=((3, 1.0),) if draws.random() < 0.2 else (),
-        )
-        prompt = [draws.randrange(VOCAB) for _ in range(draws.randint(1, 17))]
-        made.append((f"r{index}", prompt, sampling, draws.random() < 0.7, draws.choice((0, 0, 0, 7, 30))))
-    return made
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -59,37 +38,15 @@ def test_the_output_is_that_of_an_engine_that_does_not_run_ahead(seed: int) -> N
         max_batched_tokens=draws.choice((16, 24, 512)),
     )
     plain = fake_rig(256, runs_ahead=False)
-    removed = set()
-    for name, prompt, sampling, handed_over, guided in workload(seed):
-        plain.add(name, prompt, sampling, handed_over=handed_over, guide=ChainState(guided) if guided else None)
-        while not ahead.add(
-            name, prompt, sampling, handed_over=handed_over, guide=ChainState(guided) if guided else None
-        ):
-            ahead.let_go()
-            ahead.step()
-        for _ in range(draws.randint(0, 4)):
-            ahead.step()
-            if draws.random() < 0.5:
-                ahead.let_go()
-                ahead.scribble(draws.randint(1, 6))
-        if draws.random() < 0.15:
-            removed.add(name)
-            ahead.worker.handle(Remove((name, 1)))
-    plain.run()
+    removed = add_all(ahead, plain, seed, draws, most_steps=4)
     while ahead.worker.has_work() and draws.random() < 0.95:
         ahead.step()
         ahead.let_go()
         ahead.scribble(draws.randint(0, 6) or 1)
     ahead.let_go()
     ahead.run()
-    for name, output in plain.outputs.items():
-        found = ahead.outputs[name]
-        if name in removed:
-            assert found == output[: len(found)]
-        else:
-            assert (found, ahead.ends.get(name)) == (output, plain.ends.get(name)), name
+    assert_same(ahead, plain, removed)
     assert set(ahead.ends) == set(plain.ends)
-    assert not ahead.failed
 
 
 def test_steady_decoding_always_has_a_step_under_way() -> None:

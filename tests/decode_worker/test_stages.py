@@ -10,8 +10,7 @@ from kvrelay.engine.fake.engine import FakeEngine, expected_output, fake_card
 from kvrelay.worker.model_worker import Remove
 from tests.decode_worker.rig import Rig, beams, expected_beams, greedy, token_lists
 from tests.decode_worker.test_drafts import FakeOracle
-from tests.decode_worker.test_run_ahead import workload
-from tests.guides import ChainState
+from tests.decode_worker.workload import add_all, assert_same
 
 VOCAB = 50
 
@@ -37,37 +36,15 @@ def test_the_output_is_that_of_one_stage(seed: int) -> None:
         max_batched_tokens=draws.choice((16, 24, 512)),
     )
     plain = fake_rig(1, 256)
-    removed = set()
     searches = {"search": beams(3, 8, stops=())} if draws.random() < 0.5 else {}
     for name, sampling in searches.items():
         staged.local(name, prompt_of(7), sampling)
-    for name, prompt, sampling, handed_over, guided in workload(seed):
-        plain.add(name, prompt, sampling, handed_over=handed_over, guide=ChainState(guided) if guided else None)
-        while not staged.add(
-            name, prompt, sampling, handed_over=handed_over, guide=ChainState(guided) if guided else None
-        ):
-            staged.let_go()
-            staged.step()
-        for _ in range(draws.randint(0, 4)):
-            staged.step()
-            if draws.random() < 0.5:
-                staged.let_go()
-                staged.scribble(draws.randint(1, 6))
-        if draws.random() < 0.15:
-            removed.add(name)
-            staged.worker.handle(Remove((name, 1)))
-    plain.run()
+    removed = add_all(staged, plain, seed, draws, most_steps=4)
     staged.let_go()
     staged.run()
-    for name, output in plain.outputs.items():
-        found = staged.outputs[name]
-        if name in removed:
-            assert found == output[: len(found)]
-        else:
-            assert (found, staged.ends.get(name)) == (output, plain.ends.get(name)), name
+    assert_same(staged, plain, removed)
     for name, sampling in searches.items():
         assert token_lists(staged.beams[name]) == expected_beams(prompt_of(7), sampling, VOCAB)
-    assert not staged.failed
 
 
 @pytest.mark.parametrize("num_stages", [2, 3])
