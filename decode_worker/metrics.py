@@ -6,7 +6,7 @@ from prometheus_client import CollectorRegistry, Counter
 
 
 class DraftMetrics:
-    """Tokens that were drafted, and those of them that came true, by drafter; the time that a draft model computed."""
+    """Tokens that were drafted, and those of them that came true, by drafter; the time that a draft model or a head computed."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._drafted = Counter(
@@ -17,13 +17,13 @@ class DraftMetrics:
         )
         self._computed_s = Counter(
             "kvrelay_draft_model_seconds_total",
-            "Time that the draft model computed between steps, for drafts or for texts that it had yet to read",
+            "Time that the draft model, or the head, computed between steps, for drafts or for texts that it had yet to read",
             ["work"],
             registry=registry,
         )
         self.failures = Counter(
             "kvrelay_draft_model_failures_total",
-            "Steps of the draft model that failed; after three in a row it is not asked any more",
+            "Steps of the draft model, or the head, that failed; after three in a row it is not asked any more",
             registry=registry,
         )
 

@@ -29,18 +29,20 @@ class DecodeSchedulerSettings(SchedulerSettings):
     max_waiting: int = setting(512, "sequences that may wait; one more is refused", minimum=1)
     speculation: str = setting(
         "off",
-        "what guesses the next tokens, which a step then computes together; the text stays the same: guide takes text that a JSON "
-        "schema or another guide forces, ngram looks others up in prompt and output, too, draft-model asks a smaller model",
-        choices=("off", "guide", "ngram", "draft-model"),
+        "what guesses the next tokens, which a step then computes together; the text stays the same: guide takes text that a "
+        "JSON schema or another guide forces, ngram looks others up in prompt and output, too, draft-model asks a smaller model, "
+        "head an EAGLE-3 head",
+        choices=("off", "guide", "ngram", "draft-model", "head"),
     )
     draft_model: str | None = setting(
         None,
         "model that guesses with --speculation draft-model, named as --model is; it must have the same tokens, and should be at "
-        "least five times as fast",
+        "least five times as fast; with --speculation head the model's EAGLE-3 head",
     )
     draft_kv_memory_mb: int = setting(
         256,
-        "memory of the draft model's own KV pool; streams that find no room in it get no guesses",
+        "memory of the draft model's own KV pool; streams that find no room in it get no guesses; of a head's, which all streams "
+        "share alike",
         unit="MiB",
         minimum=1,
     )

@@ -13,17 +13,19 @@ from kvrelay.decode_worker.draft_model import DraftModel
 from kvrelay.decode_worker.drafter import Drafter
 from kvrelay.decode_worker.drafts import Drafts
 from kvrelay.decode_worker.forced import GuideDrafter
+from kvrelay.decode_worker.head import HeadDrafter
 from kvrelay.decode_worker.metrics import DraftMetrics
 from kvrelay.decode_worker.ngram import NgramDrafter
 from kvrelay.decode_worker.scheduler import DecodeScheduler
 from kvrelay.decode_worker.service import DataPorts, DecodeService
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings, DecodeSettings
-from kvrelay.engine.factory import load_draft_engine
+from kvrelay.engine.factory import load_draft_engine, load_head, require_head
 from kvrelay.engine.kv.books import ledger_json, unbalanced
 from kvrelay.engine.kv.leased_blocks import LeasedBlocks
 from kvrelay.engine.load_progress import LoggedProgress
 from kvrelay.engine.settings import FakeSettings, KvSettings, ModelSettings, prompt_step_tokens
 from kvrelay.engine.step.interface import Engine
+from kvrelay.engine.step.leader import Leader
 from kvrelay.wire.blocks.pieces import pieces_of
 from kvrelay.wire.control.ticker import every
 from kvrelay.wire.leases.lease import LeaseSettings
@@ -60,6 +62,7 @@ class DecodeWorker(Worker[DecodeService]):
                 f"--max-batched-tokens is {max_batched_tokens}; it must be at least --max-num-seqs "
                 f"({settings.max_num_seqs}), so that every running sequence gets its token in every step"
             )
+        leader = Leader(engine)
         drafts, self.draft_model = None, None
         if drafters or draft_engine is not None or settings.speculation != "off":
             draft_metrics = DraftMetrics(setup.registry)
@@ -68,9 +71,13 @@ class DecodeWorker(Worker[DecodeService]):
                     draft_engine, card.vocab_size, max_batched_tokens, network.clock, draft_metrics
                 )
                 self.draft_model.measure()
-            drafters = drafters or drafters_of(settings.speculation, self.draft_model)
+            head = None
+            if settings.speculation == "head" and settings.draft_model is not None:
+                found = load_head(settings.draft_model, engine, settings.draft_kv_memory_mb)
+                head = HeadDrafter(found, leader.slot_of, network.clock, draft_metrics)
+            drafters = drafters or drafters_of(settings.speculation, self.draft_model or head)
             drafts = Drafts(drafters, settings.speculation_tokens, draft_metrics)
-        super().__init__(engine, settings, setup, partial(DecodeScheduler, drafts=drafts), DecodeService)
+        super().__init__(leader, settings, setup, partial(DecodeScheduler, drafts=drafts), DecodeService)
         self.leases = LeaseTable(
             LeaseSettings(
                 setup.epoch,
@@ -135,13 +142,13 @@ class DecodeWorker(Worker[DecodeService]):
             await asyncio.to_thread(receiver.stop)
 
 
-def drafters_of(speculation: str, draft_model: DraftModel | None) -> list[Drafter]:
-    """What the setting asks for, in the order in which they are asked."""
+def drafters_of(speculation: str, model: DraftModel | HeadDrafter | None) -> list[Drafter]:
+    """What the setting asks for, in the order in which they are asked. ``model``: what computes guesses, if anything does."""
     drafters: list[Drafter] = [GuideDrafter()]
     if speculation == "ngram":
         drafters.append(NgramDrafter())
-    if draft_model is not None:
-        drafters.append(draft_model)
+    if model is not None:
+        drafters.append(model)
     return drafters
 
 
@@ -150,14 +157,17 @@ def load_drafting(
 ) -> Engine | None:
     """The draft model that the settings ask for, whose name is a directory by now. Raises ModelError or SettingsError.
 
-    It is to be loaded before the model, whose pool then leaves it the memory that it has.
+    It is to be loaded before the model, whose pool then leaves it the memory that it has. A head is loaded behind the model.
     """
-    if (settings.speculation == "draft-model") != (settings.draft_model is not None):
+    if (settings.speculation in ("draft-model", "head")) != (settings.draft_model is not None):
         raise SettingsError(
             f"--speculation is {settings.speculation} and --draft-model {settings.draft_model}; a draft model needs both: "
-            "--speculation draft-model --draft-model NAME"
+            "--speculation draft-model --draft-model NAME, and so does a head: --speculation head"
         )
     if settings.draft_model is None:
+        return None
+    if settings.speculation == "head":
+        require_head(settings.draft_model, model, fake)
         return None
     return load_draft_engine(
         settings.draft_model,

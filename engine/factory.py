@@ -18,7 +18,7 @@ from kvrelay.engine.ranks.messages import LoadSettings
 from kvrelay.engine.ranks.nodes import OtherNodes
 from kvrelay.engine.sampling.processors import load_processors
 from kvrelay.engine.settings import FakeSettings, KvSettings, ModelSettings, prompt_step_tokens
-from kvrelay.engine.step.interface import Engine
+from kvrelay.engine.step.interface import DraftHead, Engine
 
 if TYPE_CHECKING:
     from kvrelay.engine.models.ranks import RankPart
@@ -131,6 +131,32 @@ def load_draft_engine(
         engine.card.num_blocks * engine.card.layout.block_size,
     )
     return engine
+
+
+def require_head(draft_model: str, model: ModelSettings, fake: FakeSettings) -> None:
+    """Raise ModelError unless a worker with these settings can have a head, as far as that is known before it loads its model."""
+    if fake.is_fake:
+        raise ModelError(f"--draft-model is {draft_model}; the fake engine has no hidden states: leave it out")
+    if model.num_ranks > 1:
+        raise ModelError(
+            f"--draft-model is {draft_model}, and the worker has {model.num_ranks} ranks (--tensor-parallel, --pipeline-parallel); "
+            "workers of several ranks have no heads: take --speculation ngram"
+        )
+
+
+def load_head(draft_model: str, engine: Engine, kv_memory_mb: int) -> DraftHead:
+    """Load the EAGLE-3 head in the directory ``draft_model`` beside an engine that computes no step yet; see ``require_head``.
+
+    ``kv_memory_mb``: of its pool. Raises ModelError if it is another model's, or the engine can have none.
+    """
+    directory = Path(draft_model)
+    if not directory.is_dir():
+        raise ModelError(f"--draft-model {draft_model!r} is not a head's directory; start through the kvrelay command")
+    from kvrelay.engine.torch_engine import TorchEngine  # noqa: PLC0415 - imports torch
+
+    if not isinstance(engine, TorchEngine):
+        raise ModelError(f"--draft-model is {draft_model}; an engine of several ranks, or a fake one, has no heads")
+    return engine.load_head(directory, kv_memory_mb * 2**20)
 
 
 def load_part(settings: LoadSettings, part: RankPart | None, progress: Callable[[int, int], None]) -> TorchEngine:

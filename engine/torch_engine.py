@@ -7,6 +7,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from kvrelay.common.kv_geometry import KvGeometry
 from kvrelay.common.model_card import KvLayout, ModelCard
 from kvrelay.engine.backends.cpu.build import cpu_ops, why_no_cpu_kernels
 from kvrelay.engine.backends.cuda.memory import GpuMemory
+from kvrelay.engine.backends.heads import make_head
 from kvrelay.engine.backends.options import (
     NUM_SPARE_BLOCKS,
     EngineOptions,
@@ -35,6 +37,7 @@ from kvrelay.engine.kv.geometry import geometry_of
 from kvrelay.engine.kv.pool import KvPool
 from kvrelay.engine.models.adapters import Adapters
 from kvrelay.engine.models.decoder import DecoderModel
+from kvrelay.engine.models.draft_head import HeadBesideModel
 from kvrelay.engine.models.ops import Model, StepGraphs, StepOps
 from kvrelay.engine.models.ranks import RankPart
 from kvrelay.engine.sampling.prompt_logprobs import prompt_logprobs
@@ -87,6 +90,7 @@ class TorchEngine:
         self._slots = Slots(options.max_num_seqs, max_blocks, len(card.layout.geometry.groups))
         # What each slot sampled last, where the next step finds it: before the host knows.
         self._sampled_tokens = torch.zeros(options.max_num_seqs, dtype=torch.int64, device=self._device)
+        self._head: HeadBesideModel | None = None
 
     @classmethod
     def load(
@@ -159,6 +163,21 @@ class TorchEngine:
         )
         return cls(card, model, cuda_ops, pool, options, graphs, adapters)
 
+    @torch.inference_mode()
+    def load_head(self, directory: Path, kv_bytes: int) -> HeadBesideModel:
+        """Load an EAGLE-3 head, which sees every later step. ``kv_bytes``: of its own pool.
+
+        Raises ModelError if it is another model's, or this engine cannot have one.
+        """
+        if not isinstance(self._model, DecoderModel):
+            raise ModelError(
+                f"{directory}: models that run through transformers have no heads: take --speculation ngram"
+            )
+        if self._graphs is not None:
+            raise ModelError(f"{directory}: CUDA graphs tell a head nothing: start with --no-cuda-graphs")
+        self._head = make_head(directory, kv_bytes, self._model, self._slots, self._options, self._device)
+        return self._head
+
     @property
     def card(self) -> ModelCard:
         """See Engine."""
@@ -223,6 +242,8 @@ class TorchEngine:
         if torch.get_num_threads() != self._options.num_threads:
             torch.set_num_threads(self._options.num_threads)  # the count is the calling thread's
         self._slots.apply(plan)
+        if self._head is not None:
+            self._head.apply(plan)
         batch = build_batch(plan, self._slots, self._card.layout.block_size)
         try:
             return self._launch(batch, plan.sampling)
@@ -280,7 +301,11 @@ class TorchEngine:
             self._adapters.begin_step(batch)
         elif batch.adapters is not None:
             raise ValueError("rows with adapters; the engine was started for none")
-        hidden = self._model.forward(there.token_ids, self._ops.begin_step(batch))
+        step = self._ops.begin_step(batch)
+        if self._head is None:
+            hidden = self._model.forward(there.token_ids, step)
+        else:
+            hidden = self._head.forward(there.token_ids, step, batch)
         if hidden is None or not len(batch.sampling_rows):
             return hidden, None
         is_all = len(batch.sampling_rows) == len(there.token_ids)

@@ -108,7 +108,9 @@ class LocalBackend:
         model = dataclasses.replace(settings.model, model=str(directory))
         scheduler, draft_model = settings.scheduler, settings.scheduler.draft_model
         if draft_model is not None:
-            scheduler = dataclasses.replace(scheduler, draft_model=str(resolve_model(draft_model)))
+            drafting = resolve_model(draft_model, needs_tokenizer=scheduler.speculation != "head")
+            scheduler = dataclasses.replace(scheduler, draft_model=str(drafting))
+            settings = dataclasses.replace(settings, scheduler=scheduler)
         draft_engine = load_drafting(scheduler, model, settings.kv, settings.fake)
         engine = load_engine(
             model,

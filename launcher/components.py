@@ -36,7 +36,9 @@ def run_decode_worker(settings: DecodeSettings) -> int:
 
     settings = _with_directory(settings)
     if (draft_model := settings.scheduler.draft_model) is not None:
-        scheduler = dataclasses.replace(settings.scheduler, draft_model=str(resolve_model(draft_model)))
+        is_model = settings.scheduler.speculation != "head"
+        directory = resolve_model(draft_model, needs_tokenizer=is_model)
+        scheduler = dataclasses.replace(settings.scheduler, draft_model=str(directory))
         settings = dataclasses.replace(settings, scheduler=scheduler)
     return serve(settings)
 

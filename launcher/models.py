@@ -36,10 +36,10 @@ _WEIGHTS = ("*.safetensors",)
 _REST = ("*.json", "*.jinja")
 
 
-def resolve_model(name: str, *, needs_weights: bool = True) -> Path:
+def resolve_model(name: str, *, needs_weights: bool = True, needs_tokenizer: bool = True) -> Path:
     """The directory of ``name``, absolute. Downloads or converts if need be, with progress on stderr.
 
-    Without ``needs_weights`` (a gateway) only config and tokenizer are asked for.
+    Without ``needs_weights`` (a gateway) only config and tokenizer are asked for. A head needs no tokenizer (``needs_tokenizer``).
 
     Raises ModelError if the directory lacks something, DownloadError if the model cannot be fetched.
     """
@@ -49,7 +49,7 @@ def resolve_model(name: str, *, needs_weights: bool = True) -> Path:
     if (gguf := _gguf_of(path)) is not None:
         return gguf_directory(gguf.resolve(), gguf.stem, models_cache(), convert)
     if path.is_dir():
-        return _checked(path.resolve(), needs_weights)
+        return _checked(path.resolve(), needs_weights, needs_tokenizer)
     if path.is_absolute() or name.startswith(("./", "../", "~")) or name.count("/") > 1:
         raise ModelError(
             f"{name} is not a directory; name a model directory, a GGUF file, a Hugging Face id, or 'demo'"
@@ -59,7 +59,7 @@ def resolve_model(name: str, *, needs_weights: bool = True) -> Path:
             f"{name!r} is neither a directory here nor a Hugging Face id such as HuggingFaceTB/SmolLM2-135M-Instruct; "
             "'demo' is the model that comes with kvrelay"
         )
-    return _checked(_download(name, needs_weights), needs_weights)
+    return _checked(_download(name, needs_weights, needs_tokenizer), needs_weights, needs_tokenizer)
 
 
 def find_configuration(name: str) -> Path:
@@ -171,28 +171,29 @@ def convert(gguf: Path, output: Path) -> None:
         raise ModelError(f"the conversion of {gguf} failed (exit code {done.returncode}):\n    {last}")
 
 
-def _checked(directory: Path, needs_weights: bool) -> Path:
+def _checked(directory: Path, needs_weights: bool, needs_tokenizer: bool) -> Path:
     if not (directory / "config.json").is_file():
         raise ModelError(f"{directory} has no config.json; a model directory has one (as saved by save_pretrained)")
     if needs_weights and not list(directory.glob("*.safetensors")):
         other = sorted(path.name for path in directory.glob("*.bin"))
         found = f"; it has {other[0]}: convert it with save_pretrained(…, safe_serialization=True)" if other else ""
         raise ModelError(f"{directory} has no *.safetensors files{found}")
-    if not (directory / "tokenizer.json").is_file():
+    if needs_tokenizer and not (directory / "tokenizer.json").is_file():
         raise ModelError(
             f"{directory} has no tokenizer.json; make one with AutoTokenizer.from_pretrained(…).save_pretrained(…)"
         )
     return directory
 
 
-def _download(name: str, needs_weights: bool) -> Path:
+def _download(name: str, needs_weights: bool, needs_tokenizer: bool) -> Path:
     from huggingface_hub import snapshot_download  # noqa: PLC0415 - a second to import
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError  # noqa: PLC0415
 
     advice = "check the name, the network (HTTPS_PROXY, HF_ENDPOINT), and HF_TOKEN for gated models, or name a local directory"
     try:  # what is there needs no network, and must not wait for one
         cached = Path(snapshot_download(name, local_files_only=True))
-        if (cached / "tokenizer.json").is_file() and not _missing(cached, needs_weights):
+        has_tokenizer = not needs_tokenizer or (cached / "tokenizer.json").is_file()
+        if has_tokenizer and not _missing(cached, needs_weights):
             return cached
     except (LocalEntryNotFoundError, OSError, ValueError):
         pass

@@ -7,6 +7,7 @@ import asyncio
 from prometheus_client import CollectorRegistry, Gauge
 
 from kvrelay.engine.step.interface import Engine
+from kvrelay.engine.step.leader import Leader
 from kvrelay.prefill_worker.links import DecodeLinks
 from kvrelay.prefill_worker.scheduler import PrefillScheduler
 from kvrelay.prefill_worker.service import PrefillService
@@ -32,7 +33,7 @@ class PrefillWorker(Worker[PrefillService]):
         setup: Setup,
         transfer_settings: TransferSettings | None = None,
     ) -> None:
-        super().__init__(engine, settings, setup, PrefillScheduler, PrefillService)
+        super().__init__(Leader(engine), settings, setup, PrefillScheduler, PrefillService)
         service, clock, card = self.service, setup.network.clock, engine.card
         self._links = DecodeLinks(card, setup, service, self._wire_metrics)
         settings_of_transfers = transfer_settings or TransferSettings()

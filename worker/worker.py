@@ -15,7 +15,6 @@ from kvrelay.common.clock import Clock
 from kvrelay.engine.kv.block_manager import BlockManager
 from kvrelay.engine.kv.books import ledger_json, unbalanced
 from kvrelay.engine.settings import prompt_step_tokens
-from kvrelay.engine.step.interface import Engine
 from kvrelay.engine.step.leader import Leader
 from kvrelay.wire.control.server import ControlServer
 from kvrelay.wire.messages import Role
@@ -45,14 +44,18 @@ class Worker(ABC, Generic[S]):
 
     def __init__(
         self,
-        engine: Engine,
+        leader: Leader,
         settings: SchedulerSettings,
         setup: Setup,
         make_scheduler: Callable[..., Scheduler],
         make_service: Callable[[WorkerIdentity, BlockManager, Clock], S],
     ) -> None:
-        """``make_scheduler``: of settings, blocks, the longest sequence, what computes, and ``num_stages``."""
-        card, network = engine.card, setup.network
+        """``leader``: of the engine that computes all steps.
+
+        ``make_scheduler``: of settings, blocks, the longest sequence, what computes, and ``num_stages``.
+        """
+        engine, network = leader.engine, setup.network
+        card = engine.card
         windows = card.layout.geometry.windows
         self.blocks = BlockManager(
             card.num_blocks * len(windows),
@@ -80,7 +83,7 @@ class Worker(ABC, Generic[S]):
             num_waiting=lambda: len(scheduler.waiting),
         )
         emit = partial(self._call_on_loop, service.on_report)
-        leader, canary = Leader(engine), None
+        canary = None
         if setup.canary_period_s:
             step_tokens = prompt_step_tokens(settings.max_batched_tokens, card.device_type)
             num_tokens = _CANARY_TOKENS if service.role is Role.DECODE else 1

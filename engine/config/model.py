@@ -112,7 +112,7 @@ class ModelConfig(ModelShape):
 
 def architecture_of(directory: Path) -> str:
     """The class of transformers that a checkpoint names. Raises ModelError on a missing or broken ``config.json``."""
-    return _architecture(_read_config(directory))
+    return _architecture(read_config(directory))
 
 
 def needs_transformers(backend: str, directory: Path) -> bool:
@@ -124,14 +124,15 @@ def needs_transformers(backend: str, directory: Path) -> bool:
 
 def load_config(directory: Path) -> ModelConfig:
     """Read ``config.json``. Raises ModelError on a missing or broken file, or a model that is not supported."""
-    return parse_config(_read_config(directory), str(directory))
+    return parse_config(read_config(directory), str(directory))
 
 
 def _architecture(config: Mapping[str, Any]) -> str:
     return str((config.get("architectures") or ["none"])[0])
 
 
-def _read_config(directory: Path) -> Mapping[str, Any]:
+def read_config(directory: Path) -> Mapping[str, Any]:
+    """A checkpoint's ``config.json``. Raises ModelError on a missing or broken one."""
     path = directory / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))

@@ -5,6 +5,7 @@ No state but weights; K/V live in the pool.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -30,6 +31,20 @@ class _Layer:
     mlp: Linear
 
 
+class Taps:
+    """What a step's layers are given, kept for those who look into a model."""
+
+    def __init__(self, layers: Collection[int]) -> None:
+        """``layers``: whose input is kept; the number of layers stands for what comes out of the last one."""
+        self._layers = layers
+        self.found: list[torch.Tensor] = []  # [num_tokens, hidden] each, in the layers' order
+
+    def see(self, layer: int, residual: torch.Tensor) -> None:
+        """The layer's input, which changes from now on."""
+        if layer in self._layers:
+            self.found.append(residual.clone())
+
+
 class DecoderModel:
     """Runs one step's tokens through all layers."""
 
@@ -47,6 +62,7 @@ class DecoderModel:
         are to add, and the configuration of the whole model; None: none ever.
         """
         self._config = config
+        self.dtype = weights.dtype
         self._ops = ops
         self._line = None if part is None else part.line
         cut = Cut() if part is None else part.cut
@@ -63,14 +79,18 @@ class DecoderModel:
             for index in cut.layers(config.num_layers)
         ]
 
-    def forward(self, token_ids: torch.Tensor, step: StepContext | LatentStep) -> torch.Tensor | None:
+    def forward(
+        self, token_ids: torch.Tensor, step: StepContext | LatentStep, taps: Taps | None = None
+    ) -> torch.Tensor | None:
         """Hidden states behind the last norm. ``token_ids`` ``[num_tokens]`` -> ``[num_tokens, hidden]``.
 
         A stage takes them from the stage in front, and hands them on; None if it is not the last one.
-        Side effect: K/V of every token are written into the pool.
+        Side effect: K/V of every token are written into the pool. ``taps`` see what all layers are given.
         """
         ops, layers, eps = self._ops, self._layers, self._config.rms_norm_eps
-        residual = self._come_in(token_ids)
+        residual = self.embed(token_ids)
+        if taps is not None:
+            taps.see(self._first, residual)
         hidden = ops.rms_norm(residual, layers[0].input_norm, eps)
         for place, layer in enumerate(layers):
             hidden = layer.attention(hidden, self._first + place, step)
@@ -82,6 +102,8 @@ class DecoderModel:
                 self._line.send(residual.add_(hidden))
                 return None
             hidden = ops.add_rms_norm(hidden, residual, norm, eps)
+            if taps is not None:
+                taps.see(self._first + place + 1, residual)
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -89,7 +111,7 @@ class DecoderModel:
         assert self._lm_head is not None, "only the last stage has logits"
         return self._lm_head(hidden)
 
-    def _come_in(self, token_ids: torch.Tensor) -> torch.Tensor:
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """What the first layer here adds to, ``[num_tokens, hidden]``."""
         if self._look_up is not None:
             return self._look_up(token_ids)

@@ -140,6 +140,28 @@ class AdapterSlots(Protocol):
         """Free a slot. No step has its rows, and no later plan names it before another ``load``."""
 
 
+@dataclass(frozen=True, slots=True)
+class HeadAsk:
+    """A text that a head is to go on with. The engine has computed all tokens but the last one, in a slot of its own."""
+
+    slot: int
+    token_ids: Seq[int]  # of prompt and output, read before the call returns
+    num_wanted: int
+
+
+class DraftHead(Protocol):
+    """A head beside a loaded model, which guesses tokens from the model's hidden states. Model thread only."""
+
+    def can_draft(self, slot: int, num_tokens: int) -> bool:
+        """Whether it has seen enough of the slot's text to go on behind so many tokens."""
+
+    def draft(self, asks: Seq[HeadAsk]) -> list[tuple[int, ...]]:
+        """Guesses for each, of different slots: as many as wanted, or none. One step of the head for each token of the longest.
+
+        They are sampled by the slot's parameters and noise, but for guides, processors, bias and forbidden tokens.
+        """
+
+
 class Engine(Protocol):
     """A loaded model with its KV pool."""
 

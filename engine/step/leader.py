@@ -84,6 +84,10 @@ class Leader:
         self.engine = engine
         self._planner = Planner(engine.num_slots, engine.card.vocab_size)
 
+    def slot_of(self, sequence: Sequence) -> int | None:
+        """The engine's slot that has the sequence since its last step; None: it has lost it, or never had one."""
+        return self._planner.slot_of(sequence)
+
     def step(self, rows: Seq[StepRow]) -> list[RowResult]:
         """Compute one ragged batch: write K/V of every row's tokens into its blocks, sample where a row ends.
 

@@ -58,6 +58,11 @@ class Planner:
         self._free = list(range(self._num_slots - 1, -1, -1))
         self._resets = True
 
+    def slot_of(self, sequence: Sequence) -> int | None:
+        """The slot that the sequence has; None: it has none."""
+        held = self._held.get(sequence)
+        return None if held is None else held.slot
+
     def plan(self, rows: Seq[StepRow], in_front: Collection[Sequence] | None = None) -> StepPlan:
         """The plan of ``rows``, those of a single token first.
 

@@ -16,6 +16,7 @@ from kvrelay.common.sampling import BeamSearch, SampledToken, SamplingParams
 from kvrelay.decode_worker.drafter import Drafter
 from kvrelay.decode_worker.drafts import Drafts
 from kvrelay.decode_worker.forced import GuideDrafter
+from kvrelay.decode_worker.head import HeadDrafter
 from kvrelay.decode_worker.metrics import DraftMetrics
 from kvrelay.decode_worker.scheduler import DecodeScheduler
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
@@ -25,7 +26,7 @@ from kvrelay.engine.fake.step import FakeSlots
 from kvrelay.engine.kv.block_manager import BlockManager
 from kvrelay.engine.kv.leased_blocks import lease_owner
 from kvrelay.engine.kv.owners import Owner, OwnerKind, sequence_owner
-from kvrelay.engine.step.interface import BlockStore, Engine, LaunchedStep, StepRow
+from kvrelay.engine.step.interface import BlockStore, DraftHead, Engine, LaunchedStep, StepRow
 from kvrelay.engine.step.leader import Leader
 from kvrelay.engine.step.plan import PlanRow, RowResult, SamplingInputs, StepPlan
 from kvrelay.engine.step.sequence import GuideState, Sequence
@@ -152,6 +153,7 @@ def beside(engine: Engine) -> Engine:
         other._slots, other._launched = FakeSlots(len(engine.card.layout.geometry.groups)), None
     else:
         other._slots, other._sampled_tokens = copy.deepcopy(other._slots), other._sampled_tokens.clone()
+        other._head = None
     return cast("Engine", other)
 
 
@@ -166,11 +168,14 @@ class Rig:
         pace: FakePace | None = None,
         windows: tuple[int | None, ...] = (None,),
         drafter: Drafter | None = None,
+        head: DraftHead | None = None,
         **settings: int | float,
     ) -> None:
         """``num_blocks``: of the pool, if not the engine's; without an engine, of a fake one. ``pace``: how long steps take.
 
         ``drafter``: of speculation, which then drafts what guides force, too.
+
+        ``head``: the engine's, which drafts instead.
 
         ``windows``: of a fake engine's groups of layers.
         """
@@ -194,7 +199,9 @@ class Rig:
         self._fingerprint = card.layout.fingerprint()
         max_model_len = min(card.max_model_len, num_blocks * card.layout.block_size)
         self.registry = CollectorRegistry()
-        drafts = None
+        drafts, leader = None, Leader(self.engine)
+        if head is not None:
+            drafter = HeadDrafter(head, leader.slot_of, lambda: 0.0, DraftMetrics(CollectorRegistry()))
         if drafter is not None:
             drafts = Drafts([GuideDrafter(), drafter], of_scheduler.speculation_tokens, DraftMetrics(self.registry))
         self.scheduler = DecodeScheduler(of_scheduler, self.blocks, max_model_len, "cpu", drafts, engine.num_stages)
@@ -207,7 +214,7 @@ class Rig:
         self.prompt_logprobs: dict[str, list[SampledToken]] = {}
         self.most_running = 0
         metrics = EngineMetrics(self.registry, self.blocks, num_running=lambda: 0, num_waiting=lambda: 0)
-        self.worker = ModelWorker(Leader(self.engine), self.scheduler, metrics, self._hear, lambda: self.now_s)
+        self.worker = ModelWorker(leader, self.scheduler, metrics, self._hear, lambda: self.now_s)
         self._scribble = b"\x42" * engine.store.block_nbytes  # as floats they are far from all keys and values
         self._lease: dict[int, memoryview] = {}
         self._num_added = 0

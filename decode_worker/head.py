@@ -1,0 +1,94 @@
+"""The drafter that asks an EAGLE-3 head, which reads the model's hidden states in the worker's own engine.
+
+A stream gets drafts once the head has seen some of its tokens computed here: behind a hand-off those that were generated here.
+A draft is sampled by the request's own parameters and noise, as with a draft model. Whatever goes wrong costs drafts, and no
+request. Model thread only.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+
+from kvrelay.common.clock import Clock
+from kvrelay.decode_worker.drafter import Wanted
+from kvrelay.decode_worker.metrics import DraftMetrics
+from kvrelay.decode_worker.row_cost import RowCost
+from kvrelay.engine.step.interface import DraftHead, HeadAsk
+from kvrelay.engine.step.sequence import Sequence
+
+logger = logging.getLogger(__name__)
+
+_NUM_IDLE = (
+    2000  # steps without a draft, after which it is not known any more what one costs: the machine may have been busy
+)
+_MAX_FAILURES = 3  # in a row; then there are no drafts any more
+
+
+class HeadDrafter:
+    """Implements :class:`kvrelay.decode_worker.drafter.Drafter`."""
+
+    name = "head"
+    num_trusted = 2
+
+    def __init__(
+        self, head: DraftHead, slot_of: Callable[[Sequence], int | None], clock: Clock, metrics: DraftMetrics
+    ) -> None:
+        """``slot_of``: see Leader."""
+        self._head = head
+        self._slot_of = slot_of
+        self._clock = clock
+        self._metrics = metrics
+        self._cost = RowCost()
+        self._num_idle = 0  # steps since the last draft
+        self._num_failures = 0  # in a row
+
+    def step_s(self, num_sequences: int) -> float:
+        """See Drafter."""
+        return self._cost.step_s(num_sequences) or 0.0
+
+    def propose(self, wanted: Wanted) -> Mapping[Sequence, tuple[int, ...]]:
+        """See Drafter."""
+        self._num_idle += 1
+        if self._num_idle > _NUM_IDLE:
+            self._cost, self._num_idle = RowCost(), 0
+        asks: dict[Sequence, HeadAsk] = {}
+        num_places = wanted.num_places
+        for sequence, most in wanted.num_tokens.items():
+            num_wanted = min(most, num_places)
+            slot = self._slot_if_ready(sequence, sequence.num_tokens)
+            if slot is not None and num_wanted > 0:
+                asks[sequence] = HeadAsk(slot, sequence.token_ids, num_wanted)
+                num_places -= num_wanted
+        return self._draft(asks) if asks else {}
+
+    def foresee(self, sequence: Sequence, max_tokens: int) -> tuple[int, ...] | None:
+        """See Drafter."""
+        return () if self._slot_if_ready(sequence, sequence.num_tokens + 1) is None else None
+
+    def forget(self, sequence: Sequence) -> None:
+        """See Drafter. What the head has of it goes with the engine's slot."""
+
+    def _slot_if_ready(self, sequence: Sequence, num_tokens: int) -> int | None:
+        """Where the engine has it, if the head can go on behind so many tokens."""
+        slot = self._slot_of(sequence)
+        if slot is None or self._num_failures >= _MAX_FAILURES or not self._head.can_draft(slot, num_tokens):
+            return None
+        return slot
+
+    def _draft(self, asks: Mapping[Sequence, HeadAsk]) -> Mapping[Sequence, tuple[int, ...]]:
+        begun_s = self._clock()
+        try:
+            drafts = self._head.draft(list(asks.values()))
+        except Exception:
+            self._num_failures += 1
+            self._metrics.failures.inc()
+            what_next = "there are no drafts any more" if self._num_failures >= _MAX_FAILURES else "it is asked again"
+            logger.exception("the head failed; requests go on without, and %s", what_next)
+            return {}
+        step_s = self._clock() - begun_s
+        self._metrics.computed("drafts", step_s)
+        if num_steps := max(map(len, drafts)):
+            self._cost.observe(len(asks), step_s / num_steps)
+            self._num_idle = self._num_failures = 0
+        return dict(zip(asks, drafts, strict=True))

@@ -1,0 +1,57 @@
+"""A head beside a loaded model: its weights, its pool and its operations."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import torch
+
+from kvrelay.common.errors import ModelError
+from kvrelay.engine.backends.cpu.build import cpu_ops
+from kvrelay.engine.backends.options import EngineOptions
+from kvrelay.engine.config.head import load_head_config
+from kvrelay.engine.config.model import load_config
+from kvrelay.engine.kv.geometry import geometry_of
+from kvrelay.engine.kv.pool import KvPool
+from kvrelay.engine.models.decoder import DecoderModel
+from kvrelay.engine.models.draft_head import HeadBesideModel
+from kvrelay.engine.models.ops import Ops
+from kvrelay.engine.step.slots import Slots
+from kvrelay.engine.weights.head import load_head_weights
+
+logger = logging.getLogger(__name__)
+
+_FEWEST_TOKENS = 64  # of a slot's share of the pool
+
+
+def make_head(
+    directory: Path, kv_bytes: int, target: DecoderModel, slots: Slots, options: EngineOptions, device: torch.device
+) -> HeadBesideModel:
+    """Load the head in ``directory`` for the model ``target``. ``kv_bytes``: of its pool, which ``slots`` have equal shares of.
+
+    Raises ModelError if it is another model's, its files are broken, or the pool is too small.
+    """
+    config = load_head_config(directory, load_config(options.model_dir))
+    weights = load_head_weights(directory, config, target.dtype, device)
+    geometry = geometry_of(config.layer, options.block_size, target.dtype)
+    num_slots = len(slots.sequences)
+    longest = -(-config.layer.max_position_embeddings // options.block_size)
+    num_blocks = min(kv_bytes // (num_slots * geometry.block_nbytes), longest)  # of each slot
+    if num_blocks * options.block_size < _FEWEST_TOKENS:
+        nbytes = num_slots * geometry.block_nbytes * -(-_FEWEST_TOKENS // options.block_size)
+        raise ModelError(
+            f"--draft-kv-memory-mb is {kv_bytes / 2**20:.0f}, {num_blocks * options.block_size} tokens for each of {num_slots} "
+            f"sequences; a head needs {_FEWEST_TOKENS}: take {-(-nbytes // 2**20)}, or fewer sequences (--max-num-seqs)"
+        )
+    pool = KvPool(geometry, num_slots * num_blocks, device)
+    num_tokens = num_blocks * options.block_size
+    logger.info("the head %s sees the last %d tokens of each of %d sequences", directory.name, num_tokens, num_slots)
+    ops: Ops
+    if device.type == "cpu":
+        ops = cpu_ops(options, config.layer, pool.tensor, num_tokens)
+    else:
+        from kvrelay.engine.backends.cuda.build import cuda_ops  # noqa: PLC0415 - a CPU worker may lack Triton
+
+        ops = cuda_ops(config.layer, pool, num_tokens, options, None)
+    return HeadBesideModel(config, weights, ops, target, slots, num_blocks, options.block_size)

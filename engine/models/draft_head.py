@@ -1,0 +1,232 @@
+"""A head beside a model: it keeps what it needs of the model's hidden states, slot by slot, and drafts from them.
+
+It sees of a text what this engine computed itself: from the first place on whose hidden states were here, each slot has a
+*stretch*. Behind a hand-off that is what was generated here; of a prompt that was computed here, the prompt, too. The head's K/V of
+a stretch lie in a pool of its own, in the same blocks for whoever has the slot, and its places are numbered from 0 (rotations
+depend on distances only). A stretch that has grown too long begins anew. Nothing of all this leaves the engine.
+
+Of single tokens a ring keeps the fused hidden states of the last places, until a draft is wanted: the token behind is known by
+then, and it is known which guesses held. So a head that is not asked costs a step little. Model thread only.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from kvrelay.engine.config.head import HeadConfig
+from kvrelay.engine.models.decoder import DecoderModel, Taps
+from kvrelay.engine.models.head import HeadModel
+from kvrelay.engine.models.ops import LatentStep, Ops, StepContext
+from kvrelay.engine.sampling.rows import Asking
+from kvrelay.engine.sampling.sampler import sample
+from kvrelay.engine.step.batch import Batch
+from kvrelay.engine.step.interface import HeadAsk
+from kvrelay.engine.step.plan import PlanRow, StepPlan, TableDelta
+from kvrelay.engine.step.slots import LOGPROBS, PROCESSORS, Ints, Slots
+from kvrelay.engine.weights.head import DraftHeadWeights
+
+logger = logging.getLogger(__name__)
+
+_FEWEST = 4  # places of a stretch: with less in sight a head is wrong too often
+_NUM_KEPT = 64  # places of a slot in the ring; more than a step's guesses
+
+
+@dataclass(slots=True)
+class _Stretch:
+    """Places of a slot's text, counted from its beginning: ``first`` <= ``done`` <= ``end``."""
+
+    first: int = 0
+    done: int = 0  # in front of it K/V are in the pool …
+    end: int = 0  # … and in front of this the ring has hidden states, perhaps of guesses, too
+
+    def begin(self, place: int) -> None:
+        """Anew; what the ring has from there on stays."""
+        self.first = self.done = place
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Places of one slot that the head computes: from ``start`` on, counted from the stretch's first."""
+
+    slot: int
+    start: int
+    token_ids: Seq[int]  # behind the places
+
+
+class HeadBesideModel:
+    """Implements :class:`kvrelay.engine.step.interface.DraftHead`."""
+
+    def __init__(
+        self, config: HeadConfig, weights: DraftHeadWeights, ops: Ops, target: DecoderModel, slots: Slots, num_blocks: int,
+        block_size: int,
+    ) -> None:  # fmt: skip
+        """``ops``: over the head's pool, with ``num_blocks`` for each slot of the engine's ``slots``."""
+        self._model = HeadModel(config, weights, ops, target.embed)
+        self._ops = ops
+        self._target = target
+        self._taps = frozenset(config.taps)
+        self._slots = slots
+        self._vocab_size = config.layer.vocab_size
+        self._token_ids = weights.token_ids
+        self._block_size = block_size
+        self._most = num_blocks * block_size  # places of a stretch
+        num_slots = len(slots.sequences)
+        self._tables: Ints = np.arange(num_slots * num_blocks, dtype=np.int64).reshape(1, num_slots, num_blocks)
+        # Told once, with the first batch.
+        self._deltas = tuple(TableDelta(slot, 0, tuple(self._tables[0, slot].tolist())) for slot in range(num_slots))
+        self._stretches = [_Stretch() for _ in range(num_slots)]
+        norm = weights.hidden_norm
+        self._ring = torch.zeros(num_slots * _NUM_KEPT, len(norm), dtype=norm.dtype, device=norm.device)
+        self._has_failed = False
+
+    def apply(self, plan: StepPlan) -> None:
+        """Whoever joins a slot has no stretch yet."""
+        for join in plan.joins:
+            self._stretches[join.slot] = _Stretch()
+
+    def forward(self, token_ids: torch.Tensor, step: StepContext | LatentStep, batch: Batch) -> torch.Tensor | None:
+        """The model's own forward pass, of which the head keeps what it needs. It fails only if the model's does."""
+        taps = Taps(self._taps)
+        hidden = self._target.forward(token_ids, step, taps)
+        if not self._has_failed:
+            try:
+                self._hear(batch, taps.found)
+            except Exception:
+                self._has_failed = True
+                logger.exception(
+                    "the head failed beside a step; requests go on without, and there are no drafts any more"
+                )
+        return hidden
+
+    def can_draft(self, slot: int, num_tokens: int) -> bool:
+        """See DraftHead."""
+        stretch, end = self._stretches[slot], num_tokens - 1
+        return not self._has_failed and stretch.done < end <= stretch.end and end - stretch.first >= _FEWEST
+
+    @torch.inference_mode()
+    def draft(self, asks: Seq[HeadAsk]) -> list[tuple[int, ...]]:
+        """See DraftHead."""
+        drafts: list[list[int]] = [[] for _ in asks]
+        runs: dict[int, _Run] = {}  # by the ask's place
+        for place, ask in enumerate(asks):
+            stretch = self._stretches[ask.slot]
+            if len(ask.token_ids) - stretch.first + ask.num_wanted > self._most:
+                stretch.begin(stretch.done)
+            if self.can_draft(ask.slot, len(ask.token_ids)):
+                behind = ask.token_ids[stretch.done + 1 :]
+                runs[place] = _Run(ask.slot, stretch.done - stretch.first, behind)
+        going_on = sorted(runs, key=lambda place: len(runs[place].token_ids) > 1)  # a batch has single tokens first
+        hidden = self._ring[self._kept([runs[place] for place in going_on])]
+        while going_on:
+            hidden, tokens = self._guess([asks[place] for place in going_on], hidden, [runs[place] for place in going_on],
+                                         [drafts[place] for place in going_on])  # fmt: skip
+            is_left: list[int] = []
+            for row, (place, token_id) in enumerate(zip(going_on, tokens, strict=True)):
+                run, ask = runs[place], asks[place]
+                if not drafts[place]:
+                    self._stretches[ask.slot].done = len(ask.token_ids) - 1
+                drafts[place].append(token_id)
+                runs[place] = _Run(run.slot, run.start + len(run.token_ids), (token_id,))
+                if len(drafts[place]) < ask.num_wanted:
+                    is_left.append(row)
+            hidden = hidden[is_left]
+            going_on = [going_on[row] for row in is_left]
+        return [tuple(draft) for draft in drafts]
+
+    def _guess(
+        self, asks: Seq[HeadAsk], hidden: torch.Tensor, runs: Seq[_Run], drafts: Seq[list[int]]
+    ) -> tuple[torch.Tensor, list[int]]:
+        """A token for each, behind its ``runs``; and what stands for the hidden states there."""
+        batch = self._batch(runs)
+        token_ids, last = self._ops.upload((batch.token_ids, batch.query_start_loc[1:] - 1))
+        hidden, logits = self._model.forward(hidden, token_ids, self._ops.begin_step(batch), last)
+        known = [len(self._slots.sequences[ask.slot].token_ids) for ask in asks]
+        behind = [
+            (*ask.token_ids[count:], *draft) for ask, count, draft in zip(asks, known, drafts, strict=True)
+        ]  # that the slots do not know
+        places = np.array([len(ask.token_ids) + len(draft) for ask, draft in zip(asks, drafts, strict=True)])
+        asking = Asking.of(self._slots, batch.slots, places, drafts=behind)
+        asking = replace(asking, asks=asking.asks & ~(LOGPROBS | PROCESSORS))
+        if not asking.asks.any():
+            return hidden, self._token_ids[self._ops.argmax(logits)].tolist()
+        # Noise chooses in the order of the model's vocabulary.
+        full = logits.new_full((len(asks), self._vocab_size), -torch.inf).index_copy_(1, self._token_ids, logits)
+        return hidden, sample(full, asking, None, self._ops, {}).tokens.tolist()
+
+    def _hear(self, batch: Batch, taps: Seq[torch.Tensor]) -> None:
+        """Keep a step's hidden states: single tokens' in the ring; of a prompt's chunk all K/V are computed at once."""
+        fused = self._model.fuse(taps)
+        ring_places: list[int] = []
+        kept: list[int] = []  # which of the step's tokens they are
+        chunks: list[tuple[_Run, torch.Tensor]] = []  # what is computed at once, and the hidden states there
+        for row, planned in enumerate(batch.rows):
+            stretch, start, end = self._stretches[planned.slot], planned.start, planned.start + planned.num_tokens
+            if not planned.draft_tokens and not stretch.done <= start <= stretch.end:
+                stretch.begin(start)  # what is in front was not computed here, or is computed again
+            stretch.end = end
+            if planned.num_tokens > 1:
+                if end - stretch.first > self._most:
+                    stretch.begin(max(start, end - self._most // 2))
+                run = self._known(planned, stretch)
+                before = self._ring[self._kept([replace(run, token_ids=run.token_ids[: max(0, start - stretch.done)])])]
+                first = int(batch.query_start_loc[row]) + max(0, stretch.done - start)
+                chunks.append((run, torch.cat((before, fused[first : first + len(run.token_ids) - len(before)]))))
+                stretch.done = end - 1
+            elif end - stretch.done > _NUM_KEPT:
+                stretch.begin(end - _NUM_KEPT)
+            ring_places.append(planned.slot * _NUM_KEPT + (end - 1) % _NUM_KEPT)
+            kept.append(int(batch.query_start_loc[row + 1]) - 1)
+        there, taken = self._ops.upload((np.array(ring_places), np.array(kept)))
+        self._ring.index_copy_(0, there, fused[taken])
+        if chunks:
+            chunks.sort(key=lambda chunk: len(chunk[1]) > 1)
+            own = self._batch([run for run, _ in chunks])
+            (token_ids,) = self._ops.upload((own.token_ids,))
+            self._model.write(torch.cat([there for _, there in chunks]), token_ids, self._ops.begin_step(own))
+
+    def _known(self, planned: PlanRow, stretch: _Stretch) -> _Run:
+        """Of a chunk's places those whose next token is in it, and what lies in front of it without K/V."""
+        behind = self._slots.sequences[planned.slot].token_ids[stretch.done + 1 : planned.start + planned.num_tokens]
+        return _Run(planned.slot, stretch.done - stretch.first, behind)
+
+    def _kept(self, runs: Seq[_Run]) -> torch.Tensor:
+        """Where in the ring the hidden states of all places are."""
+        places = [
+            run.slot * _NUM_KEPT + (self._stretches[run.slot].first + run.start + offset) % _NUM_KEPT
+            for run in runs
+            for offset in range(len(run.token_ids))
+        ]
+        (there,) = self._ops.upload((np.array(places, dtype=np.int64),))
+        return there
+
+    def _batch(self, runs: Seq[_Run]) -> Batch:
+        """The head's own step, single tokens first."""
+        slots = np.array([run.slot for run in runs], dtype=np.int64)
+        counts = np.array([len(run.token_ids) for run in runs], dtype=np.int64)
+        starts = np.array([run.start for run in runs], dtype=np.int64)
+        query_start_loc = np.concatenate(([0], np.cumsum(counts)))
+        row_of_token = np.repeat(np.arange(len(runs)), counts)
+        positions = np.arange(query_start_loc[-1]) - query_start_loc[row_of_token] + starts[row_of_token]
+        block_ids = self._tables[:, slots[row_of_token], positions // self._block_size]
+        deltas, self._deltas = self._deltas, ()
+        return Batch(
+            rows=tuple(PlanRow(run.slot, run.start, len(run.token_ids)) for run in runs),
+            slots=slots,
+            token_ids=np.array([token_id for run in runs for token_id in run.token_ids], dtype=np.int64),
+            is_fed=None,
+            positions=positions,
+            slot_mapping=block_ids * self._block_size + positions % self._block_size,
+            query_start_loc=query_start_loc,
+            seq_lens=starts + counts,
+            max_blocks=int(-(-(starts + counts).max() // self._block_size)),
+            slot_tables=self._tables,
+            table_deltas=deltas,
+            num_decode_rows=int((counts == 1).sum()),
+            sampling_rows=np.arange(len(runs)),
+            max_query_len=int(counts.max()),
+        )

@@ -1,0 +1,134 @@
+"""An EAGLE-3 head in the real engine: random requests get the bits that they get without; a head that knows the text is right."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import transformers
+
+from kvrelay.common.sampling import SamplingParams
+from kvrelay.engine.torch_engine import TorchEngine
+from tests.decode_worker.rig import Rig, greedy
+from tests.decode_worker.test_run_ahead_torch import sampling, unlike_the_last
+from tests.engine.conftest import SIZES, VOCAB, load, save_model
+from tests.guides import ChainState, TokensState
+from tests.heads import WIDE, save_head, save_known_pair
+
+NUM_BLOCKS = 80
+KV_BYTES = 2**24
+# Our CPU kernels, which give a row the same bits in any batch.
+OPTIONS: dict[str, Any] = {"dtype": "bfloat16", "cpu_kernels": "native", "num_blocks": NUM_BLOCKS, "block_size": 8}
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
+    """Models with heads: one that knows it by heart, one that is wrong now and then, and one that knows nothing."""
+    pairs = {
+        name: (tmp_path_factory.mktemp(name), tmp_path_factory.mktemp("head")) for name in ("known", "nearly", "random")
+    }
+    save_known_pair(*pairs["known"])
+    save_known_pair(*pairs["nearly"], mistakes=0.1)
+    save_model(pairs["random"][0], transformers.Qwen3Config(**{**SIZES, **WIDE}))
+    save_head(pairs["random"][1], pairs["random"][0], num_drafted=66)
+    return pairs
+
+
+def engine_of(directory: Path, run_ahead: str = "off") -> TorchEngine:
+    return load(directory, processors={"unlike": unlike_the_last}, run_ahead=run_ahead, **OPTIONS)
+
+
+@pytest.mark.parametrize("pair", ["known", "nearly", "random"])
+@pytest.mark.parametrize("seed", range(3))
+def test_every_request_gets_the_bits_that_it_gets_alone(
+    directories: dict[str, tuple[Path, Path]], pair: str, seed: int
+) -> None:
+    """Greedy, at random, penalised, guided, of a request with n, preempted, from a cached prompt; with log probabilities."""
+    draws = random.Random(seed)
+    model, head = directories[pair]
+    plain = engine_of(model)
+    wanted, alone = {}, {}
+    shared = [draws.randrange(VOCAB) for _ in range(40)]
+    for index in range(8):
+        prompt, params = [draws.randrange(VOCAB) for _ in range(draws.randint(1, 60))], sampling(draws)
+        prompt = shared[: draws.choice((0, 0, 24, 40))] + prompt
+        params = msgspec.structs.replace(params, choice=index % 3, num_logprobs=draws.choice((None, 2)))
+        name, handed_over, guided = f"r{index}", draws.random() < 0.6, draws.choice((0, 0, 0, 0, 5, 40))
+        wanted[name] = (prompt, params, handed_over, guided)
+        rig = alone[name] = Rig(plain)
+        rig.add(name, prompt, params, handed_over=handed_over, guide=ChainState(guided) if guided else None)
+        rig.run()
+    engine = engine_of(model, draws.choice(("on", "off")))
+    rig = Rig(
+        engine,
+        draws.choice((16, 24, NUM_BLOCKS)),
+        head=engine.load_head(head, KV_BYTES),
+        max_num_seqs=draws.choice((5, 16, 32)),
+        max_batched_tokens=draws.choice((32, 512)),
+    )
+    for name, (prompt, params, handed_over, guided) in wanted.items():
+        while not rig.add(name, prompt, params, handed_over=handed_over, guide=ChainState(guided) if guided else None):
+            rig.let_go()
+            rig.step()
+        for _ in range(draws.randint(0, 3)):
+            rig.step()
+            rig.let_go()
+            rig.scribble(draws.randint(1, 5))
+    rig.run()
+    assert rig.drafted_by("head") > 0
+    for name, (_, params, *_) in wanted.items():
+        assert rig.outputs[name] == alone[name].outputs[name], (name, params)
+        assert rig.ends.get(name) == alone[name].ends.get(name), (name, params)
+        assert rig.sampled.get(name, []) == alone[name].sampled.get(name, [])
+
+
+@pytest.mark.parametrize(("pair", "least", "most"), [("known", 0.9, 1.0), ("nearly", 0.3, 0.9), ("random", 0.0, 0.2)])
+def test_drafts_come_true_as_far_as_the_head_knows_the_text(
+    directories: dict[str, tuple[Path, Path]], pair: str, least: float, most: float
+) -> None:
+    """Also at random: both sample by the same noise. One that knows nothing is hardly asked."""
+    requests = {
+        "greedy": SamplingParams(max_tokens=100, temperature=0.0),
+        "random": SamplingParams(max_tokens=100, temperature=0.9, seed=5, top_p=0.9),
+        "penalised": SamplingParams(
+            max_tokens=100, temperature=0.7, seed=6, presence_penalty=0.4, repetition_penalty=1.2
+        ),
+    }
+    model, head = directories[pair]
+    engine = engine_of(model)
+    rig = Rig(engine, head=engine.load_head(head, KV_BYTES))
+    for place, (name, params) in enumerate(requests.items()):
+        rig.add(name, [1, 2, 3, 4, place], params, handed_over=place % 2 == 0)
+    rig.add("forced", [1, 2, 3], requests["random"], guide=TokensState([*range(30, 60)]))
+    rig.run()
+    accepted = rig.registry.get_sample_value("kvrelay_accepted_draft_tokens_total", {"drafter": "head"}) or 0
+    assert least <= accepted / rig.drafted_by("head") <= most
+    assert (rig.drafted_by("head") > 200) == (pair != "random")
+    num_steps = len(rig.engine.rows)
+    assert (num_steps < 60) == (pair == "known"), f"{num_steps} steps"
+
+
+def test_a_head_that_fails_is_not_asked_any_more(
+    directories: dict[str, tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And then steps run ahead as without."""
+    model, directory = directories["known"]
+    engine = engine_of(model, "on")
+    head = engine.load_head(directory, KV_BYTES)
+    num_calls = 0
+
+    def fail(*_: object) -> None:
+        nonlocal num_calls
+        num_calls += 1
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(head._model, "forward", fail)
+    rig = Rig(engine, head=head)
+    rig.add("r", [1, 2, 3], greedy(60))
+    rig.run()
+    assert len(rig.outputs["r"]) == 60
+    assert num_calls == 3
+    assert max(rig.engine.depths) == 1

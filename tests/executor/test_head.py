@@ -1,0 +1,64 @@
+"""An EAGLE-3 head in this process: the same texts, and what does not go together is refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvrelay.common.errors import ModelError, SettingsError
+from kvrelay.executor import LLM, Request, SamplingParams, StructuredOutputsParams
+from tests.draft_pairs import save_pair
+from tests.heads import save_head
+
+from ..relay.http_gateway import VOCAB, write_model
+
+OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "bfloat16", "threads": 1, "kv_memory_mb": 64}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """A model with a tokenizer, and a head of it that knows nothing, without one."""
+    model, shallow, head = (tmp_path_factory.mktemp(name) for name in ("deep", "shallow", "head"))
+    save_pair(model, shallow, 12, vocab_size=VOCAB, hidden_size=64, num_attention_heads=4, head_dim=32)
+    write_model(model)
+    save_head(head, model, num_drafted=VOCAB // 2)
+    return str(model), str(head)
+
+
+def test_the_texts_are_those_without(pair: tuple[str, str]) -> None:
+    people = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 12}}, "required": ["name"]}
+    guided = StructuredOutputsParams(json=people)
+    requests = [
+        Request("the quick brown fox", SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=2)),
+        Request("the lazy dog", SamplingParams(seed=3, n=3, max_tokens=40, ignore_eos=True)),
+        Request("again and again", SamplingParams(seed=4, max_tokens=40, repetition_penalty=1.2, ignore_eos=True)),
+        Request("as JSON", SamplingParams(seed=5, max_tokens=40, structured_outputs=guided)),
+    ]
+    with LLM(pair[0], **OPTIONS) as plain:
+        expected = [output.outputs for output in plain.generate(requests)]
+    with LLM(pair[0], speculation="head", draft_model=pair[1], **OPTIONS) as llm:
+        assert [output.outputs for output in llm.generate(requests)] == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"speculation": "head"}, SettingsError, "needs both: .* --speculation head"),
+        ({"tensor_parallel": 2}, ModelError, "workers of several ranks have no heads"),
+        ({"backend": "transformers"}, ModelError, "models that run through transformers have no heads"),
+        ({"engine": "fake"}, ModelError, "the fake engine has no hidden states"),
+        ({"draft_kv_memory_mb": 1, "max_num_seqs": 512}, ModelError, "--draft-kv-memory-mb is 1, .* a head needs 64"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(
+    pair: tuple[str, str], options: dict[str, Any], error: type[Exception], match: str
+) -> None:
+    given = options if error is SettingsError else {"speculation": "head", "draft_model": pair[1], **options}
+    with pytest.raises(error, match=match):
+        LLM(pair[0], **given, **OPTIONS)
+
+
+def test_a_model_is_no_head(pair: tuple[str, str]) -> None:
+    with pytest.raises(ModelError, match=r"config.json has no 'draft_vocab_size'; it is no EAGLE-3 head"):
+        LLM(pair[0], speculation="head", draft_model=pair[0], **OPTIONS)
