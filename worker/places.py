@@ -20,6 +20,8 @@ class Places:
 
     def wait(self, sequence: Sequence) -> None:
         """It stands in line from now on."""
+        if not self.waiting and not self.running:
+            self.fair.rest()
         if sequence.tags.start is None:
             self.fair.come(sequence)
         self.waiting.append(sequence)

@@ -38,7 +38,7 @@ class WorkerSettings:
     served_model_name: str | None = setting(None, SERVED_MODEL_NAME_HELP)
     drain_s: float = setting(30.0, "how long running requests may finish after SIGTERM", unit="s", minimum=0)
     canary_period_s: float = setting(
-        0.0,
+        60.0,
         "time between checks of an idle worker: it computes a known prompt, and ends if the answer differs from its first; 0: "
         "never",
         unit="s",

@@ -182,10 +182,12 @@ def _load(worker: Worker, breaker: BreakerState) -> Load:
 
 def _begun(records: Records, since_s: float) -> Iterator[tuple[AttemptNote, int]]:
     """Attempts that began since then, with the prompt tokens that were to compute, as far as known."""
-    for request in records.running:
+    for request in records.running:  # thousands, of which most began long ago
         for sequence in request.sequences:
-            num_tokens = len(sequence.prompt_token_ids) - (sequence.num_cached_tokens or 0)
-            yield from ((note, num_tokens) for note in _lately(sequence.timings.notes, since_s))
+            notes = sequence.timings.notes
+            if notes and notes[-1].begun_s >= since_s:
+                num_tokens = len(sequence.prompt_token_ids) - (sequence.num_cached_tokens or 0)
+                yield from ((note, num_tokens) for note in _lately(notes, since_s))
     for record in records.ended:
         if record.ended_s is not None and record.ended_s < since_s:
             return

@@ -78,7 +78,7 @@ for address, role in zip(sys.argv[1:], (Role.PREFILL, Role.DECODE), strict=True)
 @pytest.fixture(scope="module")
 def release(cluster: Cluster) -> Iterator[Release]:
     """Gateway, prefill and decode twice each; API keys asked for; every prompt takes the relay."""
-    worker = {"settings": {"dtype": "float32", "kv_memory_mb": 256, "canary_period_s": 2}}
+    worker = {"settings": {"dtype": "float32", "kv_memory_mb": 256}}
     values = {
         "gateway": {"settings": {"local_prefill": "fallback"}},
         "prefill": worker,

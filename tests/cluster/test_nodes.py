@@ -22,7 +22,7 @@ SET = "relay-kvrelay-decode-worker"
 @pytest.fixture(scope="module")
 def release(cluster: Cluster) -> Iterator[Release]:
     """A gateway, a prefill worker of one rank, two decode workers of three pods each."""
-    small = {"dtype": "float32", "kv_memory_mb": 64, "canary_period_s": 5}
+    small = {"dtype": "float32", "kv_memory_mb": 64}
     values = {
         "gateway": {"replicas": 1, "settings": {"local_prefill": "fallback"}},
         "prefill": {"replicas": 1, "settings": small},

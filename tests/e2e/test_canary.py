@@ -1,13 +1,16 @@
 """A bit of a weight flips in the memory of a running prefill worker, under a stream whose prompt it computed.
 
 Its canary finds that out, nothing of it is used any more, the process ends with its own exit code, and the client notices nothing.
+Where Prometheus is installed, its alert fires.
 """
 
 from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Iterator
+import shutil
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +25,9 @@ from kvrelay.worker.worker import WRONG_EXIT_CODE
 from tests.bit_flips import flip_bit
 from tests.reliability.figures import wait_until
 
+from ..helm.alerts import groups
 from .conftest import PATIENCE_S
+from .prometheus import prometheus_of
 from .promises import Wish, ask_alone
 from .test_demo import http
 from .test_same_seed import Stream
@@ -50,12 +55,16 @@ def checked(model_directory: Path) -> Iterator[LocalDeployment]:
 
 
 async def test_a_bit_that_flips_in_a_running_worker_costs_its_clients_nothing(
-    checked: LocalDeployment, model_directory: Path
+    checked: LocalDeployment, model_directory: Path, tmp_path: Path
 ) -> None:
     answers = await ask_alone(checked.url, {"story": STORY, **OTHERS})
     [expected] = [(one["text"], one["token_ids"]) for one in answers["story"].choices]
     await asyncio.to_thread(wait_until, lambda: has_checked(checked), PATIENCE_S, "two canaries of each prefill worker")
-    async with http(checked) as client, asyncio.TaskGroup() as running:
+    async with (
+        fires("KvrelayComputesWrongly", checked, tmp_path),
+        http(checked) as client,
+        asyncio.TaskGroup() as running,
+    ):
         stream = Stream("story", STORY)
         running.create_task(stream.run(client))
         await stream.is_under_way.wait()
@@ -71,6 +80,19 @@ async def test_a_bit_that_flips_in_a_running_worker_costs_its_clients_nothing(
     assert worker_at(checked, moved[1]) != worker
     await asyncio.to_thread(checked.wait_ready, timeout_s=120)
     await asyncio.to_thread(wait_until, lambda: not holders(checked), PATIENCE_S, "only canaries hold blocks")
+
+
+@asynccontextmanager
+async def fires(alert: str, deployment: LocalDeployment, directory: Path) -> AsyncIterator[None]:
+    """An alert of the chart that is silent at the beginning of the block fires before its end, or some time behind it."""
+    if shutil.which("prometheus") is None or shutil.which("helm") is None:
+        yield
+        return
+    async with prometheus_of({"gateway-0": deployment.admin_urls["gateway"]}, directory, groups()) as prometheus:
+        await prometheus.until_data({"the gateway": "kvrelay_distrusted_workers_total"})
+        async with asyncio.TaskGroup() as watching:
+            watching.create_task(prometheus.until_fired({alert}))
+            yield
 
 
 async def attempts(client: httpx.AsyncClient, stream: Stream) -> list[str]:
