@@ -32,6 +32,7 @@ from kvrelay.engine.config.tokenizer import check_tokenizer
 from kvrelay.engine.kv.copies import CudaCopies, StagingPlan
 from kvrelay.engine.kv.geometry import geometry_of
 from kvrelay.engine.kv.pool import KvPool
+from kvrelay.engine.models.adapted_layers import in_other_stages
 from kvrelay.engine.models.adapters import Adapters
 from kvrelay.engine.models.decoder import DecoderModel
 from kvrelay.engine.models.ops import Model, StepGraphs, StepOps
@@ -143,7 +144,9 @@ class TorchEngine:
             if rounding is not None and weights.lm_head is not None:
                 assert isinstance(weights.lm_head, torch.Tensor), "the head was rounded before"
                 weights.lm_head = rounded(weights.lm_head, rounding)
-            adapters = Adapters(ops.make_low_rank(dtype), dtype, device) if options.adapter_bytes else None
+            adapters: Adapters | None = None
+            if options.adapter_bytes:
+                adapters = Adapters(ops.make_low_rank(dtype), dtype, device, in_other_stages(whole, cut))
             model = DecoderModel(config, weights, ops, part, None if adapters is None else (adapters, whole))
             return cls(card, model, ops, pool, options, None, adapters)
         model, cuda_ops, graphs, adapters = cuda_model(
