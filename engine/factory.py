@@ -61,11 +61,6 @@ def load_engine(
     settings = LoadSettings(model, kv, max_num_seqs, max_batched_tokens, decodes)
     if model.num_ranks == 1:
         return load_part(settings, None, progress)
-    if nodes is not None and model.adapters is not None:
-        raise ModelError(
-            f"--nodes is {nodes.place.num_nodes} and --adapters is set; ranks of several nodes serve no adapters: take 1, or "
-            "leave --adapters out"
-        )
     if model.pipeline_parallel > 1:
         _require_stages(model, directory)
     num_local = model.num_ranks if nodes is None else nodes.place.num_local
@@ -215,8 +210,6 @@ def _require_stages(model: ModelSettings, directory: Path) -> None:
     asked = f"--pipeline-parallel is {model.pipeline_parallel}"
     if needs_transformers(model.backend, directory):
         raise ModelError(f"{asked}; models that run through transformers have no stages: take 1")
-    if model.adapters is not None:
-        raise ModelError(f"{asked} and --adapters is set; stages serve no adapters: take 1, or leave --adapters out")
     require_stages(load_config(directory), model.pipeline_parallel)
 
 

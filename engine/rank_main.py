@@ -1,8 +1,8 @@
 """The process of one rank: joins its leader's group, loads its part of the model, does what it is told, ends with its leader.
 
-On the leader's host :mod:`kvrelay.engine.ranks.process` starts it, with the numbers of four descriptors: its link, those of its
-blocks and of its adapters, and memory that its leader shares. On another host :mod:`kvrelay.engine.ranks.host` does, with two, a
-line to that process and a pipe with the secret, and with the model's directory; its links go to the leader over TCP.
+On the leader's host :mod:`kvrelay.engine.ranks.process` starts it, with the numbers of three descriptors: its link, that of its
+blocks, and memory that its leader shares. On another host :mod:`kvrelay.engine.ranks.host` does, with two, a line to that process
+and a pipe with the secret, and with the directories of the model and of adapters; its links go to the leader over TCP.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
-from kvrelay.engine.ranks.adapters import AdapterServer, Launches, ToAdapters
+from kvrelay.engine.ranks.adapters import RankAdapters
 from kvrelay.engine.ranks.arrival import Host, NoLeaderError, find_leader
 from kvrelay.engine.ranks.link import Link
 from kvrelay.engine.ranks.messages import (
@@ -33,12 +34,15 @@ from kvrelay.engine.ranks.messages import (
     Leave,
     Leaving,
     Load,
+    LoadAdapter,
     Loaded,
     Logged,
     Ready,
     Sample,
     ToRank,
+    UnloadAdapter,
 )
+from kvrelay.engine.ranks.nodes import HostDirectories
 from kvrelay.engine.ranks.stages import LastStage
 from kvrelay.engine.step.interface import Engine, LaunchedStep
 from kvrelay.engine.step.plan import StepPlan
@@ -90,12 +94,11 @@ class Ends:
     carry: Callable[
         [], Callable[[torch.Tensor], None]
     ]  # begins to serve blocks; returns what takes the pool, once it is there
-    adapters: int | None = None  # a descriptor of the link that tells which to load, if the leader has one
     pool_memory: int | None = None  # a descriptor, if the leader shares it
-    model: str | None = None  # the model's directory here, if it is not the leader's
+    directories: HostDirectories | None = None  # here, if it is not the leader's host
 
 
-def here(link_descriptor: int, blocks_descriptor: int, adapters_descriptor: int, pool_memory: int) -> Ends:
+def here(link_descriptor: int, blocks_descriptor: int, pool_memory: int) -> Ends:
     """On the leader's host."""
 
     def carry() -> Callable[[torch.Tensor], None]:
@@ -112,10 +115,10 @@ def here(link_descriptor: int, blocks_descriptor: int, adapters_descriptor: int,
 
     link: Link[ToRank] = Link(socket.socket(fileno=link_descriptor), ToRank)
     logging.basicConfig(handlers=[_Lines(link.send)], format="%(message)s", force=True)
-    return Ends(link, _Pulse(link), os.environ, carry, adapters_descriptor, pool_memory)
+    return Ends(link, _Pulse(link), os.environ, carry, pool_memory)
 
 
-def there(host_descriptor: int, secret_descriptor: int, model: str) -> Ends:
+def there(host_descriptor: int, secret_descriptor: int, directories: HostDirectories) -> Ends:
     """On another host. Waits for a leader. Raises NoLeaderError."""
     host = Host(Link(socket.socket(fileno=host_descriptor), Leave))
     logging.basicConfig(handlers=[_Lines(host.send)], format="%(message)s", force=True)
@@ -144,7 +147,7 @@ def there(host_descriptor: int, secret_descriptor: int, model: str) -> Ends:
         return take
 
     logging.getLogger().addHandler(_Lines(link.send))
-    return Ends(link, _Pulse(link), {**os.environ, **meeting}, carry, model=model)
+    return Ends(link, _Pulse(link), {**os.environ, **meeting}, carry, directories=directories)
 
 
 def main(arguments: list[str]) -> NoReturn:
@@ -152,12 +155,11 @@ def main(arguments: list[str]) -> NoReturn:
     code = 0
     try:
         match arguments:
-            case [host, secret, "--model", model]:
-                ends = there(int(host), int(secret), model)
-            case [link, blocks, adapters, memory]:
-                ends = here(int(link), int(blocks), int(adapters), int(memory))
-        launches = Launches()
-        _serve(*_load(ends, launches), ends.link, launches)
+            case [host, secret, "--model", model, *more]:
+                ends = there(int(host), int(secret), HostDirectories(model, *more[1:]))
+            case [link, blocks, memory]:
+                ends = here(int(link), int(blocks), int(memory))
+        _serve(*_load(ends), ends.link)
     except EOFError:
         pass
     except NoLeaderError as error:
@@ -169,8 +171,8 @@ def main(arguments: list[str]) -> NoReturn:
     os._exit(code)  # the interpreter's own end would wait for collectives that nobody joins any more
 
 
-def _load(ends: Ends, launches: Launches) -> tuple[Engine, Cut]:
-    """The rank's part, and which one that is."""
+def _load(ends: Ends) -> tuple[Engine, Cut, RankAdapters | None]:
+    """The rank's part, which one that is, and its adapters."""
     link = ends.link
 
     def meet() -> None:
@@ -181,9 +183,10 @@ def _load(ends: Ends, launches: Launches) -> tuple[Engine, Cut]:
     load = link.receive()
     assert isinstance(load, Load), f"the leader begins with {load}"
     settings = load.settings
-    if ends.model is not None:
-        settings = msgspec.structs.replace(settings, model=replace(settings.model, model=ends.model))
+    own = ends.directories
     try:
+        if own is not None:
+            settings = msgspec.structs.replace(settings, model=own.over(settings.model))
         # torch takes seconds to import, in which the process must give signs of life.
         from kvrelay.engine.backends.options import device_of  # noqa: PLC0415
         from kvrelay.engine.config.cut import cuts_of  # noqa: PLC0415
@@ -199,33 +202,36 @@ def _load(ends: Ends, launches: Launches) -> tuple[Engine, Cut]:
         part = RankPart(cut, group, meet, meeting.local.num_ranks, ends.pool_memory, line=group)
         engine = load_part(settings, part, lambda done, total: None)
         give_blocks(engine.blocks)
+        adapters: RankAdapters | None = None
         if engine.adapters is not None:
-            assert ends.adapters is not None, "a worker of several nodes serves no adapters"
-            adapters: Link[ToAdapters] = Link(socket.socket(fileno=ends.adapters), ToAdapters)
-            server = AdapterServer(adapters, engine.adapters, launches)
-            threading.Thread(target=server.serve, daemon=True).start()
+            root = None if own is None or own.adapters is None else Path(own.adapters)
+            adapters = RankAdapters(engine.adapters, root, link.send)
     except Exception as error:
         link.send(Failed(str(error)))
         raise
     link.send(Loaded(engine.card))
-    return engine, cut
+    return engine, cut, adapters
 
 
-def _serve(engine: Engine, cut: Cut, link: Link[ToRank], launches: Launches) -> None:
+def _serve(engine: Engine, cut: Cut, adapters: RankAdapters | None, link: Link[ToRank]) -> None:
+    def receive(timeout_s: float | None = None) -> ToRank | None:
+        """The next message but for those of adapters."""
+        while isinstance(message := link.receive(timeout_s), LoadAdapter | UnloadAdapter):
+            assert adapters is not None, f"the leader says {message}, and this rank serves no adapters"
+            adapters.take(message)
+        return message
+
     launch: Callable[[StepPlan], LaunchedStep | None] = engine.launch
     if cut.num_stages > 1 and cut.is_last:
         launch = LastStage(engine, link.send if cut.rank == 0 else None).launch
     step: LaunchedStep | None = None
-    while (message := link.receive()) is not None:
+    while (message := receive()) is not None:
         if isinstance(message, Failed | Load):
             raise RuntimeError(f"the leader says {message}, where this rank could do what it was told")
         try:
             match message:
                 case Launch(plan):
-                    try:
-                        step = launch(plan)
-                    finally:
-                        launches.count()
+                    step = launch(plan)
                 case Sample(inputs):
                     assert step is not None, "the leader samples what was not launched"
                     step.sample(inputs)
@@ -233,7 +239,7 @@ def _serve(engine: Engine, cut: Cut, link: Link[ToRank], launches: Launches) -> 
                     engine.copy_blocks(pairs)
         except Exception as error:
             link.send(Failed(str(error)))
-            if not isinstance(link.receive(AGREE_S), Failed):
+            if not isinstance(receive(AGREE_S), Failed):
                 raise
 
 

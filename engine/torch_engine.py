@@ -30,11 +30,12 @@ from kvrelay.engine.backends.options import (
     rounding_of,
 )
 from kvrelay.engine.config.cut import Cut
-from kvrelay.engine.config.model import ModelShape, load_config
+from kvrelay.engine.config.model import ModelConfig, ModelShape, load_config
 from kvrelay.engine.config.tokenizer import check_tokenizer
 from kvrelay.engine.kv.copies import CudaCopies, StagingPlan
 from kvrelay.engine.kv.geometry import geometry_of
 from kvrelay.engine.kv.pool import KvPool
+from kvrelay.engine.models.adapted_layers import in_other_stages
 from kvrelay.engine.models.adapters import Adapters
 from kvrelay.engine.models.decoder import DecoderModel
 from kvrelay.engine.models.draft_head import HeadBesideModel
@@ -121,13 +122,7 @@ class TorchEngine:
             require_weight_format(rounding, device)
             require_fp8_products(activations, device)
             keeps = kept_weights(device)
-        kv_scales: torch.Tensor | None = None
-        if kv_dtype == torch.float8_e4m3fn:
-            if config.latent is not None:
-                raise ModelError(
-                    f"--kv-dtype is fp8; {config.architecture} keeps latents, which stay as they are: leave it at auto"
-                )
-            kv_scales = load_kv_scales(checkpoint_files(options.model_dir), config)
+        kv_scales = _kv_scales_of(options, config, kv_dtype)
         weights = load_weights(options.model_dir, whole, dtype, device, progress, rounding, cut, keeps, activations)
         if part is not None:
             part.meet()
@@ -155,7 +150,9 @@ class TorchEngine:
             if rounding is not None and weights.lm_head is not None:
                 assert isinstance(weights.lm_head, torch.Tensor), "the head was rounded before"
                 weights.lm_head = rounded(weights.lm_head, rounding)
-            adapters = Adapters(ops.make_low_rank(dtype), dtype, device) if options.adapter_bytes else None
+            adapters: Adapters | None = None
+            if options.adapter_bytes:
+                adapters = Adapters(ops.make_low_rank(dtype), dtype, device, in_other_stages(whole, cut))
             model = DecoderModel(config, weights, ops, part, None if adapters is None else (adapters, whole))
             return cls(card, model, ops, pool, options, None, adapters)
         model, cuda_ops, graphs, adapters = cuda_model(
@@ -378,3 +375,14 @@ def card_of(
         device_type=device.type,
         processors=tuple(options.processors),
     )
+
+
+def _kv_scales_of(options: EngineOptions, config: ModelConfig, kv_dtype: torch.dtype) -> torch.Tensor | None:
+    """What K/V in fp8 are divided by; None for any other ``kv_dtype``. Raises ModelError for latents."""
+    if kv_dtype != torch.float8_e4m3fn:
+        return None
+    if config.latent is not None:
+        raise ModelError(
+            f"--kv-dtype is fp8; {config.architecture} keeps latents, which stay as they are: leave it at auto"
+        )
+    return load_kv_scales(checkpoint_files(options.model_dir), config)

@@ -15,7 +15,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from kvrelay.engine.ranks.host import RankHost
-from kvrelay.engine.ranks.nodes import NodePlace
+from kvrelay.engine.ranks.nodes import HostDirectories, NodePlace
 from kvrelay.wire.messages import Role
 from kvrelay.wire.security.keys import WireKeys, keys_of
 from kvrelay.worker.process.run import ProcessSettings, serve_process
@@ -61,14 +61,16 @@ def serve_ranks(role: Role, settings: WorkerSettings, place: NodePlace) -> int:
     name = f"{settings.worker_id or role.value} (node {place.node_rank})"
     secret = ranks_secret(keys_of(settings.security, role, node_addresses(place)))
     process = ProcessSettings(settings.admin_host, settings.admin_port, settings.drain_s)
-    return serve_process(lambda: _Ranks(place, secret, settings.model.model), process, CollectorRegistry(), name)
+    return serve_process(
+        lambda: _Ranks(place, secret, HostDirectories.of(settings.model)), process, CollectorRegistry(), name
+    )
 
 
 class _Ranks:
     """Implements :class:`kvrelay.worker.process.run.Component`."""
 
-    def __init__(self, place: NodePlace, secret: bytes, model: str) -> None:
-        self._start = partial(RankHost, place, secret, model)
+    def __init__(self, place: NodePlace, secret: bytes, directories: HostDirectories) -> None:
+        self._start = partial(RankHost, place, secret, directories)
         self._host: RankHost | None = None
 
     @property

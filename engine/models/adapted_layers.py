@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from kvrelay.engine.config.cut import Cut
 from kvrelay.engine.config.model import ModelConfig
 from kvrelay.engine.models.adapters import AdaptedLayer, Adapters
 from kvrelay.engine.models.ops import Linear
+
+_LAYERS = "model.layers."  # and the layer's number, in a checkpoint's names
+
+
+def in_other_stages(whole: ModelConfig, cut: Cut) -> Callable[[str], bool]:
+    """Whether a module, by its name, is in one of the model's layers that another stage has."""
+    own = cut.layers(whole.num_layers)
+    others = tuple(f"{_LAYERS}{index}." for index in range(whole.num_layers) if index not in own)
+    return lambda module: module.startswith(others)
 
 
 class LayerAdapters:
@@ -52,7 +63,7 @@ class LayerAdapters:
         return self._adapted(linear, self._layer("mlp.down_proj", len(hidden), mid, hidden, self._cut.columns(mid)))
 
     def _layer(self, name: str, num_outputs: int, num_inputs: int, outputs: range, inputs: range) -> AdaptedLayer:
-        return AdaptedLayer(f"model.layers.{self._index}.{name}", num_outputs, num_inputs, outputs, inputs)
+        return AdaptedLayer(f"{_LAYERS}{self._index}.{name}", num_outputs, num_inputs, outputs, inputs)
 
     def _elements(self, num_heads: int) -> range:
         heads, size = self._cut.heads(num_heads), self._whole.head_dim

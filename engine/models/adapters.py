@@ -7,7 +7,7 @@ sites, of which any may be missing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,7 +44,15 @@ class Adapters:
     Sites are made while the model is. ``load`` and ``unload`` may be called beside steps, on one thread at a time.
     """
 
-    def __init__(self, products: LowRankProducts, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        products: LowRankProducts,
+        dtype: torch.dtype,
+        device: torch.device,
+        is_elsewhere: Callable[[str], bool] = lambda module: False,
+    ) -> None:
+        """``is_elsewhere``: whether a module is in another stage's layers; ranks of that stage say whether an adapter fits it."""
+        self._is_elsewhere = is_elsewhere
         self._products = products
         self._dtype = dtype
         self._device = device
@@ -115,6 +123,8 @@ class Adapters:
         """An adapter's layers by name. Raises AdapterError if this model lacks one, or has it in another shape."""
         layers = {layer.module: layer for site in self._sites for layer in site}
         for header in files.layers:
+            if self._is_elsewhere(header.module):
+                continue
             layer = layers.get(header.module)
             if layer is None:
                 raise AdapterError(

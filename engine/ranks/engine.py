@@ -30,11 +30,10 @@ from kvrelay.engine.kv.copies import CudaCopies
 from kvrelay.engine.kv.fragments import own_nbytes
 from kvrelay.engine.kv.gathered import GatheredStore, HostPart, Part
 from kvrelay.engine.models.ranks import RankPart
-from kvrelay.engine.ranks.adapters import AdapterLoaded, RankedAdapters
+from kvrelay.engine.ranks.adapters import RankedAdapters
 from kvrelay.engine.ranks.blocks import OwnBlocks
 from kvrelay.engine.ranks.door import Door
 from kvrelay.engine.ranks.group import Meeting, RankGroup
-from kvrelay.engine.ranks.link import Link
 from kvrelay.engine.ranks.messages import (
     AGREE_S,
     LOAD_S,
@@ -112,12 +111,6 @@ class Ranks:
     def cards(self) -> list[ModelCard]:
         """What they have loaded, once they have. Raises ModelError if one could not."""
         return [loaded.card for loaded in self._expect(Loaded)]
-
-    def adapter_links(self) -> list[Link[AdapterLoaded]]:
-        """To the parts of adapters, in the order of ranks. All ranks must be on this host."""
-        links = [rank.adapters for rank in self.others if isinstance(rank, RankProcess)]
-        assert len(links) == len(self.others), "a worker of several nodes serves no adapters"
-        return links
 
     def agree_on_failure(self, reason: str) -> bool:
         """This process could not do what it told them to do, for ``reason``; whether they could not, either."""
@@ -197,10 +190,7 @@ class RankedEngine:
         self._ranks = ranks
         self._group = group
         self._store = store
-        self._num_launched = 0
-        self._adapters: RankedAdapters | None = None
-        if own.adapters is not None:
-            self._adapters = RankedAdapters(own.adapters, ranks.adapter_links(), lambda: self._num_launched)
+        self._adapters = None if own.adapters is None else RankedAdapters(own.adapters, ranks.others)
 
     @classmethod
     def load(
@@ -265,7 +255,6 @@ class RankedEngine:
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """See Engine. Raises DeviceFailedError if a rank is lost."""
-        self._num_launched += 1
         step = self._together(Launch(plan), lambda: self._own.launch(plan))
         return _RankedStep(step, self) if self._num_stages == 1 else StagedStep(step, self._results)
 

@@ -15,7 +15,7 @@ import threading
 
 from kvrelay.engine.ranks.link import Link
 from kvrelay.engine.ranks.messages import SILENT_S, Leave, Logged, ToHost
-from kvrelay.engine.ranks.nodes import NodePlace
+from kvrelay.engine.ranks.nodes import HostDirectories, NodePlace
 from kvrelay.engine.ranks.start import end, how_it_ended, start_rank
 
 logger = logging.getLogger(__name__)
@@ -27,9 +27,9 @@ _AGAIN_S = 1.0  # between the end of a process and the start of the next one
 class RankHost:
     """All ranks of one node."""
 
-    def __init__(self, place: NodePlace, secret: bytes, model: str) -> None:
-        """Starts them. ``secret``: the leader has it, too. ``model``: the model's directory on this host."""
-        self._ranks = [_HostedRank(rank, place, secret, model) for rank in place.ranks]
+    def __init__(self, place: NodePlace, secret: bytes, directories: HostDirectories) -> None:
+        """Starts them. ``secret``: the leader has it, too."""
+        self._ranks = [_HostedRank(rank, place, secret, directories) for rank in place.ranks]
 
     @property
     def pids(self) -> dict[int, int]:
@@ -56,12 +56,12 @@ class RankHost:
 
 
 class _HostedRank:
-    def __init__(self, rank: int, place: NodePlace, secret: bytes, model: str) -> None:
+    def __init__(self, rank: int, place: NodePlace, secret: bytes, directories: HostDirectories) -> None:
         self.rank = rank
         self.pid: int | None = None
         self._environment = place.environment(rank)
         self._secret = secret
-        self._model = model
+        self._arguments = directories.arguments
         self._link: Link[ToHost] | None = None  # of the process that runs now
         self._leaving = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"rank-{rank}", daemon=True)
@@ -97,7 +97,7 @@ class _HostedRank:
             os.write(writing, self._secret)
             os.close(writing)
             with theirs:
-                process = start_rank(self._environment, (theirs.fileno(), reading), "--model", self._model)
+                process = start_rank(self._environment, (theirs.fileno(), reading), *self._arguments)
             os.close(reading)
             self.pid, self._link = process.pid, link
             reason = self._watch(link, process)

@@ -56,6 +56,27 @@ class Stepped(msgspec.Struct, frozen=True, tag=True):
     failed: str | None = None
 
 
+class LoadAdapter(msgspec.Struct, frozen=True, tag=True):
+    """Load your part of an adapter; see AdapterSlots.load. Other hosts have a folder of this name elsewhere."""
+
+    slot: int
+    directory: str
+    digest: str
+
+
+class UnloadAdapter(msgspec.Struct, frozen=True, tag=True):
+    """Free a slot. Nobody waits for it: the next load comes behind it."""
+
+    slot: int
+
+
+class AdapterLoaded(msgspec.Struct, frozen=True, tag=True):
+    """The part is there; or not, and why."""
+
+    failed: str | None = None
+    kind: str = ""  # of the failure; see :mod:`kvrelay.engine.ranks.adapters`
+
+
 class Failed(msgspec.Struct, frozen=True, tag=True):
     """Whoever says so could not do the latest; both ways."""
 
@@ -123,5 +144,5 @@ class Leave(msgspec.Struct, frozen=True, tag=True):
 
 FromLeader = Welcome | Refused
 ToHost = Alive | Logged
-ToRank = Load | Go | Launch | Sample | Copy | Failed
-FromRank = Ready | Loaded | Alive | Logged | Stepped | Failed | Leaving
+ToRank = Load | Go | Launch | Sample | Copy | LoadAdapter | UnloadAdapter | Failed
+FromRank = Ready | Loaded | Alive | Logged | Stepped | AdapterLoaded | Failed | Leaving

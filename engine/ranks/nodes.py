@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from kvrelay.common.errors import SettingsError
-from kvrelay.engine.settings import NodeSettings
+from kvrelay.common.errors import ModelError, SettingsError
+from kvrelay.engine.settings import ModelSettings, NodeSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +48,35 @@ class NodePlace:
             "GROUP_RANK": str(self.node_rank),
             "GROUP_WORLD_SIZE": str(self.num_nodes),
         }
+
+
+@dataclass(frozen=True, slots=True)
+class HostDirectories:
+    """Where a node that is not the leader's has what its ranks read."""
+
+    model: str
+    adapters: str | None = None
+
+    @classmethod
+    def of(cls, model: ModelSettings) -> HostDirectories:
+        """``model``: what that node was started with."""
+        return cls(model.model, model.adapters)
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """Of a rank's process."""
+        return "--model", self.model, *(() if self.adapters is None else ("--adapters", self.adapters))
+
+    def over(self, leaders: ModelSettings) -> ModelSettings:
+        """The leader's settings with this node's directories. Raises ModelError if one is missing."""
+        if leaders.adapters is None:
+            return replace(leaders, model=self.model)
+        if self.adapters is None:
+            raise ModelError(
+                f"the leader has --adapters {leaders.adapters}, and this node none: start all nodes with --adapters, each with "
+                "a directory of the same files"
+            )
+        return replace(leaders, model=self.model, adapters=self.adapters)
 
 
 @dataclass(frozen=True, slots=True)

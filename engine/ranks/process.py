@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 import torch
 
 from kvrelay.engine.kv.gathered import HostPart, Part
-from kvrelay.engine.ranks.adapters import AdapterLoaded
 from kvrelay.engine.ranks.blocks import BlocksOfRank, Moved, shared_bytes
 from kvrelay.engine.ranks.link import Link
 from kvrelay.engine.ranks.messages import FromRank
@@ -25,13 +24,11 @@ class RankProcess(Rank):
         # For its KV pool, which the leader reads and writes; of a pool on a GPU for one block, by ``blocks``.
         self._pool_memory = os.memfd_create(f"kvrelay-kv-{rank}")
         (ours, theirs), (our_blocks, their_blocks) = socket.socketpair(), socket.socketpair()
-        our_adapters, their_adapters = socket.socketpair()
-        with theirs, their_blocks, their_adapters:
-            descriptors = (theirs.fileno(), their_blocks.fileno(), their_adapters.fileno(), self._pool_memory)
+        with theirs, their_blocks:
+            descriptors = (theirs.fileno(), their_blocks.fileno(), self._pool_memory)
             self._process = start_rank(environment, descriptors)
         link: Link[FromRank] = Link(ours, FromRank)
         self._blocks: Link[Moved] = Link(our_blocks, Moved)
-        self.adapters: Link[AdapterLoaded] = Link(our_adapters, AdapterLoaded)
         super().__init__(rank, f"process {self.pid}", link, on_lost, lambda _: None)  # its host is the leader's
 
     @property
@@ -51,10 +48,8 @@ class RankProcess(Rank):
 
     def _end(self) -> None:
         self._blocks.shut()
-        self.adapters.shut()
         end(self._process)
         self._blocks.close()
-        self.adapters.close()
         os.close(self._pool_memory)
 
     def _how_it_ended(self, reason: EOFError) -> str:

@@ -14,7 +14,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kvrelay.engine.ranks.link import Link
-from kvrelay.engine.ranks.messages import SILENT_S, Alive, FromRank, Leaving, Logged, Stepped
+from kvrelay.engine.ranks.messages import SILENT_S, AdapterLoaded, Alive, FromRank, Leaving, Logged, Stepped
+from kvrelay.engine.step.interface import DeviceFailedError
 
 if TYPE_CHECKING:
     import torch
@@ -47,6 +48,7 @@ class Rank(ABC):
         self._is_closing = False
         self._told: queue.SimpleQueue[FromRank | None] = queue.SimpleQueue()
         self._stepped: queue.SimpleQueue[Stepped | None] = queue.SimpleQueue()
+        self._adapters: queue.SimpleQueue[AdapterLoaded | None] = queue.SimpleQueue()
         self._listener = threading.Thread(target=self._listen, name=f"rank-{rank}", daemon=True)
         self._listener.start()
 
@@ -67,7 +69,7 @@ class Rank(ABC):
                 logger.debug("rank %d takes no message: %s", self.rank, error)
 
     def take(self, timeout_s: float | None = None) -> FromRank | None:
-        """The next message but for signs of life, log lines and results; None if it comes too late, or the rank is lost."""
+        """The next message that nobody else waits for, as results; None if it comes too late, or the rank is lost."""
         try:
             return self._told.get(timeout=timeout_s)
         except queue.Empty:
@@ -79,6 +81,14 @@ class Rank(ABC):
             return self._stepped.get(timeout=timeout_s)
         except queue.Empty:
             return None
+
+    def take_adapter(self) -> AdapterLoaded:
+        """See :class:`kvrelay.engine.ranks.adapters.OtherRank`. One thread."""
+        answer = self._adapters.get()
+        if answer is None:
+            self._adapters.put(None)  # none will ever come
+            return AdapterLoaded(self.lost or "its engine is closed", DeviceFailedError.__name__)
+        return answer
 
     def lose(self, reason: str) -> None:
         """It is of no use any more, and ends."""
@@ -118,6 +128,8 @@ class Rank(ABC):
                         logger.log(level, "rank %d: %s", self.rank, text)
                     case Stepped() as stepped:
                         self._stepped.put(stepped)
+                    case AdapterLoaded() as loaded:
+                        self._adapters.put(loaded)
                     case Leaving():
                         self._on_leaving(f"the host of rank {self.rank} ({self._place}) is asked to end")
                     case told:
@@ -125,3 +137,5 @@ class Rank(ABC):
         except EOFError as error:
             if not self._is_closing:
                 self.lose(self._how_it_ended(error))
+        finally:
+            self._adapters.put(None)

@@ -196,15 +196,9 @@ spec:
 {{- end -}}
 {{- fail (printf "%s.nodesPerWorker is %d, and %s.tensorParallel times pipelineParallel is %d, which %d pods do not divide; take %s pods, or another number of ranks" .role $nodes .role $ranks $nodes (join ", " $fitting)) -}}
 {{- end -}}
-{{- if and (gt ($values.pipelineParallel | int) 1) (include "kvrelay.adapters.given" .root.Values.adapters) -}}
-{{- fail (printf "%s.pipelineParallel is %d, and there are adapters, which stages do not serve; set it to 1, or leave adapters out" .role ($values.pipelineParallel | int)) -}}
-{{- end -}}
 {{- if gt $nodes 1 -}}
 {{- if or $values.autoscaling.hpa.enabled $values.autoscaling.keda.enabled -}}
 {{- fail (printf "%s.autoscaling: an autoscaler counts pods, and a worker is %d of them here, so it would leave workers in parts; set %s.replicas, or nodesPerWorker to 1" .role $nodes .role) -}}
-{{- end -}}
-{{- if include "kvrelay.adapters.given" .root.Values.adapters -}}
-{{- fail (printf "%s.nodesPerWorker is %d, and there are adapters, which ranks of several nodes do not serve; set it to 1, or leave adapters out" .role $nodes) -}}
 {{- end -}}
 {{- $name := include "kvrelay.component.fullname" . -}}
 {{- if gt (len $name) 52 -}}

@@ -638,6 +638,15 @@ def test_a_worker_of_several_nodes_is_as_many_pods_of_one_set() -> None:
 
 
 @needs_helm
+def test_all_pods_of_a_worker_of_several_nodes_have_the_adapters() -> None:
+    found = objects("--set", f"{NODES},decode.pipelineParallel=2,adapters.existingClaim=lora")
+    pod = found["StatefulSet", "relay-kvrelay-decode-worker"]["spec"]["template"]["spec"]
+    mount = {"name": "adapters", "mountPath": env_of(pod)["KVRELAY_ADAPTERS"], "readOnly": True}
+    assert mount in pod["containers"][0]["volumeMounts"]
+    assert {"name": "adapters", "persistentVolumeClaim": {"claimName": "lora"}} in pod["volumes"]
+
+
+@needs_helm
 def test_pods_of_a_worker_reach_each_other_on_all_ports_and_nobody_else_does() -> None:
     found = objects("--set", NODES)
     own = [
@@ -666,11 +675,6 @@ def test_pods_of_a_worker_reach_each_other_on_all_ports_and_nobody_else_does() -
         (f"{NODES},decode.autoscaling.hpa.enabled=true", "an autoscaler counts pods, and a worker is 2 of them"),
         (f"{NODES},decode.autoscaling.keda.enabled=true", "an autoscaler counts pods, and a worker is 2 of them"),
         (f"{NODES},fullnameOverride={'long-' * 7}name", "is too long a name for a StatefulSet"),
-        (f"{NODES},adapters.hostPath=/lora", "decode.nodesPerWorker is 2, and there are adapters"),
-        (
-            "prefill.pipelineParallel=2,adapters.hostPath=/lora",
-            "prefill.pipelineParallel is 2, and there are adapters, which stages do not serve",
-        ),
     ],
 )
 def test_nodes_that_cannot_be_are_refused_with_a_way_out(values: str, says: str) -> None:

@@ -21,9 +21,11 @@ from kvrelay.engine.backends.cuda.ops import CudaOps, CudaPagedOps
 from kvrelay.engine.backends.cuda.step import StepInputs
 from kvrelay.engine.backends.options import EngineOptions, asked_blocks
 from kvrelay.engine.config.activations import Activations
+from kvrelay.engine.config.cut import Cut
 from kvrelay.engine.config.model import ModelConfig, ModelShape
 from kvrelay.engine.kv.geometry import geometry_of
 from kvrelay.engine.kv.pool import KvPool
+from kvrelay.engine.models.adapted_layers import in_other_stages
 from kvrelay.engine.models.adapters import Adapters
 from kvrelay.engine.models.decoder import DecoderModel
 from kvrelay.engine.models.ops import Model
@@ -71,7 +73,8 @@ def cuda_model(
         adapted: AdaptedSteps | None = None
         if options.adapter_bytes:
             products = ops.make_low_rank(compute_dtype)
-            adapters = Adapters(products, compute_dtype, pool.tensor.device)
+            elsewhere = in_other_stages(whole, Cut() if part is None else part.cut)
+            adapters = Adapters(products, compute_dtype, pool.tensor.device, elsewhere)
             adapted = AdaptedSteps(adapters, products)
         model = DecoderModel(config, weights, ops, part, None if adapters is None else (adapters, whole))
         compile_steps(model, ops, pool, options)

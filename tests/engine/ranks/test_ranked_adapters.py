@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import os
-import socket
-import threading
+import queue
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import transformers
 
 from kvrelay.common.adapter_files import AdapterAbsentError, AdapterError, AdapterFiles, AdapterRef
 from kvrelay.engine.fake.adapters import FakeAdapters
-from kvrelay.engine.ranks.adapters import AdapterLoaded, AdapterServer, Launches, RankedAdapters, ToAdapters
-from kvrelay.engine.ranks.link import Link
+from kvrelay.engine.ranks.adapters import RankAdapters, RankedAdapters
+from kvrelay.engine.ranks.messages import AdapterLoaded, LoadAdapter, UnloadAdapter
 from kvrelay.engine.step.interface import Engine, StepRow
 from tests.adapters import linear_shapes, write_adapter
 from tests.engine.conftest import SIZES, VOCAB, assert_same_tokens, load, save_model, sequence, tokens
@@ -26,7 +26,7 @@ from .conftest import load_ranks
 
 ROUNDING = 2e-5  # as in test_ranked_engine.py
 
-MODELS: dict[str, tuple[Any, int, dict[str, Any]]] = {  # how many ranks, and how they are cut
+MODELS: dict[str, tuple[Any, int, dict[str, Any]]] = {  # how many ranks of a stage, and how they are cut
     "llama-2": (transformers.LlamaConfig(**{**SIZES, "attention_bias": True, "mlp_bias": True}), 2, {}),
     "qwen3-3": (transformers.Qwen3Config(**{**SIZES, "num_key_value_heads": 1}), 3, {}),  # the K/V head is on all of them
     "gpt_oss-2": (
@@ -40,6 +40,8 @@ MODELS: dict[str, tuple[Any, int, dict[str, Any]]] = {  # how many ranks, and ho
             norm_topk_prob=True,
         ), 2, {"expert_parallel": True},
     ),
+    "mistral-1x2": (transformers.MistralConfig(**SIZES, sliding_window=19), 1, {"num_stages": 2}),
+    "llama-2x2": (transformers.LlamaConfig(**{**SIZES, "attention_bias": True, "mlp_bias": True}), 2, {"num_stages": 2}),
 }  # fmt: skip
 
 
@@ -58,6 +60,27 @@ def load_all(engine: Engine, directory: Path, refs: list[AdapterRef], first_slot
     assert engine.adapters is not None
     for slot, ref in enumerate(refs, start=first_slot):
         engine.adapters.load(slot, directory / ref.name, ref.digest)
+
+
+def hand_over(source: Any, its_slot: int, target: Any, other_slot: int) -> None:
+    """A prompt's blocks go from one engine to the other without a network, and the next token is the same on both."""
+    row = sequence(tokens(1, 45), [5, 9, 2], num_logprobs=VOCAB)
+    row.adapter = its_slot
+    (first,) = step(source, [StepRow(row, 45)])
+    assert first is not None
+    row.num_computed_tokens = 45
+    row.token_ids.append(first.token_id)
+    moved = sequence(row.token_ids, [60, 61, 62], num_logprobs=VOCAB)
+    moved.adapter = other_slot
+    for ours, theirs in zip(row.block_tables[0], moved.block_tables[0], strict=True):
+        given = source.store.open_read(ours, 0)
+        target.store.open_write(theirs, 0)[:] = given if isinstance(given, memoryview) else given.wait(None, 1)
+        target.store.close_write(theirs)
+    moved.num_computed_tokens = 45
+    (found,), (expected,) = step(target, [StepRow(moved, 1)]), step(source, [StepRow(row, 1)])
+    assert found is not None
+    assert expected is not None
+    assert_same_tokens([found], [expected], ROUNDING)
 
 
 @pytest.mark.parametrize("family", MODELS)
@@ -109,24 +132,8 @@ def test_a_pool_of_other_ranks_goes_on_with_an_adapters_blocks(pair: Any, base: 
     load_all(alone, tmp_path, refs, 9)
     load_all(pair, tmp_path, refs, 4)
     try:
-        for (source, its_slot), (target, other_slot) in (((alone, 9), (pair, 4)), ((pair, 4), (alone, 9))):
-            row = sequence(tokens(1, 45), [5, 9, 2], num_logprobs=VOCAB)
-            row.adapter = its_slot
-            (first,) = step(source, [StepRow(row, 45)])
-            assert first is not None
-            row.num_computed_tokens = 45
-            row.token_ids.append(first.token_id)
-            moved = sequence(row.token_ids, [60, 61, 62], num_logprobs=VOCAB)
-            moved.adapter = other_slot
-            for ours, theirs in zip(row.block_tables[0], moved.block_tables[0], strict=True):
-                given = source.store.open_read(ours, 0)
-                target.store.open_write(theirs, 0)[:] = given if isinstance(given, memoryview) else given.wait(None, 1)
-                target.store.close_write(theirs)
-            moved.num_computed_tokens = 45
-            (found,), (expected,) = step(target, [StepRow(moved, 1)]), step(source, [StepRow(row, 1)])
-            assert found is not None
-            assert expected is not None
-            assert_same_tokens([found], [expected], ROUNDING)
+        hand_over(alone, 9, pair, 4)
+        hand_over(pair, 4, alone, 9)
     finally:
         pair.adapters.unload(4)
 
@@ -177,28 +184,28 @@ class Failing(FakeAdapters):
         return set(self._roots)
 
 
+class Connected:
+    """Implements OtherRank: a rank in this process."""
+
+    def __init__(self) -> None:
+        self.slots = Failing()
+        self._answers: queue.SimpleQueue[AdapterLoaded] = queue.SimpleQueue()
+        self._rank = RankAdapters(self.slots, None, self._answers.put)
+
+    def send(self, message: bytes) -> None:
+        told: Any = msgspec.msgpack.decode(message, type=LoadAdapter | UnloadAdapter)
+        self._rank.take(told)
+
+    def take_adapter(self) -> AdapterLoaded:
+        return self._answers.get(timeout=10)
+
+
 @pytest.fixture
-def three(tmp_path: Path) -> Iterator[tuple[RankedAdapters, list[Failing], list[Link[Any]], AdapterRef]]:
-    """The adapters of three ranks: the leader's and two others', their links, and an adapter."""
+def three(tmp_path: Path) -> tuple[RankedAdapters, list[Failing], AdapterRef]:
+    """The adapters of three ranks: the leader's and two others', and one on disk."""
     ref = write_adapter(tmp_path / "a", {"model.layers.0.self_attn.q_proj": (8, 8)})
-    slots = [Failing() for _ in range(3)]
-    pairs = [socket.socketpair() for _ in slots[1:]]
-    links: list[Link[Any]] = [Link(ours, AdapterLoaded) for ours, _ in pairs]
-    servers = [
-        AdapterServer(Link(theirs, ToAdapters), one, Launches())
-        for (_, theirs), one in zip(pairs, slots[1:], strict=True)
-    ]
-    threads = [threading.Thread(target=server.serve) for server in servers]
-    for thread in threads:
-        thread.start()
-    yield RankedAdapters(slots[0], links, lambda: 0), slots, links, ref
-    for link in links:
-        link.shut()
-    for thread in threads:
-        thread.join()
-    for link, (_, theirs) in zip(links, pairs, strict=True):
-        link.close()
-        theirs.close()
+    own, ranks = Failing(), [Connected(), Connected()]
+    return RankedAdapters(own, ranks), [own, *(rank.slots for rank in ranks)], ref
 
 
 @pytest.mark.parametrize("rank", range(3))
@@ -213,59 +220,15 @@ def three(tmp_path: Path) -> Iterator[tuple[RankedAdapters, list[Failing], list[
 def test_a_slot_has_an_adapter_on_all_ranks_or_on_none(
     three: Any, tmp_path: Path, rank: int, error: Exception, kind: type[Exception], text: str
 ) -> None:
-    adapters, slots, _, ref = three
+    adapters, slots, ref = three
     slots[rank].fails = error
     with pytest.raises(type(error) if rank == 0 else kind, match=str(error) if rank == 0 else f"^rank {rank}.*{text}"):
         adapters.load(3, tmp_path / "a", ref.digest)
+    assert [one.taken for one in slots] == [set()] * 3
     slots[rank].fails = None
     assert AdapterFiles.read(tmp_path / "a").num_parameters * 2 == adapters.nbytes(AdapterFiles.read(tmp_path / "a"))
-    adapters.load(3, tmp_path / "a", ref.digest)  # which is behind what was unloaded
+    adapters.load(3, tmp_path / "a", ref.digest)
     assert [one.taken for one in slots] == [{3}] * 3
     adapters.unload(3)
     adapters.load(4, tmp_path / "a", ref.digest)
     assert [one.taken for one in slots] == [{4}] * 3
-
-
-class Watched(Launches):
-    """Knows when somebody waits."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.is_waited_for = threading.Event()
-
-    def wait_for(self, num_launched: int) -> None:
-        self.is_waited_for.set()
-        super().wait_for(num_launched)
-
-
-def test_a_slot_is_freed_behind_the_steps_that_were_launched_before(tmp_path: Path) -> None:
-    """A sequence that is over may have a row in a step that runs ahead, and that a rank has not begun with."""
-    ref = write_adapter(tmp_path / "a", {"model.layers.0.self_attn.q_proj": (8, 8)})
-    own, other, launches = Failing(), Failing(), Watched()
-    ours, theirs = socket.socketpair()
-    link: Link[Any] = Link(ours, AdapterLoaded)
-    server = threading.Thread(target=AdapterServer(Link(theirs, ToAdapters), other, launches).serve)
-    server.start()
-    adapters = RankedAdapters(own, [link], lambda: 2)
-    adapters.load(3, tmp_path / "a", ref.digest)
-    launches.count()
-    adapters.unload(3)
-    again = threading.Thread(target=adapters.load, args=(3, tmp_path / "a", ref.digest))
-    again.start()
-    assert launches.is_waited_for.wait(10), "the rank frees the slot before its step"
-    assert other.taken == {3}
-    launches.count()
-    again.join()
-    assert own.taken == other.taken == {3}
-    link.shut()
-    server.join()
-    link.close()
-    theirs.close()
-
-
-def test_a_rank_that_is_gone_fails_the_load(three: Any, tmp_path: Path) -> None:
-    adapters, slots, links, ref = three
-    links[1].shut()
-    with pytest.raises(RuntimeError, match="rank 2 has not loaded an adapter: EOFError: it is gone"):
-        adapters.load(1, tmp_path / "a", ref.digest)
-    assert not slots[0].taken

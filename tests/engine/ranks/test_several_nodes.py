@@ -30,7 +30,7 @@ from kvrelay.engine.ranks.door import Door
 from kvrelay.engine.ranks.host import RankHost
 from kvrelay.engine.ranks.link import Link, sealed_link
 from kvrelay.engine.ranks.messages import FromLeader, Hello, Refused
-from kvrelay.engine.ranks.nodes import NodePlace, OtherNodes
+from kvrelay.engine.ranks.nodes import HostDirectories, NodePlace, OtherNodes
 from kvrelay.engine.step.interface import DeviceFailedError
 from tests.engine.conftest import SIZES, VOCAB, assert_same_tokens, load, save_model
 
@@ -59,9 +59,11 @@ def place(port: int, node_rank: int = 0, num_nodes: int = 2, num_ranks: int = 2)
 
 
 @contextmanager
-def running_host(where: NodePlace, model: Path, secret: bytes = SECRET) -> Iterator[RankHost]:
+def running_host(
+    where: NodePlace, model: Path, secret: bytes = SECRET, adapters: Path | None = None
+) -> Iterator[RankHost]:
     """A node beside the leader's."""
-    host = RankHost(where, secret, str(model))
+    host = RankHost(where, secret, HostDirectories(str(model), None if adapters is None else str(adapters)))
     started: set[int] = set()
     try:
         wait_until(lambda: len(host.pids) == where.num_local, "ranks have not been started")
@@ -217,7 +219,8 @@ import sys, time
 sys.path.append(sys.argv[3])
 from tests.engine.ranks.test_several_nodes import place
 from kvrelay.engine.ranks.host import RankHost
-host = RankHost(place(int(sys.argv[2]), 1), bytes.fromhex(sys.argv[4]), sys.argv[1])
+from kvrelay.engine.ranks.nodes import HostDirectories
+host = RankHost(place(int(sys.argv[2]), 1), bytes.fromhex(sys.argv[4]), HostDirectories(sys.argv[1]))
 while not host.pids:
     time.sleep(0.01)
 print(*host.pids.values(), flush=True)

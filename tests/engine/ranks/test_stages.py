@@ -205,16 +205,12 @@ def test_a_stage_that_tells_no_tokens_is_named(engine: Any, monkeypatch: pytest.
         run(engine)
 
 
-def test_what_stages_do_not_serve_is_refused_before_any_starts(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_stages_do_not_serve_is_refused_before_any_starts(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvrelay.engine.ranks.engine.Ranks", None)
     with pytest.raises(ModelError, match=r"--pipeline-parallel is 4; .* has 3 layers"):
         load_ranks(model, 1, num_stages=4)
     with pytest.raises(ModelError, match="models that run through transformers have no stages: take 1"):
         load_ranks(model, 1, num_stages=2, backend="transformers")
-    with pytest.raises(ModelError, match="stages serve no adapters: take 1, or leave --adapters out"):
-        load_ranks(model, 1, num_stages=2, adapters=str(tmp_path))
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
     with pytest.raises(ModelError, match="is 2 and --pipeline-parallel 2, and this worker sees 3 GPUs"):

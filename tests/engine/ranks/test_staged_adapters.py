@@ -1,0 +1,135 @@
+"""Adapters of several stages: each has its own layers of them, and all stages have one or none."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import transformers
+
+from kvrelay.common.adapter_files import AdapterAbsentError, AdapterError
+from kvrelay.engine.ranks.messages import AdapterLoaded, LoadAdapter, UnloadAdapter
+from kvrelay.engine.step.interface import StepRow
+from kvrelay.engine.step.leader import Leader
+from tests.adapters import linear_shapes, merge, write_adapter
+from tests.engine.conftest import SIZES, load, save_model, sequence, tokens
+from tests.engine.models.test_adapters import generate
+
+from .conftest import load_ranks
+from .test_ranked_adapters import adapters_of, hand_over, load_all
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory: Path = tmp_path_factory.mktemp("llama")
+    save_model(directory, transformers.LlamaConfig(**SIZES))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def staged(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """An engine of three stages, of a layer each, that serves adapters."""
+    engine = load_ranks(base, 1, num_stages=3, adapters=str(tmp_path_factory.mktemp("none")), dtype="float32")
+    yield engine
+    engine.close()
+
+
+def test_an_adapter_of_one_layer_is_on_its_stage_alone_and_equals_merged_weights(
+    staged: Any, base: Path, tmp_path: Path
+) -> None:
+    """The first and the last stage have nothing of it, and a row that has it all the same."""
+    shapes = {name: shape for name, shape in linear_shapes(base).items() if ".layers.1." in name}
+    ref = write_adapter(tmp_path / "middle", shapes, size=0.6)
+    merge(base, tmp_path / "middle", tmp_path / "merged")
+    staged.adapters.load(1, tmp_path / "middle", ref.digest)
+    try:
+        changed, plain = generate(staged, [1]), generate(load(base), [0])
+        assert changed == generate(load(tmp_path / "merged"), [0])
+        assert changed != plain
+    finally:
+        staged.adapters.unload(1)
+
+
+def test_a_stage_that_an_adapter_does_not_fit_refuses_it_for_all(staged: Any, base: Path, tmp_path: Path) -> None:
+    """Each stage looks at its own layers; what is in no layer is refused by the first."""
+    shapes = linear_shapes(base)
+    for number, module in ((1, "model.layers.1.mlp.down_proj"), (2, "model.layers.2.self_attn.q_proj")):
+        wide = write_adapter(tmp_path / f"wide{number}", shapes | {module: (48, 96)})
+        with pytest.raises(AdapterError, match=rf"^rank {number}: .*{module} is for a base of shape \(48, 96\)"):
+            staged.adapters.load(1, tmp_path / f"wide{number}", wide.digest)
+    for module in ("model.layers.3.self_attn.q_proj", "lm_head", "model.layers.10.mlp.up_proj"):
+        other = write_adapter(tmp_path / module, shapes | {module: (48, 48)})
+        with pytest.raises(AdapterError, match=rf"^{tmp_path}.*there is no {module} in this model"):
+            staged.adapters.load(1, tmp_path / module, other.digest)
+    (ref,) = adapters_of(base, tmp_path)[:1]
+    load_all(staged, tmp_path, [ref])
+    staged.adapters.unload(1)
+
+
+def test_a_slot_is_freed_behind_the_steps_that_were_launched_before(staged: Any, base: Path, tmp_path: Path) -> None:
+    """The last stage has not begun with a step of the adapter when the slot is freed, and given to another one."""
+    all_layers, few, _ = adapters_of(base, tmp_path)
+    load_all(staged, tmp_path, [all_layers])
+    row = sequence(tokens(1, 30), [5, 9])
+    row.adapter = 1
+    (expected,) = Leader(staged).step([StepRow(row, 30)])
+    last = staged._ranks.others[-1]
+    os.kill(last.pid, signal.SIGSTOP)
+    try:
+        launched = Leader(staged).launch([StepRow(row, 30)])
+        staged.adapters.unload(1)
+        with pytest.raises(AdapterAbsentError):
+            staged.adapters._own.load(1, tmp_path / "few", "0" * 32)
+        loading = threading.Thread(target=staged.adapters.load, args=(1, tmp_path / "few", few.digest))
+        loading.start()
+    finally:
+        os.kill(last.pid, signal.SIGCONT)
+    (found,) = launched.wait()
+    loading.join()
+    assert found.tokens == expected.tokens
+    (other,) = Leader(staged).step([StepRow(row, 30)])
+    assert other.tokens != expected.tokens
+    staged.adapters.unload(1)
+
+
+def test_a_load_in_the_midst_of_a_step_that_fails_everywhere_disturbs_neither(
+    staged: Any, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks hear of it while they wait for the leader's word that it failed, too."""
+    (ref,) = adapters_of(base, tmp_path)[:1]
+    launch, message = staged._own.launch, msgspec.msgpack.encode(LoadAdapter(1, str(tmp_path / "all"), ref.digest))
+
+    def launch_later(plan: Any) -> Any:
+        for rank in staged._ranks.others:
+            rank.send(message)
+        return launch(plan)
+
+    monkeypatch.setattr(staged._own, "launch", launch_later)
+    with pytest.raises(ValueError, match="33 tokens behind 0 do not fit 2 blocks of 16"):
+        Leader(staged).launch([StepRow(sequence(tokens(0, 33), [1, 2]), 33)])
+    assert [rank.take_adapter() for rank in staged._ranks.others] == [AdapterLoaded()] * 2
+    monkeypatch.undo()
+    staged.check_device()
+    for rank in staged._ranks.others:
+        rank.send(msgspec.msgpack.encode(UnloadAdapter(1)))
+    load_all(staged, tmp_path, [ref])
+    staged.adapters.unload(1)
+
+
+def test_blocks_of_an_adapter_go_on_in_other_stages(staged: Any, base: Path, tmp_path: Path) -> None:
+    """A hand-off without a network, both ways."""
+    refs = adapters_of(base, tmp_path)[:1]
+    alone = load(base, model_id=base.name, adapter_bytes=1)
+    load_all(staged, tmp_path, refs, 2)
+    load_all(alone, tmp_path, refs, 7)
+    try:
+        hand_over(staged, 2, alone, 7)
+        hand_over(alone, 7, staged, 2)
+    finally:
+        staged.adapters.unload(2)
