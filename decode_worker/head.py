@@ -83,6 +83,8 @@ class HeadDrafter:
         except Exception:
             self._num_failures += 1
             self._metrics.failures.inc()
+            if self._num_failures >= _MAX_FAILURES:
+                self._head.give_up()
             what_next = "there are no drafts any more" if self._num_failures >= _MAX_FAILURES else "it is asked again"
             logger.exception("the head failed; requests go on without, and %s", what_next)
             return {}

@@ -50,6 +50,7 @@ class DecodeSchedulerSettings(SchedulerSettings):
         7,
         "tokens that are guessed at most for a sequence; fewer, if guesses fail or many sequences generate",
         minimum=1,
+        maximum=32,
     )
     lease_ttl_s: float = setting(
         30.0, "how long reserved blocks outlive the last traffic of their hand-off", unit="s", minimum=0.1

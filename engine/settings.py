@@ -74,7 +74,8 @@ class ModelSettings:
         False,
         "round the inputs of the layers' products to fp8 (e4m3), too, as a checkpoint with weights in fp8 says, and multiply fp8 "
         "with fp8: half the time of prompts' products by the GPU's figures, not measured yet, and less exact; on GPUs of compute "
-        "capability 8.9 or later, for a model without experts; the same on all workers",
+        "capability 8.9 or later, for a model without experts, with --tensor-parallel 1 and --weight-format full; the same on all "
+        "workers",
     )
     cpu_kernels: str = setting(
         "auto",

@@ -77,7 +77,7 @@ class HeadBesideModel:
         self._most = num_blocks * block_size  # places of a stretch
         num_slots = len(slots.sequences)
         self._tables: Ints = np.arange(num_slots * num_blocks, dtype=np.int64).reshape(1, num_slots, num_blocks)
-        # Told once, with the first batch.
+        # Told once, with the first batch that gets as far as that.
         self._deltas = tuple(TableDelta(slot, 0, tuple(self._tables[0, slot].tolist())) for slot in range(num_slots))
         self._stretches = [_Stretch() for _ in range(num_slots)]
         norm = weights.hidden_norm
@@ -91,17 +91,20 @@ class HeadBesideModel:
 
     def forward(self, token_ids: torch.Tensor, step: StepContext | LatentStep, batch: Batch) -> torch.Tensor | None:
         """The model's own forward pass, of which the head keeps what it needs. It fails only if the model's does."""
+        if self._has_failed:
+            return self._target.forward(token_ids, step)
         taps = Taps(self._taps)
         hidden = self._target.forward(token_ids, step, taps)
-        if not self._has_failed:
-            try:
-                self._hear(batch, taps.found)
-            except Exception:
-                self._has_failed = True
-                logger.exception(
-                    "the head failed beside a step; requests go on without, and there are no drafts any more"
-                )
+        try:
+            self._hear(batch, taps.found)
+        except Exception:
+            self.give_up()
+            logger.exception("the head failed beside a step; requests go on without, and there are no drafts any more")
         return hidden
+
+    def give_up(self) -> None:
+        """See DraftHead."""
+        self._has_failed = True
 
     def can_draft(self, slot: int, num_tokens: int) -> bool:
         """See DraftHead."""
@@ -117,6 +120,8 @@ class HeadBesideModel:
             stretch = self._stretches[ask.slot]
             if len(ask.token_ids) - stretch.first + ask.num_wanted > self._most:
                 stretch.begin(stretch.done)
+            if len(ask.token_ids) - stretch.first + ask.num_wanted > self._most:
+                stretch.begin(len(ask.token_ids) - 1)  # too much waits in the ring
             if self.can_draft(ask.slot, len(ask.token_ids)):
                 behind = ask.token_ids[stretch.done + 1 :]
                 runs[place] = _Run(ask.slot, stretch.done - stretch.first, behind)
@@ -144,7 +149,7 @@ class HeadBesideModel:
         """A token for each, behind its ``runs``; and what stands for the hidden states there."""
         batch = self._batch(runs)
         token_ids, last = self._ops.upload((batch.token_ids, batch.query_start_loc[1:] - 1))
-        hidden, logits = self._model.forward(hidden, token_ids, self._ops.begin_step(batch), last)
+        hidden, logits = self._model.forward(hidden, token_ids, self._begin_step(batch), last)
         known = [len(self._slots.sequences[ask.slot].token_ids) for ask in asks]
         behind = [
             (*ask.token_ids[count:], *draft) for ask, count, draft in zip(asks, known, drafts, strict=True)
@@ -187,7 +192,7 @@ class HeadBesideModel:
             chunks.sort(key=lambda chunk: len(chunk[1]) > 1)
             own = self._batch([run for run, _ in chunks])
             (token_ids,) = self._ops.upload((own.token_ids,))
-            self._model.write(torch.cat([there for _, there in chunks]), token_ids, self._ops.begin_step(own))
+            self._model.write(torch.cat([there for _, there in chunks]), token_ids, self._begin_step(own))
 
     def _known(self, planned: PlanRow, stretch: _Stretch) -> _Run:
         """Of a chunk's places those whose next token is in it, and what lies in front of it without K/V."""
@@ -204,6 +209,11 @@ class HeadBesideModel:
         (there,) = self._ops.upload((np.array(places, dtype=np.int64),))
         return there
 
+    def _begin_step(self, batch: Batch) -> StepContext:
+        step = self._ops.begin_step(batch)
+        self._deltas = ()
+        return step
+
     def _batch(self, runs: Seq[_Run]) -> Batch:
         """The head's own step, single tokens first."""
         slots = np.array([run.slot for run in runs], dtype=np.int64)
@@ -213,7 +223,6 @@ class HeadBesideModel:
         row_of_token = np.repeat(np.arange(len(runs)), counts)
         positions = np.arange(query_start_loc[-1]) - query_start_loc[row_of_token] + starts[row_of_token]
         block_ids = self._tables[:, slots[row_of_token], positions // self._block_size]
-        deltas, self._deltas = self._deltas, ()
         return Batch(
             rows=tuple(PlanRow(run.slot, run.start, len(run.token_ids)) for run in runs),
             slots=slots,
@@ -225,7 +234,7 @@ class HeadBesideModel:
             seq_lens=starts + counts,
             max_blocks=int(-(-(starts + counts).max() // self._block_size)),
             slot_tables=self._tables,
-            table_deltas=deltas,
+            table_deltas=self._deltas,
             num_decode_rows=int((counts == 1).sum()),
             sampling_rows=np.arange(len(runs)),
             max_query_len=int(counts.max()),

@@ -161,6 +161,9 @@ class DraftHead(Protocol):
         They are sampled by the slot's parameters and noise, but for guides, processors, bias and forbidden tokens.
         """
 
+    def give_up(self) -> None:
+        """There are no drafts any more, and steps keep nothing for them."""
+
 
 class Engine(Protocol):
     """A loaded model with its KV pool."""

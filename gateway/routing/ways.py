@@ -179,7 +179,8 @@ def best_local(
     """In how many seconds which decode worker would compute the prompt soonest; None if no decode worker may.
 
     Who may has blocks and a place in its batch for the sequence, is left some of its budget, and computes within ``backlog_s`` what
-    waits there. One that was idle when it reported takes one prompt, as long as there are ``prefills``.
+    waits there. As long as there are ``prefills``, one that was idle when it reported takes none beside a request that it has, or
+    that is on its way to it.
     """
     if backlog_s is None:
         return None
