@@ -108,12 +108,6 @@ class FairQueue:
             int, list[tuple[str, float]]
         ] = {}  # the two keys of each class that had the last turns, and when
 
-    def rest(self) -> None:
-        """Nobody waits, and nothing is under way: what keys have had is forgotten, and what they saved up."""
-        self._virtual.clear()
-        self._finish.clear()
-        self._past.clear()
-
     def come(self, one: Waiting) -> None:
         """It waits from now on."""
         past, since_s = self._past.get(one.flow.priority), one.arrival_s - CREDIT_S

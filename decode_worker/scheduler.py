@@ -257,9 +257,9 @@ class DecodeScheduler(Scheduler):
         return progress
 
     def _tell_speed(self) -> None:
-        # A prompt that comes is computed beside all that are here by then: those before it, too, will generate.
-        num_generating = min(self._max_num_seqs, len(self.running) + len(self.waiting))
-        self.prompt_tokens_per_s = self._steps.tokens_per_s(num_generating)
+        self.prompt_tokens_per_s = self._steps.tokens_per_s(
+            sum(1 for one in self.running if one.num_uncomputed_tokens == 1)
+        )
 
     def _continue_running(self, plan: Schedule, budget: int, sequences: Seq[Sequence]) -> int:
         """Rows for running ``sequences``, the most senior first; returns what is left of the budget."""

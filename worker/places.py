@@ -21,8 +21,6 @@ class Places:
     def wait(self, sequence: Sequence) -> None:
         """It stands in line from now on."""
         if sequence.tags.start is None:
-            if not self.waiting and not self.running:
-                self.fair.rest()
             self.fair.come(sequence)
         self.waiting.append(sequence)
         self.sort(max(self.now_s, sequence.arrival_s))

@@ -12,9 +12,6 @@ Local prefill must be sooner by a tenth: what is nearly a tie goes to the prefil
 generate is paid by them. On idle pools this is the rule of "a short rest is computed by the decode worker": the 10 ms of a hand-off
 are more than a tenth of a short prompt's time, and less than a tenth of a long one's.
 
-An idle decode worker computes a first prompt several times as fast as those behind it, which share steps with what the first one
-generates. So it gets one, and no more before it has reported again.
-
 A decode worker that has computed no prompt knows no speed. It is tried with one prompt, at the fastest prefill worker's speed.
 While nobody knows a speed, prompts are handed over.
 """
@@ -179,16 +176,13 @@ def best_local(
     """In how many seconds which decode worker would compute the prompt soonest; None if no decode worker may.
 
     Who may has blocks and a place in its batch for the sequence, is left some of its budget, and computes within ``backlog_s`` what
-    waits there. As long as there are ``prefills``, one that was idle when it reported takes none beside a request that it has, or
-    that is on its way to it.
+    waits there.
     """
     if backlog_s is None:
         return None
     fastest = max((view.tokens_per_s or 0.0 for view in prefills), default=0.0)
     ways: list[tuple[float, str]] = []
     for view in decodes:
-        if prefills and view.was_idle and view.num_requests:
-            continue  # how fast it is beside the first, which will generate, its next report says
         if (speed := view.tokens_per_s) is not None:
             most_waiting = speed * backlog_s
         else:

@@ -160,7 +160,6 @@ class WorkerView(msgspec.Struct, frozen=True, gc=False):  # one per worker and r
     max_running: int = 0  # requests that it computes at a time; 0: not known yet
     # Of prompts, that it would compute now: a decode worker within its inter-token budget. None: not known; 0: none is left.
     tokens_per_s: float | None = None
-    was_idle: bool = False  # nothing ran when it reported that speed: it is that of a first prompt
     epoch: int = 0  # of its process; another one has nothing cached
     adapters: Sequence[str] = ()  # digests of those that it has loaded
     windows: tuple[Window | None, ...] = (None,)  # of its groups of layers

@@ -211,7 +211,6 @@ class Worker:
             block_size=card.layout.block_size,
             max_running=0 if status is None else status.max_running,
             tokens_per_s=self.tokens_per_s,
-            was_idle=status is not None and not status.num_running,
             adapters=() if status is None else status.adapters,
             windows=card.layout.geometry.windows,
         )

@@ -95,17 +95,6 @@ def test_a_key_that_had_as_much_as_any_is_ahead_while_others_ask() -> None:
     assert not queue.is_ahead(other, 4.0)
 
 
-def test_what_a_key_had_before_a_rest_it_owes_to_nobody() -> None:
-    queue = FairQueue()
-    serve(queue, [*of("one", "abc"), *of("other", "d")])
-    queue.rest()
-    line = [*of("one", "e", arrival_s=4.0), *of("other", "f", arrival_s=4.1)]
-    for request in line:
-        queue.come(request)
-    assert not queue.is_ahead(line[0], 4.1)
-    assert queue.in_order(line, 4.1) == line
-
-
 def test_without_keys_nobody_is_ahead() -> None:
     queue = FairQueue()
     serve(queue, of("", "abc"))

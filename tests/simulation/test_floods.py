@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from .floods import FLOOD, OTHERS, OTHERS_ALONE, SECOND_FLOOD, Result, run
+from .floods import FLOOD, OTHERS, OTHERS_ALONE, Result, run
 
-pytestmark = pytest.mark.full  # two minutes
+pytestmark = pytest.mark.full  # a minute
 
 SECONDS = 12.0
 SEEDS = (1, 2)
@@ -18,18 +18,12 @@ def flooded() -> list[Result]:
     return [run([*OTHERS_ALONE, FLOOD], SECONDS, seed=seed) for seed in SEEDS]
 
 
-def test_a_flood_delays_the_others_by_half_at_most(flooded: list[Result]) -> None:
+def test_a_flood_delays_the_others_by_a_fifth_at_most(flooded: list[Result]) -> None:
     alone = sum((run(OTHERS_ALONE, SECONDS, seed=seed) for seed in SEEDS), Result())
-    assert sum(flooded, Result()).ttft_s(OTHERS) <= 1.5 * alone.ttft_s(OTHERS)
+    assert sum(flooded, Result()).ttft_s(OTHERS) <= 1.2 * alone.ttft_s(OTHERS)
 
 
 def test_nobody_waits_more_than_four_times_its_fair_share(flooded: list[Result]) -> None:
-    assert max(share for one in flooded for share in one.shares()) <= 4
-
-
-def test_nobody_does_so_beside_two_floods() -> None:
-    """Of weights 1 and 3: the four keys ask for more than their share, an eighth each."""
-    flooded = [run([*OTHERS_ALONE, FLOOD, SECOND_FLOOD], SECONDS, seed=seed) for seed in SEEDS]
     assert max(share for one in flooded for share in one.shares()) <= 4
 
 

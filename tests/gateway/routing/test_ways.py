@@ -100,15 +100,6 @@ def test_a_decode_worker_whose_speed_is_not_known_is_tried() -> None:
     assert way(worker("p", num_waiting_tokens=1990), tried, 3000) == (HANDED_OVER, Reason.ONLY_WAY)
 
 
-def test_a_decode_worker_that_was_idle_takes_one_prompt_until_it_reports_again() -> None:
-    """At 1,000 tokens a second it would have 50 more in 0.1 s; but they will wait for what the first one generates."""
-    first, second = worker("d", was_idle=True), worker("d", was_idle=True, num_requests=1, num_waiting_tokens=50)
-    waits = worker("p", num_waiting_tokens=900)
-    assert way(waits, first, 50) == (LOCAL, Reason.SOONER)
-    assert way(waits, second, 50) == (HANDED_OVER, Reason.ONLY_WAY)
-    assert choose_way([], [second], 50, 0, {}, LIMITS) == (LOCAL, Reason.ONLY_WAY), "nobody else is there"
-
-
 def test_who_may_not_be_handed_over_is_computed_by_a_decode_worker_that_can() -> None:
     assert choose_way([], [worker("d")], 5000, 0, {}, LIMITS) == (LOCAL, Reason.ONLY_WAY)
     assert choose_way([], [worker("d", None)], 5000, 0, {}, LIMITS) is None
