@@ -13,10 +13,10 @@ from kvrelay.common.fair_queue import seniority
 from kvrelay.engine.beams.searches import BeamSearches
 from kvrelay.engine.kv.block_manager import BlockManager
 from kvrelay.engine.step.sequence import Sequence, SequenceStatus
-from kvrelay.worker.choice import Choice
-from kvrelay.worker.places import Places
-from kvrelay.worker.scheduler import Schedule
-from kvrelay.worker.sequence_blocks import SequenceBlocks, owner_of
+from kvrelay.worker.scheduling.choice import Choice
+from kvrelay.worker.scheduling.places import Places
+from kvrelay.worker.scheduling.scheduler import Schedule
+from kvrelay.worker.scheduling.sequence_blocks import SequenceBlocks, owner_of
 
 
 class BatchBlocks(SequenceBlocks):

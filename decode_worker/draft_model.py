@@ -28,7 +28,7 @@ from kvrelay.engine.kv.block_manager import BlockManager
 from kvrelay.engine.step.interface import Engine, StepRow
 from kvrelay.engine.step.leader import Leader
 from kvrelay.engine.step.sequence import Sequence
-from kvrelay.worker.step_cost import StepCosts
+from kvrelay.worker.scheduling.step_cost import StepCosts
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from kvrelay.engine.step.sequence import Sequence
-from kvrelay.worker.overtaking import overtaking
+from kvrelay.worker.scheduling.overtaking import overtaking
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,10 @@
 """Which tokens to compute next: inflight batching, sequences join and leave at every step.
 
 A step takes one token of every decoding sequence first, lets sequences that were handed over complete join, and spends what
-is left of its time (:mod:`kvrelay.worker.step_cost`) on prompts: local prefill, and preempted sequences that are computed again.
-Who waits gets its turn in fair order (:mod:`kvrelay.common.fair_queue`), also before prompts that compute already if their keys
-are ahead; a much shorter prompt may overtake another (:mod:`kvrelay.worker.overtaking`). Where nobody generates, prompts have
-whole steps.
+is left of its time (:mod:`kvrelay.worker.scheduling.step_cost`) on prompts: local prefill, and preempted sequences that are
+computed again. Who waits gets its turn in fair order (:mod:`kvrelay.common.fair_queue`), also before prompts that compute already
+if their keys are ahead; a much shorter prompt may overtake another (:mod:`kvrelay.worker.scheduling.overtaking`). Where nobody
+generates, prompts have whole steps.
 
 Who gets blocks, and who is preempted when they run out, is in :mod:`kvrelay.decode_worker.batch_blocks`.
 
@@ -32,11 +32,11 @@ from kvrelay.engine.kv.block_manager import BlockManager
 from kvrelay.engine.step.interface import StepRow
 from kvrelay.engine.step.plan import RowResult
 from kvrelay.engine.step.sequence import Sequence, SequenceStatus
-from kvrelay.worker.choice import EVERYBODY, Choice
-from kvrelay.worker.overtaking import overtaking
-from kvrelay.worker.scheduler import Progress, Schedule, Scheduler, progress_of
-from kvrelay.worker.step_cost import MixedSteps
-from kvrelay.worker.suspects import Key
+from kvrelay.worker.scheduling.choice import EVERYBODY, Choice
+from kvrelay.worker.scheduling.overtaking import overtaking
+from kvrelay.worker.scheduling.scheduler import Progress, Schedule, Scheduler, progress_of
+from kvrelay.worker.scheduling.step_cost import MixedSteps
+from kvrelay.worker.scheduling.suspects import Key
 
 
 class DecodeScheduler(Scheduler):

@@ -50,10 +50,10 @@ from kvrelay.wire.messages import (
 )
 from kvrelay.worker.entries import Entry, Phase
 from kvrelay.worker.model_worker import Add, Report
-from kvrelay.worker.scheduler import Progress
+from kvrelay.worker.scheduling.scheduler import Progress
+from kvrelay.worker.scheduling.suspects import Key
 from kvrelay.worker.service import Service, cancelled
 from kvrelay.worker.submit import Refusal, WorkerIdentity, guide_failed
-from kvrelay.worker.suspects import Key
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,9 @@ is more than a tenth of a step, whatever the budget says. What is not known is a
 more than a few times as large as the largest that was measured. So a slow GPU, whose steps may be as large as a fast one's by
 default, does not compute for seconds before it knows better.
 
-*Order.* Prompts that would have their first token too late may overtake a longer one (:mod:`kvrelay.worker.overtaking`). Only a
-prompt that has its blocks is overtaken. Else short prompts would take the room that a long one waits for.
+*Order.* Prompts that would have their first token too late may overtake a longer one
+(:mod:`kvrelay.worker.scheduling.overtaking`). Only a prompt that has its blocks is overtaken. Else short
+prompts would take the room that a long one waits for.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import accumulate
 
-from kvrelay.worker.overtaking import in_the_way, overtaking
-from kvrelay.worker.step_cost import StepCost
+from kvrelay.worker.scheduling.overtaking import in_the_way, overtaking
+from kvrelay.worker.scheduling.step_cost import StepCost
 
 _STEPS_IN_BUDGET = 4
 _UNKNOWN_TOKENS = 512  # of a step while nothing is known: enough that a GPU computes rather than waits for memory

@@ -19,11 +19,11 @@ from kvrelay.engine.step.plan import RowResult
 from kvrelay.engine.step.sequence import Sequence, SequenceStatus
 from kvrelay.prefill_worker.chunking import Prompt, step_tokens, turns
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
-from kvrelay.worker.choice import EVERYBODY, Choice
-from kvrelay.worker.scheduler import Progress, Schedule, Scheduler, progress_of
-from kvrelay.worker.sequence_blocks import SequenceBlocks
-from kvrelay.worker.step_cost import StepCosts
-from kvrelay.worker.suspects import Key
+from kvrelay.worker.scheduling.choice import EVERYBODY, Choice
+from kvrelay.worker.scheduling.scheduler import Progress, Schedule, Scheduler, progress_of
+from kvrelay.worker.scheduling.sequence_blocks import SequenceBlocks
+from kvrelay.worker.scheduling.step_cost import StepCosts
+from kvrelay.worker.scheduling.suspects import Key
 
 # Of a step, that prompts of keys which are ahead leave empty: whoever comes waits for the step under way.
 _PART_FOR_OTHERS = 0.5

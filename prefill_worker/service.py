@@ -28,10 +28,10 @@ from kvrelay.wire.messages import (
 from kvrelay.wire.transfers import DecodeLink, TransferTable
 from kvrelay.worker.entries import Entry, Phase
 from kvrelay.worker.model_worker import Report
-from kvrelay.worker.scheduler import Progress
+from kvrelay.worker.scheduling.scheduler import Progress
+from kvrelay.worker.scheduling.suspects import Key
 from kvrelay.worker.service import Service
 from kvrelay.worker.submit import WorkerIdentity, guide_failed
-from kvrelay.worker.suspects import Key
 
 _SEND_TIMEOUT_S = 5.0  # for what ZeroMQ has of an entry that nobody wants any more to leave this process
 _LINK_TIMEOUT_S = 10.0  # a decode worker that did not say Welcome by then is as good as gone

@@ -9,7 +9,7 @@ from typing import Any
 from kvrelay.common.adapter_files import AdapterRef
 from kvrelay.engine.step.sequence import Sequence
 from kvrelay.wire.messages import Cancelled, Failed, HandedOver, PromptChunk, Timings, Tokens, Withdrawn
-from kvrelay.worker.suspects import Key
+from kvrelay.worker.scheduling.suspects import Key
 
 Outcome = HandedOver | Tokens | Withdrawn | Failed | Cancelled
 

@@ -22,10 +22,10 @@ from kvrelay.engine.step.leader import Leader, LedStep
 from kvrelay.engine.step.plan import RowResult
 from kvrelay.engine.step.sequence import Chunk, Sequence, SequenceStatus
 from kvrelay.worker.canary import Canary
-from kvrelay.worker.choice import Choice
 from kvrelay.worker.metrics import EngineMetrics
-from kvrelay.worker.scheduler import Progress, Schedule, Scheduler
-from kvrelay.worker.suspects import Key, Suspects
+from kvrelay.worker.scheduling.choice import Choice
+from kvrelay.worker.scheduling.scheduler import Progress, Schedule, Scheduler
+from kvrelay.worker.scheduling.suspects import Key, Suspects
 
 logger = logging.getLogger(__name__)
 

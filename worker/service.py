@@ -54,8 +54,8 @@ from kvrelay.worker.entries import BEGINNING, Entry, Outcome, Phase
 from kvrelay.worker.key_tokens import KeyTokensBoard
 from kvrelay.worker.loop import ModelLoop
 from kvrelay.worker.model_worker import Add, Remove, Report, TakeBack
+from kvrelay.worker.scheduling.suspects import Key
 from kvrelay.worker.submit import Refusal, WorkerIdentity, deadline_of, guide_failed, refusal_of
-from kvrelay.worker.suspects import Key
 
 logger = logging.getLogger(__name__)
 

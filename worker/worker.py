@@ -24,7 +24,7 @@ from kvrelay.worker.adapters import AdapterStore
 from kvrelay.worker.canary import Canary, CanaryPlan
 from kvrelay.worker.metrics import EngineMetrics
 from kvrelay.worker.model_worker import ModelWorker
-from kvrelay.worker.scheduler import Scheduler
+from kvrelay.worker.scheduling.scheduler import Scheduler
 from kvrelay.worker.service import COMPUTES_WRONGLY, Ports, Service
 from kvrelay.worker.settings import SchedulerSettings
 from kvrelay.worker.setup import Setup

@@ -17,7 +17,7 @@ from kvrelay.decode_worker.metrics import DraftMetrics
 from kvrelay.engine.fake.engine import FakeEngine, FakePace, expected_output, fake_card
 from kvrelay.engine.step.interface import Engine
 from kvrelay.engine.step.sequence import Sequence
-from kvrelay.worker.step_cost import StepCosts
+from kvrelay.worker.scheduling.step_cost import StepCosts
 from tests.decode_worker.rig import Rig, beams, expected_beams, greedy
 from tests.decode_worker.workload import add_all, assert_same
 from tests.draft_models import CheckedDraftModel, MistakenEngine

@@ -13,10 +13,11 @@ from kvrelay.common.sampling import SamplingParams
 from kvrelay.engine.torch_engine import TorchEngine
 from tests.decode_worker.rig import Rig
 from tests.decode_worker.test_run_ahead_torch import sampling, unlike_the_last
+from tests.decode_worker.workload import Wish, assert_as_alone, run_disturbed
 from tests.draft_models import CheckedDraftModel
 from tests.draft_pairs import save_pair
 from tests.engine.conftest import SIZES, VOCAB, load, save_model
-from tests.guides import ChainState, TokensState
+from tests.guides import TokensState
 
 NUM_BLOCKS = 80
 # Our CPU kernels, which give a row the same bits in any batch.
@@ -46,15 +47,14 @@ def test_every_request_gets_the_bits_that_it_gets_alone(
 ) -> None:
     """Greedy, at random, penalised, guided, of a request with n, preempted; with log probabilities."""
     draws = random.Random(seed)
-    wanted, alone = {}, {}
+    wishes: dict[str, Wish] = {}
+    alone: dict[str, Rig] = {}
     for index in range(8):
         prompt, params = [draws.randrange(VOCAB) for _ in range(draws.randint(1, 60))], sampling(draws)
         params = msgspec.structs.replace(params, choice=index % 3, num_logprobs=draws.choice((None, 2)))
         name, handed_over, guided = f"r{index}", draws.random() < 0.6, draws.choice((0, 0, 0, 0, 5, 40))
-        wanted[name] = (prompt, params, handed_over, guided)
-        rig = alone[name] = Rig(engines["deep"])
-        rig.add(name, prompt, params, handed_over=handed_over, guide=ChainState(guided) if guided else None)
-        rig.run()
+        wishes[name] = Wish(prompt, params, handed_over, guided)
+        alone[name] = wishes[name].alone(Rig(engines["deep"]), name)
     # The model may be its own draft model, in a pool of its own.
     drafter = CheckedDraftModel(
         engines[draft_model] if draft_model != "deep" else beside_itself(engines["deep"]), VOCAB
@@ -66,21 +66,12 @@ def test_every_request_gets_the_bits_that_it_gets_alone(
         max_num_seqs=draws.choice((5, 16, 32)),
         max_batched_tokens=draws.choice((32, 512)),
     )
-    for name, (prompt, params, handed_over, guided) in wanted.items():
-        while not rig.add(name, prompt, params, handed_over=handed_over, guide=ChainState(guided) if guided else None):
-            rig.let_go()
-            rig.step()
-        for _ in range(draws.randint(0, 3)):
-            rig.step()
-            rig.let_go()
-            rig.scribble(draws.randint(1, 5))
-    rig.run()
+    run_disturbed(rig, wishes, draws)
     drafter.assert_nothing_held()
     assert rig.drafted_by("draft-model") > 0
-    for name, (_, params, *_) in wanted.items():
-        assert rig.outputs[name] == alone[name].outputs[name], (name, params)
-        assert rig.ends.get(name) == alone[name].ends.get(name), (name, params)
-        assert rig.sampled.get(name, []) == alone[name].sampled.get(name, [])
+    assert_as_alone(rig, alone)
+    for name, one in alone.items():
+        assert rig.sampled.get(name, []) == one.sampled.get(name, [])
 
 
 def beside_itself(engine: TorchEngine) -> TorchEngine:

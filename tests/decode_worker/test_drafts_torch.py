@@ -14,9 +14,10 @@ from kvrelay.common.sampling import SamplingParams
 from kvrelay.engine.torch_engine import TorchEngine
 from tests.decode_worker.rig import Rig
 from tests.decode_worker.test_run_ahead_torch import sampling, unlike_the_last
+from tests.decode_worker.workload import Wish, assert_as_alone, run_disturbed
 from tests.drafters import Oracle
 from tests.engine.conftest import SIZES, VOCAB, assert_same_tokens, load, save_model
-from tests.guides import ChainState, TokensState
+from tests.guides import TokensState
 
 NUM_BLOCKS = 80
 
@@ -42,15 +43,14 @@ def test_every_request_gets_the_tokens_that_it_gets_alone_and_without_drafts(
     engines: dict[str, TorchEngine], seed: int
 ) -> None:
     draws = random.Random(seed)
-    wanted, alone = {}, {}
+    wishes: dict[str, Wish] = {}
+    alone: dict[str, Rig] = {}
     for index in range(8):
         prompt, params = [draws.randrange(VOCAB) for _ in range(draws.randint(1, 30))], sampling(draws)
         params = msgspec.structs.replace(params, choice=index % 3)  # of a request with n
         name, handed_over, guided = f"r{index}", draws.random() < 0.6, draws.choice((0, 0, 0, 0, 5, 40))
-        wanted[name] = (prompt, params, handed_over, guided)
-        rig = alone[name] = Rig(engines["off"])
-        rig.add(name, prompt, params, handed_over=handed_over, guide=ChainState(guided) if guided else None)
-        rig.run()
+        wishes[name] = Wish(prompt, params, handed_over, guided)
+        alone[name] = wishes[name].alone(Rig(engines["off"]), name)
     oracle = Oracle({name: rig.outputs[name] for name, rig in alone.items()}, draws.choice((2, 9)), VOCAB)
     rig = Rig(
         engines[draws.choice(("on", "off"))],
@@ -59,20 +59,11 @@ def test_every_request_gets_the_tokens_that_it_gets_alone_and_without_drafts(
         max_num_seqs=draws.choice((5, 16, 32)),
         max_batched_tokens=draws.choice((32, 512)),
     )
-    for name, (prompt, params, handed_over, guided) in wanted.items():
-        while not rig.add(name, prompt, params, handed_over=handed_over, guide=ChainState(guided) if guided else None):
-            rig.let_go()
-            rig.step()
-        for _ in range(draws.randint(0, 3)):
-            rig.step()
-            rig.let_go()
-            rig.scribble(draws.randint(1, 5))
-    rig.run()
+    run_disturbed(rig, wishes, draws)
     assert rig.drafted() > rig.drafted("accepted_draft") > 0
-    for name, (_, params, *_) in wanted.items():
-        assert rig.outputs[name] == alone[name].outputs[name], (name, params)
-        assert rig.ends.get(name) == alone[name].ends.get(name), (name, params)
-        assert_same_tokens(rig.sampled.get(name, []), alone[name].sampled.get(name, []), bound=1e-4)
+    assert_as_alone(rig, alone)
+    for name, one in alone.items():
+        assert_same_tokens(rig.sampled.get(name, []), one.sampled.get(name, []), bound=1e-4)
 
 
 def test_our_cpu_kernels_give_the_same_bits_with_and_without_drafts(tmp_path: Path) -> None:

@@ -14,8 +14,9 @@ from kvrelay.common.sampling import SamplingParams
 from kvrelay.engine.torch_engine import TorchEngine
 from tests.decode_worker.rig import Rig, greedy
 from tests.decode_worker.test_run_ahead_torch import sampling, unlike_the_last
+from tests.decode_worker.workload import Wish, assert_as_alone, run_disturbed
 from tests.engine.conftest import SIZES, VOCAB, load, save_model
-from tests.guides import ChainState, TokensState
+from tests.guides import TokensState
 from tests.heads import WIDE, save_head, save_known_pair
 
 NUM_BLOCKS = 80
@@ -50,17 +51,16 @@ def test_every_request_gets_the_bits_that_it_gets_alone(
     draws = random.Random(seed)
     model, head = directories[pair]
     plain = engine_of(model)
-    wanted, alone = {}, {}
+    wishes: dict[str, Wish] = {}
+    alone: dict[str, Rig] = {}
     shared = [draws.randrange(VOCAB) for _ in range(40)]
     for index in range(8):
         prompt, params = [draws.randrange(VOCAB) for _ in range(draws.randint(1, 60))], sampling(draws)
         prompt = shared[: draws.choice((0, 0, 24, 40))] + prompt
         params = msgspec.structs.replace(params, choice=index % 3, num_logprobs=draws.choice((None, 2)))
         name, handed_over, guided = f"r{index}", draws.random() < 0.6, draws.choice((0, 0, 0, 0, 5, 40))
-        wanted[name] = (prompt, params, handed_over, guided)
-        rig = alone[name] = Rig(plain)
-        rig.add(name, prompt, params, handed_over=handed_over, guide=ChainState(guided) if guided else None)
-        rig.run()
+        wishes[name] = Wish(prompt, params, handed_over, guided)
+        alone[name] = wishes[name].alone(Rig(plain), name)
     engine = engine_of(model, draws.choice(("on", "off")))
     rig = Rig(
         engine,
@@ -69,20 +69,11 @@ def test_every_request_gets_the_bits_that_it_gets_alone(
         max_num_seqs=draws.choice((5, 16, 32)),
         max_batched_tokens=draws.choice((32, 512)),
     )
-    for name, (prompt, params, handed_over, guided) in wanted.items():
-        while not rig.add(name, prompt, params, handed_over=handed_over, guide=ChainState(guided) if guided else None):
-            rig.let_go()
-            rig.step()
-        for _ in range(draws.randint(0, 3)):
-            rig.step()
-            rig.let_go()
-            rig.scribble(draws.randint(1, 5))
-    rig.run()
+    run_disturbed(rig, wishes, draws)
     assert rig.drafted_by("head") > 0
-    for name, (_, params, *_) in wanted.items():
-        assert rig.outputs[name] == alone[name].outputs[name], (name, params)
-        assert rig.ends.get(name) == alone[name].ends.get(name), (name, params)
-        assert rig.sampled.get(name, []) == alone[name].sampled.get(name, [])
+    assert_as_alone(rig, alone)
+    for name, one in alone.items():
+        assert rig.sampled.get(name, []) == one.sampled.get(name, [])
 
 
 @pytest.mark.parametrize(("pair", "least", "most"), [("known", 0.9, 1.0), ("nearly", 0.3, 0.9), ("random", 0.0, 0.2)])

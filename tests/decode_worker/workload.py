@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from kvrelay.common.sampling import SamplingParams, Watermark
 from kvrelay.worker.model_worker import Remove
@@ -67,3 +69,43 @@ def assert_same(rig: Rig, plain: Rig, removed: set[str]) -> None:
         else:
             assert (found, rig.ends.get(name)) == (output, plain.ends.get(name)), name
     assert not rig.failed
+
+
+@dataclass(frozen=True)
+class Wish:
+    """A request, and how a worker comes by it."""
+
+    prompt: list[int]
+    sampling: SamplingParams
+    handed_over: bool
+    guided: int  # tokens of its guide; 0: it has none
+
+    def add_to(self, rig: Rig, name: str) -> bool:
+        """Whether there was room for it."""
+        guide = ChainState(self.guided) if self.guided else None
+        return rig.add(name, self.prompt, self.sampling, handed_over=self.handed_over, guide=guide)
+
+    def alone(self, rig: Rig, name: str) -> Rig:
+        """``rig``, which had nothing else to do, when all tokens are there."""
+        self.add_to(rig, name)
+        rig.run()
+        return rig
+
+
+def run_disturbed(rig: Rig, wishes: Mapping[str, Wish], draws: random.Random) -> None:
+    """``rig`` steps between two requests, and has blocks that come free overwritten."""
+    for name, wish in wishes.items():
+        while not wish.add_to(rig, name):
+            rig.let_go()
+            rig.step()
+        for _ in range(draws.randint(0, 3)):
+            rig.step()
+            rig.let_go()
+            rig.scribble(draws.randint(1, 5))
+    rig.run()
+
+
+def assert_as_alone(rig: Rig, alone: Mapping[str, Rig]) -> None:
+    """Assert that each request's tokens and end are those that it had ``alone``; log probabilities are the caller's."""
+    for name, one in alone.items():
+        assert (rig.outputs[name], rig.ends.get(name)) == (one.outputs[name], one.ends.get(name)), name

@@ -18,7 +18,7 @@ from kvrelay.engine.step.sequence import Sequence
 from kvrelay.prefill_worker.chunking import Prompt, Turn, step_tokens, turns
 from kvrelay.prefill_worker.scheduler import PrefillScheduler
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
-from kvrelay.worker.step_cost import StepCost
+from kvrelay.worker.scheduling.step_cost import StepCost
 
 BLOCK = 16
 COST = StepCost(0.008, 3e-4)  # a core computes the demo model about so

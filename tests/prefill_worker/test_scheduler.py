@@ -14,7 +14,7 @@ from kvrelay.engine.step.plan import RowResult
 from kvrelay.engine.step.sequence import Sequence, SequenceStatus
 from kvrelay.prefill_worker.scheduler import PrefillScheduler
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
-from kvrelay.worker.scheduler import Progress
+from kvrelay.worker.scheduling.scheduler import Progress
 
 BLOCK = 4
 

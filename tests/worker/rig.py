@@ -16,7 +16,7 @@ from kvrelay.worker.adapters import AdapterStore
 from kvrelay.worker.loop import ModelLoop
 from kvrelay.worker.metrics import EngineMetrics
 from kvrelay.worker.model_worker import Command, ModelWorker, Report
-from kvrelay.worker.scheduler import Scheduler
+from kvrelay.worker.scheduling.scheduler import Scheduler
 from kvrelay.worker.service import Ports, Service
 from kvrelay.worker.submit import WorkerIdentity
 from tests.guides import PlayedGuides

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from kvrelay.worker.step_cost import MixedSteps, StepCost, StepCosts, budget_beside, tokens_beside
+from kvrelay.worker.scheduling.step_cost import MixedSteps, StepCost, StepCosts, budget_beside, tokens_beside
 
 
 def learned(steps: list[tuple[int, float]]) -> StepCost | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.worker.suspects import Key, Suspects
+from kvrelay.worker.scheduling.suspects import Key, Suspects
 
 
 @given(st.integers(1, 600), st.data())

@@ -6,7 +6,7 @@ from collections.abc import Sequence as Seq
 
 from kvrelay.engine.step.interface import StepRow
 from kvrelay.engine.step.sequence import Sequence
-from kvrelay.worker.suspects import Key
+from kvrelay.worker.scheduling.suspects import Key
 
 
 class Choice:

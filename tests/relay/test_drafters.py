@@ -1,8 +1,9 @@
-"""A draft model behind the whole relay, on real engines: no hand-off, and no failover to or from it, changes a token."""
+"""A draft model or a head behind the whole relay, on real engines: no hand-off, preemption or failover changes a token."""
 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from kvrelay.prefill_worker.worker import PrefillWorker
 from kvrelay.wire.messages import TokenDelta
 from tests.draft_pairs import save_pair
 from tests.engine.conftest import load, tokens
+from tests.heads import save_known_pair
 from tests.relay.workers import ADDRESS, gateway, worker_setup
 
 OPTIONS: dict[str, Any] = {"dtype": "bfloat16", "cpu_kernels": "native", "num_blocks": 60, "block_size": 8}
@@ -37,25 +39,40 @@ PROMPTS = {name: tokens(place, 30) for place, name in enumerate(WISHES)}
 Told = dict[str, list[SampledToken]]
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A model of many layers, and one of one layer that knows it by heart."""
-    deep, shallow = tmp_path_factory.mktemp("deep"), tmp_path_factory.mktemp("shallow")
-    save_pair(deep, shallow, 12, **WIDE)
-    return deep, shallow
+@dataclass(frozen=True)
+class Pair:
+    """A model, and what guesses its tokens."""
+
+    drafter: str
+    model: Path
+    guesser: Path
+
+
+@pytest.fixture(scope="module", params=["draft-model", "head"])
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """A model of many layers with one of one layer that knows it by heart; or a model with a head that errs now and then."""
+    pair = Pair(request.param, tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("guesser"))
+    if pair.drafter == "head":
+        save_known_pair(pair.model, pair.guesser, mistakes=0.03)
+    else:
+        save_pair(pair.model, pair.guesser, 12, **WIDE)
+    return pair
 
 
 def decode_worker(
-    pair: tuple[Path, Path], registry: CollectorRegistry, name: str, *, drafts: bool, num_blocks: int = 60
+    pair: Pair, registry: CollectorRegistry, name: str, *, drafts: bool, num_blocks: int = 60
 ) -> DecodeWorker:
-    engine = load(pair[0], **{**OPTIONS, "num_blocks": num_blocks})
-    draft_engine: Engine | None = load(pair[1], **OPTIONS) if drafts else None
-    settings = DecodeSchedulerSettings(max_num_seqs=32, speculation="draft-model" if drafts else "off")
+    engine = load(pair.model, **{**OPTIONS, "num_blocks": num_blocks})
+    settings = DecodeSchedulerSettings(max_num_seqs=32)
+    draft_engine: Engine | None = None
+    if drafts:
+        settings = replace(settings, speculation=pair.drafter, draft_model=str(pair.guesser))
+        draft_engine = load(pair.guesser, **OPTIONS) if pair.drafter == "draft-model" else None
     return DecodeWorker(engine, settings, ADDRESS, worker_setup(name, registry), draft_engine=draft_engine)
 
 
-def prefill_worker(pair: tuple[Path, Path]) -> PrefillWorker:
-    return PrefillWorker(load(pair[0], **OPTIONS), PrefillSchedulerSettings(), worker_setup("prefill"))
+def prefill_worker(pair: Pair) -> PrefillWorker:
+    return PrefillWorker(load(pair.model, **OPTIONS), PrefillSchedulerSettings(), worker_setup("prefill"))
 
 
 async def ask(relay: Relay, name: str, told: Told, heard: asyncio.Event | None = None) -> None:
@@ -69,7 +86,7 @@ async def ask(relay: Relay, name: str, told: Told, heard: asyncio.Event | None =
 
 
 @pytest.fixture(scope="module")
-def expected(pair: tuple[Path, Path]) -> Told:
+def expected(pair: Pair) -> Told:
     """Each alone, without drafts."""
 
     async def told() -> Told:
@@ -83,15 +100,13 @@ def expected(pair: tuple[Path, Path]) -> Told:
     return asyncio.run(told())
 
 
-def accepted(registry: CollectorRegistry) -> float:
+def accepted(registry: CollectorRegistry, drafter: str) -> float:
     name = "kvrelay_accepted_draft_tokens_total"
-    return registry.get_sample_value(name, {"drafter": "draft-model"}) or 0
+    return registry.get_sample_value(name, {"drafter": drafter}) or 0
 
 
 @pytest.mark.parametrize("num_blocks", [60, 20], ids=["room for all", "preemption"])
-async def test_the_tokens_are_those_of_a_worker_without(
-    pair: tuple[Path, Path], expected: Told, num_blocks: int
-) -> None:
+async def test_the_tokens_are_those_of_a_worker_without(pair: Pair, expected: Told, num_blocks: int) -> None:
     told: Told = {}
     registry = CollectorRegistry()
     worker = decode_worker(pair, registry, "d", drafts=True, num_blocks=num_blocks)
@@ -101,15 +116,16 @@ async def test_the_tokens_are_those_of_a_worker_without(
         await ask(relay, "greedy", alone := {})
     assert told == expected
     assert alone["greedy"] == expected["greedy"]
-    assert accepted(registry) > 20
+    assert accepted(registry, pair.drafter) > 20
     assert bool(registry.get_sample_value("kvrelay_preemptions_total")) == (num_blocks == 20)
-    assert worker.draft_model is not None
-    assert not worker.draft_model.blocks.owners()
-    worker.draft_model.check_integrity()
+    assert (worker.draft_model is None) == (pair.drafter == "head")
+    if worker.draft_model is not None:
+        assert not worker.draft_model.blocks.owners()
+        worker.draft_model.check_integrity()
 
 
 @pytest.mark.parametrize("dies", [0, 1], ids=["the one that drafts dies", "the other one dies"])
-async def test_failover_goes_on_with_the_same_tokens(pair: tuple[Path, Path], expected: Told, dies: int) -> None:
+async def test_failover_goes_on_with_the_same_tokens(pair: Pair, expected: Told, dies: int) -> None:
     told: Told = {}
     decodes = [decode_worker(pair, CollectorRegistry(), f"d{place}", drafts=place == 0) for place in range(2)]
     dead: list[DecodeWorker] = []

@@ -16,11 +16,11 @@ from kvrelay.engine.settings import prompt_step_tokens
 from kvrelay.engine.step.interface import StepRow
 from kvrelay.engine.step.plan import RowResult
 from kvrelay.engine.step.sequence import Sequence, SequenceStatus
-from kvrelay.worker.choice import EVERYBODY, Choice
-from kvrelay.worker.places import Places
-from kvrelay.worker.sequence_blocks import owner_of
+from kvrelay.worker.scheduling.choice import EVERYBODY, Choice
+from kvrelay.worker.scheduling.places import Places
+from kvrelay.worker.scheduling.sequence_blocks import owner_of
+from kvrelay.worker.scheduling.suspects import Key
 from kvrelay.worker.settings import SchedulerSettings
-from kvrelay.worker.suspects import Key
 
 
 @dataclass(frozen=True, slots=True)
