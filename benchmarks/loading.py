@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 import transformers
 
+from kvrelay.common.system import return_freed_memory
 from kvrelay.engine.backends.options import EngineOptions
 from kvrelay.engine.outline import outline_model
 from kvrelay.engine.torch_engine import TorchEngine
@@ -66,7 +67,11 @@ def resident() -> tuple[int, int]:
 
 def load(directory: Path, path: str) -> dict[str, float]:
     """What a load in this process takes."""
-    options = EngineOptions(model_dir=directory, model_id="loaded", device="cpu", kv_memory_bytes=POOL_MIB * 2**20)
+    # As the files have it, also where the CPU has no products in bf16 and a worker would take float32.
+    options = EngineOptions(
+        model_dir=directory, model_id="loaded", device="cpu", dtype="bfloat16", kv_memory_bytes=POOL_MIB * 2**20
+    )
+    return_freed_memory()  # as a worker's process does while it loads
     before, _ = resident()
     peak = Peak()
     with peak.measured():

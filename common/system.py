@@ -3,7 +3,8 @@
 *Memory.* ZeroMQ takes the memory of every large frame from ``malloc`` and gives it back a moment later, and so does torch with
 what lies between two operations on the CPU. As it comes, glibc returns much of that to the system, and the next piece is faulted in
 again, page by page and zeroed: with blocks of 360 KiB that took four tenths of a receiver's CPU time, and on a bad day more of a
-prefill step than its matrix products.
+prefill step than its matrix products. While a model is loaded it is the other way round: what was read and converted is not needed
+again, and up to half as much as a small model would be kept of it.
 
 *Descriptors.* Most systems start processes with a small limit (1,024) that each may raise by itself up to a large one. Every
 connection takes one descriptor, strangers' too; when there is none left, honest peers are not let in either, and ZeroMQ's network
@@ -22,6 +23,7 @@ import sys
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _KEPT_NBYTES = 256 * 2**20
+_RETURNED_NBYTES = 128 * 2**10
 _LARGEST_MMAP_THRESHOLD_NBYTES = 32 * 2**20  # glibc takes no more
 _ENOUGH = 65_536  # not all that there may be: a connection in its handshake takes some 20 KB, and a crowd's must fit
 
@@ -32,11 +34,20 @@ def available_cores() -> int:
 
 
 def keep_freed_memory() -> None:
-    """Let the allocator keep up to 256 MiB of freed memory, for the whole process and for good. Does nothing without glibc."""
+    """Let the allocator keep up to 256 MiB of what is freed from now on, in the whole process. Does nothing without glibc."""
     with contextlib.suppress(AttributeError):  # another C library: no mallopt
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD_NBYTES)
         mallopt(_M_TRIM_THRESHOLD, _KEPT_NBYTES)
+
+
+def return_freed_memory() -> None:
+    """Let the allocator give back each piece of 128 KiB and more when it is freed, until ``keep_freed_memory``.
+
+    glibc begins with that size, but takes larger ones as it meets them. Does nothing without glibc.
+    """
+    with contextlib.suppress(AttributeError):
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _RETURNED_NBYTES)
 
 
 def raise_descriptor_limit() -> int:

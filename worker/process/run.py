@@ -22,7 +22,7 @@ from typing import Any, Protocol, TypeVar
 
 from prometheus_client import CollectorRegistry
 
-from kvrelay.common.system import keep_freed_memory, raise_descriptor_limit
+from kvrelay.common.system import keep_freed_memory, raise_descriptor_limit, return_freed_memory
 from kvrelay.worker.process.admin import AdminProbe, AdminServer
 
 logger = logging.getLogger(__name__)
@@ -90,9 +90,10 @@ def serve_process(
         # What is loaded stays. Left among what the collector walks through, it stops all threads for up to 0.1 s a time.
         gc.collect()
         gc.freeze()
+        keep_freed_memory()
         return component
 
-    keep_freed_memory()
+    return_freed_memory()
     raise_descriptor_limit()
     code = asyncio.run(run_process(load_and_freeze, settings, registry, name))
     busy = [thread.name for thread in threading.enumerate() if thread.daemon]
