@@ -76,13 +76,13 @@ def change_tensors(directory: Path, changed: dict[str, torch.Tensor | None]) -> 
     save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, path)
 
 
-def save_known_pair(model: Path, head: Path, mistakes: float = 0.0) -> None:
+def save_known_pair(model: Path, head: Path, mistakes: float = 0.0, **sizes: Any) -> None:
     """A model whose layers add nothing, so that the last token alone decides, and a head that knows it by heart.
 
     The head's attention finds the token itself, as its query is its key, and takes the token's embedding along. ``mistakes``: how
-    far its output is off.
+    far its output is off. ``sizes``: others of the model.
     """
-    save_model(model, transformers.LlamaConfig(**{**SIZES, **WIDE}))
+    save_model(model, transformers.LlamaConfig(**{**SIZES, **WIDE, **sizes}))
     target = transformers.AutoModelForCausalLM.from_pretrained(model)
     with torch.no_grad():
         for layer in target.model.layers:

@@ -27,6 +27,7 @@ from tests.relay.workers import ADDRESS, gateway, worker_setup
 
 OPTIONS: dict[str, Any] = {"dtype": "bfloat16", "cpu_kernels": "native", "num_blocks": 60, "block_size": 8}
 WIDE = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "head_dim": 32}
+NUM_LAYERS = 16  # so many, that a layer that drafts is worth its time on any machine
 NUM_TOKENS = 80
 WISHES = {
     "greedy": SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, num_logprobs=2),
@@ -50,12 +51,12 @@ class Pair:
 
 @pytest.fixture(scope="module", params=["draft-model", "head"])
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    """A model of many layers with one of one layer that knows it by heart; or a model with a head that errs now and then."""
+    """A model of many layers, and one of one layer that knows it by heart, or a head that errs now and then."""
     pair = Pair(request.param, tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("guesser"))
     if pair.drafter == "head":
-        save_known_pair(pair.model, pair.guesser, mistakes=0.03)
+        save_known_pair(pair.model, pair.guesser, mistakes=0.03, num_hidden_layers=NUM_LAYERS)
     else:
-        save_pair(pair.model, pair.guesser, 12, **WIDE)
+        save_pair(pair.model, pair.guesser, NUM_LAYERS, **WIDE)
     return pair
 
 
@@ -112,7 +113,7 @@ async def test_the_tokens_are_those_of_a_worker_without(pair: Pair, expected: To
     worker = decode_worker(pair, registry, "d", drafts=True, num_blocks=num_blocks)
     async with gateway([prefill_worker(pair)], [worker]) as relay:
         await asyncio.gather(*(ask(relay, name, told) for name in WISHES))
-        # Alone, drafts are worth it on any machine.
+        # Alone it has drafts for all of its answer, if steps of four sequences were too short for them.
         await ask(relay, "greedy", alone := {})
     assert told == expected
     assert alone["greedy"] == expected["greedy"]
