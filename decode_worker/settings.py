@@ -12,7 +12,9 @@ from kvrelay.worker.settings import ADMIN_PORT_HELP, SchedulerSettings, WorkerSe
 class DecodeSchedulerSettings(SchedulerSettings):
     """How sequences are batched."""
 
-    max_num_seqs: int = setting(64, "sequences that generate at a time", minimum=1)
+    max_num_seqs: int | None = setting(
+        None, "sequences that generate at a time; default: 64 on a CPU, 256 on a GPU", minimum=1
+    )
     max_batched_tokens: int | None = setting(
         None,
         "tokens computed in one step: one per generating sequence, the rest for local prefill; default: 512 on a CPU, 2048 on a "

@@ -23,7 +23,7 @@ from kvrelay.engine.factory import load_draft_engine, load_head, require_head
 from kvrelay.engine.kv.books import ledger_json, unbalanced
 from kvrelay.engine.kv.leased_blocks import LeasedBlocks
 from kvrelay.engine.load_progress import LoggedProgress
-from kvrelay.engine.settings import FakeSettings, KvSettings, ModelSettings, prompt_step_tokens
+from kvrelay.engine.settings import FakeSettings, KvSettings, ModelSettings, prompt_step_tokens, sequences_at_a_time
 from kvrelay.engine.step.interface import Engine
 from kvrelay.engine.step.leader import Leader
 from kvrelay.wire.blocks.pieces import pieces_of
@@ -57,10 +57,11 @@ class DecodeWorker(Worker[DecodeService]):
         """``drafters``: empty: those that the settings ask for, if they do. ``draft_engine``: see ``load_drafting``."""
         card, network = engine.card, setup.network
         max_batched_tokens = prompt_step_tokens(settings.max_batched_tokens, card.device_type)
-        if max_batched_tokens < settings.max_num_seqs:
+        max_num_seqs = sequences_at_a_time(settings.max_num_seqs, card.device_type)
+        if max_batched_tokens < max_num_seqs:
             raise SettingsError(
-                f"--max-batched-tokens is {max_batched_tokens}; it must be at least --max-num-seqs "
-                f"({settings.max_num_seqs}), so that every running sequence gets its token in every step"
+                f"--max-batched-tokens is {max_batched_tokens}; it must be at least --max-num-seqs ({max_num_seqs}), so that every "
+                "running sequence gets its token in every step"
             )
         leader = Leader(engine)
         drafts, self.draft_model = None, None

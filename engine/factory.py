@@ -17,7 +17,7 @@ from kvrelay.engine.guides.guidance import GuideCompiler, NoGuides
 from kvrelay.engine.ranks.messages import LoadSettings
 from kvrelay.engine.ranks.nodes import OtherNodes
 from kvrelay.engine.sampling.processors import load_processors
-from kvrelay.engine.settings import FakeSettings, KvSettings, ModelSettings, prompt_step_tokens
+from kvrelay.engine.settings import FakeSettings, KvSettings, ModelSettings, prompt_step_tokens, sequences_at_a_time
 from kvrelay.engine.step.interface import DraftHead, Engine
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def load_engine(
     kv: KvSettings,
     fake: FakeSettings,
     *,
-    max_num_seqs: int,
+    max_num_seqs: int | None,
     max_batched_tokens: int | None,
     decodes: bool,
     progress: Callable[[int, int], None],
@@ -42,7 +42,8 @@ def load_engine(
 ) -> Engine:
     """Load the model that ``model.model`` names; it must be a directory by now (the launcher resolves names).
 
-    ``max_batched_tokens``: of a step; None: as many as suit the device (:func:`prompt_step_tokens`). ``decodes``: whether it is for
+    ``max_num_seqs``, ``max_batched_tokens``: None: as many as suit the device (:func:`sequences_at_a_time`,
+    :func:`prompt_step_tokens`). ``decodes``: whether it is for
     a worker that decodes. ``progress`` hears (bytes loaded, bytes in all). ``nodes``: where other ranks are.
 
     Raises ModelError if the directory cannot be served,
@@ -77,7 +78,7 @@ def load_draft_engine(
     fake: FakeSettings,
     *,
     kv_memory_mb: int,
-    max_num_seqs: int,
+    max_num_seqs: int | None,
     max_batched_tokens: int | None,
     progress: Callable[[int, int], None],
 ) -> Engine:
@@ -183,7 +184,7 @@ def load_part(settings: LoadSettings, part: RankPart | None, progress: Callable[
         max_model_len=model.max_model_len,
         num_threads=max(1, (model.threads or os.cpu_count() or 1) // (1 if part is None else part.num_local)),
         kv_memory_fraction=kv.kv_memory_fraction,
-        max_num_seqs=settings.max_num_seqs,
+        max_num_seqs=sequences_at_a_time(settings.max_num_seqs, device_of(model.device).type),
         max_batched_tokens=prompt_step_tokens(settings.max_batched_tokens, device_of(model.device).type),
         decodes=settings.decodes,
         cuda_graphs=model.cuda_graphs,

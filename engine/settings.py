@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from kvrelay.common.settings import setting
 
 _PROMPT_STEP_TOKENS = {"cpu": 512, "cuda": 2048}
+_SEQUENCES_AT_A_TIME = {"cpu": 64, "cuda": 256}
 
 
 def prompt_step_tokens(max_batched_tokens: int | None, device_type: str) -> int:
@@ -16,6 +17,16 @@ def prompt_step_tokens(max_batched_tokens: int | None, device_type: str) -> int:
     is a small part of it; with more, a prompt's blocks would leave later than need be, as they are shipped behind their step.
     """
     return _PROMPT_STEP_TOKENS[device_type] if max_batched_tokens is None else max_batched_tokens
+
+
+def sequences_at_a_time(max_num_seqs: int | None, device_type: str) -> int:
+    """Sequences that a worker runs at a time; None: what suits the device ("cpu" or "cuda").
+
+    A CPU computes few rows as fast as its memory allows, and more rows take longer. A GPU reads its weights for one row or for 256,
+    so fewer would waste it. How many fit its memory is found as they run: who gets no blocks waits or gives way. A slot itself is
+    small: a row of logits, and four bytes for each block of the longest sequence.
+    """
+    return _SEQUENCES_AT_A_TIME[device_type] if max_num_seqs is None else max_num_seqs
 
 
 @dataclass(frozen=True, slots=True)

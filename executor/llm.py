@@ -40,8 +40,9 @@ class LLM:
         Raises SettingsError or ModelError.
         """
         settings = build(LocalSettings, {"model": model, **options}, source="LLM")
-        self._max_at_a_time = settings.scheduler.max_num_seqs + _MORE_AT_A_TIME
-        self._executor = Executor(LocalBackend.load(settings))
+        backend = LocalBackend.load(settings)
+        self._max_at_a_time = backend.max_num_seqs + _MORE_AT_A_TIME
+        self._executor = Executor(backend)
         # Also at the interpreter's exit, and when nobody knows this object any more (results do).
         self._finalizer = weakref.finalize(self, self._executor.shutdown, _AT_EXIT_S)
         self._executor.start()

@@ -27,7 +27,7 @@ from kvrelay.decode_worker.worker import DecodeWorker, load_drafting
 from kvrelay.engine.factory import load_engine, load_guides
 from kvrelay.engine.guides.guidance import GuideCompiler, NoGuides
 from kvrelay.engine.load_progress import LoggedProgress
-from kvrelay.engine.settings import FakeSettings, KvSettings, ModelSettings
+from kvrelay.engine.settings import FakeSettings, KvSettings, ModelSettings, sequences_at_a_time
 from kvrelay.engine.step.interface import Engine
 from kvrelay.executor.executor import Stats
 from kvrelay.executor.outputs import Logprob, Piece, TokenLogprobs
@@ -94,6 +94,7 @@ class LocalBackend:
         ``guides``: what compiles guides; None: requests that have one are refused. ``draft_engine``: a draft model, loaded.
         """
         self._settings = settings
+        self.max_num_seqs = sequences_at_a_time(settings.scheduler.max_num_seqs, engine.card.device_type)
         self._files = ModelFiles.load(directory)
         self._model_name = directory.name
         self._engine: Engine | None = engine  # until a worker has it

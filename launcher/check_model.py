@@ -16,14 +16,13 @@ import transformers
 from kvrelay.common.errors import KvrelayError, ModelError
 from kvrelay.common.kv_geometry import Chunk, GroupKind, KvGeometry, KvGroup, window_size
 from kvrelay.engine.outline import ModelOutline, check_files, compare, outline_model, write_random_weights
-from kvrelay.engine.settings import KvSettings, prompt_step_tokens
+from kvrelay.engine.settings import KvSettings, prompt_step_tokens, sequences_at_a_time
 from kvrelay.launcher.models import find_configuration
 
 # What a process sees of their memory, in GiB.
 GPUS = {
     "a10": 22, "a100": 79, "a100-40gb": 39, "b200": 178, "h100": 79, "h200": 140, "l4": 22, "l40s": 44, "t4": 14.5,
 }  # fmt: skip
-_NUM_SEQS = 64  # whose logits a step has
 _MOST_RANDOM = 10**9  # parameters; to make more takes longer than somebody waits
 
 
@@ -120,7 +119,7 @@ def examine(
 
 def fit_of(outline: ModelOutline, memory_gib: float) -> Fit:
     """What a worker with default settings would have left for K/V, with ``memory_gib`` for each rank, on that which has least."""
-    step_nbytes = outline.step_nbytes(prompt_step_tokens(None, "cuda"), _NUM_SEQS)
+    step_nbytes = outline.step_nbytes(prompt_step_tokens(None, "cuda"), sequences_at_a_time(None, "cuda"))
     share = int(memory_gib * 2**30 * KvSettings().kv_memory_fraction)
     fits: list[Fit] = []
     for rank in outline.ranks:

@@ -15,7 +15,7 @@ ADMIN_PORT_HELP = "HTTP port of /health, /metrics and /debug/kv"
 class SchedulerSettings:
     """What every scheduler bounds. Each role has its own defaults, and more settings."""
 
-    max_num_seqs: int
+    max_num_seqs: int | None
     max_batched_tokens: int | None
     max_waiting: int
 

@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 from kvrelay.common.clock import Clock
 from kvrelay.engine.kv.block_manager import BlockManager
 from kvrelay.engine.kv.books import ledger_json, unbalanced
-from kvrelay.engine.settings import prompt_step_tokens
+from kvrelay.engine.settings import prompt_step_tokens, sequences_at_a_time
 from kvrelay.engine.step.leader import Leader
 from kvrelay.wire.control.server import ControlServer
 from kvrelay.wire.messages import Role
@@ -68,9 +68,8 @@ class Worker(ABC, Generic[S]):
         scheduler = make_scheduler(
             settings, self.blocks, card.max_model_len, card.device_type, num_stages=engine.num_stages
         )
-        identity = WorkerIdentity(
-            setup.worker_id, setup.epoch, card, settings.max_waiting, settings.max_num_seqs, setup.model
-        )
+        max_running = sequences_at_a_time(settings.max_num_seqs, card.device_type)
+        identity = WorkerIdentity(setup.worker_id, setup.epoch, card, settings.max_waiting, max_running, setup.model)
         self.service = service = make_service(identity, self.blocks, network.clock)
         self._engine = engine
         self.address = setup.address

@@ -20,7 +20,7 @@ class LoadSettings(msgspec.Struct, frozen=True):
 
     model: ModelSettings
     kv: KvSettings
-    max_num_seqs: int
+    max_num_seqs: int | None  # see :func:`kvrelay.engine.settings.sequences_at_a_time`
     max_batched_tokens: int | None  # see :func:`kvrelay.engine.settings.prompt_step_tokens`
     decodes: bool
 

@@ -100,6 +100,12 @@ spec:
     target: {type: AverageValue, averageValue: "1"}
 {{- end -}}
 
+{{/* Requests that a decode worker runs before another one is wanted: three quarters of its --max-num-seqs, which follows the device. */}}
+{{- define "kvrelay.decode.mostRunning" -}}
+{{- $decode := .root.Values.decode -}}
+{{- div (mul 3 ($decode.settings.max_num_seqs | default (ternary 256 64 (not (empty $decode.gpu.resource))) | int)) 4 -}}
+{{- end -}}
+
 {{- define "kvrelay.metrics.hpa.decode" -}}
 - type: Pods
   pods:
@@ -108,7 +114,7 @@ spec:
 - type: Pods
   pods:
     metric: {name: kvrelay_num_requests_running}
-    target: {type: AverageValue, averageValue: {{ div (mul 3 (.root.Values.decode.settings.max_num_seqs | default 64 | int)) 4 | quote }}}
+    target: {type: AverageValue, averageValue: {{ include "kvrelay.decode.mostRunning" . | quote }}}
 {{- end -}}
 
 {{/* The same of Prometheus, for KEDA: (dict "root" $ "role" ROLE). The sum over a pool, divided by the threshold, is its replicas. */}}
@@ -122,7 +128,7 @@ spec:
 {{- if eq .role "prefill" -}}
 {{- $queries = dict "kvrelay_waiting_prompt_tokens" "8000" "kvrelay_longest_wait_seconds" "1" -}}
 {{- else if eq .role "decode" -}}
-{{- $running := div (mul 3 (.root.Values.decode.settings.max_num_seqs | default 64 | int)) 4 | toString -}}
+{{- $running := include "kvrelay.decode.mostRunning" . -}}
 {{- $queries = dict "kvrelay_kv_cache_usage_perc" "0.7" "kvrelay_num_requests_running" $running -}}
 {{- else -}}
 {{- $queries = dict "kvrelay_requests_in_flight" "200" -}}

@@ -23,7 +23,7 @@ from prometheus_client import CollectorRegistry
 from kvrelay.common.settings import build
 from kvrelay.engine.kv.block_manager import BlockManager
 from kvrelay.engine.ranks.nodes import place_of
-from kvrelay.engine.settings import NodeSettings
+from kvrelay.engine.settings import NodeSettings, sequences_at_a_time
 from kvrelay.gateway.http.api_keys import ApiKeys
 from kvrelay.gateway.metrics import GatewayMetrics
 from kvrelay.gateway.settings import GatewaySettings
@@ -342,6 +342,17 @@ def test_an_autoscaler_owns_the_replicas() -> None:
     assert prefill["scaleTargetRef"]["name"] == "relay-kvrelay-prefill-worker"
     decode = scaled["HorizontalPodAutoscaler", "relay-kvrelay-decode-worker"]["spec"]
     assert decode["metrics"][0]["pods"]["metric"]["name"] == "kvrelay_kv_cache_usage_perc"
+
+
+@needs_helm
+@pytest.mark.parametrize(("resource", "device_type"), [("nvidia.com/gpu", "cuda"), ("", "cpu")])
+def test_another_decode_worker_is_wanted_once_three_quarters_of_what_one_runs_do(
+    resource: str, device_type: str
+) -> None:
+    found = objects("--set", f"decode.autoscaling.hpa.enabled=true,decode.gpu.resource={resource}")
+    scaled = found["HorizontalPodAutoscaler", "relay-kvrelay-decode-worker"]["spec"]
+    most = int(scaled["metrics"][1]["pods"]["target"]["averageValue"])
+    assert most * 4 == sequences_at_a_time(None, device_type) * 3
 
 
 @needs_helm

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from kvrelay.common.sampling import FinishReason, SampledToken
 from kvrelay.engine.beams.search import FinishedBeam
 from kvrelay.engine.kv.block_manager import BlockManager
-from kvrelay.engine.settings import prompt_step_tokens
+from kvrelay.engine.settings import prompt_step_tokens, sequences_at_a_time
 from kvrelay.engine.step.interface import StepRow
 from kvrelay.engine.step.plan import RowResult
 from kvrelay.engine.step.sequence import Sequence, SequenceStatus
@@ -66,7 +66,7 @@ class Scheduler(ABC):
         """``device_type``: what computes, "cpu" or "cuda": how large a step may be if the settings do not say. ``num_stages``: the
         engine's."""
         self._num_stages = num_stages
-        self._max_num_seqs = settings.max_num_seqs
+        self._max_num_seqs = sequences_at_a_time(settings.max_num_seqs, device_type)
         self._max_batched_tokens = prompt_step_tokens(settings.max_batched_tokens, device_type)
         self._blocks = blocks
         self._max_model_len = max_model_len
