@@ -124,7 +124,7 @@ def adapter_directory(root: Path, name: str) -> Path:
 
 
 def adapter_digest(directory: Path) -> str:
-    """Hex digest of both files' contents. Reads all of them. Raises AdapterError if that fails."""
+    """Hex digest of both files' contents. Reads all of them. Raises AdapterError, AdapterAbsentError if one is missing."""
     digest = hashlib.blake2b(digest_size=16, person=b"kvrelay-adapter")
     for name in (CONFIG_FILE, WEIGHTS_FILE):
         path = directory / name
@@ -133,9 +133,22 @@ def adapter_digest(directory: Path) -> str:
             with path.open("rb") as file:
                 while piece := file.read(_HASHED_AT_ONCE):
                     digest.update(piece)
+        except FileNotFoundError as error:
+            raise AdapterAbsentError(f"{path} is missing") from error
         except OSError as error:
             raise AdapterError(f"{path} cannot be read: {error}") from error
     return digest.hexdigest()
+
+
+def require_digest(directory: Path, digest: str) -> None:
+    """Raise AdapterAbsentError if other files lie there, such as half copied ones, which say nothing of the adapter that is meant.
+
+    So whoever has found a mistake in files asks this first. Raises as ``adapter_digest``.
+    """
+    if (found := adapter_digest(directory)) != digest:
+        raise AdapterAbsentError(
+            f"{directory} has digest {found}, not {digest}: its files were changed, or are not all there yet"
+        )
 
 
 def _read_config(path: Path) -> Mapping[str, Any]:

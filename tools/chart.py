@@ -38,6 +38,19 @@ NUMBER_OR_SHARE: Schema = {"oneOf": [{"type": "integer", "minimum": 0}, {"type":
 QUANTITY: Schema = {"type": "string", "pattern": "^([0-9]+(\\.[0-9]+)?([kMGTPE]i?|m)?)?$"}
 
 
+NODES = (
+    "pods of each worker. HPA and KEDA count pods: groups of several are scaled by a LeaderWorkerSet (leaderWorkerSet), or by hand "
+    "(replicas)"
+)
+GROUPS = (
+    "workers of several pods are a LeaderWorkerSet, whose operator must be installed; HPA and KEDA then count workers"
+)
+SCALING = (
+    "by an HPA or by KEDA, which count pods: with nodesPerWorker above 1 it is refused, as workers would be left in parts, unless "
+    "leaderWorkerSet is true; scale such a pool by hand (replicas)"
+)
+
+
 def whole(minimum: int) -> Schema:
     """A whole number from ``minimum`` on."""
     return {"type": "integer", "minimum": minimum}
@@ -112,15 +125,18 @@ def worker(settings: type) -> Schema:
         next(info for info in describe(settings) if info.name == name)
         for name in ("tensor_parallel", "pipeline_parallel", "nodes")
     )
-    return component(
+    pool = component(
         settings,
         tensorParallel=setting_schema(ranks),
         pipelineParallel=setting_schema(stages),
-        nodesPerWorker=setting_schema(nodes),
+        nodesPerWorker={**setting_schema(nodes), "description": NODES},
+        leaderWorkerSet={**BOOL, "description": GROUPS},
         gpu=closed(resource=TEXT),
         sharedMemory=QUANTITY,
         startupSeconds=whole(2),
     )
+    pool["properties"]["autoscaling"]["description"] = SCALING
+    return pool
 
 
 def schema() -> Schema:

@@ -20,6 +20,7 @@ from kvrelay.common.adapter_files import (
     AdapterFiles,
     AdapterRef,
     adapter_directory,
+    require_digest,
 )
 from kvrelay.engine.settings import ModelSettings
 from kvrelay.engine.step.interface import AdapterSlots
@@ -132,7 +133,7 @@ class AdapterStore:
         if ref.digest in self._loaded:  # under another name
             return None
         try:
-            files = await asyncio.to_thread(_read, settings.directory, ref.name)
+            files = await asyncio.to_thread(_read, settings.directory, ref)
             nbytes = slots.nbytes(files)
             if nbytes > settings.max_bytes:
                 raise AdapterError(
@@ -174,5 +175,10 @@ class AdapterStore:
         return next(slot for slot in range(1, slots.num_slots + 1) if slot not in taken)
 
 
-def _read(root: Path, name: str) -> AdapterFiles:
-    return AdapterFiles.read(adapter_directory(root, name))
+def _read(root: Path, ref: AdapterRef) -> AdapterFiles:
+    directory = adapter_directory(root, ref.name)
+    try:
+        return AdapterFiles.read(directory)
+    except AdapterError:
+        require_digest(directory, ref.digest)
+        raise

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import xxhash
 
-from kvrelay.common.adapter_files import AdapterAbsentError, AdapterFiles, adapter_digest
+from kvrelay.common.adapter_files import AdapterFiles, require_digest
 
 _NUM_SLOTS = 256
 _NUMBER_NBYTES = 2  # as of bf16
@@ -27,9 +27,10 @@ class FakeAdapters:
     def load(self, slot: int, directory: Path, digest: str) -> None:
         """See AdapterSlots."""
         assert slot not in self._roots, f"slot {slot} has an adapter"
-        AdapterFiles.read(directory)
-        if (found := adapter_digest(directory)) != digest:
-            raise AdapterAbsentError(f"{directory} has digest {found}, not {digest}: its files were changed")
+        try:
+            AdapterFiles.read(directory)
+        finally:
+            require_digest(directory, digest)
         self._roots[slot] = adapter_root(digest)
 
     def unload(self, slot: int) -> None:

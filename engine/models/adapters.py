@@ -13,14 +13,7 @@ from pathlib import Path
 
 import torch
 
-from kvrelay.common.adapter_files import (
-    CONFIG_FILE,
-    AdapterAbsentError,
-    AdapterError,
-    AdapterFiles,
-    LowRankHeader,
-    adapter_digest,
-)
+from kvrelay.common.adapter_files import CONFIG_FILE, AdapterError, AdapterFiles, LowRankHeader, require_digest
 from kvrelay.engine.models.low_rank import NUM_ADAPTER_SLOTS, LowRankProducts, TokenGroups
 from kvrelay.engine.models.ops import Linear
 from kvrelay.engine.step.batch import Batch
@@ -100,24 +93,28 @@ class Adapters:
         """See AdapterSlots."""
         assert 1 <= slot <= NUM_ADAPTER_SLOTS, f"slot {slot}; there are 1 to {NUM_ADAPTER_SLOTS}"
         assert slot not in self._loaded, f"slot {slot} has an adapter"
-        files = AdapterFiles.read(directory)
-        headers = self._fitting(files)
-        with AdapterReader(files, self._dtype, self._device) as reader:
+        try:
             try:
-                for site, layers in enumerate(self._sites):
-                    self._products.put(slot, site, self._parts(layers, headers, reader))
-                # Behind the reading: what was read is what has this digest.
-                if (found := adapter_digest(directory)) != digest:
-                    raise AdapterAbsentError(f"{directory} has digest {found}, not {digest}: its files were changed")
-            except BaseException:
-                self._products.drop(slot)
-                raise
+                self._put(slot, directory)
+            finally:
+                # Behind the reading: what was read, or was wrong, is what has this digest.
+                require_digest(directory, digest)
+        except BaseException:
+            self._products.drop(slot)
+            raise
         self._loaded.add(slot)
 
     def unload(self, slot: int) -> None:
         """See AdapterSlots."""
         self._loaded.remove(slot)
         self._products.drop(slot)
+
+    def _put(self, slot: int, directory: Path) -> None:
+        files = AdapterFiles.read(directory)
+        headers = self._fitting(files)
+        with AdapterReader(files, self._dtype, self._device) as reader:
+            for site, layers in enumerate(self._sites):
+                self._products.put(slot, site, self._parts(layers, headers, reader))
 
     def _fitting(self, files: AdapterFiles) -> Mapping[str, LowRankHeader]:
         """An adapter's layers by name. Raises AdapterError if this model lacks one, or has it in another shape."""

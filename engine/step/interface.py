@@ -133,7 +133,7 @@ class AdapterSlots(Protocol):
     def load(self, slot: int, directory: Path, digest: str) -> None:
         """Read an adapter into a free slot; rows of later plans may name it. Waits for the disk.
 
-        Raises AdapterError if it cannot be served with this model, or is not the one with that digest; the slot stays free.
+        Raises AdapterError if this model cannot serve it, AdapterAbsentError if other files lie there. The slot stays free.
         """
 
     def unload(self, slot: int) -> None:

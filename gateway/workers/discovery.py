@@ -7,7 +7,8 @@ API is away the last known workers stay; who of them really answers, the links t
 A worker is a pod with the label ``kvrelay.dev/role`` and a container port named ``control``. Of several models, the label
 ``kvrelay.dev/model`` names its own. It takes requests while it is ready and nobody has asked for its deletion; it stays known until
 it is gone or has ended, because what it has may still finish. If a worker has several pods of a StatefulSet, as many as the label
-``kvrelay.dev/nodes-per-worker`` says, the first of them is the worker, and the others run ranks for it.
+``kvrelay.dev/nodes-per-worker`` says, the first of them is the worker, and the others run ranks for it. So it is with the first pod
+of a LeaderWorkerSet's group.
 
 It needs ``get``, ``list`` and ``watch`` on pods of one namespace, nothing else.
 """
@@ -38,6 +39,7 @@ OnWorkers = Callable[[Sequence[FoundWorker]], None]
 ROLE_LABEL = "kvrelay.dev/role"
 MODEL_LABEL = "kvrelay.dev/model"
 NODES_LABEL = "kvrelay.dev/nodes-per-worker"
+GROUP_INDEX_LABEL = "leaderworkerset.sigs.k8s.io/worker-index"  # of a LeaderWorkerSet's pods: their place in a group
 CONTROL_PORT = "control"
 
 _ROLES = {role.value: role for role in (Role.PREFILL, Role.DECODE)}
@@ -232,7 +234,7 @@ def worker_of(pod: dict[str, Any]) -> FoundWorker | None:
     host, port = status.get("podIP"), _control_port(pod)
     if (
         role is None
-        or not _is_leader(metadata.get("name", ""), labels.get(NODES_LABEL, "1"))
+        or not _is_leader(metadata.get("name", ""), labels)
         or not host
         or port is None
         or status.get("phase") in _ENDED
@@ -263,9 +265,11 @@ def workers_of(pods: Iterable[dict[str, Any]]) -> list[FoundWorker]:
     return list(found.values())
 
 
-def _is_leader(name: str, nodes_per_worker: str) -> bool:
+def _is_leader(name: str, labels: Mapping[str, str]) -> bool:
     """Whether the pod of that name is a worker, and not a further one of a worker's pods."""
-    ordinal = name.rpartition("-")[2]
+    if (index := labels.get(GROUP_INDEX_LABEL)) is not None:
+        return index == "0"
+    nodes_per_worker, ordinal = labels.get(NODES_LABEL, "1"), name.rpartition("-")[2]
     if not (nodes_per_worker.isdecimal() and ordinal.isdecimal()):
         return nodes_per_worker == "1"
     return int(ordinal) % max(1, int(nodes_per_worker)) == 0

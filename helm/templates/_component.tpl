@@ -45,9 +45,7 @@ metadata:
     {{- include "kvrelay.component.labels" . | nindent 4 }}
 spec:
   scaleTargetRef:
-    apiVersion: apps/v1
-    kind: Deployment
-    name: {{ include "kvrelay.component.fullname" . }}
+    {{- include "kvrelay.component.scaled" . | nindent 4 }}
   minReplicas: {{ $scaling.hpa.minReplicas }}
   maxReplicas: {{ $scaling.hpa.maxReplicas }}
   metrics:
@@ -69,7 +67,7 @@ metadata:
     {{- include "kvrelay.component.labels" . | nindent 4 }}
 spec:
   scaleTargetRef:
-    name: {{ include "kvrelay.component.fullname" . }}
+    {{- include "kvrelay.component.scaled" . | nindent 4 }}
   minReplicaCount: {{ $scaling.keda.minReplicas }}
   maxReplicaCount: {{ $scaling.keda.maxReplicas }}
   triggers:
@@ -79,6 +77,14 @@ spec:
     {{- include "kvrelay.metrics.keda" . | trim | nindent 4 }}
     {{- end }}
 {{- end -}}
+{{- end -}}
+
+{{/* Of several pods a worker counts as one where they are a LeaderWorkerSet's group; a StatefulSet of such is refused. */}}
+{{- define "kvrelay.component.scaled" -}}
+{{- $kind := include "kvrelay.worker.kind" . -}}
+apiVersion: {{ ternary "leaderworkerset.x-k8s.io/v1" "apps/v1" (eq $kind "LeaderWorkerSet") }}
+kind: {{ $kind }}
+name: {{ include "kvrelay.component.fullname" . }}
 {{- end -}}
 
 {{/* What each role is scaled by: work that waits for prefill workers, memory that decode workers have left. */}}

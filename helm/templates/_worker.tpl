@@ -1,20 +1,18 @@
 {{/* A pool of workers. All get (dict "root" $ "role" "prefill" or "decode"). */}}
 
+{{/* Workers of one pod are a Deployment, those of several a StatefulSet, or a LeaderWorkerSet where its operator runs. */}}
 {{- define "kvrelay.worker.deployment" -}}
 {{- $values := index .root.Values .role -}}
-{{- $control := ternary 7100 7200 (eq .role "prefill") -}}
-{{- $admin := ternary 7180 7280 (eq .role "prefill") -}}
-{{- $drain := include "kvrelay.component.drainSeconds" . | int -}}
 {{- $nodes := include "kvrelay.worker.nodes" . | int -}}
-{{- $name := include "kvrelay.component.fullname" . -}}
-apiVersion: apps/v1
-kind: {{ ternary "StatefulSet" "Deployment" (gt $nodes 1) }}
+{{- $kind := include "kvrelay.worker.kind" . -}}
+apiVersion: {{ ternary "leaderworkerset.x-k8s.io/v1" "apps/v1" (eq $kind "LeaderWorkerSet") }}
+kind: {{ $kind }}
 metadata:
   name: {{ include "kvrelay.component.fullname" . }}
   labels:
     {{- include "kvrelay.component.labels" . | nindent 4 }}
 spec:
-  {{- if gt $nodes 1 }}
+  {{- if eq $kind "StatefulSet" }}
   # Of as many neighbours as a worker has nodes, the first is the worker. All start and end at once.
   replicas: {{ mul $values.replicas $nodes }}
   {{- else }}
@@ -22,164 +20,190 @@ spec:
   {{- . | nindent 2 }}
   {{- end }}
   {{- end }}
+  {{- if eq $kind "LeaderWorkerSet" }}
+  leaderWorkerTemplate:
+    size: {{ $nodes }}
+    restartPolicy: RecreateGroupOnPodRestart
+    workerTemplate:
+      {{- include "kvrelay.worker.pod" . | nindent 6 }}
+  {{- else }}
   selector:
     matchLabels:
       {{- include "kvrelay.component.selectorLabels" . | nindent 6 }}
-  {{- if gt $nodes 1 }}
-  serviceName: {{ $name }}
+  {{- if eq $kind "StatefulSet" }}
+  serviceName: {{ include "kvrelay.component.fullname" . }}
   podManagementPolicy: Parallel
   updateStrategy: {type: RollingUpdate}
   {{- else }}
   {{- include "kvrelay.component.strategy" . | nindent 2 }}
   {{- end }}
   template:
-    metadata:
-      labels:
-        {{- include "kvrelay.component.labels" . | nindent 8 }}
-        {{- if gt $nodes 1 }}
-        # By it gateways find the workers among the pods.
-        kvrelay.dev/nodes-per-worker: {{ $nodes | quote }}
+    {{- include "kvrelay.worker.pod" . | nindent 4 }}
+  {{- end }}
+{{- end -}}
+
+{{- define "kvrelay.worker.pod" -}}
+{{- $values := index .root.Values .role -}}
+{{- $control := ternary 7100 7200 (eq .role "prefill") -}}
+{{- $admin := ternary 7180 7280 (eq .role "prefill") -}}
+{{- $drain := include "kvrelay.component.drainSeconds" . | int -}}
+{{- $nodes := include "kvrelay.worker.nodes" . | int -}}
+{{- $name := include "kvrelay.component.fullname" . -}}
+metadata:
+  labels:
+    {{- include "kvrelay.component.labels" . | nindent 4 }}
+    {{- if gt $nodes 1 }}
+    # By it gateways find the workers among the pods.
+    kvrelay.dev/nodes-per-worker: {{ $nodes | quote }}
+    {{- end }}
+    {{- with $values.podLabels }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+  {{- with $values.podAnnotations }}
+  annotations:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+spec:
+  {{- include "kvrelay.component.podSpec" . | nindent 2 }}
+  # The drain, then the end of what could not finish.
+  terminationGracePeriodSeconds: {{ add $drain 15 }}
+  containers:
+    - name: worker
+      image: {{ include "kvrelay.image" (dict "root" .root "which" "worker" "suffix" (ternary "-cpu" "" (empty $values.gpu.resource))) }}
+      imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+      args: [{{ .role }}-worker]
+      env:
+        - name: POD_IP
+          valueFrom: {fieldRef: {fieldPath: status.podIP}}
+        - name: KVRELAY_WORKER_ID
+          valueFrom: {fieldRef: {fieldPath: metadata.name}}
+        {{- with .model }}
+        - name: KVRELAY_SERVED_MODEL_NAME
+          value: {{ . | quote }}
         {{- end }}
-        {{- with $values.podLabels }}
+        - name: KVRELAY_ADDRESS
+          value: tcp://$(POD_IP):{{ $control }}
+        {{- if eq .role "decode" }}
+        - name: KVRELAY_DATA_ADDRESS
+          value: tcp://$(POD_IP):7201
+        {{- end }}
+        - name: KVRELAY_ADMIN_HOST
+          value: $(POD_IP)
+        - name: KVRELAY_ADMIN_PORT
+          value: {{ $admin | quote }}
+        - name: KVRELAY_TENSOR_PARALLEL
+          value: {{ $values.tensorParallel | int64 | quote }}
+        - name: KVRELAY_PIPELINE_PARALLEL
+          value: {{ $values.pipelineParallel | int64 | quote }}
+        {{- if gt $nodes 1 }}
+        - name: KVRELAY_NODES
+          value: {{ $nodes | quote }}
+        {{- if eq (include "kvrelay.worker.kind" .) "LeaderWorkerSet" }}
+        # Its operator puts what these come from in front of all other variables.
+        - name: KVRELAY_NODE_RANK
+          value: $(LWS_WORKER_INDEX)
+        - name: KVRELAY_LEADER_ADDRESS
+          value: tcp://$(LWS_LEADER_ADDRESS):{{ add $control 2 }}
+        {{- else }}
+        - name: KVRELAY_NODE_NAME
+          valueFrom: {fieldRef: {fieldPath: metadata.name}}
+        - name: KVRELAY_LEADER_ADDRESS
+          value: tcp://{leader}.{{ $name }}:{{ add $control 2 }}
+        {{- end }}
+        {{- end }}
+        {{- if not $values.gpu.resource }}
+        - name: KVRELAY_DEVICE
+          value: cpu
+        {{- end }}
+        {{- if .root.Values.security.keys.enabled }}
+        {{- include "kvrelay.keys.env" .root | nindent 8 }}
+        {{- else }}
+        - name: KVRELAY_INSECURE
+          value: "true"
+        {{- end }}
+        {{- if .root.Values.sameHost.hostPath }}
+        {{- if $values.settings.shared_memory }}
+        {{- fail (printf "%s.settings.shared_memory and sameHost.hostPath say different things; leave one of them out" .role) }}
+        {{- end }}
+        - name: KVRELAY_SHARED_MEMORY
+          value: /run/kvrelay
+        {{- end }}
+        - name: KVRELAY_LOG_FORMAT
+          value: json
+        {{- include "kvrelay.model.env" .root | nindent 8 }}
+        {{- with $values.settings }}
+        {{- include "kvrelay.settings" . | trim | nindent 8 }}
+        {{- end }}
+        {{- with $values.extraEnv }}
         {{- toYaml . | nindent 8 }}
         {{- end }}
-      {{- with $values.podAnnotations }}
-      annotations:
+      {{- with $values.extraEnvFrom }}
+      envFrom:
         {{- toYaml . | nindent 8 }}
       {{- end }}
-    spec:
-      {{- include "kvrelay.component.podSpec" . | nindent 6 }}
-      # The drain, then the end of what could not finish.
-      terminationGracePeriodSeconds: {{ add $drain 15 }}
-      containers:
-        - name: worker
-          image: {{ include "kvrelay.image" (dict "root" .root "which" "worker" "suffix" (ternary "-cpu" "" (empty $values.gpu.resource))) }}
-          imagePullPolicy: {{ .root.Values.image.pullPolicy }}
-          args: [{{ .role }}-worker]
-          env:
-            - name: POD_IP
-              valueFrom: {fieldRef: {fieldPath: status.podIP}}
-            - name: KVRELAY_WORKER_ID
-              valueFrom: {fieldRef: {fieldPath: metadata.name}}
-            {{- with .model }}
-            - name: KVRELAY_SERVED_MODEL_NAME
-              value: {{ . | quote }}
-            {{- end }}
-            - name: KVRELAY_ADDRESS
-              value: tcp://$(POD_IP):{{ $control }}
-            {{- if eq .role "decode" }}
-            - name: KVRELAY_DATA_ADDRESS
-              value: tcp://$(POD_IP):7201
-            {{- end }}
-            - name: KVRELAY_ADMIN_HOST
-              value: $(POD_IP)
-            - name: KVRELAY_ADMIN_PORT
-              value: {{ $admin | quote }}
-            - name: KVRELAY_TENSOR_PARALLEL
-              value: {{ $values.tensorParallel | int64 | quote }}
-            - name: KVRELAY_PIPELINE_PARALLEL
-              value: {{ $values.pipelineParallel | int64 | quote }}
-            {{- if gt $nodes 1 }}
-            - name: KVRELAY_NODES
-              value: {{ $nodes | quote }}
-            - name: KVRELAY_NODE_NAME
-              valueFrom: {fieldRef: {fieldPath: metadata.name}}
-            - name: KVRELAY_LEADER_ADDRESS
-              value: tcp://{leader}.{{ $name }}:{{ add $control 2 }}
-            {{- end }}
-            {{- if not $values.gpu.resource }}
-            - name: KVRELAY_DEVICE
-              value: cpu
-            {{- end }}
-            {{- if .root.Values.security.keys.enabled }}
-            {{- include "kvrelay.keys.env" .root | nindent 12 }}
-            {{- else }}
-            - name: KVRELAY_INSECURE
-              value: "true"
-            {{- end }}
-            {{- if .root.Values.sameHost.hostPath }}
-            {{- if $values.settings.shared_memory }}
-            {{- fail (printf "%s.settings.shared_memory and sameHost.hostPath say different things; leave one of them out" .role) }}
-            {{- end }}
-            - name: KVRELAY_SHARED_MEMORY
-              value: /run/kvrelay
-            {{- end }}
-            - name: KVRELAY_LOG_FORMAT
-              value: json
-            {{- include "kvrelay.model.env" .root | nindent 12 }}
-            {{- with $values.settings }}
-            {{- include "kvrelay.settings" . | trim | nindent 12 }}
-            {{- end }}
-            {{- with $values.extraEnv }}
-            {{- toYaml . | nindent 12 }}
-            {{- end }}
-          {{- with $values.extraEnvFrom }}
-          envFrom:
-            {{- toYaml . | nindent 12 }}
-          {{- end }}
-          ports:
-            - {name: control, containerPort: {{ $control }}}
-            {{- if eq .role "decode" }}
-            - {name: data, containerPort: 7201}
-            {{- end }}
-            - {name: admin, containerPort: {{ $admin }}}
-            {{- if gt $nodes 1 }}
-            - {name: ranks, containerPort: {{ add $control 2 }}}
-            {{- end }}
-          securityContext:
-            {{- toYaml .root.Values.containerSecurityContext | nindent 12 }}
-          resources:
-            {{- include "kvrelay.worker.resources" $values | nindent 12 }}
-          startupProbe:
-            httpGet: {path: /health/ready, port: admin}
-            periodSeconds: 2
-            failureThreshold: {{ div $values.startupSeconds 2 }}
-          readinessProbe:
-            httpGet: {path: /health/ready, port: admin}
-            periodSeconds: 2
-          livenessProbe:
-            httpGet: {path: /health/live, port: admin}
-            periodSeconds: 10
-            timeoutSeconds: 5
-            failureThreshold: 3
-          volumeMounts:
-            {{- include "kvrelay.model.mounts" .root | nindent 12 }}
-            {{- if include "kvrelay.adapters.given" .root.Values.adapters }}
-            - name: adapters
-              mountPath: /adapters
-              readOnly: true
-            {{- end }}
-            - name: shm
-              mountPath: /dev/shm
-            {{- if .root.Values.sameHost.hostPath }}
-            - name: same-host
-              mountPath: /run/kvrelay
-            {{- end }}
-            {{- with include "kvrelay.keys.mount" .root }}
-            {{- . | nindent 12 }}
-            {{- end }}
-            {{- with $values.extraVolumeMounts }}
-            {{- toYaml . | nindent 12 }}
-            {{- end }}
-      volumes:
-        {{- include "kvrelay.model.volumes" .root | nindent 8 }}
+      ports:
+        - {name: control, containerPort: {{ $control }}}
+        {{- if eq .role "decode" }}
+        - {name: data, containerPort: 7201}
+        {{- end }}
+        - {name: admin, containerPort: {{ $admin }}}
+        {{- if gt $nodes 1 }}
+        - {name: ranks, containerPort: {{ add $control 2 }}}
+        {{- end }}
+      securityContext:
+        {{- toYaml .root.Values.containerSecurityContext | nindent 8 }}
+      resources:
+        {{- include "kvrelay.worker.resources" $values | nindent 8 }}
+      startupProbe:
+        httpGet: {path: /health/ready, port: admin}
+        periodSeconds: 2
+        failureThreshold: {{ div $values.startupSeconds 2 }}
+      readinessProbe:
+        httpGet: {path: /health/ready, port: admin}
+        periodSeconds: 2
+      livenessProbe:
+        httpGet: {path: /health/live, port: admin}
+        periodSeconds: 10
+        timeoutSeconds: 5
+        failureThreshold: 3
+      volumeMounts:
+        {{- include "kvrelay.model.mounts" .root | nindent 8 }}
         {{- if include "kvrelay.adapters.given" .root.Values.adapters }}
-        {{- include "kvrelay.adapters.volume" (dict "name" "adapters" "adapters" .root.Values.adapters) | nindent 8 }}
+        - name: adapters
+          mountPath: /adapters
+          readOnly: true
         {{- end }}
         - name: shm
-          emptyDir: {medium: Memory, sizeLimit: {{ $values.sharedMemory }}}
-        {{- with .root.Values.sameHost.hostPath }}
+          mountPath: /dev/shm
+        {{- if .root.Values.sameHost.hostPath }}
         - name: same-host
-          hostPath:
-            path: {{ . }}
-            type: Directory
+          mountPath: /run/kvrelay
         {{- end }}
-        {{- with include "kvrelay.keys.volume" . }}
+        {{- with include "kvrelay.keys.mount" .root }}
         {{- . | nindent 8 }}
         {{- end }}
-        {{- with $values.extraVolumes }}
+        {{- with $values.extraVolumeMounts }}
         {{- toYaml . | nindent 8 }}
         {{- end }}
+  volumes:
+    {{- include "kvrelay.model.volumes" .root | nindent 4 }}
+    {{- if include "kvrelay.adapters.given" .root.Values.adapters }}
+    {{- include "kvrelay.adapters.volume" (dict "name" "adapters" "adapters" .root.Values.adapters) | nindent 4 }}
+    {{- end }}
+    - name: shm
+      emptyDir: {medium: Memory, sizeLimit: {{ $values.sharedMemory }}}
+    {{- with .root.Values.sameHost.hostPath }}
+    - name: same-host
+      hostPath:
+        path: {{ . }}
+        type: Directory
+    {{- end }}
+    {{- with include "kvrelay.keys.volume" . }}
+    {{- . | nindent 4 }}
+    {{- end }}
+    {{- with $values.extraVolumes }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
 {{- end -}}
 
 {{/* Pods of each worker; refuses what cannot be. */}}
@@ -196,16 +220,29 @@ spec:
 {{- end -}}
 {{- fail (printf "%s.nodesPerWorker is %d, and %s.tensorParallel times pipelineParallel is %d, which %d pods do not divide; take %s pods, or another number of ranks" .role $nodes .role $ranks $nodes (join ", " $fitting)) -}}
 {{- end -}}
-{{- if gt $nodes 1 -}}
-{{- if or $values.autoscaling.hpa.enabled $values.autoscaling.keda.enabled -}}
-{{- fail (printf "%s.autoscaling: an autoscaler counts pods, and a worker is %d of them here, so it would leave workers in parts; set %s.replicas, or nodesPerWorker to 1" .role $nodes .role) -}}
+{{- $kind := include "kvrelay.worker.kind" . -}}
+{{- if and (eq $kind "StatefulSet") (or $values.autoscaling.hpa.enabled $values.autoscaling.keda.enabled) -}}
+{{- fail (printf "%s.autoscaling: an autoscaler counts pods, and a worker is %d of them here, so it would leave workers in parts; set %s.replicas, leaderWorkerSet to true, or nodesPerWorker to 1" .role $nodes .role) -}}
+{{- end -}}
+{{- if and (eq $nodes 1) $values.leaderWorkerSet -}}
+{{- fail (printf "%s.leaderWorkerSet is for workers of several pods; set %s.nodesPerWorker, or leave it out" .role .role) -}}
 {{- end -}}
 {{- $name := include "kvrelay.component.fullname" . -}}
-{{- if gt (len $name) 52 -}}
-{{- fail (printf "%s is too long a name for a StatefulSet, which may have 52 characters; %s.nodesPerWorker needs a shorter release, or fullnameOverride" $name .role) -}}
-{{- end -}}
+{{- $longest := ternary 48 52 (eq $kind "LeaderWorkerSet") -}}
+{{- if and (gt $nodes 1) (gt (len $name) $longest) -}}
+{{- fail (printf "%s is too long a name for a %s, which may have %d characters; %s.nodesPerWorker needs a shorter release, or fullnameOverride" $name $kind $longest .role) -}}
 {{- end -}}
 {{- $nodes -}}
+{{- end -}}
+
+{{/* What a component's pods are in. */}}
+{{- define "kvrelay.worker.kind" -}}
+{{- $values := index .root.Values .role -}}
+{{- if le ($values.nodesPerWorker | int) 1 -}}
+Deployment
+{{- else -}}
+{{- ternary "LeaderWorkerSet" "StatefulSet" $values.leaderWorkerSet -}}
+{{- end -}}
 {{- end -}}
 
 {{/* A GPU for each rank of a pod is asked for as a limit, which Kubernetes takes as the request, too. */}}

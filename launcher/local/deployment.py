@@ -10,6 +10,7 @@ Stop order: the gateway (no new requests), prefill workers (hand-offs end), deco
 from __future__ import annotations
 
 import json
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from typing import Self
 from rich.console import Console
 
 from kvrelay.common.system import available_cores
+from kvrelay.launcher.local.gpus import visible_gpus
 from kvrelay.launcher.local.plan import Plan, num_ports, plan_deployment
 from kvrelay.launcher.local.ports import check_free, free_ports
 from kvrelay.launcher.local.supervisor import Status, Supervisor
@@ -69,6 +71,7 @@ class LocalDeployment(Supervisor):
                 http_port=front.port or http_port,
                 ports=ports,
                 num_cores=available_cores(),
+                gpus=_gpus(settings),
             )
         )
 
@@ -132,6 +135,8 @@ def serve_until_stopped(deployment: LocalDeployment, when_ready: str, *, hide_lo
     view = View(Console(), deployment.statuses, Picture(deployment.url), hide_logs=hide_logs)
     with signals.caught(), view.shown():
         view.say(f"kvrelay: starting {', '.join(deployment.plan.admin_urls)} (Ctrl-C stops)")
+        if deployment.plan.gpus:
+            view.say(f"kvrelay: {deployment.plan.gpus}")
         deployment.start(view)
         was_ready = False
         try:
@@ -160,6 +165,13 @@ def ready_text(url: str, *models: str, has_keys: bool) -> str:
         + ("API_KEY is to be one of the keys of --api-keys.\n" if has_keys else "")
         + f"\n  curl{insecure} {url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\\n    -d '{body}'\n"
     )
+
+
+def _gpus(settings: LocalSettings) -> tuple[str, ...]:
+    """Those that workers may have."""
+    chosen = settings.components
+    uses_none = chosen.get("device") == "cpu" or chosen.get("engine") == "fake"
+    return () if uses_none else visible_gpus(os.environ)
 
 
 def _stop(deployment: LocalDeployment, signals: StopSignals) -> None:

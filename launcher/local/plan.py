@@ -16,6 +16,7 @@ from typing import Any
 
 from kvrelay.decode_worker.settings import DecodeSettings
 from kvrelay.gateway.settings import GatewaySettings
+from kvrelay.launcher.local.gpus import VISIBLE, WorkerRanks, assigned, memory_fractions, who_has_which
 from kvrelay.launcher.local.process import ComponentSpec
 from kvrelay.launcher.models import with_directories
 from kvrelay.launcher.options import command_line
@@ -28,6 +29,7 @@ _GPU_SHARE = 0.9  # of a GPU that one or two workers share …
 _CUDA_SHARE = 0.03  # … less what CUDA itself takes for each further one: half a gigabyte, and the smallest GPUs have 16
 _PREFILL_PARTS, _DECODE_PARTS = 4, 5  # of that, by worker
 _SMALLEST_SHARE = 0.01  # that the setting takes
+_ROLES = {"prefill": PrefillSettings, "decode": DecodeSettings}  # in the order in which they are planned, and stopped
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,14 @@ class WorkerPorts:
 
 
 @dataclass(frozen=True, slots=True)
+class _GpuShare:
+    """What a worker may have of GPUs."""
+
+    memory_fraction: float
+    gpus: tuple[str, ...] = ()  # empty: those that the launcher sees
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """The processes, and where they are reached."""
 
@@ -47,6 +57,7 @@ class Plan:
     url: str  # of the HTTP API
     admin_urls: dict[str, str]  # of each component: /health, /metrics; of workers also /debug/kv
     model_names: tuple[str, ...] = ()  # in the API
+    gpus: str = ""  # which worker has which, for people; empty with one or none
 
 
 def num_ports(settings: LocalSettings) -> int:
@@ -70,11 +81,17 @@ def gpu_shares(num_prefill: int, num_decode: int) -> tuple[float, float]:
 
 
 def plan_deployment(
-    settings: LocalSettings, *model_directories: Path, http_port: int, ports: Sequence[int], num_cores: int
+    settings: LocalSettings,
+    *model_directories: Path,
+    http_port: int,
+    ports: Sequence[int],
+    num_cores: int,
+    gpus: Sequence[str] = (),
 ) -> Plan:
     """The processes of ``settings``: workers of each model, and one gateway.
 
     ``model_directories``: of the models, in the order of ``--model``. ``ports`` are free loopback ports, :func:`num_ports` of them.
+    ``gpus``: those that workers may have; with fewer than two there is nothing to choose.
     Raises SettingsError on models that cannot be told apart.
     """
     deployment = settings.deployment
@@ -85,22 +102,24 @@ def plan_deployment(
     adapters = served.adapters_of(names)
     free = iter(ports)
     specs: list[ComponentSpec] = []
-    addresses: dict[type, list[str]] = {PrefillSettings: [], DecodeSettings: []}
-    for component, stop_rank in ((PrefillSettings, 1), (DecodeSettings, 2)):
-        role, number = (
-            ("prefill", deployment.prefill) if component is PrefillSettings else ("decode", deployment.decode)
+    addresses: dict[str, list[str]] = {role: [] for role in _ROLES}
+    workers = [
+        (model, directory, WorkerRanks(_worker_name(role, names, model, index), role, math.prod(ranks.values())))
+        for role in _ROLES
+        for ranks in [_ranks(settings, role)]
+        for index, (model, directory) in enumerate(
+            pair
+            for pair in zip(names, model_directories, strict=True)
+            for _ in range(deployment.prefill if role == "prefill" else deployment.decode)
         )
-        for model, directory in zip(names, model_directories, strict=True):
-            for _ in range(number):
-                # Of several models, a process is called by its model, too.
-                name = "-".join(
-                    [role, *([model.rpartition("/")[2]] if len(names) > 1 else []), str(len(addresses[component]))]
-                )
-                places = WorkerPorts(next(free), next(free), next(free) if role == "decode" else None)
-                of_model = {"model": str(directory), "served_model_name": model, "adapters": adapters.get(model)}
-                specs.append(_worker(settings, name, places, component, of_model, stop_rank, num_cores))
-                address = _tcp(places.control)
-                addresses[component].append(address if len(names) == 1 else f"{model}={address}")
+    ]
+    shares = _gpu_shares(settings, [worker for _, _, worker in workers], gpus)
+    for model, directory, worker in workers:
+        places = WorkerPorts(next(free), next(free), next(free) if worker.role == "decode" else None)
+        of_model = {"model": str(directory), "served_model_name": model, "adapters": adapters.get(model)}
+        specs.append(_worker(settings, worker, places, of_model, shares[worker.name], num_cores))
+        address = _tcp(places.control)
+        addresses[worker.role].append(address if len(names) == 1 else f"{model}={address}")
     scheme = "http" if settings.gateway.tls.tls_cert is None else "https"
     url = f"{scheme}://{_reachable(settings.gateway.host)}:{http_port}"
     chosen = {
@@ -108,8 +127,8 @@ def plan_deployment(
         **front,
         "drain_s": deployment.drain_s,
         "port": http_port,
-        "prefill_workers": addresses[PrefillSettings],
-        "decode_workers": addresses[DecodeSettings],
+        "prefill_workers": addresses["prefill"],
+        "decode_workers": addresses["decode"],
     }
     gateway = ComponentSpec(
         name="gateway",
@@ -119,46 +138,72 @@ def plan_deployment(
         grace_s=deployment.drain_s + _KILL_AFTER_DRAIN_S,
     )
     admin_urls = {spec.name: spec.ready_url.removesuffix("/health/ready") for spec in [*specs, gateway]}
-    return Plan(specs=(*specs, gateway), url=url, admin_urls=admin_urls, model_names=tuple(names))
+    having = {worker.name: shares[worker.name].gpus for _, _, worker in workers if shares[worker.name].gpus}
+    line = who_has_which(having) if having else ""
+    return Plan(specs=(*specs, gateway), url=url, admin_urls=admin_urls, model_names=tuple(names), gpus=line)
+
+
+def _worker_name(role: str, models: Sequence[str], model: str, index: int) -> str:
+    """Of several models, a process is called by its model, too."""
+    return "-".join([role, *([model.rpartition("/")[2]] if len(models) > 1 else []), str(index)])
+
+
+def _ranks(settings: LocalSettings, role: str) -> dict[str, int]:
+    """What cuts a worker's model."""
+    deployment = settings.deployment
+    chosen = {
+        "prefill": (deployment.prefill_tensor_parallel, deployment.prefill_pipeline_parallel),
+        "decode": (deployment.decode_tensor_parallel, deployment.decode_pipeline_parallel),
+    }[role]
+    names = ("tensor_parallel", "pipeline_parallel")
+    return {
+        name: settings.components.get(name, 1) if own is None else own for name, own in zip(names, chosen, strict=True)
+    }
+
+
+def _gpu_shares(settings: LocalSettings, workers: Sequence[WorkerRanks], gpus: Sequence[str]) -> dict[str, _GpuShare]:
+    if len(gpus) > 1:
+        chosen = assigned(gpus, workers)
+        fractions = memory_fractions(chosen, workers, gpu_shares)
+        return {name: _GpuShare(fractions[name], its) for name, its in chosen.items()}
+    roles = [worker.role for worker in workers]
+    shares = dict(zip(_ROLES, gpu_shares(roles.count("prefill"), roles.count("decode")), strict=True))
+    return {worker.name: _GpuShare(shares[worker.role]) for worker in workers}
 
 
 def _worker(
     settings: LocalSettings,
-    name: str,
+    worker: WorkerRanks,
     ports: WorkerPorts,
-    component: type,
     of_model: Mapping[str, str | None],
-    stop_rank: int,
+    share: _GpuShare,
     num_cores: int,
 ) -> ComponentSpec:
-    deployment, num_models = settings.deployment, len(settings.gateway.model)
-    role = name.split("-", maxsplit=1)[0]
-    num_prefill, num_decode = num_models * deployment.prefill, num_models * deployment.decode
-    threads = deployment.threads or max(1, num_cores // (num_prefill + num_decode))
-    shares = dict(zip(("prefill", "decode"), gpu_shares(num_prefill, num_decode), strict=True))
-    sizes = {
-        "tensor_parallel": (deployment.prefill_tensor_parallel, deployment.decode_tensor_parallel),
-        "pipeline_parallel": (deployment.prefill_pipeline_parallel, deployment.decode_pipeline_parallel),
-    }
-    of_role = {name: decode if role == "decode" else prefill for name, (prefill, decode) in sizes.items()}
+    deployment, role = settings.deployment, worker.role
+    num_workers = len(settings.gateway.model) * (deployment.prefill + deployment.decode)
+    threads = deployment.threads or max(1, num_cores // num_workers)
     chosen = {
-        "kv_memory_fraction": shares[role],
+        "kv_memory_fraction": share.memory_fraction,
         **settings.components,
         **of_model,
         "drain_s": deployment.drain_s,
         "threads": threads,
         "admin_host": _LOOPBACK,
-        **{name: number for name, number in of_role.items() if number is not None},
-        **_places(name, ports),
+        **_ranks(settings, role),
+        **_places(worker.name, ports),
     }
     return ComponentSpec(
-        name=name,
-        command=_command(f"{role}-worker", component, chosen),
+        name=worker.name,
+        command=_command(f"{role}-worker", _ROLES[role], chosen),
         ready_url=f"http://{_LOOPBACK}:{ports.admin}/health/ready",
-        stop_rank=stop_rank,
+        stop_rank=1 + list(_ROLES).index(role),
         grace_s=deployment.drain_s + _KILL_AFTER_DRAIN_S,
         # Torch starts one OpenMP thread per core before --threads is read; several workers would fight for the cores.
-        environment={"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)},
+        environment={
+            "OMP_NUM_THREADS": str(threads),
+            "MKL_NUM_THREADS": str(threads),
+            **({VISIBLE: ",".join(share.gpus)} if share.gpus else {}),
+        },
     )
 
 

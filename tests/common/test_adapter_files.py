@@ -15,10 +15,12 @@ from safetensors.torch import load_file, save_file
 from kvrelay.common.adapter_files import (
     CONFIG_FILE,
     WEIGHTS_FILE,
+    AdapterAbsentError,
     AdapterError,
     AdapterFiles,
     adapter_digest,
     adapter_directory,
+    require_digest,
 )
 from tests.adapters import write_adapter
 
@@ -165,3 +167,9 @@ def test_the_digest_is_of_the_contents(tmp_path: Path) -> None:
     path = tmp_path / "a" / WEIGHTS_FILE
     path.write_bytes(path.read_bytes()[:-1] + b"\x01")
     assert adapter_digest(tmp_path / "a") != first.digest
+    require_digest(tmp_path / "b", first.digest)
+    with pytest.raises(AdapterAbsentError, match="its files were changed, or are not all there yet"):
+        require_digest(tmp_path / "a", first.digest)
+    path.unlink()
+    with pytest.raises(AdapterAbsentError, match=f"{WEIGHTS_FILE} is missing"):
+        require_digest(tmp_path / "a", first.digest)

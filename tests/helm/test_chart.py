@@ -648,6 +648,53 @@ def test_a_worker_of_several_nodes_is_as_many_pods_of_one_set() -> None:
     assert "publishNotReadyAddresses" not in found["Service", "relay-kvrelay-prefill-worker"]["spec"]
 
 
+GROUPS = f"{NODES},decode.leaderWorkerSet=true"
+
+
+@needs_helm
+def test_a_worker_of_several_nodes_may_be_a_group_of_a_leader_worker_set() -> None:
+    """Its operator tells each pod its number, and where the first is; the rest is what a StatefulSet's pods are."""
+    found, of_set = objects("--set", GROUPS), objects("--set", NODES)
+    name = "relay-kvrelay-decode-worker"
+    assert ("StatefulSet", name) not in found
+    group_set = found["LeaderWorkerSet", name]
+    assert group_set["apiVersion"] == "leaderworkerset.x-k8s.io/v1"
+    spec = group_set["spec"]
+    assert set(spec) == {"replicas", "leaderWorkerTemplate"}
+    group = spec["leaderWorkerTemplate"]
+    assert (spec["replicas"], group["size"], group["restartPolicy"]) == (3, 2, "RecreateGroupOnPodRestart")
+    template, other = group["workerTemplate"], of_set["StatefulSet", name]["spec"]["template"]
+    environment = env_of(template["spec"])
+    assert environment["KVRELAY_NODES"] == "2"
+    leader = environment["KVRELAY_LEADER_ADDRESS"].replace("$(LWS_LEADER_ADDRESS)", f"{name}-2.{name}.here")
+    node_rank = int(environment["KVRELAY_NODE_RANK"].replace("$(LWS_WORKER_INDEX)", "1"))
+    place = place_of(NodeSettings(nodes=2, node_rank=node_rank, leader_address=leader), 4)
+    assert place is not None
+    assert (place.node_rank, place.leader) == (1, (f"{name}-2.{name}.here", 7202))
+    for one in (template, other):
+        container = one["spec"]["containers"][0]
+        container["env"] = [
+            variable
+            for variable in container["env"]
+            if variable["name"] not in ("KVRELAY_NODE_NAME", "KVRELAY_NODE_RANK", "KVRELAY_LEADER_ADDRESS")
+        ]
+    assert template == other
+    assert found["Service", name] == of_set["Service", name]
+
+
+@needs_helm
+@pytest.mark.parametrize(
+    "scaler", ["hpa.enabled=true", "keda.enabled=true,decode.autoscaling.keda.prometheus=http://p"]
+)
+def test_autoscalers_count_the_groups_of_a_leader_worker_set(scaler: str) -> None:
+    found = objects("--set", f"{GROUPS},decode.autoscaling.{scaler}")
+    name = "relay-kvrelay-decode-worker"
+    kind = "HorizontalPodAutoscaler" if scaler.startswith("hpa") else "ScaledObject"
+    target = {"apiVersion": "leaderworkerset.x-k8s.io/v1", "kind": "LeaderWorkerSet", "name": name}
+    assert found[kind, name]["spec"]["scaleTargetRef"] == target
+    assert "replicas" not in found["LeaderWorkerSet", name]["spec"]
+
+
 @needs_helm
 def test_all_pods_of_a_worker_of_several_nodes_have_the_adapters() -> None:
     found = objects("--set", f"{NODES},decode.pipelineParallel=2,adapters.existingClaim=lora")
@@ -686,6 +733,8 @@ def test_pods_of_a_worker_reach_each_other_on_all_ports_and_nobody_else_does() -
         (f"{NODES},decode.autoscaling.hpa.enabled=true", "an autoscaler counts pods, and a worker is 2 of them"),
         (f"{NODES},decode.autoscaling.keda.enabled=true", "an autoscaler counts pods, and a worker is 2 of them"),
         (f"{NODES},fullnameOverride={'long-' * 7}name", "is too long a name for a StatefulSet"),
+        (f"{GROUPS},fullnameOverride={'long-' * 6}names", "is too long a name for a LeaderWorkerSet"),
+        ("decode.leaderWorkerSet=true", "is for workers of several pods; set decode.nodesPerWorker"),
     ],
 )
 def test_nodes_that_cannot_be_are_refused_with_a_way_out(values: str, says: str) -> None:
@@ -710,6 +759,11 @@ def test_nodes_that_cannot_be_are_refused_with_a_way_out(values: str, says: str)
             "statefulset/relay-kvrelay-a-prefill-worker --replicas 4",
             True,
         ),
+        (
+            "prefill.tensorParallel=2,prefill.nodesPerWorker=2,prefill.leaderWorkerSet=true",
+            "leaderworkerset/relay-kvrelay-prefill-worker --replicas 2",
+            False,
+        ),
     ],
 )
 def test_notes_name_what_there_is(values: str, kind: str, waits_for_sets: bool, tmp_path: Path) -> None:
@@ -724,6 +778,7 @@ def test_notes_name_what_there_is(values: str, kind: str, waits_for_sets: bool, 
     told = next(filter(None, yaml.safe_load_all(ended.stdout)))["notes"]
     assert f" scale {kind}\n" in told
     assert ("rollout status statefulset -l" in told) is waits_for_sets
+    assert (" leaderworkerset -l " in told) is ("leaderWorkerSet=true" in values)
 
 
 @needs_helm

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kvrelay.common.adapter_files import WEIGHTS_FILE, AdapterRef
+from kvrelay.common.adapter_files import WEIGHTS_FILE, AdapterRef, adapter_digest
 from kvrelay.decode_worker.worker import DecodeWorker
 from kvrelay.engine.fake.step import Share
 from kvrelay.gateway.errors import InvalidRequestError, OverloadedError
@@ -124,10 +124,11 @@ async def test_routing_prefers_workers_that_have_it(tmp_path: Path, refs: list[A
 async def test_a_broken_adapter_is_refused_by_name_and_disturbs_nobody(tmp_path: Path, refs: list[AdapterRef]) -> None:
     path = tmp_path / refs[0].name / WEIGHTS_FILE
     path.write_bytes(path.read_bytes()[:-8])
+    cut = AdapterRef(refs[0].name, adapter_digest(path.parent))
     prefill, decode = prefill_worker(**settings_of(tmp_path)), decode_worker(**settings_of(tmp_path))
     async with gateway([prefill], [decode], HAND_OFF) as relay:
         others = [generate(relay, f"{index}", PROMPT, 8, adapter=refs[1]) for index in range(3)]
-        broken = generate(relay, "broken", PROMPT, 8, adapter=refs[0])
+        broken = generate(relay, "broken", PROMPT, 8, adapter=cut)
         outside = generate(relay, "outside", PROMPT, 8, adapter=AdapterRef("../outside", "00"))
         *good, refused, nowhere = await asyncio.gather(*others, broken, outside, return_exceptions=True)
         assert not any(isinstance(one, BaseException) for one in good)
@@ -149,3 +150,17 @@ async def test_an_adapter_that_no_worker_has_is_waited_for(tmp_path: Path, refs:
         await waiting
         with pytest.raises(OverloadedError):
             await generate(relay, "never", PROMPT, 5, adapter=AdapterRef(refs[2].name, refs[3].digest))
+
+
+async def test_an_adapter_that_is_still_copied_to_workers_is_waited_for(tmp_path: Path, refs: list[AdapterRef]) -> None:
+    """Half of a file says nothing of the adapter: no client hears that it cannot be served."""
+    path = tmp_path / refs[0].name / WEIGHTS_FILE
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-8])
+    prefill, decode = prefill_worker(**settings_of(tmp_path)), decode_worker(**settings_of(tmp_path))
+    async with gateway([prefill], [decode], HAND_OFF) as relay:
+        waiting = asyncio.create_task(generate(relay, "waits", PROMPT, 5, adapter=refs[0]))
+        await generate(relay, "meanwhile", PROMPT, 5, adapter=refs[1])
+        assert not waiting.done()
+        path.write_bytes(whole)
+        await waiting

@@ -25,6 +25,28 @@ def kill(name: str) -> Fault:
     return lambda world: world.kill(name)
 
 
+def kill_ranks(name: str, *numbers: int) -> Fault:
+    """SIGKILL of some ranks of a worker that has several, and not of its leader."""
+
+    def fault(world: World) -> None:
+        ranks = world.members[name].ranks
+        if world.is_up(name) and ranks is not None:
+            ranks.kill(*numbers)
+
+    return fault
+
+
+def hang_ranks(name: str, *numbers: int) -> Fault:
+    """SIGSTOP of the same."""
+
+    def fault(world: World) -> None:
+        ranks = world.members[name].ranks
+        if world.is_up(name) and ranks is not None:
+            ranks.hang(*numbers)
+
+    return fault
+
+
 def stop(name: str) -> Fault:
     """SIGSTOP."""
     return lambda world: world.members[name].process.stop()

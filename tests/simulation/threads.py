@@ -10,6 +10,8 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from kvrelay.common.clock import Clock
+from kvrelay.common.late_bytes import LateBytes
+from kvrelay.engine.step.interface import DeviceFailedError
 from kvrelay.wire.blocks.frames import parse_header
 from kvrelay.wire.blocks.seal import TAG_NBYTES
 from kvrelay.wire.blocks.send_job import SendTicket
@@ -54,7 +56,7 @@ class SimSender:
         self._arrives_s = 0.0
         self._wires.senders.append(self)
 
-    def send(self, header: Any, payload: memoryview, sealer: Any = None) -> SendTicket:
+    def send(self, header: Any, payload: memoryview | LateBytes, sealer: Any = None) -> SendTicket:
         """See BlockSender."""
         assert not self._is_closed, "a block for a link that is closed"
         if self._has_ended:
@@ -62,7 +64,7 @@ class SimSender:
         if sealer is not None:
             sealer.claim(header)
         ticket = SendTicket()
-        self._jobs.append((ticket, header, payload, sealer, bytes(payload)))
+        self._jobs.append((ticket, header, payload, sealer, _bytes_of(payload)))
         if not self._is_busy:
             self._is_busy = True
             self._later(self._pack)
@@ -141,7 +143,8 @@ class SimSender:
         if not self.is_alive or not self._jobs:
             self._is_busy = False
             return
-        _, header, payload, sealer, _ = self._jobs[0]
+        _, header, late, sealer, _ = self._jobs[0]
+        payload = memoryview(_bytes_of(late))
         if sealer is None:
             self._later(self._read, header.pack(payload), None)
         else:
@@ -155,10 +158,11 @@ class SimSender:
         if self.is_frozen and len(self._held) >= _KERNEL_BLOCKS:
             self._stuck = (header, sealed)
             return
-        ticket, _, payload, _, promised = self._jobs.popleft()
+        ticket, _, late, _, promised = self._jobs.popleft()
+        payload = _bytes_of(late)
         if payload != promised:
             self._wires.problems.append(f"a block's memory changed while {self.process.name} was sending it")
-        data = bytes(payload) if sealed is None else sealed
+        data = payload if sealed is None else sealed
         ticket.end()
         wires, chance = self._wires, self._wires.loop.random
         if chance.random() < wires.hostility.flip:
@@ -193,6 +197,15 @@ class SimSender:
             self._held.append((header, data))
         elif (receiver := self._wires.receivers.get(self.address)) is not None:
             receiver.process.loop.call_soon(receiver.take, header, data, context=receiver.process.context)
+
+
+def _bytes_of(payload: memoryview | LateBytes) -> bytes:
+    """A block as it is now; of several ranks it is put together for that."""
+    if isinstance(payload, memoryview):
+        return bytes(payload)
+    found = payload.wait(SendTicket(), 0)
+    assert found is not None, "memory is never scarce here"
+    return bytes(found)
 
 
 class SimReceiver:
@@ -306,11 +319,17 @@ class SimModelLoop:
                     self._worker.on_command_failed(command, error)
             could_compute = True
             if self._worker.has_work():
+                failed: Exception | None = None
                 try:
                     could_compute = self._worker.step()
                 except Exception as error:
-                    self._worker.on_step_failed(error)
+                    failed = error
                 step_s, process.ahead_s = process.ahead_s, 0.0
                 if step_s > 0:
                     await asyncio.sleep(step_s)
                     process.end_step()
+                if failed is not None:
+                    try:
+                        self._worker.on_step_failed(failed)
+                    except DeviceFailedError:
+                        return  # the thread ends

@@ -11,7 +11,7 @@ import asyncio
 import contextvars
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -22,7 +22,7 @@ from kvrelay.common.sampling import SamplingParams, Watermark
 from kvrelay.decode_worker.draft_model import DraftModel
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.decode_worker.worker import DecodeWorker
-from kvrelay.engine.fake.engine import FakeEngine, FakePace, expected_output, fake_card
+from kvrelay.engine.fake.engine import FakeEngine, FakePace, expected_output
 from kvrelay.engine.fake.step import Share
 from kvrelay.gateway.errors import ApiError
 from kvrelay.gateway.metrics import GatewayMetrics
@@ -39,6 +39,7 @@ from tests.draft_models import MistakenEngine
 from tests.drafters import FakeOracle
 
 from .clock import Process, ProcessState, SimLoop, no_real_clock
+from .ranks import RankedSimEngine, Shape, layered_card
 from .threads import SimModelLoop, sim_network
 from .wires import Wires
 
@@ -46,6 +47,8 @@ VOCAB = 1000
 STOPS = tuple(range(0, VOCAB, 20))  # tokens that end an output
 NUM_BLOCKS = 28  # of each worker, if a story does not say
 LINKS = LinkSettings(ping_interval_s=1.0, peer_timeout_s=4.0, hello_timeout_s=2.0, reconnect_max_s=2.0)
+_LOOK_S = 0.2  # how soon a worker ends that has lost a rank
+_RESTART_S = 1.0
 QUIET_S = 120.0  # this long after the last fault every time-out has passed
 
 
@@ -84,6 +87,7 @@ class Member:
 
     process: Process
     worker: PrefillWorker | DecodeWorker | None = None
+    ranks: RankedSimEngine | None = None
     registry: CollectorRegistry = field(default_factory=CollectorRegistry)
     pool: WorkerPool | None = None
     relay: Relay | None = None
@@ -109,10 +113,17 @@ class Machines:
     pace: FakePace | None = None  # None: steps take a moment by chance; else nothing runs ahead or is read back twice
     drafts: bool = False  # decode workers speculate, and are wrong now and then: d0 by a draft model
     checks_books: bool = True  # of every worker, after every event
+    shapes: Mapping[str, Shape] = field(default_factory=dict)  # by worker, of those that have several ranks
 
-    def engine(self, process: Process, *, runs_ahead: bool) -> FakeEngine:
-        """A worker's, in that process."""
-        card = fake_card(num_blocks=self.num_blocks, block_size=self.block_size, vocab_size=VOCAB, windows=self.windows)
+    def engine(self, name: str, process: Process, problems: list[str]) -> FakeEngine | RankedSimEngine:
+        """A worker's, in that process. ``problems``: hears of ranks whose K/V is not its tokens'."""
+        card = layered_card(
+            num_blocks=self.num_blocks, block_size=self.block_size, vocab_size=VOCAB, windows=self.windows
+        )
+        if (shape := self.shapes.get(name)) is not None:
+            return RankedSimEngine(card, shape, process, problems)
+        # One of two decode workers, as on a GPU, has its next step under way before it knows the last one's tokens.
+        runs_ahead = name == "d0"
         pace = self.pace
         if pace is None:
             return FakeEngine(card, runs_ahead=runs_ahead)
@@ -176,8 +187,7 @@ class World:
             addresses = [[f"tcp://{one}:1" for one in names] for names in (self.prefill_names, self.decode_names)]
             member.pool.update(static_workers(*addresses))
             return
-        # One of two decode workers, as on a GPU, has its next step under way before it knows the last one's tokens.
-        machines, engine = self._machines, self._machines.engine(member.process, runs_ahead=name == "d0")
+        machines, engine = self._machines, self._machines.engine(name, member.process, self.problems)
         setup = Setup(
             name,
             epoch,
@@ -198,11 +208,28 @@ class World:
             worker = DecodeWorker(engine, machines.decode, f"tcp://{name}:2", setup, drafters, draft_engine)
         member.worker = worker
         asyncio.ensure_future(worker.start())  # noqa: RUF006 - the loop keeps it
+        if isinstance(engine, RankedSimEngine):
+            member.ranks = engine
+            asyncio.ensure_future(self._watch(name, member, worker, engine))  # noqa: RUF006
+
+    async def _watch(
+        self, name: str, member: Member, worker: PrefillWorker | DecodeWorker, ranks: RankedSimEngine
+    ) -> None:
+        """A worker that has lost a rank ends, and is started anew. See kvrelay.worker.process.run."""
+        while not ranks.not_live():
+            await asyncio.sleep(_LOOK_S)
+        await worker.stop()
+        ranks.close()
+        member.process.kill()
+        self.wires.on_killed(member.process)
+        self.later(_RESTART_S, lambda: self.start_anew(name, member))
 
     def kill(self, name: str) -> None:
         """SIGKILL."""
         member = self.members[name]
         member.process.kill()
+        if member.ranks is not None:
+            member.ranks.close()
         self.wires.on_killed(member.process)
         if name[0] == "g":
             for client in self.clients:
@@ -370,6 +397,8 @@ class World:
         assert not (left := self.left_over()), left
         for member in [*self.members.values(), *self.ended]:
             failed_steps = member.registry.get_sample_value("kvrelay_failed_steps_total") or 0
+            if member.ranks is not None and member.ranks.lost is not None:
+                continue  # one failed for that; what else can fail one is among the problems
             assert failed_steps == 0, f"{member.process.name}: a step read KV that was not its tokens'"
 
     def refused(self, cause: str) -> float:
@@ -398,10 +427,11 @@ def running(
     local_prefill: str = "sooner",
     windows: tuple[int | None, ...] = (None,),
     drafts: bool = False,
+    shapes: Mapping[str, Shape] | None = None,
 ) -> Iterator[World]:
     """A world with everybody up, whose steps take moments by chance."""
     relay = RelaySettings(local_prefill=local_prefill, request_timeout_s=60, room_timeout_s=20)
-    machines = Machines(num_blocks=num_blocks, seal_kv=seal_kv, windows=windows, drafts=drafts)
+    machines = Machines(num_blocks=num_blocks, seal_kv=seal_kv, windows=windows, drafts=drafts, shapes=shapes or {})
     with living(lambda: World(seed, num_prefills, num_decodes, num_gateways, machines, relay)) as world:
         yield world
 

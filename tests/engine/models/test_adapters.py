@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from kvrelay.common.adapter_files import AdapterError, AdapterRef
+from kvrelay.common.adapter_files import WEIGHTS_FILE, AdapterAbsentError, AdapterError, AdapterRef, adapter_digest
 from kvrelay.engine.step.interface import AdapterSlots, StepRow
 from kvrelay.engine.step.sequence import Sequence
 from kvrelay.engine.torch_engine import TorchEngine
@@ -157,6 +157,22 @@ def test_files_that_were_changed_are_refused(llama: tuple[Path, Any], engine: To
     """A request asks for what its gateway saw."""
     write_adapter(tmp_path / "a", linear_shapes(llama[0]), seed=1)
     refused(engine, AdapterRef("a", "0" * 32), tmp_path / "a", "its files were changed")
+
+
+@pytest.mark.parametrize("kept", [0, 100, -1])
+def test_half_copied_files_are_an_adapter_that_is_not_there_yet(
+    llama: tuple[Path, Any], engine: TorchEngine, tmp_path: Path, kept: int
+) -> None:
+    """What is wrong with them is no mistake of the adapter: whoever asks for it asks again."""
+    ref = write_adapter(tmp_path / "a", linear_shapes(llama[0]))
+    path = tmp_path / "a" / WEIGHTS_FILE
+    whole = path.read_bytes()
+    path.write_bytes(whole[:kept])
+    with pytest.raises(AdapterAbsentError, match="not all there yet"):
+        slots_of(engine).load(1, tmp_path / "a", ref.digest)
+    refused(engine, AdapterRef("a", adapter_digest(tmp_path / "a")), tmp_path / "a", "truncated|fetch it again")
+    path.write_bytes(whole)
+    slots_of(engine).load(1, tmp_path / "a", ref.digest)
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")

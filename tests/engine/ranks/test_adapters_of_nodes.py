@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import transformers
 
-from kvrelay.common.adapter_files import AdapterAbsentError
+from kvrelay.common.adapter_files import WEIGHTS_FILE, AdapterAbsentError
 from kvrelay.common.errors import ModelError
 from tests.engine.conftest import SIZES, load, save_model
 from tests.engine.models.test_adapters import generate
@@ -64,8 +64,14 @@ def test_a_node_reads_adapters_in_a_directory_of_its_own_and_finds_the_same_dige
     config.write_text(text + " ")
     with pytest.raises(AdapterAbsentError, match=rf"^rank 1: {nodes.other}/all has digest .*, not {refs[0].digest}"):
         nodes.engine.adapters.load(1, nodes.own / "all", refs[0].digest)
-    assert generate(nodes.engine, [0]) == expected[:1]
     config.write_text(text)
+    weights = nodes.other / "all" / WEIGHTS_FILE
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(AdapterAbsentError, match=rf"^rank 1: {nodes.other}/all has digest .* not all there yet"):
+        nodes.engine.adapters.load(1, nodes.own / "all", refs[0].digest)
+    assert generate(nodes.engine, [0]) == expected[:1]
+    weights.write_bytes(whole)
     load_all(nodes.engine, nodes.own, refs)
     assert generate(nodes.engine, [0, 1, 2, 3]) == expected
 

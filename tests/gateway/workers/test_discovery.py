@@ -248,3 +248,15 @@ def test_of_the_pods_of_a_worker_on_several_nodes_only_the_first_is_one(name: st
     one["metadata"]["name"] = name
     one["metadata"]["labels"]["kvrelay.dev/nodes-per-worker"] = nodes
     assert (worker_of(one) is not None) is is_worker
+
+
+@pytest.mark.parametrize(("name", "index"), [("r-decode-worker-1", "0"), ("r-decode-worker-1-2", "2")])
+def test_of_a_leader_worker_sets_group_the_first_pod_is_the_worker(name: str, index: str) -> None:
+    """By its number in the group: pods are named otherwise than a StatefulSet's."""
+    one = pod("u")
+    one["metadata"]["name"] = name
+    one["metadata"]["labels"] |= {
+        "kvrelay.dev/nodes-per-worker": "3",
+        "leaderworkerset.sigs.k8s.io/worker-index": index,
+    }
+    assert (worker_of(one) is not None) is (index == "0")

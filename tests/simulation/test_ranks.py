@@ -1,0 +1,81 @@
+"""Workers of several ranks and stages, of unlike shapes: one fault right before each single thing that happens.
+
+A rank, a whole stage or a leader is killed, or a rank hangs: nobody sees a wrong token, and nobody loses a request.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from kvrelay.engine.ranks.messages import SILENT_S
+
+from .faults import Fault, hang_ranks, kill, kill_ranks
+from .ranks import Shape
+from .test_every_step import SEED, STRIDE, WINDOWS
+from .world import Client, World, running
+
+# With two K/V heads, d1 has each of them twice.
+SHAPES = {"p0": Shape(2, 2), "p1": Shape(1, 3), "d0": Shape(1, 2), "d1": Shape(4, 1)}
+PROMPTS = [list(range(first, first + count)) for first, count in ((1, 25), (81, 12), (31, 30), (1, 9))]
+NUM_TOKENS = 24  # none of their outputs ends before that
+STEPS = 6 * STRIDE  # between the events that a fault comes before: these worlds are large
+
+FAULTS: dict[str, Fault] = {
+    **{
+        f"kill rank {rank} of {name}": kill_ranks(name, rank) for name, shape in SHAPES.items() for rank in shape.others
+    },
+    **{f"hang rank {shape.others[-1]} of {name}": hang_ranks(name, shape.others[-1]) for name, shape in SHAPES.items()},
+    "kill the last stage of p0": kill_ranks("p0", 2, 3),
+    "kill all ranks but the leader of d1": kill_ranks("d1", 1, 2, 3),
+    **{f"kill the leader of {name}": kill(name) for name in SHAPES},
+}
+FAST = ("kill rank 3 of p0", "kill rank 1 of d0", "hang rank 3 of d1", "kill the leader of d0")
+
+
+def ask(world: World) -> list[Client]:
+    return [world.submit("g0", prompt, NUM_TOKENS) for prompt in PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def moments() -> range:
+    """The events of the undisturbed requests."""
+    with running(SEED, windows=WINDOWS, shapes=SHAPES) as world:
+        first = world.loop.num_events + 1
+        clients = ask(world)
+        while any(client.outcome is None for client in clients):
+            world.advance(0.001)
+        last = world.loop.num_events
+        world.settle()
+        world.check()
+        assert {client.outcome for client in clients} == {"finished"}
+        for name, shape in SHAPES.items():
+            ranks = world.members[name].ranks
+            assert ranks is not None
+            assert ranks.most_at_once == shape.num_stages, f"{name} never had a step in each stage"
+        assert world.count("kvrelay_handoffs_total", outcome="verified") >= len(PROMPTS)
+    assert last - first > 500, "too little happens to prove anything"
+    return range(first, last + 1)
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.full) for name in FAULTS]
+)
+def test_a_rank_of_any_stage_is_gone_and_the_clients_see_nothing(name: str, moments: range) -> None:
+    victim = name.rpartition(" ")[2]
+    struck = moments[STRIDE * list(FAULTS).index(name) % STEPS :: STEPS]
+    num_lost = 0
+    for moment in struck:
+        with running(SEED, windows=WINDOWS, shapes=SHAPES, seal_kv=moment % 2 == 1) as world:
+            world.loop.triggers[moment] = lambda world=world: FAULTS[name](world)
+            clients = ask(world)
+            world.advance(SILENT_S + 5.0)
+            assert moment not in world.loop.triggers, "the fault never came"
+            world.settle()
+            world.check()
+            assert world.refused("bad_checksum") == 0
+            assert {client.outcome for client in clients} == {"finished"}, f"{name} before event {moment}"
+            assert [member.process.name.partition(".")[0] for member in world.ended] == [victim], (
+                "not that worker alone"
+            )
+            num_lost += sum(member.ranks is not None and member.ranks.lost is not None for member in world.ended)
+    assert num_lost == (0 if name.startswith("kill the leader") else len(struck))
