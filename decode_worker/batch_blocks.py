@@ -1,7 +1,8 @@
-"""The blocks of a batch that grows with each step: who gets one, who gives all of its own up for it, and what is kept for others.
+"""The blocks of a batch that grows with each step: which sequence gets one, which is preempted for it, and what is kept for
+others.
 
-When blocks run out, the least senior sequence gives its blocks up and waits to be recomputed: of the lowest class the youngest. So
-the most senior is always served. While a sequence waits for blocks, hand-offs leave as many free as it needs
+When blocks run out, the youngest sequence of the lowest class gives up its blocks and waits to be recomputed. So the most
+senior sequence is always served. While a sequence waits for blocks, hand-offs leave as many free as it needs
 (``BlockManager.set_aside``).
 """
 

@@ -1,13 +1,13 @@
 """The drafter that asks a smaller model of the same tokens, which computes in the decode worker beside its own.
 
-It has an engine, a pool and blocks of its own (:mod:`kvrelay.decode_worker.draft_sequences`); nothing of them is in a fingerprint
-or a hand-off. So it computes each text for itself first, prompt included: in chunks beside steps, as long as prompts may take
-there. Only who lacks hardly anything gets a draft: a step of the draft model for each token of it, for all sequences together. A
-draft is sampled as the model's own tokens are, with the same noise (Leviathan et al., "Fast Inference from Transformers via
-Speculative Decoding", 2023, accepts drafts by chance instead; ours are right or wrong).
+It has an engine, a pool and blocks of its own (:mod:`kvrelay.decode_worker.draft_sequences`), of which nothing is in a
+fingerprint or a hand-off. So it first computes each text for itself, prompt included: in chunks beside steps, in the time that
+prompts may take. Only a sequence whose text is nearly computed gets a draft. Each token of the drafts takes one step of the
+draft model, for all sequences together. A draft is sampled as the model's own tokens are, with the same noise (Leviathan et
+al., "Fast Inference from Transformers via Speculative Decoding", 2023, accepts drafts by chance instead; ours are right or
+wrong).
 
-Steps of the draft model and of the worker's own never overlap. Whatever goes wrong in one costs drafts, and no request. Model
-thread only.
+Steps of the draft model and of the worker's own never overlap. A failure costs drafts, but no request. Model thread only.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""What a draft model has of sequences: tokens and guesses of each, as a sequence of its own with blocks in the draft model's pool.
+"""What a draft model knows of each sequence: its tokens and guesses, as a sequence of its own with blocks in the draft model's
+pool.
 
-A sequence is *followed* from the first time that a draft of it is wanted until it is forgotten. Each time the text is compared with
-what was guessed: K/V of the tokens that came stay, those behind are overwritten. Full blocks of text are published, by the hashes
-that the worker's own blocks have: who has the same prompt, or comes back, finds them.
+A sequence is *followed* from the first draft of it until it is forgotten. Each time its text is compared with the guesses: K/V
+of right guesses stay, later K/V are overwritten. Full blocks of text are published under the hashes of the worker's own blocks,
+so that sequences with the same prompt, or one that comes back, find them.
 
-Books only, no steps. Model thread only.
+Only bookkeeping, no steps. Model thread only.
 """
 
 from __future__ import annotations

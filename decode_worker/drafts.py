@@ -1,9 +1,9 @@
 """Speculation: rows of sequences that generate get drafts, which the step computes and samples behind.
 
-What a step samples does not depend on drafts (:mod:`kvrelay.engine.step.leader`), so they change how fast a text comes, and not the
-text. Each token of a draft costs the step a row, and perhaps its drafter some time. How many are worth that follows from how often
-the sequence's drafts came true, and from what rows and guesses cost just now: a pure policy (:func:`num_to_draft`). Of several
-drafters (:mod:`kvrelay.decode_worker.drafter`) the first that has an idea is taken.
+What a step samples does not depend on drafts (:mod:`kvrelay.engine.step.leader`), so they change the speed of a text, not the
+text. Each token of a draft costs the step a row, and perhaps its drafter some time. A pure policy (:func:`num_to_draft`)
+decides how many are worth it, from how often the sequence's drafts were right, and from the measured costs. Of several drafters
+(:mod:`kvrelay.decode_worker.drafter`) the first that proposes something is taken.
 
 Model thread only.
 """

@@ -1,6 +1,6 @@
 """The drafter of guided output: text that a guide forces, as names and punctuation of a JSON schema, in the tokenizer's tokens.
 
-No model and no table is asked, and nearly all of it comes true: it is wrong only where the model splits the text otherwise.
+It needs no model and no table. It is wrong only if the model splits the text into other tokens.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The drafter that asks an EAGLE-3 head, which reads the model's hidden states in the worker's own engine.
 
-A stream gets drafts once the head has seen some of its tokens computed here: behind a hand-off those that were generated here.
-A draft is sampled by the request's own parameters and noise, as with a draft model. Whatever goes wrong costs drafts, and no
-request. Model thread only.
+A stream gets drafts once this worker has computed some of its tokens; after a hand-off these are generated ones. A draft is
+sampled by the request's own parameters and noise, as with a draft model. A failure costs drafts, but no request. Model thread
+only.
 """
 
 from __future__ import annotations

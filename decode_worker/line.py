@@ -1,4 +1,4 @@
-"""Who of those that wait finds places in the next step, and what prompts get of it. Pure policies, without blocks and costs."""
+"""Which waiting sequences get places in the next step, and how much of it prompts get. Pure policies, without blocks and costs."""
 
 from __future__ import annotations
 

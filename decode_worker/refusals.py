@@ -1,7 +1,7 @@
-"""Whom and what a decode worker does not take: prefill workers whose KV does not fit, prompts that are not cached as was thought.
+"""What a decode worker refuses: prefill workers whose KV does not fit, and prompts of which too little is cached.
 
-Local prefill computes beside running sequences. A gateway's map of prefixes is of the past, so one that sends a prompt here for its
-cached prefix says how much may be missing; if more is, the gateway decides anew before anything is computed.
+Local prefill slows running sequences. A gateway's map of prefixes may be out of date. So a gateway that sends a prompt for its
+cached prefix says how much may be missing. If more is missing, the worker refuses, and the gateway decides again.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What one more row adds to a step, learned from the latest steps without prompts. Pure state.
+"""The cost of one more row in a step, learned from the latest steps without prompts. Pure state.
 
-Not seconds but a ratio is kept: how much of the part that any number of rows costs. A machine that becomes slower, or contexts that
-grow, change both parts; only steps of clearly different sizes tell them apart.
+It is kept as a ratio to the fixed cost of a step, not in seconds, because a slower machine or longer contexts change both. Only
+steps of clearly different sizes tell the two apart.
 """
 
 from __future__ import annotations

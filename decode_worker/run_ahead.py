@@ -1,23 +1,25 @@
-"""Which step may be launched while the one before it still runs, and nobody knows its tokens yet. A pure policy.
+"""Whether the next step may be launched while the current one still runs, before its tokens are known. A pure policy.
 
-On a GPU the host would otherwise stand between two steps: wait for the tokens, send them, schedule, build the batch, launch. It
-does all of that while the next step runs. That step takes its input tokens on the device, from the step before it. What the host
-must know to launch it is only that each sequence goes on, and by how many tokens.
+Between two steps the host waits for tokens, sends them, schedules, builds the batch and launches. A GPU would be idle
+meanwhile. So the host does this while the next step already runs. That step takes its input tokens on the device, from the step
+before it. To launch it, the host must only know which sequences go on, and by how many tokens.
 
-It cannot know that a token under way is a stop token, or a guide's last: such a sequence computes one token too many, which does
-not count. Where a row can only be sampled once the host knows the token in front (``Sequence.needs_host_to_sample``: guides,
-watermarks, bad words of several tokens, processors), the step is launched all the same, and the engine defers its
+The host cannot know that a token under way is a stop token, or a guide's last. Such a sequence computes one token too many,
+which is dropped. If a row can only be sampled once the host knows the previous token (``Sequence.needs_host_to_sample``:
+guides, watermarks, bad words of several tokens, processors), the step is launched all the same, and the engine defers its
 sampling (:class:`kvrelay.engine.step.interface.LaunchedStep`): the forward pass needs only the token, which is on the device.
 
-Chunks of prompts go on in the same way: their tokens are known, and how much of them the step under way computes. A prompt whose
-last chunk is under way generates behind it. What waits for the tokens in front: a beam search, whose next sequences, and the blocks
-that they share, follow from them; a prompt that begins, as who is preempted for its blocks is settled between steps; and
-log probabilities of a prompt, which count what is there already.
+Chunks of prompts run ahead, too: their tokens are known. A prompt whose last chunk is under way generates in the next step.
+These wait for the tokens of the current step:
 
-Who waits for room that is not there holds nobody up: it could not join the next step anyway, as long as nobody leaves. Where
-somebody does leave with the step under way and a prompt waits for blocks, the next step waits to see if there are enough now. A
-stop token is seen when the next step is launched already; then the one behind that waits. So a sequence joins one step later than
-if no step ran ahead, and so does one that waits for a place in the batch.
+- a beam search, because its next sequences, and the blocks that they share, follow from the tokens;
+- a prompt that begins, because preemptions are decided between steps;
+- log probabilities of a prompt, which count what is there already.
+
+A sequence that waits for room delays no step: it could not join the next one anyway, as long as no sequence leaves. But if a
+sequence leaves with the step under way, and a prompt waits for blocks, the next step waits to see whether there are enough now.
+A stop token is seen after the next step was launched; then the step after that waits. So a sequence joins one step later than
+without running ahead, and so does one that waits for a place in the batch.
 """
 
 from __future__ import annotations

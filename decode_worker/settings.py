@@ -17,45 +17,44 @@ class DecodeSchedulerSettings(SchedulerSettings):
     )
     max_batched_tokens: int | None = setting(
         None,
-        "tokens computed in one step: one per generating sequence, the rest for local prefill; default: 512 on a CPU, 2048 on a "
-        "GPU",
+        "tokens of the largest step: one for each sequence that generates, the rest for prompts. Default: 512 on a "
+        "CPU, 2048 on a GPU",
         minimum=16,
     )
     itl_budget_ms: float | None = setting(
         None,
-        "longest time between two tokens while the worker computes prompts, which get a quarter of a step's time at least; raise "
-        "it for sooner first tokens; 0: no bound; default: 1.4 times a step without prompts, at least 10 ms",
+        "longest time between two tokens while the worker computes prompts; raise it for sooner first tokens. 0: "
+        "no bound. Default: 1.4 times a step without prompts, at least 10 ms",
         unit="ms",
         minimum=0,
     )
     max_waiting: int = setting(512, "sequences that may wait; one more is refused", minimum=1)
     speculation: str = setting(
         "off",
-        "what guesses the next tokens, which a step then computes together; the text stays the same: guide takes text that a "
-        "JSON schema or another guide forces, ngram looks others up in prompt and output, too, draft-model asks a smaller model, "
-        "head an EAGLE-3 head",
+        "what guesses the next tokens, so that a step checks several at a time; the text stays the same. guide: "
+        "text that a JSON schema forces. ngram: that, and text that repeats itself. draft-model: a smaller model. "
+        "head: an EAGLE-3 head",
         choices=("off", "guide", "ngram", "draft-model", "head"),
     )
     draft_model: str | None = setting(
         None,
-        "model that guesses with --speculation draft-model, named as --model is; it must have the same tokens, and should be at "
-        "least five times as fast; with --speculation head the model's EAGLE-3 head",
+        "model, or EAGLE-3 head, that guesses with --speculation draft-model or head. A model must have the same "
+        "tokens, and should be at least five times as fast",
     )
     draft_kv_memory_mb: int = setting(
         256,
-        "memory of the draft model's own KV pool; streams that find no room in it get no guesses; of a head's, which all streams "
-        "share alike",
+        "memory of the draft model's, or the head's, own KV pool. Streams that find no room in it get no guesses",
         unit="MiB",
         minimum=1,
     )
     speculation_tokens: int = setting(
         7,
-        "tokens that are guessed at most for a sequence; fewer, if guesses fail or many sequences generate",
+        "most tokens that are guessed for a sequence in a step; fewer if guesses fail or many sequences generate",
         minimum=1,
         maximum=32,
     )
     lease_ttl_s: float = setting(
-        30.0, "how long reserved blocks outlive the last traffic of their hand-off", unit="s", minimum=0.1
+        30.0, "how long blocks stay reserved for a hand-off from which nothing more comes", unit="s", minimum=0.1
     )
 
 

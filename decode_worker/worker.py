@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Sequence as Seq
 from functools import partial
 from typing import Any
@@ -178,7 +179,7 @@ def load_drafting(
         kv_memory_mb=settings.draft_kv_memory_mb,
         max_num_seqs=settings.max_num_seqs,
         max_batched_tokens=settings.max_batched_tokens,
-        progress=LoggedProgress(logger),
+        progress=LoggedProgress(logger, time.monotonic),
     )
 
 

@@ -14,6 +14,7 @@ from kvrelay.common.errors import ModelError
 from kvrelay.engine.config.tokenizer import require_same_tokens
 from kvrelay.engine.fake.engine import FakeEngine, FakePace, fake_card
 from kvrelay.engine.guides.guidance import GuideCompiler, NoGuides
+from kvrelay.engine.load_progress import log_begin
 from kvrelay.engine.ranks.messages import LoadSettings
 from kvrelay.engine.ranks.nodes import OtherNodes
 from kvrelay.engine.sampling.processors import load_processors
@@ -59,6 +60,7 @@ def load_engine(
             if number > 1:
                 raise ModelError(f"--{flag}-parallel is {number}; the fake engine has one rank")
         return _fake_engine(directory, model, kv, fake)
+    log_begin(logger, directory)
     settings = LoadSettings(model, kv, max_num_seqs, max_batched_tokens, decodes)
     if model.num_ranks == 1:
         return load_part(settings, None, progress)
@@ -118,6 +120,7 @@ def load_draft_engine(
         weights_nbytes = total
         progress(done, total)
 
+    log_begin(logger, directory)
     engine = load_part(LoadSettings(own, own_kv, max_num_seqs, max_batched_tokens, decodes=True), None, count)
     logger.info(
         "the draft model %s takes %.0f MiB for weights, and %d MiB for K/V of %d tokens",

@@ -36,8 +36,8 @@ class ModelSettings:
     model: str = setting("demo", "model directory, GGUF file, Hugging Face id, or 'demo'")
     dtype: str = setting(
         "auto",
-        "number format of weights and KV; auto takes the checkpoint's, but float32 on a CPU that has no instructions or kernels "
-        "for it; the same on all workers",
+        "number format of weights and KV; the same on all workers. auto: the checkpoint's, or float32 on a CPU "
+        "that cannot compute in that",
         choices=("auto", "bfloat16", "float16", "float32"),
     )
     device: str = setting(
@@ -45,62 +45,60 @@ class ModelSettings:
     )
     kv_dtype: str = setting(
         "auto",
-        "number format of KV: that of --dtype, or fp8 (e4m3): half the memory and half the bytes per step, a little less exact; on "
-        "GPUs of compute capability 8.9 or later; the same on all workers, with the same scales",
+        "number format of KV; the same on all workers. auto: that of --dtype. fp8 (e4m3): half the memory, a "
+        "little less exact; needs a GPU of compute capability 8.9 or later",
         choices=("auto", "fp8"),
     )
     backend: str = setting(
         "auto",
-        "forward pass: ours (native), or that of transformers over our attention and KV pool; auto takes ours where there is "
-        "one; the same on all workers",
+        "whose forward pass computes the model: ours (native), or that of transformers; the same on all workers. "
+        "auto: ours where there is one",
         choices=("auto", "native", "transformers"),
     )
     tensor_parallel: int = setting(
         1,
-        "ranks that compute each step together, each with a part of the heads and of the MLP: processes with a GPU each, or "
-        "sharing --threads; on this host, or on --nodes",
+        "GPUs for one worker: it runs so many ranks (processes), each with a part of every layer. On a CPU ranks "
+        "share --threads",
         minimum=1,
         maximum=64,
     )
     pipeline_parallel: int = setting(
         1,
-        "stages, of --tensor-parallel ranks each, that have some of the layers and compute one behind the other, each for other "
-        "sequences; for hosts without a fast network between them, and a model with a forward pass of ours",
+        "stages of one worker, each with some of the layers, on --tensor-parallel ranks. For nodes without a fast "
+        "network between them; needs a native forward pass",
         minimum=1,
         maximum=64,
     )
     expert_parallel: bool = setting(
         False,
-        "each of several ranks has some of a layer's experts whole, instead of a part of each; for a mixture of experts with a "
-        "forward pass of ours",
+        "give each rank whole experts, instead of a part of each expert. For a mixture of experts with a native "
+        "forward pass",
     )
     weight_format: str = setting(
         "full",
-        "weights as --dtype has them, or the layers' rounded to 8 bits: fewer bytes per step of few streams, on a GPU half "
-        "the memory; int8 on a CPU with bf16 and on GPUs, fp8 (e4m3) on GPUs of compute capability 8.9 or later; the same on all "
-        "workers",
+        "round the layers' weights to 8 bits at the start; the same on all workers. int8: on GPUs, and on CPUs in "
+        "bf16. fp8 (e4m3): on GPUs of compute capability 8.9 or later",
         choices=("full", "int8", "fp8"),
     )
     fp8_activations: bool = setting(
         False,
-        "round the inputs of the layers' products to fp8 (e4m3), too, as a checkpoint with weights in fp8 says, and multiply fp8 "
-        "with fp8: half the time of prompts' products by the GPU's figures, not measured yet, and less exact; on GPUs of compute "
-        "capability 8.9 or later, for a model without experts, with --tensor-parallel 1 and --weight-format full; the same on all "
-        "workers",
+        "multiply fp8 with fp8: round activations as a checkpoint in fp8 says. Less exact, not measured yet; the "
+        "same on all workers. docs/models.md names what it needs",
     )
     cpu_kernels: str = setting(
         "auto",
-        "what runs between matrix products on a CPU in bf16: our kernels (native, compiled with g++ at the first start), or "
-        "torch; auto takes ours where they compile",
+        "what runs between matrix products on a CPU in bf16: our kernels (native, compiled with g++ at the first "
+        "start), or torch. auto: ours where they compile",
         choices=("auto", "native", "torch"),
     )
     cuda_graphs: bool = setting(
         True,
-        "prepare decode steps as CUDA graphs at the start: a few seconds and some memory for steps without launch costs",
+        "prepare decode steps as CUDA graphs at the start. It takes a few seconds and some memory, and makes steps "
+        "faster",
     )
     run_ahead: str = setting(
         "auto",
-        "launch a decode step before the tokens of the last one are known, where it does not depend on them; auto does on a GPU",
+        "launch a decode step before the tokens of the last one have come to the host. auto: on a GPU",
         choices=("auto", "on", "off"),
     )
     max_model_len: int | None = setting(
@@ -111,16 +109,15 @@ class ModelSettings:
     )
     logits_processors: tuple[str, ...] = setting(
         (),
-        "names of logits processors that requests may ask for, from installed packages' entry points "
-        "(kvrelay.logits_processors); the same on all workers",
+        "names of logits processors that requests may ask for; the same on all workers. Installed packages bring "
+        "them, by entry points kvrelay.logits_processors",
     )
     adapters: str | None = setting(
         None,
-        "directory of adapters (LoRA, as PEFT saves them), each in a folder by its name; the same on workers and gateways; "
-        "default: none are served",
+        "directory of LoRA adapters as PEFT saves them, each in a folder by its name; the same on workers and gateways",
     )
     adapter_memory_mb: int = setting(
-        512, "memory for adapters; those that were used least recently make room for others", unit="MiB", minimum=1
+        512, "memory for adapters; the least recently used ones make room for others", unit="MiB", minimum=1
     )
     threads: int | None = setting(None, "CPU threads of the model; default: all cores", minimum=1, maximum=1024)
 
@@ -136,16 +133,16 @@ class NodeSettings:
 
     nodes: int = setting(
         1,
-        "hosts of this worker, with as many ranks each; start the same command on all of them: the first is the worker, the "
-        "others only compute",
+        "hosts of this worker, each with as many ranks. Start the same command on all of them: the first is the "
+        "worker, the others only compute",
         minimum=1,
         maximum=64,
     )
     node_rank: int = setting(0, "which of --nodes this is; 0 is the worker", minimum=0)
     node_name: str | None = setting(
         None,
-        "instead of --node-rank: NAME-N, as pods of a StatefulSet are called; of each --nodes neighbours the first is the worker, "
-        "whose name stands for {leader} in --leader-address",
+        "instead of --node-rank: NAME-N, as pods of a StatefulSet are called. The first of each --nodes neighbours "
+        "is the worker; its name replaces {leader} in --leader-address",
     )
     leader_address: str | None = setting(
         None, "tcp://HOST:PORT where node 0 listens for ranks of the other nodes; these connect to it"
@@ -175,7 +172,8 @@ class KvSettings:
 
     block_size: int = setting(
         16,
-        "tokens per KV block; the same on all workers; 64 lets prefill attention use TMA on Hopper GPUs, which is not measured",
+        "tokens per KV block; the same on all workers. With 64, prefill attention uses TMA on Hopper GPUs (not "
+        "measured)",
         unit="tokens",
         minimum=1,
         maximum=256,
@@ -185,22 +183,22 @@ class KvSettings:
     )
     kv_memory_fraction: float = setting(
         0.9,
-        "share of the GPU's memory for weights, the largest step and KV; KV gets what the others leave; lower it if the GPU has "
-        "other users: workers on one GPU should have 0.9 together",
+        "share of the GPU's memory for weights, the largest step and KV, which gets what the others leave. Workers "
+        "on one GPU should have 0.9 together",
         minimum=0.01,
         maximum=1,
     )
     staging_mb: int | None = setting(
         None,
-        "pinned host memory that KV blocks pass between a GPU and the network, taken at the start; default: 256, or four blocks if "
-        "these are more; a CPU needs none",
+        "pinned host memory that KV blocks pass between a GPU and the network. Default: 256, or four blocks if "
+        "these are more; none on a CPU",
         unit="MiB",
         minimum=1,
     )
     num_blocks: int | None = setting(None, "blocks in the KV pool, instead of --kv-memory-mb", minimum=1)
     max_retained_share: float = setting(
         0.5,
-        "share of the pool that requests may ask to stay cached before others; what is beyond stays as long as any other",
+        "share of the KV pool that requests may keep cached with cache_priority",
         minimum=0,
         maximum=1,
     )

@@ -120,7 +120,7 @@ class LocalBackend:
             max_num_seqs=settings.scheduler.max_num_seqs,
             max_batched_tokens=settings.scheduler.max_batched_tokens,
             decodes=True,
-            progress=LoggedProgress(logger),
+            progress=LoggedProgress(logger, time.monotonic),
         )
         guides = load_guides(model, settings.fake, engine.card.vocab_size)
         return cls(engine, directory, settings, guides, draft_engine)

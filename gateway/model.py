@@ -1,6 +1,6 @@
-"""A model as a gateway serves it: everything that depends on which model it is, and nothing else does.
+"""A model as a gateway serves it: everything that depends on the model is here, and only here.
 
-Several models behind one gateway are several objects. Which of them a request is for, :class:`Models` says by its ``model``.
+Several models behind one gateway are several objects. :class:`Models` finds the one that a request's ``model`` names.
 """
 
 from __future__ import annotations

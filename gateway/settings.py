@@ -33,11 +33,12 @@ class DiscoverySettings:
     )
     prefill_workers: tuple[str, ...] = setting(
         (),
-        "ZeroMQ addresses of prefill workers, such as tcp://10.0.0.7:7100, or MODEL=tcp://… if there are several models; without "
-        "any, all prefill is local",
+        "ZeroMQ addresses of prefill workers, such as tcp://10.0.0.7:7100; MODEL=tcp://… if there are several "
+        "models. Without any, decode workers compute all prompts",
     )
     decode_workers: tuple[str, ...] = setting(
-        ("tcp://127.0.0.1:7200",), "ZeroMQ addresses of decode workers, such as tcp://10.0.0.8:7200, or MODEL=tcp://…"
+        ("tcp://127.0.0.1:7200",),
+        "ZeroMQ addresses of decode workers, such as tcp://10.0.0.8:7200; MODEL=tcp://… if there are several models",
     )
     namespace: str | None = setting(None, "Kubernetes namespace of the workers' pods; default: the gateway's own")
     worker_selector: str = setting(
@@ -66,19 +67,22 @@ class RelaySettings:
 
     policy: str = setting(
         "prefix",
-        "how workers are picked: who has the longest prefix of the prompt and is not clearly more loaded, or the least loaded",
+        "how workers are picked. prefix: the one with most of the prompt cached, unless it is clearly more loaded. least_loaded: "
+        "the one with the least work",
         choices=("prefix", "least_loaded"),
     )
     prefix_map_blocks: int = setting(
-        65536, "policy prefix: KV blocks of which the gateway remembers who has them; some 150 bytes each", minimum=1
+        65536,
+        "for --policy prefix: the gateway remembers which worker has which of so many KV blocks; some 150 bytes each",
+        minimum=1,
     )
     local_prefill: str = setting(
         "sooner",
-        "when decode workers compute prompts: if the first token comes sooner that way; only while no prefill worker is up; or "
-        "never, with 503 until one is",
+        "when decode workers compute prompts. sooner: if the first token comes sooner that way. fallback: while no "
+        "prefill worker is up. never: requests get 503 then",
         choices=("sooner", "fallback", "never"),
     )
-    max_attempts: int = setting(4, "attempts at one request before it fails, waits for room not counted", minimum=1)
+    max_attempts: int = setting(4, "attempts at one request before it fails; waiting for room is no attempt", minimum=1)
     request_timeout_s: float = setting(
         600.0, "how long one request may take in all; X-Request-Timeout asks for less", unit="s", minimum=1
     )
@@ -90,7 +94,10 @@ class RelaySettings:
         128, "sequences that one request may ask for: prompts times n, best_of or beams; more get 400", minimum=1
     )
     prefill_backlog_s: float = setting(
-        2.0, "work of prompts that may wait at a worker; other prompts wait in the gateway", unit="s", minimum=0
+        2.0,
+        "work that may wait at a worker, in seconds of computing prompts; further prompts wait in the gateway",
+        unit="s",
+        minimum=0,
     )
 
 
@@ -106,14 +113,14 @@ class HttpLimits:
     )
     client_timeout_s: float = setting(
         30.0,
-        "how long the body of a request may take to arrive, and how long its client may read nothing of the answer",
+        "how long a request's body may take to arrive, and how long a client may read nothing of its answer",
         unit="s",
         minimum=0.1,
     )
     keep_alive_s: float = setting(
         75.0,
-        "how long a connection without a request stays open; keep it above the idle time of clients and load balancers, or a "
-        "request may meet a closing connection",
+        "how long a connection without a request stays open. Keep it above the idle time of clients and load "
+        "balancers, or they see a 502 now and then",
         unit="s",
         minimum=0.1,
     )
@@ -125,7 +132,7 @@ class TlsSettings:
     """Whether the HTTP API is HTTPS."""
 
     tls_cert: str | None = setting(
-        None, "PEM file of the HTTP API's certificate and what it is signed by, read again when it changes"
+        None, "PEM file of the HTTP API's certificate and its chain; read again when it changes"
     )
     tls_key: str | None = setting(None, "PEM file of the certificate's private key, without a passphrase")
 
@@ -145,7 +152,10 @@ class TraceSettings:
         "OpenTelemetry collector that gets traces by OTLP over HTTP, such as http://collector:4318; default: no traces",
     )
     trace_sample: float = setting(
-        0.1, "part of the requests that are traced, of those whose traceparent does not decide it", minimum=0, maximum=1
+        0.1,
+        "share of requests that are traced; a request with a traceparent follows that instead",
+        minimum=0,
+        maximum=1,
     )
 
     def __post_init__(self) -> None:
@@ -168,47 +178,47 @@ class GatewaySettings:
     traces: TraceSettings = field(default_factory=TraceSettings)
     model: tuple[str, ...] = setting(
         ("demo",),
-        "model directory, GGUF file, Hugging Face id, or 'demo'; several of them, or NAME=MODEL each, are several models, with "
-        "workers of their own. The gateway loads only tokenizers",
+        "model directory, GGUF file, Hugging Face id, or 'demo'. May be given several times, also as NAME=MODEL: "
+        "each model has workers of its own",
     )
     served_model_name: str | None = setting(None, SERVED_MODEL_NAME_HELP)
     alias: tuple[str, ...] = setting(
         (),
-        "more names in the API: ALIAS=MODEL, or ALIAS=MODEL:WEIGHT+MODEL:WEIGHT, which gives each model a part of conversations",
+        "one more name for a model: ALIAS=MODEL. ALIAS=MODEL:WEIGHT+MODEL:WEIGHT divides conversations among several",
     )
     default_model: str | None = setting(
-        None, "model, or alias, for requests that name none; default: the first of --model"
+        None, "model or alias for requests that name none. Default: the first of --model"
     )
     adapters: tuple[str, ...] = setting(
         (),
-        "directory of adapters (LoRA, as PEFT saves them), each in a folder by its name; MODEL=DIRECTORY if there are several "
-        "models; the same as that model's workers have; default: none are served",
+        "directory of LoRA adapters as PEFT saves them, each in a folder by its name; MODEL=DIRECTORY if there are "
+        "several models. The same as the workers'",
     )
     tool_parser: str = setting(
         "auto",
-        "how the model writes calls of functions: a family of models, what its chat template shows, or not at all",
+        "format in which the model writes tool calls. auto: what its chat template shows",
         choices=TOOL_PARSERS,
     )
     reasoning_parser: str = setting(
         "auto",
-        "how the model marks its thoughts: a family of models, what its chat template shows, or not at all",
+        "how the model marks its reasoning. auto: what its chat template shows",
         choices=REASONING_PARSERS,
     )
     host: str = setting("127.0.0.1", "address that the HTTP API listens on")
     port: int = setting(8000, "port of the HTTP API", minimum=0, maximum=65535)
     keys: str | None = setting(None, KEYS_HELP)
     api_keys: str | None = setting(
-        None, "file of API keys, a line 'NAME SHA256' each (kvrelay api-key); without, everybody may ask"
+        None, "file of API keys, one line 'NAME SHA256' each (made by kvrelay api-key). Without it everybody may ask"
     )
     allowed_origins: tuple[str, ...] = setting(
-        (), "origins of web pages whose scripts may ask (CORS), such as https://chat.example.com, or *; default: none"
+        (), "origins of web pages whose scripts may ask (CORS), such as https://chat.example.com, or *"
     )
     max_body_bytes: int = setting(4 * 2**20, "largest request body", unit="bytes", minimum=1024)
     drain_s: float = setting(30.0, "how long running requests may finish after SIGTERM", unit="s", minimum=0)
     log_level: str = setting("info", "how much is logged", choices=("debug", "info", "warning", "error"))
     access_log: bool = setting(
         False,
-        "whether each request is a line of the log: whose it was, how many tokens, how long it took; never its text",
+        "log a line for each request: key, model, tokens, times; never its text",
     )
     log_format: str = setting("text", "shape of log lines", choices=("text", "json"))
 

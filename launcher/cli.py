@@ -12,7 +12,7 @@ import os
 import secrets
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -31,6 +31,7 @@ class CommandEntry:
     details: str
     settings: str
     run: str  # called with the settings; returns the exit code
+    common: tuple[str, ...] = ()  # the settings that --help shows, --help-all shows all; (): --help shows all
     subcommands: tuple[str, ...] = ()  # click commands, as ``module:attribute``; without one of them ``run`` runs
 
 
@@ -50,30 +51,71 @@ Examples:
   kvrelay bench compare colocated.json disaggregated.json
       two runs side by side"""
 
+_OF_WORKERS = (
+    "model", "address", "admin_host", "admin_port", "device", "dtype", "weight_format", "kv_memory_mb", "kv_memory_fraction",
+    "max_model_len", "max_num_seqs", "threads", "tensor_parallel", "adapters", "keys", "log_level",
+)  # fmt: skip
+
 COMMANDS: dict[str, CommandEntry] = {
     "local": CommandEntry(
         "Serve a model on this machine: gateway and workers, each in its own process.",
         "Ctrl-C stops everything in order. Every option of a gateway or a worker is one here, and reaches those that have it.",
         "kvrelay.launcher.settings:LOCAL",
         "kvrelay.launcher.local.deployment:run",
+        (
+            "model",
+            "host",
+            "port",
+            "prefill",
+            "decode",
+            "device",
+            "dtype",
+            "weight_format",
+            "kv_memory_mb",
+            "max_model_len",
+            "threads",
+            "tensor_parallel",
+            "adapters",
+            "speculation",
+            "api_keys",
+            "quiet",
+        ),
     ),
     "gateway": CommandEntry(
         "Run a gateway: the OpenAI-compatible HTTP API in front of the workers.",
         "Needs no torch (pip install 'kvrelay[gateway]').",
         "kvrelay.gateway.settings:GatewaySettings",
         "kvrelay.launcher.components:run_gateway",
+        (
+            "model",
+            "host",
+            "port",
+            "discovery",
+            "prefill_workers",
+            "decode_workers",
+            "policy",
+            "local_prefill",
+            "adapters",
+            "keys",
+            "api_keys",
+            "tls_cert",
+            "tls_key",
+            "log_level",
+        ),
     ),
     "prefill-worker": CommandEntry(
         "Run a prefill worker: it computes prompts and ships their KV blocks.",
         "",
         "kvrelay.prefill_worker.settings:PrefillSettings",
         "kvrelay.launcher.components:run_prefill_worker",
+        (*_OF_WORKERS, "ttft_budget_ms"),
     ),
     "decode-worker": CommandEntry(
         "Run a decode worker: it receives KV blocks and generates.",
         "",
         "kvrelay.decode_worker.settings:DecodeSettings",
         "kvrelay.launcher.components:run_decode_worker",
+        (*_OF_WORKERS, "data_address", "itl_budget_ms", "speculation"),
     ),
     "verify": CommandEntry(
         "Compare greedy tokens with transformers, prompt by prompt.",
@@ -87,7 +129,7 @@ COMMANDS: dict[str, CommandEntry] = {
         _BENCH_DETAILS,
         "kvrelay.launcher.bench.settings:BenchSettings",
         "kvrelay.launcher.bench.run:run",
-        ("kvrelay.launcher.bench.compare:compare",),
+        subcommands=("kvrelay.launcher.bench.compare:compare",),
     ),
 }
 
@@ -253,17 +295,40 @@ def _settings_command(name: str, entry: CommandEntry) -> click.Command:
         runner: Callable[[Any], int] = _load(entry.run)
         return runner(settings)
 
-    common: dict[str, Any] = {
+    parameters = options.parameters(entry.common)
+    epilog = None
+    if entry.common:
+        parameters.append(_help_all_option(name, entry))
+        num_more = len(options.infos) - len(entry.common)
+        epilog = f"kvrelay {name} --help-all lists {num_more} more options, and the variable of each."
+    arguments: dict[str, Any] = {
         "callback": callback,
-        "params": options.parameters(),
+        "params": parameters,
         "help": f"{entry.summary}\n\n{entry.details}",
         "short_help": entry.summary,
+        "epilog": epilog,
     }
     if not entry.subcommands:
-        return click.Command(name, **common)
+        return click.Command(name, **arguments)
     subcommands: list[click.Command] = [_load(path) for path in entry.subcommands]
     return click.Group(
-        name, invoke_without_command=True, commands=subcommands, subcommand_metavar="[COMMAND …]", **common
+        name, invoke_without_command=True, commands=subcommands, subcommand_metavar="[COMMAND …]", **arguments
+    )
+
+
+def _help_all_option(name: str, entry: CommandEntry) -> click.Option:
+    def show(ctx: click.Context, _: click.Parameter, is_asked: bool) -> None:
+        if is_asked:
+            click.echo(_settings_command(name, replace(entry, common=())).get_help(ctx))
+            ctx.exit()
+
+    return click.Option(
+        ["--help-all"],
+        is_flag=True,
+        is_eager=True,
+        expose_value=False,
+        callback=show,
+        help="Show all options and exit.",
     )
 
 

@@ -38,8 +38,8 @@ class Options(Generic[T]):
         """Of a settings dataclass."""
         return cls(describe(settings), lambda values: build(settings, values))
 
-    def parameters(self) -> list[click.Parameter]:
-        """``--config`` and one option for each setting, in order.
+    def parameters(self, common: Sequence[str] = ()) -> list[click.Parameter]:
+        """``--config`` and one option for each setting, in order; with ``common``, those settings first, and the others hidden.
 
         The options carry text: conversion and limits belong to ``load``, so that a flag, a variable and a file get the
         same errors. Their default here is None, "not given"; the real default is shown in the help.
@@ -49,7 +49,11 @@ class Options(Generic[T]):
             metavar="FILE",
             help=f'TOML file with these settings as keys, such as log_level = "debug".  [env: {_CONFIG_VARIABLE}]',
         )
-        return [config, *map(_option, self.infos)]
+        if not common:
+            return [config, *map(_option, self.infos)]
+        by_name = {info.name: info for info in self.infos}
+        shown = [_option(by_name[name], has_variable=False) for name in common]
+        return [*shown, config, *(_option(info, is_hidden=True) for info in self.infos if info.name not in common)]
 
     def load(
         self, flags: Mapping[str, Any], environment: Mapping[str, str], others: Callable[[], Collection[str]] = tuple
@@ -117,24 +121,33 @@ def _negation(info: SettingInfo) -> str:
     return "--no-" + info.flag.removeprefix("--")
 
 
-def _option(info: SettingInfo) -> click.Option:
+def _option(info: SettingInfo, *, has_variable: bool = True, is_hidden: bool = False) -> click.Option:
+    help_text = _help(info, has_variable=has_variable)
     if info.kind is bool and not info.is_list:
-        return click.Option([f"{info.flag}/{_negation(info)}", info.name], default=None, help=_help(info))
+        flags = [f"{info.flag}/{_negation(info)}", info.name]
+        return click.Option(flags, default=None, help=help_text, hidden=is_hidden)
     if info.choices is not None:
         metavar = "|".join(info.choices)
     else:
         metavar = {str: "TEXT", int: "N", float: "X", bool: "BOOL"}[info.kind] + (",…" if info.is_list else "")
-    return click.Option([info.flag, info.name], default=None, metavar=metavar, help=_help(info), multiple=info.is_list)
+    return click.Option(
+        [info.flag, info.name],
+        default=None,
+        metavar=metavar,
+        help=help_text,
+        multiple=info.is_list,
+        hidden=is_hidden,
+    )
 
 
-def _help(info: SettingInfo) -> str:
-    notes = [f"env: {info.variable}"]
+def _help(info: SettingInfo, *, has_variable: bool) -> str:
+    notes = [f"env: {info.variable}"] if has_variable else []
     if info.default is dataclasses.MISSING:
         notes.append("needed")
     elif info.default is not None and info.default != ():
         default = ",".join(map(str, info.default)) if isinstance(info.default, tuple) else info.default
         notes.append(f"default: {default}{f' {info.unit}' if info.unit else ''}")
-    return f"{info.help}.  [{'; '.join(notes)}]"
+    return f"{info.help}.  [{'; '.join(notes)}]" if notes else f"{info.help}."
 
 
 def _read_config(path: Path) -> dict[str, Any]:

@@ -14,14 +14,14 @@ class PrefillSchedulerSettings(SchedulerSettings):
 
     max_batched_tokens: int | None = setting(
         None,
-        "prompt tokens of the largest step; longer prompts are computed in chunks; lower it to save GPU memory; default: 512 on "
-        "a CPU, 2048 on a GPU",
+        "prompt tokens of the largest step; longer prompts are computed in chunks. Lower it to save GPU memory. "
+        "default: 512 on a CPU, 2048 on a GPU",
         minimum=16,
     )
     ttft_budget_ms: float = setting(
         1000.0,
-        "time to first token to aim for: a step takes a quarter of it at most, and short prompts may overtake long ones; lower "
-        "it if short prompts wait; 0: the largest steps, first come, first served",
+        "time to first token to aim for: lower it if short prompts wait behind long ones. 0: the largest steps, "
+        "first come, first served",
         unit="ms",
         minimum=0,
     )

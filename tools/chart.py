@@ -234,7 +234,7 @@ def readme(values: str) -> str:
         "`helm install kvrelay ./helm` serves a model with a gateway, prefill workers and decode workers, each scaled on its own.",
         "[docs/kubernetes.md](../docs/kubernetes.md) walks through it; `examples/` has values for common cases.",
         "",
-        "Values, with their defaults. `settings` takes every setting of the program by its name, see `kvrelay COMMAND --help`;",
+        "Values, with their defaults. `settings` takes every setting of the program by its name, see `kvrelay COMMAND --help-all`;",
         "a name that does not exist is refused. This file is written by `tools/chart.py`.",
         "",
         "| value | default | |",

@@ -107,7 +107,7 @@ def told_by_deployment() -> tuple[Told, dict[str, Any]]:
     with LocalDeployment.from_settings(settings, resolve_model("demo", needs_weights=False)) as deployment:
         deployment.wait_ready(timeout_s=120)
         told = {name: families(url) for name, url in deployment.admin_urls.items()}
-        document = httpx.get(f"{deployment.admin_urls['gateway']}/openapi.json", timeout=10).raise_for_status().json()
+        document = httpx.get(f"{deployment.admin_urls['gateway']}/openapi.json", timeout=60).raise_for_status().json()
     return told, document
 
 
@@ -195,7 +195,7 @@ def schema_paths(schema: Any, document: dict[str, Any], above: str, seen: tuple[
 
 def families(url: str) -> dict[str, Metric]:
     """Our metrics there, by the names that queries have."""
-    text = httpx.get(f"{url}/metrics", timeout=10).raise_for_status().text
+    text = httpx.get(f"{url}/metrics", timeout=60).raise_for_status().text
     found: Iterable[Metric] = text_string_to_metric_families(text)
     named = {f"{one.name}_total" if one.type == "counter" else one.name: one for one in found}
     return {

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from kvrelay.common.settings import setting
 
 KEYS_HELP = (
-    "directory of keys (kvrelay keys makes them): links to workers are encrypted, both ends prove their role, and KV blocks "
-    "are sealed; on all components or on none"
+    "directory of keys (made by kvrelay keys): encrypts links between components and seals KV blocks; on all "
+    "components or on none"
 )
 SERVED_MODEL_NAME_HELP = (
-    "model name in the API; default: the model directory's name. A worker that has one tells gateways, which use it for no other "
-    "model"
+    "model name in the API. Default: the model directory's name. A gateway uses a worker with such a name for "
+    "that model only"
 )
 
 
@@ -43,8 +43,8 @@ class SecuritySettings:
     )
     seal_kv: bool = setting(
         False,
-        "encrypt and authenticate KV blocks between workers (AES-256-GCM) without --keys, too; the same on prefill and "
-        "decode workers",
+        "encrypt and authenticate KV blocks between workers (AES-256-GCM), which --keys does anyway; the same on "
+        "all workers",
     )
 
     @property
@@ -59,6 +59,6 @@ class SameHostSettings:
 
     shared_memory: str = setting(
         "auto",
-        "send KV blocks through shared memory to workers on this host: auto finds them on the same machine or pod; a directory "
-        "that they share (pods: a hostPath) names it; off uses TCP",
+        "send KV blocks through shared memory to workers on this host. auto: on the same machine or pod. A "
+        "directory: to all that have the same one (pods: a hostPath). off: TCP",
     )

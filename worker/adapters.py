@@ -1,7 +1,7 @@
 """A worker's adapters: loaded when a request asks for one, kept under a budget of memory, the least recently used out first.
 
-An adapter is loaded beside steps, one at a time; only requests for it wait. One that runs has users, and stays. The directory is
-read when an adapter is asked for: who asks says its digest, so files that were changed are another adapter.
+Adapters are loaded beside steps, one at a time; only requests for the loading one wait. An adapter in use stays. A request
+names the digest of its adapter, and the directory is read then. So changed files are another adapter.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def serve_worker(
             max_num_seqs=settings.scheduler.max_num_seqs,
             max_batched_tokens=settings.scheduler.max_batched_tokens,
             decodes=role is Role.DECODE,
-            progress=LoggedProgress(logger),
+            progress=LoggedProgress(logger, time.monotonic),
             nodes=nodes,
         )
         setup = Setup(

@@ -39,8 +39,8 @@ class WorkerSettings:
     drain_s: float = setting(30.0, "how long running requests may finish after SIGTERM", unit="s", minimum=0)
     canary_period_s: float = setting(
         60.0,
-        "time between checks of an idle worker: it computes a known prompt, and ends if the answer differs from its first; 0: "
-        "never",
+        "how often an idle worker checks itself: it computes a known prompt, and ends if the answer has changed. "
+        "0: never",
         unit="s",
         minimum=0,
     )

@@ -1,4 +1,4 @@
-"""The worker's side of a compiling process: starts it when it is needed, asks it, and buries it."""
+"""The worker's side of a compiling process: starts it when it is needed, sends it guides, and ends it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The bytes of blocks of which each rank has a part, for those who ship and receive whole ones.
+"""Whole blocks of a worker with several ranks, for senders and receivers: each rank has a part of their bytes.
 
-On a CPU all parts are memory of this process, its own or shared with a rank's; on GPUs each is copied. A block that is read is
-put together when its sender wants it; one that was written is proved whole, and then taken apart. So steps see blocks that were
-proved, as on a GPU (:mod:`kvrelay.engine.kv.staging`).
+On a CPU all parts are memory of this process, or shared with a rank's; on GPUs each is copied. A block is put together when its
+sender reads it. A received block is verified whole, and then taken apart. So steps see only verified blocks, as on a GPU
+(:mod:`kvrelay.engine.kv.staging`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The block manager as the table of leases sees it: blocks are reserved, published and given back by a lease's key."""
+"""The block manager for the table of leases: reserves, publishes and releases blocks by a lease's key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the physical blocks of a pool are: what its books must come to."""
+"""How many physical blocks of a pool are free, cached, leased and running: their sum must be the pool."""
 
 from __future__ import annotations
 

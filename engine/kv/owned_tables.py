@@ -1,6 +1,6 @@
 """Which blocks of which owner stand at which index: a table for each group of layers.
 
-Not thread-safe, and without a say in who gets room: the block manager's lock is around it, and it asks first.
+Not thread-safe: the block manager calls it under its lock, and decides who gets room.
 """
 
 from __future__ import annotations

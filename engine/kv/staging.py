@@ -1,4 +1,5 @@
-"""Between a GPU's KV pool and those who ship and receive blocks: a bounded number of pinned buffers, and copies beside the steps.
+"""Between a GPU's KV pool and those who ship and receive blocks: a bounded number of pinned buffers, and copies beside the
+steps.
 
 A **slot** is pinned memory for one block; all are allocated at the start. Copies run in the order of their launches
 (:mod:`kvrelay.engine.kv.copies`), so none meets a slot or a block that an earlier one still uses. What the *host* reads or writes
@@ -7,18 +8,18 @@ in a slot, and what *steps* compute on, must be ordered behind them; that is wha
     read    open_read ─▶ queued ─▶ copied ahead, on half of the slots ─▶ wait: lent until the reader is done ─▶ close_read
     write   open_write: a slot whose last copy is over ─▶ filled, proved ─▶ close_write: copied ─▶ order_steps, before a step
 
-Opening and closing a read never waits. ``StagedRead.wait`` belongs on a sender's thread: it waits for the block's own copy, and
-first for a slot, if the block has none. The other half of the slots is for that: blocks that queue for a decode worker that takes
-none hold up no other's. Readers that may take long, as the network decides when they are done, keep a quarter of the slots
-at most: beyond that ``StagedRead.is_scarce`` asks them to copy the bytes elsewhere. So some slots always come back soon, however
-many decode workers take nothing.
+Opening and closing a read never waits. ``StagedRead.wait`` belongs on a sender's thread: it waits for the block's copy, and
+before that for a slot, if the block has none. Half of the slots are reserved for such waits, so that blocks for a decode worker
+that does not read delay no others. Readers that may take long, because the network decides when they are done, keep at most a
+quarter of the slots: beyond that ``StagedRead.is_scarce`` asks them to copy the bytes elsewhere. So some slots always become
+free soon.
 
 ``open_write`` belongs on a receiver's thread. It waits for the oldest copy, some tens of microseconds, or, if there are more
 threads than slots, for another one's block to be proved; that is the backpressure.
 
-A step may read a block from ``close_write`` on, in the order of the host: ``order_steps`` makes the *device* wait, behind the last
-of all blocks that were written so far (they come no faster than the host can prove them, so that is seldom more than one copy).
-For the same price a block whose read was closed early is not computed on before its copy has let go of it.
+A step may read a block as soon as ``close_write`` has returned: ``order_steps`` makes the *device* wait for the last of all
+copies so far. That is seldom more than one, because blocks come no faster than the host can verify them. It also orders a step
+behind the copy of a block whose read was closed early.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """A head beside a model: it keeps what it needs of the model's hidden states, slot by slot, and drafts from them.
 
-It sees of a text what this engine computed itself: from the first place on whose hidden states were here, each slot has a
-*stretch*. Behind a hand-off that is what was generated here; of a prompt that was computed here, the prompt, too. The head's K/V of
-a stretch lie in a pool of its own, in the same blocks for whoever has the slot, and its places are numbered from 0 (rotations
-depend on distances only). A stretch that has grown too long begins anew. Nothing of all this leaves the engine.
+It sees only what this engine computed itself. Each slot has a *stretch* of text, from the first place whose hidden states were
+computed here: after a hand-off the generated text, after local prefill the prompt, too. The head's K/V of a stretch lie in a
+pool of its own, with the same blocks for a slot at all times. Places count from 0, because rotations depend only on distances.
+A stretch that has grown too long begins anew. Nothing of this leaves the engine.
 
-Of single tokens a ring keeps the fused hidden states of the last places, until a draft is wanted: the token behind is known by
-then, and it is known which guesses held. So a head that is not asked costs a step little. Model thread only.
+A ring keeps the fused hidden states of the last single tokens until a draft is wanted. By then the next token, and which
+guesses were right, are known. So a head that is not asked costs a step little. Model thread only.
 """
 
 from __future__ import annotations

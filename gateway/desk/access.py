@@ -1,4 +1,4 @@
-"""Who asked for how much: tokens by API key as metrics, and, if wanted, a log line for each request. Never a text or a key."""
+"""The use of each API key: tokens as metrics and, with ``--access-log``, a log line for each request. Never a text or a key."""
 
 from __future__ import annotations
 

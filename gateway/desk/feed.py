@@ -1,4 +1,4 @@
-"""What a gateway does just now, sent to whoever looks on: once a second, made once for all of them, and only while there are any.
+"""The gateway's state for consoles: once a second, made once for all of them, and only while one is open.
 
 Events are ``roster``, to newcomers and when it has changed, and ``state``. Lives on the gateway's asyncio loop.
 """

@@ -1,6 +1,6 @@
-"""What became of requests: when each step was, on which workers, and how it ended. Never a text, and never a token.
+"""The running and the latest requests: when each step was, on which workers, and how it ended. Never a text or a token.
 
-Those that run are asked themselves; of those that are over the last ones are kept. Lives on the gateway's asyncio loop.
+A running request is read when somebody asks; the latest finished ones are kept. Lives on the gateway's asyncio loop.
 """
 
 from __future__ import annotations

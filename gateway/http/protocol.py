@@ -1,13 +1,13 @@
 """HTTP/1.1 of one connection: uvicorn's protocol, with bounds that it lacks. Only this and ``exchange.py`` know its inside.
 
-uvicorn waits for a request's headers for ever and keeps all of them; it waits for ever for a client that does not read. Here
-each of these ends. Request line and headers have bounds in bytes, number and time, requests sent ahead in number. A client that
-takes next to nothing of an answer is disconnected, which ends its request. None of this is done per token. How long a body may
-take is :mod:`kvrelay.gateway.http.edge`'s matter.
+uvicorn waits without limit for a request's headers, keeps all of them, and waits without limit for a client that does not read.
+Here request line and headers have bounds in bytes, number and time, and requests sent ahead in number. A client that reads next
+to nothing of an answer is disconnected, which ends its request. None of this runs for each token.
+:mod:`kvrelay.gateway.http.edge` bounds the time of a body.
 
-Whoever is refused gets an answer if that cannot be taken for the answer to another request, and loses the connection. llhttp
-itself refuses what two parsers could read differently: Content-Length beside Transfer-Encoding, or twice, line ends without CR,
-folded headers, spaces before a colon.
+A refused request gets an answer only if that cannot be mistaken for the answer to another request. Its connection is closed.
+llhttp itself refuses what two parsers could read differently: Content-Length beside Transfer-Encoding, or twice, line ends
+without CR, folded headers, spaces before a colon.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""One attempt at a request on a pair of workers: what they say of it becomes output in the very call that brings it.
+"""One attempt at a request on a pair of workers. A worker's message becomes output within the call that receives it.
 
-A token goes from a worker's message to the client's connection through plain calls, and meets no queue, task or iterator on its
-way: switching tasks costs more than all that is done with a token. So nothing here waits while an event is handled, and whoever
-takes the output must not, either. Only the attempt's end is waited for (:meth:`Attempt.run`).
+A token goes from that message to the client's connection through plain calls, without a queue, task or iterator: switching
+tasks costs more than everything else that is done with a token. So nothing here may wait while it handles an event, nor may the
+receiver of the output. Only the attempt's end is awaited (:meth:`Attempt.run`).
 """
 
 from __future__ import annotations

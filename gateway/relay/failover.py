@@ -1,9 +1,9 @@
-"""Which workers a failed attempt speaks against, and whom the next attempt avoids. Pure state; the caller brings the time.
+"""Which workers the next attempt avoids after a failed one. Pure state; the caller brings the time.
 
-A failure that one worker is to blame for pauses that worker for the request, unless it comes up anew meanwhile. Where it may
-have been either of a pair (a prefill worker passes on what the decode worker said of the hand-off), the pair is not used
-again, and both are avoided as long as there is somebody else: a broken worker never costs a request more than one attempt
-while there is a healthy one.
+If one worker is to blame for a failure, the request avoids it for a while, unless it restarts meanwhile. If either of a pair
+may be to blame (a prefill worker passes on what the decode worker said of the hand-off), the pair is not used again, and both
+are avoided as long as there are others. So a broken worker never costs a request more than one attempt while there is a healthy
+one.
 """
 
 from __future__ import annotations

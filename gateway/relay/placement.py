@@ -1,7 +1,6 @@
 """Where the next attempt at a request goes: the workers' state, what they have cached, whom the request avoids.
 
-The decision itself is a pure function (:mod:`kvrelay.gateway.routing.ways`, over :mod:`kvrelay.gateway.routing.ways`); here is
-gathered what it decides by.
+The decision itself is pure (:mod:`kvrelay.gateway.routing.ways`); this module gathers what it needs.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""One request in the gateway: what its client asks for, and each sequence of it with what it has achieved over its attempts.
+"""One request in the gateway: what its client asks for, and the output so far of each of its sequences.
 
-Where its time went is for metrics, and for clients that ask with ``x-kvrelay-timings: 1``. The gateway's own times are differences
-on its monotonic clock; the parts that workers report were measured on theirs. What lies between them (network, and the gateway's
-own work) is the rest that is missing to the whole.
+It also keeps where its time went, for metrics and for clients that ask with ``x-kvrelay-timings: 1``. The gateway's own times
+are differences on its monotonic clock; workers measure their parts on their own clocks. The rest is the network and the
+gateway's work.
 """
 
 from __future__ import annotations

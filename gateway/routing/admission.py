@@ -1,14 +1,14 @@
 """Who gets a place on the workers, and when: one line of waiting requests, bounded three ways.
 
-The line is in fair order (:mod:`kvrelay.common.fair_queue`): API keys share by tokens, and smaller priorities pass others. When it
-is full, a request that would not be the last in it takes the place of the last one.
+The line is in fair order (:mod:`kvrelay.common.fair_queue`): API keys share by tokens, and smaller priorities pass others. When
+it is full, a request that would not be the last in it takes the place of the last one.
 
-A request that finds a place does not wait. One that does not stands in line, unless the line is full, or it would get its place
-later than it may wait, or so late that it could not be answered in its time: then it is refused at once, with a hint when to
-come again, and costs nobody anything. The wait is forecast from what workers report and from what runs
-(:mod:`kvrelay.gateway.routing.forecast`), the answer from how long others like it took (:mod:`kvrelay.gateway.routing.forecast`);
-without others like it nobody is refused on an estimate. When its turn comes and too little of its time is left, it is refused as
-well: nobody computes what nobody waits for. Attempts after the first do not stand in line: their clients are being answered.
+A request that finds a place does not wait. Otherwise it stands in line. It is refused at once, with a hint when to come again,
+if the line is full, if its wait would be too long, or if it could not be answered in its time. The wait is forecast from what
+workers report and from what runs, the length of the answer from how long similar requests took
+(:mod:`kvrelay.gateway.routing.forecast`). No request is refused on an estimate before a similar one has ended. A request whose
+turn comes with too little time left is refused as well. Attempts after the first do not stand in line: their clients are being
+answered.
 
 Lives on the gateway's asyncio loop.
 """

@@ -1,9 +1,9 @@
-"""Circuit breakers: a worker, or a pair of workers, that fails everybody is asked by one probe at a time. Pure state.
+"""Circuit breakers: a worker, or a pair of workers, that keeps failing gets only one request (a probe) at a time. Pure state.
 
-A worker that fails all requests fast stays the emptiest one, and would get them all. So a gateway's requests share what they
-learn: after failures of three different requests a breaker opens. When its pause is over, one request may try. If that fails, too,
-the next pause is twice as long; if it goes well, the breaker is forgotten. An attempt goes well for a prefill worker, and for a
-pair, when the K/V are handed over, and for a decode worker with its first few tokens. So nobody waits for a long answer's end.
+A worker that fails all requests fast looks empty, and would get them all. So a gateway's requests share their failures: after
+failures of three different requests a breaker opens. After a pause one request may try. If it fails, the next pause is twice as
+long; if it succeeds, the breaker closes. For a prefill worker, and for a pair, success is that K/V are handed over; for a
+decode worker its first few tokens. So a probe need not wait for the end of a long answer.
 
 Times are seconds on one monotonic clock; the caller brings them.
 """

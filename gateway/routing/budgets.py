@@ -1,17 +1,17 @@
 """How many tokens an API key may use in a minute and in a day, counted over all gateways of a release without a database.
 
-A budget is a sliding window, kept in sixty slots (N. Mahdi, "An alternative approach to rate limiting", Figma 2017): no more than
-the limit in *any* minute or day. A request reserves its prompt and ``max_tokens`` when it comes; when it is over, what it has
-really used enters the window in place of that.
+A budget is a sliding window, kept in sixty slots (N. Mahdi, "An alternative approach to rate limiting", Figma 2017): no more
+than the limit in *any* minute or day. A request reserves its prompt and ``max_tokens`` when it comes. When it is over, its real
+use replaces that.
 
-Each gateway counts its own requests exactly, and hears from every other one what that has used, every ``TELL_S``
-(:class:`~kvrelay.wire.messages.KeyTokens`, through workers). So it knows the others' use late, and takes no more than its share of
-what is left until it has told its own (B. Raghavan et al., "Cloud Control with Distributed Rate Limiting", SIGCOMM 2007). The
-next share is of what is left then, and so shares follow the traffic: a key that asks one gateway only has nearly all of it after a
-few rounds. A first request in a round may take more than the share, or large ones would never fit.
+Each gateway counts its own requests exactly, and hears every ``TELL_S`` what each other gateway has used
+(:class:`~kvrelay.wire.messages.KeyTokens`, through workers). Between two such messages it takes only its share of what is left
+(B. Raghavan et al., "Cloud Control with Distributed Rate Limiting", SIGCOMM 2007). Each round shares what is left then, so
+shares follow the traffic: a key that asks only one gateway has nearly all of it after a few rounds. The first request in a
+round may take more than the share, or large requests would never fit.
 
-The error, while gateways hear each other: a key may get more than its limit by two requests for each gateway beside one. One
-gateway alone makes none. A gateway that has gone counts for a window longer, evenly less; a new one hears of all that is known.
+The error, while gateways hear each other: a key may get more than its limit, by two requests for each gateway beside the first.
+The use of a gateway that has gone counts for one more window, evenly decreasing. A new gateway hears all that is known.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
-"""When requests in a line get their places, if workers go on as they do: the line is played forward, one request after the other.
+"""When waiting requests will get their places: simulates the line, one request after the other.
 
-A place needs three things: a worker for the prompt that has little enough waiting, a place in a decode batch, and KV blocks. The
-first is known from what workers report, their speed and their backlog. The others come free as requests end, and when those do is
-drawn from how long requests of their kind had their places: not at random, but spread evenly over what was seen, so that the
-next end of many is as soon as it is, and requests that take equally long end when they do.
+A place needs three things: a worker with little enough waiting for the prompt, a place in a decode batch, and KV blocks. The
+first follows from the speed and the backlog that workers report. The others become free as requests end. When that is follows
+from how long similar requests had their places: their times are spread evenly over the running requests, not drawn at random.
 
-What requests cost is learnt from those that have ended (:class:`Pace`). They are of one kind if their prompts, and the numbers of
-tokens that they allow, are alike within a factor of four. What one kind takes says nothing of another: a token of a prompt and a
-token of an answer are different work, in different pools. An estimate is None as long as nothing is known of its kind, or nothing
-has been heard of it lately: after trouble, requests are tried again rather than refused by what was measured in the trouble.
+:class:`Pace` learns what requests cost from those that have ended. Requests are of one kind if their prompts, and the numbers
+of tokens that they allow, differ by less than a factor of four. Kinds do not share estimates: a prompt token and an answer
+token are different work, in different pools. An estimate is None if no request of the kind has ended, or none lately. So after
+trouble, requests are tried again rather than refused.
 
 Pure; times are seconds on one clock.
 """

@@ -1,13 +1,13 @@
-"""Where prefixes lie: which worker has lately computed or received which blocks, as far as this gateway knows.
+"""Which worker has which blocks in its prefix cache, as far as this gateway knows.
 
-A worker keeps the blocks of prompts and outputs as prefix cache, and does not say which. But a gateway knows what it sent where,
-and the hashes that the worker gives to the blocks (:mod:`kvrelay.common.block_hash`). So it remembers for each hash who had the
-block last, in a map that is bounded and forgets what nobody used for longest. That is a guess: a worker may have evicted a block,
-and other gateways send things, too. A wrong one costs what no guess would have cost; a decode worker that is to compute only the
-rest of a prompt checks first that it has the others (``Submit.max_uncached_tokens``).
+A worker does not report which blocks it keeps. But a gateway knows what it sent to each worker, and the hashes of those blocks
+(:mod:`kvrelay.common.block_hash`). So it remembers for each hash which workers had the block last, in a bounded map whose least
+recently used entry goes first. That is a guess: a worker may have evicted a block, and other gateways send requests, too. A
+wrong guess costs what no guess would have cost: a decode worker that is to compute only the rest of a prompt first checks that
+it has the other blocks (``Submit.max_uncached_tokens``).
 
-Workers are known by address and epoch: who starts anew has nothing any more, and what was known of it fits nobody. Pure state, no
-sockets, no clock. Not thread-safe: lives on the gateway's asyncio loop.
+Workers are known by address and epoch, so entries of an earlier process fit no worker. Pure state, no sockets, no clock. Not
+thread-safe: lives on the gateway's asyncio loop.
 """
 
 from __future__ import annotations

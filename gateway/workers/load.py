@@ -1,7 +1,9 @@
-"""What a worker has to do, as one gateway knows it: the worker's last report, brought up to date by this gateway's own attempts.
+"""What a worker has to do, as one gateway knows it: the worker's last report, brought up to date by this gateway's own
+attempts.
 
-A report is up to a second old, and a worker may finish half of its requests in that time. What others do there is taken from the
-report; what this gateway does is known at every moment. Pure state; the caller brings the time, in seconds on one clock.
+A report is up to a second old, and a worker may finish half of its requests in that time. So the report is used only for the
+load of other gateways; this gateway knows its own at every moment. Pure state; the caller brings the time, in seconds on one
+clock.
 """
 
 from __future__ import annotations

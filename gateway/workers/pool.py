@@ -1,8 +1,7 @@
-"""The gateway's workers: who is there, who may be used together, and the way of a message to its request.
+"""The workers of one model: which there are, which may be used together, and which request a message belongs to.
 
-Who is there is told from outside, by a list in the settings or by :mod:`kvrelay.gateway.workers.discovery`, as often as it
-changes. A pool is of one model: workers that say they serve another, or whose KV layout is not that of the others, are connected,
-named, and not used.
+The list of workers comes from the settings or from :mod:`kvrelay.gateway.workers.discovery`, and may change. Workers that serve
+another model, or whose KV layout differs from the others', are connected and named, but not used.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import torch
 from kvrelay.common.errors import ModelError
 from kvrelay.engine.backends.options import EngineOptions
 from kvrelay.engine.factory import load_engine
-from kvrelay.engine.load_progress import LoggedProgress
+from kvrelay.engine.load_progress import LoggedProgress, log_begin
 from kvrelay.engine.settings import FakeSettings, KvSettings, ModelSettings
 from kvrelay.engine.torch_engine import TorchEngine
 from tests.engine.conftest import VOCAB
@@ -91,21 +91,33 @@ def test_a_name_that_is_no_directory_is_refused(tmp_path: Path) -> None:
             )
 
 
-def test_progress_is_logged_by_quarters(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_load_is_logged_at_its_begin_every_ten_seconds_and_at_its_end(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
     caplog.set_level(logging.INFO)
-    report = LoggedProgress(logging.getLogger("x"))
-    for done in range(0, 1001, 10):
-        report(done * 10**6, 1000 * 10**6)
+    logger = logging.getLogger("x")
+    for number in (1, 2):
+        (tmp_path / f"model-0000{number}-of-00002.safetensors").write_bytes(bytes(1_500_000))
+    log_begin(logger, tmp_path)
+    now_s = 100.0
+    report = LoggedProgress(logger, lambda: now_s)
+    for done in range(0, 1000, 10):  # 0.25 s each
+        report(done * 10**6, 10**9)
+        now_s += 0.25
+    report(10**9, 10**9)
     report(10**9, 10**9)
     assert [record.message for record in caplog.records] == [
-        f"loading weights: {percent} % of 1000 MB" for percent in (25, 50, 75, 100)
+        f"loading {tmp_path.name}: 3 MB of weights in 2 files from {tmp_path}",
+        "read 40 % of 1000 MB of weights in 10 s",
+        "read 80 % of 1000 MB of weights in 20 s",
+        "read 1000 MB of weights in 25.0 s",
     ]
-    caplog.clear()
-    report = LoggedProgress(logging.getLogger("x"))
-    report(90, 100)
-    report(0, 0)
-    report(100, 100)
-    assert [record.message[:21] for record in caplog.records] == ["loading weights: 90 %", "loading weights: 100 "]
+
+
+def test_a_load_without_weights_is_logged_too(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    LoggedProgress(logging.getLogger("x"), lambda: 0.0)(0, 0)
+    assert [record.message for record in caplog.records] == ["read 0 MB of weights in 0.0 s"]
 
 
 def test_a_fake_engine_has_the_models_limits_and_needs_no_torch(llama: tuple[Path, Any]) -> None:

@@ -38,12 +38,32 @@ COMMANDS = ["local", "gateway", "prefill-worker", "decode-worker", "verify"]
 def test_every_command_has_help_with_flags_variables_and_defaults(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.run([command, "--help"]) == 0
+    assert cli.run([command, "--help" if command == "verify" else "--help-all"]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "--config FILE" in text
     assert "--model TEXT" in text
     assert "KVRELAY_MODEL" in text
     assert "default: demo" in text
+    for info in cli._options(cli.COMMANDS[command]).infos:
+        assert f" {info.flag}" in text
+        assert info.variable in text
+
+
+@pytest.mark.parametrize("command", [name for name, entry in cli.COMMANDS.items() if entry.common])
+def test_help_shows_what_most_people_set(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run([command, "--help"]) == 0
+    text = capsys.readouterr().out
+    assert len(text.splitlines()) <= 80
+    infos = {info.name: info for info in cli._options(cli.COMMANDS[command]).infos}
+    listed = {line.split()[0] for line in text.splitlines() if line.startswith("  --")}
+    shown = [name for name, info in infos.items() if info.flag in listed]
+    assert sorted(shown) == sorted(cli.COMMANDS[command].common)
+    assert f"kvrelay {command} --help-all" in text
+
+
+def test_an_option_that_help_does_not_show_works(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["local", "--max-attempts", "0"]) == 2
+    assert "--max-attempts is 0; it must be at least 1" in capsys.readouterr().err
 
 
 def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:

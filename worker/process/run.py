@@ -126,6 +126,7 @@ async def run_process(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
     port = await admin.start()
+    began_s = loop.time()
     leaving = asyncio.create_task(_when(settings.is_leaving, stop_requested))
     try:
         logger.info("%s: health and metrics at http://%s:%d", name, settings.admin_host, port)
@@ -136,7 +137,7 @@ async def run_process(
         try:
             await component.start()
             probe.component = component
-            logger.info("%s: ready", name)
+            logger.info("%s: ready after %.1f s", name, loop.time() - began_s)
             failure = await _first(_failure(component), _after(stop_requested, ""))
             if not failure:
                 probe.is_draining = True

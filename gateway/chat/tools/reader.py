@@ -1,14 +1,13 @@
 """Text that comes in pieces, read as if it were whole.
 
-A parser is a generator that reads from a :class:`Reader`: wherever the text that came does not suffice, it yields, and goes on when
-there is more. So each family's format is written down as it is, in the order in which it is read, and one text has one outcome
-whatever its pieces were.
+A parser is a generator that reads from a :class:`Reader`. If it needs more text than has come, it yields, and goes on later. So
+each format is written in the order in which it is read, and the outcome does not depend on how the text was cut into pieces.
 
-What was read but is not *settled* yet can still turn out to be no call after all; then it is content.
+Text that was read but is not *settled* yet may still turn out to be no call; then it is content.
 
-JSON is read token by token by a pushdown automaton (RFC 8259), so that text of any depth and length costs no recursion and is read
-once. Strings are accepted as they come, numbers and words once they are whole: what was streamed of a value is never wrong, at
-worst unfinished.
+JSON is read token by token by a pushdown automaton (RFC 8259), so that text of any depth and length costs no recursion and is
+read once. Strings are accepted as they come, numbers and words once they are whole: what was streamed of a value is never
+wrong, at worst unfinished.
 """
 
 from __future__ import annotations
