@@ -14,7 +14,7 @@ import subprocess
 import threading
 
 from kvrelay.engine.ranks.link import Link
-from kvrelay.engine.ranks.messages import SILENT_S, Leave, Logged, ToHost
+from kvrelay.engine.ranks.messages import SILENT_S, START_S, Leave, Logged, ToHost
 from kvrelay.engine.ranks.nodes import HostDirectories, NodePlace
 from kvrelay.engine.ranks.start import end, how_it_ended, start_rank
 
@@ -115,11 +115,13 @@ class _HostedRank:
         """Until it is over: why."""
         if self._leaving.is_set():  # while it was started
             return "is not needed"
+        patience_s = START_S
         try:
-            while (message := link.receive(_HANGS_S)) is not None:
+            while (message := link.receive(patience_s)) is not None:
+                patience_s = _HANGS_S
                 if isinstance(message, Logged):
                     logger.log(message.level, "rank %d: %s", self.rank, message.text)
         except EOFError:
             return how_it_ended(process)
         process.kill()
-        return f"has been silent for {_HANGS_S:g} s: it was killed"
+        return f"has been silent for {patience_s:g} s: it was killed"

@@ -11,6 +11,7 @@ from kvrelay.engine.step.plan import RowResult, SamplingInputs, StepPlan
 AGREE_S = 10.0  # how much later than the others a rank may fail
 TOGETHER_S = 30.0  # what a rank may take to come to where others wait for it; of stages, each
 LOAD_S = 600.0  # how much longer than its leader a rank may take to start, and then to read its weights
+START_S = 120.0  # before a process's first sign of life: what it imports may come from a slow disk
 ALIVE_S = 1.0  # between signs of life
 SILENT_S = 15.0  # every process gives them, whatever it computes; who gives none for so long hangs
 

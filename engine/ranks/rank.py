@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kvrelay.engine.ranks.link import Link
-from kvrelay.engine.ranks.messages import SILENT_S, AdapterLoaded, Alive, FromRank, Leaving, Logged, Stepped
+from kvrelay.engine.ranks.messages import SILENT_S, START_S, AdapterLoaded, Alive, FromRank, Leaving, Logged, Stepped
 from kvrelay.engine.step.interface import DeviceFailedError
 
 if TYPE_CHECKING:
@@ -116,12 +116,15 @@ class Rank(ABC):
         """Its link is over."""
 
     def _listen(self) -> None:
+        patience_s = START_S
         try:
             while True:
-                match self._link.receive(SILENT_S):
-                    case None:
-                        self.lose(f"has been silent for {SILENT_S:g} s: it hangs")
-                        return
+                message = self._link.receive(patience_s)
+                if message is None:
+                    self.lose(f"has been silent for {patience_s:g} s: it hangs")
+                    return
+                patience_s = SILENT_S
+                match message:
                     case Alive(num_meetings):
                         self.num_meetings = num_meetings
                     case Logged(level, text):
