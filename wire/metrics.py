@@ -20,8 +20,12 @@ class WireMetrics:
         self.refused_tokens = counter("refused_tokens", "Data connections refused for a wrong token")
         self.lost_peers = counter("lost_peers", "Peers that fell silent, disconnected or restarted")
         self.data_lines = counter("kv_data_lines", "Connections opened to send KV blocks, by path", "path")
-        self.blocks_sent = counter("kv_blocks_sent", "KV blocks handed to the network or to shared memory, by path", "path")
-        self.bytes_sent = counter("kv_bytes_sent", "KV bytes handed to the network or to shared memory, by path", "path")
+        self.blocks_sent = counter(
+            "kv_blocks_sent", "KV blocks handed to the network or to shared memory, by path", "path"
+        )
+        self.bytes_sent = counter(
+            "kv_bytes_sent", "KV bytes handed to the network or to shared memory, by path", "path"
+        )
         self.refused_greetings = counter("refused_shared_memory", "Offers of shared memory that were refused", "cause")
         self.blocks_received = counter("kv_blocks_received", "KV blocks received and verified")
         self.bytes_received = counter("kv_bytes_received", "KV bytes received and verified")
