@@ -13,17 +13,17 @@ class DraftMetrics:
             "kvrelay_draft_tokens_total", "Tokens drafted by speculation", ["drafter"], registry=registry
         )
         self._accepted = Counter(
-            "kvrelay_accepted_draft_tokens_total", "Drafted tokens that came true", ["drafter"], registry=registry
+            "kvrelay_accepted_draft_tokens_total", "Drafted tokens that were right", ["drafter"], registry=registry
         )
         self._computed_s = Counter(
             "kvrelay_draft_model_seconds_total",
-            "Time that the draft model, or the head, computed between steps, for drafts or for texts that it had yet to read",
+            "Computing time of the draft model or the head between steps, by purpose: drafts, text (reading texts)",
             ["work"],
             registry=registry,
         )
         self.failures = Counter(
             "kvrelay_draft_model_failures_total",
-            "Steps of the draft model, or the head, that failed; after three in a row it is not asked any more",
+            "Failed steps of the draft model or the head; after three in a row it is not asked any more",
             registry=registry,
         )
 

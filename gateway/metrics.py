@@ -89,7 +89,7 @@ class TokenMeters:
         names = (
             ("kvrelay_gateway_prompt_tokens", "Prompt tokens accepted"),
             ("kvrelay_gateway_output_tokens", "Tokens generated"),
-            ("kvrelay_gateway_cached_prompt_tokens", "Prompt tokens that workers had in their caches"),
+            ("kvrelay_gateway_cached_prompt_tokens", "Prompt tokens found in workers' prefix caches"),
         )
         for index, (name, text) in enumerate(names):
             counter = CounterMetricFamily(name, text, labels=["model"])
@@ -127,15 +127,14 @@ class GatewayMetrics:
         self.in_flight = Gauge("kvrelay_requests_in_flight", "Requests being served", registry=registry)
         self.key_tokens = Counter(
             "kvrelay_api_key_tokens_total",
-            "Tokens of requests that are over, by API key, model and kind: prompt, completion, and cached, those of prompts that "
-            "nobody had to compute",
+            "Tokens of finished requests, by API key, model and kind: prompt, completion, cached (prompt tokens found in a cache)",
             ["key", "model", "kind"],
             registry=registry,
         )
         self.disconnects = Counter("kvrelay_client_disconnects_total", "Clients that left early", registry=registry)
         self.refused_connections = Counter(
             "kvrelay_refused_connections_total",
-            "Connections ended for what the client did",
+            "Connections that the gateway closed because of what the client did, by reason",
             ["reason"],
             registry=registry,
         )
@@ -154,16 +153,16 @@ class GatewayMetrics:
         )
         self.prompt_ways = counter(
             "prompt_ways",
-            "Attempts by the way of their prompts, hand_off or local (computed by a decode worker), and why",
+            "Attempts by the way of their prompts (hand_off, or local: computed by a decode worker), and the reason",
             "way",
             "reason",
         )
-        self.queued = gauge("requests_queued", "Requests that wait for a place on the workers")
-        self.refused = counter("refused_requests", "Requests that got no place, by reason", "reason")
-        self.queued_s = histogram("admission_wait", "How long requests that had to wait did so", _LATENCY)
+        self.queued = gauge("requests_queued", "Requests in the gateway's line")
+        self.refused = counter("refused_requests", "Requests refused because workers had no place, by reason", "reason")
+        self.queued_s = histogram("admission_wait", "Time that waiting requests spent in the gateway's line", _LATENCY)
         self.workers_up = gauge("workers_up", "Connected workers by role", "role")
         self.distrusted_workers = counter(
-            "distrusted_workers", "Workers that said that they compute wrongly, by role", "role"
+            "distrusted_workers", "Workers that reported that they compute wrongly, by role", "role"
         )
         self.workers_refused = gauge("workers_refused", "Connected workers that are not used: other model or KV")
         self.worker_requests = gauge(
@@ -177,11 +176,11 @@ class GatewayMetrics:
         )
         self.breakers_open = gauge(
             "circuit_breakers_open",
-            "Workers, and pairs of a prefill and a decode worker, that failed several requests and are only sent probes",
+            "Workers, and pairs of workers, that failed several requests and now get only probes",
             "of",
         )
-        self.ttft_s = histogram("time_to_first_token", "Request accepted until its first token", _LATENCY)
-        self.e2e_s = histogram("request_duration", "Request accepted until its last token", _LATENCY)
+        self.ttft_s = histogram("time_to_first_token", "Time from accepting a request until its first token", _LATENCY)
+        self.e2e_s = histogram("request_duration", "Time from accepting a request until its last token", _LATENCY)
         self.part_s = histogram(
             "ttft_part", "Parts of a request's start: accept, queue, prefill, transfer, first_step", _LATENCY, "part"
         )

@@ -57,11 +57,9 @@ class PrefillWorker(Worker[PrefillService]):
 
 def _add_load_gauges(service: PrefillService, registry: CollectorRegistry) -> None:
     """What the pool of prefill workers is scaled by."""
-    tokens = Gauge("kvrelay_waiting_prompt_tokens", "Prompt tokens taken in and not computed yet", registry=registry)
+    tokens = Gauge("kvrelay_waiting_prompt_tokens", "Prompt tokens accepted and not computed yet", registry=registry)
     tokens.set_function(lambda: service.status().num_waiting_tokens)
-    waited = Gauge(
-        "kvrelay_longest_wait_seconds", "How long the prompt has waited that waits longest to begin", registry=registry
-    )
+    waited = Gauge("kvrelay_longest_wait_seconds", "Longest wait of a prompt that has not begun", registry=registry)
     waited.set_function(service.longest_wait_s)
 
 

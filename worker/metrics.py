@@ -37,10 +37,10 @@ class EngineMetrics:
         for prefix in ("kvrelay_", "vllm:"):
             for name, text, read in gauges:
                 Gauge(f"{prefix}{name}", text, registry=registry).set_function(read)
-        ledger_gauge = Gauge("kvrelay_kv_blocks", "KV blocks by place", ["place"], registry=registry)
+        ledger_gauge = Gauge("kvrelay_kv_blocks", "KV blocks by state", ["place"], registry=registry)
         for place in ("free", "cached", "leased", "running"):
             ledger_gauge.labels(place).set_function(partial(num_in, place))
-        retained = Gauge("kvrelay_retained_blocks", "Cached KV blocks that stay before others", registry=registry)
+        retained = Gauge("kvrelay_retained_blocks", "Cached KV blocks with a raised priority", registry=registry)
         retained.set_function(lambda: len(blocks.retained()))
         self.step_s = Histogram(
             "kvrelay_step_seconds", "Duration of a model step", buckets=_STEP_BUCKETS, registry=registry
@@ -53,11 +53,13 @@ class EngineMetrics:
         )
         self.sampled_tokens = Counter("kvrelay_sampled_tokens_total", "Tokens sampled", registry=registry)
         self.preemptions = Counter(
-            "kvrelay_preemptions_total", "Sequences whose blocks were taken and that recompute", registry=registry
+            "kvrelay_preemptions_total",
+            "Sequences that lost their blocks to others, to be recomputed",
+            registry=registry,
         )
         self.canaries = Counter(
             "kvrelay_canaries_total",
-            "Known prompts computed to see if the answer is still the first",
+            "Self-checks: computations of a known prompt",
             ["result"],
             registry=registry,
         )
