@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -140,11 +140,13 @@ class AdapterStore:
                     f"{files.directory} takes {nbytes / 2**20:.0f} MiB; --adapter-memory-mb is "
                     f"{settings.max_bytes // 2**20}: raise it"
                 )
-            slot = self._make_room(nbytes, slots, settings)
-            if slot is None:
+            freed = self._make_room(nbytes, slots, settings)
+            if freed is None:
                 detail = f"no room for adapter {ref.name!r}: all of the {len(self._loaded)} that are loaded are in use"
                 return AdapterRefusal(FailureCode.NO_ADAPTER, detail, _RETRY_AFTER_S)
-            await asyncio.to_thread(slots.load, slot, files.directory, ref.digest)
+            taken = {one.slot for one in self._loaded.values()}
+            slot = next(slot for slot in range(1, slots.num_slots + 1) if slot not in taken)
+            await asyncio.to_thread(_replace, slots, freed, slot, files.directory, ref.digest)
         except AdapterAbsentError as error:
             return AdapterRefusal(FailureCode.NO_ADAPTER, str(error), _RETRY_AFTER_S)
         except AdapterError as error:
@@ -158,21 +160,21 @@ class AdapterStore:
         logger.info("adapter %s is loaded, %.1f MiB", ref.name, nbytes / 2**20)
         return None
 
-    def _make_room(self, nbytes: int, slots: AdapterSlots, settings: AdapterSettings) -> int | None:
-        """A free slot, and memory for so much; None if what is there is in use."""
+    def _make_room(self, nbytes: int, slots: AdapterSlots, settings: AdapterSettings) -> list[int] | None:
+        """Slots to unload for a free one, and memory for so much; None if what is there is in use."""
         idle = [digest for digest, one in self._loaded.items() if one.num_users == 0]
         used = sum(one.nbytes for one in self._loaded.values())
         in_use = used - sum(self._loaded[digest].nbytes for digest in idle)
         if in_use + nbytes > settings.max_bytes or len(self._loaded) - len(idle) >= slots.num_slots:
             return None
+        freed: list[int] = []
         for digest in idle:
             if used + nbytes <= settings.max_bytes and len(self._loaded) < slots.num_slots:
                 break
             gone = self._loaded.pop(digest)
-            slots.unload(gone.slot)
+            freed.append(gone.slot)
             used -= gone.nbytes
-        taken = {one.slot for one in self._loaded.values()}
-        return next(slot for slot in range(1, slots.num_slots + 1) if slot not in taken)
+        return freed
 
 
 def _read(root: Path, ref: AdapterRef) -> AdapterFiles:
@@ -182,3 +184,10 @@ def _read(root: Path, ref: AdapterRef) -> AdapterFiles:
     except AdapterError:
         require_digest(directory, ref.digest)
         raise
+
+
+def _replace(slots: AdapterSlots, freed: Sequence[int], slot: int, directory: Path, digest: str) -> None:
+    """Not on the loop: memory goes back to the system, and other ranks are told, who may be behind."""
+    for one in freed:
+        slots.unload(one)
+    slots.load(slot, directory, digest)

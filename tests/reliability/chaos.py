@@ -1,7 +1,8 @@
 """Half an hour's worth of trouble in minutes: real processes on the demo model, seeded random faults, and clients who compare
 every answer.
 
-    python -m tests.reliability.chaos [--seconds 240] [--seed 1] [--clients 16] [--draft-layers 1]
+    python -m tests.reliability.chaos [--seconds 240] [--seed 1] [--clients 16] [--questions 24] [--dtype bfloat16]
+        [--draft-layers 1]
 
 Two gateways and two workers of each role. Workers and gateways are killed (SIGKILL), stopped (SIGSTOP) and drained (SIGTERM),
 and their connections cut or held, at random moments; one member of a role at a time, so that there is always a spare one. Who
@@ -29,19 +30,17 @@ import httpx
 
 from kvrelay.wire.security.keys import make_keys
 from tests.adapters import linear_shapes, write_adapter
-from tests.first_layers import save_first_layers
 
 from .chaos_report import Report
-from .drafts import DraftWatch
+from .drafts import Drafter, DraftWatch, first_layers, look_up
 from .fleet import MODEL_NAME, Fleet, Life, Member, fleet
-from .questions import Answer, HonestError, Question, StreamCutError, ask, questions
+from .questions import ANSWER_S, Answer, HonestError, Question, StreamCutError, ask, questions, reference
 
 FAULTS = {"kill": 5, "drain": 3, "pause": 2, "freeze": 1, "cut": 4, "hold": 2}  # how often, relative to each other
 PAUSE_S = (0.5, 4.0)  # a stop that nobody needs to notice
 FREEZE_S = (11.0, 13.0)  # one that everybody must
 BETWEEN_S = (0.2, 2.5)
-# float32: bf16 keeps its words only where our own kernels do all of it (docs/reliability.md).
-MODEL_OPTIONS = ["--dtype", "float32", "--threads", "1", "--kv-memory-mb", "512", "--device", "cpu"]
+MODEL_OPTIONS = ["--threads", "1", "--kv-memory-mb", "512", "--device", "cpu"]
 ADAPTERS = ("first", "second")
 MODELS = (MODEL_NAME, ADAPTERS[0], MODEL_NAME, ADAPTERS[1])
 IDLE_S = 45.0  # after the last fault: a stopped worker's leases and sends take their time to run out
@@ -87,7 +86,7 @@ class Chaos:
 
     async def run_calmly(self, asked: list[Question]) -> None:
         """Ask each question once, all at a time."""
-        async with httpx.AsyncClient(timeout=120, trust_env=False) as http:
+        async with httpx.AsyncClient(timeout=ANSWER_S, trust_env=False) as http:
             answers = await asyncio.gather(*(self._answer(http, one, self._chance) for one in asked))
         for question, answer in zip(asked, answers, strict=True):
             if answer is not None and (difference := answer.differs(question.answer)) is not None:
@@ -96,7 +95,7 @@ class Chaos:
     async def _client(self, asked: list[Question], index: int) -> None:
         chance = random.Random(index)
         limits = httpx.Limits(max_keepalive_connections=0)  # as behind a Service: any gateway may be the next
-        async with httpx.AsyncClient(timeout=120, limits=limits, trust_env=False) as http:
+        async with httpx.AsyncClient(timeout=ANSWER_S, limits=limits, trust_env=False) as http:
             while not self._is_over:
                 question = chance.choice(asked)
                 begun_s = time.monotonic()
@@ -190,11 +189,9 @@ async def chaos(
     worker_options: list[str],
     num_questions: int = 24,
     well_s: float = 2.0,
-    num_draft_layers: int = 0,
+    drafter: Drafter = look_up,
 ) -> Report:
     """The whole run; ``seconds`` None: one rolling restart of everything instead of faults.
-
-    ``num_draft_layers``: of a draft model made of the model's first layers; 0: there is none, decode workers look up.
 
     Raises AssertionError if the fleet does not come up, or holds something at the end.
     """
@@ -205,22 +202,22 @@ async def chaos(
         for number, name in enumerate(ADAPTERS):
             # Small, so that answers are words still.
             write_adapter(adapters / name, linear_shapes(model), rank=8 * (number + 1), seed=number, size=0.15)
-        speculation = ["--speculation", "ngram"]
-        if num_draft_layers:
-            save_first_layers(model, draft_model := Path(directory) / "draft", num_draft_layers)
-            speculation = ["--speculation", "draft-model", "--draft-model", str(draft_model)]
+        both = ["--adapters", str(adapters), "--drain-s", str(ANSWER_S)]
+        bodies = questions(num_questions, random.Random(seed), MODELS)
+        speculation = await asyncio.to_thread(drafter, model, Path(directory) / "drafter", bodies)
         async with fleet(
             Path(directory),
             model=model,
             num_prefills=2,
             num_decodes=2,
             num_gateways=2,
-            worker_options=[*worker_options, "--adapters", str(adapters)],
-            gateway_options=["--adapters", str(adapters)],
+            worker_options=[*worker_options, *both],
+            gateway_options=both,
             decode_options=speculation,
             keys=keys,
         ) as up:
-            asked = await _reference(up, questions(num_questions, random.Random(seed), MODELS), num_clients)
+            urls = [gateway.url for gateway in up.of("gateway")]
+            asked = await reference(urls, bodies, num_clients, MODEL_NAME)
             await up.wait_idle(10.0)
             before = await up.calm_figures()
             trouble, drafts = Chaos(up, seed, report, well_s), DraftWatch(up)
@@ -248,34 +245,16 @@ async def chaos(
     return report
 
 
-async def _reference(up: Fleet, bodies: list[dict[str, Any]], num_clients: int) -> list[Question]:
-    """Every question's answer without faults, the same at both gateways and under load."""
-    room = asyncio.Semaphore(num_clients)
-    async with httpx.AsyncClient(timeout=120, trust_env=False) as http:
-
-        async def one(body: dict[str, Any], url: str) -> Answer:
-            async with room:
-                return await ask(http, url, body)
-
-        urls = [gateway.url for gateway in up.of("gateway")]
-        firsts, seconds = [await asyncio.gather(*(one(body, url) for body in bodies)) for url in urls]
-        plain = await asyncio.gather(*(one({**body, "model": MODEL_NAME}, urls[0]) for body in bodies))
-    for name in ADAPTERS:
-        its = [index for index, body in enumerate(bodies) if body["model"] == name]
-        assert any(firsts[index].differs(plain[index]) for index in its), f"adapter {name!r} changes no answer"
-    for body, first, second in zip(bodies, firsts, seconds, strict=True):
-        difference = second.differs(first)
-        assert difference is None, f"not even without faults the same: {body['prompt'][-60:]!r}: {difference}"
-    return [Question(body, answer) for body, answer in zip(bodies, firsts, strict=True)]
-
-
 def main() -> int:
     """Print what happened; 1 if anything of it must not be."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, default=200.0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--clients", type=int, default=16)
-    parser.add_argument("--draft-layers", type=int, default=0)
+    parser.add_argument("--questions", type=int, default=24)
+    # bf16 takes half as long, and keeps its words where our own kernels do all of it (docs/reliability.md).
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--draft-layers", type=lambda count: first_layers(int(count)), dest="drafter", default=look_up)
     arguments = parser.parse_args()
     from kvrelay.launcher.models import resolve_model  # noqa: PLC0415 - its imports take a second
 
@@ -283,20 +262,25 @@ def main() -> int:
     for seconds in (arguments.seconds, None):
         what = "a rolling restart of everything" if seconds is None else f"{seconds:g} s of faults"
         sys.stdout.write(f"== {what}, seed {arguments.seed}, {arguments.clients} clients\n")
+        sys.stdout.flush()
         work = chaos(
             resolve_model("demo"),
             seconds,
             arguments.seed,
             num_clients=arguments.clients,
-            worker_options=MODEL_OPTIONS,
-            num_draft_layers=arguments.draft_layers,
+            worker_options=["--dtype", arguments.dtype, *MODEL_OPTIONS],
+            num_questions=arguments.questions,
+            drafter=arguments.drafter,
         )
         report = asyncio.run(work)
         problems = report.problems(max_growth_mib=250)
         if seconds is None and report.cut:
             problems.append(f"{report.cut} streams were cut, and no gateway was killed")
+        elif seconds is not None and arguments.drafter is not look_up and not report.drafts[1]:
+            problems.append("no draft came true: nothing is shown of speculation")
         for line in [*report.lines(), *(f"FAILED: {problem}" for problem in problems)]:
             sys.stdout.write(line + "\n")
+        sys.stdout.flush()
         num_problems += len(problems)
     return 1 if num_problems else 0
 

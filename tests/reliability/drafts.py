@@ -1,12 +1,36 @@
-"""How speculation went in a fleet, whose decode workers, with their counters, come and go."""
+"""What decode workers of a fleet draft with, and how it went: they, with their counters, come and go."""
 
 from __future__ import annotations
 
 import asyncio
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.first_layers import save_first_layers
 
 from .fleet import Fleet
 
 _LOOK_S = 1.0
+
+Drafter = Callable[[Path, Path, Sequence[dict[str, Any]]], list[str]]
+"""Takes the model, a directory that is not there yet, and the questions' bodies; returns a decode worker's flags."""
+
+
+def look_up(*_: object) -> list[str]:
+    """No model drafts."""
+    return ["--speculation", "ngram"]
+
+
+def first_layers(num_layers: int) -> Drafter:
+    """A draft model that is so many of the model's first layers."""
+    return functools.partial(_first_layers, num_layers)
+
+
+def _first_layers(num_layers: int, model: Path, directory: Path, _: Sequence[dict[str, Any]]) -> list[str]:
+    save_first_layers(model, directory, num_layers)
+    return ["--speculation", "draft-model", "--draft-model", str(directory)]
 
 
 class DraftWatch:

@@ -30,7 +30,7 @@ from kvrelay.launcher.local.ports import free_ports
 from .figures import MIB
 
 MODEL_NAME = "model"  # in the API
-READY_S, END_S, CALM_S = 120.0, 60.0, 8.0
+READY_S, END_S, CALM_S = 300.0, 60.0, 8.0  # a busy machine needs minutes to load all models at once
 _LOOK_S = 0.1
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from typing import Any
 import httpx
 
 LOGPROB_TOLERANCE = 1e-3
+ANSWER_S = 120.0  # the longest that an answer may take on a busy machine: who drains waits so long for it
 
 
 @dataclass(frozen=True)
@@ -122,3 +124,26 @@ def questions(num: int, chance: random.Random, models: Sequence[str]) -> list[di
             body["stop"] = [".", "\n\n"]
         bodies.append(body)
     return bodies
+
+
+async def reference(urls: Sequence[str], bodies: list[dict[str, Any]], num_clients: int, base: str) -> list[Question]:
+    """Every question's answer without faults, the same at two gateways and under load.
+
+    ``base``: the model's name; others are adapters, each of which must change an answer.
+    """
+    room = asyncio.Semaphore(num_clients)
+    async with httpx.AsyncClient(timeout=ANSWER_S, trust_env=False) as http:
+
+        async def one(body: dict[str, Any], url: str) -> Answer:
+            async with room:
+                return await ask(http, url, body)
+
+        firsts, seconds = [await asyncio.gather(*(one(body, url) for body in bodies)) for url in urls]
+        plain = await asyncio.gather(*(one({**body, "model": base}, urls[0]) for body in bodies))
+    for name in {body["model"] for body in bodies} - {base}:
+        its = [index for index, body in enumerate(bodies) if body["model"] == name]
+        assert any(firsts[index].differs(plain[index]) for index in its), f"adapter {name!r} changes no answer"
+    for body, first, second in zip(bodies, firsts, seconds, strict=True):
+        difference = second.differs(first)
+        assert difference is None, f"not even without faults the same: {body['prompt'][-60:]!r}: {difference}"
+    return [Question(body, answer) for body, answer in zip(bodies, firsts, strict=True)]
