@@ -109,6 +109,7 @@ def questions(num: int, chance: random.Random, models: Sequence[str]) -> list[di
             "model": models[index // 2 % len(models)],
             "prompt": f"{filler}Question {index}: tell me about {topic}.\nAnswer:",
             "max_tokens": chance.randrange(8, 48),
+            "min_tokens": 8,  # else the demo model ends most of its answers at once
             "temperature": 0.0 if index % 2 == 0 else 0.9,
             "seed": 1000 + index,
             "return_token_ids": True,
