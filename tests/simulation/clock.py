@@ -114,7 +114,8 @@ class Process:
     def run(self, call: _Call) -> None:
         """Run a callback of this process: now, or when it goes on."""
         if self.state is ProcessState.RUNNING:
-            self.loop.count_event()
+            self.loop.count_event()  # what was to happen before it may be this process's end
+        if self.state is ProcessState.RUNNING:
             call.callback(*call.args)
             self.loop.after_event(self)
         else:

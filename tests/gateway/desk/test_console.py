@@ -139,7 +139,7 @@ class TestInABrowser:
             await look(lambda p: p.until(LIVE))
             await look(lambda p: p.until("document.querySelectorAll('svg .tile').length === 100"))
             async with s.asking(60):
-                await look(lambda p: p.until("document.querySelectorAll('svg .flow').length > 20"))
+                await look(lambda p: p.until("document.querySelectorAll('svg .flow').length > 5"))
             await look(lambda p: keep(p, "hundred-dark"))
             for width in (390, 320):
                 await look(lambda p, width=width: p.size(width, 800))
