@@ -39,7 +39,7 @@ def save_known_head(model: Path, directory: Path, texts: Sequence[Text]) -> None
     for _ in range(_NUM_STEPS):
         optimizer.zero_grad()
         for index in torch.randperm(len(stretches), generator=order)[:8].tolist():
-            head.loss(*stretches[index]).backward()
+            torch.autograd.backward(head.loss(*stretches[index]))
         optimizer.step()
     head.save(directory)
 
@@ -59,7 +59,7 @@ class _Head:
         generator = torch.Generator().manual_seed(0)
 
         def random(outputs: int, inputs: int) -> torch.Tensor:
-            return torch.randn((outputs, inputs), generator=generator) * 0.5 / inputs**0.5
+            return torch.randn((outputs, inputs), generator=generator).mul_(0.5 / inputs**0.5)
 
         begun = {
             "fc.weight": torch.cat((torch.zeros(hidden, 2 * hidden), torch.eye(hidden)), dim=1),
@@ -131,7 +131,7 @@ class _Head:
         hidden = fused + attended.transpose(0, 1).flatten(1) @ weights[f"{_LAYER}self_attn.o_proj.weight"].T
         normed = self._norm(hidden, f"{_LAYER}post_attention_layernorm")
         gate, up = (normed @ weights[f"{_LAYER}mlp.{name}_proj.weight"].T for name in ("gate", "up"))
-        return hidden + (F.silu(gate) * up) @ weights[f"{_LAYER}mlp.down_proj.weight"].T
+        return torch.addmm(hidden, F.silu(gate) * up, weights[f"{_LAYER}mlp.down_proj.weight"].T)
 
     def _norm(self, states: torch.Tensor, name: str) -> torch.Tensor:
         return F.rms_norm(states, states.shape[-1:], self.weights[f"{name}.weight"], self._config.rms_norm_eps)
