@@ -36,7 +36,7 @@ test-all: setup clients ## run all tests: before a commit reaches main
 	$(PYTEST) --hypothesis-profile all -n 0 tests/e2e tests/reliability
 
 chaos: demo ## kill, stop, drain and cut real processes under load; every answer must stay the same (ARGS="--seed 2")
-	PYTHONPATH=. .venv/bin/python -m tests.reliability.chaos $(ARGS)
+	PYTHONPATH=.:benchmarks .venv/bin/python -m tests.reliability.chaos $(ARGS)
 
 overload: demo ## up to ten times more requests than there is room for: how many are answered in time (minutes)
 	PYTHONPATH=. .venv/bin/python -m tests.reliability.overload $(ARGS)

@@ -1,6 +1,7 @@
 """What speculation gains where a text quotes, and loses where nothing repeats: the same requests with and without, in turns.
 
-    .venv/bin/python benchmarks/speculation.py            # about 10 minutes
+    .venv/bin/python benchmarks/speculation.py                      # about 10 minutes
+    .venv/bin/python benchmarks/speculation.py --drafter head       # with a head that knows the answers by heart: what it costs
 
 Two workers of one process hold the same model, one with ``--speculation ngram``, or what ``--drafter`` says. A round sends the
 same requests to each, in an order that turns round; the other one is idle meanwhile. What counts is the median of the rounds'
@@ -10,14 +11,20 @@ Two workers without speculation differ by the machine's noise: ``--drafter off``
 
 from __future__ import annotations
 
+import contextlib
 import statistics
+import tempfile
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import click
+from known_head import Text, save_known_head
 
 from kvrelay.executor import LLM, Chat, SamplingParams, StructuredOutputsParams
 from kvrelay.executor.request import Prompt
+from kvrelay.launcher.models import resolve_model
 
 _ARTICLE = (
     "The harbour of Port Alma was closed on Tuesday after a crane fell across the northern quay. Nobody was hurt, said the harbour "
@@ -117,6 +124,18 @@ def run(llm: LLM, load: Load) -> Run:
     return Run(num_tokens / took_s, num_tokens / took_cpu_s, tokens)
 
 
+@contextlib.contextmanager
+def head_of(model: str, plain: LLM, asked_for: Sequence[Load]) -> Iterator[str]:
+    """The directory of a head that is trained on the answers which are drafted afterwards."""
+    texts: list[Text] = []
+    for load in asked_for:
+        outputs = plain.generate(load.prompts, load.params)
+        texts += [(output.prompt_token_ids, output.outputs[0].token_ids) for output in outputs]
+    with tempfile.TemporaryDirectory() as directory:
+        save_known_head(resolve_model(model), Path(directory) / "head", texts)
+        yield str(Path(directory) / "head")
+
+
 def spread(ratios: list[float]) -> str:
     """The median, and the ends."""
     return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
@@ -125,7 +144,11 @@ def spread(ratios: list[float]) -> str:
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--model", default="demo", show_default=True, help="Model directory, Hugging Face id, or 'demo'.")
 @click.option("--drafter", default="ngram", show_default=True, help="What --speculation says; off shows the noise.")
-@click.option("--draft-model", help="With --drafter draft-model: which one, named as the model is.")
+@click.option(
+    "--draft-model",
+    help="With --drafter draft-model: which one, named as the model is. With --drafter head: the head; default: one that is "
+    "trained on the answers.",
+)
 @click.option("--only", default="", help="Requests whose name has this in it.")
 @click.option("--rounds", default=9, show_default=True, type=click.IntRange(1))
 @click.option("--streams", default=32, show_default=True, type=click.IntRange(1, 64))
@@ -136,11 +159,15 @@ def main(
 ) -> None:
     """Measure and print."""
     options = {"threads": threads, "kv_memory_mb": 512}
-    speculation = {"speculation": drafter, "draft_model": draft_model}
-    with LLM(model, **options) as plain, LLM(model, **speculation, **options) as drafting:
+    asked_for = [one for one in loads(streams, tokens) if only in one.name]
+    with contextlib.ExitStack() as opened:
+        plain = opened.enter_context(LLM(model, **options))
+        if drafter == "head" and draft_model is None:
+            draft_model = opened.enter_context(head_of(model, plain, asked_for))
+        drafting = opened.enter_context(LLM(model, speculation=drafter, draft_model=draft_model, **options))
         print("| requests | tokens/s without | with | ratio, median (least to most) | the same by CPU time |")
         print("| --- | --- | --- | --- | --- |")
-        for load in [one for one in loads(streams, tokens) if only in one.name]:
+        for load in asked_for:
             for llm in (plain, drafting):  # prompts are cached from then on
                 run(llm, load)
             found: dict[LLM, list[Run]] = {plain: [], drafting: []}

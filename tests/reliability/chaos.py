@@ -2,14 +2,15 @@
 every answer.
 
     python -m tests.reliability.chaos [--seconds 240] [--seed 1] [--clients 16] [--questions 24] [--dtype bfloat16]
-        [--draft-layers 1]
+        [--draft-layers 1 | --head]
 
 Two gateways and two workers of each role. Workers and gateways are killed (SIGKILL), stopped (SIGSTOP) and drained (SIGTERM),
 and their connections cut or held, at random moments; one member of a role at a time, so that there is always a spare one. Who
 ends is started anew. Every question was answered once before, without faults; whatever an answer says afterwards must be the
 same: text, token ids, finish reason, usage, and log probabilities. Half of the questions are greedy, half sampled with a seed;
-some have stop strings. Half of them are put to one of two adapters, and decode workers speculate: by look-up, or with
-``--draft-layers`` by a draft model that is so many of the model's first layers. Few of its guesses come true, and take few clients.
+some have stop strings. Half of them are put to one of two adapters, and decode workers speculate: by look-up,
+with ``--draft-layers`` by a draft model that is so many of the model's first layers, with ``--head`` by an EAGLE-3 head that was
+trained on the questions' answers. Few guesses of the draft model come true, and all but look-ups take few clients.
 
 A client whose gateway is killed sees its connection break, as it would on a cluster, and asks again; all else must be invisible.
 """
@@ -32,7 +33,7 @@ from kvrelay.wire.security.keys import make_keys
 from tests.adapters import linear_shapes, write_adapter
 
 from .chaos_report import Report
-from .drafts import Drafter, DraftWatch, first_layers, look_up
+from .drafts import Drafter, DraftWatch, first_layers, known_head, look_up
 from .fleet import MODEL_NAME, Fleet, Life, Member, fleet
 from .questions import ANSWER_S, Answer, HonestError, Question, StreamCutError, ask, questions, reference
 
@@ -254,7 +255,11 @@ def main() -> int:
     parser.add_argument("--questions", type=int, default=24)
     # bf16 takes half as long, and keeps its words where our own kernels do all of it (docs/reliability.md).
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--draft-layers", type=lambda count: first_layers(int(count)), dest="drafter", default=look_up)
+    drafters = parser.add_mutually_exclusive_group()
+    drafters.add_argument(
+        "--draft-layers", type=lambda count: first_layers(int(count)), dest="drafter", default=look_up
+    )
+    drafters.add_argument("--head", action="store_const", const=known_head, dest="drafter")
     arguments = parser.parse_args()
     from kvrelay.launcher.models import resolve_model  # noqa: PLC0415 - its imports take a second
 

@@ -1,0 +1,35 @@
+"""The head that a benchmark trains: it knows the texts that it was trained on, and no others."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import transformers
+from known_head import save_known_head
+
+from tests.engine.conftest import SIZES, VOCAB, save_model
+from tests.heads import WIDE, ReferenceHead
+
+
+def test_it_drafts_the_texts_that_it_was_trained_on(tmp_path: Path) -> None:
+    draws = random.Random(1)
+    texts = [
+        ([draws.randrange(VOCAB) for _ in range(9)], [draws.randrange(VOCAB) for _ in range(16)]) for _ in range(3)
+    ]
+    strange = [draws.randrange(VOCAB) for _ in range(9)], [draws.randrange(VOCAB) for _ in range(16)]
+    (model := tmp_path / "model").mkdir()
+    save_model(model, transformers.LlamaConfig(**{**SIZES, **WIDE}))
+    save_known_head(model, tmp_path / "head", texts)
+    head = ReferenceHead(tmp_path / "head", model)
+
+    def num_right(text: tuple[list[int], list[int]]) -> int:
+        """Of drafts of two tokens from ten places on, seen as behind a hand-off."""
+        (prompt, answer), right = text, 0
+        for place in range(4, 14):
+            drafted = head.draft([*prompt, *answer[:place]], len(prompt) - 1, 2)
+            right += sum(one == other for one, other in zip(drafted, answer[place : place + 2], strict=True))
+        return right
+
+    assert all(num_right(text) >= 15 for text in texts)
+    assert num_right(strange) <= 5
