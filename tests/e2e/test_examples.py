@@ -51,6 +51,10 @@ def test_a_batch_in_one_process() -> None:
     assert "The capital of France is Paris" in run(EXAMPLES / "batch.py")
 
 
+def test_speculation_changes_no_text() -> None:
+    assert run(EXAMPLES / "speculation.py").endswith("the same text: True\n")
+
+
 def test_failover_is_a_pause() -> None:
     printed = run(EXAMPLES / "failover.py")
     assert re.search(r"\[decode-\d is killed\]", printed)
