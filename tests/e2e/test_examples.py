@@ -52,7 +52,7 @@ def test_a_batch_in_one_process() -> None:
 
 
 def test_speculation_changes_no_text() -> None:
-    assert run(EXAMPLES / "speculation.py").endswith("the same text: True\n")
+    assert run(EXAMPLES / "guesses.py").endswith("the same text: True\n")
 
 
 def test_failover_is_a_pause() -> None:
