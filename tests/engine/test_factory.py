@@ -98,6 +98,7 @@ def test_a_load_is_logged_at_its_begin_every_ten_seconds_and_at_its_end(
     logger = logging.getLogger("x")
     for number in (1, 2):
         (tmp_path / f"model-0000{number}-of-00002.safetensors").write_bytes(bytes(1_500_000))
+    (tmp_path / "broken.safetensors").symlink_to(tmp_path / "nowhere")  # the loader's to refuse, by name
     log_begin(logger, tmp_path)
     now_s = 100.0
     report = LoggedProgress(logger, lambda: now_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from .ranks import RankedSimEngine
 from .threads import SimSender
 from .wires import Connection
 from .world import World
@@ -27,22 +28,19 @@ def kill(name: str) -> Fault:
 
 def kill_ranks(name: str, *numbers: int) -> Fault:
     """SIGKILL of some ranks of a worker that has several, and not of its leader."""
-
-    def fault(world: World) -> None:
-        ranks = world.members[name].ranks
-        if world.is_up(name) and ranks is not None:
-            ranks.kill(*numbers)
-
-    return fault
+    return _to_ranks(name, lambda ranks: ranks.kill(*numbers))
 
 
 def hang_ranks(name: str, *numbers: int) -> Fault:
     """SIGSTOP of the same."""
+    return _to_ranks(name, lambda ranks: ranks.hang(*numbers))
 
+
+def _to_ranks(name: str, happens: Callable[[RankedSimEngine], None]) -> Fault:
     def fault(world: World) -> None:
         ranks = world.members[name].ranks
         if world.is_up(name) and ranks is not None:
-            ranks.hang(*numbers)
+            happens(ranks)
 
     return fault
 
