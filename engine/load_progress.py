@@ -12,9 +12,8 @@ _PERIOD_S = 10.0
 
 def log_begin(logger: logging.Logger, directory: Path) -> None:
     """One line before anything is imported or read for the model in ``directory``: either may take minutes on a slow disk."""
-    files = [
-        path for path in directory.glob("*.safetensors") if path.is_file()
-    ]  # of a broken link the loader complains
+    # Of a broken link the loader complains.
+    files = [path for path in directory.glob("*.safetensors") if path.is_file()]
     num_bytes = sum(path.stat().st_size for path in files)
     num_files = f"{len(files)} file{'' if len(files) == 1 else 's'}"
     logger.info("loading %s: %.0f MB of weights in %s from %s", directory.name, num_bytes / 1e6, num_files, directory)
