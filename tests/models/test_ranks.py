@@ -17,18 +17,8 @@ from .test_types import BLOCK_SIZE, NUM_BLOCKS, engine_of, options_of, saved
 
 # Softcaps, biases, an MLP of two products, parallel layers, and queries, keys and values in one product.
 SERVED = ("llama", "gemma2", "starcoder2", "cohere2", "gpt_neox", "exaone4")
-MORE = (
-    "gemma3_text",
-    "gemma4_text",
-    "phi",
-    "granite",
-    "nemotron",
-    "ernie4_5",
-    "smollm3",
-    "seed_oss",
-    "cohere",
-    "helium",
-)
+# Heads of unequal size, and of layers that share K/V; a part of each head rotated; layers without positions.
+MORE = ("gemma4_text", "phi", "smollm3")
 
 # Log probabilities here are about -7. Ranks add the parts of a sum in another order than one product does: 1.4e-5 in gemma4_text.
 ROUNDING = 2e-5
@@ -44,7 +34,7 @@ def test_two_ranks_give_the_tokens_of_one(model_type: str, tmp_path: Path) -> No
     try:
         assert two.card.layout.geometry == one.card.layout.geometry
         expected = list(relayed(Run(one), Run(engine_of(tmp_path))))
-        for prefill, decode in ((two, one), (one, two), (two, two)):  # blocks are handed over in between
+        for prefill, decode in ((two, one), (one, two)):  # blocks are handed over in between
             for given, tokens in zip(relayed(Run(prefill), Run(decode)), expected, strict=True):
                 assert_same_tokens(given, tokens, ROUNDING)
     finally:
