@@ -140,8 +140,9 @@ class TransferTable:
         """Offer a request. Computed blocks that are to be sent must stay readable until ``on_blocks_released``.
 
         ``block_tables``: one for each group, in order. The caller owns them and may append to them on another thread, because a
-        group with a window gets blocks as it needs them. Raises ValueError if the key is open already, or if a group without a window
-        does not have one block for each offered hash.
+        group with a window gets blocks as it needs them.
+
+        Raises ValueError if the key is open already, or if a group without a window lacks a block for an offered hash.
         """
         if key in self._transfers:
             raise ValueError(f"a transfer of request {key} is already open")

@@ -49,8 +49,8 @@ def land(
 ) -> BlockRefusedError | None:
     """Write ``payload`` into ``view``, the piece's memory in the pool, and verify it there.
 
-    Returns the reason of a refusal, or None. After a refusal ``view`` may hold any bytes, also bytes that an attacker chose. Nothing
-    may read them before a later ``land`` into the same memory succeeds.
+    Returns the reason of a refusal, or None. After a refusal ``view`` may hold any bytes, also bytes that an attacker chose.
+    Nothing may read them before a later ``land`` into the same memory succeeds.
     """
     nbytes = 0 if payload is None else len(payload)
     expected_nbytes = header.payload_nbytes + (0 if opener is None else TAG_NBYTES)

@@ -204,7 +204,7 @@ class LeaseTable:
     # -- the receiver threads --------------------------------------------------------------------------------------
 
     def begin_piece(self, header: BlockHeader) -> None:
-        """Reserve the piece's place in the pool for the payload of ``header``. ``finish_piece`` must follow. Raises BlockRefusedError.
+        """Reserve the place of ``header``'s piece in the pool. ``finish_piece`` must follow. Raises BlockRefusedError.
 
         On a lease with seals this waits while another thread writes the piece.
         """
@@ -234,7 +234,7 @@ class LeaseTable:
         raise refusal
 
     def finish_piece(self, header: BlockHeader, payload: memoryview | None) -> None:
-        """Write the payload into its place and verify it there. None: not exactly one payload frame came. Raises BlockRefusedError."""
+        """Write the payload (None: not exactly one frame came) into its place and verify it there. Raises BlockRefusedError."""
         place = header.place
         with self._lock:
             lease = self._leases[header.lease_id]
