@@ -84,7 +84,7 @@ class BlockHeader(msgspec.Struct, frozen=True):
         return fields + _CHECKSUM.pack(hasher.intdigest())
 
     def lands_whole(self, payload: memoryview, target: memoryview) -> bool:
-        """Copy a plain piece's ``payload`` into ``target``, of the same size. Returns whether the bytes *there* have the checksum."""
+        """Copy a plain piece's ``payload`` into ``target``, of the same size; whether the bytes *there* have the checksum."""
         hasher = xxhash.xxh3_64(self._fields(_PLAIN))
         for start in range(0, len(payload), _STRETCH_NBYTES):
             stretch = target[start : start + _STRETCH_NBYTES]
