@@ -62,7 +62,7 @@ class BatchBlocks(SequenceBlocks):
         return num_blocks > num_before or self._blocks.num_cached_prefix(missing) > 0
 
     def look_again(self) -> None:
-        """Forget who found none: a step is scheduled anew."""
+        """Forget failed searches for blocks, because a new step is scheduled."""
         self._found_none = None
 
     # -- for those that run ----------------------------------------------------------------------------------------
@@ -99,7 +99,7 @@ class BatchBlocks(SequenceBlocks):
     # -- for the most senior, from the least ----------------------------------------------------------------------
 
     def least_senior_holder(self) -> Sequence | None:
-        """Who is the next to give its blocks up. None: nobody has any."""
+        """The sequence that is preempted next; None if no sequence holds blocks."""
         holders = self._places.running + [sequence for sequence in self._places.waiting if sequence.block_tables]
         return max(holders, key=seniority, default=None)
 
