@@ -1,5 +1,4 @@
-"""The blocks of a batch that grows with each step: which sequence gets one, which is preempted for it, and what is kept for
-others.
+"""The blocks of the running batch: which sequence gets a block, which one is preempted for it, and what stays reserved.
 
 When blocks run out, the youngest sequence of the lowest class gives up its blocks and waits to be recomputed. So the most
 senior sequence is always served. While a sequence waits for blocks, hand-offs leave as many free as it needs
