@@ -1,4 +1,4 @@
-"""The clock that a component is given when it is made: by its process's entry point, or by a test that moves the time."""
+"""The type of a component's clock. The entry point of its process passes a real one, a test one that it moves itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A KV block's bytes on their way from a device to the host: what an engine gives, and what ships them waits for."""
+"""A KV block's bytes on their way from a device to the host. An engine makes them, and a sender waits for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A process that ends when the one that started it ends, even by SIGKILL, after which nobody is left to stop anybody.
+"""Ends a process when its parent ends, even if the parent dies by SIGKILL.
 
 Linux can do that: a process asks for a signal at its parent's death, and the wish survives ``execve``. Elsewhere the wish has no
 effect. The kernel means the *thread* that started the process: it must live as long.

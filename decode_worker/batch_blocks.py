@@ -1,5 +1,4 @@
-"""The blocks of a batch that grows with each step: which sequence gets one, which is preempted for it, and what is kept for
-others.
+"""The blocks of the running batch: which sequence gets a block, which one is preempted for it, and what stays reserved.
 
 When blocks run out, the youngest sequence of the lowest class gives up its blocks and waits to be recomputed. So the most
 senior sequence is always served. While a sequence waits for blocks, hand-offs leave as many free as it needs
@@ -62,7 +61,7 @@ class BatchBlocks(SequenceBlocks):
         return num_blocks > num_before or self._blocks.num_cached_prefix(missing) > 0
 
     def look_again(self) -> None:
-        """Forget who found none: a step is scheduled anew."""
+        """Forget failed searches for blocks, because a new step is scheduled."""
         self._found_none = None
 
     # -- for those that run ----------------------------------------------------------------------------------------
@@ -99,7 +98,7 @@ class BatchBlocks(SequenceBlocks):
     # -- for the most senior, from the least ----------------------------------------------------------------------
 
     def least_senior_holder(self) -> Sequence | None:
-        """Who is the next to give its blocks up. None: nobody has any."""
+        """The sequence that is preempted next; None if no sequence holds blocks."""
         holders = self._places.running + [sequence for sequence in self._places.waiting if sequence.block_tables]
         return max(holders, key=seniority, default=None)
 

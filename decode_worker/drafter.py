@@ -1,6 +1,6 @@
-"""What a drafter is: the seam between those who guess and those who ask (:mod:`kvrelay.decode_worker.drafts`).
+"""The interface of drafters, which propose tokens for :mod:`kvrelay.decode_worker.drafts`.
 
-Rows get proposed tokens; nobody else knows where they come from.
+The rest of the worker sees proposed tokens, and not which drafter they come from.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Drafter(Protocol):
 
 
 class LookUp(ABC):
-    """A Drafter that computes nothing: it has its guesses from what is there."""
+    """A Drafter that computes nothing. It looks its guesses up in the text or in a guide."""
 
     def step_s(self, num_sequences: int) -> float:
         """See Drafter."""

@@ -1,4 +1,4 @@
-"""Which waiting sequences get places in the next step, and how much of it prompts get. Pure policies, without blocks and costs."""
+"""Which waiting sequences join the next step, and how many tokens prompts get. Pure policies; blocks and costs are elsewhere."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvrelay.worker.scheduling.overtaking import overtaking
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """What the line has for the next step."""
+    """The waiting sequences that may join the next step."""
 
     complete: list[Sequence]  # hold their blocks and K/V, and find places
     prompt: Sequence | None  # the first that has to be computed, if any places are left for it …

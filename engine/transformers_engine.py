@@ -26,7 +26,6 @@ from kvrelay.engine.models.transformers_cut import LinearCut, cut_model, sum_out
 from kvrelay.engine.models.transformers_model import load_model
 from kvrelay.engine.torch_engine import TorchEngine, card_of, make_pool, max_model_len_of
 from kvrelay.engine.weights.checkpoint import weights_digest
-from kvrelay.engine.weights.headers import checkpoint_files
 
 
 def load_transformers_engine(
@@ -34,7 +33,8 @@ def load_transformers_engine(
 ) -> TorchEngine:
     """Load the model, check it against transformers' own computation, allocate the pool.
 
-    A rank loads the whole model and keeps its ``part`` of it; the card is of the whole.
+    A rank loads the whole model and keeps its ``part`` of it; the card is of the whole. ``progress`` hears (bytes loaded, bytes in
+    all).
 
     Raises ModelError naming what is not served, or does not fit, and the way out.
     """
@@ -49,14 +49,11 @@ def load_transformers_engine(
         raise ModelError(
             f"--kv-dtype is {options.kv_dtype}, which needs a model with a path of its own; leave it at auto"
         )
-    num_bytes = sum(path.stat().st_size for path in checkpoint_files(options.model_dir))
     dtype = dtype_of(
         options.dtype, checkpoint_dtype(options.model_dir), device, lambda: "but for products and attention"
     )
     torch.set_num_threads(options.num_threads)
-    progress(0, num_bytes)
-    model = load_model(options.model_dir, dtype, device)
-    progress(num_bytes, num_bytes)
+    model = load_model(options.model_dir, dtype, device, progress)
     whole, memory = model.shape, None
     whole_geometry = geometry_of(whole, options.block_size, dtype)
     make_ops = _ops_on(device, options)

@@ -1,4 +1,4 @@
-"""Run one component in this process: find its model's directory, then hand over to its ``serve`` until a signal comes."""
+"""Runs one component in this process: finds its model's directory, then calls its ``serve`` until a signal comes."""
 
 from __future__ import annotations
 

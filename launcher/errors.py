@@ -1,4 +1,4 @@
-"""What can go wrong while the launcher runs things.
+"""Errors of the launcher.
 
 KvrelayError
 └── LauncherError

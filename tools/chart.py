@@ -1,4 +1,4 @@
-"""Writes what of the chart follows from something else: its schema from the programs' settings, its README from its values.
+"""Writes the generated parts of the chart: its schema from the programs' settings, its README from its values.
 
 .venv/bin/python tools/chart.py            write helm/values.schema.json and helm/README.md
 .venv/bin/python tools/chart.py --check    exit 1 if they are not what this would write

@@ -1,4 +1,4 @@
-"""Writes what follows from something else: the pages of settings and metrics, and all names that a version promises to keep.
+"""Writes the generated pages (settings, metrics), and the list of all names that a version promises to keep.
 
 .venv/bin/python tools/pages.py            write docs/settings.md, docs/metrics.md and tests/launcher/recorded/now.json
 .venv/bin/python tools/pages.py --check    exit 1 if they are not what this would write

@@ -1,7 +1,7 @@
-"""Addresses that a process listens on: who can reach them, how, and what they leave in the file system.
+"""Addresses that a process listens on: who can reach them, and the files that they leave behind.
 
-libzmq makes a socket file for ``ipc://path`` and never removes it. A process that took the path over in the meantime (libzmq
-lets it) has a file of its own there, which must stay: hence the comparison of inodes.
+libzmq makes a socket file for ``ipc://path`` and never removes it. libzmq also lets another process take the path over meanwhile.
+That process has its own file there, which must stay. So inodes are compared before a file is removed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def is_local(address: str) -> bool:
 
 
 def data_address(control_address: str, announced: str) -> str:
-    """Where to send blocks: ``announced``, with the host as we reached the worker if it listens on all interfaces."""
+    """Where to send blocks: ``announced``, but with the host of ``control_address`` if the worker listens on all interfaces."""
     host_and_port = announced.removeprefix("tcp://")
     if announced.startswith("tcp://") and host_and_port.rpartition(":")[0] in ("0.0.0.0", "*", "[::]"):
         host = control_address.removeprefix("tcp://").rpartition(":")[0]

@@ -1,4 +1,4 @@
-"""Messages to bytes and back, with a bound on size. Never pickle."""
+"""Messages to bytes and back, as msgpack with a bound on size. There is no pickle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counters of the wire. A counter that exists is incremented by a test."""
+"""Counters of the wire. A test increments each of them."""
 
 from __future__ import annotations
 

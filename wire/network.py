@@ -1,6 +1,6 @@
-"""What a process talks to others with: ZeroMQ's context, the sockets that are made of it, and the clock that links wait by.
+"""A process's access to the network: ZeroMQ's context, the classes of sockets, and the clock for time-outs.
 
-An entry point opens the real one, which the component closes. The simulation brings one of its own, in virtual time.
+An entry point opens the real network, and the component closes it. The simulation has its own, in virtual time.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from kvrelay.wire.lines.block_sender import BlockSender
 from kvrelay.wire.lines.data_plane import BlockReceiver
 from kvrelay.wire.loop_socket import LoopSocket
 
-_MAX_SOCKETS = 16_384  # ZeroMQ's own bound, 1,023, is that of some 300 decode workers
+_MAX_SOCKETS = 16_384  # ZeroMQ's default, 1,023, is enough for some 300 decode workers
 
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """One process's. Its fields are what the real one has; a simulated one has their like."""
+    """One for each process. The types are those of the real network; the simulation puts stand-ins there."""
 
     clock: Clock
     context: zmq.Context[zmq.Socket[bytes]]
@@ -30,11 +30,11 @@ class Network:
 
     @classmethod
     def open(cls) -> Network:
-        """The real one. ``close`` it once."""
+        """Open the real network. Call ``close`` once."""
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         context.max_sockets = _MAX_SOCKETS
         return cls(time.monotonic, context, LoopSocket, BlockSender, BlockReceiver)
 
     def close(self) -> None:
-        """Wait for what is queued, and end the network threads. All sockets must be closed already; may take a moment."""
+        """End the network threads. Blocks until queued messages have left. All sockets must be closed already."""
         self.context.term()

@@ -1,4 +1,4 @@
-"""Timing of links and leases, with the defaults that both ends of a connection are built for; who may connect; how blocks go."""
+"""Settings of the wire: time-outs of links, who may connect, and the way that blocks take between workers."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class LinkSettings:
 
     ping_interval_s: float = 1.0  # a client sends Ping this often; the server answers with Status
     peer_timeout_s: float = 10.0  # silence after which a peer counts as lost
-    hello_timeout_s: float = 5.0  # Hello without Welcome: try again with a new socket
+    hello_timeout_s: float = 5.0  # longest wait for Welcome after Hello; then a new socket tries again
     reconnect_max_s: float = 5.0  # bound of the backoff between two tries
 
     def between_workers(self) -> LinkSettings:
-        """For links from prefill to decode workers, of which there may be thousands, most of them idle: three times as patient.
+        """For links from prefill to decode workers: time-outs three times as long, because there may be thousands of idle links.
 
-        What a hung worker holds up is noticed earlier, by the gateway's own link to it and by leases that run out.
+        A hung worker is noticed earlier by the gateway's own link to it, and by leases that run out.
         """
         return replace(self, ping_interval_s=self.peer_timeout_s, peer_timeout_s=3 * self.peer_timeout_s)
 

@@ -1,9 +1,9 @@
-"""The sending side of hand-offs: offer, ship what is granted as it gets ready, commit, wait for the verdict.
+"""The sending side of hand-offs: offer, ship granted blocks as they are computed, commit, wait for the verdict.
 
-``open`` makes a transfer; it ends with exactly one of ``on_verified`` and ``on_failed``, or silently after ``abort``. Behind that
-comes exactly one ``on_blocks_released``, when no send in flight reads the blocks any more: only then may they be reused.
+``open`` makes a transfer. It ends with exactly one of ``on_verified`` and ``on_failed``, or silently after ``abort``. After that
+``on_blocks_released`` is called exactly once, when no send in flight reads the blocks any more. Only then may they be reused.
 
-Network thread only; nothing here blocks. Knows no model: blocks get ready because somebody says so.
+Network thread only; nothing here blocks. The service reports computed blocks with ``blocks_ready``.
 """
 
 from __future__ import annotations
@@ -55,15 +55,15 @@ class DecodeLink:
 
     control: MessageSender
     data: BlockSender
-    seals_kv: bool = False  # both ends agreed at Hello: sealed blocks, and only those
-    left_s: float = -math.inf  # when a block last left, whosever it was
+    seals_kv: bool = False  # whether all blocks must be sealed, as agreed at Hello
+    left_s: float = -math.inf  # when a block of any transfer last left
 
 
 class ReadableStore(Protocol):
     """The pool's bytes, as a transfer sees them (see kvrelay.engine.step.interface.BlockStore)."""
 
     def open_read(self, block_id: int, group: int) -> memoryview | LateBytes:
-        """The block's bytes, there already or on their way."""
+        """Begin to read a block: its bytes, or a handle for bytes that are on their way from a device."""
 
     def close_read(self, block_id: int) -> None:
         """The bytes are no longer read."""
@@ -86,8 +86,8 @@ class TransferHandler(Protocol):
 class TransferSettings:
     """Bounds on a silent peer. In seconds."""
 
-    grant_timeout_s: float = 10.0  # offer sent, no answer
-    verify_timeout_s: float = 30.0  # commit sent, no verdict, and no block has left meanwhile
+    grant_timeout_s: float = 10.0  # longest wait for the answer to an offer
+    verify_timeout_s: float = 30.0  # longest wait for the verdict after the commit, while no block leaves
 
 
 @dataclass(slots=True, eq=False)
@@ -96,7 +96,7 @@ class _Transfer:
     link: DecodeLink
     offer: Offer
     block_tables: list[list[int]]  # by group
-    first_blocks: tuple[int, ...]  # of each piece, the first block whose piece is shipped
+    first_blocks: tuple[int, ...]  # for each piece: the first block that is sent
     since_s: float  # of the state
     state: HandoffState = HandoffState.OFFERED
     lease: Grant | None = None
@@ -104,7 +104,7 @@ class _Transfer:
     renewed_s: float = 0.0
     progress_s: float = 0.0  # when a block last left
     num_ready: int = 0
-    next_block: int = 0  # the first that is neither shipped nor cached over there
+    next_block: int = 0  # the first block that is neither sent nor cached at the receiver
     commit: tuple[SampledToken, int] | None = None
     tickets: list[tuple[int, SendTicket]] = field(default_factory=list)
 
@@ -137,11 +137,12 @@ class TransferTable:
         self._by_lease: dict[tuple[DecodeLink, int], _Transfer] = {}
 
     def open(self, key: Key, link: DecodeLink, offer: Offer, block_tables: list[list[int]]) -> None:
-        """Offer a request. Blocks that are ready stay readable until ``on_blocks_released``, but those that no piece is shipped of.
+        """Offer a request. Computed blocks that are to be sent must stay readable until ``on_blocks_released``.
 
-        ``block_tables``: of each group, in order. They stay the caller's, who may append to them on another thread: those of a
-        group with a window come as they are needed. Raises ValueError if the key is open already, or if a group without a window
-        does not have one block for each offered hash.
+        ``block_tables``: one for each group, in order. The caller owns them and may append to them on another thread, because a
+        group with a window gets blocks as it needs them.
+
+        Raises ValueError if the key is open already, or if a group without a window lacks a block for an offered hash.
         """
         if key in self._transfers:
             raise ValueError(f"a transfer of request {key} is already open")
@@ -233,12 +234,12 @@ class TransferTable:
     def _on_grant(self, link: DecodeLink, grant: Grant) -> None:
         transfer = self._transfers.get((grant.request_id, grant.attempt))
         if transfer is None or transfer.state is not HandoffState.OFFERED or transfer.link is not link:
-            # Aborted while the grant was on its way: the other side must not wait for its time to run out.
+            # Aborted while the grant was on its way: tell the receiver, so that its lease need not time out.
             link.control.send(Abort(lease_id=grant.lease_id, epoch=grant.epoch, reason="granted too late"))
             return
         unfit = _unfit_key(grant.seal_key, link.seals_kv)
         if unfit is not None:
-            # Before anything is shipped: what was to travel sealed must not travel plain.
+            # Checked before the first block: a block that must be sealed must never travel plain.
             link.control.send(Abort(lease_id=grant.lease_id, epoch=grant.epoch, reason=unfit))
             self._fail(transfer, FailureCode.LAYOUT_MISMATCH, unfit)
             return
@@ -259,9 +260,7 @@ class TransferTable:
                 if transfer.first_blocks[piece_index] <= transfer.next_block:
                     try:
                         self._ship_piece(transfer, grant, piece_index)
-                    except (
-                        WireError
-                    ) as error:  # the way to the decode worker has died, its link's end will be noticed next
+                    except WireError as error:  # the connection is dead; the control link will notice it next
                         self._fail(transfer, FailureCode.PEER_LOST, str(error))
                         return
             transfer.next_block += 1
@@ -314,13 +313,13 @@ class TransferTable:
             del self._by_lease[(transfer.link, transfer.lease.lease_id)]
         if outcome != "verified":
             for _, ticket in transfer.tickets:
-                ticket.call_off()  # what is still queued here need not leave any more
+                ticket.call_off()  # blocks that are still queued need not be sent
 
     def _leads_nowhere(self, transfer: _Transfer, now_s: float) -> bool:
-        """Whether a verdict that does not come says that no other transfer's blocks would arrive, either.
+        """Whether a missing verdict means that the data connection is broken for all transfers.
 
-        The messages have a way, or the control link would be down. So the blocks have none if all of them have left, or none
-        leaves, whosever it is. If others' do, this transfer's have only stood behind them.
+        The control link works, else it would be down. The data connection is broken if all blocks of this transfer have left, or
+        if no block of any transfer leaves. If blocks of others leave, this transfer only waits behind them.
         """
         assert transfer.lease is not None, "a commit follows a grant"
         has_sent = transfer.next_block > transfer.lease.num_cached_blocks
@@ -328,7 +327,7 @@ class TransferTable:
         return has_sent and (not transfer.tickets or is_still)
 
     def _close_done(self, transfer: _Transfer) -> None:
-        """Give back what was read for the last time."""
+        """Close the reads that are over."""
         pending: list[tuple[int, SendTicket]] = []
         for block_id, ticket in transfer.tickets:
             if ticket.is_done:
@@ -349,7 +348,7 @@ class TransferTable:
 
 
 def _unfit_key(seal_key: bytes | None, seals_kv: bool) -> str | None:
-    """Why a grant's key is not what was agreed on; None if it is."""
+    """Why a grant's key breaks the agreement of Hello; None if it keeps it."""
     if (seal_key is not None) is not seals_kv:
         return f"agreed on {'sealed' if seals_kv else 'plain'} KV blocks, but granted {'no' if seals_kv else 'a'} key"
     if seal_key is not None and len(seal_key) != KEY_NBYTES:
@@ -358,7 +357,7 @@ def _unfit_key(seal_key: bytes | None, seals_kv: bool) -> str | None:
 
 
 def absurdity(message: Message) -> str | None:
-    """Why no decode worker can mean ``message``; None if one can. Its numbers go into the headers of blocks, and count blocks."""
+    """Why ``message`` has impossible numbers; None if they are possible. They index blocks and go into block headers."""
     if not isinstance(message, Grant | Refuse | Verified | Reject):
         return f"{type(message).__name__} is not an answer to a prefill worker"
     if isinstance(message, Grant):

@@ -1,1 +1,1 @@
-"""What both workers are: the checks of requests, the skeleton of services and processes."""
+"""Code that both roles of workers share: checks of requests, and the base of services and processes."""

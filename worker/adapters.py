@@ -33,7 +33,7 @@ _RETRY_AFTER_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class AdapterSettings:
-    """Where adapters lie, and what they may take."""
+    """The directory of adapters, and their budget of memory."""
 
     directory: Path
     max_bytes: int
@@ -94,7 +94,7 @@ class AdapterStore:
             self._loading = asyncio.create_task(self._load_all(self._slots, self._settings))
 
     def release(self, ref: AdapterRef) -> None:
-        """One user less."""
+        """End one use of an adapter."""
         loaded = self._loaded[ref.digest]
         assert loaded.num_users > 0, f"adapter {ref.name} has no user"
         loaded.num_users -= 1

@@ -1,4 +1,4 @@
-"""Whether a worker still computes what it computed at first: a known prompt, again and again, while nothing else is to be done.
+"""The canary: an idle worker computes a known prompt again and again, and compares the result with its first one.
 
 A step computes the prompt, further ones a token each: greedy, of the base model, without a draft. What is digested is every byte
 of K/V that they wrote, in all groups of layers and of all ranks, and the tokens with the bits of their log probabilities. So a
@@ -6,10 +6,11 @@ wrong bit shows in whatever these steps read and write; not one in the embedding
 these tokens goes to. A processor's rounding is its own: the first answer of this process is what later ones are compared with.
 The steps have the same shape each time, so that they round alike.
 
-The blocks are nobody else's: none is found in the prefix cache, none is published. They are zeroed before, so that what no layer
-writes is the same each time. Who has work for the engine ``abandon``s the canary first: a request waits for one step of it at most.
+The canary has blocks of its own: it neither looks in the prefix cache nor publishes there. They are zeroed first. So bytes that
+no layer writes are the same each time. Whoever has work for the engine calls ``abandon`` first. So a request waits for at most one
+step of the canary.
 
-Model thread only. It does not decide what becomes of a worker that is wrong.
+Model thread only. The worker decides what follows from a wrong answer.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _MULTIPLIER = 2_654_435_761  # Knuth's: spreads the prompt over the vocabulary
 
 @dataclass(frozen=True, slots=True)
 class CanaryPlan:
-    """What a canary computes, and how often."""
+    """The work of a canary and its period."""
 
     period_s: float  # between two ends of it, if the worker is idle
     max_step_tokens: int
@@ -85,7 +86,7 @@ class Canary:
         return digest == self._first
 
     def abandon(self) -> None:
-        """Give its blocks back; it begins anew when it is stepped again, if it was not over."""
+        """Release its blocks. An unfinished canary begins anew at the next ``step``."""
         if self._sequence is not None:
             self._sequence.set_status(SequenceStatus.FINISHED)
             self._blocks.release(sequence_owner(self._sequence.key))

@@ -1,4 +1,4 @@
-"""One attempt of a request as a worker's service sees it: where it stands, and who may still touch its blocks."""
+"""One attempt of a request in a worker's service: its phase, and which threads may still use its blocks."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Phase(enum.Enum):
     """Where an entry stands."""
 
     LEASED = "leased"  # decode only: its blocks are on their way here
-    COMPILING = "compiling"  # only its guide is not there; who has none is through with this at once
+    COMPILING = "compiling"  # waits for its guide; an entry without a guide leaves this phase at once
     QUEUED = "queued"  # with the model thread, and in no step yet
-    WITHDRAWING = "withdrawing"  # its gateway wants it back; only the model thread knows whether it has begun
+    WITHDRAWING = "withdrawing"  # its gateway wants it back; the model thread decides whether it has begun
     RUNNING = "running"  # it has been in a step; it may wait again if it was preempted
     HANDING_OVER = "handing_over"  # prefill only: computed; the transfer goes on
     CLOSING = "closing"  # the outcome is decided; blocks are still in use
@@ -35,8 +35,8 @@ _TRANSITIONS: dict[Phase, frozenset[Phase]] = {
     Phase.HANDING_OVER: frozenset({Phase.CLOSING}),
     Phase.CLOSING: frozenset(),
 }
-BEGINNING = frozenset({Phase.QUEUED, Phase.WITHDRAWING})  # its first step is what comes next, if any
-WAITING = frozenset({Phase.LEASED, Phase.COMPILING, Phase.QUEUED, Phase.WITHDRAWING})  # they take no place in the batch
+BEGINNING = frozenset({Phase.QUEUED, Phase.WITHDRAWING})  # phases in front of the first step
+WAITING = frozenset({Phase.LEASED, Phase.COMPILING, Phase.QUEUED, Phase.WITHDRAWING})  # without a place in the batch
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -45,12 +45,12 @@ class Entry:
 
     sequence: Sequence  # the model thread's, from QUEUED on
     gateway_id: str
-    deadline_s: float  # when nobody waits for it any more
+    deadline_s: float  # when the client's time is up
     adapter: AdapterRef | None = None  # what computes it
     phase: Phase = Phase.COMPILING
     started_s: float | None = None  # when it was first in a step
     outcome: Outcome | None = None  # that its gateway is told; None: it knows already, or hears it from another
-    closed_s: float | None = None  # when that was decided
+    closed_s: float | None = None  # when the outcome was decided
     model_holds: bool = False  # the model thread may still touch the blocks
     hand_off_holds: bool = False  # sends in flight may still read the blocks, or a lease owns them
 

@@ -1,7 +1,7 @@
-"""How gateways hear what API keys use at other gateways: they cannot reach each other, but all of them reach every worker.
+"""Passes each gateway's token counts of API keys on to the other gateways, which cannot reach each other.
 
-A gateway tells one worker at a time, which passes it on to all others at once. A gateway that tells for the first time gets what
-the worker has heard before, with its age: so a gateway that starts knows what keys used at those that are gone by now.
+A gateway reports to one worker at a time, and that worker tells all other gateways at once. At its first report a gateway gets all
+earlier reports that the worker knows, with their ages. So a new gateway knows the use at gateways that are gone.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A worker on several nodes: what its process does where it is not the worker, and what both kinds have in common.
+"""A worker on several nodes: the processes of its other nodes, and what all its nodes share.
 
 On node 0 the process is the worker (:mod:`kvrelay.worker.main`). On every other node it runs ranks for it; gateways never hear of
 these nodes, so their processes have neither sockets of the wire nor a model, only health and metrics.
@@ -23,11 +23,11 @@ from kvrelay.worker.settings import WorkerSettings
 
 logger = logging.getLogger(__name__)
 
-_LOOK_S = 0.2  # how soon a drain is found to be over
+_LOOK_S = 0.2  # period of the check whether a drain is over
 
 
 class Leaving:
-    """Whether a node of this worker's is asked to end, and so the worker; told on any thread."""
+    """Whether a node of this worker was asked to end, which ends the whole worker. Thread-safe."""
 
     def __init__(self) -> None:
         self._event = threading.Event()
@@ -44,7 +44,7 @@ class Leaving:
 
 
 def node_addresses(place: NodePlace | None) -> tuple[str, ...]:
-    """Where the worker's nodes find each other."""
+    """The addresses of the worker's nodes."""
     if place is None:
         return ()
     host, port = place.leader
@@ -52,7 +52,7 @@ def node_addresses(place: NodePlace | None) -> tuple[str, ...]:
 
 
 def ranks_secret(keys: WireKeys | None) -> bytes:
-    """What all nodes of a worker know; nothing without keys."""
+    """The secret that all nodes of a worker share; empty without keys."""
     return b"" if keys is None else keys.derived("ranks of one worker")
 
 

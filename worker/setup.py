@@ -1,4 +1,4 @@
-"""What a worker of either role is put together from, beside its engine and its scheduler's settings."""
+"""The parts that a worker of either role is built from, beside its engine and its scheduler's settings."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ windows apart. Each layer has as many K/V heads there as it computes, and of its
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +36,8 @@ from kvrelay.engine.models.transformers_gate import (
     probe_layers,
 )
 from kvrelay.engine.models.transformers_parts import Adapt, replace_parts
-from kvrelay.engine.weights.headers import check_full, check_layers, read_headers
+from kvrelay.engine.models.transformers_progress import followed
+from kvrelay.engine.weights.headers import check_full, check_layers, checkpoint_files, read_headers
 from kvrelay.engine.weights.kv_scales import is_attention_scale
 from kvrelay.engine.weights.reader import CheckpointReader
 
@@ -204,16 +205,21 @@ def _rows(heads: torch.Tensor, head_dim: int) -> torch.Tensor:
     return functional.pad(rows, (0, head_dim - rows.shape[2])) if rows.shape[2] < head_dim else rows.contiguous()
 
 
-def load_model(directory: Path, dtype: torch.dtype, device: torch.device) -> TransformersModel:
+def load_model(
+    directory: Path, dtype: torch.dtype, device: torch.device, progress: Callable[[int, int], None] = lambda *_: None
+) -> TransformersModel:
     """Load the checkpoint in ``directory`` to ``device``, and find out what it asks of attention.
 
-    It passes the host's memory. No code of the checkpoint's is run. What can be found out without memory for weights is found out
-    before any is taken.
+    The weights pass the host's memory. No code of the checkpoint is run. All checks that need no memory for weights come first.
+    ``progress`` hears (bytes loaded, bytes in all).
 
     Raises ModelError on what we do not serve, naming it.
     """
     check_files(directory, dtype)
-    model = _from_pretrained(directory, dtype, None).eval().to(device)
+    num_bytes = sum(path.stat().st_size for path in checkpoint_files(directory))
+    with followed(progress, num_bytes):
+        model = _from_pretrained(directory, dtype, None).eval().to(device)
+    progress(num_bytes, num_bytes)
     layers = probe_layers(model)
     made = TransformersModel(model, layers, shape_of(model, layers, dtype))
     made.use_our_attention()

@@ -14,7 +14,7 @@ PAGES = sorted([*(ROOT / name for name in _OUTSIDE), *DOCS.rglob("*.md")])
 _BLOCK = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"!?\[([^\]]*)\]\([^)]*\)")
 _ITEM = re.compile(r"^\s*([-*]|\d+\.)\s+")
-_END = re.compile(r"(?<=[.!?:;])\s+(?=[A-Z\"(0-9])|(?<=\.\))\s+|\s→\s")
+_END = re.compile(r"(?<=\w\w[.!?])\s+|(?<=[.!?:;])\s+(?=[A-Z\"(0-9])|(?<=\.\))\s+|\s→\s")
 _WORD = re.compile(r"[^\W_][^\s()]*")
 
 

@@ -10,7 +10,7 @@ import yaml
 
 from .pages import DOCS, PAGES, ROOT, num_words, rows, sentences
 
-MOST_WORDS = 40
+MOST_WORDS = 30
 FOLDERS = (
     "common", "kernels", "engine", "wire", "worker", "prefill_worker", "decode_worker", "gateway", "executor", "launcher",
 )  # fmt: skip
@@ -27,6 +27,13 @@ def test_no_sentence_is_long(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     long = [sentence for sentence in sentences(text) if num_words(sentence) > MOST_WORDS]
     assert not long, f"cut in two what has more than {MOST_WORDS} words: {long}"
+
+
+@every_page
+def test_a_row_of_a_table_is_on_one_line(page: Path) -> None:
+    """Markdown ends a table at the first line that is not a whole row."""
+    broken = [line for line in page.read_text(encoding="utf-8").splitlines() if re.match(r"\|(?!.*\|$)", line)]
+    assert not broken, f"join these rows with the lines after them: {broken}"
 
 
 @every_page

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.utils.logging import set_tqdm_hook
 
 from kvrelay.common.errors import ModelError
 from kvrelay.engine.backends.options import EngineOptions
@@ -113,6 +114,38 @@ def test_a_load_is_logged_at_its_begin_every_ten_seconds_and_at_its_end(
         "read 80 % of 1000 MB of weights in 20 s",
         "read 1000 MB of weights in 25.0 s",
     ]
+
+
+def test_a_load_through_transformers_is_logged_as_one_of_ours(
+    llama: tuple[Path, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "kvrelay.engine.factory")
+    directory, heard, times_s = llama[0], [], iter(range(0, 10_000, 6))
+    report = LoggedProgress(logging.getLogger("kvrelay.engine.factory"), lambda: float(next(times_s)))
+
+    def progress(done: int, total: int) -> None:
+        heard.append((done, total))
+        report(done, total)
+
+    load_engine(
+        ModelSettings(model=str(directory), device="cpu", backend="transformers", threads=1),
+        KvSettings(kv_memory_mb=1),
+        FakeSettings(),
+        max_num_seqs=1,
+        max_batched_tokens=64,
+        decodes=True,
+        progress=progress,
+    )
+    num_bytes = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
+    done = [one for one, total in heard if total == num_bytes]
+    assert len(done) == len(heard) > 10, "a call for each tensor"
+    assert done == sorted(set(done)), "each tensor is counted once"
+    assert (done[0], done[-1]) == (0, num_bytes)
+    lines = [record.message for record in caplog.records]
+    assert lines[0].startswith(f"loading {directory.name}: ")
+    assert sum(" % of " in line for line in lines) == (len(heard) - 1) // 2, "a line for each two calls of 6 s"
+    assert " MB of weights in " in lines[-1]
+    assert set_tqdm_hook(None) is None, "transformers' bars are its own again"
 
 
 def test_a_load_without_weights_is_logged_too(caplog: pytest.LogCaptureFixture) -> None:

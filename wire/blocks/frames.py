@@ -21,7 +21,7 @@ _MAGIC = b"KVRB"
 _PLAIN, _SEALED = 1, 2  # versions
 _FIELDS = struct.Struct(f"<4sHQQIHHI{HASH_NBYTES}s")
 _CHECKSUM = struct.Struct("<Q")
-_STRETCH_NBYTES = 256 * 1024  # what is copied is hashed while it is in the cache of its core
+_STRETCH_NBYTES = 256 * 1024  # copied and hashed together, while the bytes are in the core's cache
 HEADER_NBYTES = _FIELDS.size + _CHECKSUM.size
 SEALED_HEADER_NBYTES = _FIELDS.size
 
@@ -29,7 +29,7 @@ Place = tuple[int, int]  # (block index, piece index)
 
 
 class BlockHeader(msgspec.Struct, frozen=True):
-    """Which piece of which block of which lease the payload is."""
+    """The header of a frame: lease, block and piece of its payload."""
 
     lease_id: int
     epoch: int
@@ -74,7 +74,7 @@ class BlockHeader(msgspec.Struct, frozen=True):
         return self._fields(_PLAIN) + _CHECKSUM.pack(self.checksum_of(payload))
 
     def pack_copying(self, payload: memoryview, target: memoryview) -> bytes:
-        """The same, and ``payload`` is copied into ``target``, of the same size, while it is in the cache."""
+        """As ``pack``; also copies ``payload`` into ``target``, which has the same size."""
         fields = self._fields(_PLAIN)
         hasher = xxhash.xxh3_64(fields)
         for start in range(0, len(payload), _STRETCH_NBYTES):
@@ -84,7 +84,7 @@ class BlockHeader(msgspec.Struct, frozen=True):
         return fields + _CHECKSUM.pack(hasher.intdigest())
 
     def lands_whole(self, payload: memoryview, target: memoryview) -> bool:
-        """Copy a plain piece's ``payload`` into ``target``, of the same size; whether what lies *there* has the checksum."""
+        """Copy a plain piece's ``payload`` into ``target``, of the same size; whether the bytes *there* have the checksum."""
         hasher = xxhash.xxh3_64(self._fields(_PLAIN))
         for start in range(0, len(payload), _STRETCH_NBYTES):
             stretch = target[start : start + _STRETCH_NBYTES]

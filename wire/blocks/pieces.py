@@ -1,7 +1,7 @@
-"""The parts in which a block travels, and which of them: the same on both sides, by what both know of the model.
+"""The pieces in which a block travels. Both sides compute the same pieces from the model's geometry.
 
-A block has a physical block in each group of layers, and each is a **piece**, or several, of ranks. A group with a window needs the
-last blocks of what is handed over, so of the others no piece of it is sent or awaited.
+A block has a physical block in each group of layers. Each physical block is one **piece**, or one for each rank. A group with a
+window needs only the last blocks of a hand-off. So its pieces of earlier blocks are neither sent nor awaited.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from kvrelay.common.kv_geometry import KvGeometry, Window, first_block
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of every block, which comes as a frame of its own."""
+    """A part of every block that travels in a frame of its own."""
 
-    sender_rank: int  # which of the sender's ranks has it
+    sender_rank: int  # rank of the sender that has the piece
     start: int  # its first byte in the physical block
     nbytes: int
-    group: int = 0  # of layers, whose physical block it is a part of
+    group: int = 0  # the layer group of its physical block
     window: Window | None = None  # of the group
 
     def first_block(self, num_tokens: int, block_size: int) -> int:
@@ -27,7 +27,7 @@ class Piece:
 
 
 def pieces_of(geometry: KvGeometry) -> tuple[Piece, ...]:
-    """Of a sender of one rank: each group's physical block as a whole, without what the group leaves unused."""
+    """The pieces of a sender with one rank: the used part of each group's physical block."""
     return tuple(
         Piece(0, 0, geometry.block_size * group.token_nbytes, number, group.window)
         for number, group in enumerate(geometry.groups)
@@ -35,5 +35,5 @@ def pieces_of(geometry: KvGeometry) -> tuple[Piece, ...]:
 
 
 def whole_block(block_nbytes: int) -> tuple[Piece, ...]:
-    """Of a block of one group that comes as one."""
+    """The only piece of a block that has one group."""
     return (Piece(0, 0, block_nbytes),)

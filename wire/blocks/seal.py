@@ -3,9 +3,9 @@
 A sealed payload is the ciphertext and behind it the tag, ``TAG_NBYTES`` more than the block. The header is the associated data, so
 a block under another header, of another lease or with one bit changed does not open; a checksum beside it would add nothing.
 The nonce names sending rank, piece and block: a key is made for one lease, and each rank of its sender seals each piece once
-(``claim`` refuses the second time), so no (key, nonce) comes twice.
+(``claim`` refuses the second time). So no pair of key and nonce is used twice.
 
-The key travels on the control channel. Who can read that can open and forge every block.
+The key travels on the control channel. Whoever can read that channel can open and forge every block.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def new_key() -> bytes:
 
 
 def seal_mismatch(*, decode_seals: bool, prefill_seals: bool) -> str:
-    """What to say to a worker that is started with the other ``--seal-kv``."""
+    """The message for a worker whose ``--seal-kv`` differs from ours."""
     return (
         f"--seal-kv differs (decode / prefill): {str(decode_seals).lower()} / {str(prefill_seals).lower()}; "
         "start both workers with the same"
@@ -44,7 +44,7 @@ class BlockSealer:
         self._claimed: set[bytes] = set()
 
     def claim(self, header: BlockHeader) -> None:
-        """Take the nonce of a piece, for good. Raises ValueError if it is taken: a nonce that comes twice gives the key away."""
+        """Take the nonce of a piece. Raises ValueError if it was taken before: using a nonce twice reveals the key."""
         nonce = _nonce(header)
         if nonce in self._claimed:
             raise ValueError(

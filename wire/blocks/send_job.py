@@ -1,4 +1,4 @@
-"""One KV block on its way out: what a block sender is given, and what its line does with it. No socket is opened here."""
+"""A KV block that is to be sent: its job, its ticket, and the interface of the line that sends it. Opens no socket."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from kvrelay.common.late_bytes import LateBytes
 from kvrelay.wire.blocks.frames import BlockHeader
 from kvrelay.wire.blocks.seal import BlockSealer
 
-_LOOK_S = 0.02  # how often a wait for a block's bytes looks for the wakeup
+_LOOK_S = 0.02  # period at which a wait for a block's bytes checks the wakeup
 
 
 class SendTicket:
-    """One block on its way: queued, then taken by the sender's thread and ZeroMQ, then done. Queued, it can be called off.
+    """State of one send: queued, then taken by the sender's thread or ZeroMQ, then done. A queued send can be called off.
 
     ``is_done``: nobody reads the block's memory any more.
     """
@@ -28,7 +28,7 @@ class SendTicket:
         self._lock = threading.Lock()
         self._is_taken = False
         self._is_over = False
-        self.is_unwanted = False  # called off while somebody waits to read the memory
+        self.is_unwanted = False  # called off while the sender waits for the bytes
         self._tracker: zmq.MessageTracker | None = None
 
     @property
@@ -37,32 +37,32 @@ class SendTicket:
         return self._is_over or (self._tracker is not None and self._tracker.done)
 
     def take(self) -> bool:
-        """The memory is read from now on; False if the block was called off."""
+        """Begin to read the memory. False if the block was called off."""
         with self._lock:
             self._is_taken = not self._is_over
             return self._is_taken
 
     def call_off(self) -> None:
-        """Nobody wants the block any more: done at once, unless it is taken already; then soon, if nobody reads it yet."""
+        """Cancel the send. A queued send is done at once, a taken one soon, unless its memory is read already."""
         with self._lock:
             self.is_unwanted = True
             self._is_over = self._is_over or not self._is_taken
 
     def follow(self, tracker: zmq.MessageTracker) -> None:
-        """ZeroMQ reads the memory until ``tracker`` says otherwise."""
+        """Let the send last until ``tracker`` says that ZeroMQ no longer reads the memory."""
         self._tracker = tracker
 
     def end(self) -> None:
-        """The memory was read for the last time, or never will be."""
+        """End the send: nobody will read the memory again."""
         self._is_over = True
 
     def end_unless_followed(self) -> None:
-        """The same, unless ZeroMQ reads it."""
+        """As ``end``, unless ZeroMQ still reads the memory."""
         self._is_over = self._is_over or self._tracker is None
 
 
 class SendJob(msgspec.Struct, frozen=True):
-    """A piece that waits to be sent: the head of a payload, which does not change until the ticket is done."""
+    """A piece to send: its header, and its payload, which does not change until the ticket is done."""
 
     ticket: SendTicket
     header: BlockHeader
@@ -71,14 +71,14 @@ class SendJob(msgspec.Struct, frozen=True):
 
     @property
     def is_memory_scarce(self) -> bool:
-        """Whether the bytes, once they are there, should be copied rather than given to ZeroMQ, which may keep them for long."""
+        """Whether the bytes should be copied instead of given to ZeroMQ, which may keep them for long."""
         return not isinstance(self.payload, memoryview) and self.payload.is_scarce
 
     def bytes(self, wakeup: Wakeup, look: Callable[[], None]) -> memoryview | None:
-        """What to send, once it is there; the ticket must be taken. None if ``wakeup`` came first, or the block was called off.
+        """Wait for the payload and return it. None if ``wakeup`` came first, or the block was called off.
 
-        On a sender's thread, just before it reads them: meanwhile later blocks are on their way. ``look`` is called now and then
-        while this waits, for the line to see whether its peer is there; what it raises comes out.
+        Called on a sender's thread just before it reads the bytes. The ticket must be taken. While this waits it calls ``look`` now
+        and then, so that the line can check its peer. Raises what ``look`` raises.
         """
         if isinstance(self.payload, memoryview):
             return self.payload[: self.header.payload_nbytes]
@@ -102,19 +102,19 @@ class Line(Protocol):
         """
 
     def wait_for(self, jobs: JobQueue) -> None:
-        """Return when a block may wait, or the wakeup has come; meanwhile watch the other side.
+        """Wait until ``jobs`` may hold a block or the wakeup has come. Meanwhile watch the other side.
 
         Raises PeerLostError if the other side is gone for good.
         """
 
     def ship(self, job: SendJob) -> bool:
-        """Take the block and send it, or leave it if it was called off. There is room for it.
+        """Send the block, unless it was called off. ``has_room`` must have returned True.
 
         False if the wakeup came first: nothing more will be sent. Raises PeerLostError if the other side is gone for good.
         """
 
     def close(self) -> None:
-        """Close the connection. What was given away meanwhile may arrive or not."""
+        """Close the connection. Blocks that were sent before may or may not arrive."""
 
 
 class JobQueue:
@@ -130,18 +130,18 @@ class JobQueue:
         self._readable, self._writable = os.pipe()
 
     def fileno(self) -> int:
-        """What a line waits for, beside what else it watches."""
+        """Descriptor that is readable while a block waits."""
         return self._readable
 
     def put(self, job: SendJob) -> None:
-        """One more block."""
+        """Append a block."""
         with self._lock:
             if not self._jobs:
                 os.write(self._writable, b"\0")
             self._jobs.append(job)
 
     def take(self) -> SendJob | None:
-        """The block that has waited longest; None: none waits."""
+        """Remove and return the oldest block; None if the queue is empty."""
         with self._lock:
             if not self._jobs:
                 return None
@@ -150,20 +150,20 @@ class JobQueue:
             return self._jobs.popleft()
 
     def close(self) -> None:
-        """Give both descriptors back. Nobody waits or puts any more."""
+        """Close both descriptors. Nobody may wait or put any more."""
         os.close(self._readable)
         os.close(self._writable)
 
 
 class Wakeup:
-    """Ends the waits of a thread, for good: a descriptor that can be read from ``set`` on. ``close`` it behind the thread."""
+    """Ends all waits of a thread: its descriptor is readable from ``set`` on. Call ``close`` after the thread has ended."""
 
     def __init__(self) -> None:
         self._readable, self._writable = os.pipe()
         self.is_set = False
 
     def fileno(self) -> int:
-        """What to wait for, beside what the thread waits for anyway."""
+        """Descriptor that a thread adds to its waits."""
         return self._readable
 
     def set(self) -> None:

@@ -1,6 +1,6 @@
-"""An initiator's end of a control link: a DEALER that connects for ever.
+"""The client end of a control link: a DEALER that reconnects until it is stopped.
 
-Its life: connect, ``Hello``, ``Welcome``, then messages both ways and a ``Ping`` every so often. When the connection breaks, the
+Its life: connect, ``Hello``, ``Welcome``, then messages both ways and a periodic ``Ping``. When the connection breaks, the
 worker falls silent, or it restarted, the client says so (``on_lost``), throws the socket away and begins anew with backoff.
 
 All of it runs on one asyncio loop. Sending never blocks: a message that cannot be queued is reported as not sent.
@@ -39,13 +39,13 @@ logger = logging.getLogger(__name__)
 
 _Event = TypeVar("_Event")
 
-_FIRST_PAUSE_S = 0.25  # before the first new try; at most
+_FIRST_PAUSE_S = 0.25  # longest pause before the first retry
 _ROUTING_NBYTES = 16
 _TIMER_S = 0.001  # a loop's timers are no finer, and one that fires early would fire again and again
 
 
 class ClientHandler(Protocol):
-    """What an initiator makes of its worker."""
+    """Callbacks of a control client."""
 
     def on_welcome(self, welcome: Welcome) -> None:
         """The link is up. If this raises, it is made anew; ``on_refused`` follows, or ``on_lost`` on a link that was up."""
@@ -86,8 +86,8 @@ class ControlClient:
         self._socket: LoopSocket | None = None
         self._is_up = False
         self._heard_s = 0.0  # on the network's clock
-        self._end_reason: str | None = None  # of the session
-        self._num_unproved = 0  # sessions in a row that ended at the keys
+        self._end_reason: str | None = None  # why the session ended; None while it goes on
+        self._num_unproved = 0  # sessions in a row that ended in the handshake
         self._changed = asyncio.Event()  # the session is up, or at its end
         self._task: asyncio.Task[None] | None = None
 
@@ -202,14 +202,14 @@ class ControlClient:
             self._num_unproved += 1
             if self._num_unproved >= (
                 1 if self._proof is None else self._proof.num_server_keys
-            ):  # else another may fit
+            ):  # else another key may fit
                 self._handle(self._handler.on_refused, HelloRefused(code=FailureCode.PEER_LOST, detail=problem))
         self._end(problem or "the connection broke")
 
     def _on_frames(self, frames: list[bytes]) -> None:
         self._heard_s = self._network.clock()
         if self._end_reason is not None:
-            return  # what comes after the end is of a session that nobody holds any more
+            return  # messages after the end belong to a session that is over
         try:
             message = self._codec.decode(frames[0] if len(frames) == 1 else b"".join(frames))
         except MalformedMessageError as error:
@@ -218,7 +218,7 @@ class ControlClient:
             return
         if isinstance(message, HelloRefused):
             if self._is_up:
-                self._end(message.detail)  # it forgot us, or is another process by now
+                self._end(message.detail)  # the worker forgot us, or restarted
             else:
                 self._handle(self._handler.on_refused, message)
                 self._end(f"refused: {message.detail}")
@@ -234,7 +234,7 @@ class ControlClient:
         try:
             self._handler.on_welcome(welcome)
         except Exception as error:
-            # A link that is up but leads nowhere would stay so; it is made anew, later and later, as if it had been refused.
+            # Without a new session the link would stay up but useless. Retries slow down, as after a refusal.
             logger.exception("a handler failed on Welcome; the link is made anew")
             detail = f"nothing could be made of its Welcome: {error}"
             if not was_up:

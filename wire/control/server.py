@@ -1,11 +1,11 @@
 """A worker's end of control links: a ROUTER that knows its peers.
 
-A peer is known from its ``Hello`` until it says ``Bye``, falls silent, or says ``Hello`` again: then what it asked for before is
-void, and the handler is told. With keys, a peer is what its key says, in every message: a gateway cannot speak as a prefill
-worker, whatever it calls itself.
+A peer is known from its ``Hello`` until it says ``Bye``, falls silent, or says ``Hello`` again. Then its earlier requests are void,
+and the handler is told. With keys, the key of each message decides the role of its sender. So a gateway cannot speak as a prefill
+worker.
 
-A connection's routing id is random and says nothing of who is there. A ``Hello`` gives the connection a role and a name. A name
-belongs to its role, so a role's peers never get what is meant for another role's. The later ``Hello`` of a name wins.
+A connection's routing id is random. ``Hello`` gives the connection a role and a name. Names of different roles are different peers,
+so no peer gets a message for another role. The latest ``Hello`` of a name wins.
 
 All of it runs on one asyncio loop. Sending never blocks: a message that cannot be queued is reported as not sent.
 """
@@ -44,13 +44,13 @@ from kvrelay.wire.sockets import bound_strangers, configure_control
 
 logger = logging.getLogger(__name__)
 
-_MAX_STRANGERS = 1000  # that are logged, a line each
-_MAX_DETAIL = 1000  # characters of what a peer may have chosen, in a log line and in the answer to it
+_MAX_STRANGERS = 1000  # strangers that get a log line
+_MAX_DETAIL = 1000  # characters of text that a peer may have chosen, in a log line or an answer
 _MAX_NAME = 255  # characters of a peer's name
 
 
 class ServerHandler(Protocol):
-    """What a worker makes of its peers."""
+    """Callbacks of a control server."""
 
     def welcome(self, hello: Hello) -> Welcome | HelloRefused:
         """Decide on a peer that has a protocol number in common with this build."""
@@ -62,7 +62,7 @@ class ServerHandler(Protocol):
         """A message from a peer that was welcomed."""
 
     def on_peer_lost(self, peer_id: str, role: Role) -> None:
-        """The peer is gone, or started anew: what it asked for is void."""
+        """The peer is gone or has restarted: its requests are void."""
 
 
 @dataclass(slots=True)
@@ -103,7 +103,7 @@ class ControlServer:
         self._file: SocketFile | None = None
 
     async def start(self) -> str:
-        """Listen; returns the real address. Raises WireError if it cannot be had."""
+        """Listen. Returns the bound address. Raises WireError if it cannot listen there."""
         configure_control(self._router, self._settings)
         bound_strangers(self._router)
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -165,7 +165,7 @@ class ControlServer:
         peer = self._peers.get(routing_id)
         if peer is None:
             self._refuse_frame("before_hello", routing_id, f"{type(message).__name__} before Hello")
-            # A peer that was dropped for its silence, or that knew this process's predecessor, learns it at once.
+            # So a peer that was dropped, or that knew an earlier process at this address, says Hello at once.
             self._answer(routing_id, HelloRefused(code=FailureCode.PEER_LOST, detail="not known here: say Hello"))
             return
         if proved not in (None, peer.role.value):
@@ -190,7 +190,7 @@ class ControlServer:
         self._answer(routing_id, answer)
 
     def _hello_refusal(self, hello: Hello, proved: str | None) -> HelloRefused | None:
-        """Why a Hello counts for nothing, not even as the end of what was before it; None if it counts."""
+        """Why a Hello is ignored, so that it does not end an earlier session either; None if it is valid."""
         if proved not in (None, hello.role.value):
             detail = f"a {hello.role} by its Hello, a {proved} by its key"
         elif not 0 < len(hello.peer_id) <= _MAX_NAME or not hello.peer_id.isprintable():  # it goes into logs
@@ -200,7 +200,7 @@ class ControlServer:
         return HelloRefused(code=FailureCode.INVALID, detail=detail)
 
     def _welcome(self, routing_id: bytes, hello: Hello) -> Welcome | HelloRefused:
-        """The answer to a Hello that ends what this connection, or this name, was before."""
+        """The answer to a valid Hello. It ends earlier sessions of the same connection or name."""
         for former in (routing_id, self._routes.get((hello.role, hello.peer_id))):
             if former in self._peers:
                 self._drop(former)
@@ -222,7 +222,7 @@ class ControlServer:
         self._warn_once(name, f"dropped a control frame: {detail[:_MAX_DETAIL]}")
 
     def _warn_once(self, name: str, text: str) -> None:
-        """One line per stranger, and a bounded number of them: who may not speak may not fill a disk either."""
+        """Log one line per stranger, for a bounded number of strangers, so that they cannot fill a disk."""
         if name not in self._strangers and len(self._strangers) < _MAX_STRANGERS:
             self._strangers.add(name)
             logger.warning("%s", text, extra={"peer_id": name if name.isprintable() else name.encode().hex()})

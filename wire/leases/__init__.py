@@ -1,1 +1,1 @@
-"""What a decode worker grants and proves: leases, their states, the landing of blocks."""
+"""A decode worker's leases on KV blocks: their states, and how received blocks are written and verified."""

@@ -1,4 +1,4 @@
-"""What a received piece must prove, and how it gets into the pool. Pure functions: no lease changes here, nothing is counted."""
+"""Verification of a received piece of a block, and its way into the pool. Pure functions: no lease or counter changes here."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def misfit(
     *,
     is_sealed: bool,
 ) -> BlockRefusedError | None:
-    """Why ``header`` is not that of a piece that was promised; None if it is.
+    """Why ``header`` belongs to no piece that the lease expects; None if it belongs to one.
 
-    ``block_hashes``, ``pieces``, ``first_blocks``: the lease's. ``is_sealed``: it takes sealed ones.
+    ``block_hashes``, ``pieces``, ``first_blocks``: of the lease. ``is_sealed``: whether the lease takes sealed pieces.
     """
     if header.is_sealed is not is_sealed:
         came, taken = ("sealed", "plain") if header.is_sealed else ("plain", "sealed")
@@ -47,10 +47,10 @@ def land(
     view: memoryview,
     opener: BlockOpener | None,
 ) -> BlockRefusedError | None:
-    """Write ``payload`` into ``view``, the piece's memory in the pool, and prove it there; returns why it is refused, if it is.
+    """Write ``payload`` into ``view``, the piece's memory in the pool, and verify it there.
 
-    After a refusal ``view`` holds anything, also bytes that somebody chose: nothing may be read from it until another ``land``
-    into it is not refused.
+    Returns the reason of a refusal, or None. After a refusal ``view`` may hold any bytes, also bytes that an attacker chose.
+    Nothing may read them before a later ``land`` into the same memory succeeds.
     """
     nbytes = 0 if payload is None else len(payload)
     expected_nbytes = header.payload_nbytes + (0 if opener is None else TAG_NBYTES)

@@ -1,4 +1,4 @@
-"""What a lease on KV blocks is, and what its table needs from others. The rules are in :mod:`kvrelay.wire.leases.table`."""
+"""A lease on KV blocks, and the interfaces that its table needs. The rules are in :mod:`kvrelay.wire.leases.table`."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class BlockReservations(Protocol):
     ) -> tuple[list[list[int]], int] | None:
         """Blocks for a lease of ``num_tokens`` tokens, by group; the leading ``n`` (second value) hold what ``hashes`` name.
 
-        None without room. Where a group needs no block for what comes behind those tokens, there is any number.
+        None without room. Where a group needs no block for later tokens, the table has an arbitrary number there.
         """
 
     def release(self, lease_key: str) -> None:
         """Give the lease's blocks back."""
 
     def publish(self, lease_key: str, index: int, block_hash: bytes) -> None:
-        """The lease's block ``index`` is full and proved."""
+        """Tell that the lease's block ``index`` is complete and verified."""
 
 
 class WritableStore(Protocol):
@@ -39,12 +39,12 @@ class WritableStore(Protocol):
         """A writable view of the block."""
 
     def close_write(self, block_id: int) -> None:
-        """The view is filled, or given up."""
+        """End the write: the view is filled, or the write was given up."""
 
 
 @dataclass(frozen=True, slots=True)
 class VerifiedLease:
-    """All that the decode worker needs to go on with the sequence."""
+    """A verified hand-off: all that the decode worker needs to continue the sequence."""
 
     lease_id: int
     lease_key: str  # under which the blocks are reserved
@@ -70,19 +70,19 @@ class LeaseHandler(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LeaseSettings:
-    """What leases are checked against."""
+    """The facts that offers and frames are checked against."""
 
     epoch: int
     fingerprint: bytes
     block_size: int
     pieces: tuple[Piece, ...]  # of each block, by index
     ttl_s: float
-    seals_kv: bool = False  # every lease gets a key, and takes sealed blocks only
+    seals_kv: bool = False  # whether every lease gets a key, and takes sealed blocks only
 
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """One lease of a LeaseTable, and under its lock."""
+    """One lease of a LeaseTable. The table's lock guards it."""
 
     lease_id: int
     peer_id: str
@@ -91,40 +91,40 @@ class Lease:
     block_tables: list[list[int]]  # by group
     num_cached: int
     pieces: tuple[Piece, ...]
-    first_blocks: tuple[int, ...]  # of each piece, the first block whose piece comes: nobody sees those before
+    first_blocks: tuple[int, ...]  # for each piece: the first block that is sent; no layer sees earlier ones
     expires_s: float
     opener: BlockOpener | None  # None: blocks come plain
     state: HandoffState = HandoffState.GRANTED
-    received: set[Place] = field(default_factory=set)  # pieces that are proved
-    writing: set[Place] = field(default_factory=set)  # pieces that receivers are filling
-    num_pieces: dict[int, int] = field(default_factory=dict)  # by block, how many are proved
-    num_received: int = 0  # blocks of which every piece is proved
+    received: set[Place] = field(default_factory=set)  # verified pieces
+    writing: set[Place] = field(default_factory=set)  # pieces that receiver threads write just now
+    num_pieces: dict[int, int] = field(default_factory=dict)  # by block: number of verified pieces
+    num_received: int = 0  # blocks whose pieces are all verified
     commit: Commit | None = None
     committed_s: float = 0.0
-    has_dropped: bool = False  # a frame that did not authenticate
+    has_dropped: bool = False  # whether a frame did not authenticate
     failure: tuple[FailureCode, str] | None = None
 
     @property
     def key(self) -> tuple[str, int]:
-        """The attempt that it is for."""
+        """(request_id, attempt): the attempt that the lease is for."""
         return (self.offer.request_id, self.offer.attempt)
 
     @property
     def lease_key(self) -> str:
-        """The name under which its blocks are reserved."""
+        """The name under which the block manager reserves its blocks."""
         return str(self.lease_id)
 
     @property
     def is_complete(self) -> bool:
-        """Whether every block is here: received, cached, or seen by nobody."""
+        """Whether every block is here: received, cached, or needed by no layer."""
         return max(self.num_cached, min(self.first_blocks)) + self.num_received == len(self.offer.block_hashes)
 
     def num_pieces_of(self, block_index: int) -> int:
-        """How many pieces of a block come, if it is not cached."""
+        """Number of pieces that are sent of a block that is not cached."""
         return sum(first <= block_index for first in self.first_blocks)
 
     def receive(self, place: Place) -> bool:
-        """A piece is proved; returns whether its block is by that."""
+        """Record a verified piece. Returns whether its block is complete now."""
         block_index = place[0]
         self.received.add(place)
         self.num_pieces[block_index] = num_pieces = self.num_pieces.get(block_index, 0) + 1
@@ -134,7 +134,7 @@ class Lease:
 
     @property
     def is_doubted(self) -> bool:
-        """Whether everything was sent, and something else came: blocks that are missing may be lost."""
+        """Whether the sender has sent everything and a frame was dropped: missing blocks may be lost."""
         return self.has_dropped and self.state is HandoffState.COMMITTED
 
     def advance(self, state: HandoffState) -> None:

@@ -4,9 +4,9 @@
        │           │            │             │
        └───────────┴────────────┴─────────────┴──▶ ABORTING ──▶ ABORTED
 
-The receiver reaches COMMITTED when the commit message is there, whether or not the last blocks are; the sender when it has
-sent the commit. ABORTING means: over, but a write into (receiver) or a read from (sender) the blocks is still under way;
-they must not be reused before ABORTED.
+The receiver reaches COMMITTED when the commit message arrives, with or without the last blocks. The sender reaches it when it has
+sent the commit. ABORTING means that the hand-off is over, but the receiver still writes into the blocks, or the sender still
+reads from them. The blocks must not be reused before ABORTED.
 """
 
 from __future__ import annotations

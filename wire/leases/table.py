@@ -1,30 +1,30 @@
-"""The receiving side of hand-offs: leases on KV blocks, and the proof that each piece of a block must pass before it counts.
+"""The receiving side of hand-offs: leases on KV blocks, and the checks that each received piece of a block must pass.
 
-A lease is made by ``offer`` and ends in exactly one call of the handler: ``on_lease_verified`` (every block proved right;
-the blocks are the handler's from then on) or ``on_lease_rejected`` (its blocks are released). What a frame must prove:
+``offer`` makes a lease. It ends in exactly one call of the handler: ``on_lease_verified`` (every block is verified, and the handler
+owns the blocks from then on) or ``on_lease_rejected`` (its blocks are released). Each frame is checked for:
 
-    epoch        it was written for this process, not for an earlier one under the same address
-    lease        it is live; a lease id is never used twice
-    index, hash  it is of the block that the offer promised at this place: same model, tokens and position
-    rank, piece  it is a piece that this rank of the sender has, of a block that its group's window reaches; a block is proved
-                 when each of its pieces that come is
+    epoch        the frame was written for this process, not for an earlier one under the same address
+    lease        the lease is live; a lease id is never used twice
+    index, hash  the block is the one that the offer promised at this place: same model, tokens and position
+    rank, piece  this rank of the sender has this piece, and the window of the piece's group reaches the block; a block is
+                 verified when all pieces that are sent of it are verified
     size         exactly that piece
-    checksum     over the header and over what lies in *pool memory* after the write;
-    or seal      with sealed blocks: decrypted into pool memory, header and payload are those that the lease's peer sealed
+    checksum     over the header and over the bytes in *pool memory* after the write;
+    or seal      of sealed blocks: decryption into pool memory shows that the lease's peer sealed this header and payload
 
-A frame of another epoch, of a lease that is over, or for a piece that is proved already, is dropped and counted.
+A frame of another epoch, of a lease that is over, or for a piece that is verified already, is dropped and counted.
 
-*With* seals every other frame that does not hold is dropped and counted, too: anybody may have sent it, so it must not hurt the
-lease. It may have overwritten its piece's memory. Nothing reads that memory until a frame for this piece has authenticated, which
-is written over what lies there. A frame for a piece that is being written waits for that verdict, for it may be the genuine one.
-A lease that is committed and had a frame dropped has a second left from its last genuine piece: what is missing may never come.
-One whose frame came with another lease's id, or nobody's, has its whole time: what names a lease must not hurt another one.
+*With* seals every other frame that fails a check is dropped and counted, too. Anybody may have sent it, so it must not hurt the
+lease. It may have overwritten its piece's memory. Nothing reads that memory until a frame for this piece has authenticated, and
+that frame overwrites it. A frame for a piece that another thread is writing waits for the result, because it may be the genuine
+frame. A committed lease that had a frame dropped ends one second after its last genuine piece, because the missing piece may never
+come. A dropped frame with another lease's id, or with an unknown one, does not shorten this lease's time.
 
-*Without* seals a frame that does not hold ends the lease: whoever reaches the port could also send one that does.
+*Without* seals a frame that fails a check ends the lease. Whoever reaches the port could also send frames that pass.
 
-Thread-safe. The network thread offers, commits, aborts and reaps; receiver threads, one or several for each way that blocks come
-by, open and close writes. A piece has one writer at a time. A lease ends when its last writer has left. The handler is called
-without the lock held, on any of these threads.
+Thread-safe. The network thread offers, commits, aborts and reaps. Receiver threads, at least one for TCP and one for shared memory,
+begin and finish pieces. A piece has one writer at a time. A lease ends when its last writer has left. The handler is called without
+the lock held, on any of these threads.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ from kvrelay.wire.leases.states import HandoffState
 from kvrelay.wire.messages import Abort, Commit, FailureCode, Grant, Offer, Refuse, Renew
 from kvrelay.wire.metrics import WireMetrics
 
-_LEASE_ID_BITS = 64  # random: who is not told an id sends no frame for its lease
-_DOUBT_S = 1.0  # left of a committed lease that had a frame dropped
+_LEASE_ID_BITS = 64  # random, so that a stranger cannot guess the id of a lease
+_DOUBT_S = 1.0  # time that a committed lease has after a frame was dropped
 
 
 class LeaseTable:
@@ -140,7 +140,7 @@ class LeaseTable:
         self._settle(lease)
 
     def reject(self, peer_id: str, lease_id: int, epoch: int, detail: str) -> None:
-        """What the sender said of the lease cannot be right, as whoever knows the model finds."""
+        """End the lease, because the model's service found that the sender's commit cannot be right."""
         self._end(lambda lease: lease is self._live(peer_id, lease_id, epoch), FailureCode.INTEGRITY, detail)
 
     def renew(self, peer_id: str, renew: Renew) -> None:
@@ -165,7 +165,7 @@ class LeaseTable:
         code: FailureCode = FailureCode.CANCELLED,
         detail: str = "cancelled by the gateway",
     ) -> None:
-        """Nobody wants the request any more, for this reason."""
+        """End the lease, because nobody waits for the request any more."""
         self._end(lambda lease: lease.key == (request_id, attempt), code, detail)
 
     def abort_peer(self, peer_id: str) -> None:
@@ -204,7 +204,7 @@ class LeaseTable:
     # -- the receiver threads --------------------------------------------------------------------------------------
 
     def begin_piece(self, header: BlockHeader) -> None:
-        """Keep the piece's place in the pool for the payload of ``header``; ``finish_piece`` must follow. Raises BlockRefusedError.
+        """Reserve the place of ``header``'s piece in the pool. ``finish_piece`` must follow. Raises BlockRefusedError.
 
         On a lease with seals this waits while another thread writes the piece.
         """
@@ -234,21 +234,21 @@ class LeaseTable:
         raise refusal
 
     def finish_piece(self, header: BlockHeader, payload: memoryview | None) -> None:
-        """Write what came (None: not one payload frame) into its place and prove it there. Raises BlockRefusedError."""
+        """Write the payload (None: not exactly one frame came) into its place and verify it there. Raises BlockRefusedError."""
         place = header.place
         with self._lock:
             lease = self._leases[header.lease_id]
             assert place in lease.writing, f"{header} is finished, but was not begun"
             piece = lease.pieces[header.piece_index]
             block_id = lease.block_tables[piece.group][header.block_index]
-        # Outside of the lock: nobody else may touch this piece now, and a view may have to be waited for.
+        # Without the lock: no other thread may touch this piece now, and opening a view may take a while.
         try:
             view = self._store.open_write(block_id, piece.group)[piece.start : piece.start + piece.nbytes]
             refusal = land(header, payload, view, lease.opener)
             if refusal is not None:
                 self._counted(refusal)
             self._store.close_write(block_id)
-        except BaseException:  # the pool fails and this thread dies: others must not wait for its verdict
+        except BaseException:  # the pool failed and this thread dies: other threads must not wait for it
             self._leave(lease, place)
             raise
         with self._lock:
@@ -268,13 +268,13 @@ class LeaseTable:
             raise refusal
 
     def count_bad_header(self) -> None:
-        """A frame came that is no block at all."""
+        """Count a frame that is no block at all."""
         self._metrics.refused_blocks.labels("bad_header").inc()
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
     def _unfit(self, offer: Offer, chain: HashChain) -> tuple[FailureCode, str] | None:
-        """Why the offer can be granted at no time; None if only room decides."""
+        """Why the offer can never be granted; None if it only needs free blocks."""
         if offer.fingerprint != self._settings.fingerprint:
             self._metrics.handoffs.labels("refused_fingerprint").inc()
             detail = f"fingerprint {offer.fingerprint.hex()} offered, {self._settings.fingerprint.hex()} served"
@@ -309,7 +309,7 @@ class LeaseTable:
         lease.expires_s = self._clock() + (min(_DOUBT_S, ttl_s) if lease.is_doubted else ttl_s)
 
     def _leave(self, lease: Lease, place: Place) -> None:
-        """This piece's writer is done."""
+        """End the write of a piece."""
         with self._lock:
             lease.writing.remove(place)
             self._verdict.notify_all()

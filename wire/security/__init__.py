@@ -1,1 +1,1 @@
-"""Keys of the control links, and who may speak."""
+"""Keys and authentication: who may connect to whom."""

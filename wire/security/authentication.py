@@ -31,11 +31,11 @@ _DOMAIN = "kvrelay"
 _DATA_DOMAIN = "kvrelay-data"
 _DATA_USER = b"prefill"
 _TOKEN_NBYTES = 32
-_MAX_NAMED = 1000  # strangers that are logged, a line each
+_MAX_NAMED = 1000  # strangers that get a log line
 
 
 class PeerGate(ThreadAuthenticator):
-    """Lets in whose key is that of one of ``roles``, and on data sockets who has the token; on a thread of its own.
+    """Admits peers with a key of one of ``roles``, and on data sockets peers with the token. Runs on its own thread.
 
     ``start`` once, before a socket of the context listens; ``stop`` once.
     """
@@ -53,7 +53,7 @@ class PeerGate(ThreadAuthenticator):
         self._metrics = metrics
         self._strangers: set[bytes] = set()
         self.data_token = secrets.token_hex(_TOKEN_NBYTES)  # a secret: for Welcome, and never for a log
-        self._has_told = False  # of a data connection without the token
+        self._has_told = False  # whether a data connection without the token was logged
         self.configure_curve_callback(_DOMAIN, self)
 
     def stop(self) -> None:
@@ -95,7 +95,7 @@ class PeerGate(ThreadAuthenticator):
         if domain == _DATA_DOMAIN and hmac.compare_digest(password.encode(), self.data_token.encode()):
             return True, b"OK"
         self._metrics.refused_tokens.inc()
-        if not self._has_told:  # once: nothing tells one stranger from another
+        if not self._has_told:  # once, because strangers cannot be told apart
             self._has_told = True
             logger.warning("refused a data connection without this process's token; further ones are only counted")
         return False, b"wrong token"
@@ -122,7 +122,7 @@ WATCHED_EVENTS = (
 
 
 def handshake_problem(event: list[bytes], proof: ClientProof | None) -> str | None:
-    """What a client's monitor says of the keys, one of ``WATCHED_EVENTS``; None if it says nothing of them."""
+    """The key problem that a monitor's event (one of ``WATCHED_EVENTS``) reports; None if it reports none."""
     kind = parse_monitor_message(event)["event"]
     if kind == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
         return "it does not let our key in"
@@ -135,11 +135,11 @@ def handshake_problem(event: list[bytes], proof: ClientProof | None) -> str | No
 
 
 class ClientProof:
-    """What a client shows, and what it asks of its server: to be a worker of ``server_role``."""
+    """A client's keys: its own, and those of which the server must have one (the keys of ``server_role``)."""
 
     def __init__(self, keys: WireKeys, server_role: Role) -> None:
         self._keys = keys
-        # One at a connection: which of several keys a server has by now, only trying tells.
+        # One key for each connection: only a try shows which of several keys the server has by now.
         self._server_keys = itertools.cycle(keys.peers[server_role])
         self.num_server_keys = len(keys.peers[server_role])
 

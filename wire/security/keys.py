@@ -1,4 +1,4 @@
-"""Who is who on the wire: one Ed25519 key pair for each role, in the PEM files that every tool can make.
+"""Keys of the roles on the wire: one Ed25519 key pair for each role, in PEM files.
 
 A directory of keys holds ``ROLE.pem``, the public key (or a certificate that has it) of each role, and ``ROLE.key``, the private
 key, for ``gateway``, ``prefill`` and ``decode``; a process gets its own private key and all public ones. A certificate is read for
@@ -58,11 +58,11 @@ class WireKeys:
         return f"WireKeys(public={self.public.decode()})"
 
     def role_of(self, public: bytes) -> Role | None:
-        """Whose key that is; None if nobody's."""
+        """The role that has this key; None if no role has it."""
         return next((role for role, keys in self.peers.items() if public in keys), None)
 
     def derived(self, purpose: str) -> bytes:
-        """32 bytes that processes with the same private key have in common, for ``purpose`` only."""
+        """32 secret bytes for ``purpose``, equal in all processes that have the same private key."""
         return HKDF(SHA256(), 32, salt=None, info=f"kvrelay {purpose}".encode()).derive(z85.decode(self.secret))
 
     @classmethod
@@ -78,7 +78,7 @@ class WireKeys:
 
 
 def keys_of(settings: SecuritySettings, role: Role, listening_on: tuple[str, ...]) -> WireKeys | None:
-    """The keys that a worker's settings name; None if it goes without.
+    """The keys that a worker's settings name; None if they name none.
 
     Raises KeysError, and SettingsError if an address that it listens on can be reached from outside and there are no keys.
     """

@@ -1,4 +1,4 @@
-"""Who may be in the next step: not who is in one that still runs, as its token is not known, nor who is about to be taken out."""
+"""Which sequences may be in the next step. Excluded are those in a step that still runs, and those about to be removed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who waits and who runs. Who waits stands in the order of :mod:`kvrelay.common.fair_queue`. Knows no blocks."""
+"""Waiting and running sequences. :mod:`kvrelay.common.fair_queue` orders the waiting ones. Knows no blocks."""
 
 from __future__ import annotations
 

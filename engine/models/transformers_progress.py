@@ -1,0 +1,35 @@
+"""How far transformers is with a checkpoint. Its loop over a model's tensors shows a progress bar; this module follows that bar."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from transformers.utils.logging import set_tqdm_hook
+
+
+@contextmanager
+def followed(progress: Callable[[int, int], None], num_bytes: int) -> Iterator[None]:
+    """Call ``progress`` for each tensor that transformers loads in this context.
+
+    ``progress`` hears (bytes loaded, ``num_bytes``). The bytes are estimated by the number of tensors. The last call, with all
+    bytes, is the caller's. The hook belongs to the process, so models are loaded one at a time.
+    """
+
+    def follow(make_bar: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        if not args:
+            return make_bar(*args, **options)
+        tensors = list(args[0])
+        return make_bar(counted(tensors), *args[1:], **({"total": len(tensors)} | options))
+
+    def counted(tensors: list[Any]) -> Iterable[Any]:
+        for index, tensor in enumerate(tensors):
+            progress(num_bytes * index // len(tensors), num_bytes)
+            yield tensor
+
+    previous = set_tqdm_hook(follow)
+    try:
+        yield
+    finally:
+        set_tqdm_hook(previous)
