@@ -57,7 +57,7 @@ class LogitRules:
         self._forbid(logits, placed)
 
     def forbid_again(self, logits: torch.Tensor, upload: Upload, mask_tokens: MaskTokens) -> None:
-        """Forbid everything again in ``logits`` ``[num_rows, vocab]`` fp32, in place, because a processor may have raised logits."""
+        """Forbid everything again in ``logits`` ``[num_rows, vocab]`` fp32, in place: a processor may have raised logits."""
         self.mask(logits, mask_tokens)
         self._forbid(logits, self._place(upload))
 
