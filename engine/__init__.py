@@ -1,5 +1,5 @@
-"""What both workers share on the model side: config, weights, model, KV pool, block manager, sampler, runner.
+"""The model side of both workers: config, weights, models, KV pool, block manager, sampler, steps.
 
-:mod:`kvrelay.engine.step.interface` is the door: workers see an ``Engine`` and its ``BlockStore`` and never a tensor.
-:mod:`kvrelay.engine.fake.engine` implements the same door without torch, for tests and for load on a machine without a model.
+Workers use only :mod:`kvrelay.engine.step.interface`: they see an ``Engine`` and its ``BlockStore``, never a tensor.
+:mod:`kvrelay.engine.fake.engine` implements the same interface without torch, for tests and for load on a machine without a model.
 """

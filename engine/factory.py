@@ -1,4 +1,4 @@
-"""From settings to a loaded engine. The one place that decides which engine runs; torch is imported only here."""
+"""From settings to a loaded engine. Only this module decides which engine runs, and imports torch for that."""
 
 from __future__ import annotations
 
@@ -41,14 +41,13 @@ def load_engine(
     progress: Callable[[int, int], None],
     nodes: OtherNodes | None = None,
 ) -> Engine:
-    """Load the model that ``model.model`` names; it must be a directory by now (the launcher resolves names).
+    """Load the model in the directory ``model.model`` (the launcher has resolved names).
 
     ``max_num_seqs``, ``max_batched_tokens``: None: as many as suit the device (:func:`sequences_at_a_time`,
-    :func:`prompt_step_tokens`). ``decodes``: whether it is for
-    a worker that decodes. ``progress`` hears (bytes loaded, bytes in all). ``nodes``: where other ranks are.
-
-    Raises ModelError if the directory cannot be served,
-    SettingsError on a logits processor that there is not.
+    :func:`prompt_step_tokens`).
+    ``decodes``: whether the worker decodes. ``progress`` is called with (bytes loaded, bytes in all). ``nodes``: the other hosts'
+    ranks.
+    Raises ModelError if the directory cannot be served, SettingsError if a logits processor does not exist.
     """
     directory = Path(model.model)
     if not directory.is_dir():
@@ -67,7 +66,7 @@ def load_engine(
     if model.pipeline_parallel > 1:
         _require_stages(model, directory)
     num_local = model.num_ranks if nodes is None else nodes.place.num_local
-    _require_ranks(model, directory, num_local)  # before processes are started for nothing
+    _require_ranks(model, directory, num_local)  # before any process is started
     from kvrelay.engine.ranks.engine import RankedEngine  # noqa: PLC0415 - imports torch
 
     return RankedEngine.load(settings, lambda part: load_part(settings, part, progress), nodes)
@@ -84,9 +83,10 @@ def load_draft_engine(
     max_batched_tokens: int | None,
     progress: Callable[[int, int], None],
 ) -> Engine:
-    """Load the model in the directory ``draft_model``, which is to guess the tokens of ``model``. ``kv_memory_mb``: of its pool.
+    """Load the model in the directory ``draft_model``, which guesses the tokens of ``model``. ``kv_memory_mb``: of its pool.
 
-    Load it before that: what it takes of a GPU is then known. Raises ModelError if it cannot be served, or has other tokens.
+    Load it before ``model``, so that its share of a GPU is known then. Raises ModelError if it cannot be served, or has other
+    tokens.
     """
     directory = Path(draft_model)
     if not directory.is_dir():
@@ -133,7 +133,7 @@ def load_draft_engine(
 
 
 def require_head(draft_model: str, model: ModelSettings, fake: FakeSettings) -> None:
-    """Raise ModelError unless a worker with these settings can have a head, as far as that is known before it loads its model."""
+    """Raise ModelError unless a worker with these settings can have a head, as far as that is known before loading the model."""
     if fake.is_fake:
         raise ModelError(f"--draft-model is {draft_model}; the fake engine has no hidden states: leave it out")
     if model.num_ranks > 1:
@@ -144,9 +144,10 @@ def require_head(draft_model: str, model: ModelSettings, fake: FakeSettings) -> 
 
 
 def load_head(draft_model: str, engine: Engine, kv_memory_mb: int) -> DraftHead:
-    """Load the EAGLE-3 head in the directory ``draft_model`` beside an engine that computes no step yet; see ``require_head``.
+    """Load the EAGLE-3 head in the directory ``draft_model`` beside an engine that has not computed a step yet; see
+    ``require_head``.
 
-    ``kv_memory_mb``: of its pool. Raises ModelError if it is another model's, or the engine can have none.
+    ``kv_memory_mb``: of its pool. Raises ModelError if it belongs to another model, or the engine can have none.
     """
     directory = Path(draft_model)
     if not directory.is_dir():
@@ -159,7 +160,7 @@ def load_head(draft_model: str, engine: Engine, kv_memory_mb: int) -> DraftHead:
 
 
 def load_part(settings: LoadSettings, part: RankPart | None, progress: Callable[[int, int], None]) -> TorchEngine:
-    """The model, or a rank's ``part`` of it, in this process. Raises as ``load_engine``."""
+    """Load the model, or a rank's ``part`` of it, in this process. Raises as ``load_engine``."""
     from kvrelay.engine.backends.options import (  # noqa: PLC0415 - torch takes seconds to import
         EngineOptions,
         device_of,
@@ -268,7 +269,7 @@ def _require_ranks(model: ModelSettings, directory: Path, num_local: int) -> Non
 
 
 def load_guides(model: ModelSettings, fake: FakeSettings, vocab_size: int) -> GuideCompiler:
-    """What compiles guides for the model in the directory ``model.model``; ``vocab_size``: its engine's."""
+    """The guide compiler for the model in the directory ``model.model``. ``vocab_size``: the engine's."""
     if fake.is_fake:
         return NoGuides("the fake engine generates no text")
     from kvrelay.engine.guides.compiler import GrammarCompiler  # noqa: PLC0415 - not every engine follows guides
@@ -277,7 +278,7 @@ def load_guides(model: ModelSettings, fake: FakeSettings, vocab_size: int) -> Gu
 
 
 def _fake_engine(directory: Path, model: ModelSettings, kv: KvSettings, fake: FakeSettings) -> FakeEngine:
-    """An engine for the vocabulary and the limits of the model in ``directory``, whose weights it does not read."""
+    """An engine with the vocabulary and limits of the model in ``directory``, whose weights it does not read."""
     vocab_size, longest = _sizes(directory)
     num_blocks = kv.num_blocks or (kv.kv_memory_mb or _FAKE_KV_MB) * 2**20 // (kv.block_size * fake.fake_token_bytes)
     card = fake_card(
@@ -287,7 +288,7 @@ def _fake_engine(directory: Path, model: ModelSettings, kv: KvSettings, fake: Fa
         max_model_len=min(longest, model.max_model_len or longest),
         model_id=f"fake-{directory.name}",
         vocab_size=vocab_size,
-        processors=tuple(load_processors(model.logits_processors)),  # which are not run: there are no logits
+        processors=tuple(load_processors(model.logits_processors)),  # they are not run, because there are no logits
     )
     pace = FakePace(step_s=fake.fake_step_ms * 1e-3, token_s=fake.fake_token_us * 1e-6)
     has_adapters = model.adapters is not None

@@ -1,6 +1,7 @@
-"""What a model needs, and whether it runs, from its ``config.json`` alone; and its logits beside transformers', with weights.
+"""Whether a model runs and what it needs, from its ``config.json`` alone. With weights: a comparison of its logits with
+transformers'.
 
-Nothing here loads a model to serve it (:mod:`kvrelay.engine.factory` does). It says in advance what that would find.
+Nothing here loads a model to serve it; :mod:`kvrelay.engine.factory` does. This module predicts what that would find.
 """
 
 from __future__ import annotations
@@ -37,32 +38,32 @@ from kvrelay.engine.weights.targets import Place
 
 @dataclass(frozen=True, slots=True)
 class RankOutline:
-    """One rank's part of a model, on a GPU."""
+    """One rank's part of a model on a GPU."""
 
     weights_nbytes: int  # roughly
-    geometry: KvGeometry  # what it keeps of a block
+    geometry: KvGeometry  # its part of a block
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOutline:
-    """A model that runs, before it is loaded."""
+    """A model that can run, before it is loaded."""
 
-    path: str  # "native", "transformers"
+    path: str  # "native" or "transformers"
     shape: ModelShape
     geometry: KvGeometry
     num_parameters: int
-    has_stored: bool = False  # weights that stay quantised on a GPU
+    has_stored: bool = False  # some weights stay quantised on a GPU
     gpu_weights_nbytes: int  # on one GPU, roughly
-    ranks: tuple[RankOutline, ...]  # of a worker: one at least
+    ranks: tuple[RankOutline, ...]  # of a worker; at least one
 
     @property
     def weights_nbytes(self) -> int:
-        """In full, as quantised weights become on a CPU, in the model's number format."""
+        """Bytes of the full weights in the model's number format. On a CPU quantised weights become full."""
         return self.num_parameters * self._dtype.itemsize
 
     @property
     def reference_nbytes(self) -> int:
-        """Memory of :func:`compare`, roughly: the model twice, in float32."""
+        """Approximate memory of :func:`compare`: twice the model in float32."""
         return 2 * 4 * self.num_parameters
 
     @property
@@ -71,7 +72,10 @@ class ModelOutline:
         return dtype
 
     def step_nbytes(self, num_tokens: int, num_seqs: int) -> int:
-        """A step's memory, estimated: a worker on a GPU measures it. Rows in and out of the widest product, and of logits."""
+        """Estimated memory of a step: the rows into and out of the widest product, and the logits.
+
+        A worker on a GPU measures it.
+        """
         wide = 16 * self.shape.num_q_heads * self.shape.head_dim
         return num_tokens * wide * self._dtype.itemsize + num_seqs * self.shape.vocab_size * 4 * 4
 
@@ -79,13 +83,12 @@ class ModelOutline:
 def outline_model(
     directory: Path, backend: str, block_size: int, num_ranks: int = 1, num_stages: int = 1
 ) -> ModelOutline:
-    """What the model in ``directory`` comes to; its weights need not be there. ``backend``: as for a worker.
+    """The outline of the model in ``directory``, whose weights need not be there. ``backend``: as for a worker.
 
-    ``num_ranks``: of each of ``num_stages`` of a worker on GPUs, which have parts of all experts.
-
-    Raises ModelError with the reason for which a worker would not serve it.
+    ``num_ranks``: ranks of each of ``num_stages`` on GPUs; each has parts of all experts. Raises ModelError with the reason why a
+    worker could not serve it.
     """
-    quantisation = load_quantisation(directory)  # refuses what is not read
+    quantisation = load_quantisation(directory)  # raises for unsupported formats
     if not needs_transformers(backend, directory):
         config = load_config(directory)
         require_fit(config, num_ranks)
@@ -129,7 +132,7 @@ def outline_model(
 
 
 def _gpu_nbytes(places: Mapping[str, Place], dtype: torch.dtype, quantisation: Quantisation | None) -> int:
-    """What a GPU has of tensors, with the scales and zeros that groups usually have."""
+    """Bytes of the tensors on a GPU, with the usual scales and zeros of groups."""
     bits = 0.0
     for name, place in places.items():
         is_stored = quantisation is not None and _stays(quantisation, name, place)
@@ -139,11 +142,11 @@ def _gpu_nbytes(places: Mapping[str, Place], dtype: torch.dtype, quantisation: Q
 
 
 def _stays(quantisation: Quantisation, name: str, place: Place) -> bool:
-    """Whether a weight of a quantised checkpoint stays as it is on a GPU. What makes keys of latents becomes full."""
+    """Whether a weight of a quantised checkpoint stays quantised on a GPU. The matrix that expands latents becomes full."""
     if quantisation.bits is None:
         return False
     if quantisation.is_shuffled and len(place.part[-1]) < place.shape[-1]:
-        return False  # some of the inputs
+        return False  # only some of the inputs
     if quantisation.method == "mxfp4":
         return name.endswith((".experts.gate_up_proj", ".experts.down_proj"))
     if ".experts." in name:
@@ -152,7 +155,7 @@ def _stays(quantisation: Quantisation, name: str, place: Place) -> bool:
 
 
 def check_files(directory: Path, outline: ModelOutline) -> None:
-    """Whether the checkpoint's files, all of which are in ``directory``, are those of the model. Raises ModelError."""
+    """Check that the checkpoint's files, all of which are in ``directory``, belong to the model. Raises ModelError."""
     if outline.path == "native":
         checkpoint.check_files(directory, load_config(directory))
     else:
@@ -160,7 +163,7 @@ def check_files(directory: Path, outline: ModelOutline) -> None:
 
 
 def write_random_weights(directory: Path, target: Path) -> None:
-    """A checkpoint in float32 for the model of ``directory`` into the folder ``target``: random, but no layer is without effect."""
+    """Write a random float32 checkpoint for the model of ``directory`` into the folder ``target``. Every layer has an effect."""
     model = AutoModelForCausalLM.from_config(load_full_config(directory), dtype=torch.float32)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -173,9 +176,9 @@ def write_random_weights(directory: Path, target: Path) -> None:
 
 
 def compare(directory: Path, path: str) -> float:
-    """How far logits of the checkpoint in ``directory`` are from transformers', relative to their size; in float32 on the CPU.
+    """The distance of the checkpoint's logits from transformers', relative to their size, in float32 on the CPU.
 
-    Two short sequences, in chunks and batched over paged K/V. Raises ModelError if it is too far.
+    Runs two short sequences, in chunks and batched over paged K/V. Raises ModelError if the distance is too large.
     """
     options = EngineOptions(model_dir=directory, model_id="compared", device="cpu")
     reference = load_model(directory, torch.float32, torch.device("cpu"))

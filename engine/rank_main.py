@@ -1,8 +1,8 @@
-"""The process of one rank: joins its leader's group, loads its part of the model, does what it is told, ends with its leader.
+"""The process of one rank: joins its leader's group, loads its part of the model, follows the leader, and ends with it.
 
-On the leader's host :mod:`kvrelay.engine.ranks.process` starts it, with the numbers of three descriptors: its link, that of its
-blocks, and memory that its leader shares. On another host :mod:`kvrelay.engine.ranks.host` does, with two, a line to that process
-and a pipe with the secret, and with the directories of the model and of adapters; its links go to the leader over TCP.
+On the leader's host :mod:`kvrelay.engine.ranks.process` starts it with three descriptors: its link, the link for blocks, and memory
+that the leader shares. On another host :mod:`kvrelay.engine.ranks.host` starts it with two descriptors, a line to that process and
+a pipe with the secret, and with the directories of the model and the adapters. Its links then go to the leader over TCP.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Lines(logging.Handler):
-    """Lines for the log of another process."""
+    """Sends log lines to another process."""
 
     def __init__(self, send: Callable[[Logged], None]) -> None:
         super().__init__(logging.WARNING)
@@ -69,11 +69,11 @@ class _Lines(logging.Handler):
 
 
 class _Pulse:
-    """Gives signs of life, and ends the process with its leader, also in the middle of a step."""
+    """Sends signs of life, and ends the process when its leader ends, also in the middle of a step."""
 
     def __init__(self, link: Link[ToRank]) -> None:
         """Starts at once."""
-        self.group: RankGroup | None = None  # once it is joined
+        self.group: RankGroup | None = None  # set once the group is joined
         self._link = link
         threading.Thread(target=self._beat, daemon=True).start()
 
@@ -86,27 +86,27 @@ class _Pulse:
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """What connects a rank with its leader."""
+    """The rank's connections to its leader."""
 
     link: Link[ToRank]
     pulse: _Pulse
     environment: Mapping[str, str]  # torchrun's variables
     carry: Callable[
         [], Callable[[torch.Tensor], None]
-    ]  # begins to serve blocks; returns what takes the pool, once it is there
-    pool_memory: int | None = None  # a descriptor, if the leader shares it
-    directories: HostDirectories | None = None  # here, if it is not the leader's host
+    ]  # begins to serve blocks; returns a function that takes the pool once it exists
+    pool_memory: int | None = None  # a descriptor, if the leader shares memory
+    directories: HostDirectories | None = None  # this host's directories, if it is not the leader's host
 
 
 def here(link_descriptor: int, blocks_descriptor: int, pool_memory: int) -> Ends:
-    """On the leader's host."""
+    """The connections on the leader's host."""
 
     def carry() -> Callable[[torch.Tensor], None]:
         from kvrelay.engine.kv.copies import CudaCopies  # noqa: PLC0415 - torch takes seconds to import
         from kvrelay.engine.ranks.blocks import BlockServer, ToBlocks  # noqa: PLC0415
 
         def take(pool: torch.Tensor) -> None:
-            if pool.device.type == "cuda":  # else the leader has it
+            if pool.device.type == "cuda":  # otherwise the leader can access the pool itself
                 blocks: Link[ToBlocks] = Link(socket.socket(fileno=blocks_descriptor), ToBlocks)
                 server = BlockServer(blocks, pool, pool_memory, CudaCopies(pool.device))
                 threading.Thread(target=server.serve, daemon=True).start()
@@ -119,7 +119,7 @@ def here(link_descriptor: int, blocks_descriptor: int, pool_memory: int) -> Ends
 
 
 def there(host_descriptor: int, secret_descriptor: int, directories: HostDirectories) -> Ends:
-    """On another host. Waits for a leader. Raises NoLeaderError."""
+    """The connections on another host. Waits for a leader. Raises NoLeaderError."""
     host = Host(Link(socket.socket(fileno=host_descriptor), Leave))
     logging.basicConfig(handlers=[_Lines(host.send)], format="%(message)s", force=True)
     with open(secret_descriptor, "rb") as file:
@@ -168,11 +168,11 @@ def main(arguments: list[str]) -> NoReturn:
     except Exception:
         logger.exception("ending")
         code = 1
-    os._exit(code)  # the interpreter's own end would wait for collectives that nobody joins any more
+    os._exit(code)  # a normal exit would wait for collectives that no rank joins any more
 
 
 def _load(ends: Ends) -> tuple[Engine, Cut, RankAdapters | None]:
-    """The rank's part, which one that is, and its adapters."""
+    """The rank's part of the model, its cut, and its adapters."""
     link = ends.link
 
     def meet() -> None:
@@ -215,7 +215,7 @@ def _load(ends: Ends) -> tuple[Engine, Cut, RankAdapters | None]:
 
 def _serve(engine: Engine, cut: Cut, adapters: RankAdapters | None, link: Link[ToRank]) -> None:
     def receive(timeout_s: float | None = None) -> ToRank | None:
-        """The next message but for those of adapters."""
+        """The next message that is not about adapters, which are handled here."""
         while isinstance(message := link.receive(timeout_s), LoadAdapter | UnloadAdapter):
             assert adapters is not None, f"the leader says {message}, and this rank serves no adapters"
             adapters.take(message)

@@ -1,4 +1,4 @@
-"""What a worker's engine is made from."""
+"""The settings of a worker's engine."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ _SEQUENCES_AT_A_TIME = {"cpu": 64, "cuda": 256}
 
 
 def prompt_step_tokens(max_batched_tokens: int | None, device_type: str) -> int:
-    """Tokens of the largest step of a worker that computes prompts; None: what suits the device ("cpu" or "cuda").
+    """Tokens of the largest step of a worker that computes prompts. None: a default for the device ("cpu" or "cuda").
 
-    A step of 512 is long for a CPU, and too short for a GPU, which reads all weights and is launched anew for each. With 2,048 that
-    is a small part of it; with more, a prompt's blocks would leave later than need be, as they are shipped behind their step.
+    A step of 512 tokens is long for a CPU. It is too short for a GPU, where each step has a launch and reads all weights. With
+    2,048 tokens these costs are small. With more, a prompt's blocks would leave later than necessary, because they are shipped
+    after their step.
     """
     return _PROMPT_STEP_TOKENS[device_type] if max_batched_tokens is None else max_batched_tokens
 
 
 def sequences_at_a_time(max_num_seqs: int | None, device_type: str) -> int:
-    """Sequences that a worker runs at a time; None: what suits the device ("cpu" or "cuda").
+    """Sequences that a worker runs at a time. None: a default for the device ("cpu" or "cuda").
 
     A CPU computes few rows as fast as its memory allows, and more rows take longer. A GPU reads its weights for one row or for 256,
-    so fewer would waste it. How many fit its memory is found as they run: who gets no blocks waits or gives way. A slot itself is
-    small: a row of logits, and four bytes for each block of the longest sequence.
+    so fewer rows would waste it. How many sequences fit the memory shows as they run: a sequence without blocks waits or gives way.
+    A slot itself is small: a row of logits, and four bytes for each block of the longest sequence.
     """
     return _SEQUENCES_AT_A_TIME[device_type] if max_num_seqs is None else max_num_seqs
 
@@ -123,13 +124,13 @@ class ModelSettings:
 
     @property
     def num_ranks(self) -> int:
-        """Of a worker, in all stages."""
+        """The ranks of a worker in all stages."""
         return self.tensor_parallel * self.pipeline_parallel
 
 
 @dataclass(frozen=True, slots=True)
 class NodeSettings:
-    """The hosts of a worker whose ranks are on several."""
+    """The hosts of a worker with ranks on several hosts."""
 
     nodes: int = setting(
         1,
@@ -151,7 +152,7 @@ class NodeSettings:
 
 @dataclass(frozen=True, slots=True)
 class FakeSettings:
-    """An engine without a model, for tests of everything around it: made-up tokens at a set pace, real KV bytes."""
+    """An engine without a model, for tests of everything around it: made-up tokens at a given pace, with real KV bytes."""
 
     engine: str = setting(
         "model", "what computes: the model, or a fake without weights, for tests and load", choices=("model", "fake")
@@ -162,7 +163,7 @@ class FakeSettings:
 
     @property
     def is_fake(self) -> bool:
-        """Whether there is no model."""
+        """Whether the fake engine takes the place of a model."""
         return self.engine == "fake"
 
 

@@ -1,4 +1,4 @@
-"""The real engine: a model with a forward pass of ours on torch, on the CPU or on CUDA with our Triton kernels."""
+"""The real engine: a model on torch, on the CPU, or on CUDA with our Triton kernels."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ from kvrelay.engine.weights.stored import StoredWeight
 
 @dataclass(frozen=True, slots=True)
 class _There:
-    """A batch's numbers that the engine itself needs on the device; int64."""
+    """A batch's arrays that the engine itself needs on the device; int64."""
 
     token_ids: torch.Tensor  # [num_tokens] the step's input
-    sampled_slots: torch.Tensor  # [num_sampled] whose tokens are sampled
-    last_tokens: torch.Tensor  # [num_sampled] the places of their last tokens among the input
+    sampled_slots: torch.Tensor  # [num_sampled] slots whose tokens are sampled
+    last_tokens: torch.Tensor  # [num_sampled] indices of their last tokens in the input
 
 
 class TorchEngine:
@@ -89,7 +89,7 @@ class TorchEngine:
         self._device = pool.tensor.device
         max_blocks = -(-card.max_model_len // card.layout.block_size)
         self._slots = Slots(options.max_num_seqs, max_blocks, len(card.layout.geometry.groups))
-        # What each slot sampled last, where the next step finds it: before the host knows.
+        # The last sampled token of each slot: the next step reads it before the host knows it.
         self._sampled_tokens = torch.zeros(options.max_num_seqs, dtype=torch.int64, device=self._device)
         self._head: HeadBesideModel | None = None
 
@@ -97,9 +97,9 @@ class TorchEngine:
     def load(
         cls, options: EngineOptions, progress: Callable[[int, int], None], part: RankPart | None = None
     ) -> TorchEngine:
-        """Load weights and allocate the pool, or a rank's ``part`` of both; the card is of the whole model.
+        """Load the weights and allocate the pool, or a rank's ``part`` of both. The card is that of the whole model.
 
-        Raises ModelError naming what does not fit and the way out.
+        Raises ModelError naming what does not fit, and what to do.
         """
         whole = load_config(options.model_dir)
         check_tokenizer(options.model_dir, whole.vocab_size)
@@ -111,7 +111,7 @@ class TorchEngine:
         rounding = rounding_of(options.weight_format, device, dtype)
         activations = activations_of(options, config, device, dtype)
         torch.set_num_threads(options.num_threads)
-        keeps: Callable[[StoredWeight], bool] | None = None  # on a CPU full weights are fastest
+        keeps: Callable[[StoredWeight], bool] | None = None  # None on a CPU, where full weights are fastest
         if device.type == "cuda":
             from kvrelay.engine.backends.cuda.build import (  # noqa: PLC0415 - a CPU worker may lack Triton
                 kept_weights,
@@ -131,14 +131,15 @@ class TorchEngine:
         if device.type == "cuda":
             from kvrelay.engine.backends.cuda.build import cuda_model, measure_memory, trial_model  # noqa: PLC0415 - a CPU worker may lack Triton
 
-            # Also where the pool's size is given: kernels are compiled, and what does not fit is found, at the start.
-            # Stages have unequal parts of a block; the step is the same on all.
+            # Run even if the pool's size is given: this compiles kernels, and shows at the start what does not fit. Stages
+            # have unequal parts of a block,
+            # but the step is the same on all.
             asked = replace(options, num_blocks=asked_blocks(options, geometry.block_nbytes))
             memory = measure_memory(config, trial_model(config, weights, options, part), kv_dtype, device, asked)
         own_geometry = geometry_of(config, options.block_size, kv_dtype)
         num_blocks = num_blocks_of(options, geometry.block_nbytes, memory, own_geometry.block_nbytes)
         if part is not None:
-            num_blocks = part.collectives.least(num_blocks)  # GPUs need not have the same memory free
+            num_blocks = part.collectives.least(num_blocks)  # the GPUs' free memory may differ
         max_model_len = max_model_len_of(options, config, geometry, num_blocks)
         pool = make_pool(options, own_geometry, num_blocks, device, part)
         digest = weights_digest(options.model_dir) + ("" if rounding is None else f"-{rounding.value}")
@@ -162,9 +163,9 @@ class TorchEngine:
 
     @torch.inference_mode()
     def load_head(self, directory: Path, kv_bytes: int) -> HeadBesideModel:
-        """Load an EAGLE-3 head, which sees every later step. ``kv_bytes``: of its own pool.
+        """Load an EAGLE-3 head, which sees every later step. ``kv_bytes``: size of its own pool.
 
-        Raises ModelError if it is another model's, or this engine cannot have one.
+        Raises ModelError if it belongs to another model, or this engine cannot have one.
         """
         if not isinstance(self._model, DecoderModel):
             raise ModelError(
@@ -187,7 +188,7 @@ class TorchEngine:
 
     @property
     def blocks(self) -> torch.Tensor:
-        """See KvPool.blocks; for engines of several ranks."""
+        """See KvPool.blocks; for engines with several ranks."""
         return self._pool.blocks
 
     @property
@@ -200,32 +201,32 @@ class TorchEngine:
         self._pool.copy_blocks(pairs)
 
     def check_device(self) -> None:
-        """See Engine. An error of CUDA's own stays: whatever the process asks of the device fails from then on."""
+        """See Engine. After a CUDA error, everything that the process asks of the device fails."""
         try:
             (there,) = self._ops.upload((np.zeros(1, dtype=np.int64),))
             there.tolist()
         except torch.OutOfMemoryError:
-            pass  # who asks for less may get it
+            pass  # a smaller step may succeed
         except RuntimeError as error:
             raise DeviceFailedError(f"{self._device} does not even read a number back: {error}") from error
 
     def not_live(self) -> list[str]:
-        """See Engine. Whether the device has failed shows in the next step."""
+        """See Engine. A failed device shows in the next step."""
         return []
 
     def close(self) -> None:
-        """See Engine. Memory is given back with the object."""
+        """See Engine. The memory is freed with the object."""
 
     @property
     def runs_ahead(self) -> bool:
-        """See Engine. A CPU has nobody to launch a step while another one runs."""
+        """See Engine. A CPU cannot launch a step while another one runs."""
         if self._options.run_ahead == "auto":
             return self._device.type == "cuda"
         return self._options.run_ahead == "on"
 
     @property
     def num_stages(self) -> int:
-        """See Engine. Of a rank's part: this stage."""
+        """See Engine. A rank's part counts as one stage."""
         return 1
 
     @property
@@ -237,7 +238,7 @@ class TorchEngine:
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """See Engine."""
         if torch.get_num_threads() != self._options.num_threads:
-            torch.set_num_threads(self._options.num_threads)  # the count is the calling thread's
+            torch.set_num_threads(self._options.num_threads)  # the setting is per calling thread
         self._slots.apply(plan)
         if self._head is not None:
             self._head.apply(plan)
@@ -245,7 +246,7 @@ class TorchEngine:
         try:
             return self._launch(batch, plan.sampling)
         except Exception:
-            if self._device.type == "cuda":  # what is queued already must not write to blocks that are released now
+            if self._device.type == "cuda":  # queued work must not write to blocks that are released now
                 with contextlib.suppress(RuntimeError):
                     torch.cuda.current_stream(self._device).synchronize()
             raise
@@ -264,7 +265,7 @@ class TorchEngine:
 
     @torch.inference_mode()
     def _sample_deferred(self, batch: Batch, there: _There, logits: torch.Tensor, inputs: SamplingInputs) -> Sampled:
-        """Sample with all tokens known."""
+        """Sample when all tokens are known."""
         self._slots.learn(inputs.new_tokens)
         return self._sample(batch, there, logits, inputs, None)
 
@@ -283,7 +284,7 @@ class TorchEngine:
         arrays = [batch.token_ids, batch.slots[sampled], batch.query_start_loc[1:][sampled] - 1]
         if batch.is_fed is None:
             return _There(*self._ops.upload(arrays))
-        # Rows that are fed have one token each, and come first.
+        # Fed rows have one token each, and come first.
         num_fed = batch.num_decode_rows
         fed_slots = np.where(batch.is_fed, batch.slots, -1)[:num_fed]
         token_ids, sampled_slots, last_tokens, slots = self._ops.upload((*arrays, fed_slots))
@@ -291,7 +292,7 @@ class TorchEngine:
         return _There(torch.cat((fed, token_ids[num_fed:])), sampled_slots, last_tokens)
 
     def _forward(self, batch: Batch, there: _There) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Hidden states of all tokens, unless nobody looks at them here, and the logits of the rows that sample, if any do."""
+        """(hidden states of all tokens, if they are needed here; logits of the rows that sample, if there are any)."""
         if self._graphs is not None and self._graphs.fits(batch):
             return None, self._graphs.run(batch, there.token_ids)
         if self._adapters is not None:
@@ -310,14 +311,14 @@ class TorchEngine:
 
 
 def _under_way(batch: Batch, there: _There) -> UnderWay | None:
-    """Which tokens of the rows that sample came from the step in front."""
+    """The tokens of sampling rows that come from the step in front; None if there are none."""
     if batch.is_fed is None:
         return None
     return UnderWay(batch.is_fed[batch.sampling_rows].astype(np.int32), there.token_ids[there.last_tokens])
 
 
 def max_model_len_of(options: EngineOptions, shape: ModelShape, geometry: KvGeometry, num_blocks: int) -> int:
-    """Tokens of the longest sequence: the model's own limit, the operator's, and what the pool holds."""
+    """Tokens of the longest sequence: the smallest of the model's limit, the operator's limit, and the pool's size."""
     longest = shape.max_position_embeddings
     fits = geometry.max_tokens(num_blocks, options.max_batched_tokens)
     return min(longest, options.max_model_len or longest, longest if fits is None else fits)
@@ -330,7 +331,7 @@ def make_pool(
     device: torch.device,
     part: RankPart | None = None,
 ) -> KvPool:
-    """The pool of so many logical blocks, or a rank's ``part`` of it, with what a GPU needs beside them.
+    """The pool of ``num_blocks`` logical blocks, or a rank's ``part`` of it, with the extra blocks and staging of a GPU.
 
     Raises ModelError if it does not fit the memory.
     """
@@ -338,7 +339,7 @@ def make_pool(
         num_spare, staging = 0, None
         if device.type == "cuda":
             num_spare = NUM_SPARE_BLOCKS
-            if part is None:  # else the leader moves blocks, of all ranks
+            if part is None:  # otherwise the leader moves the blocks of all ranks
                 staging = StagingPlan(CudaCopies(device), options.staging_bytes)
         shared_memory = None if part is None else part.pool_memory
         num_physical = num_blocks * len(geometry.groups)
@@ -360,7 +361,7 @@ def card_of(
     max_model_len: int,
     kv_scales: str = "",
 ) -> ModelCard:
-    """What the engine tells of itself. ``kv_scales``: their digest, see KvLayout."""
+    """The engine's model card. ``kv_scales``: their digest, see KvLayout."""
     return ModelCard(
         layout=KvLayout(
             model_id=options.model_id,
@@ -378,7 +379,7 @@ def card_of(
 
 
 def _kv_scales_of(options: EngineOptions, config: ModelConfig, kv_dtype: torch.dtype) -> torch.Tensor | None:
-    """What K/V in fp8 are divided by; None for any other ``kv_dtype``. Raises ModelError for latents."""
+    """The scales of fp8 K/V; None for any other ``kv_dtype``. Raises ModelError for latents."""
     if kv_dtype != torch.float8_e4m3fn:
         return None
     if config.latent is not None:

@@ -1,4 +1,4 @@
-"""A step that was launched on torch, until its tokens are on the host."""
+"""A step launched on torch, until its tokens are on the host."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvrelay.engine.step.plan import RowResult, SamplingInputs
 
 @dataclass(frozen=True, slots=True)
 class Deferred:
-    """Everything is queued up to the logits, which ``sample`` holds until it is told to go on with them."""
+    """The state of a step whose work is queued up to the logits, which it keeps for ``sample``."""
 
     sample: Callable[[SamplingInputs], Sampled]
 
@@ -24,7 +24,7 @@ class Deferred:
 class TorchStep:
     """Implements :class:`kvrelay.engine.step.interface.LaunchedStep`: deferred ──sample──▶ queued, or queued from the start.
 
-    On a GPU what is queued is on the stream, with an event behind it; on a CPU all of it is done.
+    On a GPU, queued work is on the stream, with an event after it; on a CPU all of it is done.
     """
 
     def __init__(
@@ -35,9 +35,9 @@ class TorchStep:
         device: torch.device,
         behind: Copied | None = None,
     ) -> None:
-        """The step is on the stream as far as ``sampled`` says; None if no row samples.
+        """``sampled``: how far the step is queued; None if no row samples.
 
-        ``logprobs``: of prompts, by row. ``behind``: the copies of blocks that it reads, or may.
+        ``logprobs``: of prompts, by row. ``behind``: the copies of blocks that it may read.
         """
         self._batch = batch
         self._logprobs = logprobs
@@ -62,7 +62,7 @@ class TorchStep:
         if self._done is not None:
             self._done.synchronize()
         if self._behind is not None:
-            self._behind.synchronize()  # it is over; if it has failed, there is no token
+            self._behind.synchronize()  # the copies are over; if one failed, the tokens are invalid
         assert not isinstance(self._state, Deferred), "a step that was not told to sample yields no tokens"
         tokens: list[tuple[SampledToken, ...]] = [()] * len(self._batch.rows)
         if self._state is not None:
@@ -71,10 +71,10 @@ class TorchStep:
         return [RowResult(of_row, self._logprobs.get(index, ())) for index, of_row in enumerate(tokens)]
 
     def _queue(self, sampled: Sampled | None) -> Sampled | None:
-        """The tokens, on their way to the host."""
+        """Launch the copy of the tokens to the host."""
         return None if sampled is None else sampled.fetch()
 
     def _mark(self) -> None:
-        """What ``wait`` waits for is queued."""
+        """Record the point that ``wait`` waits for."""
         if self._done is not None:
             self._done.record()

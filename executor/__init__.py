@@ -6,8 +6,8 @@
         for output in llm.generate(["The sky is", "Grass is"], SamplingParams(max_tokens=8)):
             print(output.outputs[0].text)
 
-It stands beside the launcher, above all other components; nobody imports it. Not for a cluster: ask its gateway with any OpenAI
-client.
+It uses all other components except the launcher's, and no component imports it. Not for a cluster: use any OpenAI client with the
+cluster's gateway.
 """
 
 from kvrelay.executor.errors import ShutDownError, WorkerDiedError

@@ -1,4 +1,4 @@
-"""Many requests at once, in order: as many at a time as find room, the others when some are done."""
+"""Runs many requests, in order: as many at a time as there is room for, the others as room becomes free."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvrelay.executor.result import GenerationResult
 from kvrelay.gateway.errors import UnavailableError
 
 OnProgress = Callable[[int, int], None]
-"""Hears (requests that are complete, all)."""
+"""Called with (number of complete requests, number of all)."""
 
 
 def run_batch(
@@ -22,10 +22,10 @@ def run_batch(
     max_at_a_time: int,
     on_progress: OnProgress,
 ) -> list[RequestOutput]:
-    """The outputs of all ``requests``, in their order. Blocks. Raises the first ApiError, after all others were aborted.
+    """The outputs of all ``requests``, in their order. Blocks. Raises the first ApiError, after aborting all other requests.
 
-    A request that is refused for want of room goes back in front of those to come as long as others of the batch run: each that
-    ends leaves some. Without any that run it is others who have it all, and the error is raised.
+    A request that is refused for lack of room goes back to the front of the line while others of the batch run, because each that
+    ends frees some room. If none of the batch runs, other requests have all the room, and the error is raised.
     """
     waiting = deque(range(len(requests)))
     running: dict[int, GenerationResult] = {}

@@ -1,7 +1,8 @@
 """Threads for an asyncio loop that must be able to stop while the interpreter exits.
 
-From then on Python starts no threads (3.12), nor takes its own thread pools any work, and just then an executor that nobody shut
-down has to close sockets and join threads, off its loop. So these threads are there from the beginning, and nobody waits for them.
+During its exit Python starts no threads (3.12), and its own thread pools take no work. Just then an executor that was not shut down
+must close sockets and join threads, outside of its loop. So these threads start at the beginning, and the exit does not wait for
+them.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from typing import Any
 
 
 class DaemonThreads(ThreadPoolExecutor):
-    """A pool with daemon threads of its own. (asyncio takes nothing but a ThreadPoolExecutor; none of its threads ever starts.)"""
+    """A pool with its own daemon threads. asyncio accepts only a ThreadPoolExecutor, but the base class's threads never start."""
 
     def __init__(self, num_threads: int, name: str) -> None:
-        """All threads start here."""
+        """Starts all threads."""
         super().__init__(max_workers=1)
         self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
         self._daemons = [
@@ -33,7 +34,7 @@ class DaemonThreads(ThreadPoolExecutor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """The threads end when what was submitted is done; ``wait`` for that."""
+        """Let the threads end when the submitted work is done; ``wait`` for that."""
         for _ in self._daemons:
             self._calls.put(None)
         if wait:
@@ -51,4 +52,4 @@ class DaemonThreads(ThreadPoolExecutor):
                 future.set_exception(error)
             else:
                 future.set_result(result)
-            del call, future, work  # while this thread waits, it must not keep anything alive
+            del call, future, work  # a waiting thread must not keep anything alive

@@ -1,4 +1,4 @@
-"""Errors of the executor, beside those of the API (:mod:`kvrelay.gateway.errors`), which come out of results as they are.
+"""Errors of the executor. Results also raise those of the API unchanged (:mod:`kvrelay.gateway.errors`).
 
 ApiError
 ├── WorkerDiedError      500  the worker in this process has ended; nothing can be computed any more

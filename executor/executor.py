@@ -1,7 +1,7 @@
-"""Runs requests over a backend, on a thread of its own with an asyncio loop; callers are on any other thread or loop.
+"""Runs requests over a backend, on its own thread with an asyncio loop. Callers are on any other thread or loop.
 
-Its life: ``start`` (the backend gets ready), then ``submit`` from anywhere, then ``shutdown``. Every request that was submitted is
-over exactly once: complete, aborted, or with an error. That holds, too, when the backend dies, or the thread.
+Life cycle: ``start`` (the backend gets ready), then ``submit`` from any thread, then ``shutdown``. Every submitted request ends
+exactly once: complete, aborted, or with an error. This also holds if the backend or the thread dies.
 """
 
 from __future__ import annotations
@@ -23,39 +23,39 @@ from kvrelay.gateway.errors import ApiError
 
 logger = logging.getLogger(__name__)
 
-_LOOK_S = 0.25  # how often the backend is asked whether it is live: a thread that dies tells nobody
-_NUM_THREADS = 4  # for what would block the loop
+_LOOK_S = 0.25  # how often to ask whether the backend is live: a dying thread reports nothing
+_NUM_THREADS = 4  # threads for work that would block the loop
 
 
 Stats = dict[str, int]
-"""Requests that run and wait, KV blocks that are used and free (cached ones among them), tokens of prompts and output so far."""
+"""Counts: running and waiting requests, used and free KV blocks (free includes cached), tokens of prompts and of output so far."""
 
 
 class Backend(Protocol):
-    """Made on any thread; all methods are called on the executor's asyncio loop."""
+    """Made on any thread. All methods are called on the executor's asyncio loop."""
 
     async def start(self) -> None:
-        """Get ready for requests. Raises KvrelayError; ``stop`` comes after that, too."""
+        """Get ready for requests. Raises KvrelayError; ``stop`` is called in that case, too."""
 
     async def run(self, request: Request, progress: Progress, *, stream: bool) -> None:
-        """Write the request's outputs into ``progress``; it is complete when this returns. Raises ApiError.
+        """Write the request's outputs into ``progress``. The request is complete when this returns. Raises ApiError.
 
-        Cancelled, it gives everything back that the request holds.
+        If cancelled, it releases everything that the request holds.
         """
 
     async def stats(self) -> Stats:
-        """How busy it is. Raises ApiError."""
+        """The current load. Raises ApiError."""
 
     def not_live(self) -> list[str]:
-        """Why nothing will ever come of any request; empty if something may."""
+        """Why no request can succeed any more; empty if one can."""
 
     async def stop(self) -> None:
-        """End everything; no request runs any more."""
+        """End everything. No request is running then."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Submitted:
-    """A request on its way."""
+    """A submitted request."""
 
     request: Request
     progress: Progress
@@ -63,7 +63,7 @@ class Submitted:
 
 
 class Executor:
-    """``start`` once, ``shutdown`` at least once."""
+    """Call ``start`` once, and ``shutdown`` at least once."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -74,12 +74,12 @@ class Executor:
         self._lock = threading.Lock()
         self._open: set[Submitted] = set()  # not over
         self._is_closed = False
-        self._end: ApiError = ShutDownError()  # what open requests end with when the executor does
+        self._end: ApiError = ShutDownError()  # the error of open requests when the executor ends
         self._tasks: dict[Submitted, asyncio.Task[None]] = {}  # on the loop only
         self._pid = os.getpid()
 
     def start(self) -> None:
-        """Returns when requests can be served. Raises what the backend raises; the executor is shut down then."""
+        """Returns when requests can be served. Raises what the backend raises; the executor is then shut down."""
         self._thread.start()
         try:
             self._started.result()
@@ -90,7 +90,7 @@ class Executor:
     # -- from any thread -------------------------------------------------------------------------------------------
 
     def submit(self, request: Request, *, stream: bool) -> Submitted:
-        """Begin a request; never blocks, and raises nothing: what goes wrong is told by its progress."""
+        """Begin a request. Never blocks and never raises: errors appear in its progress."""
         request_id = request.request_id or f"exec-{secrets.token_hex(8)}"
         prompt = request.prompt if isinstance(request.prompt, str) else None
         progress = Progress(request_id, prompt, request.sampling_params.num_outputs, tells_pieces=stream)
@@ -105,13 +105,13 @@ class Executor:
         return submitted
 
     def abort(self, submitted: Submitted) -> None:
-        """Take a request back, if it is not over. Returns at once."""
+        """Abort a request that is not over. Returns at once."""
         with self._lock:
             if not self._is_closed:
                 self._loop.call_soon_threadsafe(self._cancel, submitted)
 
     def stats(self) -> Future[Stats]:
-        """The backend's. The future raises ApiError."""
+        """The backend's statistics. The future may raise ApiError."""
         future: Future[Stats] = Future()
         with self._lock:
             is_closed = self._is_closed
@@ -121,9 +121,9 @@ class Executor:
         return future
 
     def shutdown(self, timeout_s: float = 30.0) -> None:
-        """End everything: requests that are not over fail with ShutDownError. Waits up to ``timeout_s`` for the threads' end."""
+        """End everything. Open requests fail with ShutDownError. Waits up to ``timeout_s`` for the threads' end."""
         if os.getpid() != self._pid:
-            return  # a forked process has the memory, but not the threads; the sockets and files are its parent's
+            return  # a forked process has the memory but not the threads; sockets and files belong to its parent
         with self._lock:
             if not self._is_closed and self._thread.ident is not None:
                 self._loop.call_soon_threadsafe(self._stopping.set)
@@ -176,7 +176,7 @@ class Executor:
             await self._backend.stop()
 
     def _look(self) -> None:
-        """Whether anything can still come of requests; if not, all end, and so do those to come."""
+        """Whether requests can still succeed. If not, all requests end, and so do later ones."""
         if reasons := self._backend.not_live():
             self._end = WorkerDiedError(
                 f"the worker in this process has ended: {'; '.join(reasons)}; make a new executor"
@@ -196,7 +196,7 @@ class Executor:
             task.add_done_callback(lambda _: self._forget(submitted))
 
     def _cancel(self, submitted: Submitted) -> None:
-        """Called behind ``_begin``: a request that is not among the tasks is over."""
+        """Called after ``_begin``: a request without a task is over."""
         if (task := self._tasks.get(submitted)) is not None:
             submitted.progress.finish()
             task.cancel()
@@ -213,16 +213,16 @@ class Executor:
             progress.finish(ApiError(f"the executor failed on this request: {error!r}"))
 
     def _forget(self, submitted: Submitted) -> None:
-        """Its task is done, maybe without ever having run."""
+        """The request's task is done, perhaps without having run."""
         del self._tasks[submitted]
         with self._lock:
             self._open.discard(submitted)
-        submitted.progress.finish(self._end)  # if it is not over: its task was cancelled, and not by its owner
+        submitted.progress.finish(self._end)  # if it is not over, its task was cancelled, but not by its owner
 
 
 async def _end_leftovers() -> None:
-    """Who still waits for something on the loop, for instance for statistics, must not wait for ever."""
-    await asyncio.sleep(0)  # what other threads asked for meanwhile begins
+    """Cancel other tasks on the loop, such as calls for statistics, so that their callers do not wait forever."""
+    await asyncio.sleep(0)  # lets calls that other threads have scheduled begin
     tasks = asyncio.all_tasks() - {asyncio.current_task()}
     for task in tasks:
         task.cancel()

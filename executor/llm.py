@@ -1,4 +1,4 @@
-"""The executor's one class: a model in this process."""
+"""The executor's main class: a model in this process."""
 
 from __future__ import annotations
 
@@ -19,40 +19,40 @@ from kvrelay.executor.result import GenerationResult
 from kvrelay.executor.sampling import SamplingParams
 from kvrelay.gateway.errors import InvalidRequestError
 
-_AT_EXIT_S = 10.0  # how long the interpreter's end waits for a step that runs
-_MORE_AT_A_TIME = 8  # requests of a batch than run: so the worker's batch has no gaps
+_AT_EXIT_S = 10.0  # how long the interpreter's exit waits for a running step
+_MORE_AT_A_TIME = 8  # submitted requests beyond those that run, so that the worker's batch has no gaps
 
 
 class LLM:
-    """Use it as a context manager, or call :meth:`shutdown`. All methods may be called from any thread.
+    """A model in this process. Use it as a context manager, or call :meth:`shutdown`. All methods may be called from any thread.
 
         LLM("demo", max_num_seqs=16, kv_memory_mb=512)
 
-    Names are those of vLLM's ``LLM`` and TensorRT-LLM's where they agree.
+    Names are those of vLLM's ``LLM`` and TensorRT-LLM's where those agree.
     """
 
     def __init__(self, model: str = "demo", **options: Any) -> None:
         """Blocks until requests can be served; loading a model takes seconds.
 
-        ``model``: a directory, a Hugging Face id or ``demo``. ``options``: settings by their names (``dtype``, ``kv_memory_mb``,
-        ``max_num_seqs``, ``threads``, ``max_queued`` …; see :class:`kvrelay.executor.local.LocalSettings`).
-
-        Raises SettingsError or ModelError.
+        ``model``: a directory, a Hugging Face id or ``demo``. ``options``: settings by name (``dtype``, ``kv_memory_mb``,
+        ``max_num_seqs``, ``threads``, ``max_queued`` …; see :class:`kvrelay.executor.local.LocalSettings`). Raises SettingsError or
+        ModelError.
         """
         settings = build(LocalSettings, {"model": model, **options}, source="LLM")
         backend = LocalBackend.load(settings)
         self._max_at_a_time = backend.max_num_seqs + _MORE_AT_A_TIME
         self._executor = Executor(backend)
-        # Also at the interpreter's exit, and when nobody knows this object any more (results do).
+        # Also runs at the interpreter's exit, and when this object is garbage-collected (results keep it alive).
         self._finalizer = weakref.finalize(self, self._executor.shutdown, _AT_EXIT_S)
         self._executor.start()
 
     def submit(
         self, prompt: Prompt | Request, sampling_params: SamplingParams | None = None, *, stream: bool = False
     ) -> GenerationResult:
-        """Begin a request; returns at once. What goes wrong comes out of the result.
+        """Begin a request; returns at once. The result raises errors.
 
-        ``stream``: its iterators see every step, not just the end. Raises InvalidRequestError on a prompt that is none.
+        ``stream``: the result's iterators see every step, not only the end. Raises InvalidRequestError if the prompt has a wrong
+        type.
         """
         submitted = self._executor.submit(as_request(prompt, sampling_params), stream=stream)
 
@@ -67,10 +67,11 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         on_progress: OnProgress = lambda done, total: None,
     ) -> list[RequestOutput]:
-        """The outputs of all prompts, in their order. Blocks; any number is taken, as many run at a time as find room.
+        """The outputs of all prompts, in their order. Blocks. There may be any number of prompts; as many run at a time as there is
+        room for.
 
-        ``sampling_params``: of all, or of each. ``on_progress``: hears (complete, all). Raises the first ApiError, after all others
-        were aborted.
+        ``sampling_params``: for all, or one for each. ``on_progress``: called with (complete, all). Raises the first ApiError,
+        after aborting all other requests.
         """
         given: list[Any] = [prompts] if _is_one(prompts) else list(cast("Sequence[Any]", prompts))
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
@@ -86,8 +87,8 @@ class LLM:
         return run_batch(requests, self.submit, max_at_a_time=self._max_at_a_time, on_progress=on_progress)
 
     def get_stats(self) -> Stats:
-        """How busy it is: ``num_running``, ``num_waiting``, ``num_used_blocks``, ``num_free_blocks`` (cached ones among them),
-        ``num_prompt_tokens``, ``num_output_tokens`` so far. Blocks for a moment. Raises ApiError.
+        """The current load: ``num_running``, ``num_waiting``, ``num_used_blocks``, ``num_free_blocks`` (including cached ones),
+        ``num_prompt_tokens``, ``num_output_tokens`` so far. Blocks briefly. Raises ApiError.
         """
         try:
             return self._executor.stats().result()
@@ -95,7 +96,7 @@ class LLM:
             raise ShutDownError from None
 
     def shutdown(self) -> None:
-        """End it: requests that are not over fail with ShutDownError. Waits for threads and sockets. May come more than once."""
+        """Shut down: open requests fail with ShutDownError. Waits for threads and sockets. May be called more than once."""
         self._executor.shutdown()
         self._finalizer.detach()
 
@@ -109,7 +110,7 @@ class LLM:
 
 
 def _is_one(prompts: object) -> bool:
-    """Whether it is one prompt, and not several. A list of numbers is one."""
+    """Whether this is one prompt. A list of numbers is one prompt."""
     if isinstance(prompts, str | Mapping | Chat | Request):
         return True
     return (

@@ -1,7 +1,7 @@
-"""A model in this process: one decode worker, which computes prompts itself, and the gateway's way of a request in front of it.
+"""A model in this process: one decode worker, which computes prompts itself, with the gateway's code in front of it.
 
-Everything between a body and the worker is the gateway's own code; only HTTP is left out. The two talk over a ZeroMQ socket in a
-private directory, so there are no ports. The worker's model thread is the only other thread that computes.
+Between a request's body and the worker everything is the gateway's own code; only HTTP is left out. The two communicate over a
+ZeroMQ socket in a private directory, so there are no ports. The worker's model thread is the only other thread that computes.
 """
 
 from __future__ import annotations
@@ -51,15 +51,16 @@ from kvrelay.worker.setup import Setup
 
 logger = logging.getLogger(__name__)
 
-# Both ends of the link are on one loop: silence says that the loop, or the whole process, was held up, and not that one is gone.
+# Both ends of the link are on one loop. Silence means that the loop or the whole process was held up, not that an end is
+# gone.
 _LINK = LinkSettings(ping_interval_s=0.2, peer_timeout_s=3600.0)
 _CONNECT_S = 30.0
-_LONGEST_DIRECTORY = 80  # characters; a socket's path has 107
+_LONGEST_DIRECTORY = 80  # characters; a socket's path may have 107
 
 
 @dataclass(frozen=True, slots=True)
 class LocalSettings:
-    """Options of a worker in this process, and of the line in front of it: the components' own, by their names."""
+    """Options of a worker in this process and of the line in front of it, under the components' own names."""
 
     model: ModelSettings
     kv: KvSettings
@@ -70,9 +71,9 @@ class LocalSettings:
 
 @dataclass(slots=True)
 class _Running:
-    """What is up between start and stop."""
+    """The objects that exist between start and stop."""
 
-    directory: Path  # of the sockets
+    directory: Path  # for the sockets
     worker: DecodeWorker
     metrics: GatewayMetrics
     model: Model
@@ -89,17 +90,17 @@ class LocalBackend:
         guides: GuideCompiler | None = None,
         draft_engine: Engine | None = None,
     ) -> None:
-        """``directory``: of the model, whose tokenizer and chat template are loaded. Raises ModelError.
+        """``directory``: of the model; its tokenizer and chat template are loaded. Raises ModelError.
 
-        ``guides``: what compiles guides; None: requests that have one are refused. ``draft_engine``: a draft model, loaded.
+        ``guides``: compiles guides; None: requests with a guide are refused. ``draft_engine``: a loaded draft model.
         """
         self._settings = settings
         self.max_num_seqs = sequences_at_a_time(settings.scheduler.max_num_seqs, engine.card.device_type)
         self._files = ModelFiles.load(directory)
         self._model_name = directory.name
-        self._engine: Engine | None = engine  # until a worker has it
+        self._engine: Engine | None = engine  # until a worker takes it over
         self._guides = guides
-        self._draft_engine = draft_engine  # as the engine
+        self._draft_engine = draft_engine  # like the engine
         self._running: _Running | None = None
 
     @classmethod
@@ -127,11 +128,11 @@ class LocalBackend:
 
     @property
     def worker(self) -> DecodeWorker:
-        """The worker, while it is up."""
+        """The worker, while it is running."""
         return self._up.worker
 
     async def start(self) -> None:
-        """See Backend. Raises SettingsError or ModelError if worker and gateway do not come together."""
+        """See Backend. Raises SettingsError or ModelError if worker and gateway cannot connect."""
         assert self._engine is not None, "a backend is started once"
         settings = self._settings
         directory = _private_directory()
@@ -160,7 +161,7 @@ class LocalBackend:
         metrics = GatewayMetrics(CollectorRegistry())
         network, of_model = Network.open(), metrics.of_model(self._model_name)
         pool = WorkerPool(f"executor-{secrets.token_hex(8)}", of_model, _LINK, network, needs_prefill_workers=False)
-        # Of one worker nobody need remember what it has cached.
+        # With one worker, no record of cached prefixes is needed.
         relay = Relay(pool, dataclasses.replace(settings.relay, policy="least_loaded"), of_model, network.clock)
         self._running = _Running(
             directory=directory,
@@ -172,7 +173,7 @@ class LocalBackend:
         pool.update(static_workers((), (worker.address,)))
         try:
             async with asyncio.timeout(_CONNECT_S):
-                # Only a worker that has reported says how many requests it computes at a time.
+                # Only the worker's first report says how many requests it computes at a time.
                 while any(one.status is None for one in pool.workers):
                     pool.changed.clear()
                     await pool.changed.wait()
@@ -200,7 +201,7 @@ class LocalBackend:
         )
         progress.on_prompt(sequences[0].prompt_token_ids)
         usages = [Usage(len(prompt)) for _ in sequences]
-        # Which are the best, or the beams, is known at the end.
+        # The best outputs, or the beams, are known only at the end.
         is_choice_late = len(sequences) > spec.num_choices or spec.beam_search is not None
         late: list[list[TextDelta]] = [[] for _ in sequences]
 
@@ -288,7 +289,7 @@ def _piece(delta: TextDelta, *, tells_logprobs: bool) -> Piece:
 
 
 def token_logprobs(token: SampledToken) -> TokenLogprobs:
-    """Of one token; empty if its log probability is not known. Numbers are those that a gateway's answer has."""
+    """The log probabilities of one token; empty if unknown. The numbers are those of a gateway's answer."""
     logprob = finite(token.logprob)
     if logprob is None:
         return {}
@@ -299,7 +300,7 @@ def token_logprobs(token: SampledToken) -> TokenLogprobs:
 
 
 def _private_directory() -> Path:
-    """A new directory that nobody else can enter, with a path that leaves room for a socket's name."""
+    """A new directory that only this user can enter, whose path is short enough for a socket."""
     directory = tempfile.mkdtemp(prefix="kvrelay-")
     if len(directory) > _LONGEST_DIRECTORY:
         Path(directory).rmdir()

@@ -1,6 +1,6 @@
-"""One request's outputs as they grow, between the executor's thread, which writes, and whoever waits, on any thread or loop.
+"""One request's growing outputs, shared by the executor's thread, which writes, and readers on any thread or loop.
 
-Those who read take a snapshot: a slow reader finds several tokens in one, and nothing piles up for it.
+Readers take snapshots. A slow reader finds several tokens in one snapshot, and no queue grows.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kvrelay.executor.outputs import CompletionOutput, Piece, RequestOutput, Tok
 CANCELLED = "cancelled"
 
 Cursor = dict[int, tuple[int, int]]
-"""By output: characters and tokens that a reader has seen."""
+"""Per output: the characters and tokens that a reader has seen."""
 
 
 @dataclass(slots=True)
@@ -53,14 +53,14 @@ class _Growing:
 
 
 class Progress:
-    """Thread-safe. Written by the executor's thread; is over exactly once, with an error or without."""
+    """Thread-safe. The executor's thread writes it. It ends exactly once, with or without an error."""
 
     def __init__(self, request_id: str, prompt: str | None, num_outputs: int, *, tells_pieces: bool) -> None:
-        """``tells_pieces``: waiters hear of every piece, and not only of the end."""
+        """``tells_pieces``: wake readers for every piece, not only at the end."""
         self.request_id = request_id
-        self.over: Future[None] = Future()  # done when nothing more comes, with the error if it failed
-        self.first_news: Future[None] = Future()  # done when there is anything to see
-        self._news = self.first_news  # done when there is more than the last snapshot has
+        self.over: Future[None] = Future()  # done when the request is over, with its error if it failed
+        self.first_news: Future[None] = Future()  # done when there is a first output
+        self._news = self.first_news  # done when there is more than in the last snapshot
         self._prompt = prompt
         self._tells_pieces = tells_pieces
         self._lock = threading.Lock()
@@ -78,7 +78,7 @@ class Progress:
         logprobs: list[TokenLogprobs | None] | None = None,
         num_cached_tokens: int = 0,
     ) -> None:
-        """Something is known of the prompt; what is left out stays as it is. Waiters hear of it with the next piece."""
+        """Set what is known of the prompt; omitted arguments keep their values. Readers see it with the next piece."""
         with self._lock:
             if token_ids is not None:
                 self._prompt_token_ids = list(token_ids)
@@ -87,7 +87,7 @@ class Progress:
             self._num_cached_tokens = max(self._num_cached_tokens, num_cached_tokens)
 
     def add(self, index: int, piece: Piece) -> None:
-        """One output grows. Waiters hear of the piece that completes the last one when it is over."""
+        """Append to one output. The piece that completes the last output wakes readers only when the request is over."""
         with self._lock:
             self._growing[index].add(piece)
             if not self._tells_pieces or all(one.finish_reason is not None for one in self._growing):
@@ -96,9 +96,9 @@ class Progress:
         news.set_result(None)
 
     def finish(self, error: Exception | None = None) -> None:
-        """It is over; does nothing if it was over. Outputs that are not complete were cancelled.
+        """End the request; does nothing if it has ended. Incomplete outputs count as cancelled.
 
-        ``error`` is raised to all who read the result.
+        ``error``: raised to all readers of the result.
         """
         with self._lock:
             if self._is_over:
@@ -116,12 +116,15 @@ class Progress:
 
     @property
     def is_cancelled(self) -> bool:
-        """Whether it ended before some output was complete, and without an error."""
+        """Whether the request ended without an error before all outputs were complete."""
         is_complete = all(one.finish_reason != CANCELLED for one in self._growing)
         return self.over.done() and self.over.exception() is None and not is_complete
 
     def snapshot(self, cursor: Cursor) -> tuple[RequestOutput, Future[None]]:
-        """The outputs so far, new is what is behind ``cursor``, which moves; and what is done when there is more to see."""
+        """The outputs so far, where everything after ``cursor`` is new; moves ``cursor``.
+
+        Also a future that is done when there is more.
+        """
         with self._lock:
             outputs = [one.snapshot(index, cursor.get(index, (0, 0))) for index, one in enumerate(self._growing)]
             for index, one in enumerate(self._growing):

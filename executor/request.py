@@ -1,4 +1,4 @@
-"""What is asked of an executor: a prompt, how to continue it, and as what body a gateway reads it."""
+"""A request to the executor: a prompt, how to continue it, and its body as the gateway reads it."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _LONGEST_S = 1_000_000_000
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """A conversation as a prompt, by the model's own chat template. The answer is the text as the model writes it."""
+    """A conversation as a prompt, rendered with the model's chat template. The answer is the raw text of the model."""
 
     messages: Sequence[Message]
-    tools: Sequence[Mapping[str, Any]] | None = None  # for the template, in OpenAI's form
-    add_generation_prompt: bool = True  # the assistant's turn begins
-    continue_final_message: bool = False  # instead of a new turn, the last message goes on
-    chat_template_kwargs: Mapping[str, Any] | None = None  # more names for the template
+    tools: Sequence[Mapping[str, Any]] | None = None  # shown by the template, in OpenAI's form
+    add_generation_prompt: bool = True  # begin the assistant's turn
+    continue_final_message: bool = False  # continue the last message instead of a new turn
+    chat_template_kwargs: Mapping[str, Any] | None = None  # further names for the template
 
     def body(self) -> dict[str, Any]:
-        """As fields of a chat's body, those that say something."""
+        """The fields of a chat's body that differ from their defaults."""
         body: dict[str, Any] = {"messages": [dict(message) for message in self.messages]}
         if self.tools is not None:
             body["tools"] = [dict(tool) for tool in self.tools]
@@ -47,17 +47,17 @@ Prompt = str | Sequence[int] | Chat
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt and what to make of it. Raises InvalidRequestError on an id or a time that is none."""
+    """One prompt and how to continue it. Raises InvalidRequestError on an invalid id or time."""
 
     prompt: str | Sequence[int] | Chat
     sampling_params: SamplingParams = field(default_factory=SamplingParams)
-    request_id: str | None = None  # in logs and outputs; None: one is made
-    timeout_s: float | None = None  # how long all of it may take; None: as long as the gateway's settings allow
-    priority: int = 0  # in the line for a place; the smaller, the earlier
+    request_id: str | None = None  # for logs and outputs; None: one is made
+    timeout_s: float | None = None  # timeout of the whole request; None: the gateway settings' limit
+    priority: int = 0  # in the waiting line; smaller is earlier
     cache_priority: int | None = (
         None  # 0 to 100, the higher the longer its KV stays cached; None: as others, above with a ttl
     )
-    cache_ttl: float | None = None  # seconds for which that holds
+    cache_ttl: float | None = None  # seconds for which cache_priority holds
 
     def __post_init__(self) -> None:
         if self.request_id is not None and _ID.fullmatch(self.request_id) is None:
@@ -81,7 +81,7 @@ class Request:
 
 
 def as_request(prompt: Prompt | Request, sampling_params: SamplingParams | None) -> Request:
-    """What was given, as a request. Raises InvalidRequestError on a prompt that is none, or parameters given twice."""
+    """``prompt`` as a request. Raises InvalidRequestError on a wrong type, or if parameters are given twice."""
     if isinstance(prompt, Request):
         if sampling_params is not None:
             raise InvalidRequestError(
@@ -104,7 +104,7 @@ def _checked(prompt: Prompt) -> str | list[int] | Chat:
 
 
 def encode_body(body: Mapping[str, Any]) -> bytes:
-    """``body`` as JSON. Raises InvalidRequestError on what JSON cannot carry."""
+    """``body`` as JSON. Raises InvalidRequestError on values that JSON cannot represent."""
     try:
         return json.dumps(body, allow_nan=False, separators=(",", ":")).encode()
     except (TypeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""A submitted request, as its owner holds it: wait for it, iterate over it, take it back; from any thread and any asyncio loop."""
+"""The handle of a submitted request: wait for it, iterate over it, or abort it, from any thread and any asyncio loop."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from kvrelay.executor.progress import Cursor, Progress
 
 
 class GenerationResult:
-    """Names and behaviour are those of TensorRT-LLM's class.
+    """The handle of a submitted request. Names and behaviour are those of TensorRT-LLM's class.
 
-    Iterating, ``for output in result`` or ``async for``, gives the outputs so far, with what is new in the fields that end in
-    ``_diff``; the last one is finished. Each iterator begins at the beginning. Of a request that does not stream there is just that
-    last one. Leaving a loop does not end the request; :meth:`abort` does.
+    Iterating with ``for output in result`` or ``async for`` gives the outputs so far; fields that end in ``_diff`` have what is
+    new. The last output is finished. Each iterator starts from the beginning. Without streaming there is only the last output.
+    Leaving a loop does not end the request; :meth:`abort` does.
     """
 
     def __init__(self, progress: Progress, abort: Callable[[], None]) -> None:
@@ -26,7 +26,7 @@ class GenerationResult:
 
     @property
     def request_id(self) -> str:
-        """The request's own, or the one that was made for it."""
+        """The request's own id, or the one made for it."""
         return self._progress.request_id
 
     @property
@@ -35,13 +35,13 @@ class GenerationResult:
         return self._progress.over.done()
 
     def aborted(self) -> bool:
-        """Whether it was taken back before it was complete."""
+        """Whether it was aborted before it was complete."""
         return self._progress.is_cancelled
 
     def result(self, timeout: float | None = None) -> RequestOutput:
-        """Block until it is over.
+        """Block until the request is over.
 
-        Raises TimeoutError after ``timeout`` seconds (the request goes on), or the ApiError that it failed with.
+        Raises TimeoutError after ``timeout`` seconds (the request continues), or the ApiError that it failed with.
         """
         try:
             self._progress.over.result(timeout)
@@ -50,7 +50,7 @@ class GenerationResult:
         return self._progress.snapshot({})[0]
 
     def __await__(self) -> Generator[None, None, RequestOutput]:
-        """As :meth:`result`. Who gives up waiting leaves the request running."""
+        """Like :meth:`result`. Cancelling the wait does not end the request."""
         yield from _done(self._progress.over).__await__()
         return self.result()
 
@@ -75,14 +75,18 @@ class GenerationResult:
                 return
 
     def abort(self) -> None:
-        """Take the request back: what it holds is freed, and :meth:`result` gives what has come, ``finish_reason`` "cancelled".
+        """Abort the request: its resources are freed, and :meth:`result` returns the outputs so far, with ``finish_reason``
+        "cancelled".
 
-        Returns at once. Does nothing to a request that is over, or was aborted.
+        Returns at once. Does nothing to a request that is over or aborted.
         """
         self._abort()
 
     def add_done_callback(self, callback: Callable[[GenerationResult], None]) -> None:
-        """Call ``callback`` with this result when it is over, on the executor's thread (it must be quick); at once if it is."""
+        """Call ``callback`` with this result when the request is over, on the executor's thread (so it must be quick).
+
+        If it is over: at once.
+        """
         self._progress.over.add_done_callback(lambda _: callback(self))
 
     def _next(self, cursor: Cursor) -> tuple[RequestOutput, Future[None]]:
@@ -93,11 +97,11 @@ class GenerationResult:
 
 
 async def _done(future: Future[None]) -> None:
-    """Wait for it on the running loop, whichever that is. Who gives up leaves it alone."""
+    """Wait for ``future`` on the running loop. Cancelling the wait does not cancel it."""
     loop, woken = asyncio.get_running_loop(), asyncio.Event()
 
     def wake(_: Future[None]) -> None:
-        with contextlib.suppress(RuntimeError):  # that loop is closed: nobody waits there any more
+        with contextlib.suppress(RuntimeError):  # that loop is closed, so no coroutine waits on it
             loop.call_soon_threadsafe(woken.set)
 
     future.add_done_callback(wake)

@@ -1,7 +1,7 @@
-"""How to generate: the names of vLLM's and TensorRT-LLM's ``SamplingParams``.
+"""Sampling parameters, with the names of vLLM's and TensorRT-LLM's ``SamplingParams``.
 
-Parameters become the body of OpenAI's completions, which the gateway's own schema reads
-(:mod:`kvrelay.gateway.apis.openai.bodies`): defaults, ranges, and what contradicts what are those of HTTP, and so are the tokens.
+They become the body of OpenAI's completions, which the gateway's own schema reads (:mod:`kvrelay.gateway.apis.openai.bodies`). So
+defaults, ranges and contradictions are those of HTTP, and so are the tokens.
 """
 
 from __future__ import annotations
@@ -13,32 +13,32 @@ from typing import Any, Literal
 
 from kvrelay.gateway.errors import InvalidRequestError
 
-_MAX_OUTPUTS = 1024  # more than a gateway takes
+_MAX_OUTPUTS = 1024  # above a gateway's limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsParams:
-    """What the output must match: one of these. The names are vLLM's."""
+    """What the output must match; set one field. The names are vLLM's."""
 
     json: str | Mapping[str, Any] | None = None  # a JSON Schema
     regex: str | None = None
-    choice: Sequence[str] | None = None  # the whole output is one of these
+    choice: Sequence[str] | None = None  # the output must be one of these
     grammar: str | None = None  # EBNF, as llama.cpp writes it (GBNF)
     json_object: bool | None = None  # any JSON object
     structural_tag: str | Mapping[str, Any] | None = None  # xgrammar's
 
     def body(self) -> dict[str, Any]:
-        """What is set."""
+        """The fields that are set."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: _plain(value) for name, value in values.items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """Parameters of one request. What is wrong with them is found when they are used: InvalidRequestError names the field."""
+    """Parameters of one request. They are checked when they are used: InvalidRequestError names the wrong field."""
 
-    n: int = 1  # outputs …
-    best_of: int | None = None  # … the likeliest of so many
+    n: int = 1  # number of outputs to return
+    best_of: int | None = None  # number of outputs to generate; the likeliest are returned
     temperature: float = 1.0  # 0: the likeliest token each time
     top_p: float = 1.0
     top_k: int = 0  # 0 and -1: all
@@ -47,7 +47,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    seed: int | None = None  # None: another one each time
+    seed: int | None = None  # None: a new one each time
     max_tokens: int | None = 16  # of output; None: as many as fit
     min_tokens: int = 0
     stop: str | Sequence[str] | None = None  # texts before which the output ends
@@ -57,8 +57,8 @@ class SamplingParams:
     bad_words: Sequence[str] | None = None
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
-    logprobs: int | None = None  # of each output token, and of so many likeliest ones
-    prompt_logprobs: int | None = None  # as logprobs, of the prompt's tokens but the first
+    logprobs: int | None = None  # for each output token, and so many of the likeliest ones
+    prompt_logprobs: int | None = None  # like logprobs, for the prompt's tokens except the first
     structured_outputs: StructuredOutputsParams | None = None
     use_beam_search: bool = False
     beam_width: int | None = None  # None: n
@@ -68,17 +68,17 @@ class SamplingParams:
     logits_processors: Sequence[str] = ()  # names that the operator registered
     skip_special_tokens: bool = True  # in the text
     add_special_tokens: bool = True  # in front of a prompt that is a text
-    truncate_prompt_tokens: int | None = None  # only so many of the prompt's last tokens are used
+    truncate_prompt_tokens: int | None = None  # use only this many of the prompt's last tokens
 
     @property
     def num_outputs(self) -> int:
-        """``n``, or 1 if that is no number of outputs: then the request is refused, with all that is wrong."""
+        """``n``; 1 if ``n`` is invalid, because the request is then refused with all its errors."""
         return self.n if type(self.n) is int and 0 < self.n <= _MAX_OUTPUTS else 1
 
     def body(self) -> dict[str, Any]:
-        """As fields of a completion's body, those that say something.
+        """The fields of a completion's body that differ from their defaults.
 
-        Raises InvalidRequestError on a number that JSON cannot carry: no range would refuse it any more.
+        Raises InvalidRequestError on a number that JSON cannot represent, because no range check would refuse it later.
         """
         body: dict[str, Any] = {}
         for field in fields(self):
@@ -94,7 +94,7 @@ class SamplingParams:
 
 
 def _plain(value: Any) -> Any:
-    """Lists for other sequences: what JSON has."""
+    """Converts other sequences to lists, as JSON has them."""
     if isinstance(value, Mapping):
         return dict(value)
     return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value

@@ -1,7 +1,7 @@
-"""The adapters that clients may name: what lies in a directory, which all gateways and workers see.
+"""The adapters that clients may name: the folders of one directory, which all gateways and workers see.
 
-A folder there is an adapter, by the folder's name. The directory is looked through every two seconds; only files that have changed
-are read. What cannot be served is told once, and disturbs nothing else.
+An adapter has its folder's name. The directory is scanned every two seconds, and only files that have changed are read. An adapter
+that cannot be served is logged once and does not disturb the others.
 """
 
 from __future__ import annotations
@@ -30,32 +30,32 @@ logger = logging.getLogger(__name__)
 _SCAN_S = 2.0
 
 _Stamp = tuple[tuple[int, int, int], ...]
-"""Of each file its size, its time and its number."""
+"""The size, modification time and inode of each file."""
 
 
 class AdapterRegistry:
-    """One directory. Asyncio loop only; files are read on another thread."""
+    """The adapters in one directory. Use it on the asyncio loop only; it reads files on another thread."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.refs: Mapping[str, AdapterRef] = {}
         """All adapters by name, as they were when last looked at."""
-        self._seen: dict[str, tuple[_Stamp, AdapterRef | None]] = {}  # None: it cannot be served
-        self._problem = ""  # why the directory cannot be read, as told
+        self._seen: dict[str, tuple[_Stamp, AdapterRef | None]] = {}  # None: the adapter cannot be served
+        self._problem = ""  # why the directory cannot be read, as last logged
         self._lock = asyncio.Lock()
 
     async def watch(self) -> None:
-        """Look again and again. Cancel to end it."""
+        """Scan the directory until cancelled."""
         while True:
             await asyncio.sleep(_SCAN_S)
             await self.scan()
 
     async def scan(self) -> None:
-        """Look now."""
+        """Scan the directory once."""
         async with self._lock:
             try:
                 seen = await asyncio.to_thread(_look, self.directory, dict(self._seen))
-            except OSError as error:  # what was there stays known
+            except OSError as error:  # the adapters found earlier stay known
                 if (problem := str(error)) != self._problem:
                     logger.warning("%s, of --adapters, cannot be read: %s", self.directory, problem)
                 self._problem = problem
@@ -65,11 +65,11 @@ class AdapterRegistry:
             self._seen = seen
 
     async def add(self, name: str, source: Path, *, replaces: bool) -> None:
-        """Copy an adapter's files from ``source``, whole or not at all. ``replaces``: one of that name, if there is one.
+        """Copy an adapter's files from ``source``, all of them or none. ``replaces``: overwrite an adapter of that name.
 
-        Raises AdapterError if it cannot be served, its name is taken, or the directory cannot be written.
+        Raises AdapterError if the adapter cannot be served, its name is taken, or the directory cannot be written.
         """
-        async with self._lock:  # a scan between the old one's going and the new one's coming would find neither
+        async with self._lock:  # a scan between removing the old folder and adding the new one would find neither
             await asyncio.to_thread(_add, self.directory, name, source, replaces)
         await self.scan()
 
@@ -87,7 +87,7 @@ def _add(root: Path, name: str, source: Path, replaces: bool) -> None:
     if target.exists() and not replaces:
         raise AdapterError(f"there is an adapter {name!r} already: unload it first, or ask for load_inplace")
     try:
-        # Beside the others, by a name that nobody looks at: what they see is whole.
+        # A scan ignores this name, so it never sees a half-written adapter.
         with tempfile.TemporaryDirectory(prefix=".adding-", dir=root) as directory:
             fresh = Path(directory, "fresh")
             fresh.mkdir()
@@ -125,7 +125,7 @@ def _look(
             if known is None or known[0] != stamp:
                 known = stamp, _read(directory, folder.name)
             seen[folder.name] = known
-        except OSError:  # on its way here, or away
+        except OSError:  # the file is being added or removed
             continue
     return seen
 

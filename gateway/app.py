@@ -1,4 +1,4 @@
-"""The gateway's ASGI application: routes, health, metrics, docs, around the models that it serves."""
+"""The gateway's ASGI application: routes, health, metrics and docs for the models that it serves."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ from kvrelay.wire.settings import LinkSettings
 if TYPE_CHECKING:
     from kvrelay.gateway.desk.traces import Traces
 
-_CONNECT_S = 5.0  # behind a start, for links to the workers of all models
+_CONNECT_S = 5.0  # after the start, for links to the workers of all models
 
 
 def create_app(
@@ -67,9 +67,10 @@ def create_app(
     metrics: GatewayMetrics | None = None,
     is_ending: Callable[[], bool] = lambda: False,
 ) -> ASGIApp:
-    """The application; its lifespan connects to the workers. Raises ModelError if a tokenizer cannot be loaded, and SettingsError.
+    """The ASGI application. Its lifespan connects to the workers. Raises ModelError if a tokenizer cannot be loaded, and
+    SettingsError.
 
-    ``is_ending``: whether the server only waits for requests that run; what would run for ever ends itself then.
+    ``is_ending``: whether the server is waiting for its last requests. Endless streams then end themselves.
     """
     metrics = metrics or GatewayMetrics(CollectorRegistry())
     models = _models(settings, link_settings or LinkSettings(), metrics)
@@ -95,7 +96,7 @@ def create_app(
     app.state.models, app.state.ignored_fields = models, IgnoredFields()
     install_error_handlers(app)
     for routes in (openai, responses, anthropic, tgi, tokenize, adapter_routes):
-        app.router.routes += routes.router.routes  # routers within routers would have to be asked one after the other
+        app.router.routes += routes.router.routes  # one flat list: nested routers would be searched one after the other
     _add_operations(app, models, metrics)
     PickerMetrics(models, metrics.registry)
     records = Records(time.monotonic, time.time)
@@ -112,7 +113,7 @@ def create_app(
 
 
 def _models(settings: GatewaySettings, link_settings: LinkSettings, metrics: GatewayMetrics) -> Models:
-    """The models of the settings, each with a pool of its own. Raises ModelError and SettingsError."""
+    """The models of the settings, each with its own worker pool. Raises ModelError and SettingsError."""
     directories = {model.name or Path(model.path).name: Path(model.path) for model in settings.named_models()}
     aliases = settings.aliases_of(list(directories))
     adapters = {name: AdapterRegistry(Path(path)) for name, path in settings.adapters_of(list(directories)).items()}
@@ -141,7 +142,7 @@ def _models(settings: GatewaySettings, link_settings: LinkSettings, metrics: Gat
 
 
 def _traces(settings: TraceSettings) -> Traces | None:
-    """What sends traces; None if nobody wants any. Raises SettingsError if it is not installed."""
+    """The sender of traces; None if tracing is off. Raises SettingsError if its packages are not installed."""
     if settings.trace_endpoint is None:
         return None
     try:
@@ -154,7 +155,7 @@ def _traces(settings: TraceSettings) -> Traces | None:
 
 
 def _with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
-    """Answers preflights, which carry no API key, and adds CORS headers to every answer, also to refusals."""
+    """Answers CORS preflights, which carry no API key, and adds CORS headers to every answer, also to refusals."""
     return CORSMiddleware(
         app,
         allow_origins=origins,
@@ -165,14 +166,17 @@ def _with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
 
 
 def _add_docs_page(app: FastAPI) -> None:
-    """Swagger UI with its files from here, so that it needs no internet. Its links are relative: a proxy may add a prefix."""
+    """Serve Swagger UI from local files, so that it needs no internet.
+
+    Its links are relative because a proxy may add a path prefix.
+    """
     page = get_swagger_ui_html(
         openapi_url="openapi.json",
         title="kvrelay",
         swagger_js_url="docs/swagger-ui-bundle.js",
         swagger_css_url="docs/swagger-ui.css",
         swagger_favicon_url="docs/favicon-32x32.png",
-        swagger_ui_parameters={"validatorUrl": None},  # else the description is sent to swagger.io
+        swagger_ui_parameters={"validatorUrl": None},  # else the page sends the description to swagger.io
     )
     app.get("/docs", include_in_schema=False)(lambda: page)
     app.get("/", include_in_schema=False)(
@@ -182,18 +186,19 @@ def _add_docs_page(app: FastAPI) -> None:
 
 
 class _Readiness:
-    """Whether this gateway should get requests: if one model is up, and at the start only if all are, or a while has passed.
+    """Whether this gateway should get requests.
 
-    So a model whose workers are down fails alone, and a gateway that takes over from another one has all that are up.
+    It is ready if one model is up. At the start it is ready only once all models are up, or after a while. So a model without
+    workers fails alone, and a gateway that replaces another one already serves every model that is up.
     """
 
     def __init__(self, models: Models, clock: Clock) -> None:
         self._models = models
         self._clock = clock
-        self._wait_until_s: float | None = clock() + _CONNECT_S  # None: nothing is waited for any more
+        self._wait_until_s: float | None = clock() + _CONNECT_S  # None: the start is over
 
     def look(self) -> tuple[bool, dict[str, list[str]]]:
-        """The answer, and why models cannot be served, by name."""
+        """Whether it is ready, and why models cannot be served, by model name."""
         unavailable = {model.name: reasons for model in self._models if (reasons := model.pool.not_ready())}
         if self._wait_until_s is not None and (not unavailable or self._clock() >= self._wait_until_s):
             self._wait_until_s = None

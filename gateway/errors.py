@@ -1,4 +1,4 @@
-"""Errors that a client sees, in the shapes of OpenAI's, TGI's and Anthropic's APIs; with 503 and 429 comes Retry-After."""
+"""Errors that a client sees, in the shapes of OpenAI's, TGI's and Anthropic's APIs. Answers with 503 and 429 carry Retry-After."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from kvrelay.common.errors import KvrelayError
 
 
 class ApiError(KvrelayError):
-    """Base of all errors that a client sees. The text is meant for the client: no traces, no addresses."""
+    """Base of all errors that a client sees. The message is for the client: it has no stack traces and no addresses."""
 
     status = 500
     code = "internal_error"
 
     def __init__(self, message: str, *, param: str | None = None, retry_after_s: float | None = None) -> None:
-        # Errors quote what the client sent, and JSON can smuggle in half characters that no answer can carry.
+        # Errors quote the client's text. JSON escapes can spell half of a surrogate pair, which no answer can carry.
         super().__init__(message.encode("utf-8", "backslashreplace").decode())
         self.param = param
         self.retry_after_s = retry_after_s
-        self.request_id: str | None = None  # of the request that it answers, filled in by whoever answers
+        self.request_id: str | None = None  # id of the request that this error answers; set when it is answered
 
     @property
     def type(self) -> str:
-        """Whose fault it is, in OpenAI's words."""
+        """OpenAI's name for the kind of error."""
         return "server_error" if self.status >= 500 else "requests" if self.status == 429 else "invalid_request_error"
 
     @property
     def retry_after(self) -> str | None:
-        """The header of that name: whole seconds, at least one. None without."""
+        """The value of the header Retry-After: whole seconds, at least one. None without a header."""
         return None if self.retry_after_s is None else str(max(1, math.ceil(self.retry_after_s)))
 
     def body(self) -> dict[str, Any]:
@@ -55,42 +55,42 @@ class ChatTemplateError(InvalidRequestError):
 
 
 class UnusableGuideError(InvalidRequestError):
-    """What the output is to match cannot be followed: it does not compile, or takes too much."""
+    """A guide does not compile, or takes too much time or memory."""
 
     def __init__(self, param: str | None, reason: str) -> None:
-        """``param``: the client's field that it came from, if it is one."""
+        """``param``: the client's field that the guide was made from, if there is one."""
         super().__init__(f"{param or 'the guide'} cannot be followed: {reason}", param=param)
 
 
 class InvalidHttpError(InvalidRequestError):
-    """What came is not HTTP/1.1, or could be read in two ways."""
+    """The bytes are not HTTP/1.1, or could be read in two ways."""
 
     code = "invalid_http"
 
 
 class UnauthorizedError(ApiError):
-    """No API key, or one that is not known."""
+    """There is no API key, or an unknown one."""
 
     status = 401
     code = "invalid_api_key"
 
 
 class ForbiddenError(ApiError):
-    """The API key does not go so far."""
+    """The API key does not permit this."""
 
     status = 403
     code = "forbidden"
 
 
 class ModelNotFoundError(ApiError):
-    """The model is not served here."""
+    """This gateway does not serve the model."""
 
     status = 404
     code = "model_not_found"
 
 
 class NotFoundError(ApiError):
-    """Nothing is at that path."""
+    """There is no such path."""
 
     status = 404
     code = "not_found"
@@ -104,7 +104,7 @@ class SlowClientError(ApiError):
 
 
 class ClientBehindError(ApiError):
-    """Too much of a stream waits for its client."""
+    """The client reads too slowly: too much of a stream waits for it."""
 
     status = 408
     code = "client_behind"
@@ -118,18 +118,18 @@ class BodyTooLargeError(ApiError):
 
 
 class TooManyRequestsError(ApiError):
-    """This API key asks for more than it may."""
+    """The API key exceeds a limit."""
 
     status = 429
     code = "rate_limit_exceeded"
 
 
 class TokenBudgetError(TooManyRequestsError):
-    """This API key has used its tokens."""
+    """The API key has used up its tokens."""
 
     @property
     def type(self) -> str:
-        """OpenAI's word for what there is too much of."""
+        """OpenAI's name for an exceeded token limit."""
         return "tokens"
 
 
@@ -141,7 +141,7 @@ class HeadersTooLargeError(ApiError):
 
 
 class UnavailableError(ApiError):
-    """Nobody can serve the request now."""
+    """No worker can serve the request now."""
 
     status = 503
     code = "unavailable"
@@ -152,13 +152,13 @@ class OverloadedError(UnavailableError):
 
 
 class ConnectionsError(UnavailableError):
-    """More connections than are served at a time."""
+    """There are too many connections."""
 
     code = "too_many_connections"
 
 
 class ShuttingDownError(UnavailableError):
-    """This gateway ends, and could not wait for the request."""
+    """This gateway is shutting down and could not wait for the request."""
 
     code = "shutting_down"
 
@@ -192,15 +192,15 @@ _TGI_KINDS: tuple[tuple[type[ApiError], int | None, str, str], ...] = (
     (RequestTimeoutError, None, "timeout", ""),
     (UnauthorizedError, None, "unauthorized", ""),
 )
-"""Of an error and those derived from it, the first that fits: status (None: its own), type, what the text begins with."""
+"""For an error class and its subclasses, first match wins: status (None: its own), type, beginning of the message."""
 
 
 def tgi_error(error: ApiError) -> tuple[int, dict[str, str]]:
-    """Status and body for TGI's clients. What has no counterpart there (keys, bounds on bodies, time) keeps its status."""
-    status, kind, prefix = error.status, "validation", ""  # of a body that is too large, or too slow
+    """Status and body for TGI's clients. An error that TGI does not know (keys, limits on bodies, timeouts) keeps its status."""
+    status, kind, prefix = error.status, "validation", ""  # for bodies that are too large or too slow
     if status >= 500:
         status, kind, prefix = 500, "incomplete_generation", "Incomplete generation: "
-    # An error that has another status than its class is one of HTTP: a method that the path does not take.
+    # An error with another status than its class is an HTTP error, such as a method that the path does not take.
     if error.status == type(error).status:
         kinds = (known for known in _TGI_KINDS if isinstance(error, known[0]))
         _, own_status, kind, prefix = next(kinds, (ApiError, status, kind, prefix))

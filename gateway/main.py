@@ -1,4 +1,4 @@
-"""Entry point of a gateway: one process that serves HTTP. More than one core's worth of work is for more replicas."""
+"""Entry point of a gateway: one process that serves HTTP. More work than one core can do needs more replicas."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from kvrelay.gateway.settings import GatewaySettings, HttpLimits, TlsSettings
 logger = logging.getLogger(__name__)
 
 _GC_THRESHOLD = 20_000
-_OTHER_DESCRIPTORS = 256  # links to workers, the Kubernetes API, files
+_OTHER_DESCRIPTORS = 256  # descriptors for links to workers, the Kubernetes API, files
 
 
 def serve(settings: GatewaySettings) -> int:
     """Serve HTTP until SIGTERM or SIGINT; returns the exit code. Raises KvrelayError if it cannot start."""
     configure_logs(settings.log_level, settings.log_format)
-    # The port first: that it is taken is told before the tokenizer is loaded.
+    # The port comes first: if it is taken, the error comes before the tokenizer is loaded.
     with _listen(settings.host, settings.port) as listener:
         server = make_server(settings)
         host, port = listener.getsockname()[:2]
@@ -45,7 +45,7 @@ def serve(settings: GatewaySettings) -> int:
         def stop(_number: int, _frame: FrameType | None) -> None:
             server.should_exit = True
 
-        # uvicorn takes the signals over, and raises them again behind its end: the process must not die of that.
+        # uvicorn handles the signals and raises them again after it has ended. That must not kill the process.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, stop)
         logger.info("gateway: %s://%s:%d", "http" if settings.tls.tls_cert is None else "https", host, port)
@@ -55,7 +55,7 @@ def serve(settings: GatewaySettings) -> int:
 
 
 def make_server(settings: GatewaySettings) -> uvicorn.Server:
-    """Load everything. Raises KvrelayError."""
+    """Load everything and make the server. Raises KvrelayError."""
     metrics = GatewayMetrics(CollectorRegistry())
     limits = _fitting(settings.http, raise_descriptor_limit())
     certificate = _certificate(settings.tls)
@@ -63,7 +63,7 @@ def make_server(settings: GatewaySettings) -> uvicorn.Server:
     app = create_app(settings, metrics=metrics, is_ending=lambda: server.should_exit)
     refusals = Refusals(metrics.refused_connections, time.monotonic)
     server = make_http_server(app, limits, refusals, certificate=certificate, drain_s=settings.drain_s)
-    # What is loaded stays; and a collection, which stops all streams, need not come after every 700 objects.
+    # The loaded objects stay. A collection stops all streams, so it should not run after every 700 objects.
     gc.collect()
     gc.freeze()
     gc.set_threshold(_GC_THRESHOLD, 20, 50)
@@ -71,7 +71,7 @@ def make_server(settings: GatewaySettings) -> uvicorn.Server:
 
 
 def _fitting(limits: HttpLimits, num_descriptors: int) -> HttpLimits:
-    """``limits`` with no more connections than there are descriptors for."""
+    """``limits`` with at most as many connections as there are descriptors."""
     most = max(1, num_descriptors - _OTHER_DESCRIPTORS)
     if limits.max_connections <= most:
         return limits
@@ -92,7 +92,7 @@ def _certificate(settings: TlsSettings) -> Certificate | None:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """A bound socket. Raises SettingsError naming the address if it cannot be had."""
+    """A bound socket. Raises SettingsError naming the address if it cannot be bound."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -109,7 +109,7 @@ def _listen(host: str, port: int) -> socket.socket:
 def make_http_server(
     app: ASGIApp, limits: HttpLimits, refusals: Refusals, *, certificate: Certificate | None = None, drain_s: float
 ) -> uvicorn.Server:
-    """What serves ``app`` on sockets that are bound already.
+    """The server that serves ``app`` on bound sockets.
 
     ``certificate``: None means plain HTTP. ``drain_s``: how long running requests may take after a signal.
     """
@@ -124,9 +124,9 @@ def make_http_server(
     config = uvicorn.Config(
         app,
         log_config=None,
-        log_level="error",  # it would warn of each request that is not HTTP: Refusals does so once a second
+        log_level="error",  # uvicorn would warn of each request that is not HTTP; Refusals logs that once a second
         access_log=False,
-        proxy_headers=False,  # nothing here depends on who the client says it is
+        proxy_headers=False,  # nothing depends on the client's claimed address
         loop="uvloop",
         http=cast(type[asyncio.Protocol], protocol),
         ws="none",

@@ -1,6 +1,6 @@
-"""The gateway's metrics. One TTFT, and the parts it is made of, each measured by whoever spent the time.
+"""The gateway's metrics. There is one TTFT and its parts; the process that spends the time of a part measures it.
 
-What depends on a model has the label ``model``. Whoever works for one model gets :class:`ModelMetrics`, and knows no label.
+Metrics of one model have the label ``model``. Code that works for one model gets :class:`ModelMetrics`, which fills the label in.
 """
 
 from __future__ import annotations
@@ -27,65 +27,65 @@ _ITL = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 
 
 class TokenMeter:
-    """Counts one model's tokens and the times between them: all that every token moves, and every prompt before it is sent on.
+    """Counts one model's tokens and the times between them: everything that changes with every token or every prompt.
 
-    Prometheus' own metrics take a lock per number, and several microseconds per token; here the numbers are plain, and become
-    metrics when they are read. On one thread.
+    Prometheus' own metrics take a lock per number and several microseconds per token. Here the numbers are plain and become metrics
+    when they are read. Use it on one thread.
     """
 
     def __init__(self) -> None:
         self._num_prompt_tokens = 0
         self._num_tokens = 0
         self._num_cached_tokens = 0
-        self._num_gaps = [0] * (len(_ITL) + 1)  # by bucket, the last one without a bound
+        self._num_gaps = [0] * (len(_ITL) + 1)  # by bucket; the last one has no upper bound
         self._sum_s = 0.0
 
     def on_prompt(self, num_tokens: int) -> None:
-        """A prompt of so many tokens is accepted."""
+        """Count an accepted prompt of ``num_tokens``."""
         self._num_prompt_tokens += num_tokens
 
     def on_tokens(self, num_tokens: int, gap_s: float | None) -> None:
-        """So many tokens of a request are delivered, ``gap_s`` after those before; None for its first."""
+        """Count ``num_tokens`` delivered tokens of a request, ``gap_s`` after those before. None: the request's first tokens."""
         self._num_tokens += num_tokens
         if gap_s is not None:
             self._num_gaps[bisect_left(_ITL, gap_s)] += 1
             self._sum_s += gap_s
 
     def on_cached(self, num_tokens: int) -> None:
-        """So many tokens of an accepted prompt need no computing."""
+        """Count ``num_tokens`` of an accepted prompt that need no computing."""
         self._num_cached_tokens += num_tokens
 
     @property
     def counts(self) -> tuple[int, int, int]:
-        """Tokens of prompts, of output, and of prompts that were cached, so far."""
+        """The tokens of prompts, of output, and of cached prompts so far."""
         return self._num_prompt_tokens, self._num_tokens, self._num_cached_tokens
 
     @property
     def gaps(self) -> tuple[list[float], float]:
-        """How many gaps were not above each bound, the last one infinite; and the seconds of all together."""
+        """The number of gaps up to each bound (the last bound is infinite), and the sum of all gaps in seconds."""
         return list(accumulate(map(float, self._num_gaps))), self._sum_s
 
 
 class TokenMeters:
-    """Every model's, as metrics. Implements prometheus_client's Collector."""
+    """The token meters of all models, as metrics. Implements prometheus_client's Collector."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._meters: dict[str, TokenMeter] = {}
         registry.register(self)
 
     def of(self, model: str) -> TokenMeter:
-        """That of a model, made at the first call."""
+        """A model's meter, made at the first call."""
         return self._meters.setdefault(model, TokenMeter())
 
     @property
     def counts(self) -> tuple[int, int, int]:
-        """Tokens of prompts, of output, and of prompts that were cached, so far, of all models together."""
+        """The tokens of prompts, of output, and of cached prompts so far, summed over all models."""
         counts = [one.counts for one in self._meters.values()]
         prompt, output, cached = (sum(part) for part in zip((0, 0, 0), *counts, strict=True))
         return prompt, output, cached
 
     def collect(self) -> Iterator[Metric]:
-        """The metrics. Called by the registry."""
+        """The metrics. The registry calls this."""
         names = (
             ("kvrelay_gateway_prompt_tokens", "Prompt tokens accepted"),
             ("kvrelay_gateway_output_tokens", "Tokens generated"),
@@ -109,7 +109,7 @@ class TokenMeters:
 
 
 class GatewayMetrics:
-    """Made once per app, on its registry."""
+    """All metrics of a gateway. Made once per app, on its registry."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
@@ -186,12 +186,12 @@ class GatewayMetrics:
         )
 
     def of_model(self, model: str) -> ModelMetrics:
-        """The part of one model. Made once per model."""
+        """The metrics of one model. Call once per model."""
         return ModelMetrics(self, model)
 
 
 class ModelMetrics:
-    """One model's metrics: those of :class:`GatewayMetrics` by the same names, the label ``model`` filled in."""
+    """One model's metrics. They have the names of those in :class:`GatewayMetrics`; the label ``model`` is filled in."""
 
     def __init__(self, of_all: GatewayMetrics, model: str) -> None:
         self.registry = of_all.registry
@@ -214,7 +214,7 @@ class ModelMetrics:
 
 
 class _Labelled(Generic[M]):
-    """A metric whose first label is known."""
+    """A metric whose first label is set."""
 
     _metric: M
 
@@ -223,7 +223,7 @@ class _Labelled(Generic[M]):
         self._first = first
 
     def labels(self, *others: str) -> M:
-        """As prometheus_client's."""
+        """Like prometheus_client's ``labels``, for the other labels."""
         labelled: M = self._metric.labels(self._first, *others)
         return labelled
 
@@ -244,16 +244,16 @@ class Reason(StrEnum):
 
 
 class Refusals:
-    """Counts refusals and logs them, one line a second at the most: a flood of them must not become a flood of logs."""
+    """Counts refused connections and logs at most one line a second, so that a flood of them does not flood the log."""
 
     def __init__(self, counter: Counter, clock: Clock) -> None:
         """``counter`` has one label, the reason."""
         self._counter = counter
         self._warnings = RareWarnings(logger, clock)
         for reason in Reason:
-            counter.labels(reason)  # a series that begins at 0 is one that alerts can take the increase of
+            counter.labels(reason)  # from 0 on, so that alerts see the first increase
 
     def count(self, reason: Reason, detail: str, client: object) -> None:
-        """One more; ``detail`` and the ``client``'s address are for the log."""
+        """Count one refusal. ``detail`` and the ``client``'s address go to the log."""
         self._counter.labels(reason).inc()
         self._warnings.warn(f"ended the connection of {client}: {detail}", str(reason))

@@ -1,4 +1,4 @@
-"""A model as a gateway serves it: everything that depends on the model is here, and only here.
+"""A model as a gateway serves it. Everything in the gateway that depends on a model is here.
 
 Several models behind one gateway are several objects. :class:`Models` finds the one that a request's ``model`` names.
 """
@@ -29,16 +29,16 @@ from kvrelay.gateway.text.sampling import check_token_ids, sampling_params, word
 from kvrelay.gateway.text.tokenizer import Tokenizer, check_text
 from kvrelay.gateway.workers.pool import WorkerPool
 
-_MAX_NAMED = 50  # in an error
-_NO_NAMES = ("tgi", "dummy")  # what Hugging Face's clients send when nobody named a model
+_MAX_NAMED = 50  # names listed in an error
+_NO_NAMES = ("tgi", "dummy")  # Hugging Face's clients send these if no model was named
 
 TakeNumbered = Callable[[int, TextDelta], None]
-"""Takes what is new of one of several sequences, and which. Must not wait."""
+"""Takes new text of a sequence, with the sequence's number. Must not wait."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """What a gateway reads of a model's directory."""
+    """The files of a model's directory that a gateway reads."""
 
     tokenizer: Tokenizer
     template: ChatTemplate
@@ -46,49 +46,49 @@ class ModelFiles:
 
     @classmethod
     def load(cls, directory: Path, tool_parser: str = "auto", reasoning_parser: str = "auto") -> ModelFiles:
-        """Raises ModelError if the tokenizer or the chat template cannot be read."""
+        """Read the files. Raises ModelError if the tokenizer or the chat template cannot be read."""
         tokenizer = Tokenizer.load(directory)
         template = ChatTemplate.load(directory, tokenizer.special_tokens)
         return cls(tokenizer, template, Dialect.of(template.source, tool_parser, reasoning_parser))
 
 
 class Model:
-    """One model: its name, its files, and the workers that compute it. Shared by all routes, or by all requests of an executor."""
+    """One model: its name, its files, and the workers that compute it. All routes share it, or all requests of an executor."""
 
     def __init__(self, name: str, files: ModelFiles, relay: Relay) -> None:
-        self.name = self.base_name = name  # with an adapter, the two differ
+        self.name = self.base_name = name  # they differ if there is an adapter
         self.tokenizer = files.tokenizer
         self.template = files.template
         self.dialect = files.dialect
         self.relay = relay
-        self.adapter: AdapterRef | None = None  # that all its requests are computed with
+        self.adapter: AdapterRef | None = None  # applies to all requests of this object
 
     def adapted(self, adapter: AdapterRef) -> Model:
-        """The same model with an adapter, by the adapter's name."""
+        """The same model with an adapter, under the adapter's name."""
         model = copy.copy(self)
         model.name, model.adapter = adapter.name, adapter
         return model
 
     @property
     def pool(self) -> WorkerPool:
-        """Its workers."""
+        """The model's workers."""
         return self.relay.pool
 
     @property
     def is_up(self) -> bool:
-        """Whether there are workers that could generate."""
+        """Whether some workers can generate."""
         return not self.pool.absent and self.pool.limits is not None
 
     def check(self, flow: Flow) -> None:
-        """Raises UnavailableError if a request of that flow could only be refused. To be called before any work goes into it."""
+        """Raises UnavailableError if a request of ``flow`` would be refused. Call it before any work is done for the request."""
         self.limits()
         self.relay.admission.check_not_full(flow)
 
     def limits(self) -> SharedLimits:
-        """What all workers that are up can do.
+        """The limits that all running workers share.
 
-        Raises UnavailableError if none is, or if nobody is there who could serve: to wait for room then, as for a worker that
-        is busy or lost, might be to wait for ever. So it may be after every await.
+        Raises UnavailableError if no worker is up, or if a role has no worker at all, because a request could then wait forever.
+        This can change at every await.
         """
         limits, absent = self.pool.limits, self.pool.absent
         if absent or limits is None:
@@ -97,21 +97,24 @@ class Model:
         return limits
 
     def system_fingerprint(self) -> str | None:
-        """Equal as long as model, weights, number format and adapter are; None while no worker is up."""
+        """A text that is equal while model, weights, number format and adapter are. None while no worker is up."""
         fingerprint, adapter = self.pool.fingerprint, "" if self.adapter is None else f"_{self.adapter.digest[:12]}"
         return None if fingerprint is None else f"fp_{fingerprint.hex()[:12]}{adapter}"
 
     def encode(self, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
-        """The tokens of a client's ``text``, at least one. Belongs aside. Raises InvalidRequestError naming ``param``."""
+        """The tokens of a client's ``text``, at least one. Long texts belong on a thread.
+
+        Raises InvalidRequestError naming ``param``.
+        """
         check_text(text, param)
         ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        # A model cannot continue nothing; like other servers we let it continue an end of text.
+        # A model cannot continue an empty prompt. Like other servers, we let it continue an end of text.
         if not ids and not self.tokenizer.eos_ids:
             raise InvalidRequestError(f"{param} is empty: give at least one character", param=param)
         return ids or list(self.tokenizer.eos_ids[:1])
 
     def check_token_ids(self, token_ids: Sequence[int], param: str) -> None:
-        """Raises InvalidRequestError on an id that the model does not have."""
+        """Raises InvalidRequestError if the model does not have one of the ids."""
         check_token_ids(token_ids, self.limits().vocab_size, param)
 
     def sequences(
@@ -128,11 +131,10 @@ class Model:
     ) -> list[GenerationRequest]:
         """All choices of all prompts, prompt by prompt.
 
-        ``request_id``: nobody else's, as workers go by ids. ``received_s``: on the relay's clock.
-        ``prompt_param``: the prompts' field. ``timeout_s``: the client's. ``flow``: whose requests they are.
-        ``trace_id``: of the trace that they are recorded in; empty: in none.
-
-        Raises InvalidRequestError, or ContextLengthError, naming the field.
+        ``request_id``: must be unique, because workers identify requests by it. ``received_s``: on the relay's clock.
+        ``prompt_param``: the name of the prompts' field. ``timeout_s``: the client's timeout. ``flow``: the requests' flow.
+        ``trace_id``: of the trace that records them; empty: none.
+        Raises InvalidRequestError or ContextLengthError naming the field.
         """
         self._check_num_sequences(len(prompts), spec)
         limits = self.limits()
@@ -169,10 +171,10 @@ class Model:
         return sequences
 
     async def run(self, sequences: Sequence[GenerationRequest], usages: Sequence[Usage], take: TakeNumbered) -> None:
-        """Generate them side by side; ``take`` gets the text of all, numbered, and ``usages`` are filled. Raises ApiError.
+        """Generate ``sequences`` concurrently. ``take`` gets the numbered text of all; ``usages`` are filled. Raises ApiError.
 
-        ``take`` is called as tokens come, and must not wait; the last text of each has a finish reason. The first error ends all,
-        also what ``take`` raises. Cancel to give them up.
+        ``take`` is called as tokens arrive and must not wait. The last text of each sequence has a finish reason. The first error
+        ends all sequences, also an error of ``take``. Cancel to give them up.
         """
         runs = [
             self._run(sequence, usage, partial(take, index))
@@ -197,7 +199,7 @@ class Model:
         await self.relay.run(sequence, output.take)
 
     def _check_num_sequences(self, num_prompts: int, spec: GenerationSpec) -> None:
-        """Raises InvalidRequestError if one body asks for more than one may."""
+        """Raises InvalidRequestError if one body asks for too many sequences."""
         limit = self.relay.settings.max_sequences
         param, per_prompt = ("best_of", spec.best_of) if spec.best_of > spec.num_choices else ("n", spec.num_choices)
         if spec.beam_search is not None:
@@ -211,7 +213,7 @@ class Model:
 
 
 class Models:
-    """The models behind one gateway, at least one, the names that lead to them, and their adapters."""
+    """The models behind one gateway (at least one), their names and aliases, and their adapters."""
 
     def __init__(
         self,
@@ -220,15 +222,16 @@ class Models:
         aliases: Sequence[Alias] = (),
         default: str | None = None,
     ) -> None:
-        """``adapters``: of models that have any, by name. ``default``: name of a model, or an alias, for requests that name none;
-        None: the first model."""
+        """``adapters``: registries by model name, for models that have adapters. ``default``: a model or an alias for requests that
+        name none; None: the first model.
+        """
         self._models = list(models)
         by_name = {model.name: model for model in models}
         self._shares: dict[str, list[tuple[Model, float]]] = {model.name: [(model, 1.0)] for model in models}
         for alias in aliases:
             self._shares[alias.name] = [(by_name[name], weight) for name, weight in alias.weights]
         self._default = default or self._models[0].name
-        # In the order of models, so that the first one's count if two have a name.
+        # In the order of models: if two adapters have one name, the first model's counts.
         self._adapters = {name: adapters[name] for name in by_name if name in adapters} if adapters else {}
 
     def __iter__(self) -> Iterator[Model]:
@@ -238,25 +241,25 @@ class Models:
         return name in self._shares or any(name in registry.refs for registry in self._adapters.values())
 
     def has_own(self, name: str) -> bool:
-        """Whether a model or an alias has that name, under which no adapter is found."""
+        """Whether a model or an alias has that name. An adapter of that name is never found."""
         return name in self._shares
 
     @property
     def names(self) -> list[str]:
-        """All that a request may name: models, aliases, adapters. What one of them is called no later one is."""
+        """All names that a request may use: models, aliases, adapters. An earlier one hides a later one of the same name."""
         adapters = [name for registry in self._adapters.values() for name in registry.refs]
         return list(dict.fromkeys([*self._shares, *adapters]))
 
     @property
     def adapters(self) -> Mapping[str, AdapterRegistry]:
-        """Of models that have any, by name; the models in their order."""
+        """The adapter registries by model name, in the order of models."""
         return self._adapters
 
     def find(self, name: str | None, conversation: Callable[[], str] = str) -> Model:
-        """The model that a request names, or the default one if it names none. Raises ModelNotFoundError.
+        """The model that a request names, or the default one. Raises ModelNotFoundError.
 
-        ``conversation``: what the requests of one conversation have in common. It is asked for only where an alias stands for
-        several models; without, all requests are of one conversation.
+        ``conversation``: a key that the requests of one conversation share. It is called only if an alias stands for several
+        models. Without it, all requests belong to one conversation.
         """
         if name is None or (name in _NO_NAMES and name not in self):
             name = self._default
@@ -266,7 +269,7 @@ class Models:
         return shares[share_of(conversation(), name, [weight for _, weight in shares])][0]
 
     def shares(self, name: str) -> Sequence[tuple[Model, float]]:
-        """What a name stands for: models, and the weight of each. Raises ModelNotFoundError."""
+        """The models that a name stands for, and the weight of each. Raises ModelNotFoundError."""
         if name in self._shares:
             return self._shares[name]
         for model, registry in self._adapters.items():

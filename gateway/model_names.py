@@ -1,5 +1,5 @@
-"""How settings name models, pure: ``NAME=MODEL``, ``ALIAS=MODEL:WEIGHT+MODEL:WEIGHT``, ``MODEL=tcp://HOST:PORT`` and
-``MODEL=DIRECTORY``.
+"""Parses the settings that name models: ``NAME=MODEL``, ``ALIAS=MODEL:WEIGHT+MODEL:WEIGHT``, ``MODEL=tcp://HOST:PORT`` and
+``MODEL=DIRECTORY``. Pure.
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ _ADDRESS = re.compile(
 )
 _NAMED = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._:/-]*)=(?P<rest>.+)")
 _SHARE = re.compile(r"(?P<model>.+):(?P<weight>[0-9]+(\.[0-9]+)?)")
-_LABEL = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")  # what Kubernetes takes as a label's value
+_LABEL = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")  # a valid value of a Kubernetes label
 
 
 @dataclass(frozen=True, slots=True)
 class NamedModel:
     """One value of ``--model``."""
 
-    name: str  # in the API; "": that of its directory
-    path: str  # as a person names a model, or a directory
+    name: str  # in the API; "": the directory's name
+    path: str  # a model's public name, or a directory
 
     @classmethod
     def of(cls, text: str) -> Self:
-        """Of ``NAME=MODEL`` or ``MODEL``. A path that has a = is no name with a model: write ./ in front of it."""
+        """Parse ``NAME=MODEL`` or ``MODEL``. Write ./ before a path that contains a =."""
         match = _NAMED.fullmatch(text)
         return cls("", text) if match is None else cls(match["name"], match["rest"])
 
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """One value of ``--alias``: another name for a model, or for several with a share of the conversations each."""
+    """One value of ``--alias``: another name for a model, or for several models that share the conversations."""
 
     name: str
-    weights: tuple[tuple[str, float], ...]  # of models, by name; one or more
+    weights: tuple[tuple[str, float], ...]  # names of models with weights; one or more
 
     @classmethod
     def of(cls, text: str, models: Collection[str]) -> Self:
-        """Raises SettingsError if it is none, or of a model that is not among ``models``."""
+        """Parse an alias. Raises SettingsError if it is malformed, or names a model that is not among ``models``."""
         match = _NAMED.fullmatch(text)
         if match is None:
             raise SettingsError(f"--alias: {text!r} is no alias; write ALIAS=MODEL, or ALIAS=MODEL:WEIGHT+MODEL:WEIGHT")
@@ -69,23 +69,26 @@ class Alias:
 
 
 def adapters_directory(text: str) -> tuple[str, str]:
-    """The model ("": the only one) and the directory of one value of ``--adapters``. A path that has a = begins with / or ./"""
+    """The model ("": the only one) and the directory of one value of ``--adapters``.
+
+    A path that contains a = must begin with / or ./
+    """
     match = _NAMED.fullmatch(text)
     return ("", text) if match is None else (match["name"], match["rest"])
 
 
 def worker_address(text: str) -> tuple[str, str]:
-    """The model ("": the only one) and the address of one value of ``--prefill-workers`` or ``--decode-workers``, checked."""
+    """The model ("": the only one) and the checked address of one value of ``--prefill-workers`` or ``--decode-workers``."""
     match = _ADDRESS.fullmatch(text)
     return ("", text) if match is None else (match["model"] or "", match["address"])
 
 
 def is_address(text: str) -> bool:
-    """Whether a worker can be there."""
+    """Whether a worker can have this address."""
     match = _ADDRESS.fullmatch(text)
     return match is not None and (match["port"] is None or 1 <= int(match["port"]) <= 65535)
 
 
 def is_label(name: str) -> bool:
-    """Whether a model's name can be the value of a label in Kubernetes."""
+    """Whether a model's name can be the value of a Kubernetes label."""
     return _LABEL.fullmatch(name) is not None

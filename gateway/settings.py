@@ -1,4 +1,4 @@
-"""Everything a gateway is started with. Rooms are given those that are theirs."""
+"""All settings of a gateway. Each room gets only its own group."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvrelay.common.settings import closest, setting
 from kvrelay.gateway.model_names import Alias, NamedModel, adapters_directory, is_address, is_label, worker_address
 from kvrelay.wire.settings import KEYS_HELP, SERVED_MODEL_NAME_HELP
 
-# Of how models write calls, and mark thoughts; kvrelay.gateway.chat knows what each means.
+# The names of formats of calls and thoughts; kvrelay.gateway.chat implements them.
 TOOL_PARSERS = (
     "auto", "none", "deepseek_v31", "glm47", "gpt_oss", "hermes", "kimi_k2", "lfm2", "llama3_json", "mistral", "mistral_args",
     "pythonic", "qwen3_coder",
@@ -24,7 +24,7 @@ _HTTP_URL = re.compile(r"https?://[^\s/?#]+(/[^\s?#]*)?")
 
 @dataclass(frozen=True, slots=True)
 class DiscoverySettings:
-    """Who the workers are."""
+    """How the gateway finds its workers."""
 
     discovery: str = setting(
         "static",
@@ -47,7 +47,7 @@ class DiscoverySettings:
     )
 
     def __post_init__(self) -> None:
-        """Raises SettingsError on an address that no worker can have, and without any decode worker."""
+        """Raises SettingsError if an address is invalid, or if there is no decode worker."""
         if self.discovery == "kubernetes":
             return
         if not self.decode_workers:
@@ -63,7 +63,7 @@ class DiscoverySettings:
 
 @dataclass(frozen=True, slots=True)
 class RelaySettings:
-    """How requests are routed and how hard they are tried."""
+    """How requests are routed and retried."""
 
     policy: str = setting(
         "prefix",
@@ -103,7 +103,7 @@ class RelaySettings:
 
 @dataclass(frozen=True, slots=True)
 class HttpLimits:
-    """What clients may take before they are turned away."""
+    """The limits for clients."""
 
     max_header_bytes: int = setting(
         64 * 2**10, "largest request line and headers of one request; beyond it 431", unit="bytes", minimum=1024
@@ -137,7 +137,7 @@ class TlsSettings:
     tls_key: str | None = setting(None, "PEM file of the certificate's private key, without a passphrase")
 
     def __post_init__(self) -> None:
-        """Raises SettingsError on one without the other."""
+        """Raises SettingsError if only one of the two files is given."""
         if (self.tls_cert is None) != (self.tls_key is None):
             given, missing = ("--tls-key", "--tls-cert") if self.tls_cert is None else ("--tls-cert", "--tls-key")
             raise SettingsError(f"{given} is set and {missing} is not: TLS needs both; set {missing}, too")
@@ -145,7 +145,7 @@ class TlsSettings:
 
 @dataclass(frozen=True, slots=True)
 class TraceSettings:
-    """Which requests are recorded as traces, and who gets them."""
+    """Which requests are traced, and where traces are sent."""
 
     trace_endpoint: str | None = setting(
         None,
@@ -159,7 +159,7 @@ class TraceSettings:
     )
 
     def __post_init__(self) -> None:
-        """Raises SettingsError on an endpoint that is no URL."""
+        """Raises SettingsError if the endpoint is no URL."""
         if self.trace_endpoint is not None and _HTTP_URL.fullmatch(self.trace_endpoint) is None:
             raise SettingsError(
                 f"--trace-endpoint: {self.trace_endpoint!r} is no URL of a collector; write http://HOST:PORT or "
@@ -223,7 +223,7 @@ class GatewaySettings:
     log_format: str = setting("text", "shape of log lines", choices=("text", "json"))
 
     def __post_init__(self) -> None:
-        """Raises SettingsError on an origin that no browser sends, and on models that cannot be told apart."""
+        """Raises SettingsError on an origin that no browser sends, and on models with equal names."""
         for origin in self.allowed_origins:
             if origin != "*" and _ORIGIN.fullmatch(origin) is None:
                 raise SettingsError(
@@ -239,12 +239,12 @@ class GatewaySettings:
             )
 
     def named_models(self) -> list[NamedModel]:
-        """The models; the only one by ``served_model_name``, if that is set."""
+        """The models. ``served_model_name``, if set, names the only one."""
         models = [NamedModel.of(text) for text in self.model]
         return models if self.served_model_name is None else [NamedModel(self.served_model_name, models[0].path)]
 
     def aliases_of(self, names: Collection[str]) -> list[Alias]:
-        """The aliases, now that the models' ``names`` are known. Raises SettingsError on what names another model."""
+        """The aliases, given the models' ``names``. Raises SettingsError if an alias names an unknown model."""
         if len(names) < len(self.model):
             raise SettingsError(f"--model: two models have one name among {', '.join(names)}; write NAME=MODEL")
         aliases = [Alias.of(text, names) for text in self.alias]
@@ -258,7 +258,7 @@ class GatewaySettings:
         return aliases
 
     def adapters_of(self, names: Collection[str]) -> dict[str, str]:
-        """Directories of adapters by model, now that the models' ``names`` are known. Raises SettingsError."""
+        """The directories of adapters by model, given the models' ``names``. Raises SettingsError."""
         directories: dict[str, str] = {}
         for text in self.adapters:
             name, directory = adapters_directory(text)
@@ -275,7 +275,7 @@ class GatewaySettings:
         return directories
 
     def check_workers(self, names: Collection[str]) -> None:
-        """Raises SettingsError on workers that cannot be told by model."""
+        """Raises SettingsError if a worker cannot be assigned to one of the models."""
         if self.workers.discovery == "kubernetes":
             if len(names) > 1 and (wrong := [name for name in names if not is_label(name)]):
                 raise SettingsError(

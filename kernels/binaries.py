@@ -1,8 +1,8 @@
-"""What a compiled kernel is made of, read from its binary and its PTX: resources, instructions, occupancy.
+"""What a compiled kernel uses, read from its binary and its PTX: resources, instructions, occupancy.
 
-Without a GPU these say most of what can be known of a kernel's speed: how wide its loads are, whether the
-tensor cores are used, whether registers spill, and how many programs a multiprocessor holds at once. Not a
-measurement; and not for compiling, see `compile_check`.
+Without a GPU these tell most of what determines a kernel's speed: the width of its loads, whether it uses tensor cores, whether
+registers spill, and how many programs a multiprocessor holds at once. This is no measurement, and does not compile; see
+`compile_check`.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ import struct
 from collections import Counter
 from dataclasses import dataclass
 
-_ALLOCATED_REGISTERS = 8  # per thread, the granularity of their allocation
+_ALLOCATED_REGISTERS = 8  # granularity of allocation, per thread
 _LABEL = re.compile(r"^(\$L\w+):")
 _BRANCH = re.compile(r"\bbra(?:\.uni)?\s+(\$L\w+);")
 _LOAD = re.compile(r"\bld\.global(?:\.[\w:]+)*?(?:\.v(\d))?\.[bsuf](\d+)\s")
 _ASYNC_COPY = re.compile(r"\bcp\.async\.c[ag]\.shared\.global\s*\[[^\]]*\],\s*\[[^\]]*\],\s*(0x[0-9a-f]+|\d+)")
 _BOX_LOAD = re.compile(r"\bcp\.async\.bulk\.tensor\.\dd\.shared::(?:cluster|cta)\.global\b")
 _SHARED_BYTE = re.compile(r"\bld\.shared(?:\.[\w:]+)*?\.[bsu]8\s")
-# The newest first: a kernel for Blackwell may hold both.
+# Newest first: a kernel for Blackwell may contain both.
 _MATRIX = {"tcgen05": "tcgen05.mma", "wgmma": "wgmma.mma_async", "mma": "mma.sync"}
 
 
 @dataclass(frozen=True)
 class Processor:
-    """What the programs on one multiprocessor (compute unit) share."""
+    """The resources that programs on one multiprocessor (compute unit) share."""
 
-    shared_limit: int  # bytes of shared memory one program may use
-    shared_bytes: int  # bytes of shared memory there are
-    reserved_bytes: int  # of them, taken for each program
+    shared_limit: int  # shared memory that one program may use
+    shared_bytes: int  # total shared memory
+    reserved_bytes: int  # shared memory that each program takes in addition
     threads: int
     registers: int  # of 32 bits
     max_programs: int
@@ -44,7 +44,7 @@ PROCESSORS: dict[tuple[str, int | str], Processor] = {
 
 
 def programs_per_processor(processor: Processor, threads: int, registers: int, shared_bytes: int) -> int:
-    """How many programs one multiprocessor holds at once: by threads, registers and shared memory, whichever is scarce."""
+    """The number of programs that one multiprocessor holds at once, limited by threads, registers and shared memory."""
     allocated = -(-registers // _ALLOCATED_REGISTERS) * _ALLOCATED_REGISTERS
     return min(
         processor.max_programs,
@@ -56,9 +56,9 @@ def programs_per_processor(processor: Processor, threads: int, registers: int, s
 
 @dataclass(frozen=True)
 class LoopInstructions:
-    """Instructions inside a kernel's loops, as they stand in the text: an unrolled one counts as often as it is there."""
+    """Instructions inside a kernel's loops, counted in the text: an unrolled instruction counts for each copy."""
 
-    global_loads: dict[int, int]  # by their width in bytes; plain loads and copies to shared memory
+    global_loads: dict[int, int]  # number by width in bytes; plain loads and copies to shared memory
     box_loads: int  # copies of whole boxes to shared memory (TMA)
     shared_byte_loads: int  # loads of single bytes from shared memory
     matrix_kind: str | None  # mma (Ampere), wgmma (Hopper), tcgen05 (Blackwell)
@@ -109,7 +109,7 @@ def cubin_resources(cubin: bytes) -> tuple[int, int]:
         while position < start + size:
             form, attribute, length = struct.unpack_from("<BBH", cubin, position)
             position += 4
-            # Only the last of the four forms is followed by `length` bytes; the others hold a value in it.
+            # Only the last of the four forms has `length` bytes after it; the others store a value in that field.
             if form == 4:
                 if attribute in (0x2F, 0x11):
                     found[attribute] = struct.unpack_from("<II", cubin, position)[1]

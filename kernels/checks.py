@@ -1,7 +1,7 @@
 """Argument checks shared by the kernel wrappers, and the geometry of the paged KV pool.
 
-A wrapper reads shapes, dtypes and strides only: a check that read values would synchronise with the
-device. Not for validating user input; a failure here is a bug in the caller.
+A wrapper checks only shapes, dtypes and strides, because reading values would synchronise with the device. Not for user input: a
+failure here is a bug in the caller.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 FP8_DTYPE = torch.float8_e4m3fn
 BLOCK_SIZES = (8, 16, 32, 64)
 MAX_HEAD_DIM = 512
-_MAX_FP8_HEAD_DIM = 256  # beyond, no kernel loads e4m3 numbers 16 bytes at a time
+_MAX_FP8_HEAD_DIM = 256  # larger heads have no kernel that loads e4m3 numbers 16 bytes at a time
 
 
 def next_power_of_2(n: int) -> int:
@@ -40,16 +40,17 @@ def require_dtype(name: str, tensor: torch.Tensor, *allowed: torch.dtype) -> Non
 
 
 def require_unit_stride(name: str, tensor: torch.Tensor) -> None:
-    """Raise ValueError unless the last dimension of `tensor` is dense."""
+    """Raise ValueError unless the last dimension of `tensor` has stride 1."""
     if tensor.stride(-1) != 1:
         raise ValueError(f"{name} has last stride {tensor.stride(-1)}, expected 1")
 
 
 @dataclass(frozen=True)
 class PagedKv:
-    """Keys and values of unequal size, or of other sizes than another group's in the same blocks: views of one pool.
+    """Keys and values as two views of one pool, for keys and values of unequal size, or groups of different sizes in the same
+    blocks.
 
-    In a block come layers, in a layer all heads' keys, then all heads' values.
+    A block consists of layers. Each layer has all heads' keys, then all heads' values.
     """
 
     keys: torch.Tensor  # [num_blocks, num_layers, num_kv_heads, block_size, key_size]
@@ -57,12 +58,12 @@ class PagedKv:
 
     @classmethod
     def of(cls, pool: torch.Tensor | PagedKv) -> PagedKv:
-        """Views of a pool `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`, if it is one."""
+        """Views of a pool tensor `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`. Returns a PagedKv unchanged."""
         return pool if isinstance(pool, PagedKv) else cls(pool[:, :, 0], pool[:, :, 1])
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of both."""
+        """The dtype of keys and values."""
         return self.keys.dtype
 
     @property
@@ -73,7 +74,7 @@ class PagedKv:
 
 @dataclass(frozen=True)
 class PoolGeometry:
-    """The constants of a pool: a PagedKv, or one tensor `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`."""
+    """The constants of a pool: a PagedKv, or a tensor `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`."""
 
     num_kv_heads: int
     block_size: int  # tokens per block
@@ -138,7 +139,7 @@ class PoolGeometry:
 
 
 def require_window(sliding_window: int | None, chunk_size: int | None = None) -> None:
-    """Raise ValueError unless each is None or at least 1, and one of them None."""
+    """Raise ValueError unless each argument is None or at least 1, and at least one is None."""
     for name, size in (("sliding_window", sliding_window), ("chunk_size", chunk_size)):
         if size is not None and size < 1:
             raise ValueError(f"{name} is {size}, expected None or >= 1")
@@ -149,7 +150,7 @@ def require_window(sliding_window: int | None, chunk_size: int | None = None) ->
 
 
 def require_scores(num_q_heads: int, softcap: float | None, sinks: torch.Tensor | None) -> None:
-    """Raise ValueError unless `softcap` is None or above 0, and `sinks` None or contiguous floats `[num_q_heads]`."""
+    """Raise ValueError unless `softcap` is None or positive, and `sinks` is None or contiguous floats `[num_q_heads]`."""
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap is {softcap}, expected None or a number above 0")
     if sinks is not None:

@@ -71,7 +71,7 @@ _WARP_SIZES = {"cuda": 32, "hip": 64}
 
 @dataclass(frozen=True)
 class KernelResources:
-    """What one program of a compiled kernel uses."""
+    """The resources that one program of a compiled kernel uses."""
 
     case: str
     kernel: str
@@ -79,12 +79,12 @@ class KernelResources:
     threads: int
     shared_bytes: int
     registers: int  # per thread
-    spill_bytes: int  # local memory per thread; nothing but spills puts data there
-    programs: int  # that one multiprocessor holds at once
-    loops: LoopInstructions | None  # None where there is no PTX
+    spill_bytes: int  # local memory per thread; only spills use it
+    programs: int  # number that one multiprocessor holds at once
+    loops: LoopInstructions | None  # None without PTX
 
     def broken_limits(self, shared_limit: int, spill_limit: int) -> list[str]:
-        """The limits that do not hold, in words."""
+        """The limits that the kernel exceeds, in words."""
         broken = []
         if self.shared_bytes > shared_limit:
             broken.append(f"{self.shared_bytes} bytes of shared memory, limit {shared_limit}")
@@ -94,12 +94,15 @@ class KernelResources:
 
 
 def spill_limit(triton_version: str) -> int:
-    """Bytes per thread: none with the Triton that tiles are chosen by. Triton 3.6 parks up to 88 around loops, none in them."""
+    """Allowed spill bytes per thread: 0 with the Triton version that tiles were chosen for.
+
+    Triton 3.6 spills up to 88 around loops, none in them.
+    """
     return 0 if tuple(map(int, triton_version.split(".")[:2])) >= (3, 9) else 96
 
 
 def compile_launch(launch: Launch, target: Target) -> KernelResources:
-    """Compile one specialisation for one target; the result is also left in Triton's cache."""
+    """Compile one specialisation for one target. The result also stays in Triton's cache."""
     backend, arch = target
     kernel = _KERNELS[launch.kernel]
     source = ASTSource(
@@ -131,7 +134,7 @@ def compile_all(jobs: int, targets: Collection[Target] = PROCESSORS) -> list[Ker
     """Compile every launch for all `targets` in `jobs` processes."""
     work = [(launch, target) for target in targets for launch in launches(target)]
     work.sort(key=lambda item: (item[0].kernel, item[0].case))
-    # A forked child would inherit torch's threads half-way.
+    # A forked child would inherit torch's threads in an undefined state.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, mp_context=context) as pool:
         return list(pool.map(compile_launch, *zip(*work, strict=True)))
@@ -159,7 +162,7 @@ def _table_row(resources: KernelResources, broken: list[str]) -> str:
 
 
 def main() -> int:
-    """Print the table, or JSON lines; the exit status says whether every limit holds."""
+    """Print the table, or JSON lines. The exit status tells whether all limits hold."""
     parser = argparse.ArgumentParser(prog="python -P -m kvrelay.kernels.compile_check", description=__doc__)
     parser.add_argument("--jobs", type=int, default=2, help="processes (default 2)")
     parser.add_argument("--json", action="store_true", help="one JSON object per line instead of a table")

@@ -1,6 +1,6 @@
-"""What the wrappers launch, recorded from real calls with the shapes of well-known models: nothing is compiled or run.
+"""The kernel launches of the wrappers, recorded from real calls with the shapes of well-known models. Nothing is compiled or run.
 
-So block sizes, warps and specialisations cannot drift from the code. Not for compiling, see `compile_check`.
+So block sizes, warps and specialisations always match the code. Not for compiling; see `compile_check`.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ _TYPES = {
     torch.int64: "*i64",
 }
 _NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
-# e4m3 is a type of the hardware from compute capability 8.9 on: before, Triton refuses it; on gfx942, whose fp8 has another
-# bias, it emulates it, slowly and with spills. Products of fp8 with fp8 have no other target either.
+# e4m3 is a hardware type from compute capability 8.9 on. Before, Triton refuses it. On gfx942, whose fp8 has another bias,
+# Triton emulates it
+# slowly and with spills. Products of fp8 with fp8 have no other targets either.
 _FP8_TARGETS = {("cuda", 90), ("cuda", 100)}
 Target = tuple[str, int | str]  # backend and architecture
 
@@ -43,7 +44,7 @@ Target = tuple[str, int | str]  # backend and architecture
 class Launch:
     """One kernel specialisation, as the JIT would compile it."""
 
-    case: str  # what the wrapper was called with
+    case: str  # the wrapper's arguments, in words
     kernel: str
     signature: dict[str, str]
     constexprs: dict[str, Any]
@@ -52,7 +53,7 @@ class Launch:
 
 
 def _specialise(case: str, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Launch:
-    """The JIT's rules: integers equal to 1 are constants, alignment to 16 is known to the compiler."""
+    """Apply the JIT's rules: integers equal to 1 are constants, and the compiler knows alignment to 16."""
     given = {**dict(zip(kernel.arg_names, args, strict=False)), **kwargs}
     signature: dict[str, str] = {}
     constexprs: dict[str, Any] = {}
@@ -80,7 +81,7 @@ def _specialise(case: str, kernel: Any, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _record(case: str, call: Callable[[], object]) -> list[Launch]:
-    """The launches `call` would make; nothing is run."""
+    """The launches that `call` would make, without running them."""
     launches: list[Launch] = []
 
     def run(kernel: Any, *args: Any, grid: object, warmup: bool, **kwargs: Any) -> None:
@@ -133,7 +134,7 @@ def _attention_launches(
 
 
 def _latent_launches(num_q_heads: int, dtype: torch.dtype) -> list[Launch]:
-    """DeepSeek's sizes. The combine kernel has more numbers for each head there."""
+    """DeepSeek's sizes. The combine kernel has more numbers per head there."""
     rank, size = 512, 576
     pool, q = torch.empty((2, 2, 1, 1, 16, size), dtype=dtype), torch.empty((4, num_q_heads, size), dtype=dtype)
     out = torch.empty((4, num_q_heads, rank), dtype=dtype)
@@ -149,7 +150,7 @@ def _latent_launches(num_q_heads: int, dtype: torch.dtype) -> list[Launch]:
 
 
 def _box_launches(target: Target) -> list[Launch]:
-    """Prefill attention over blocks of 64 tokens, where its tiles are loaded as boxes."""
+    """Prefill attention over blocks of 64 tokens, whose tiles are loaded as boxes."""
     backend, arch = target
     capability = divmod(arch, 10) if backend == "cuda" and isinstance(arch, int) else None
     found: list[Launch] = []
@@ -181,7 +182,7 @@ def _box_launches(target: Target) -> list[Launch]:
 
 
 def _linear_launches() -> list[Launch]:
-    """Every tile over both formats of weights; what runs beside them once."""
+    """Every tile over both formats of weights; the other kernels once."""
     found: list[Launch] = []
     scale = torch.empty((256,))
     for weight_dtype, name in ((torch.int8, "int8"), (torch.float8_e4m3fn, "e4m3")):
@@ -198,7 +199,7 @@ def _linear_launches() -> list[Launch]:
             found += _record(case, partial(weight_only.weight_only_linear, x, weight, scale, None, num_splits))
         dequantise = partial(weight_only.dequantise_weight, weight, scale, torch.bfloat16)
         found += _record(f"bf16 {name}", dequantise)
-    # What adds the splits up knows no format.
+    # The kernel that adds splits does not depend on the format.
     return [launch for launch in found if launch.kernel != "_add_splits_kernel" or "int8" in launch.case]
 
 
@@ -254,7 +255,7 @@ def _fp8_launches() -> list[Launch]:
 
 
 def _expert_launches() -> list[Launch]:
-    """Every tile over weights in 16 bits, as gpt-oss has biases; the formats of 8 bits with the tile of few rows."""
+    """Every tile over 16-bit weights, with biases as in gpt-oss; 8-bit formats with the tile for few rows."""
     found: list[Launch] = []
     for num_tokens, dtype, name in (
         (16, torch.bfloat16, "bf16"),
@@ -300,7 +301,7 @@ def _stored_expert_launches() -> list[Launch]:
 
 
 def _adapter_launches() -> list[Launch]:
-    """Every tiling over q, k and v of Llama-3-8B; o, whose inputs are as many, as the shape of one part."""
+    """Every tiling over q, k and v of Llama-3-8B, and over o, which has as many inputs, as a site of one part."""
     found: list[Launch] = []
     for tiling, name, dtype in (
         (low_rank.FEW_ROWS, "few rows", torch.bfloat16),
@@ -318,9 +319,10 @@ def _adapter_launches() -> list[Launch]:
 
 
 def launches(target: Target) -> list[Launch]:
-    """The representative specialisations for a target: SmolLM2-135M, Llama-3-8B, Gemma 2, Gemma 4, gpt-oss, Llama 4's chunks, the
-    edges of the tile tables."""
-    # What a wrapper asks the device that it launches on.
+    """The representative specialisations for a target: SmolLM2-135M, Llama-3-8B, Gemma 2, Gemma 4, gpt-oss, Llama 4's chunks, and
+    the edges of the tile tables.
+    """
+    # A wrapper would ask this of its device.
     with mock.patch.object(prefill, "looks_ahead", return_value=target != ("cuda", 80)):
         found = _all_launches()
     found = [launch for launch in found if target in _FP8_TARGETS or "*fp8e4nv" not in launch.signature.values()]
@@ -364,7 +366,7 @@ def _all_launches() -> list[Launch]:
         *_attention_launches(64, 9, 3, torch.float32, None),
         *_attention_launches(128, 32, 8, torch.float32, None),
     ):
-        # The rotary kernel depends on no window, the combine kernel on the pool's dtype neither.
+        # The rotary kernel does not depend on the window, and the combine kernel also not on the pool's dtype.
         is_representative = launch.case == "bf16 d128 32/8"
         if launch.kernel.startswith("_rotary"):
             is_representative |= launch.case == "bf16 d128 32/8 fp8 pool"

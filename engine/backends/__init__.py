@@ -1,1 +1,1 @@
-"""Operations of each device: everything that differs between a CPU and a GPU."""
+"""Everything that differs between a CPU and a GPU: the operations of each device."""

@@ -1,4 +1,4 @@
-"""A head beside a loaded model: its weights, its pool and its operations."""
+"""Loads an EAGLE-3 head beside a loaded model: its weights, its pool and its operations."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from kvrelay.engine.weights.head import load_head_weights
 
 logger = logging.getLogger(__name__)
 
-_FEWEST_TOKENS = 64  # of a slot's share of the pool
+_FEWEST_TOKENS = 64  # fewest tokens in a slot's share of the pool
 
 
 def make_head(
     directory: Path, kv_bytes: int, target: DecoderModel, slots: Slots, options: EngineOptions, device: torch.device
 ) -> HeadBesideModel:
-    """Load the head in ``directory`` for the model ``target``. ``kv_bytes``: of its pool, which ``slots`` have equal shares of.
+    """Load the head in ``directory`` for the model ``target``. ``kv_bytes``: size of its pool, which ``slots`` share equally.
 
-    Raises ModelError if it is another model's, its files are broken, or the pool is too small.
+    Raises ModelError if it belongs to another model, its files are broken, or the pool is too small.
     """
     config = load_head_config(directory, load_config(options.model_dir))
     weights = load_head_weights(directory, config, target.dtype, device)

@@ -1,4 +1,4 @@
-"""What a real engine is made from, and what follows from it for its device and its pool."""
+"""The options of a real engine, and what follows from them for its device, its number formats and its pool."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from kvrelay.engine.weights.rounding import Rounding
 logger = logging.getLogger(__name__)
 
 _CPU_KV_BYTES = 2**30
-_MIN_POOL_TOKENS = 64  # a pool that holds less serves nobody
-NUM_SPARE_BLOCKS = 1  # of a GPU's pool, behind the others: for what rows that only fill a batch up would write
+_MIN_POOL_TOKENS = 64  # a smaller pool is useless
+NUM_SPARE_BLOCKS = 1  # extra blocks at the end of a GPU's pool, which padding rows write to
 
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """What an engine is made from, all names resolved."""
+    """What an engine is made from. All names are resolved."""
 
     model_dir: Path
     model_id: str
@@ -35,37 +35,37 @@ class EngineOptions:
     kv_dtype: str = "auto"  # or "fp8"
     device: str = "auto"
     weight_format: str = "full"  # or "int8", "fp8"
-    fp8_activations: bool = False  # inputs of products in fp8, too
-    cpu_kernels: str = "auto"  # "native", or "torch" without ours
-    expert_parallel: bool = False  # whole experts for each of several ranks
+    fp8_activations: bool = False  # round the inputs of products to fp8, too
+    cpu_kernels: str = "auto"  # "auto", "native", or "torch" (without our kernels)
+    expert_parallel: bool = False  # each rank has whole experts
     block_size: int = 16
-    num_blocks: int | None = None  # instead of kv_memory_bytes
+    num_blocks: int | None = None  # takes the place of kv_memory_bytes
     kv_memory_bytes: int | None = None  # None: 1 GiB on CPU, kv_memory_fraction on a GPU
-    kv_memory_fraction: float = 0.9  # of a GPU's memory: this worker's share, with its weights and its largest step
+    kv_memory_fraction: float = 0.9  # this worker's share of a GPU's memory, including its weights and its largest step
     staging_bytes: int | None = (
-        None  # of pinned memory between a GPU's pool and the network; None: 256 MiB, or four blocks
+        None  # bytes of pinned memory between a GPU's pool and the network; None: 256 MiB, or four blocks
     )
     max_model_len: int | None = None
     num_threads: int = 1
     max_num_seqs: int = 64
     max_batched_tokens: int = 512
-    decodes: bool = True  # whether steps of one token for each sequence are worth preparing for
+    decodes: bool = True  # whether to prepare for steps of one token per sequence
     cuda_graphs: bool = True
     run_ahead: str = "auto"  # "on", "off"; auto is on on a GPU
-    adapter_bytes: int = 0  # of memory for adapters; 0: none will be loaded
-    processors: Mapping[str, LogitsProcessor] = field(default_factory=dict)  # by name; requests may ask for them
+    adapter_bytes: int = 0  # memory for adapters; 0: none will be loaded
+    processors: Mapping[str, LogitsProcessor] = field(default_factory=dict)  # by the name that requests use
 
 
 def keep_compiled(environment: MutableMapping[str, str]) -> None:
-    """Triton keeps what it compiles where our own compiled kernels are, unless ``environment`` names another place.
+    """Make Triton keep its compiled kernels in our cache, unless ``environment`` names another place.
 
-    So whoever mounts that cache keeps both: Triton's own default is in a home directory, which a pod's end takes with it.
+    So one mounted cache keeps both. Triton's default is in a home directory, which a pod loses at its end.
     """
     environment.setdefault("TRITON_CACHE_DIR", str(default_cache_dir() / "triton"))
 
 
 def device_of(name: str) -> torch.device:
-    """The device that ``name``, "auto", "cpu" or "cuda", means here. Raises ModelError if there is none."""
+    """The device for ``name``, which is "auto", "cpu" or "cuda". Raises ModelError if this machine has none."""
     if name == "cuda" and not torch.cuda.is_available():
         raise ModelError("--device is cuda, but torch finds no GPU; use --device cpu, or install a CUDA build of torch")
     if name == "auto":
@@ -74,11 +74,11 @@ def device_of(name: str) -> torch.device:
 
 
 def dtype_of(name: str, checkpoint: str, device: torch.device, why_no_kernels: Callable[[], str | None]) -> torch.dtype:
-    """The type that ``name`` means for a checkpoint of type ``checkpoint``.
+    """The type for ``name``, for a checkpoint of type ``checkpoint``.
 
-    "auto" is the checkpoint's; but float32 on a CPU that has no instructions for it, where torch's prompts would take several
-    times as long, and single tokens no less. Our own bf16 kernels are faster there than either, with half the memory:
-    ``why_no_kernels`` looks for them, and says why there are none.
+    "auto" is the checkpoint's type, except on a CPU without instructions for it: there it is float32, because torch would take
+    several times as long for prompts, and no less for single tokens. Our own bf16 kernels are faster than either there, with half
+    the memory. ``why_no_kernels`` returns None if they can be used, else the reason.
     """
     if name != "auto":
         return _torch_dtype(name)
@@ -101,7 +101,7 @@ def _torch_dtype(name: str) -> torch.dtype:
 
 
 def kv_dtype_of(name: str, dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """The type of the pool of a model in ``dtype``. Raises ModelError where there are no kernels for it."""
+    """The type of the pool of a model in ``dtype``. Raises ModelError if there are no kernels for it."""
     if name == "auto":
         return dtype
     if device.type != "cuda":
@@ -110,9 +110,9 @@ def kv_dtype_of(name: str, dtype: torch.dtype, device: torch.device) -> torch.dt
 
 
 def rounding_of(weight_format: str, device: torch.device, dtype: torch.dtype) -> Rounding | None:
-    """To what to round the weights, None for full ones. Raises ModelError where there are no kernels for that.
+    """The format that weights are rounded to; None for full weights. Raises ModelError if there are no kernels for it.
 
-    Whether a GPU has e4m3 is not asked here (:func:`kvrelay.engine.backends.cuda.build.require_weight_format`).
+    Whether a GPU has e4m3 is checked elsewhere (:func:`kvrelay.engine.backends.cuda.build.require_weight_format`).
     """
     if weight_format == "full":
         return None
@@ -140,9 +140,9 @@ def rounding_of(weight_format: str, device: torch.device, dtype: torch.dtype) ->
 def activations_of(
     options: EngineOptions, config: ModelConfig, device: torch.device, dtype: torch.dtype
 ) -> Activations | None:
-    """How activations are rounded to fp8; None: not at all. Raises ModelError where there are no products for that.
+    """How activations are rounded to fp8; None: not at all. Raises ModelError if there are no products for it.
 
-    Whether a GPU has e4m3 is not asked here (:func:`kvrelay.engine.backends.cuda.build.require_fp8_products`).
+    Whether a GPU has e4m3 is checked elsewhere (:func:`kvrelay.engine.backends.cuda.build.require_fp8_products`).
     """
     if not options.fp8_activations:
         return None
@@ -162,7 +162,7 @@ def activations_of(
 
 
 def asked_blocks(options: EngineOptions, block_nbytes: int) -> int | None:
-    """Blocks of the pool if the options say how many, or how much memory they take; else None."""
+    """The pool's blocks, if the options give their number or their memory; else None."""
     if options.num_blocks is not None:
         return options.num_blocks
     return None if options.kv_memory_bytes is None else options.kv_memory_bytes // block_nbytes
@@ -171,10 +171,10 @@ def asked_blocks(options: EngineOptions, block_nbytes: int) -> int | None:
 def num_blocks_of(
     options: EngineOptions, block_nbytes: int, memory: GpuMemory | None, own_nbytes: int | None = None
 ) -> int:
-    """Blocks of the pool. Raises ModelError if they would serve nobody, or do not fit a GPU beside the largest step.
+    """The pool's blocks. Raises ModelError if they are too few to be useful, or do not fit a GPU beside the largest step.
 
-    ``memory``: what was measured of a GPU; None: there is none, and a default must do. ``own_nbytes``: what a rank has of the
-    ``block_nbytes`` of a block; None: all.
+    ``memory``: the measurements of a GPU; None without a GPU, and a default is used. ``own_nbytes``: a rank's part of
+    ``block_nbytes``; None: all of it.
     """
     here_nbytes = block_nbytes if own_nbytes is None else own_nbytes
     num_blocks = asked_blocks(options, block_nbytes)

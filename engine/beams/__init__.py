@@ -1,1 +1,1 @@
-"""Beam search: which tokens continue which beams, the sequences that compute them, and the blocks that those share."""
+"""Beam search: the choice of beams, the sequences that compute them, and the blocks that those share."""

@@ -1,4 +1,4 @@
-"""Beam searches that a worker cannot compute, or whose result would not fit its message."""
+"""Refuses beam searches that a worker cannot compute, or whose result would not fit its message."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from kvrelay.common.sampling import BeamSearch, SampledToken, SamplingParams
 
 MAX_WIDTH = 128
 
-_MAX_VALUES = 2**19  # tokens and log probabilities of one result, in one message: 8 MiB of the 16 that one may have
-_MAX_LENGTH_PENALTY = 16.0  # either way. Lengths to the power of it stay far from what a float holds
+_MAX_VALUES = 2**19  # tokens and log probabilities of one result: 8 MiB of a message, which may have 16
+_MAX_LENGTH_PENALTY = 16.0  # of either sign; powers of lengths stay far inside a float's range
 _OFF = SamplingParams(max_tokens=1)
 _EXCLUDED = (
     "top_k",
@@ -29,9 +29,9 @@ _EXCLUDED = (
 
 
 def invalid_beams(sampling: SamplingParams, num_prompt_tokens: int, num_tokens: int, card: ModelCard) -> str | None:
-    """Why this is no beam search that makes sense for a model with this card, naming value and limit; None if it is one.
+    """Why the beam search is invalid for a model with this card, naming value and limit; None if it is valid.
 
-    ``num_tokens``: that it would start with, output of earlier attempts included.
+    ``num_tokens``: tokens at its start, output of earlier attempts included.
     """
     search = sampling.beam_search
     if search is None:
@@ -51,7 +51,7 @@ def _out_of_range(search: BeamSearch) -> str | None:
     if not 1 <= search.num_return <= search.width:
         return f"beam_search.num_return is {search.num_return}; it must be 1 to the width, {search.width}"
     limit = _MAX_LENGTH_PENALTY
-    if not abs(search.length_penalty) <= limit:  # not a number: neither
+    if not abs(search.length_penalty) <= limit:  # written so that NaN fails, too
         return f"beam_search.length_penalty is {search.length_penalty}; it must be {-limit:g} to {limit:g}"
     return None
 
@@ -75,9 +75,9 @@ def _too_long_answer(sampling: SamplingParams, search: BeamSearch, max_output: i
 
 
 def unfit_beams(sampling: SamplingParams, num_prompt_tokens: int, card: ModelCard, max_running: int) -> str | None:
-    """Why a decode worker that runs ``max_running`` sequences could not compute a valid beam search even alone.
+    """Why a decode worker that runs ``max_running`` sequences could not compute a valid beam search even alone; None if it could.
 
-    At worst the beams share the prompt's full blocks only. One that needs more blocks than there are would be preempted for ever.
+    At worst the beams share only the prompt's full blocks. A search that needs more blocks than exist would be preempted forever.
     """
     search = sampling.beam_search
     if search is None:
@@ -98,7 +98,7 @@ def unfit_beams(sampling: SamplingParams, num_prompt_tokens: int, card: ModelCar
 
 
 def invalid_first_token(token: SampledToken, sampling: SamplingParams, vocab_size: int) -> str | None:
-    """Why a sequence cannot go on from what a prefill worker says it sampled; None if it can."""
+    """Why a sequence cannot continue from the token that a prefill worker reports; None if it can."""
     for token_id in (token.token_id, *(candidate for candidate, _ in token.top_logprobs)):
         if not 0 <= token_id < vocab_size:
             return f"the first token is {token_id}; it must be 0 to {vocab_size - 1}"

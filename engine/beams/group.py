@@ -1,9 +1,10 @@
-"""The sequences of one beam search on a decode worker, which go forward in step.
+"""The sequences of one beam search on a decode worker, which advance together.
 
-A group begins with one sequence, the prompt. When every beam has heard what the engine sampled for it, ``advance`` chooses the next
-beams: the first child of a beam goes on in its parent's sequence, further ones are forked from it, beams without children end.
-Blocks are the scheduler's: it shares, copies and releases them as the group says. So is preemption, which takes the group as
-a whole; afterwards the leader, the first beam, is computed again, and the others behind what they share with it.
+A group begins with one sequence, the prompt. When the engine has sampled for every beam, ``advance`` chooses the next beams. The
+first child of a beam continues in its parent's sequence, and further children are forked from it. Beams without children end.
+
+The scheduler owns the blocks: it shares, copies and releases them as the group says. It also preempts the group, always as a whole.
+Afterwards the leader, the first beam, is computed again; the others follow from what they share with it.
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ from kvrelay.engine.step.sequence import Sequence, SequenceStatus
 class Turnover:
     """How a group's sequences changed in a step."""
 
-    forked: list[tuple[Sequence, Sequence]]  # (parent, child): the child computes on from what the parent has computed
+    forked: list[tuple[Sequence, Sequence]]  # (parent, child): the child continues from the parent's computed tokens
     ended: list[Sequence]
 
 
 class BeamGroup:
-    """One beam search. Model thread only."""
+    """One beam search. Use it on the model thread only."""
 
     def __init__(self, root: Sequence, max_model_len: int, first: SampledToken | None) -> None:
-        """``first``: what the prefill worker sampled behind the prompt, with its candidates; None if that is computed here."""
+        """``first``: the prefill worker's sample after the prompt, with its candidates; None if it is computed here."""
         params = root.sampling.beam_search
         assert params is not None, f"{root.key} asks for no beam search"
         self.width = params.width
-        self.num_steps = 0 if first is None else -1  # those that were computed here
-        self.beams = [root]  # in the order of the search's live ones
+        self.num_steps = 0 if first is None else -1  # steps that were computed here
+        self.beams = [root]  # in the order of the search's live beams
         self._sampling = root.sampling
         self._num_return = params.num_return
         self._max_tokens = max(1, min(root.sampling.max_tokens, max_model_len - root.num_prompt_tokens))
@@ -44,12 +45,12 @@ class BeamGroup:
 
     @property
     def leader(self) -> Sequence:
-        """The sequence that stands for the group: it waits for it, and is computed first after a preemption."""
+        """The sequence that represents the group: it stands in the waiting line, and is computed first after a preemption."""
         return self.beams[0]
 
     @property
     def is_ready(self) -> bool:
-        """Whether all beams have heard."""
+        """Whether the engine has sampled for all beams."""
         return len(self._heard) == len(self.beams)
 
     @property
@@ -59,23 +60,23 @@ class BeamGroup:
 
     @property
     def result(self) -> tuple[FinishedBeam, ...]:
-        """The beams to return, best first; those found so far, if it is not over."""
+        """The beams to return, best first. If the search is not over: the best so far."""
         return self._search.finished[: self._num_return]
 
     def hear(self, beam: Sequence, token: SampledToken) -> None:
-        """What the engine sampled for a beam."""
+        """Take in the engine's sample for a beam."""
         self._heard[beam] = token
 
     def has_heard(self, beam: Sequence) -> bool:
-        """Whether the beam waits for the others."""
+        """Whether the beam has its sample, and waits for the others."""
         return beam in self._heard
 
     def forget(self) -> None:
-        """The group lost its blocks: all that was heard in this step will be computed again."""
+        """The group lost its blocks: this step's samples will be computed again."""
         self._heard.clear()
 
     def advance(self) -> Turnover:
-        """Choose the next beams; appends their tokens. If the search is over by that, all of them end."""
+        """Choose the next beams and append their tokens. If that ends the search, all beams end."""
         parents, sampled = self.beams, [self._heard[beam] for beam in self.beams]
         self._heard.clear()
         self.num_steps += 1
@@ -109,7 +110,7 @@ class BeamGroup:
 
 
 def num_common(ours: Seq[int], theirs: Seq[int]) -> int:
-    """How many leading tokens are the same."""
+    """The number of leading tokens that are equal."""
     for index, (one, other) in enumerate(zip(ours, theirs, strict=False)):
         if one != other:
             return index

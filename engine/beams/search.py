@@ -1,10 +1,9 @@
-"""Beam search as a pure function: from the live beams and each one's likeliest next tokens to the next live beams.
+"""Beam search as a pure function: from the live beams and their likeliest next tokens to the next live beams.
 
-What is kept and when the search ends is as in Hugging Face transformers (``GenerationMixin._beam_search`` of version 5), whose
-results ours equal: of all continuations the ``width`` likeliest that do not end are the next live beams; one that ends counts
-as finished if it is among the ``width`` likeliest of all; of the finished ones the ``width`` with the best scores are kept.
-
-Knows no blocks, no sequences and no engine.
+The rules are those of Hugging Face transformers (``GenerationMixin._beam_search`` of version 5), and the results are equal. The
+``width`` likeliest continuations that do not end are the next live beams. A continuation that ends counts as finished if it is
+among the ``width`` likeliest of all. Of the finished ones, the ``width`` with the best scores are kept. This module knows no
+blocks, sequences or engine.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from kvrelay.common.sampling import BeamSearch, FinishReason, SampledToken, Samp
 
 @dataclass(frozen=True, slots=True)
 class LiveBeam:
-    """A beam that goes on."""
+    """A beam that continues."""
 
     tokens: tuple[SampledToken, ...]  # of the output
-    log_prob: float  # of all of them
-    parent: int  # which live beam of the step before it continues
+    log_prob: float  # of all its tokens together
+    parent: int  # index of the live beam that it continues, in the step before
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +37,7 @@ class FinishedBeam:
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """Where a beam search stands after a step. It begins with one live beam that has no tokens."""
+    """The state of a beam search after a step. It begins with one live beam without tokens."""
 
     live: tuple[LiveBeam, ...] = (LiveBeam((), 0.0, 0),)  # likeliest first, at most ``width``
     finished: tuple[FinishedBeam, ...] = ()  # best first, at most ``width``
@@ -46,10 +45,10 @@ class Search:
 
 
 def advance(search: Search, sampled: Seq[SampledToken], sampling: SamplingParams, max_tokens: int) -> Search:
-    """One step. ``sampled``: of each live beam what the engine sampled for it, whose ``top_logprobs`` are the candidates.
+    """One step. ``sampled``: for each live beam the engine's sample, whose ``top_logprobs`` are the candidates.
 
-    They must be ``sampling.num_top_logprobs``, or the whole vocabulary. ``max_tokens``: the longest output, in tokens. Raises
-    ValueError if the search asks for none, is over, or has another number of live beams.
+    There must be ``sampling.num_top_logprobs`` candidates, or the whole vocabulary. ``max_tokens``: the longest output in tokens.
+    Raises ValueError if ``sampling`` asks for no beam search, the search is over, or the number of live beams differs.
     """
     params = sampling.beam_search
     if params is None or search.is_over or len(sampled) != len(search.live):
@@ -65,7 +64,7 @@ def advance(search: Search, sampled: Seq[SampledToken], sampling: SamplingParams
         token_id = sampled[parent].top_logprobs[rank][0]
         reason = _finish_reason(token_id, sampling, is_last=num_tokens == max_tokens)
         if reason is not None and place >= params.width:
-            continue  # it is here only so that enough others are left to go on with
+            continue  # it only serves to leave enough others to continue with
         tokens = (*search.live[parent].tokens, _told(sampled[parent], rank, sampling.num_logprobs))
         if reason is None:
             live.append(LiveBeam(tokens, -neg_log_prob, parent))
@@ -79,7 +78,7 @@ def advance(search: Search, sampled: Seq[SampledToken], sampling: SamplingParams
 def _by_log_prob(search: Search, sampled: Seq[SampledToken]) -> Iterator[tuple[float, int, int]]:
     """All continuations as (minus their log probability, live beam, rank among its candidates), likeliest first.
 
-    Each beam's candidates are in order already, so what is looked at is all that is paid for.
+    Each beam's candidates are already sorted, so this merges them lazily.
     """
 
     def of_beam(index: int) -> Iterator[tuple[float, int, int]]:
@@ -97,7 +96,7 @@ def _finish_reason(token_id: int, sampling: SamplingParams, *, is_last: bool) ->
 
 
 def _told(sampled: SampledToken, rank: int, num_logprobs: int | None) -> SampledToken:
-    """The candidate as a token of the output, with as many log probabilities as the client asked for."""
+    """The candidate as an output token, with as many log probabilities as the client asked for."""
     token_id, log_prob = sampled.top_logprobs[rank]
     if num_logprobs is None:
         return SampledToken(token_id)
@@ -115,10 +114,11 @@ def _is_over(
         return True
     if len(finished) < params.width:
         return False
-    # A search of one beam is greedy, and greedy ends where it ends.
+    # A search of one beam is greedy, and ends where greedy decoding ends.
     if params.early_stopping is True or params.width == 1:
         return True
-    # What the likeliest live beam can still come to: at its present length, or ("never") at the length that suits it best.
+    # The best score that the likeliest live beam can still reach: at its present length or, for "never", at the best
+    # possible length.
     suits_long = params.early_stopping is None and params.length_penalty > 0
     best_possible = _score(live[0].log_prob, max_tokens if suits_long else num_tokens, params)
     return best_possible <= finished[-1].score

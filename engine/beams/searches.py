@@ -1,10 +1,10 @@
-"""The one door to beam searches: the scheduler runs sequences, and asks here which of them belong together.
+"""The interface to beam searches: the scheduler runs sequences, and asks here which of them belong together.
 
-A search waits as one sequence and runs as several, which go forward in step (:mod:`kvrelay.engine.beams.group`). It takes
-``width`` places from the start, and is preempted and removed as a whole. Its sequences share blocks. A new beam reads in another's
-blocks what both have in common. One that writes to a shared block gets a copy of it first.
+A search waits as one sequence and runs as several, which advance together (:mod:`kvrelay.engine.beams.group`). It takes ``width``
+places from the start, and is preempted and removed as a whole. Its sequences share blocks: a new beam reads the common part in
+another beam's blocks. A beam that writes to a shared block gets a copy of it first.
 
-The scheduler moves sequences between its places, as it is told. Model thread only.
+The scheduler moves sequences between its places as it is told. Use this on the model thread only.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from kvrelay.engine.step.sequence import Sequence, SequenceStatus
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """How a search's sequences changed with a step."""
+    """How a step changed a search's sequences."""
 
-    joined: list[Sequence] = field(default_factory=list)  # they have their blocks, and run from now on
+    joined: list[Sequence] = field(default_factory=list)  # these have their blocks and run from now on
     ended: list[Sequence] = field(default_factory=list)
-    told: Sequence | None = None  # by whom the search tells that it has begun or, with its ``beams``, ended
+    told: Sequence | None = None  # the sequence that reports the begin of the search or, with its ``beams``, its end
     beams: tuple[FinishedBeam, ...] = ()
 
 
 class BeamSearches:
-    """All searches that wait or run."""
+    """All waiting and running searches."""
 
     def __init__(self, blocks: BlockManager, max_model_len: int) -> None:
         self._blocks = blocks
@@ -40,17 +40,22 @@ class BeamSearches:
         self._groups: dict[tuple[str, int], BeamGroup] = {}
 
     def add(self, sequence: Sequence, first: SampledToken | None) -> None:
-        """``first``: of one that was handed over, what the prefill worker sampled. A sequence that is no search does not matter."""
+        """``first``: the prefill worker's sample, if the sequence was handed over.
+
+        Does nothing for a sequence that is no search.
+        """
         if sequence.sampling.beam_search is not None:
             self._groups[sequence.key] = BeamGroup(sequence, self._max_model_len, first)
 
     def remove(self, key: tuple[str, int]) -> list[Sequence]:
-        """Forget a search; returns its sequences, the leader first. None of them, if ``key`` is no search here."""
+        """Forget a search and return its sequences, the leader first. Empty if ``key`` is no search here."""
         group = self._groups.pop(key, None)
         return [] if group is None else group.beams
 
     def restart(self, sequence: Sequence) -> list[Sequence]:
-        """It loses its blocks: who else does, behind the one that waits for all of them. Just itself, if it is no search."""
+        """``sequence`` loses its blocks. Returns the sequences that lose theirs with it, after the one that waits for all; only
+        itself if it is no search.
+        """
         group = self._groups.get(sequence.key)
         if group is None:
             return [sequence]
@@ -59,7 +64,7 @@ class BeamSearches:
 
     @property
     def num_reserved(self) -> int:
-        """Places in the batch that running searches have no beams for yet."""
+        """Batch places that running searches have no beams for yet."""
         return sum(
             group.width - sum(beam.status is SequenceStatus.RUNNING for beam in group.beams)
             for group in self._groups.values()
@@ -67,11 +72,14 @@ class BeamSearches:
         )
 
     def hear(self, beam: Sequence, token: SampledToken) -> None:
-        """What the engine sampled for a beam."""
+        """Take in the engine's sample for a beam."""
         self._groups[beam.key].hear(beam, token)
 
     def go_forward(self) -> Iterator[Change]:
-        """Choose the next beams of searches whose beams have all heard; after a preemption, let the others follow the leader."""
+        """Choose the next beams of each search whose beams all have samples.
+
+        After a preemption, let the others follow the leader.
+        """
         for key, group in list(self._groups.items()):
             if group.leader.status is not SequenceStatus.RUNNING:
                 continue
@@ -97,15 +105,15 @@ class BeamSearches:
         return Change(joined, turnover.ended, group.leader if group.num_steps == 1 else None)
 
     def _share(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
-        """The child goes on behind ``num_tokens`` tokens, whose K/V it reads in the parent's blocks."""
+        """``child`` continues after ``num_tokens`` tokens, whose K/V it reads in the parent's blocks."""
         num_blocks = self._blocks.num_blocks_for(num_tokens)
         child.block_tables = self._blocks.fork(_owner_of(parent), _owner_of(child), num_blocks)
         child.num_computed_tokens = num_tokens
 
     def unshare(self, sequence: Sequence, copies: dict[Sequence, list[tuple[int, int]]]) -> bool:
-        """Copy on write: a beam's next tokens begin in a block that only it holds. False if there is none for that.
+        """Copy on write: make the block where a beam's next tokens begin its own. False if there is no free block for that.
 
-        ``copies``: of whole blocks, by who writes behind them, as (source, target); further ones are added if it takes any.
+        ``copies``: whole blocks to copy as (source, target), by the sequence that writes after them; this adds to it.
         """
         index, num_written = divmod(sequence.num_computed_tokens, self._blocks.block_size)
         if sequence.sampling.beam_search is None or num_written == 0:
@@ -120,7 +128,7 @@ class BeamSearches:
         return True
 
     def check_integrity(self, placed: Seq[Sequence]) -> None:
-        """Assert that exactly the beams of searches wait or run among ``placed``, and that those that do neither hold nothing."""
+        """Assert that ``placed`` has exactly the beams that wait or run, and that all other beams hold no blocks."""
         led = {(one.key, one.beam) for one in placed if one.sampling.beam_search is not None}
         for key, group in self._groups.items():
             assert (key, group.leader.beam) in led, f"nobody waits or runs for the beam search {key}"

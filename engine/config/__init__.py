@@ -1,1 +1,1 @@
-"""A model's shape as its ``config.json`` tells it."""
+"""A model's sizes and switches, read from its ``config.json``."""

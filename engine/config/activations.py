@@ -1,7 +1,7 @@
-"""How a quantised checkpoint lets activations be rounded: before a product with a weight in fp8, to fp8 as well.
+"""How a quantised checkpoint's activations are rounded to fp8 before a product with an fp8 weight.
 
-Only asked where somebody wants that (``--fp8-activations``). Else they stay in 16 bits, which is closer to the model before it was
-quantised.
+This is used only with ``--fp8-activations``. Otherwise activations stay in 16 bits, which is closer to the model before
+quantisation.
 """
 
 from __future__ import annotations
@@ -14,22 +14,25 @@ from typing import Any
 from kvrelay.common.errors import ModelError
 from kvrelay.engine.config.quantisation import load_quantisation, quantisation_config
 
-MIN_GROUP = 32  # inputs that one instruction multiplies; groups are made of such
+MIN_GROUP = 32  # inputs that one instruction multiplies; group sizes are multiples of it
 _FP8 = ("float", 8)
 
 
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """How rows of inputs become e4m3."""
+    """How rows of inputs are rounded to e4m3."""
 
-    group_size: int | None = None  # inputs of a row that share a scale; None: all of them
-    is_static: bool = False  # whether all rows have one scale, which the checkpoint has for each matrix
+    group_size: int | None = None  # number of inputs in a row that share a scale; None: all
+    is_static: bool = False  # whether all rows share one scale, which the checkpoint has for each matrix
 
 
 def load_activations(directory: Path) -> Activations:
-    """What the checkpoint in ``directory`` says. Raises ModelError if it says nothing, or what is not computed here, by name."""
+    """The rounding that the checkpoint in ``directory`` asks for.
+
+    Raises ModelError if it asks for none, or for one that is not supported.
+    """
     config = quantisation_config(directory)
-    quantisation = load_quantisation(directory)  # refuses what is not read
+    quantisation = load_quantisation(directory)  # raises for unsupported formats
     try:
         match None if quantisation is None else quantisation.method:
             case "compressed-tensors":
@@ -49,7 +52,7 @@ def load_activations(directory: Path) -> Activations:
 
 
 class _NotRoundedError(Exception):
-    """Activations that stay as they are, or would be rounded in a way that is not computed here."""
+    """The checkpoint does not round activations, or in a way that is not supported."""
 
 
 def _of_fp8(config: Mapping[str, Any], block: int | None) -> Activations:
@@ -75,7 +78,7 @@ def _of_modelopt(algo: str | None) -> Activations:
 
 
 def _of_groups(config: Mapping[str, Any]) -> Activations:
-    """Of llm-compressor: one way for all groups of modules."""
+    """The rounding of a llm-compressor checkpoint, which must be the same for all its groups of modules."""
     found: dict[Activations, str] = {}
     for name, group in (config.get("config_groups") or {}).items():
         weights = group.get("weights")

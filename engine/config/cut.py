@@ -1,11 +1,11 @@
-"""How a model with a forward pass of ours is cut among the ranks of a worker. Pure: sizes in, ranges out.
+"""How a model with our own forward pass is cut among a worker's ranks. Pure: sizes in, ranges out.
 
-As in Megatron-LM (Shoeybi et al., 2019): a rank has some query heads with the K/V heads that these attend to, some columns of the
-MLP and some rows of the vocabulary. So a layer's first products need nothing of other ranks, and what the second ones give is
-summed over all. Norms are on every rank. K/V heads that are fewer than ranks are there several times.
+As in Megatron-LM (Shoeybi et al., 2019), a rank has some query heads with their K/V heads, some columns of the MLP and some rows of
+the vocabulary. So a layer's first products need nothing from other ranks, and the results of the second ones are summed over all
+ranks. Norms are on every rank. If there are fewer K/V heads than ranks, several ranks have the same head.
 
-With stages a rank has all that only of some layers, one behind the other, and hands hidden states on to the next stage's. The first
-stage has the embedding, the last one norm and head. Ranks of a stage have neighbouring numbers.
+With stages, a rank has all that of some consecutive layers only, and passes hidden states to the next stage. The first stage has
+the embedding, the last one norm and head. The ranks of a stage have consecutive numbers.
 """
 
 from __future__ import annotations
@@ -15,47 +15,50 @@ from dataclasses import dataclass, replace
 from kvrelay.common.errors import ModelError
 from kvrelay.engine.config.model import ModelConfig, ModelShape
 
-_COLUMNS_AT_ONCE = 64  # of the MLP, where the model's number of columns allows: products like them together
+_COLUMNS_AT_ONCE = 64  # the MLP is cut at multiples of this where possible: products are then fast
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """One rank's part of a model; without arguments it is all of it."""
+    """One rank's part of a model; the default is the whole model."""
 
-    rank: int = 0  # among those of its stage
-    num_ranks: int = 1  # of each stage
-    has_whole_experts: bool = False  # of each layer of experts some, instead of a part of each
+    rank: int = 0  # within its stage
+    num_ranks: int = 1  # ranks of each stage
+    has_whole_experts: bool = False  # the rank has some whole experts of each layer, instead of a part of each expert
     stage: int = 0
     num_stages: int = 1
 
     @property
     def number(self) -> int:
-        """The rank's, among all of the worker."""
+        """The rank's number among all ranks of the worker."""
         return self.stage * self.num_ranks + self.rank
 
     @property
     def is_first(self) -> bool:
-        """Whether its stage is, which has the embedding."""
+        """Whether this is the first stage, which has the embedding."""
         return self.stage == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether its stage is, which has norm and head."""
+        """Whether this is the last stage, which has norm and head."""
         return self.stage == self.num_stages - 1
 
     def layers(self, num_layers: int) -> range:
-        """Its stage's layers. Stages have equally many; of a rest the first ones have one more each, as the last has the head."""
+        """The stage's layers. All stages have equally many.
+
+        A remainder goes to the first ones, because the last stage has the head.
+        """
         each, rest = divmod(num_layers, self.num_stages)
         first, end = (stage * each + min(stage, rest) for stage in (self.stage, self.stage + 1))
         return range(first, end)
 
     def heads(self, num_heads: int) -> range:
-        """The rank's heads of ``num_heads``, which fit (:func:`require_fit`); at least one."""
+        """The rank's heads of ``num_heads``, which must fit (:func:`require_fit`); at least one."""
         first, end = (rank * num_heads // self.num_ranks for rank in (self.rank, self.rank + 1))
         return range(first, max(first + 1, end))
 
     def columns(self, num_columns: int) -> range:
-        """The rank's columns of an MLP: ranks have equally many, but for a rest."""
+        """The rank's columns of an MLP. Ranks have equally many, except for a remainder."""
         unit = _COLUMNS_AT_ONCE
         while unit > 1 and (num_columns % unit or num_columns // unit < self.num_ranks):
             unit //= 2
@@ -63,7 +66,7 @@ class Cut:
         return range(first, end)
 
     def experts(self, num_experts: int) -> range:
-        """The rank's experts of a layer, of which it has ``expert_columns``."""
+        """The rank's experts of a layer. Of each it has the ``expert_columns``."""
         if not self.has_whole_experts:
             return range(num_experts)
         first, end = (rank * num_experts // self.num_ranks for rank in (self.rank, self.rank + 1))
@@ -74,16 +77,19 @@ class Cut:
         return range(num_columns) if self.has_whole_experts else self.columns(num_columns)
 
     def vocab(self, vocab_size: int) -> range:
-        """The rank's tokens. Every rank but the last ones has ``vocab_part``, so that parts can be gathered as equals."""
+        """The rank's tokens. All ranks except the last ones have ``vocab_part`` tokens."""
         part = self.vocab_part(vocab_size)
         return range(min(vocab_size, self.rank * part), min(vocab_size, (self.rank + 1) * part))
 
     def vocab_part(self, vocab_size: int) -> int:
-        """Of how many tokens every rank computes logits; those behind the vocabulary's end mean nothing."""
+        """The number of tokens whose logits each rank computes, so that equal parts can be gathered.
+
+        Those past the vocabulary are meaningless.
+        """
         return -(-vocab_size // self.num_ranks)
 
     def config(self, config: ModelConfig) -> ModelConfig:
-        """The model as the rank computes it; the vocabulary, and the number of experts, stay whole."""
+        """The model's config with the rank's sizes. The vocabulary and the number of experts stay whole."""
         experts = config.experts
         return replace(
             config,
@@ -101,7 +107,7 @@ class Cut:
 
 
 def cuts_of(num_ranks: int, num_stages: int) -> list[Cut]:
-    """Of all ranks of a worker, in their order: ``num_stages`` times ``num_ranks``."""
+    """The cuts of a worker's ranks, in order: ``num_stages`` times ``num_ranks``."""
     return [
         Cut(rank, num_ranks, stage=stage, num_stages=num_stages)
         for stage in range(num_stages)
@@ -110,7 +116,7 @@ def cuts_of(num_ranks: int, num_stages: int) -> list[Cut]:
 
 
 def require_fit(shape: ModelShape, num_ranks: int) -> None:
-    """Raise ModelError, with the numbers of ranks that fit, unless every rank gets as many heads as any other."""
+    """Raise ModelError, listing the numbers of ranks that fit, unless all ranks get equally many heads."""
     if _fits(shape, num_ranks):
         return
     fitting = [count for count in range(1, shape.num_q_heads + 1) if _fits(shape, count)]
@@ -129,7 +135,7 @@ def require_stages(shape: ModelShape, num_stages: int) -> None:
 
 
 def require_experts(config: ModelConfig, num_ranks: int) -> None:
-    """Raise ModelError unless every rank gets an expert of each layer that has some."""
+    """Raise ModelError unless every rank gets an expert of each layer with experts."""
     if config.experts is None:
         raise ModelError(f"--expert-parallel is on, but {config.architecture} has no experts: leave it out")
     if (num_experts := config.experts.router.num_experts) < num_ranks:

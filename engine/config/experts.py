@@ -1,4 +1,4 @@
-"""What of a model's experts its forward pass must know."""
+"""The config of a model's experts, as far as the forward pass needs it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 class Scoring(enum.Enum):
-    """What becomes of a router's logits."""
+    """How a router's logits become scores."""
 
     SOFTMAX = enum.auto()
     SIGMOID = enum.auto()
@@ -18,18 +18,18 @@ class Router:
     """How a model routes (:func:`kvrelay.engine.models.routing.route`)."""
 
     num_experts: int
-    top_k: int  # experts of a token
+    top_k: int  # experts per token
     scoring: Scoring = Scoring.SOFTMAX
-    is_normalised: bool = True  # a token's factors add up to 1 (before they are scaled)
-    num_groups: int = 1  # of neighbouring experts
-    top_groups: int = 1  # to which a token's experts belong
-    scale: float = 1.0  # of all factors
-    is_wide: bool = False  # logits are computed in float32, whatever the model's number format
+    is_normalised: bool = True  # a token's factors add up to 1 (before ``scale``)
+    num_groups: int = 1  # groups of neighbouring experts
+    top_groups: int = 1  # groups that a token's experts may be in
+    scale: float = 1.0  # multiplies all factors
+    is_wide: bool = False  # logits are computed in float32, in a model of any dtype
 
 
 @dataclass(frozen=True, slots=True)
 class ClampedSwiglu:
-    """``(up + 1) * gate * sigmoid(alpha * gate)`` of gates up to ``limit``, and ups no farther from 0."""
+    """``(up + 1) * gate * sigmoid(alpha * gate)``, with gate at most ``limit`` and up between ``-limit`` and ``limit``."""
 
     alpha: float
     limit: float
@@ -37,9 +37,9 @@ class ClampedSwiglu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsConfig:
-    """A model's layers of experts."""
+    """The layers of a model that have experts."""
 
     router: Router
-    intermediate_size: int  # of an expert
-    layers: frozenset[int]  # that have experts; the others have an MLP
-    shared_size: int = 0  # of the MLP that every token of such a layer goes to, too; 0: there is none
+    intermediate_size: int  # of one expert
+    layers: frozenset[int]  # layers with experts; the others have an MLP
+    shared_size: int = 0  # size of the MLP that also computes every token of such a layer; 0: there is none

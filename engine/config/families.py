@@ -1,7 +1,7 @@
-"""The families of models with a forward pass of ours: the facts in which they differ, by the class that a checkpoint names.
+"""The families of models with our own forward pass: the facts in which they differ, by the class that a checkpoint names.
 
-A family that differs in these alone is a line here, and nothing else. What depends on the numbers of one model is read from its
-``config.json`` (:mod:`kvrelay.engine.config.model`).
+A family that differs only in these facts is one line here. What depends on one model's numbers is read from its ``config.json``
+(:mod:`kvrelay.engine.config.model`).
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from kvrelay.engine.config.experts import Scoring
 
 
 class Windows(enum.Enum):
-    """Which layers attend within ``sliding_window``, if there is one."""
+    """Which layers attend within ``sliding_window``, if the config has one."""
 
     NONE = enum.auto()
     ALL = enum.auto()
-    BY_LAYER = enum.auto()  # as ``layer_types`` says; without it, those from ``max_window_layers`` on
+    BY_LAYER = enum.auto()  # as ``layer_types`` says; without that, layers from ``max_window_layers`` on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertFacts:
-    """How a family names its experts, and how it routes. Names of tensors are without their layer."""
+    """How a family names its experts, and how it routes. Tensor names are given without their layer."""
 
-    intermediate_size: str = "moe_intermediate_size"  # in config.json
+    intermediate_size: str = "moe_intermediate_size"  # key in config.json
     router: str = "mlp.gate"
     has_router_bias: bool = False
     experts: str = "mlp.experts"
@@ -32,29 +32,31 @@ class ExpertFacts:
     up: str = "up_proj"
     down: str = "down_proj"
     is_fused: bool = (
-        False  # all of a layer in ``gate_up_proj``, gate and up in turns, and ``down_proj``, with biases; transposed
+        # One tensor per layer: ``gate_up_proj`` (gate and up interleaved) and ``down_proj``, transposed, with biases.
+        False
     )
-    has_dense_layers: bool = False  # those that ``decoder_sparse_step`` leaves out, and ``mlp_only_layers``
-    has_first_dense: bool = False  # ``first_k_dense_replace`` layers have none
-    is_normalised: bool | None = None  # None: as ``norm_topk_prob`` says
+    has_dense_layers: bool = False  # layers left out by ``decoder_sparse_step`` or in ``mlp_only_layers``
+    has_first_dense: bool = False  # the first ``first_k_dense_replace`` layers have no experts
+    is_normalised: bool | None = None  # None: ``norm_topk_prob`` decides
     scoring: Scoring = Scoring.SOFTMAX
     is_wide: bool = False  # the router computes in float32
-    choice_bias: str | None = None  # beside the router's weight: what counts where experts are chosen, not in factors
-    has_groups: bool = False  # ``n_group`` and ``topk_group``, unless ``topk_method`` is greedy
-    shared: str | None = None  # ``n_shared_experts`` as one MLP
+    # A tensor beside the router's weight: added where experts are chosen, not in the factors.
+    choice_bias: str | None = None
+    has_groups: bool = False  # uses ``n_group`` and ``topk_group``, unless ``topk_method`` is greedy
+    shared: str | None = None  # name of the ``n_shared_experts``, which are one MLP
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """Without arguments: Llama's."""
+    """A family's facts. The defaults are Llama's."""
 
     windows: Windows = Windows.NONE
-    has_window_switch: bool = False  # ``use_sliding_window``, which is off if it is not there
-    has_qkv_bias: bool | None = None  # and none on the way out; None: ``attention_bias`` is about both
+    has_window_switch: bool = False  # the config has ``use_sliding_window``, which defaults to off
+    has_qkv_bias: bool | None = None  # a bias for q, k and v but not for o; None: ``attention_bias`` decides for all
     has_qk_norm: bool = False
     has_sinks: bool = False
-    has_clamped_swiglu: bool = False  # by ``swiglu_alpha`` and ``swiglu_limit``
-    is_latent: bool = False  # attention is (:mod:`kvrelay.engine.config.latent`)
+    has_clamped_swiglu: bool = False  # with ``swiglu_alpha`` and ``swiglu_limit``
+    is_latent: bool = False  # latent attention (:mod:`kvrelay.engine.config.latent`)
     experts: ExpertFacts | None = None
 
 

@@ -1,7 +1,7 @@
-"""What an EAGLE-3 head looks like (Li et al., "EAGLE-3: Scaling up Inference Acceleration of LLMs via Training-Time Test", 2025).
+"""The config of an EAGLE-3 head (Li et al., "EAGLE-3: Scaling up Inference Acceleration of LLMs via Training-Time Test", 2025).
 
-It is a directory of its own: one decoder layer of the Llama kind, which reads the model's hidden states, and an output over a part
-of the model's vocabulary. Two forms are in use: sizes at the top of ``config.json``, or in its ``transformer_layer_config``.
+A head has its own directory: one decoder layer of the Llama kind, which reads the model's hidden states, and an output over a part
+of the model's vocabulary. There are two forms: the sizes are at the top of ``config.json``, or in its ``transformer_layer_config``.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ _TAPS = "eagle_aux_hidden_state_layer_ids"
 
 @dataclass(frozen=True, slots=True)
 class HeadConfig:
-    """Sizes and switches of a head, for a certain model."""
+    """Sizes and switches of a head for a certain model."""
 
-    layer: ModelConfig  # of its one layer, as a model of its own; its vocabulary is the model's
+    layer: ModelConfig  # its one layer as a model of one layer; its vocabulary is the model's
     taps: tuple[
         int, ...
-    ]  # the model's layers whose input it reads, in order; their number stands for the last one's output
+    ]  # the model's layers whose input it reads, in order; the number of layers stands for the last layer's output
     target_hidden_size: int  # the model's
     draft_vocab_size: int
-    norms_residual: bool  # whether the layer adds to the normed hidden state
+    norms_residual: bool  # whether the residual is the normed hidden state
 
 
 def load_head_config(directory: Path, model: ModelConfig) -> HeadConfig:
-    """Read the head's ``config.json``. Raises ModelError if it is none, or one of another model than ``model``."""
+    """Read the head's ``config.json``. Raises ModelError if it is no head, or one for another model than ``model``."""
     top = read_config(directory)
     config = {**top, **(top.get("transformer_layer_config") or {})}
     draft_vocab_size = config.get("draft_vocab_size")
@@ -61,7 +61,9 @@ def load_head_config(directory: Path, model: ModelConfig) -> HeadConfig:
 
 
 def _taps(config: Mapping[str, Any], num_layers: int, directory: Path) -> tuple[int, ...]:
-    """The paper's are an early, a middle and a late layer. Inside ``eagle_config`` layers are named by their output."""
+    """The layers that the head reads. By default, as in the paper: an early, a middle and a late one. ``eagle_config`` names layers
+    by their output.
+    """
     named = (config.get("eagle_config") or {}).get(_TAPS)
     if named is not None:
         named = [index + 1 for index in named if isinstance(index, int)]

@@ -1,7 +1,7 @@
-"""What a decoder model looks like, read from its Hugging Face ``config.json`` without transformers.
+"""A decoder model's sizes and switches, read from its Hugging Face ``config.json`` without transformers.
 
-One dataclass covers all families with a forward pass of ours. A table says in what they differ
-(:mod:`kvrelay.engine.config.families`); everything else about them is the same code.
+One dataclass covers all families with our own forward pass. A table lists their differences
+(:mod:`kvrelay.engine.config.families`); everything else is the same code.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from kvrelay.engine.config.rope import RopeConfig
 
 SUPPORTED_DTYPES = ("bfloat16", "float16", "float32")
 _SWIGLU = {"alpha": 1.702, "limit": 7.0}
-_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # a model has one of them
-# No model is near them; numbers beyond are mistakes, and would overflow.
+_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # a config has one of these
+# No model comes close. Larger numbers are mistakes, and would overflow.
 _MOST = {"vocab_size": 2**28, "max_position_embeddings": 2**28}
 _MOST_OF_OTHERS = 2**18
 
@@ -37,35 +37,36 @@ class KvSizes:
 
     @property
     def count(self) -> int:
-        """Of all heads, keys and values."""
+        """Elements of all heads, keys and values."""
         return self.num_kv_heads * (self.key_size + self.value_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """What pool, attention and sampler must know of a model. Positions are in tokens."""
+    """What the pool, attention and the sampler need to know of a model. Positions are in tokens."""
 
     architecture: str
     vocab_size: int
-    num_layers: int  # with K/V of their own
+    num_layers: int  # layers that keep K/V
     num_q_heads: int
     num_kv_heads: int  # the most of any layer
     head_dim: int  # the largest of any layer
     max_position_embeddings: int
     sliding_windows: tuple[Window | None, ...]  # per layer; None attends to everything before it
-    has_softcaps: bool = False  # of attention's scores, in some layer
+    has_softcaps: bool = False  # some layer has a softcap on attention's scores
     has_sinks: bool = False
     latent_rank: int | None = (
-        None  # a token keeps ``head_dim`` numbers for all heads, the first so many are its value, too
+        # With latents: a token keeps ``head_dim`` numbers for all heads, and this many of the first are its value, too.
+        None
     )
     layer_sizes: tuple[KvSizes, ...] | None = None  # per layer; None: all keep ``num_kv_heads`` heads of ``head_dim``
-    stage_layers: range | None = None  # those that are here, of a model in stages; None: all
+    stage_layers: range | None = None  # with stages: the layers of this stage; None: all
     dtype: str
-    rope_text: str  # equal exactly for equal rotations
+    rope_text: str  # equal if and only if the rotations are equal
 
     @property
     def kv_sizes(self) -> tuple[KvSizes, ...]:
-        """Per layer."""
+        """The sizes of each layer."""
         if self.layer_sizes is not None:
             return self.layer_sizes
         value_size = self.head_dim if self.latent_rank is None else 0
@@ -73,16 +74,16 @@ class ModelShape:
 
     @property
     def kv_size(self) -> int:
-        """Elements of all key heads of a token (as many as value heads)."""
+        """Elements of all key heads of a token; values have as many."""
         return self.num_kv_heads * self.head_dim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig(ModelShape):
-    """Sizes and switches of a model with a forward pass of ours. Lengths are in elements."""
+    """Sizes and switches of a model with our own forward pass. Lengths are in elements."""
 
     hidden_size: int
-    intermediate_size: int  # of a layer without experts
+    intermediate_size: int  # of the MLP in a layer without experts
     rms_norm_eps: float
     has_tied_embeddings: bool
     has_qkv_bias: bool
@@ -92,8 +93,8 @@ class ModelConfig(ModelShape):
     rope: RopeConfig
     experts: ExpertsConfig | None = None
     clamped_swiglu: ClampedSwiglu | None = None  # None: ``silu(gate) * up``
-    latent: LatentConfig | None = None  # None: attention is by heads
-    num_draft_layers: int = 0  # that a checkpoint has behind the others, to draft tokens with; they are not loaded
+    latent: LatentConfig | None = None  # None: ordinary attention by heads
+    num_draft_layers: int = 0  # extra layers of a checkpoint for drafting tokens (MTP); they are not loaded
 
     @property
     def q_size(self) -> int:
@@ -102,7 +103,7 @@ class ModelConfig(ModelShape):
 
     @property
     def intermediate_sizes(self) -> tuple[int, ...]:
-        """Of the MLPs, or experts, that there are."""
+        """The sizes of all MLPs and experts."""
         if self.experts is None:
             return (self.intermediate_size,)
         has_dense = len(self.experts.layers) < self.num_layers
@@ -111,19 +112,21 @@ class ModelConfig(ModelShape):
 
 
 def architecture_of(directory: Path) -> str:
-    """The class of transformers that a checkpoint names. Raises ModelError on a missing or broken ``config.json``."""
+    """The transformers class that a checkpoint names. Raises ModelError on a missing or broken ``config.json``."""
     return _architecture(read_config(directory))
 
 
 def needs_transformers(backend: str, directory: Path) -> bool:
-    """Whether the model in ``directory`` runs through transformers: ``backend`` says so, or there is no path of its own here."""
+    """Whether the model in ``directory`` runs through transformers: ``backend`` asks for it, or we have no forward pass for the
+    model.
+    """
     if backend != "auto":
         return backend == "transformers"
     return architecture_of(directory) not in FAMILIES
 
 
 def load_config(directory: Path) -> ModelConfig:
-    """Read ``config.json``. Raises ModelError on a missing or broken file, or a model that is not supported."""
+    """Read ``config.json``. Raises ModelError if it is missing or broken, or the model is not supported."""
     return parse_config(read_config(directory), str(directory))
 
 
@@ -132,7 +135,7 @@ def _architecture(config: Mapping[str, Any]) -> str:
 
 
 def read_config(directory: Path) -> Mapping[str, Any]:
-    """A checkpoint's ``config.json``. Raises ModelError on a missing or broken one."""
+    """A checkpoint's ``config.json``. Raises ModelError if it is missing or broken."""
     path = directory / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -146,7 +149,7 @@ def read_config(directory: Path) -> Mapping[str, Any]:
 
 
 def parse_config(config: Mapping[str, Any], directory: str) -> ModelConfig:
-    """The settings in a config dictionary; ``directory`` is named in errors."""
+    """Parse a config dictionary; ``directory`` appears in errors."""
     architecture = _architecture(config)
     family = FAMILIES.get(architecture)
     if family is None:

@@ -1,10 +1,9 @@
-"""What a checkpoint says of its weights' quantisation, and which of that we read.
+"""The quantisation of a checkpoint's weights, and which formats we read.
 
 Most of a format shows in the tensors themselves (:mod:`kvrelay.engine.weights.reader`): which modules are quantised, in how many
-bits, by which groups. So lists of modules that are, or are not, need not be read. This module refuses what the tensors would not
-tell, or what we do not compute.
-
-Whether activations are rounded, too, is asked only where that is wanted (:mod:`kvrelay.engine.config.activations`).
+bits, in which groups. So lists of quantised modules need not be read. This module refuses settings that the tensors do not show, or
+that we do not compute. Rounding of activations is read elsewhere (:mod:`kvrelay.engine.config.activations`), and only if it is
+wanted.
 """
 
 from __future__ import annotations
@@ -30,26 +29,26 @@ _GPTQ_OFFSETS = {"gptq": 1, "gptq_v2": 0}
 class Quantisation:
     """What must be known of stored weights beside their tensors."""
 
-    method: str  # of METHODS
+    method: str  # one of METHODS
     block_size: tuple[int, int] | None = None  # (outputs, inputs) that share a scale
-    zero_offset: int = 0  # zeros are stored less by so much
-    bits: int | None = None  # of most quantised weights; None: there are none
-    is_shuffled: bool = False  # groups are of inputs that need not lie together, in an order of each matrix
+    zero_offset: int = 0  # number to add to the stored zeros
+    bits: int | None = None  # bits of most quantised weights; None: there are none
+    is_shuffled: bool = False  # a group's inputs need not be neighbours: each matrix has an order of its own
 
     @property
     def stored_bits(self) -> float:
-        """A quantised weight's with its share of scales and zeros: 32 bits for 128 weights, as most have; MXFP4's 8 for 32."""
+        """Bits of a quantised weight with its share of scales and zeros: usually 32 bits per 128 weights, for MXFP4 8 per 32."""
         return 0 if self.bits is None else self.bits + 8 / 32
 
 
 def load_quantisation(directory: Path) -> Quantisation | None:
-    """From ``config.json``, or ModelOpt's file beside it; None: weights are stored in full. Raises ModelError."""
+    """Read ``config.json``, or ModelOpt's file beside it. None: weights are stored in full. Raises ModelError."""
     config = quantisation_config(directory)
     return None if config is None else parse_quantisation(config, str(directory))
 
 
 def quantisation_config(directory: Path) -> Any:
-    """What ``config.json`` says of quantisation, or ModelOpt's file beside it, as it is; None: nothing. Raises ModelError."""
+    """The raw quantisation settings in ``config.json`` or ModelOpt's file beside it; None if there are none. Raises ModelError."""
     config = json.loads((directory / "config.json").read_text(encoding="utf-8")).get("quantization_config")
     modelopt = directory / "hf_quant_config.json"
     if config is None and modelopt.is_file():
@@ -61,7 +60,7 @@ def quantisation_config(directory: Path) -> Any:
 
 
 def parse_quantisation(config: Any, directory: str) -> Quantisation:
-    """A ``quantization_config``; ``directory`` is named in errors. Raises ModelError on what is not read, by name."""
+    """Parse a ``quantization_config``; ``directory`` appears in errors. Raises ModelError naming what is not supported."""
     method = config.get("quant_method") if isinstance(config, Mapping) else None
     if method not in METHODS:
         raise ModelError(
@@ -100,7 +99,7 @@ def parse_quantisation(config: Any, directory: str) -> Quantisation:
 
 
 class _NotReadError(Exception):
-    """A setting that we do not read."""
+    """A setting that we do not support."""
 
 
 def _require(config: Mapping[str, Any], name: str, *allowed: Any, where: str = "") -> None:
@@ -121,12 +120,12 @@ def _block_size(value: Any) -> tuple[int, int] | None:
 
 
 def _compressed(config: Mapping[str, Any]) -> Quantisation:
-    """Of llm-compressor, with one block size for all groups."""
+    """The quantisation of a llm-compressor checkpoint, which must have one block size for all groups."""
     _require(config, "format", *_COMPRESSED_FORMATS)
     _require(config.get("sparsity_config") or {}, "format", "dense", None, where="sparsity_config's ")
     if config.get("transform_config"):
         raise _NotReadError("transform_config rotates weights or activations, which is not supported")
-    if scheme := config.get("kv_cache_scheme"):  # whose scales an fp8 pool would take
+    if scheme := config.get("kv_cache_scheme"):  # scales for an fp8 pool
         _require(scheme, "type", "float", where="kv_cache_scheme's ")
         _require(scheme, "num_bits", 8, where="kv_cache_scheme's ")
     sizes: set[tuple[int, int] | None] = set()

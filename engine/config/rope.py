@@ -1,7 +1,7 @@
-"""Rotary position embedding: which settings we understand, and the angles they give.
+"""Rotary position embedding: the supported settings, and their angles.
 
-The frequency formulas are those of the models' papers: RoPE (Su et al. 2021), linear interpolation (Chen et al. 2023), YaRN
-(Peng et al. 2023), and the piecewise scaling published with Llama 3.1.
+The frequency formulas are from the papers: RoPE (Su et al. 2021), linear interpolation (Chen et al. 2023), YaRN (Peng et al. 2023).
+The piecewise scaling was published with Llama 3.1.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class RopeConfig:
 
     @classmethod
     def parse(cls, config: Mapping[str, Any], directory: str) -> RopeConfig:
-        """From a config.json of transformers 4 (``rope_theta``, ``rope_scaling``) or 5 (``rope_parameters``)."""
+        """Parse a config.json of transformers 4 (``rope_theta``, ``rope_scaling``) or 5 (``rope_parameters``)."""
         parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
         theta = float(parameters.pop("rope_theta", None) or config.get("rope_theta") or 10000.0)
         kind = str(parameters.pop("rope_type", None) or parameters.pop("type", None) or "default")
@@ -56,7 +56,7 @@ class RopeConfig:
 
     @property
     def score_factor(self) -> float:
-        """Of attention's scores, where a model scales these for YaRN's ``mscale_all_dim`` (DeepSeek); else 1."""
+        """Factor on attention's scores, for models that scale them by YaRN's ``mscale_all_dim`` (DeepSeek); else 1."""
         parameters = json.loads(self.parameters)
         mscale = parameters.get("mscale_all_dim")
         return (
@@ -65,12 +65,12 @@ class RopeConfig:
 
     @property
     def canonical(self) -> str:
-        """One line that is equal exactly for equal settings."""
+        """One line that is equal if and only if the settings are equal."""
         return f"{self.kind} theta={self.theta!r} {self.parameters}"
 
 
 def cos_sin_tables(rope: RopeConfig, head_dim: int, max_positions: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin of all angles, both ``[max_positions, head_dim // 2]`` fp32, the attention factor folded in."""
+    """cos and sin of all angles, both ``[max_positions, head_dim // 2]`` fp32, multiplied by the attention factor."""
     inv_freq, factor = inverse_frequencies(rope, head_dim)
     angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * inv_freq[None, :]
     return angles.cos() * factor, angles.sin() * factor
@@ -98,7 +98,8 @@ def _llama3(inv_freq: torch.Tensor, parameters: Mapping[str, Any]) -> torch.Tens
     low, high = float(parameters["low_freq_factor"]), float(parameters["high_freq_factor"])
     original = float(parameters["original_max_position_embeddings"])
     wavelength = 2 * math.pi / inv_freq
-    # Long waves are interpolated, short ones kept, those between blended by how many periods the context held.
+    # Long wavelengths are interpolated and short ones kept. Those between are blended by the number of periods in the
+    # original context.
     blend = ((original / wavelength - low) / (high - low)).clamp(0.0, 1.0)
     return (1 - blend) * inv_freq / factor + blend * inv_freq
 

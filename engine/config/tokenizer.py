@@ -1,4 +1,4 @@
-"""Whether a model's tokenizer is one for it, or another model's, by ``tokenizer.json``, which gateways read."""
+"""Checks that a model directory's ``tokenizer.json``, which gateways read, belongs to the model."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from kvrelay.common.errors import ModelError
 
 
 def check_tokenizer(directory: Path, vocab_size: int) -> None:
-    """Raises ModelError on a vocabulary with tokens that the model has no embedding of.
+    """Raises ModelError if the vocabulary has tokens that the model has no embedding for.
 
-    Added tokens may lie beyond: some models have one for images that their text model never sees. A request that holds such a token
-    is refused. A directory without a tokenizer.json passes: an engine needs none.
+    Added tokens may be beyond: some models have an image token that their text model never sees. Requests with such a token are
+    refused. A directory without a tokenizer.json passes, because an engine needs none.
     """
     path = directory / "tokenizer.json"
     try:
@@ -30,16 +30,16 @@ def check_tokenizer(directory: Path, vocab_size: int) -> None:
 
 
 def _largest_id(vocab: Any) -> int:
-    """A vocabulary lists its tokens in order (Unigram), or says the id of each."""
+    """The largest id. A vocabulary lists its tokens in order (Unigram), or gives each token's id."""
     if isinstance(vocab, list):
         return len(vocab) - 1
     return max(map(int, vocab.values()), default=-1)
 
 
 def require_same_tokens(directory: Path, other: Path) -> None:
-    """Raise ModelError unless the models of both directories have the same tokens under the same numbers.
+    """Raise ModelError unless the models of both directories have the same tokens with the same ids.
 
-    Their embeddings may have more rows, as some are filled up to a round number.
+    Their embeddings may have different numbers of rows, because some are padded to a round number.
     """
     tokens, others = _tokens(directory), _tokens(other)
     if tokens == others:

@@ -1,1 +1,1 @@
-"""An engine without a model, for tests of all that is around it, and for load."""
+"""An engine without a model, for tests of everything around an engine, and for load."""

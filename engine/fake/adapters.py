@@ -1,4 +1,4 @@
-"""A fake engine's adapters: their files are read and checked, and K/V and tokens depend on their contents."""
+"""A fake engine's adapters. Their files are read and checked, and K/V and tokens depend on their contents."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import xxhash
 from kvrelay.common.adapter_files import AdapterFiles, require_digest
 
 _NUM_SLOTS = 256
-_NUMBER_NBYTES = 2  # as of bf16
+_NUMBER_NBYTES = 2  # like bf16
 
 
 class FakeAdapters:
@@ -38,12 +38,12 @@ class FakeAdapters:
         del self._roots[slot]
 
     def root(self, slot: int) -> bytes:
-        """What stands before a sequence's first token. Raises ValueError if the slot has no adapter."""
+        """The digest before a sequence's first token. Raises ValueError if the slot has no adapter."""
         if slot and slot not in self._roots:
             raise ValueError(f"a row with the adapter in slot {slot}; there are {sorted(self._roots)}")
         return self._roots[slot] if slot else b""
 
 
 def adapter_root(digest: str) -> bytes:
-    """What a fake engine computes for nothing but an adapter."""
+    """The digest of an adapter before any token."""
     return xxhash.xxh3_64_digest(digest.encode())

@@ -1,4 +1,4 @@
-"""A fake engine's slots, and a step of it from its launch until it is waited for: what a device would have of both."""
+"""A fake engine's slots, and a step of it between its launch and ``wait``."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from kvrelay.engine.step.plan import PlanRow, RowResult, SamplingInputs, StepPla
 
 @dataclass(slots=True)
 class Memory:
-    """What is known of a sequence from earlier steps. Tokens are only ever appended to a sequence."""
+    """What earlier steps found out about a sequence. Tokens are only ever appended to a sequence."""
 
-    digests: bytearray  # of its leading tokens, 8 bytes each
-    verified_blocks: list[list[int]]  # by group its leading blocks when positions were last read back …
-    num_verified: int = 0  # … and how many of those positions still hold
+    digests: bytearray  # digests of its leading tokens, 8 bytes each
+    verified_blocks: list[list[int]]  # by group: its leading blocks when positions were last read back
+    num_verified: int = 0  # number of those positions that are still valid
 
 
 @dataclass(slots=True, eq=False)
 class FakeSequence:
-    """A slot's sequence."""
+    """The sequence in a slot."""
 
     name: str
     token_ids: list[int]  # prompt and output
@@ -32,13 +32,13 @@ class FakeSequence:
 
     @property
     def num_output_tokens(self) -> int:
-        """Output so far, earlier attempts' included."""
+        """Output so far, that of earlier attempts included."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     def copy(self, draft: tuple[int, ...] = ()) -> FakeSequence:
-        """As it stands, but with the same memory: for a row that is computed when the slot may have gone on or changed hands.
+        """The current state with a shared memory, for a row that is computed later, when the slot may hold another sequence.
 
-        With a ``draft`` behind its tokens it is another sequence, with a memory of its own.
+        With a ``draft`` after its tokens it is another sequence, with its own memory.
         """
         copied = copy.copy(self)
         copied.token_ids = [*self.token_ids, *draft]
@@ -57,7 +57,7 @@ class FakeSlots:
         self.sequences: dict[int, FakeSequence] = {}
 
     def apply(self, plan: StepPlan) -> None:
-        """Take in what a plan brings."""
+        """Apply a plan's changes."""
         if plan.resets:
             self.sequences.clear()
         for slot in plan.leaves:
@@ -75,30 +75,30 @@ class FakeSlots:
         self.learn((row.slot, row.new_tokens) for row in plan.rows)
 
     def learn(self, new_tokens: Iterable[tuple[int, tuple[int, ...]]]) -> None:
-        """Take in (slot, its new tokens) each."""
+        """Append new tokens, given as (slot, tokens)."""
         for slot, tokens in new_tokens:
             self.sequences[slot].token_ids.extend(tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """One row as it was launched."""
+    """One row at its launch."""
 
     sequence: FakeSequence
     row: PlanRow
 
     @property
     def num_tokens(self) -> int:
-        """Of the step."""
+        """Tokens of the row in this step."""
         return self.row.num_tokens
 
 
 Compute = Callable[[Sequence[Share], SamplingInputs], list[RowResult]]
-"""Computes all shares of a step, at once."""
+"""Computes all shares of a step."""
 
 
 class FakeStep:
-    """Implements :class:`kvrelay.engine.step.interface.LaunchedStep`: computes when it is waited for."""
+    """Implements :class:`kvrelay.engine.step.interface.LaunchedStep`. It computes in ``wait``."""
 
     def __init__(
         self,

@@ -1,1 +1,1 @@
-"""Grammars that an output must follow: compiled in a process of their own, asked for every token."""
+"""Grammars that an output must follow. A separate process compiles them; each token's mask comes from them."""

@@ -1,4 +1,4 @@
-"""The worker's side of a compiling process: starts it when it is needed, sends it guides, and ends it."""
+"""The worker's side of a compiling process: starts it on demand, sends it guides, and ends it."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from kvrelay.engine.guides.process import Answer, Request
 
 @dataclass(frozen=True, slots=True)
 class GuideLimits:
-    """What one guide may take."""
+    """The limits for one guide."""
 
     cpu_s: float = 10.0
-    wall_s: float = 60.0  # more than enough for cpu_s on a busy machine; then something hangs
-    start_s: float = 120.0  # of a process to be ready
+    wall_s: float = 60.0  # more than enough for cpu_s on a busy machine; if it passes, the process hangs
+    start_s: float = 120.0  # time for a process to become ready
 
 
 class GuideProcessError(Exception):
-    """The process could not be started, or died of no guide's fault."""
+    """The process could not be started, or died, and no guide is to blame."""
 
 
 class GuideProcess:
-    """One process, or none yet. One request at a time; ``kill`` may be called from any thread."""
+    """At most one process. One request at a time; any thread may call ``kill``."""
 
     def __init__(self, model_dir: Path, vocab_size: int, limits: GuideLimits) -> None:
         self._command = [sys.executable, "-P", "-m", "kvrelay.engine.guides.process", str(model_dir), str(vocab_size)]
@@ -40,18 +40,18 @@ class GuideProcess:
         self._is_closed = False
 
     def start(self) -> None:
-        """Start the process if there is none; returns when it is ready. Raises GuideProcessError."""
+        """Start the process if there is none, and wait until it is ready. Raises GuideProcessError."""
         self._running()
 
     def compile(self, guide: Guide) -> Answer:
-        """Have a guide compiled; a guide that took too much is answered with an error, and a new process is next.
+        """Compile a guide. If it exceeds a limit, the answer is an error, and the next call starts a new process.
 
-        Raises GuideProcessError if there is no process to do it.
+        Raises GuideProcessError if there is no process.
         """
         process = self._running()
         assert process.stdin is not None
         request = Request(guide, self._limits.cpu_s)
-        with contextlib.suppress(BrokenPipeError):  # what it died of is told below
+        with contextlib.suppress(BrokenPipeError):  # the cause of death is reported below
             process.stdin.write(msgspec.json.encode(request) + b"\n")
             process.stdin.flush()
         answer = _read_answer(process, self._limits.wall_s)
@@ -67,7 +67,7 @@ class GuideProcess:
         return Answer(error=f"it broke the compiler (exit code {code}): make it simpler")
 
     def kill(self) -> None:
-        """End the process, whatever it does, and let no other live long."""
+        """End the process at once, whatever it does, and any that is started later."""
         self._is_closed = True
         process = self._process
         if process is not None:
@@ -75,7 +75,7 @@ class GuideProcess:
             process.wait()
 
     def close(self) -> None:
-        """End the process and free what it had here; not while another thread is in ``compile``."""
+        """End the process and free its resources here. No thread may be in ``compile``."""
         if self._process is not None:
             self._bury()
 
@@ -106,13 +106,13 @@ class GuideProcess:
             process.kill()
         code = process.wait()
         process.stdout.close()
-        with contextlib.suppress(BrokenPipeError):  # by what it had not read
+        with contextlib.suppress(BrokenPipeError):  # from data that it had not read
             process.stdin.close()
         return code
 
 
 def _read_answer(process: subprocess.Popen[bytes], timeout_s: float) -> Answer | None:
-    """The next answer; None if the process ended or ``timeout_s`` passed before one began."""
+    """The next answer; None if the process ends, or none begins within ``timeout_s``."""
     assert process.stdout is not None
     poller = select.poll()
     poller.register(process.stdout, select.POLLIN)

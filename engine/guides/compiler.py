@@ -1,11 +1,10 @@
-"""Compiles guides, off the model loop and off the asyncio loop, each once.
+"""Compiles guides, each once, outside of the model thread and the asyncio loop.
 
-A compiler gets ready on a thread: a worker is ready before that, and a guide waits at most for the rest of it.
-
-A process (:mod:`kvrelay.engine.guides.process`) makes a grammar of a guide and tries it. What comes back is the grammar's text:
-from that, a sequence's state is made in about a millisecond. Texts and refusals are kept, the least recently used go first.
-Guides that are equal and in flight are compiled once. One process starts with the compiler, a second one when two guides come
-at once.
+A compiler gets ready on a thread. The worker is ready before that, and a guide waits for the rest at most. A process
+(:mod:`kvrelay.engine.guides.process`) makes a grammar of a guide and tries it. It returns the grammar's text, from which a
+sequence's state is made in about a millisecond. Texts and refusals are cached, and the least recently used are dropped first. Equal
+guides that are being compiled share one compilation. One process starts with the compiler, and a second one when two guides come at
+once.
 """
 
 from __future__ import annotations
@@ -29,23 +28,24 @@ from kvrelay.engine.guides.vocabulary import load_vocabulary
 
 logger = logging.getLogger(__name__)
 
-_NUM_PROCESSES = 2  # so that one bad guide at a time is in nobody's way
-_NUM_MASK_THREADS = 2  # for the masks of slow grammars
-_MAX_KNOWN_LEN = 2**23  # characters of guides that are kept compiled …
-_ENTRY_LEN = 1000  # … for each of which so many more count
+_NUM_PROCESSES = 2  # so that one bad guide does not delay all others
+_NUM_MASK_THREADS = 2  # threads for the masks of slow grammars
+_MAX_KNOWN_LEN = 2**23  # cached characters of guides
+_ENTRY_LEN = 1000  # counted in addition for each entry
 _MAX_DETAIL = 500
 
-Compiled = str | GuideRefusal  # a grammar's text
+Compiled = str | GuideRefusal  # a grammar's text, or a refusal
 
 
 class GrammarCompiler:
-    """Implements :class:`kvrelay.engine.guides.guidance.GuideCompiler` for one model. ``start`` from any thread."""
+    """Implements :class:`kvrelay.engine.guides.guidance.GuideCompiler` for one model. Call ``start`` from any thread."""
 
     def __init__(self, model_dir: Path, vocab_size: int, *, limits: GuideLimits | None = None) -> None:
-        """``vocab_size``: the width of the model's logits. All guides are refused if the model's files have no vocabulary."""
+        """``vocab_size``: the width of the model's logits. If the model's files have no vocabulary, all guides are refused."""
         self._vocab_size = vocab_size
         self._lock = threading.Lock()
-        self._known: OrderedDict[Guide, Future[Compiled]] = OrderedDict()  # the last used last; also what is under way
+        # Least recently used first; includes running compilations.
+        self._known: OrderedDict[Guide, Future[Compiled]] = OrderedDict()
         self._known_len = 0
         self._is_closed = False
         self._threads = ThreadPoolExecutor(_NUM_PROCESSES, thread_name_prefix="guides")
@@ -53,7 +53,7 @@ class GrammarCompiler:
         self._vocabulary = self._threads.submit(load_vocabulary, model_dir, vocab_size)
         limits = limits or GuideLimits()
         self._all = [GuideProcess(model_dir, vocab_size, limits) for _ in range(_NUM_PROCESSES)]
-        self._idle: LifoQueue[GuideProcess] = LifoQueue()  # the last one used first: others need never start
+        self._idle: LifoQueue[GuideProcess] = LifoQueue()  # last used first, so that the others need not start
         for process in self._all:
             self._idle.put(process)
         self._threads.submit(self._warm)
@@ -64,7 +64,7 @@ class GrammarCompiler:
         tokens = list(output)
 
         def finish(future: Future[Compiled]) -> None:
-            # On a thread, since a long output may be replayed.
+            # On a thread, because replaying a long output takes time.
             with self._lock:
                 if not self._is_closed:
                     self._threads.submit(lambda: done(self._state(future.result(), sampling, tokens)))
@@ -88,7 +88,7 @@ class GrammarCompiler:
         self._mask_threads.shutdown(wait=True)
 
     def _compiled(self, guide: Guide) -> Future[Compiled]:
-        """The guide's grammar, which comes or is there already. Called with the lock held."""
+        """The guide's grammar, perhaps still being compiled. Call with the lock held."""
         if guide in self._known:
             self._known.move_to_end(guide)
             return self._known[guide]
@@ -103,7 +103,7 @@ class GrammarCompiler:
             self._known_len -= len(guide.text) + _ENTRY_LEN
 
     def _warm(self) -> None:
-        """Start a process before the first guide comes."""
+        """Start a process before the first guide arrives."""
         if (error := self._vocabulary.exception()) is not None:
             logger.error("guides cannot be compiled here", exc_info=error)
             return
@@ -111,7 +111,7 @@ class GrammarCompiler:
         try:
             process.start()
         except GuideProcessError:
-            if not self._is_closed:  # else it was ended while it started
+            if not self._is_closed:  # otherwise it was ended during its start
                 logger.exception("guides cannot be compiled here")
         finally:
             self._idle.put(process)
@@ -119,13 +119,13 @@ class GrammarCompiler:
     def _compile(self, guide: Guide) -> Compiled:
         if (error := self._vocabulary.exception()) is not None:
             return GuideRefusal(_detail(f"this worker follows no guides: {error}"))
-        process = self._idle.get_nowait()  # there are as many as threads
+        process = self._idle.get_nowait()  # there are as many processes as threads
         try:
             answer = process.compile(guide)
             return GuideRefusal(_detail(answer.error)) if answer.error else answer.grammar
         except Exception as error:
             with self._lock:
-                self._forget(guide)  # the next one may be luckier
+                self._forget(guide)  # another try may succeed
             if not isinstance(error, GuideProcessError):
                 logger.exception("a guide could not be compiled")
             return GuideRefusal(_detail(f"the guide could not be compiled: {error}"), is_invalid=False)
@@ -135,7 +135,7 @@ class GrammarCompiler:
     def _state(self, compiled: Compiled, sampling: SamplingParams, output: list[int]) -> GuideResult:
         if isinstance(compiled, GuideRefusal):
             return compiled
-        # A model's list of them may name tokens that it has no logits for.
+        # A model's list of stop tokens may have ids without logits.
         stops = [token_id for token_id in sampling.stop_token_ids if 0 <= token_id < self._vocab_size]
         try:
             state = GrammarState(self._vocabulary.result(), compiled, stops, self._mask_threads)
@@ -144,7 +144,7 @@ class GrammarCompiler:
                     state.accept(token_id)
                 except ValueError as error:
                     return GuideRefusal(f"the output so far does not match the guide at its token {position}: {error}")
-            state.fill(np.empty(state.num_words, dtype=np.int32))  # the first mask takes longest
+            state.fill(np.empty(state.num_words, dtype=np.int32))  # the first mask takes the longest
         except Exception as error:
             logger.exception("a guide's state could not be made")
             return GuideRefusal(_detail(f"the guide cannot be followed: {error}"), is_invalid=False)
@@ -152,5 +152,5 @@ class GrammarCompiler:
 
 
 def _detail(error: str) -> str:
-    """The reason alone: whoever tells it knows which field cannot be followed."""
+    """The reason alone; the caller adds the field's name."""
     return error if len(error) <= _MAX_DETAIL else error[: _MAX_DETAIL - 1] + "…"

@@ -1,10 +1,10 @@
-"""What is wrong with a guide::
+"""Errors of guides::
 
-UnsupportedGuideError   the text is not what its kind says, or nobody can follow it
+UnsupportedGuideError   the text does not fit its kind, or cannot be followed
 """
 
 from __future__ import annotations
 
 
 class UnsupportedGuideError(Exception):
-    """The message is for the client: it names what is wrong with the guide."""
+    """The message is for the client and says what is wrong with the guide."""

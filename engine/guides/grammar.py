@@ -1,8 +1,8 @@
-"""From a guide to a grammar in llguidance's dialect of Lark.
+"""Turns a guide into a grammar in llguidance's dialect of Lark.
 
-JSON comes out on one line, as ``json.dumps`` writes it. A structural tag describes text by formats that contain formats, in the
-JSON of xgrammar 0.2 that vLLM takes; see https://xgrammar.mlc.ai/docs for what each means. What cannot be kept is refused by
-name. Free text in a tag ends before the tag's first end, free text that waits for a trigger before the first trigger.
+JSON is written on one line, as ``json.dumps`` does. A structural tag describes text by nested formats, in the JSON of xgrammar 0.2
+that vLLM takes; see https://xgrammar.mlc.ai/docs for each format. A format that cannot be followed is refused by name. Free text in
+a tag ends before the tag's first end; free text that waits for a trigger ends before the first trigger.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from kvrelay.engine.guides.lark import Lark, Part, constant, pattern, text_witho
 from kvrelay.engine.guides.parameters import STYLES, parameters
 from kvrelay.engine.guides.schema import followable, parse_json
 
-_MAX_DEPTH = 64  # of formats in formats
+_MAX_DEPTH = 64  # nesting depth of formats
 
 
 def lark_of(guide: Guide, special_ids: Mapping[str, int]) -> str:
-    """The grammar, for llguidance. ``special_ids``: the ids of the model's special tokens by their names.
+    """The grammar for llguidance. ``special_ids``: the ids of the model's special tokens by name.
 
-    Raises UnsupportedGuideError, or ValueError if llguidance's converter does not take it.
+    Raises UnsupportedGuideError, or ValueError if llguidance's converter refuses the guide.
     """
     lark = Lark()
     return lark.grammar(_root(lark, guide, special_ids))
@@ -57,10 +57,11 @@ def _root(lark: Lark, guide: Guide, special_ids: Mapping[str, int]) -> Part:
 
 
 class _Formats:
-    """``stops``: texts at which free text ends, since they end a tag around it.
+    """Converts formats to parts of a grammar. ``stops``: texts at which free text ends, because they end an enclosing tag.
 
-    A special token is no text: no grammar of text takes it, lest it stands in a JSON string, say. So a marker that is one
-    (``[TOOL_CALLS]``, ``<|channel|>``) is asked for by its id wherever a format has its name; it ends all free text.
+    Special tokens are not text, and no text in a grammar matches them; otherwise one could stand in a JSON string. So where a
+    format has the name of a special token (``[TOOL_CALLS]``, ``<|channel|>``), the grammar asks for it by its id. A special token
+    ends all free text.
     """
 
     def __init__(self, lark: Lark, special_ids: Mapping[str, int]) -> None:
@@ -140,7 +141,7 @@ class _Formats:
         return self._lark.json(followable(given["json_schema"], is_spaced=True))
 
     def _tag(self, given: dict[str, Any], depth: int, without: str = "") -> Part:
-        """``without``: what of the beginning was there before."""
+        """``without``: the part of the beginning that was already there."""
         begin, end = given["begin"], given["end"]
         first = self._edge(begin if isinstance(begin, dict) else _text(begin).removeprefix(without))
         ends = end if isinstance(end, list) else [end]
@@ -152,7 +153,7 @@ class _Formats:
         return tokens(_ids([edge["token"]])) if isinstance(edge, dict) else self._literal(edge)
 
     def _literal(self, text: Any) -> Part:
-        """Exactly this text, in which names of special tokens are the tokens."""
+        """Exactly this text; names of special tokens in it stand for the tokens."""
         if not self._has_token(_text(text)):
             return constant(text)
         pieces = [piece for piece in self._names.split(text) if piece]

@@ -1,8 +1,9 @@
-"""Grammars in llguidance's dialect of Lark, built from parts.
+"""Builds grammars in llguidance's dialect of Lark from parts.
 
-llguidance reads text in lexemes and takes the longest match of each: where a lexeme can go on, nothing else begins. So neighbours
-that are regular become one lexeme (a terminal), which matches exactly what they do. A constant that begins as JSON does is cut into
-lexemes as JSON is, so that ``{"name": …`` and a schema's ``{"x": …`` can stand side by side. See llguidance's docs/syntax.md.
+llguidance reads text in lexemes and takes the longest match of each: while a lexeme can continue, nothing else can begin. So
+neighbouring regular parts become one lexeme (a terminal), which matches exactly their concatenation. A constant that begins like
+JSON is cut into lexemes like JSON, so that ``{"name": …`` and a schema's ``{"x": …`` can stand side by side. See llguidance's
+docs/syntax.md.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from typing import Any
 import llguidance
 
 _HEAD = (
-    '%llguidance {"no_forcing": true}\nANY: /(?s:.*)/\n'  # the model chooses its tokens, also where the text is given
+    # The model chooses its own tokens even where the text is fixed.
+    '%llguidance {"no_forcing": true}\nANY: /(?s:.*)/\n'
 )
 _ESCAPE = re.compile(r"\\(?:u([0-9A-Fa-f]{4})|.)", re.DOTALL)
 _JSON_LEXEMES = re.compile(r'"(?:[^"\\]|\\.)*"|[\[\]{}]|, |: |[^\[\]{}",:]+|.', re.DOTALL)
@@ -25,13 +27,14 @@ _JSON_LEXEMES = re.compile(r'"(?:[^"\\]|\\.)*"|[\[\]{}]|, |: |[^\[\]{}",:]+|.', 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """An expression, or a sequence of ``pieces``. ``is_regular``: it may stand in a terminal."""
+    """An expression, or a sequence of ``pieces``. ``is_regular``: it may be part of a terminal."""
 
     text: str
     is_regular: bool = True
-    constant: str | None = None  # the only text that it matches
-    repeated: tuple[Part, str] | None = None  # of a repeated part: once, and how often
-    pieces: tuple[Part, ...] = ()  # of a sequence that is not regular, whose ends merge with its neighbours
+    constant: str | None = None  # the only text that it matches, if there is only one
+    repeated: tuple[Part, str] | None = None  # for a repetition: the part, and the count
+    # For a sequence that is not regular: its pieces; the outer ones merge with its neighbours.
+    pieces: tuple[Part, ...] = ()
 
 
 def constant(text: str) -> Part:
@@ -40,17 +43,20 @@ def constant(text: str) -> Part:
 
 
 def pattern(regex: str) -> Part:
-    """What matches the regular expression as a whole: of JavaScript's syntax what Rust's crate ``regex`` has, too."""
+    """Text that matches the regular expression as a whole.
+
+    The syntax is the part of JavaScript's that Rust's ``regex`` also has.
+    """
     return Part(f"/{llguidance.regex_to_lark(regex, 'dw')}/".replace("\n", "\\n"))
 
 
 def text_without(stops: Iterable[str]) -> Part:
-    """Any text in which none of these comes; special tokens are no text."""
+    """Any text that contains none of ``stops``; special tokens are not text."""
     return Part("(ANY" + "".join(f" & ~(ANY {constant(stop).text} ANY)" for stop in stops) + ")")
 
 
 def tokens(ranges: str) -> Part:
-    """One token of these, as ``5`` or ``1-3,7``; of all others with a ``^`` in front."""
+    """One token of ``ranges``, such as ``5`` or ``1-3,7``; with a leading ``^``: one of all others."""
     return Part(f"<[{ranges}]>", is_regular=False)
 
 
@@ -59,11 +65,11 @@ class Lark:
 
     def __init__(self) -> None:
         self._rules: list[str] = []
-        self._clients: list[dict[str, str]] = []  # grammars with rules of their own
+        self._clients: list[dict[str, str]] = []  # clients' grammars, which have their own rules
         self._num_names = 0
 
     def grammar(self, root: Part) -> str:
-        """The whole, for llguidance."""
+        """The whole grammar for llguidance."""
         start = self._in_rule(root)
         text = f"{_HEAD}{''.join(self._rules)}start: {start}\n"
         return json.dumps({"grammars": [{"lark_grammar": text}, *self._clients]})
@@ -81,7 +87,7 @@ class Lark:
         given, pieces = [piece for part in parts for piece in part.pieces or (part,)], list[Part]()
         for place, part in enumerate(given[:-1]):
             if part.repeated is not None and not given[place + 1].is_regular:
-                # As one lexeme it would take what follows for its own.
+                # One lexeme would also match the text that follows.
                 given[place] = self._repeat_in_rule(*part.repeated)
         for is_regular, group in groupby(given, key=lambda part: part.is_regular):
             neighbours = list(group)
@@ -102,14 +108,14 @@ class Lark:
         return Part("(" + " | ".join(map(self._in_rule, choices)) + ")", is_regular=False)
 
     def repeat(self, part: Part, least: int, most: int | None) -> Part:
-        """``least`` to ``most`` times; None: without end."""
+        """``least`` to ``most`` times; None: without limit."""
         count = f"{{{least},{'' if most is None else most}}}"
         if part.is_regular:
             return Part(f"({part.text}){count}", repeated=(part, count))
         return self._repeat_in_rule(part, count)
 
     def json(self, schema: dict[str, Any]) -> Part:
-        """JSON of a schema, with llguidance's options in it."""
+        """JSON of a schema that contains llguidance's options."""
         return Part(self._rule(f"%json {json.dumps(schema)}"), is_regular=False)
 
     def _repeat_in_rule(self, part: Part, count: str) -> Part:
@@ -127,7 +133,7 @@ class Lark:
         return self._rule(part.text, is_terminal=True)
 
     def _rule(self, text: str, *, is_terminal: bool = False) -> str:
-        """The name of a new rule."""
+        """Add a rule and return its name."""
         name = self._new_name()
         name = name.upper() if is_terminal else name
         self._rules.append(f"{name}: {text}\n")
@@ -148,7 +154,7 @@ def _joined(parts: list[Part]) -> Part:
 
 
 def _without_u(escape: re.Match[str]) -> str:
-    """``\\u0041`` in a shape whose zeros llguidance's converter does not lose."""
+    """``\\u0041`` in a form whose zeros llguidance's converter keeps."""
     code = int(escape[1] or "0", 16)
     if not code:
         return escape[0]

@@ -1,4 +1,4 @@
-"""Arguments as some models write them: each parameter in tags of its own, strings as they are, other values as JSON."""
+"""Arguments as tags, as some models write them: each parameter has its own tags, strings are plain, other values are JSON."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from kvrelay.engine.guides.schema import followable
 
 _SPACES = pattern(r"[ \t\r\n]{0,16}")
 _ANY_NAME = pattern("[a-zA-Z_][a-zA-Z0-9_]*")
-_MAX_REFERENCES = 16  # one leading to the next
+_MAX_REFERENCES = 16  # references that lead to further references
 
 
 @dataclass(frozen=True, slots=True)
 class _Style:
     before: str
-    after_name: tuple[str, ...]  # with spaces between them
+    after_name: tuple[str, ...]  # with spaces between
     end: str
 
 
@@ -28,7 +28,7 @@ STYLES = {
 
 
 def parameters(lark: Lark, schema: Any, style: str) -> Part:
-    """The parameters of an object's schema, in its order; others if it has no properties, or says that it takes more."""
+    """The parameters of an object's schema, in its order. Other parameters are allowed if it has no properties or says so."""
     schema = {} if schema is True else schema
     followable(schema)
     writer = _Writer(lark, STYLES[style], {key: schema[key] for key in ("$defs", "definitions") if key in schema})

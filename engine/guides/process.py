@@ -1,8 +1,8 @@
 """The process that compiles grammars for one worker: ``python -m kvrelay.engine.guides.process MODEL_DIR VOCAB_SIZE``.
 
-A grammar is a program from a stranger. Some take minutes or gigabytes to compile, or break the compiler; here that ends this
-process and not the worker. Requests come on standard input, answers leave on standard output, each a line of
-JSON. A process is ready once it has sent an empty :class:`Answer`. It ends when its input does.
+A grammar is a program from an untrusted client. Some take minutes or gigabytes to compile, or crash the compiler. Here that ends
+this process instead of the worker. Requests arrive on standard input and answers leave on standard output, each a line of JSON. The
+process sends an empty :class:`Answer` when it is ready. It ends when its input does.
 """
 
 from __future__ import annotations
@@ -25,20 +25,21 @@ from kvrelay.engine.guides.grammar import lark_of
 from kvrelay.engine.guides.state import GrammarState
 from kvrelay.engine.guides.vocabulary import load_vocabulary, special_ids
 
-_MEMORY_BYTES = 2**31  # on top of what the process has when it is ready
-_PROBE_STEPS = 24  # tokens of one output, at random, that a new grammar is tried with
-_PLACE = re.compile(r"^(at )?\d+\(\d+\): |\n +\d+ \|.*", re.DOTALL)  # in our text, which the client does not know
+_MEMORY_BYTES = 2**31  # in addition to the memory of the ready process
+_PROBE_STEPS = 24  # length of the random output that a new grammar is tried with
+# Positions in our grammar, which the client does not know.
+_PLACE = re.compile(r"^(at )?\d+\(\d+\): |\n +\d+ \|.*", re.DOTALL)
 
 
 class Request(msgspec.Struct, frozen=True):
-    """Compile this, in so much time of the CPU."""
+    """Compile a guide within this CPU time."""
 
     guide: Guide
     cpu_s: float
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """The guide's grammar in Lark, or what is wrong with the guide."""
+    """The guide's grammar in Lark, or why it was refused."""
 
     grammar: str = ""
     error: str = ""
@@ -46,10 +47,10 @@ class Answer(msgspec.Struct, frozen=True):
 
 def main(model_dir: str, vocab_size: str) -> None:
     """Serve until the input ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the worker, which closes the input
-    os.nice(5)  # who generates comes before who begins
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the worker, which then closes our input
+    os.nice(5)  # running requests have priority over new ones
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whoever prints must not break the stream of answers
+    os.dup2(2, 1)  # prints must not get into the stream of answers
     vocabulary = load_vocabulary(Path(model_dir), int(vocab_size))
     specials = special_ids(vocabulary)
     _write(answers, Answer())
@@ -58,7 +59,7 @@ def main(model_dir: str, vocab_size: str) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     for line in sys.stdin.buffer:
         request = msgspec.json.decode(line, type=Request)
-        signal.setitimer(signal.ITIMER_PROF, request.cpu_s)  # its signal ends the process, wherever it is
+        signal.setitimer(signal.ITIMER_PROF, request.cpu_s)  # its signal ends the process at any point
         answer = _compiled(request.guide, vocabulary, specials)
         signal.setitimer(signal.ITIMER_PROF, 0)
         _write(answers, answer)
@@ -81,7 +82,7 @@ def _compiled(guide: Guide, vocabulary: llguidance.LLTokenizer, specials: dict[s
 
 
 def _probe(state: GrammarState) -> str | None:
-    """What is wrong with the guide, as far as an output at random shows it: it allows nothing, or is too ambiguous."""
+    """Why a random output shows the guide to be unusable: it allows no token, or is too ambiguous. None if it shows nothing."""
     mask = np.zeros(state.num_words, dtype=np.int32)
     random = np.random.default_rng(0)
     for _ in range(_PROBE_STEPS):

@@ -1,8 +1,8 @@
-"""A client's JSON Schema as llguidance takes it.
+"""Prepares a client's JSON Schema for llguidance.
 
-llguidance follows a schema to the letter or refuses it with the keyword. Three things are left to do here. Formats that are not
-JSON Schema's own are annotations. An object that names its properties and says nothing of others has no others: a model that may
-invent some does so without end. And there are no more spaces than asked for, for the same reason.
+llguidance follows a schema literally, or refuses it and names the keyword. Three things remain to be done here. Formats that JSON
+Schema does not define become annotations. An object that names its properties and does not mention others has no others, because a
+model that may invent properties does so without end. For the same reason white space is limited.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any
 
 from kvrelay.engine.guides.errors import UnsupportedGuideError
 
-_FORMATS = frozenset(  # of JSON Schema 2020-12; llguidance refuses those that it does not know
+_FORMATS = frozenset(  # of JSON Schema 2020-12; llguidance refuses formats that it does not know
     {"date", "time", "date-time", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4", "ipv6", "uuid", "uri",
      "uri-reference", "iri", "iri-reference", "uri-template", "json-pointer", "relative-json-pointer", "regex"}
 )  # fmt: skip
-_OF_NAMES = frozenset({"properties", "patternProperties", "$defs", "definitions"})  # names to schemas
+_OF_NAMES = frozenset({"properties", "patternProperties", "$defs", "definitions"})  # their values map names to schemas
 _OF_SCHEMAS = frozenset({"items", "prefixItems", "additionalProperties", "allOf", "anyOf", "oneOf"})
 _COMBINING = frozenset({"allOf", "anyOf", "oneOf", "$ref"})
 _AS_DUMPS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -29,9 +29,10 @@ _SPACED = {
 
 
 def followable(schema: Any, *, is_spaced: bool = False) -> dict[str, Any]:
-    """The schema with llguidance's options: spaces as ``json.dumps`` writes them, or, ``is_spaced``, some around commas and colons.
+    """The schema with llguidance's options. ``is_spaced``: some white space around commas and colons; otherwise as ``json.dumps``
+    writes.
 
-    Raises UnsupportedGuideError if it is none, or allows no value.
+    Raises UnsupportedGuideError if it is no schema, or allows no value.
     """
     if schema is True:
         schema = {}
@@ -48,7 +49,7 @@ def followable(schema: Any, *, is_spaced: bool = False) -> dict[str, Any]:
 
 
 def parse_json(text: str, what: str) -> Any:
-    """The JSON in ``text``. Raises UnsupportedGuideError, naming ``what`` it is."""
+    """The JSON in ``text``. Raises UnsupportedGuideError, which calls the text ``what``."""
 
     def refuse(name: str) -> float:
         raise ValueError(f"{name} is no JSON")
@@ -69,7 +70,7 @@ def _prepared(part: Any, *, may_close: bool) -> Any:
         if key in _OF_NAMES and isinstance(value, dict):
             schema[key] = {name: _prepared(inner, may_close=True) for name, inner in value.items()}
         elif key in _OF_SCHEMAS:
-            # What stands beside a part of a combination would be forbidden by it.
+            # A closed part would forbid the properties that stand beside the combination.
             is_alone = key not in _COMBINING or (key != "allOf" and "properties" not in part)
             schema[key] = _prepared(value, may_close=is_alone)
         elif key != "format" or value in _FORMATS:

@@ -1,10 +1,10 @@
-"""Where one sequence stands in its grammar: llguidance's matcher behind the GuideState protocol.
+"""The state of one sequence's grammar: llguidance's matcher behind the GuideState protocol.
 
-Touched by one thread at a time: by the compiler's until the state is handed out, by the model thread from then on. A state that
-met a dead end, or a grammar too ambiguous to follow, says so at the next ``accept``: one sequence's trouble ends no step.
+One thread at a time uses it: the compiler's until the state is handed out, then the model thread. If it meets a dead end, or a
+grammar that is too ambiguous, the next ``accept`` says so: trouble of one sequence does not end the step.
 
-A mask takes some 20 us, in most grammars. Where the last one took long (counts in a regular expression), the next one is made on
-another thread from the moment that the token came: while the model computes, which is when nobody needs it yet.
+A mask takes about 20 us in most grammars. If the last one was slow (counts in a regular expression), another thread makes the next
+one as soon as the token is accepted, while the model computes.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import numpy.typing as npt
 
 from kvrelay.engine.guides.errors import UnsupportedGuideError
 
-_SLOW_S = 1e-4  # a mask that takes longer is worth a thread
-_TOO_SLOW_S = 1e-3  # … and if so long, a draft is not worth its masks
+_SLOW_S = 1e-4  # slower masks are made on a thread
+_TOO_SLOW_S = 1e-3  # with masks this slow, drafts are not used
 
 
 class GrammarState:
@@ -33,42 +33,43 @@ class GrammarState:
         stop_token_ids: Seq[int],
         threads: Executor | None = None,
     ) -> None:
-        """``grammar``: in Lark. ``stop_token_ids``: what may come where it may end; empty: nothing, and it ends where it must.
+        """``grammar``: in Lark. ``stop_token_ids``: tokens that may come where the text may end; if empty, it ends only where it
+        must.
 
-        ``threads``: for slow masks. Raises UnsupportedGuideError if llguidance does not take the grammar.
+        ``threads``: for slow masks. Raises UnsupportedGuideError if llguidance refuses the grammar.
         """
         self._threads = threads
         self._coming: Future[npt.NDArray[np.int32]] | None = None
-        self._mask_s = 0.0  # that the last mask took
+        self._mask_s = 0.0  # duration of the last mask
         limits = llguidance.LLParserLimits(
-            initial_lexer_fuel=20_000_000,  # for a schema of 64 KiB; the compiling process has bounds of its own
-            max_lexer_states=50_000,  # some 100 MB
+            initial_lexer_fuel=20_000_000,  # enough for a schema of 64 KiB; the compiling process has its own limits
+            max_lexer_states=50_000,  # about 100 MB
             verbose_errors=False,
         )
         self._matcher = llguidance.LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
         if self._matcher.is_error():
             raise UnsupportedGuideError(self._matcher.get_error())
-        self.num_words = -(-vocabulary.vocab_size // 32)  # of a bitmask
+        self.num_words = -(-vocabulary.vocab_size // 32)  # words of a bitmask
         self._stop_bits = _bits(stop_token_ids, self.num_words)
         self._end_bits = _bits([vocabulary.eos_token], self.num_words)
-        self._next: npt.NDArray[np.int32] | None = None  # the mask of where it stands, if that is known already
+        self._next: npt.NDArray[np.int32] | None = None  # the mask at the current position, if it is already known
         self._is_complete = False
         self._trouble: str | None = None
 
     def fill(self, bitmask: npt.NDArray[np.int32]) -> None:
-        """See GuideState. Clears the bits of all other tokens; in a dead end there are none."""
+        """See GuideState. Clears the bits of all other tokens; in a dead end it clears all."""
         bitmask[:] = self._here()
 
     def forced(self, most: int) -> tuple[int, ...]:
-        """See GuideState. A grammar forces bytes: llguidance knows how a tokenizer splits them, up to where they may go on.
+        """See GuideState. A grammar forces bytes. llguidance knows how a tokenizer splits them, up to where they may continue.
 
-        Behind tokens that are split otherwise it does not; there the mask tells, if it has a single token.
+        After tokens that were split in another way it does not. There the mask tells, if it allows a single token.
         """
         found: list[int] = []
         if not self._may_draft():
             return ()
         while len(found) < most and not self._matcher.is_stopped():
-            self._matcher.compute_ff_bytes()  # without this, nothing is known of tokens
+            self._matcher.compute_ff_bytes()  # without this call, llguidance has no forced tokens
             following = self._matcher.compute_ff_tokens()[: most - len(found)] or self._only_one(is_here=not found)
             num_taken = self._matcher.try_consume_tokens(following)
             found += following[:num_taken]
@@ -100,8 +101,8 @@ class GrammarState:
         self._trouble = trouble  # it is that of a place where it does not stand
 
     def accept(self, token_id: int) -> None:
-        """See GuideState. The ValueError says why, in words for the client."""
-        self._have_matcher()  # the mask reads what the token changes
+        """See GuideState. The ValueError's message is for the client."""
+        self._have_matcher()  # the thread that makes a mask reads the state that the token changes
         if self._trouble is not None:
             raise ValueError(self._trouble)
         if self._is_stop(token_id) or not self._matcher.consume_token(token_id):
@@ -122,28 +123,28 @@ class GrammarState:
         return self._is_complete
 
     def _may_draft(self) -> bool:
-        """Whether it can be followed further, and fast: a draft needs a mask for each of its tokens."""
+        """Whether the grammar can be followed further, and fast: a draft needs one mask per token."""
         if self._is_complete or self._mask_s > _TOO_SLOW_S:
             return False
         self._have_matcher()
         return self._trouble is None
 
     def _have_matcher(self) -> None:
-        """Wait for the thread that makes a mask: the matcher is that thread's meanwhile."""
+        """Wait for the thread that makes a mask, which uses the matcher."""
         if self._coming is not None:
             self._next, self._coming = self._coming.result(), None
 
     def _here(self) -> npt.NDArray[np.int32]:
-        """The mask of where it stands."""
+        """The mask at the current position."""
         self._have_matcher()
         if self._next is None:
             self._next = self._mask()
         return self._next
 
     def _only_one(self, *, is_here: bool) -> list[int]:
-        """The token that alone may come behind what the matcher has taken; none if there are several, or the text may end.
+        """The only token that may follow the tokens that the matcher has taken; empty if there are several, or the text may end.
 
-        ``is_here``: it has taken nothing that did not come.
+        ``is_here``: the matcher is at the current position, not behind a draft.
         """
         if is_here:
             mask = self._here()
@@ -168,7 +169,7 @@ class GrammarState:
         self._mask_s = time.thread_time() - start_s
         error, _, _ = self._matcher.get_error().partition("\n")
         if error:
-            mask[:] = 0  # nothing but the end of the text, which nobody asked for
+            mask[:] = 0  # only the end of the text may follow, and there is no stop token for it
         may_end = np.any(mask & self._end_bits)
         mask &= ~(self._end_bits | self._stop_bits)
         if may_end:

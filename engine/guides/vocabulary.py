@@ -1,7 +1,7 @@
-"""The tokens of a model as grammars need them.
+"""A model's tokens in the form that grammars need.
 
-Special tokens are not text, so no grammar takes them for the text that names them: llguidance puts a byte in front of their names
-that no text has. A structural tag can ask for one of them by its id.
+Special tokens are not text. llguidance puts a byte before their names that no text has, so no grammar matches a name with the
+token. A structural tag can ask for a special token by its id.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kvrelay.common.errors import ModelError
 
 
 def load_vocabulary(directory: Path, vocab_size: int) -> llguidance.LLTokenizer:
-    """The tokens of the model in ``directory``, one of which ends the text. Raises ModelError if its files do not tell.
+    """The tokens of the model in ``directory``, including an end token. Raises ModelError if its files do not have them.
 
     ``vocab_size``: the width of the model's logits, which may be padded.
     """
@@ -36,7 +36,7 @@ def load_vocabulary(directory: Path, vocab_size: int) -> llguidance.LLTokenizer:
 
 
 def special_ids(vocabulary: llguidance.LLTokenizer) -> dict[str, int]:
-    """The ids of special tokens by their names."""
+    """The ids of special tokens by name."""
     ids = [token_id for token_id in range(vocabulary.vocab_size) if vocabulary.is_special_token(token_id)]
     return {vocabulary.decode_bytes([token_id]).decode(errors="replace"): token_id for token_id in ids}
 

@@ -1,24 +1,24 @@
-"""Who owns which KV block: allocation, reference counts, prefix cache, ledger.
+"""Allocation and ownership of KV blocks: reference counts, prefix cache, ledger.
 
-A block is **logical**: some consecutive tokens of a sequence, and one hash. It has a physical block in each group of layers
-(:mod:`kvrelay.common.kv_geometry`). All physical blocks have one size and lie in one pool, so a group takes what another leaves.
-Where each of them is: :mod:`kvrelay.engine.kv.physical_blocks`.
+A block is **logical**: some consecutive tokens of a sequence, with one hash. It has a physical block in each group of layers
+(:mod:`kvrelay.common.kv_geometry`). All physical blocks have one size and are in one pool, so a group can use blocks that another
+does not need. :mod:`kvrelay.engine.kv.physical_blocks` keeps the state of each.
 
-A group with a **window** needs the last blocks of a sequence only. As a sequence moves on it ``slide``s: it gives back those that
-no query will see, and gets further ones in their place. Others may find a prefix here if every full group has all of its
-blocks, and every group with a window those that the next token sees.
+A group with a **window** needs only the last blocks of a sequence. As a sequence advances it ``slide``s: it gives back the blocks
+that no later query sees, and gets further ones instead. A prefix is found if every full group has all of its blocks, and every
+group with a window has those that the next token sees.
 
-An **owner** is a sequence or a lease, named by :class:`Owner`; a block may have several sequences as owners when they
-share a prefix. A block becomes shareable when it is *published* under its chained hash, that is when its content is
-computed or verified. An owner may also be *forked*: the new one shares its blocks, the last one maybe not full; who
-writes to a shared block first makes it writable, and gets one of its own for a copy if others hold it (copy on write).
+An **owner** is a sequence or a lease, named by :class:`Owner`. Sequences that share a prefix share blocks, so a block may have
+several owners. A block can be shared once it is *published* under its chained hash, when its content is computed or verified. An
+owner may also be *forked*: the new owner shares its blocks, including a last one that is not full. An owner that writes to a shared
+block first makes it writable, and gets a copy if others hold the block (copy on write).
 
-Released published blocks stay as prefix cache, and are reused by priority, within a priority least recently used first, the tail of
-a prefix before its head.
+Released published blocks stay as prefix cache. They are reused by priority. Within a priority the least recently used go first, and
+the tail of a prefix before its head.
 
-Blocks keep their **provenance**: the prefill workers, and which start of each, whose work is in them. An owner has that of what was
-shipped to it and of the cached blocks that it began with. What it publishes has its owner's, since K/V follow from all K/V in
-front. So everything of a worker that computed wrongly can be dropped.
+Blocks keep their **provenance**: the prefill workers (and which start of each) whose work is in them. An owner has the provenance
+of what was shipped to it, and of the cached blocks that it began with. Blocks that it publishes inherit it, because K/V depend on
+all K/V before them. So all work of a worker that computed wrongly can be dropped.
 
 Thread-safe: the model thread allocates for sequences, the network thread for leases. Every call is short.
 """
@@ -38,7 +38,7 @@ from kvrelay.engine.kv.owners import Owner, OwnerKind
 from kvrelay.engine.kv.physical_blocks import PhysicalBlocks
 from kvrelay.engine.kv.prefix_cache import claims_of
 
-_MAX_STEP_TOKENS = 2048  # of a sequence, if nothing is said: a large chunk of a prompt
+_MAX_STEP_TOKENS = 2048  # default: a large chunk of a prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Allocation:
 
 
 class BlockManager:
-    """Allocates the pool's blocks. Holds numbers and hashes; the bytes are the pool's."""
+    """Allocates the pool's blocks. It has numbers and hashes; the pool has the bytes."""
 
     def __init__(
         self,
@@ -62,11 +62,11 @@ class BlockManager:
         max_step_tokens: int = _MAX_STEP_TOKENS,
         max_retained_share: float = 0.5,
     ) -> None:
-        """``num_blocks``: physical ones, for all groups together. ``windows``: of each group; None: it has none.
+        """``num_blocks``: physical blocks of all groups together. ``windows``: per group; None: no window.
 
-        ``max_step_tokens``: of a sequence that a step computes at most; groups with a window have room for them.
-        ``max_retained_share``: of the blocks, that may be cached above the default priority at a time. ``clock``: by which a
-        raised priority ends.
+        ``max_step_tokens``: most tokens of a sequence that a step computes; groups with a window keep room for them.
+        ``max_retained_share``: the share of blocks that may be cached above the default priority at a time. ``clock``: times the
+        end of raised priorities.
         """
         if (
             min(
@@ -83,7 +83,7 @@ class BlockManager:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.windows = tuple(windows)
-        self.set_aside = 0  # blocks that hand-offs leave to a sequence that waits for them; its scheduler's to say
+        self.set_aside = 0  # blocks that hand-offs must leave for a waiting sequence; its scheduler sets this
         self._max_step_tokens = max_step_tokens
         self._lock = threading.RLock()
         self._clock = clock
@@ -93,32 +93,32 @@ class BlockManager:
 
     @property
     def num_groups(self) -> int:
-        """Groups of layers."""
+        """The number of layer groups."""
         return len(self.windows)
 
     @property
     def has_windows(self) -> bool:
-        """Whether any group needs the last blocks of a sequence only."""
+        """Whether some group needs only the last blocks of a sequence."""
         return self.windows != (None,) * self.num_groups
 
     @property
     def num_allocatable(self) -> int:
-        """Physical blocks that could be allocated now: free or cached."""
+        """Physical blocks that could be allocated now: free or cached ones."""
         with self._lock:
             return self._physical.num_allocatable
 
     @property
     def num_next(self) -> int:
-        """Allocatable blocks that whoever joins must leave: the next one of every owner, and of the one that joins.
+        """Allocatable blocks that a new owner must leave: the next block of every owner, including the new one.
 
-        Without them the owners' next blocks would be taken from sequences that run. Whoever is alone may have all there are.
+        Without this reserve, the owners' next blocks would be taken from running sequences. A sole owner may use all blocks.
         """
         with self._lock:
             return (len(self._owned) + 1) * self.num_groups if self._owned else 0
 
     @property
     def num_promised(self) -> int:
-        """Allocatable blocks that a hand-off must leave: also those set aside."""
+        """Allocatable blocks that a hand-off must leave, including those set aside."""
         with self._lock:
             return self.set_aside + self.num_next
 
@@ -127,7 +127,7 @@ class BlockManager:
         return -(-num_tokens // self.block_size)
 
     def num_physical_for(self, num_tokens: int, *, is_whole: bool = False) -> int:
-        """Physical blocks that a sequence of ``num_tokens`` tokens takes at most, of which none are cached.
+        """The most physical blocks that a sequence of ``num_tokens`` takes if none are cached.
 
         ``is_whole``: see ``allocate``.
         """
@@ -136,43 +136,43 @@ class BlockManager:
         return num_physical_blocks(self.windows, num_tokens, self.block_size, self._max_step_tokens)
 
     def num_cached_prefix(self, hashes: Sequence[bytes]) -> int:
-        """How many leading blocks are published here, as far as somebody can go on behind them."""
+        """The number of leading blocks that are published here and after which a sequence can continue."""
         with self._lock:
             return self._physical.num_cached_prefix(hashes, self.windows, self.block_size)
 
     def owned_blocks(self, owner: Owner, group: int = 0) -> list[int | None]:
-        """The owner's physical blocks in order (a copy), None where it needs none; empty if it holds none."""
+        """The owner's physical blocks in order (a copy), with None where it needs none. Empty if it holds none."""
         with self._lock:
             return self._owned[owner].tables[group].by_index() if owner in self._owned else []
 
     def ledger(self, group: int | None = None) -> Ledger:
-        """Counts of blocks by place: of the pool, or of those that a group has."""
+        """Counts of blocks by state: for the pool, or for one group."""
         with self._lock:
             return self._physical.ledger(group)
 
     def owners(self) -> dict[Owner, int]:
-        """Every owner with its number of logical blocks."""
+        """The number of logical blocks of every owner."""
         with self._lock:
             return {owner: held.num_blocks for owner, held in self._owned.items()}
 
     def free_blocks(self) -> list[int]:
-        """Physical blocks that no group has."""
+        """Physical blocks that are in no group."""
         with self._lock:
             return self._physical.free()
 
     def places(self, group: int = 0) -> dict[str, list[int]]:
-        """Where a group's blocks are: ``cached``, or under their owners' names. A shared block is under several."""
+        """A group's blocks: under ``cached``, or under their owners' names. A shared block appears several times."""
         with self._lock:
             owned = {f"{one.kind.value} {one.key}": held.tables[group].needed for one, held in self._owned.items()}
             return {"cached": self._physical.cached(group), **owned}
 
     @property
     def max_retained(self) -> int:
-        """Blocks that may be retained at a time."""
+        """The most blocks that may be retained at a time."""
         return self._physical.cache.max_retained
 
     def retained(self) -> dict[int, int]:
-        """Cached blocks that stay before others, with their priority; they count as cached, too."""
+        """Cached blocks above the default priority, with their priority. They also count as cached."""
         with self._lock:
             return self._physical.cache.retained()
 
@@ -188,10 +188,10 @@ class BlockManager:
     ) -> Allocation | None:
         """Give ``owner`` blocks: published ones for the leading ``hashes`` found here, fresh ones for the rest.
 
-        A group with a window gets those that tokens see from position ``num_computed_tokens`` on, or from the end of what was
-        found; as many as the sequence needs at a time, or if ``is_whole`` all to the end. ``spare``: physical blocks that must be
-        allocatable afterwards. Returns None, and changes nothing, if there is not enough room. Raises ValueError if the owner
-        already holds blocks or more hashes than blocks are given.
+        A group with a window gets the blocks that tokens see from position ``num_computed_tokens`` on, or from the end of the found
+        prefix. It gets as many as the sequence needs at a time or, if ``is_whole``, all to the end. ``spare``: physical blocks that
+        must be allocatable afterwards. Returns None and changes nothing if there is not enough room. Raises ValueError if the owner
+        already holds blocks, or if there are more hashes than blocks.
         """
         with self._lock:
             self._require_none(owner)
@@ -212,9 +212,9 @@ class BlockManager:
             return Allocation(self._owned.open(owner, num_blocks, found), num_cached)
 
     def extend(self, owner: Owner, num_blocks: int) -> Tables | None:
-        """Give ``owner`` fresh blocks, so that it has ``num_blocks`` to the end in every group.
+        """Give ``owner`` fresh blocks, so that it has ``num_blocks`` in every group.
 
-        Returns just the new ones, or None if there is not enough room.
+        Returns only the new ones, or None if there is not enough room.
         """
         with self._lock:
             if owner not in self._owned:
@@ -227,9 +227,11 @@ class BlockManager:
             return [self._owned.grow(owner, group, count) for group, count in enumerate(missing)]
 
     def slide(self, owner: Owner, num_computed_tokens: int) -> Tables:
-        """A sequence has so many tokens computed: give back what no later one sees, and get the further blocks that it will need.
+        """A sequence has computed ``num_computed_tokens``: give back blocks that no later token sees, and get the next ones that it
+        needs.
 
-        Returns the new ones of each group. Fewer than it needs, if others hold on to what it gave back; it may ask again.
+        Returns the new ones of each group. They may be fewer than needed if other owners still hold the given blocks; then call
+        again.
         """
         with self._lock:
             held, fresh = self._owned[owner], []
@@ -241,10 +243,10 @@ class BlockManager:
             return fresh
 
     def publish(self, owner: Owner, index: int, block_hash: bytes) -> None:
-        """Say that the owner's block ``index`` is full and right, so that others may share it from now on.
+        """Declare the owner's block ``index`` full and correct, so that others may share it.
 
-        If another block is already published under the hash, that one stays the shared one. No effect if a
-        distrusted source has worked on the owner's blocks.
+        If another block is already published under the hash, that one stays the shared one. No effect if a distrusted source has
+        worked on the owner's blocks.
         """
         with self._lock:
             held = self._owned[owner]
@@ -255,15 +257,15 @@ class BlockManager:
                     self._physical.publish(table.block_ids[index], block_hash, held.sources)
 
     def came_from(self, owner: Owner, source: str) -> None:
-        """There is work of ``source`` in what is written to the owner's blocks; said before any of them is published."""
+        """Record that the owner's blocks contain work of ``source``. Call it before any of them is published."""
         with self._lock:
             held = self._owned[owner]
             held.sources |= {source}
 
     def distrust(self, source: str) -> tuple[int, frozenset[Owner]]:
-        """Drop all published blocks that ``source`` has worked on, and publish none again.
+        """Drop all published blocks that ``source`` has worked on, and never publish such blocks again.
 
-        Returns how many there were, and who holds blocks that it has worked on: they keep them, until they are released.
+        Returns their number, and the owners of such blocks. The owners keep them until they are released.
         """
         with self._lock:
             self._distrusted.add(source)
@@ -277,21 +279,22 @@ class BlockManager:
             self._owned.hand_on(owner, new_owner)
 
     def fork(self, owner: Owner, new_owner: Owner, num_blocks: int) -> Tables:
-        """``new_owner`` shares the leading ``num_blocks`` blocks of ``owner``, published or not; returns them.
+        """``new_owner`` shares the leading ``num_blocks`` blocks of ``owner``, published or not. Returns them.
 
-        Needs no room. It shares what ``owner`` still has: who may go on from an earlier token than it must not let it slide. Raises
-        ValueError if the new owner holds blocks already, or the old one has fewer; KeyError if it has none.
+        Needs no room. It shares only what ``owner`` still has, so ``owner`` must not slide past the token where the new one
+        continues. Raises ValueError if the new owner holds blocks already, or the old one has fewer; KeyError if the old one has
+        none.
         """
         with self._lock:
             self._require_none(new_owner)
             return self._owned.fork(owner, new_owner, num_blocks)
 
     def make_writable(self, owner: Owner, index: int) -> list[int] | None:
-        """See to it that nobody else relies on the owner's block ``index``, before it is written to.
+        """Ensure that no other owner relies on the owner's block ``index``, before it is written to.
 
-        Returns the physical blocks, by group, that are at ``index`` now: the same ones, where the owner is their only holder and
-        nobody can find them by their hash, or fresh ones instead, into which the caller copies their content. None, and nothing
-        changes, if there is no room for that.
+        Returns the physical blocks now at ``index``, by group. They are the same if the owner is their only holder and their hash
+        is not published. Otherwise they are fresh, and the caller copies the content. Returns None and changes nothing if there is
+        no room.
         """
         with self._lock:
             tables = self._owned[owner].tables
@@ -308,7 +311,7 @@ class BlockManager:
     def release(self, owner: Owner, retention: Retention | None = None) -> None:
         """Take all blocks from ``owner``; published ones stay as prefix cache. No effect if it holds none.
 
-        ``retention``: what a sequence's request asks for them, or nothing. A lease asks for nothing.
+        ``retention``: how long a sequence's request wants them cached. A lease passes none.
         """
         with self._lock:
             now_s = 0.0 if retention is None else self._clock()
@@ -319,12 +322,12 @@ class BlockManager:
                 self._physical.leave(block_id)
 
     def check_integrity(self) -> None:
-        """Assert that every block is in exactly one place and that the books agree with each other."""
+        """Assert that every block is in exactly one state and that all records agree."""
         with self._lock:
             self._owned.check_integrity()
 
     def _end(self, window: Window | None, first: int, num_blocks: int) -> int:
-        """How far a group's table goes that needs block ``first`` and those behind it."""
+        """The end of a group's table if the group needs block ``first`` and those after it."""
         if window is None:
             return num_blocks
         return min(num_blocks, first + reach(window, self._max_step_tokens, self.block_size))

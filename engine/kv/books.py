@@ -1,4 +1,4 @@
-"""The block manager's books as people read them: /debug/kv, and reasons against a pool that has lost a block."""
+"""The block manager's records for people: /debug/kv, and reasons not to be live if a block is lost."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from kvrelay.engine.kv.ledger import Ledger
 
 
 def unbalanced(blocks: BlockManager) -> list[str]:
-    """Reasons to send no traffic: a ledger that does not balance."""
+    """Reasons to send no traffic: the ledger does not balance."""
     ledger = blocks.ledger()
     return [] if ledger.balances else [f"the ledger does not balance: {ledger}"]
 
 
 def ledger_json(blocks: BlockManager) -> dict[str, object]:
-    """The ledger for /debug/kv: of the pool, and where the blocks of each group of layers are."""
+    """The ledger for /debug/kv: of the pool, and the blocks of each layer group."""
     retained = blocks.retained()
     return {
         **_counts(blocks.ledger()),
@@ -31,7 +31,7 @@ def ledger_json(blocks: BlockManager) -> dict[str, object]:
             }
             for group, window in enumerate(blocks.windows)
         ],
-        "retained": {  # some of the cached ones
+        "retained": {  # a part of the cached ones
             "blocks": len(retained),
             "at_most": blocks.max_retained,
             "by_priority": {
@@ -54,7 +54,7 @@ def _counts(ledger: Ledger) -> dict[str, int]:
 
 
 def ranges(block_ids: Iterable[int]) -> str:
-    """``3, 0, 1, 2, 7`` as ``0-3,7``: a pool may have a hundred thousand blocks."""
+    """``3, 0, 1, 2, 7`` as ``0-3,7``, because a pool may have a hundred thousand blocks."""
     pieces: list[list[int]] = []
     for block_id in sorted(block_ids):
         if pieces and block_id == pieces[-1][1] + 1:

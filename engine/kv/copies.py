@@ -1,7 +1,6 @@
-"""Copies between a GPU's pool and pinned memory, behind one interface: the very calls to CUDA, and nothing that decides anything.
+"""Copies between a GPU's pool and pinned memory: one interface around the CUDA calls, without any decisions.
 
-When a block is copied, and who may touch which memory until then, is :mod:`kvrelay.engine.kv.staging`, which is tested without a
-GPU.
+:mod:`kvrelay.engine.kv.staging` decides when a block is copied and who may use which memory until then. It is tested without a GPU.
 """
 
 from __future__ import annotations
@@ -13,34 +12,37 @@ import torch
 
 
 class Copied(Protocol):
-    """The point behind one copy (a CUDA event). Any thread."""
+    """A point in the stream after one copy (a CUDA event). Use it on any thread."""
 
     def query(self) -> bool:
         """Whether the device has passed it. Raises RuntimeError if the copy, or the device, has failed."""
 
     def synchronize(self) -> None:
-        """Wait until the device has passed it. Raises RuntimeError as ``query``."""
+        """Wait until the device has passed it. Raises RuntimeError like ``query``."""
 
 
 class CopyDevice(Protocol):
-    """One device's copies. All run one behind the other, in the order of their launches; the host waits for none of them."""
+    """One device's copies. They run one after the other, in the order of their launches; the host does not wait for them."""
 
     def pinned(self, nbytes: int) -> torch.Tensor:
-        """``[nbytes]`` uint8 of host memory that the device copies from and to by itself. Raises RuntimeError without room."""
+        """``[nbytes]`` uint8 of pinned host memory, which the device can copy directly.
+
+        Raises RuntimeError if there is none left.
+        """
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> Copied:
-        """Launch a copy. Both tensors belong to it until the point that this returns has passed. Any thread, one at a time."""
+        """Launch a copy. Do not change either tensor before the returned point has passed. Any thread, one at a time."""
 
     def hold_steps(self, copied: Copied) -> None:
-        """What the calling thread launches to compute from now on begins behind ``copied``. The host does not wait."""
+        """Computation that the calling thread launches from now on runs after ``copied``. The host does not wait."""
 
 
 @dataclass(frozen=True, slots=True)
 class StagingPlan:
-    """What a pool that the host cannot read is staged with."""
+    """How to stage a pool that the host cannot read."""
 
     device: CopyDevice
-    nbytes: int | None = None  # of pinned memory, at most; None: a default, or four blocks if these are more
+    nbytes: int | None = None  # most pinned memory; None: a default, or four blocks if these are more
 
 
 class CudaCopies:
@@ -55,10 +57,13 @@ class CudaCopies:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> Copied:
-        """See CopyDevice. The stream waits for no kernel: blocks are opened when the step that computed them has returned."""
+        """See CopyDevice.
+
+        The stream waits for no kernel, because a block is opened only after the step that computed it has returned.
+        """
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
-            # A new one for each copy: an event that is recorded again means another point to all who hold it.
+            # One event per copy: recording an event again would move it for everyone who holds it.
             copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             copied.record()
         return copied

@@ -1,10 +1,9 @@
-"""Where the layers and K/V heads of a rank lie in a physical block of the whole model: what is whose, between any two numbers of
-stages and ranks.
+"""Where the layers and K/V heads of a rank are in a physical block of the whole model, for any number of stages and ranks.
 
-A rank's block holds its layers and heads as the whole model's does: layer by layer, keys before values, then heads, then tokens. So
-a range of heads is two fragments for each layer, and a rank's block is its fragments, one behind the other; none, if its stage has
-no layer of the group. Between workers a block travels whole, whatever their ranks: the sender's ranks give each byte once, and
-every rank of the receiver takes its own, K/V heads that are there several times included. Pure; no memory is touched here.
+A rank's block has the same order as the whole model's: layers, keys before values, heads, tokens. So a range of heads is two
+fragments per layer, and a rank's block is the concatenation of its fragments. It is empty if its stage has no layer of the group.
+Between workers a block travels as a whole, whatever their ranks. The sender's ranks give each byte once. Every rank of the receiver
+takes its own part, including K/V heads that several ranks have. Pure: touches no memory.
 """
 
 from __future__ import annotations
@@ -17,29 +16,31 @@ from kvrelay.engine.config.cut import Cut
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """Bytes of a block that lie together, in the whole model's and in a rank's."""
+    """A contiguous range of bytes, in the whole model's block and in a rank's."""
 
     start: int  # in the whole model's block
-    own_start: int  # in the rank's
+    own_start: int  # offset in the rank's block
     nbytes: int
 
 
 def taken(geometry: KvGeometry, cut: Cut, group: int) -> list[Fragment]:
-    """All of a rank's physical block of a group, in order."""
+    """All fragments of a rank's physical block of a group, in order."""
     of = geometry.groups[group]
     num_layers = 1 + max(layer for one in geometry.groups for layer in one.layers)
     return _fragments(of, geometry.block_size, cut.layers(num_layers), cut.heads(of.num_kv_heads))
 
 
 def given(geometry: KvGeometry, cut: Cut, group: int) -> list[Fragment]:
-    """What a rank gives when a physical block of a group is put together: its heads that no rank before it in its stage has."""
+    """The fragments that a rank contributes when a physical block of a group is assembled: heads that no earlier rank of its stage
+    has.
+    """
     num_kv_heads = geometry.groups[group].num_kv_heads
     is_copy = cut.rank > 0 and replace(cut, rank=cut.rank - 1).heads(num_kv_heads) == cut.heads(num_kv_heads)
     return [] if is_copy else taken(geometry, cut, group)
 
 
 def own_nbytes(geometry: KvGeometry, cut: Cut) -> int:
-    """Bytes of a rank's physical block, of any group: of that of which it has most."""
+    """Bytes of a rank's physical block, in the group of which it has the most."""
     return max(sum(one.nbytes for one in taken(geometry, cut, group)) for group in range(len(geometry.groups)))
 
 

@@ -1,7 +1,7 @@
-"""Whole blocks of a worker with several ranks, for senders and receivers: each rank has a part of their bytes.
+"""Whole blocks of a worker with several ranks, each of which has a part of the bytes. For senders and receivers.
 
-On a CPU all parts are memory of this process, or shared with a rank's; on GPUs each is copied. A block is put together when its
-sender reads it. A received block is verified whole, and then taken apart. So steps see only verified blocks, as on a GPU
+On a CPU all parts are in memory of this process, or memory that a rank shares; on GPUs each is copied. A block is assembled when
+its sender reads it. A received block is verified as a whole and then split. So steps see only verified blocks, as on a GPU
 (:mod:`kvrelay.engine.kv.staging`).
 """
 
@@ -24,20 +24,20 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Part(Protocol):
-    """One rank's pool. Both raise RuntimeError if the block cannot be copied. Any thread."""
+    """One rank's pool. Both methods raise RuntimeError if the block cannot be copied. Use it on any thread."""
 
     def reading(self, block_id: int) -> AbstractContextManager[Bytes]:
-        """The rank's bytes of a block, between enter and exit."""
+        """A context with the rank's bytes of a block."""
 
     def writing(self, block_id: int) -> AbstractContextManager[Bytes]:
-        """Memory to fill with all of the rank's bytes of a block; they are there behind the exit."""
+        """A context with memory to fill with all of the rank's bytes of a block. They are in the pool after the exit."""
 
 
 class HostPart:
     """Implements Part over memory of this process."""
 
     def __init__(self, blocks: Bytes) -> None:
-        """``blocks``: ``[num_blocks or more, its bytes of a block]``."""
+        """``blocks``: ``[num_blocks or more, bytes of the rank's part of a block]``."""
         self._blocks = blocks
 
     @contextmanager
@@ -54,7 +54,7 @@ class GatheredStore:
     """Implements :class:`kvrelay.engine.step.interface.BlockStore` over the pools of all ranks."""
 
     def __init__(self, geometry: KvGeometry, num_blocks: int, parts: Sequence[Part], num_stages: int = 1) -> None:
-        """``geometry``: of the whole model. ``num_blocks``: physical ones. ``parts``: of all ranks, in their order."""
+        """``geometry``: of the whole model. ``num_blocks``: physical ones. ``parts``: of all ranks, in order."""
         self.num_blocks = num_blocks
         self.block_nbytes = geometry.physical_nbytes
         cuts = cuts_of(len(parts) // num_stages, num_stages)
@@ -67,7 +67,7 @@ class GatheredStore:
             [(part, its) for part, cut in zip(parts, cuts, strict=True) if (its := taken(geometry, cut, group))]
             for group in groups
         ]
-        self._writes: dict[int, tuple[Bytes, int]] = {}  # by block, and of which group
+        self._writes: dict[int, tuple[Bytes, int]] = {}  # by block: the memory, and the group
 
     def open_read(self, block_id: int, group: int) -> GatheredRead:
         """See BlockStore."""
@@ -95,7 +95,7 @@ class GatheredStore:
                     own[one.own_start : one.own_start + one.nbytes] = whole[one.start : one.start + one.nbytes]
 
     def gather(self, block_id: int, group: int) -> Bytes:
-        """A group's block, put together in memory of its own."""
+        """A group's block, assembled in new memory."""
         whole = np.empty(self.block_nbytes, dtype=np.uint8)
         for part, fragments in self._given[group]:
             with part.reading(block_id) as own:

@@ -12,7 +12,7 @@ from kvrelay.engine.config.model import KvSizes, ModelShape
 
 
 def geometry_of(shape: ModelShape, block_size: int, dtype: torch.dtype) -> KvGeometry:
-    """Layers with the same window and sizes are groups (:class:`LayerGroups`). ``dtype``: of the pool."""
+    """The geometry with a group for each window and size (:class:`LayerGroups`). ``dtype``: of the pool."""
     groups = LayerGroups.of_shape(shape)
     is_latent = shape.latent_rank is not None
     return KvGeometry(
@@ -34,27 +34,28 @@ def geometry_of(shape: ModelShape, block_size: int, dtype: torch.dtype) -> KvGeo
 
 @dataclass(frozen=True, slots=True)
 class LayerGroups:
-    """Which layers are a group, as whoever attends needs it. Groups without a window come first."""
+    """The layers of each group, as attention needs them. Groups without a window come first."""
 
     windows: tuple[Window | None, ...]  # of each group
     sizes: tuple[KvSizes, ...]  # of each group
-    layers: tuple[tuple[int, ...], ...]  # of each group, that are here
-    places: dict[int, tuple[int, int]]  # of each layer its group, and which of the group's layers it is
+    layers: tuple[tuple[int, ...], ...]  # per group: its layers that are here
+    places: dict[int, tuple[int, int]]  # per layer: its group, and its index in the group
 
     @classmethod
     def of_shape(cls, shape: ModelShape) -> LayerGroups:
-        """Of a model."""
+        """The groups of a model."""
         return cls.of(shape.sliding_windows, shape.kv_sizes, shape.stage_layers)
 
     @classmethod
     def of(
         cls, windows: Sequence[Window | None], sizes: Sequence[KvSizes], stage_layers: range | None = None
     ) -> LayerGroups:
-        """``windows``, ``sizes``: of each layer. ``stage_layers``: those that are here; None: all. All ranks have the same groups,
-        of which some may have no layer here.
+        """``windows``, ``sizes``: per layer. ``stage_layers``: the layers that are here; None: all. All ranks have the same groups,
+        and a group may have no layer here.
 
-        Physical blocks of all groups have one size, that of the largest. So no group keeps more of a token than all layers of the
-        rarest kind do: five layers with a window for each one without are five groups beside one, and hardly anything is unused.
+        All groups' physical blocks have one size, that of the largest group. So no group has more layers than the rarest kind of
+        layer. For example, five layers with a window for each one without become five groups beside one, and hardly any memory is
+        unused.
         """
         by_kind: dict[tuple[Window | None, KvSizes], list[int]] = {}
         for layer, kind in enumerate(zip(windows, sizes, strict=True)):
@@ -63,8 +64,9 @@ class LayerGroups:
         groups: list[tuple[Window | None, KvSizes, tuple[int, ...]]] = []
         for (window, of_layer), its in sorted(by_kind.items(), key=_order):
             count = -(-len(its) // max(1, most // of_layer.count))
-            # As even as can be: what a smaller group leaves unused does not travel. In turns: a stage has some of each group then,
-            # and so less of each physical block.
+            # As even as possible: the unused part of a smaller group's block does not travel. Layers are dealt in turns, so
+            # that a stage has some of
+            # each group, and less of each physical block.
             groups += [(window, of_layer, tuple(its[number::count])) for number in range(count)]
         of_windows, of_sizes, of_all = zip(*groups, strict=True)
         layers = tuple(tuple(layer for layer in its if stage_layers is None or layer in stage_layers) for its in of_all)

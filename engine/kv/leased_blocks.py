@@ -1,4 +1,4 @@
-"""The block manager for the table of leases: reserves, publishes and releases blocks by a lease's key."""
+"""The block manager as the lease table uses it: reserves, publishes and releases blocks under a lease's key."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from kvrelay.engine.kv.owners import Owner, OwnerKind
 
 
 def lease_owner(lease_key: str) -> Owner:
-    """The block owner of a lease."""
+    """The owner of a lease's blocks."""
     return Owner(OwnerKind.LEASE, lease_key)
 
 
 class LeasedBlocks:
-    """The block manager as the lease table sees it."""
+    """The lease table's view of the block manager."""
 
     def __init__(self, blocks: BlockManager) -> None:
         self._blocks = blocks

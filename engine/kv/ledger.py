@@ -1,4 +1,4 @@
-"""How many physical blocks of a pool are free, cached, leased and running: their sum must be the pool."""
+"""Counts of a pool's physical blocks: free, cached, leased and running. Their sum must be the pool's size."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """Where all physical blocks are, or those of one group. A block that sequences share counts once, as running."""
+    """The states of all physical blocks, or of one group's. A block that sequences share counts once, as running."""
 
     num_blocks: int
     num_free: int

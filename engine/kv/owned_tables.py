@@ -1,4 +1,4 @@
-"""Which blocks of which owner stand at which index: a table for each group of layers.
+"""The block tables of all owners, one for each layer group.
 
 Not thread-safe: the block manager calls it under its lock, and decides who gets room.
 """
@@ -12,50 +12,50 @@ from kvrelay.engine.kv.owners import Owner
 from kvrelay.engine.kv.physical_blocks import PhysicalBlocks
 
 Tables = list[list[int]]
-"""Of each group a sequence's physical blocks in order. In front of those that a group needs there is any number."""
+"""Per group: a sequence's physical blocks in order. Entries before the blocks that a group needs are arbitrary."""
 
 
 @dataclass(slots=True)
 class Table:
-    """One owner's physical blocks of one group."""
+    """One owner's physical blocks in one group."""
 
-    first: int  # the first that it needs: those before are not its
-    block_ids: list[int]  # by index; before ``first`` any number
+    first: int  # index of the first block that it needs; earlier ones are not its own
+    block_ids: list[int]  # by index; arbitrary before ``first``
 
     @property
     def needed(self) -> list[int]:
-        """Those that it holds."""
+        """The blocks that it holds."""
         return self.block_ids[self.first :]
 
     def by_index(self) -> list[int | None]:
-        """Those that it holds, None in front of them."""
+        """The blocks that it holds, with None before them."""
         return [None] * min(self.first, len(self.block_ids)) + self.needed
 
 
 @dataclass(slots=True)
 class Held:
-    """What an owner has."""
+    """What an owner holds."""
 
-    num_blocks: int  # logical ones that it asked for; a group with a window may not have come so far yet
+    num_blocks: int  # logical blocks that it asked for; a group with a window may have fewer so far
     tables: list[Table]  # by group
-    sources: frozenset[str] = frozenset()  # whose work is in its blocks, beside this worker's
+    sources: frozenset[str] = frozenset()  # other workers whose work is in its blocks
 
     def copies(self) -> Tables:
-        """For somebody who may change them."""
+        """The tables, copied."""
         return [list(table.block_ids) for table in self.tables]
 
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """What a new owner gets in one group."""
+    """The blocks that a new owner gets in one group."""
 
     first: int  # the first block that it needs
-    shared: list[int]  # published ones, from there on
-    num_fresh: int  # behind them
+    shared: list[int]  # published blocks from there on
+    num_fresh: int  # fresh blocks after them
 
 
 class OwnedTables:
-    """All owners' tables. A missing owner is a KeyError."""
+    """The tables of all owners. A missing owner raises KeyError."""
 
     def __init__(self, physical: PhysicalBlocks) -> None:
         self._physical = physical
@@ -71,11 +71,11 @@ class OwnedTables:
         return self._held[owner]
 
     def items(self) -> list[tuple[Owner, Held]]:
-        """All owners, in the order in which they came."""
+        """All owners, in the order of arrival."""
         return list(self._held.items())
 
     def open(self, owner: Owner, num_blocks: int, found: list[Opening]) -> Tables:
-        """``owner`` gets what was found in each group. First all that is shared: what is taken may evict it."""
+        """Give ``owner`` the blocks of each group's opening. Shared blocks come first, because taking fresh ones may evict them."""
         for one in found:
             for block_id in one.shared:
                 self._physical.hold(owner, block_id)
@@ -88,13 +88,13 @@ class OwnedTables:
         return held.copies()
 
     def grow(self, owner: Owner, group: int, num_blocks: int) -> list[int]:
-        """So many fresh blocks behind those that it has; returns them."""
+        """Add ``num_blocks`` fresh blocks after the owner's last one; returns them."""
         fresh = self._physical.take(owner, group, num_blocks)
         self._held[owner].tables[group].block_ids += fresh
         return fresh
 
     def drop_front(self, owner: Owner, group: int, first: int) -> None:
-        """It needs no block before ``first`` any more."""
+        """Release the owner's blocks before ``first``."""
         table = self._held[owner].tables[group]
         for block_id in table.block_ids[table.first : first]:
             self._physical.let_go(owner, block_id)
@@ -102,7 +102,7 @@ class OwnedTables:
         table.first = max(table.first, first)
 
     def hand_on(self, owner: Owner, new_owner: Owner) -> None:
-        """All that ``owner`` holds is ``new_owner``'s, who holds nothing yet."""
+        """Give all that ``owner`` holds to ``new_owner``, which holds nothing yet."""
         held = self._held.pop(owner)
         for table in held.tables:
             for block_id in table.needed:
@@ -111,7 +111,7 @@ class OwnedTables:
         self._held[new_owner] = held
 
     def fork(self, owner: Owner, new_owner: Owner, num_blocks: int) -> Tables:
-        """``new_owner``, who holds nothing yet, holds ``owner``'s leading blocks, too. Raises ValueError if these are fewer."""
+        """``new_owner``, which holds nothing yet, also holds ``owner``'s leading blocks. Raises ValueError if there are fewer."""
         held = self._held[owner]
         if any(len(table.block_ids) < num_blocks for table in held.tables):
             raise ValueError(f"{owner} holds {held.num_blocks} blocks, not {num_blocks}")
@@ -123,7 +123,7 @@ class OwnedTables:
         return forked.copies()
 
     def replace(self, owner: Owner, group: int, index: int) -> None:
-        """A fresh block in the place of one."""
+        """Replace one block by a fresh one."""
         block_ids = self._held[owner].tables[group].block_ids
         block_id = block_ids[index]
         (block_ids[index],) = self._physical.take(owner, group, 1)
@@ -131,9 +131,10 @@ class OwnedTables:
         self._physical.leave(block_id)
 
     def close(self, owner: Owner) -> Iterator[int]:
-        """Its blocks, each of them let go of before it comes and to ``leave`` before the next; none if it holds none.
+        """Yield the owner's blocks; none if it holds none. The owner lets go of each
+        before it is yielded; the caller lets it ``leave`` before the next one.
 
-        Tail first: the cache then evicts the tail of a prefix before the head, which longer prefixes share.
+        The tail comes first. So the cache evicts the tail of a prefix before the head, which longer prefixes share.
         """
         held = self._held.pop(owner, None)
         if held is None:

@@ -1,4 +1,4 @@
-"""Who holds blocks: a sequence, or a lease of a hand-off."""
+"""The owners of blocks: sequences, and leases of a hand-off."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import NamedTuple
 
 
 class OwnerKind(enum.StrEnum):
-    """What holds a block."""
+    """The kinds of owners."""
 
     SEQUENCE = "sequence"
     LEASE = "lease"
 
 
 class Owner(NamedTuple):
-    """A holder of blocks; ``key`` is unique within its kind while it holds any. A tuple: every block's books hash it."""
+    """An owner of blocks; ``key`` is unique within its kind while it holds any. A tuple, because it is hashed often."""
 
     kind: OwnerKind
     key: str

@@ -1,12 +1,12 @@
-"""The physical blocks of a pool: which group has each, who holds it, under which hash others find it.
+"""The physical blocks of a pool: the group, the holders and the published hash of each.
 
-Each is in exactly one of three places::
+Each block is in exactly one of three states::
 
     free ──take──▶ owned (by one or more) ──let go, leave──▶ cached (published) ──evict──▶ owned
       ▲                 └──────let go, leave (unpublished)──▶ free
 
-Released published blocks stay as prefix cache (:mod:`kvrelay.engine.kv.prefix_cache`). Not thread-safe: the block manager's lock is
-around it. Knows no tables: which blocks belong together is :class:`kvrelay.engine.kv.block_manager.BlockManager`'s.
+Released published blocks stay as prefix cache (:mod:`kvrelay.engine.kv.prefix_cache`). Not thread-safe: the block manager calls it
+under its lock. It knows no tables: :class:`kvrelay.engine.kv.block_manager.BlockManager` knows which blocks belong together.
 """
 
 from __future__ import annotations
@@ -22,41 +22,40 @@ from kvrelay.engine.kv.prefix_cache import Claim, PrefixCache, merged
 
 
 class PhysicalBlocks:
-    """Holds numbers and hashes; the bytes are the pool's."""
+    """The states of the blocks. It has numbers and hashes; the pool has the bytes."""
 
     def __init__(self, num_blocks: int, num_groups: int, max_retained: int, clock: Clock) -> None:
-        """``max_retained``: blocks that may be cached above the default priority at a time."""
+        """``max_retained``: the most blocks that may be cached above the default priority at a time."""
         self.num_blocks = num_blocks
-        self.cache = PrefixCache(max_retained, clock)  # published, nobody's
+        self.cache = PrefixCache(max_retained, clock)  # published blocks without an owner
         self._free = deque(range(num_blocks))
         self._holders: list[set[Owner]] = [set() for _ in range(num_blocks)]
-        self._claims: list[tuple[Claim, ...] | None] = [None] * num_blocks  # of owned blocks: how long they shall stay
+        # For owned blocks: how long they shall stay cached.
+        self._claims: list[tuple[Claim, ...] | None] = [None] * num_blocks
         self._hash_of: dict[int, bytes] = {}  # published blocks
-        self._sources: dict[
-            int, frozenset[str]
-        ] = {}  # of published blocks: whose work is in them, beside this worker's
+        self._sources: dict[int, frozenset[str]] = {}  # for published blocks: the other workers whose work is in them
         self._block_of: list[dict[bytes, int]] = [{} for _ in range(num_groups)]
-        self._group_of = [0] * num_blocks  # of blocks that are not free
-        self._num_taken = [0] * num_groups  # by group, blocks that are not free
+        self._group_of = [0] * num_blocks  # for blocks that are not free
+        self._num_taken = [0] * num_groups  # by group: number of blocks that are not free
         self._num_cached = [0] * num_groups
-        self._num_leases = [0] * num_blocks  # by block: how many of its holders are leases
-        self._num_leased = [0] * num_groups  # blocks with at least one lease as holder
+        self._num_leases = [0] * num_blocks  # by block: number of its holders that are leases
+        self._num_leased = [0] * num_groups  # by group: number of blocks that a lease holds
 
     @property
     def num_allocatable(self) -> int:
-        """Free or cached."""
+        """The number of free or cached blocks."""
         return len(self._free) + len(self.cache)
 
     def free(self) -> list[int]:
-        """Those that no group has."""
+        """The blocks that are in no group."""
         return list(self._free)
 
     def cached(self, group: int) -> list[int]:
-        """A group's blocks that are cached."""
+        """A group's cached blocks."""
         return [block_id for block_id in self.cache.blocks() if self._group_of[block_id] == group]
 
     def ledger(self, group: int | None) -> Ledger:
-        """Counts by place: of the pool, or of those that a group has."""
+        """Counts by state: for the pool, or for one group."""
         groups = range(len(self._block_of)) if group is None else (group,)
         taken, cached, leased = (
             sum(counts[one] for one in groups) for counts in (self._num_taken, self._num_cached, self._num_leased)
@@ -65,12 +64,12 @@ class PhysicalBlocks:
         return Ledger(num_blocks, num_free, cached, leased, taken - cached - leased)
 
     def published(self, group: int, block_hashes: Iterable[bytes]) -> list[int]:
-        """A group's blocks under these hashes, which are all published."""
+        """A group's blocks under these hashes, all of which must be published."""
         block_of = self._block_of[group]
         return [block_of[block_hash] for block_hash in block_hashes]
 
     def num_cached_prefix(self, hashes: Sequence[bytes], windows: Sequence[Window | None], block_size: int) -> int:
-        """How many leading blocks are published, as far as somebody can go on behind them. ``windows``: of each group."""
+        """The number of leading blocks that are published and after which a sequence can continue. ``windows``: per group."""
         num_full = len(hashes)
         windowed: list[tuple[Window, dict[bytes, int]]] = []
         for window, block_of in zip(windows, self._block_of, strict=True):
@@ -80,7 +79,7 @@ class PhysicalBlocks:
                 windowed.append((window, block_of))
         if not windowed:
             return num_full
-        num_cached, since = 0, [0] * len(windowed)  # from which block on none is missing, by group
+        num_cached, since = 0, [0] * len(windowed)  # by group: the block from which on none is missing
         for num_blocks, block_hash in enumerate(hashes[:num_full], 1):
             is_whole = True
             for place, (window, block_of) in enumerate(windowed):
@@ -91,15 +90,15 @@ class PhysicalBlocks:
         return num_cached
 
     def is_owned(self, block_id: int) -> bool:
-        """Whether anybody holds it."""
+        """Whether the block has an owner."""
         return bool(self._holders[block_id])
 
     def is_shared(self, block_id: int) -> bool:
-        """Whether others than one owner rely on what is in it, or may come to."""
+        """Whether other owners rely on the block's content, or may come to."""
         return len(self._holders[block_id]) > 1 or block_id in self._hash_of
 
     def hold(self, owner: Owner, block_id: int) -> None:
-        """``owner`` holds a block that is not free, from now on."""
+        """Add ``owner`` to the holders of a block that is not free."""
         if not self._holders[block_id] and block_id in self._hash_of:
             self._claims[block_id] = self.cache.remove(block_id)
             self._num_cached[self._group_of[block_id]] -= 1
@@ -109,14 +108,14 @@ class PhysicalBlocks:
             self._num_leased[self._group_of[block_id]] += self._num_leases[block_id] == 1
 
     def let_go(self, owner: Owner, block_id: int) -> None:
-        """``owner`` holds it no more; unless somebody else takes it over, it ``leave``s."""
+        """Remove ``owner`` from the block's holders. Call ``leave`` next, unless another owner takes it over."""
         self._holders[block_id].remove(owner)
         if owner.kind is OwnerKind.LEASE:
             self._num_leases[block_id] -= 1
             self._num_leased[self._group_of[block_id]] -= self._num_leases[block_id] == 0
 
     def leave(self, block_id: int) -> None:
-        """An owner has let go of it: it is cached or free, unless others hold it."""
+        """After a ``let_go``: the block becomes cached or free, unless others hold it."""
         if self._holders[block_id]:
             return
         if block_id in self._hash_of:
@@ -126,13 +125,13 @@ class PhysicalBlocks:
             self._set_free(block_id)
 
     def claim(self, block_id: int, claims: tuple[Claim, ...]) -> None:
-        """A request that used it claims so much for it."""
+        """Add the claims of a request that used the block."""
         known = self._claims[block_id]
         if known is not claims:
             self._claims[block_id] = claims if known is None else merged(known, claims)
 
     def take(self, owner: Owner, group: int, num_blocks: int) -> list[int]:
-        """So many blocks for one group of ``owner``'s, free ones first; there must be as many allocatable."""
+        """Take ``num_blocks`` blocks for ``owner`` in a group, free ones first. There must be as many allocatable."""
         while len(self._free) < num_blocks:
             block_id = self.cache.evict()
             self._num_cached[self._group_of[block_id]] -= 1
@@ -146,9 +145,9 @@ class PhysicalBlocks:
         return fresh
 
     def publish(self, block_id: int, block_hash: bytes, sources: frozenset[str] = frozenset()) -> None:
-        """Others of its group may find it by ``block_hash``, unless another is found by that already.
+        """Publish the block in its group under ``block_hash``, unless another one already is.
 
-        ``sources``: whose work is in it, beside this worker's. Raises ValueError if it has another hash.
+        ``sources``: other workers whose work is in it. Raises ValueError if it has another hash.
         """
         known = self._hash_of.get(block_id)
         if known is not None and known != block_hash:
@@ -161,11 +160,11 @@ class PhysicalBlocks:
                 self._sources[block_id] = sources
 
     def sources(self, block_ids: Iterable[int]) -> frozenset[str]:
-        """Whose work is in these blocks, beside this worker's."""
+        """The other workers whose work is in these blocks."""
         return frozenset().union(*(self._sources.get(block_id, ()) for block_id in block_ids))
 
     def drop_from(self, source: str) -> int:
-        """Nobody finds a block any more that ``source`` has worked on; who holds one keeps it. Returns how many they were."""
+        """Unpublish all blocks that ``source`` has worked on; their holders keep them. Returns their number."""
         dropped = [block_id for block_id, sources in self._sources.items() if source in sources]
         for block_id in dropped:
             self._unpublish(block_id)
@@ -176,9 +175,9 @@ class PhysicalBlocks:
         return len(dropped)
 
     def check_integrity(self, held: Iterable[tuple[Owner, int, list[int]]]) -> None:
-        """Assert that every block is in exactly one place and that the books agree with each other.
+        """Assert that every block is in exactly one state and that all records agree.
 
-        ``held``: of each owner and group, the blocks that its tables say it holds.
+        ``held``: for each owner and group, the blocks in its tables.
         """
         self.cache.check_integrity()
         free, cached = set(self._free), set(self.cache.blocks())

@@ -1,11 +1,11 @@
-"""The paged KV pool: one tensor, block by block contiguous, readable and writable as bytes.
+"""The paged KV pool: one tensor, contiguous block by block, which can be read and written as bytes.
 
-A block holds a group's layers one behind the other, and each layer the keys of all heads, then their values
-(:mod:`kvrelay.engine.kv.views`). Heads come before tokens so that a slice of heads is contiguous per layer. Blocks are physical
-ones of any group, which may need less of one than the largest.
+A block holds a group's layers one after the other, and each layer the keys of all heads, then their values
+(:mod:`kvrelay.engine.kv.views`). Heads come before tokens, so that a slice of heads is contiguous in a layer. Blocks are physical
+ones of any group; a smaller group does not need all of a block.
 
-Where all keys and values are of one size, the tensor's shape says so: ``[num_blocks, num_layers, 2, num_kv_heads, block_size,
-head_dim]``; index 2 is 0 for keys, 1 for values, which latents lack. Otherwise it is ``[num_blocks, 1, 1, 1, block_size, n]``.
+If all keys and values have one size, the tensor has the shape ``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]``;
+in the third dimension 0 is keys and 1 is values, which latents lack. Otherwise it is ``[num_blocks, 1, 1, 1, block_size, n]``.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _MADV_POPULATE_WRITE = 23  # <linux/mman.h>; Python has no name for it
 class KvPool:
     """Owns the tensor. Implements :class:`kvrelay.engine.step.interface.BlockStore`.
 
-    On CPU the byte views are the pool's own memory. With a staging plan, as on CUDA, they are pinned memory, and blocks are copied
-    beside what computes (:mod:`kvrelay.engine.kv.staging`).
+    On a CPU the byte views are the pool's own memory. With a staging plan, as on CUDA, they are pinned memory, and blocks are
+    copied beside the computation (:mod:`kvrelay.engine.kv.staging`).
     """
 
     def __init__(
@@ -46,18 +46,16 @@ class KvPool:
         staging: StagingPlan | None = None,
         shared_memory: int | None = None,
     ) -> None:
-        """``num_blocks``: physical ones, of all groups together. ``shared_memory``: a descriptor of memory for them on a CPU,
-        which is made as large as it needs; None: its own.
-
-        ``num_spare``: blocks behind the last one that the engine keeps for itself; nobody opens or owns them.
-
-        ``staging``: how blocks get to the host and back; without, and not on CPU, none can be opened. Raises ModelError if its
-        memory is too little, or cannot be had.
+        """``num_blocks``: physical ones, of all groups together. ``shared_memory``: descriptor of the memory to use on a CPU, which
+        is resized to fit; None: own memory.
+        ``num_spare``: extra blocks at the end for the engine itself, which are never opened or owned.
+        ``staging``: how blocks get to the host and back; without it, blocks can only be opened on a CPU. Raises ModelError if its
+        memory is too small, or cannot be allocated.
         """
         (dtype_name,) = {one.dtype for one in geometry.groups}
         dtype: torch.dtype = getattr(torch, dtype_name)
         shape = (num_blocks + num_spare, *_block_shape(geometry, dtype.itemsize))
-        # Zeros, not empty: attention reads the unwritten tail of a block under a mask, and NaN survives masks.
+        # Zeros: attention reads the unwritten tail of a block under a mask, and NaN would survive the mask.
         self.tensor = (
             _host_zeros(shape, dtype, shared_memory)
             if device.type == "cpu"
@@ -67,12 +65,12 @@ class KvPool:
         self.num_blocks = num_blocks
         self.block_nbytes = self.tensor[0].nbytes
         self._bytes = self.tensor.view(len(self.tensor), -1).view(torch.uint8)  # [num_blocks + num_spare, block_nbytes]
-        self._uploader = Uploader(device)  # of numbers of blocks; the model thread's
+        self._uploader = Uploader(device)  # uploads block numbers; for the model thread only
         self._host: memoryview | None = None
         self._staging: Staging | None = None
         if staging is not None:
             if device.type == "cuda":
-                torch.cuda.current_stream(device).synchronize()  # zeros must not come behind the first copies
+                torch.cuda.current_stream(device).synchronize()  # the zeros must be written before the first copies
             self._staging = Staging(self._bytes[:num_blocks], staging)
         elif device.type == "cpu":
             self._host = self._bytes.numpy().data.cast("B")
@@ -98,11 +96,11 @@ class KvPool:
             self._staged.close_write(block_id)
 
     def order_steps(self) -> Copied | None:
-        """Before a step is launched, on its thread: it then runs behind the blocks that came (:class:`Staging`)."""
+        """Call before a step is launched, on its thread: the step then runs after the blocks that arrived (:class:`Staging`)."""
         return None if self._staging is None else self._staging.order_steps()
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy blocks as they stand, (source, target) each, on the device, in order with its steps, without waiting. See Engine."""
+        """Copy blocks, as (source, target), on the device, in order with its steps, without waiting. See Engine."""
         for block_id in itertools.chain.from_iterable(pairs):
             self._check(block_id)
         self.order_steps()
@@ -119,7 +117,7 @@ class KvPool:
 
     @property
     def blocks(self) -> torch.Tensor:
-        """Its own memory, ``[num_blocks, block_nbytes]`` uint8."""
+        """The pool's memory, ``[num_blocks, block_nbytes]`` uint8."""
         return self._bytes[: self.num_blocks]
 
     @property
@@ -131,7 +129,7 @@ class KvPool:
 
 
 def _block_shape(geometry: KvGeometry, itemsize: int) -> tuple[int, ...]:
-    """Of one block, in the pool's numbers."""
+    """The shape of one block, in elements of the pool."""
     group, block_size = geometry.groups[0], geometry.block_size
     sizes = {(one.num_kv_heads, one.key_size, one.value_size) for one in geometry.groups}
     if len(sizes) > 1 or group.value_size not in (0, group.key_size):
@@ -141,11 +139,11 @@ def _block_shape(geometry: KvGeometry, itemsize: int) -> tuple[int, ...]:
 
 
 def _host_zeros(shape: tuple[int, ...], dtype: torch.dtype, shared_memory: int | None) -> torch.Tensor:
-    """Zeros in memory that is there, not only promised: a page that is taken from the system at its first write costs that
-    write, in the middle of somebody's stream, a millisecond; and a limit on memory is met at the start, not under load.
+    """Zeros in memory that is really allocated. Otherwise the first write to each page would take a millisecond in the middle of a
+    stream, and a memory limit would be met under load instead of at the start.
 
-    Huge pages where the system has them: a block's layers lie far apart, and with 4 KiB pages faulting a pool in took seven
-    times as long.
+    Uses huge pages if the system has them. A block's layers are far apart, and faulting a pool in with 4 KiB pages took seven times
+    as long.
     """
     nbytes = math.prod(shape) * dtype.itemsize
     if shared_memory is not None:
@@ -154,6 +152,6 @@ def _host_zeros(shape: tuple[int, ...], dtype: torch.dtype, shared_memory: int |
     if sys.platform == "linux":
         with contextlib.suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
-        with contextlib.suppress(OSError):  # older than 5.14: pages come when they are written
+        with contextlib.suppress(OSError):  # kernels before 5.14: pages are allocated when they are written
             memory.madvise(_MADV_POPULATE_WRITE)
     return torch.frombuffer(memory, dtype=dtype).view(shape)

@@ -1,19 +1,19 @@
-"""Which cached block to give up next: by priority, within a priority the least recently used.
+"""Chooses which cached block to evict next: by priority, and within a priority the least recently used.
 
-Every block here is published and nobody's. It has a rank, ``(priority, when it came)``, and the lowest rank goes first::
+Every block here is published and has no owner. It has a rank, ``(priority, turn)``, and the lowest rank is evicted first::
 
-    ranked     below the default, and those of the default whose raised priority is over: a heap
+    ranked     below the default, and default blocks whose raised priority has ended: a heap
     default    nearly all blocks, in the order in which they came: no heap, one dictionary operation each way
     retained   above the default: a heap, evicted only when there is nothing else
 
-A block that several requests used keeps the highest priority that holds. What they asked for are its **claims**: a raised one may
-have an end, afterwards the next lower one counts, at the latest the default. Ends are looked at when a block is needed, so time
-costs nothing and no thread has a timer. A raised block whose time is over ranks as if it had never been raised, by when it came.
+A block that several requests used keeps the highest priority that is valid. The requests' wishes are its **claims**. A raised claim
+may end; then the next lower one counts, at last the default. Ends are checked when a block is needed, so there is no timer. A block
+whose raised priority has ended ranks by its arrival, as if it had never been raised.
 
-At most ``max_retained`` blocks are retained at a time. One more makes the lowest of them as default: nobody can fill a pool with
-high priorities, and who asks for more keeps the head of the prefix, since the tail comes first.
+At most ``max_retained`` blocks are retained at a time. One more lowers the lowest of them to the default. So no client can fill a
+pool with high priorities. A client that asks for more keeps the head of its prefix, because the tail comes first.
 
-Not thread-safe: the block manager's lock is around it. Knows no hashes and no owners.
+Not thread-safe: the block manager calls it under its lock. It knows no hashes and no owners.
 """
 
 from __future__ import annotations
@@ -26,18 +26,19 @@ from typing import Generic, TypeVar
 from kvrelay.common.clock import Clock
 from kvrelay.common.retention import DEFAULT_PRIORITY, Retention
 
-# (priority, when it ends, on the manager's clock). A block's claims fall in priority and rise in end, so that the first that holds
-# is the highest; the last one never ends.
+# (priority, end on the manager's clock). A block's claims fall in priority and rise in end, so the first valid one is the
+# highest. The
+# last one never ends.
 Claim = tuple[int, float]
 Rank = tuple[int, int]  # (priority, turn)
 K = TypeVar("K", Rank, float)
 
 DEFAULT_CLAIMS: tuple[Claim, ...] = ((DEFAULT_PRIORITY, math.inf),)
-_MIN_STALE = 64  # entries of a heap that nobody looks through for stale ones
+_MIN_STALE = 64  # a heap is cleaned of stale entries only above this many
 
 
 def claims_of(retention: Retention | None, now_s: float) -> tuple[Claim, ...]:
-    """What a request that ends now claims for its blocks."""
+    """The claims of a request that ends now."""
     if retention is None or retention.priority == DEFAULT_PRIORITY:
         return DEFAULT_CLAIMS
     if retention.priority < DEFAULT_PRIORITY or retention.ttl_s is None:
@@ -46,7 +47,7 @@ def claims_of(retention: Retention | None, now_s: float) -> tuple[Claim, ...]:
 
 
 def merged(claims: tuple[Claim, ...], others: tuple[Claim, ...]) -> tuple[Claim, ...]:
-    """What is claimed for a block that two requests used."""
+    """The claims for a block that two requests used."""
     kept: list[Claim] = []
     for claim in sorted({*claims, *others}, key=lambda one: (-one[0], -one[1])):
         if not kept or claim[1] > kept[-1][1]:
@@ -55,7 +56,7 @@ def merged(claims: tuple[Claim, ...], others: tuple[Claim, ...]) -> tuple[Claim,
 
 
 class PrefixCache:
-    """The blocks of one pool that hold something worth keeping and that nobody holds."""
+    """The published blocks of one pool that have no owner."""
 
     def __init__(self, max_retained: int, clock: Clock) -> None:
         self.max_retained = max_retained
@@ -64,8 +65,8 @@ class PrefixCache:
         self._default: OrderedDict[int, int] = OrderedDict()  # block -> turn
         self._ranked: _RankedBlocks[Rank] = _RankedBlocks()
         self._retained: _RankedBlocks[Rank] = _RankedBlocks()
-        self._ends: _RankedBlocks[float] = _RankedBlocks()  # of the retained ones that have an end
-        self._claims: dict[int, tuple[Claim, ...]] = {}  # of all but those in ``_default``
+        self._ends: _RankedBlocks[float] = _RankedBlocks()  # retained blocks whose priority ends
+        self._claims: dict[int, tuple[Claim, ...]] = {}  # for all blocks except those in ``_default``
 
     def __len__(self) -> int:
         return len(self._default) + len(self._ranked) + len(self._retained)
@@ -74,21 +75,21 @@ class PrefixCache:
         return block_id in self._default or block_id in self._ranked or block_id in self._retained
 
     def blocks(self) -> list[int]:
-        """All blocks, in no order."""
+        """All blocks, in any order."""
         return [*self._default, *self._ranked.ranks, *self._retained.ranks]
 
     @property
     def num_entries(self) -> int:
-        """What is kept of blocks that are ranked, those included that are not here any more."""
+        """Entries of the heaps, including stale ones."""
         return self._ranked.num_entries + self._retained.num_entries + self._ends.num_entries
 
     def retained(self) -> dict[int, int]:
-        """The blocks that stay before others, with the priority that holds now."""
+        """The retained blocks, with their current priority."""
         self._end_claims()
         return {block_id: rank[0] for block_id, rank in self._retained.ranks.items()}
 
     def add(self, block_id: int, claims: tuple[Claim, ...] | None) -> None:
-        """Keep a block from now on; of blocks that come together the tail of a prefix comes first."""
+        """Add a block. Of blocks that come together, add the tail of a prefix first."""
         self._turn += 1
         if claims is None or claims == DEFAULT_CLAIMS:
             self._default[block_id] = self._turn
@@ -97,7 +98,7 @@ class PrefixCache:
             self._place(block_id, self._turn)
 
     def remove(self, block_id: int) -> tuple[Claim, ...]:
-        """Take a block out, for somebody who needs what is in it; returns its claims."""
+        """Take out a block whose content is needed; returns its claims."""
         if self._default.pop(block_id, None) is not None:
             return DEFAULT_CLAIMS
         for ranked in (self._ranked, self._retained, self._ends):
@@ -120,7 +121,7 @@ class PrefixCache:
         return block_id
 
     def check_integrity(self) -> None:
-        """Assert that every block is in one place, and where its claims put it."""
+        """Assert that every block is in one place, as its claims require."""
         places = [set(self._default), set(self._ranked.ranks), set(self._retained.ranks)]
         assert sum(map(len, places)) == len(set().union(*places)), f"a block is cached twice: {places}"
         assert set(self._claims) == places[1] | places[2], f"claims of {sorted(self._claims)}, ranks of {places[1:]}"
@@ -132,7 +133,7 @@ class PrefixCache:
         assert list(self._default.values()) == sorted(self._default.values()), "the default's order is not of arrival"
 
     def _place(self, block_id: int, turn: int) -> None:
-        """Put a block where its claims say."""
+        """Put a block where its claims require."""
         claims = self._claims[block_id]
         now_s = self._clock() if claims[0][1] < math.inf else 0.0
         claims = self._claims[block_id] = tuple(claim for claim in claims if claim[1] > now_s)
@@ -151,7 +152,7 @@ class PrefixCache:
                 self._lower(lowest, DEFAULT_CLAIMS, its_turn)
 
     def _end_claims(self) -> None:
-        """Lower the blocks whose raised priority is over."""
+        """Lower the blocks whose raised priority has ended."""
         now_s = self._clock()
         while self._ends and self._ends.first()[1] <= now_s:
             block_id, _ = self._ends.first()
@@ -165,7 +166,7 @@ class PrefixCache:
 
 
 class _RankedBlocks(Generic[K]):
-    """Blocks by rank, lowest first: a heap whose entries count only while ``ranks`` says the same of the block."""
+    """Blocks by rank, lowest first: a heap whose entries count only while ``ranks`` has the same rank for the block."""
 
     def __init__(self) -> None:
         self.ranks: dict[int, K] = {}
@@ -179,7 +180,7 @@ class _RankedBlocks(Generic[K]):
 
     @property
     def num_entries(self) -> int:
-        """Of the heap, those included that do not count any more."""
+        """Entries of the heap, including stale ones."""
         return len(self._heap)
 
     def add(self, block_id: int, rank: K) -> None:
@@ -192,7 +193,7 @@ class _RankedBlocks(Generic[K]):
             heapq.heapify(self._heap)
 
     def first(self) -> tuple[int, K]:
-        """The block of the lowest rank, which stays. Raises IndexError if there is none."""
+        """The block of the lowest rank, without removing it. Raises IndexError if there is none."""
         while self.ranks.get(self._heap[0][1]) != self._heap[0][0]:
             heapq.heappop(self._heap)
         rank, block_id = self._heap[0]

@@ -1,25 +1,24 @@
-"""Between a GPU's KV pool and those who ship and receive blocks: a bounded number of pinned buffers, and copies beside the
-steps.
+"""Stages blocks between a GPU's KV pool and the threads that ship and receive them: a bounded number of pinned buffers, with copies
+beside the steps.
 
 A **slot** is pinned memory for one block; all are allocated at the start. Copies run in the order of their launches
-(:mod:`kvrelay.engine.kv.copies`), so none meets a slot or a block that an earlier one still uses. What the *host* reads or writes
-in a slot, and what *steps* compute on, must be ordered behind them; that is what this module does::
+(:mod:`kvrelay.engine.kv.copies`), so no copy meets a slot or a block that an earlier one still uses. This module orders what the
+*host* reads or writes in a slot, and what *steps* compute, after the copies::
 
     read    open_read ─▶ queued ─▶ copied ahead, on half of the slots ─▶ wait: lent until the reader is done ─▶ close_read
     write   open_write: a slot whose last copy is over ─▶ filled, proved ─▶ close_write: copied ─▶ order_steps, before a step
 
-Opening and closing a read never waits. ``StagedRead.wait`` belongs on a sender's thread: it waits for the block's copy, and
-before that for a slot, if the block has none. Half of the slots are reserved for such waits, so that blocks for a decode worker
-that does not read delay no others. Readers that may take long, because the network decides when they are done, keep at most a
-quarter of the slots: beyond that ``StagedRead.is_scarce`` asks them to copy the bytes elsewhere. So some slots always become
-free soon.
+Opening and closing a read never waits. Call ``StagedRead.wait`` on a sender's thread: it waits for the block's copy and, if the
+block has no slot, for a slot. Half of the slots are reserved for such waits, so that blocks for a decode worker that does not read
+delay no others. The network decides when readers are done, so some take long. Such readers keep at most a quarter of the slots:
+above that, ``StagedRead.is_scarce`` asks them to copy the bytes elsewhere. So some slots always become free soon.
 
-``open_write`` belongs on a receiver's thread. It waits for the oldest copy, some tens of microseconds, or, if there are more
-threads than slots, for another one's block to be proved; that is the backpressure.
+Call ``open_write`` on a receiver's thread. It waits for the oldest copy, some tens of microseconds. If there are more threads than
+slots, it waits for another thread's block to be verified; that is the backpressure.
 
-A step may read a block as soon as ``close_write`` has returned: ``order_steps`` makes the *device* wait for the last of all
-copies so far. That is seldom more than one, because blocks come no faster than the host can verify them. It also orders a step
-behind the copy of a block whose read was closed early.
+A step may read a block as soon as ``close_write`` has returned, because ``order_steps`` makes the *device* wait for the last copy
+so far. That is seldom more than one copy, because blocks arrive no faster than the host can verify them. It also orders a step
+after the copy of a block whose read was closed early.
 """
 
 from __future__ import annotations
@@ -38,27 +37,27 @@ from kvrelay.common.late_bytes import Reader
 from kvrelay.engine.kv.copies import Copied, CopyDevice, StagingPlan
 
 _DEFAULT_NBYTES = 2**28
-_MIN_SLOTS = 4  # two receivers' threads, or two senders', and one for each to go on with
-_LOOK_S = 0.001  # readers do not say when they are done
+_MIN_SLOTS = 4  # two threads of receivers or senders, and a next slot for each
+_LOOK_S = 0.001  # readers do not report when they are done
 
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    number: int  # in the order of the launches
+    number: int  # in the order of launches
     copied: Copied
 
 
 @dataclass(slots=True, eq=False)
 class _Slot:
     memory: torch.Tensor  # [block_nbytes] uint8, pinned
-    last: _Copy | None = None  # from or to it
+    last: _Copy | None = None  # the last copy from or to it
 
 
 @dataclass(slots=True, eq=False)
 class StagedRead:
-    """A block's bytes on their way to the host. Made by ``Staging.open_read``; its fields change under the staging's lock only.
+    """A block's bytes on their way to the host. Made by ``Staging.open_read``. Its fields change only under the staging's lock.
 
-    Without a slot it queues, or all who asked for it so far are done; with one it is copied ahead or, with readers, lent.
+    Without a slot it is queued, or all its readers so far are done. With a slot it is copied ahead or, with readers, lent.
     """
 
     _staging: Staging
@@ -71,21 +70,22 @@ class StagedRead:
     def wait(self, reader: Reader, timeout_s: float) -> memoryview | None:
         """The block's bytes (flat), which do not change until ``reader`` is done; None if no slot came free in time.
 
-        On the thread that reads them; ``reader`` must not be done before. Raises RuntimeError if the copy failed, ValueError if
-        the read is closed.
+        Call it on the reading thread; ``reader`` must not be done before. Raises RuntimeError if the copy failed, ValueError if the
+        read is closed.
         """
         return self._staging.wait(self, reader, timeout_s)
 
     @property
     def is_scarce(self) -> bool:
-        """See kvrelay.common.late_bytes.LateBytes: more than a quarter of the slots are lent, this one included."""
+        """See kvrelay.common.late_bytes.LateBytes: more than a quarter of the slots are lent, including this one."""
         return self._staging.lends_much()
 
 
 def pinned_pieces(num_slots: int, slot_nbytes: int) -> list[int]:
-    """``num_slots`` in pieces that are pinned one by one: torch rounds each up to a power of two, and 300 MiB would take 512.
+    """``num_slots`` split into pieces that are pinned one by one. torch rounds each up to a power of two, and 300 MiB would take
+    512.
 
-    Each piece is nearly a power of two, so what they take together is hardly more than the slots.
+    Each piece is slightly less than a power of two, so together they take hardly more than the slots.
     """
     pieces: list[int] = []
     while num_slots > 0:
@@ -96,12 +96,12 @@ def pinned_pieces(num_slots: int, slot_nbytes: int) -> list[int]:
 
 
 class Staging:
-    """The slots of one pool. Thread-safe; ``order_steps`` is the model thread's."""
+    """The slots of one pool. Thread-safe, except that only the model thread calls ``order_steps``."""
 
     def __init__(self, blocks: torch.Tensor, plan: StagingPlan) -> None:
         """``blocks``: the pool's bytes, ``[num_blocks, block_nbytes]`` uint8, on ``plan.device``.
 
-        Raises ModelError if that is memory for too few blocks, or cannot be pinned.
+        Raises ModelError if the plan's memory is too small, or cannot be pinned.
         """
         self._blocks = blocks
         self._device: CopyDevice = plan.device
@@ -123,22 +123,25 @@ class Staging:
             raise ModelError(
                 f"cannot pin {self.num_slots * self._block_nbytes / 2**20:.0f} MiB of host memory ({error}): lower --staging-mb"
             ) from error
-        self._free = deque(_Slot(slot) for piece in pieces for slot in piece)  # given back last, taken last
+        self._free = deque(_Slot(slot) for piece in pieces for slot in piece)  # first in, first out
         self._changed = threading.Condition()
         self._reads: dict[int, StagedRead] = {}  # by block
-        self._queued: OrderedDict[int, StagedRead] = OrderedDict()  # of these, who is next to be copied ahead
-        self._num_ahead = 0  # with a slot, and no reader yet
-        self._lent: dict[StagedRead, None] = {}  # with a slot and readers
-        self._num_waiting = 0  # threads that want a slot now
-        self._looked_s = 0.0  # when all who are lent one were last looked at, and too many had theirs still
+        self._queued: OrderedDict[int, StagedRead] = OrderedDict()  # the next reads to copy ahead, in order
+        self._num_ahead = 0  # reads with a slot and no reader yet
+        self._lent: dict[StagedRead, None] = {}  # reads with a slot and readers
+        self._num_waiting = 0  # threads that wait for a slot
+        self._looked_s = 0.0  # when the lent slots were last checked, and too many were still in use
         self._writes: dict[int, _Slot] = {}  # by block
         self._num_copies = 0
-        self._unordered: _Copy | None = None  # that the next step must be behind
+        self._unordered: _Copy | None = None  # a copy that the next step must follow
 
     # -- reads -----------------------------------------------------------------------------------------------------
 
     def open_read(self, block_id: int) -> StagedRead:
-        """Bring a block to the host, in turn; what computed it must have returned. Two readers of one block share a copy."""
+        """Bring a block to the host, in turn. The step that computed it must have returned.
+
+        Two readers of one block share a copy.
+        """
         with self._changed:
             read = self._reads.get(block_id)
             if read is None:
@@ -149,7 +152,7 @@ class Staging:
             return read
 
     def close_read(self, block_id: int) -> None:
-        """Who opened it once reads no more, or never will. Behind the next ``order_steps`` steps may write the block."""
+        """End one ``open_read`` of the block. After the next ``order_steps``, steps may write to the block."""
         with self._changed:
             read = self._reads[block_id]
             read.num_open -= 1
@@ -157,7 +160,7 @@ class Staging:
                 del self._reads[block_id]
                 self._queued.pop(block_id, None)
                 if read.slot is not None:
-                    self._order_behind(read.slot)  # its copy may still run, if nobody has waited for it
+                    self._order_behind(read.slot)  # its copy may still run if no reader has waited for it
                     self._take_from(read)
             self._copy_ahead()
 
@@ -180,18 +183,18 @@ class Staging:
             copied = slot.last.copied
             read.readers.append(reader)
             self._lent[read] = None
-            # Not in _copy_ahead, which the network thread calls for every block: it looks at all tickets.
+            # Not in _copy_ahead: the network thread calls that for every block, and this checks all readers.
             if not self._free and 4 * self._num_ahead < self.num_slots:
                 self._reclaim()
             self._copy_ahead()
-        copied.synchronize()  # the next reader waits by itself, and hears by itself of a copy that failed
+        copied.synchronize()  # each reader waits itself, and learns itself of a copy that failed
         return slot.memory.numpy().data
 
     def lends_much(self) -> bool:
         """Whether readers hold more than a quarter of the slots, or did a moment ago."""
         with self._changed:
             now_s = time.monotonic()
-            # Of slots that are held for long, not every block asks anew: it would look at all of them, under the lock.
+            # Checked at most once per interval: each check looks at all lent slots, under the lock.
             if 4 * len(self._lent) > self.num_slots and now_s >= self._looked_s + _LOOK_S:
                 self._reclaim()
                 self._copy_ahead()
@@ -199,10 +202,10 @@ class Staging:
             return 4 * len(self._lent) > self.num_slots
 
     def _copy_ahead(self) -> None:
-        """Give slots to who comes next, up to half of them; none while somebody needs one now."""
+        """Give slots to the next reads, up to half of all; none while a thread waits for one."""
         while self._queued and self._free and not self._num_waiting and 2 * self._num_ahead < self.num_slots:
             _, read = self._queued.popitem(last=False)
-            with contextlib.suppress(RuntimeError):  # who waits for it tries again, and hears of it
+            with contextlib.suppress(RuntimeError):  # the reader that waits for it tries again, and gets the error
                 self._bring(read)
                 self._num_ahead += 1
 
@@ -216,7 +219,7 @@ class Staging:
         read.slot = slot
 
     def _take_from(self, read: StagedRead) -> None:
-        """Its slot is free again. Nobody looks at it, and what copies are left on it come before all that are launched later."""
+        """Free the read's slot. No reader uses it, and copies that are still queued for it come before later ones."""
         assert read.slot is not None
         self._give(read.slot)
         read.slot = None
@@ -229,7 +232,10 @@ class Staging:
     # -- writes ----------------------------------------------------------------------------------------------------
 
     def open_write(self, block_id: int) -> memoryview:
-        """Memory (flat, of one block) to fill; nothing else uses it. Raises ValueError if the block is open for writing already."""
+        """Memory (flat, of one block) to fill, which nothing else uses.
+
+        Raises ValueError if the block is already open for writing.
+        """
         with self._changed:
             self._wait_for_slot(None, math.inf)
             if block_id in self._writes:
@@ -245,7 +251,10 @@ class Staging:
         return slot.memory.numpy().data
 
     def close_write(self, block_id: int) -> None:
-        """Copy what was filled in to its block; steps behind the next ``order_steps`` see it. Raises RuntimeError if it cannot."""
+        """Copy the filled memory to its block. Steps after the next ``order_steps`` see it.
+
+        Raises RuntimeError if it cannot be copied.
+        """
         with self._changed:
             slot = self._writes.pop(block_id)
             try:
@@ -257,10 +266,10 @@ class Staging:
     # -- steps -----------------------------------------------------------------------------------------------------
 
     def order_steps(self) -> Copied | None:
-        """What is launched to compute from now on runs behind all writes that were closed, and all reads that were closed early.
+        """Computation launched from now on runs after all closed writes, and after the copies of reads that were closed early.
 
-        Returns what it runs behind, which whoever waits for the step must ask for errors afterwards; None if all is over. Raises
-        RuntimeError if a copy has failed: nothing may be computed then.
+        Returns the copy that it runs after, or None if all are over. After waiting for the step, check that copy for errors. Raises
+        RuntimeError if a copy has failed; nothing may be computed then.
         """
         with self._changed:
             if self._unordered is None:
@@ -270,7 +279,7 @@ class Staging:
                 self._unordered = None
                 return None
             self._device.hold_steps(copied)
-            return copied  # and the next step asks again: who it was that failed is not forgotten
+            return copied  # the next step gets it again, so an error is not forgotten
 
     def _order_behind(self, slot: _Slot) -> None:
         assert slot.last is not None
@@ -285,7 +294,7 @@ class Staging:
         slot.last = _Copy(self._num_copies, copied)
 
     def _wait_for_slot(self, read: StagedRead | None, deadline_s: float) -> bool:
-        """Wait until a slot is free, or ``read`` has one; False if that takes too long. Whoever waits comes before copies ahead."""
+        """Wait until a slot is free, or ``read`` has one. False after the deadline. Waiting threads come before copies ahead."""
         self._num_waiting += 1
         try:
             while read is None or read.slot is None:
@@ -302,7 +311,7 @@ class Staging:
             self._num_waiting -= 1
 
     def _reclaim(self) -> None:
-        """Take back the slots whose readers are done meanwhile."""
+        """Take back the slots whose readers are done."""
         for read in [read for read in self._lent if all(reader.is_done for reader in read.readers)]:
             self._take_from(read)
 

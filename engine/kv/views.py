@@ -1,7 +1,7 @@
-"""Where each group's keys and values lie in the pool's memory.
+"""Where each group's keys and values are in the pool's memory.
 
-A physical block holds its group's layers one behind the other, and each layer exactly what it has: all heads' keys, then all
-heads' values. Groups whose layers are of other sizes see the same blocks in another way. Only views are made here, and no copies.
+A physical block holds its group's layers one after the other, and each layer exactly its own data: all heads' keys, then all heads'
+values. Groups with layers of other sizes have other views of the same blocks. This module makes views and never copies.
 """
 
 from __future__ import annotations
@@ -17,21 +17,19 @@ from kvrelay.engine.kv.geometry import LayerGroups
 
 @dataclass(frozen=True, slots=True)
 class GroupKv:
-    """One group's part of every block. A group of fewer layers than blocks have room for leaves the last ones alone."""
+    """One group's part of every block. A group with fewer layers than fit a block leaves the end unused."""
 
     keys: torch.Tensor  # [num_blocks, num_layers, num_kv_heads, block_size, key_size]
-    values: (
-        torch.Tensor
-    )  # [num_blocks, num_layers, num_kv_heads, block_size, value_size]; of latents none: value_size is 0
+    values: torch.Tensor  # [num_blocks, num_layers, num_kv_heads, block_size, value_size]; for latents value_size is 0
 
     @property
     def sizes(self) -> KvSizes:
-        """Of each layer."""
+        """The sizes of each layer."""
         return KvSizes(self.keys.shape[2], self.keys.shape[4], self.values.shape[4])
 
     @property
     def block_size(self) -> int:
-        """Tokens of a block."""
+        """Tokens per block."""
         return self.keys.shape[3]
 
     @property
@@ -46,7 +44,7 @@ class GroupKv:
 
     @property
     def unit(self) -> int:
-        """Elements of which every key and value is a number, and begins at a multiple."""
+        """The largest number of elements that divides the sizes and start offsets of all keys and values."""
         return math.gcd(self.sizes.key_size, self.sizes.value_size, self.block_stride)
 
 
@@ -64,5 +62,5 @@ def view_group(pool: torch.Tensor, sizes: KvSizes) -> GroupKv:
 
 
 def view_groups(pool: torch.Tensor, groups: LayerGroups) -> tuple[GroupKv, ...]:
-    """Of each group; as :func:`view_group`."""
+    """The views of all groups; see :func:`view_group`."""
     return tuple(view_group(pool, sizes) for sizes in groups.sizes)

@@ -1,4 +1,4 @@
-"""Where adapters may change a model with a forward pass of ours: its linear layers, as its products have them side by side."""
+"""The linear layers of a model with our own forward pass that adapters may change, as our products combine them."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from kvrelay.engine.config.model import ModelConfig
 from kvrelay.engine.models.adapters import AdaptedLayer, Adapters
 from kvrelay.engine.models.ops import Linear
 
-_LAYERS = "model.layers."  # and the layer's number, in a checkpoint's names
+_LAYERS = "model.layers."  # prefix of a layer's number in a checkpoint's names
 
 
 def in_other_stages(whole: ModelConfig, cut: Cut) -> Callable[[str], bool]:
-    """Whether a module, by its name, is in one of the model's layers that another stage has."""
+    """A function that says whether a module (by its name) is in a layer of another stage."""
     own = cut.layers(whole.num_layers)
     others = tuple(f"{_LAYERS}{index}." for index in range(whole.num_layers) if index not in own)
     return lambda module: module.startswith(others)
 
 
 class LayerAdapters:
-    """Makes products that adapters change, of one decoder layer or a rank's part of it; without ``adapters`` none."""
+    """Makes the products of one decoder layer, or a rank's part of it, that adapters can change. Without ``adapters`` none can."""
 
     def __init__(self, adapters: Adapters | None, whole: ModelConfig, cut: Cut, index: int) -> None:
-        """``whole``: the model, all of it; ``cut``: which part of it is here."""
+        """``whole``: the config of the whole model. ``cut``: the part that is here."""
         self._adapters = adapters
         self._whole = whole
         self._cut = cut
@@ -42,7 +42,7 @@ class LayerAdapters:
         )
 
     def o(self, linear: Linear) -> Linear:
-        """Attention's last product; a rank's is summed over ranks afterwards."""
+        """Attention's last product; a rank's result is summed over ranks afterwards."""
         whole, hidden = self._whole, range(self._whole.hidden_size)
         rows = self._elements(whole.num_q_heads)
         return self._adapted(linear, self._layer("self_attn.o_proj", len(hidden), whole.q_size, hidden, rows))
@@ -58,7 +58,7 @@ class LayerAdapters:
         )
 
     def down(self, linear: Linear) -> Linear:
-        """The MLP's last product; a rank's is summed over ranks afterwards."""
+        """The MLP's last product; a rank's result is summed over ranks afterwards."""
         hidden, mid = range(self._whole.hidden_size), self._whole.intermediate_size
         return self._adapted(linear, self._layer("mlp.down_proj", len(hidden), mid, hidden, self._cut.columns(mid)))
 

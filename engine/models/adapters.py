@@ -1,8 +1,8 @@
-"""Adapters (LoRA) in a model: products that add what the adapters of a step's rows make of their inputs.
+"""Adapters (LoRA) in a model: products that add the adapters' outputs for a step's rows.
 
-A *site* is a product of the model, perhaps of several linear layers side by side, such as q, k and v. Sites are there if the engine
-was started for adapters, and cost one look at ``None`` in a step without any. An adapter lies in a *slot*: its matrices for all
-sites, of which any may be missing.
+A *site* is a product of the model, perhaps of several linear layers side by side, such as q, k and v. Sites exist if the engine was
+started for adapters. In a step without adapters they cost one comparison with ``None``. An adapter occupies a *slot*: its matrices
+for all sites, of which any may be missing.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from kvrelay.engine.weights.adapters import AdapterReader, LowRank
 
 @dataclass(frozen=True, slots=True)
 class AdaptedLayer:
-    """A linear layer of the checkpoint in a site; of a model that is cut among ranks, this rank's part of it."""
+    """A linear layer of the checkpoint in a site. If the model is cut among ranks: this rank's part of the layer."""
 
     module: str  # its name in the checkpoint, without ".weight"
-    num_outputs: int  # of the whole layer …
+    num_outputs: int  # of the whole layer
     num_inputs: int
-    outputs: range  # … and what of it is here
+    outputs: range  # the part of the layer that is here
     inputs: range
 
 
 class Adapters:
     """All adapters of an engine. Implements :class:`kvrelay.engine.step.interface.AdapterSlots`.
 
-    Sites are made while the model is. ``load`` and ``unload`` may be called beside steps, on one thread at a time.
+    Sites are made together with the model. ``load`` and ``unload`` may be called beside steps, on one thread at a time.
     """
 
     def __init__(
@@ -44,14 +44,14 @@ class Adapters:
         device: torch.device,
         is_elsewhere: Callable[[str], bool] = lambda module: False,
     ) -> None:
-        """``is_elsewhere``: whether a module is in another stage's layers; ranks of that stage say whether an adapter fits it."""
+        """``is_elsewhere``: whether a module is in another stage's layers; the ranks of that stage check it."""
         self._is_elsewhere = is_elsewhere
         self._products = products
         self._dtype = dtype
         self._device = device
         self._sites: list[tuple[AdaptedLayer, ...]] = []
         self._loaded: set[int] = set()
-        self.is_on = False  # whether a row of the step has an adapter
+        self.is_on = False  # whether some row of the step has an adapter
 
     @property
     def num_slots(self) -> int:
@@ -63,7 +63,7 @@ class Adapters:
         return files.num_parameters * self._dtype.itemsize
 
     def adapted(self, linear: Linear, *layers: AdaptedLayer) -> Linear:
-        """``linear``, whose outputs are those of ``layers`` side by side, with what adapters add."""
+        """``linear``, whose outputs are those of ``layers`` side by side, plus what adapters add."""
         site = len(self._sites)
         self._sites.append(layers)
         self._products.add_site(len(layers[0].inputs), [len(layer.outputs) for layer in layers])
@@ -77,13 +77,13 @@ class Adapters:
         return product
 
     def begin_step(self, batch: Batch) -> None:
-        """The model computes ``batch`` next. Raises ValueError if a row's slot has no adapter."""
+        """Prepare for ``batch``. Raises ValueError if a row's slot has no adapter."""
         groups = self.groups_of(batch)
         self.is_on = groups is not None
         self._products.begin_step(groups)
 
     def groups_of(self, batch: Batch) -> TokenGroups | None:
-        """See TokenGroups. Raises ValueError if a row's slot has no adapter."""
+        """See TokenGroups.of. Raises ValueError if a row's slot has no adapter."""
         groups = TokenGroups.of(batch)
         if groups is not None and not self._loaded.issuperset(groups.slots.tolist()):
             raise ValueError(f"rows with adapters in slots {groups.slots.tolist()}; there are {sorted(self._loaded)}")
@@ -97,7 +97,7 @@ class Adapters:
             try:
                 self._put(slot, directory)
             finally:
-                # Behind the reading: what was read, or was wrong, is what has this digest.
+                # Checked after reading, so that the files that were read (or were broken) are those of the digest.
                 require_digest(directory, digest)
         except BaseException:
             self._products.drop(slot)
@@ -117,7 +117,7 @@ class Adapters:
                 self._products.put(slot, site, self._parts(layers, headers, reader))
 
     def _fitting(self, files: AdapterFiles) -> Mapping[str, LowRankHeader]:
-        """An adapter's layers by name. Raises AdapterError if this model lacks one, or has it in another shape."""
+        """An adapter's layers by name. Raises AdapterError if this model lacks one, or has it with another shape."""
         layers = {layer.module: layer for site in self._sites for layer in site}
         for header in files.layers:
             if self._is_elsewhere(header.module):

@@ -1,4 +1,4 @@
-"""Attention in a layer: by heads, or over latents."""
+"""A layer's attention: by heads, or over latents."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from kvrelay.engine.models.ranks import RankPart, summed
 from kvrelay.engine.weights.parameters import HeadWeights, LatentWeights
 
 Attention = Callable[[torch.Tensor, int, Any], torch.Tensor]
-"""(``[num_tokens, hidden]``, the layer, a step of its kind) in the same shape; the step's K/V are in the pool afterwards"""
+"""(``[num_tokens, hidden]``, layer, step) -> the same shape. Writes the step's K/V into the pool."""
 
-_LATENT_EPS = 1e-6  # of the norms of latents, whatever ``rms_norm_eps`` is
+_LATENT_EPS = 1e-6  # the norms of latents use this, whatever ``rms_norm_eps`` is
 
 
 def make_attention(
     config: ModelConfig, weights: HeadWeights | LatentWeights, ops: Ops, part: RankPart | None, adapt: LayerAdapters
 ) -> Attention:
-    """Takes ``weights`` over. No adapter changes attention over latents."""
+    """Takes over ``weights``. Adapters cannot change attention over latents."""
     if isinstance(weights, HeadWeights):
         return _Heads(config, weights, ops, part, adapt)
     assert config.latent is not None, f"{config.architecture} attends by heads"
@@ -58,10 +58,11 @@ class _Heads:
 
 
 class _Latent:
-    """A token keeps one latent, and a key part that all heads share. ``kv_b`` would make each head's key and value of the latent.
+    """A token keeps one latent, and a part of the key that all heads share. ``kv_b`` would expand the latent to each head's key and
+    value.
 
-    Instead queries meet latents: what makes keys is multiplied into the query (absorbed), and what makes values into the result.
-    So prompts and single tokens read what is stored, and nothing is expanded.
+    Instead, the matrix for keys is multiplied into the query (absorbed), and the matrix for values into the result. So attention
+    reads the stored latents and expands nothing.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class _Latent:
         angles = step.positions[:, None].float() * self._inv_freq
         cos, sin = (part * self._rope_factor for part in (angles.cos(), angles.sin()))
         step.latent_write(torch.cat((plain, self._rotated(rope_key, cos, sin)), dim=-1), layer)
-        # By heads: [num_heads, num_tokens, nope_size] @ [num_heads, nope_size, rank]
+        # Per head: [num_heads, num_tokens, nope_size] @ [num_heads, nope_size, rank]
         absorbed = torch.bmm(plain_query.transpose(0, 1), self._to_keys).transpose(0, 1)
         rotated = self._rotated(rope_query, cos[:, None], sin[:, None])
         attended = step.latent_attention(torch.cat((absorbed, rotated), dim=-1), layer, latent.score_scale)
@@ -103,7 +104,7 @@ class _Latent:
         return self._q(self._ops.rms_norm(self._q_a(hidden), self._q_a_norm, _LATENT_EPS))
 
     def _rotated(self, parts: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """Over the last dimension, computed in float32. The order of dimensions comes out the same for queries and keys."""
+        """Rotates the last dimension, computed in float32. Queries and keys get the same order of dimensions."""
         wide = parts.float()
         first, second = (wide[..., 0::2], wide[..., 1::2]) if self._latent.is_interleaved else wide.chunk(2, dim=-1)
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(parts.dtype)

@@ -1,6 +1,6 @@
 """Our forward pass over a packed ragged batch, for all families (:mod:`kvrelay.engine.config.families`).
 
-No state but weights; K/V live in the pool.
+It has no state but the weights; K/V are in the pool.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvrelay.engine.weights.parameters import LayerWeights, ModelWeights
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """One decoder layer, its products ready to run."""
+    """One decoder layer with its products."""
 
     input_norm: torch.Tensor  # [hidden]
     attention: Attention
@@ -32,15 +32,15 @@ class _Layer:
 
 
 class Taps:
-    """What a step's layers are given, kept for those who look into a model."""
+    """Keeps the inputs of a step's layers."""
 
     def __init__(self, layers: Collection[int]) -> None:
-        """``layers``: whose input is kept; the number of layers stands for what comes out of the last one."""
+        """``layers``: the layers whose input is kept; the number of layers stands for the last layer's output."""
         self._layers = layers
         self.found: list[torch.Tensor] = []  # [num_tokens, hidden] each, in the layers' order
 
     def see(self, layer: int, residual: torch.Tensor) -> None:
-        """The layer's input, which changes from now on."""
+        """Keep the input of ``layer``, which changes afterwards."""
         if layer in self._layers:
             self.found.append(residual.clone())
 
@@ -56,10 +56,11 @@ class DecoderModel:
         part: RankPart | None = None,
         adapters: tuple[Adapters, ModelConfig] | None = None,
     ) -> None:
-        """Takes ``weights`` over: layers and head leave it one by one, as ``ops`` brings them into the form it multiplies with.
+        """Takes over ``weights``: layers and head are removed from it one by one, as ``ops`` converts them to the form it
+        multiplies with.
 
-        ``part``: which one ``config`` and ``weights`` are of the model; None: it is whole. ``adapters``: which the model's products
-        are to add, and the configuration of the whole model; None: none ever.
+        ``part``: the part of the model that ``config`` and ``weights`` describe; None: the whole. ``adapters``: the adapters, and
+        the config of the whole model; None: there are none.
         """
         self._config = config
         self.dtype = weights.dtype
@@ -70,7 +71,7 @@ class DecoderModel:
         self._look_up = embedding(embed, vocab_size, part) if cut.is_first and embed is not None else None
         self._norm = weights.norm
         self._lm_head = None if head is None else gathered(ops.make_linear(head, None), vocab_size, part)
-        weights.lm_head = head = None  # else one of its own would be there twice while the layers follow
+        weights.lm_head = head = None  # otherwise an untied head would be in memory twice while the layers follow
         weights.layers.reverse()
         changed_by, whole = adapters or (None, config)
         self._first = cut.layers(config.num_layers).start
@@ -82,10 +83,10 @@ class DecoderModel:
     def forward(
         self, token_ids: torch.Tensor, step: StepContext | LatentStep, taps: Taps | None = None
     ) -> torch.Tensor | None:
-        """Hidden states behind the last norm. ``token_ids`` ``[num_tokens]`` -> ``[num_tokens, hidden]``.
+        """Hidden states after the last norm: ``token_ids`` ``[num_tokens]`` -> ``[num_tokens, hidden]``.
 
-        A stage takes them from the stage in front, and hands them on; None if it is not the last one.
-        Side effect: K/V of every token are written into the pool. ``taps`` see what all layers are given.
+        A stage receives hidden states from the stage before, and sends them to the next one; None if it is not the last. Side
+        effect: writes the K/V of every token into the pool. ``taps`` get the layers' inputs.
         """
         ops, layers, eps = self._ops, self._layers, self._config.rms_norm_eps
         residual = self.embed(token_ids)
@@ -107,12 +108,12 @@ class DecoderModel:
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """``[n, hidden]`` -> ``[n, vocab]`` in the model's dtype. Call it with the rows that sample only. Of the last stage."""
+        """``[n, hidden]`` -> ``[n, vocab]`` in the model's dtype. Pass only the rows that sample. For the last stage only."""
         assert self._lm_head is not None, "only the last stage has logits"
         return self._lm_head(hidden)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """What the first layer here adds to, ``[num_tokens, hidden]``."""
+        """The first layer's input here, ``[num_tokens, hidden]``."""
         if self._look_up is not None:
             return self._look_up(token_ids)
         assert self._line is not None, "a model without its embedding is a stage"

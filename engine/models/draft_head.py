@@ -1,12 +1,12 @@
-"""A head beside a model: it keeps what it needs of the model's hidden states, slot by slot, and drafts from them.
+"""A head beside a model: it keeps the model's hidden states that it needs, slot by slot, and drafts tokens from them.
 
-It sees only what this engine computed itself. Each slot has a *stretch* of text, from the first place whose hidden states were
-computed here: after a hand-off the generated text, after local prefill the prompt, too. The head's K/V of a stretch lie in a
-pool of its own, with the same blocks for a slot at all times. Places count from 0, because rotations depend only on distances.
-A stretch that has grown too long begins anew. Nothing of this leaves the engine.
+It sees only what this engine has computed itself. Each slot has a *stretch* of text that begins at the first place whose hidden
+states were computed here. After a hand-off that is the generated text; after local prefill it includes the prompt. The head's K/V
+of a stretch are in its own pool, in fixed blocks for each slot. Places count from 0, because rotations depend only on distances. A
+stretch that has grown too long starts again. Nothing of this leaves the engine.
 
-A ring keeps the fused hidden states of the last single tokens until a draft is wanted. By then the next token, and which
-guesses were right, are known. So a head that is not asked costs a step little. Model thread only.
+A ring keeps the fused hidden states of the last single tokens until a draft is wanted. By then the next token is known, and which
+guesses were right. So a step costs little if the head is not asked. Use this on the model thread only.
 """
 
 from __future__ import annotations
@@ -32,30 +32,30 @@ from kvrelay.engine.weights.head import DraftHeadWeights
 
 logger = logging.getLogger(__name__)
 
-_FEWEST = 4  # places of a stretch: with less in sight a head is wrong too often
-_NUM_KEPT = 64  # places of a slot in the ring; more than a step's guesses
+_FEWEST = 4  # fewest places of a stretch: with fewer a head is wrong too often
+_NUM_KEPT = 64  # places of a slot in the ring; more than the guesses of a step
 
 
 @dataclass(slots=True)
 class _Stretch:
-    """Places of a slot's text, counted from its beginning: ``first`` <= ``done`` <= ``end``."""
+    """A range of a slot's text, counted from the text's beginning: ``first`` <= ``done`` <= ``end``."""
 
     first: int = 0
-    done: int = 0  # in front of it K/V are in the pool …
-    end: int = 0  # … and in front of this the ring has hidden states, perhaps of guesses, too
+    done: int = 0  # before this place, K/V are in the pool
+    end: int = 0  # before this place, the ring has hidden states, perhaps of wrong guesses, too
 
     def begin(self, place: int) -> None:
-        """Anew; what the ring has from there on stays."""
+        """Start again at ``place``. The ring keeps what it has from there on."""
         self.first = self.done = place
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Places of one slot that the head computes: from ``start`` on, counted from the stretch's first."""
+    """Places of one slot for the head to compute, from ``start`` on, counted from the stretch's first."""
 
     slot: int
     start: int
-    token_ids: Seq[int]  # behind the places
+    token_ids: Seq[int]  # the tokens after the places
 
 
 class HeadBesideModel:
@@ -65,7 +65,7 @@ class HeadBesideModel:
         self, config: HeadConfig, weights: DraftHeadWeights, ops: Ops, target: DecoderModel, slots: Slots, num_blocks: int,
         block_size: int,
     ) -> None:  # fmt: skip
-        """``ops``: over the head's pool, with ``num_blocks`` for each slot of the engine's ``slots``."""
+        """``ops``: operations over the head's pool, which has ``num_blocks`` for each of the engine's ``slots``."""
         self._model = HeadModel(config, weights, ops, target.embed)
         self._ops = ops
         self._target = target
@@ -77,7 +77,7 @@ class HeadBesideModel:
         self._most = num_blocks * block_size  # places of a stretch
         num_slots = len(slots.sequences)
         self._tables: Ints = np.arange(num_slots * num_blocks, dtype=np.int64).reshape(1, num_slots, num_blocks)
-        # Told once, with the first batch that gets as far as that.
+        # Sent once, with the first batch that is computed.
         self._deltas = tuple(TableDelta(slot, 0, tuple(self._tables[0, slot].tolist())) for slot in range(num_slots))
         self._stretches = [_Stretch() for _ in range(num_slots)]
         norm = weights.hidden_norm
@@ -85,12 +85,12 @@ class HeadBesideModel:
         self._has_failed = False
 
     def apply(self, plan: StepPlan) -> None:
-        """Whoever joins a slot has no stretch yet."""
+        """Reset the stretches of slots that new sequences join."""
         for join in plan.joins:
             self._stretches[join.slot] = _Stretch()
 
     def forward(self, token_ids: torch.Tensor, step: StepContext | LatentStep, batch: Batch) -> torch.Tensor | None:
-        """The model's own forward pass, of which the head keeps what it needs. It fails only if the model's does."""
+        """The model's forward pass; keeps the hidden states that the head needs. Fails only if the model does."""
         if self._has_failed:
             return self._target.forward(token_ids, step)
         taps = Taps(self._taps)
@@ -115,17 +115,17 @@ class HeadBesideModel:
     def draft(self, asks: Seq[HeadAsk]) -> list[tuple[int, ...]]:
         """See DraftHead."""
         drafts: list[list[int]] = [[] for _ in asks]
-        runs: dict[int, _Run] = {}  # by the ask's place
+        runs: dict[int, _Run] = {}  # by index of the ask
         for place, ask in enumerate(asks):
             stretch = self._stretches[ask.slot]
             if len(ask.token_ids) - stretch.first + ask.num_wanted > self._most:
                 stretch.begin(stretch.done)
             if len(ask.token_ids) - stretch.first + ask.num_wanted > self._most:
-                stretch.begin(len(ask.token_ids) - 1)  # too much waits in the ring
+                stretch.begin(len(ask.token_ids) - 1)  # too many places wait in the ring
             if self.can_draft(ask.slot, len(ask.token_ids)):
                 behind = ask.token_ids[stretch.done + 1 :]
                 runs[place] = _Run(ask.slot, stretch.done - stretch.first, behind)
-        going_on = sorted(runs, key=lambda place: len(runs[place].token_ids) > 1)  # a batch has single tokens first
+        going_on = sorted(runs, key=lambda place: len(runs[place].token_ids) > 1)  # single tokens come first in a batch
         hidden = self._ring[self._kept([runs[place] for place in going_on])]
         while going_on:
             hidden, tokens = self._guess([asks[place] for place in going_on], hidden, [runs[place] for place in going_on],
@@ -146,33 +146,33 @@ class HeadBesideModel:
     def _guess(
         self, asks: Seq[HeadAsk], hidden: torch.Tensor, runs: Seq[_Run], drafts: Seq[list[int]]
     ) -> tuple[torch.Tensor, list[int]]:
-        """A token for each, behind its ``runs``; and what stands for the hidden states there."""
+        """One token for each ask, after its ``runs``; and the hidden states for the next guess."""
         batch = self._batch(runs)
         token_ids, last = self._ops.upload((batch.token_ids, batch.query_start_loc[1:] - 1))
         hidden, logits = self._model.forward(hidden, token_ids, self._begin_step(batch), last)
         known = [len(self._slots.sequences[ask.slot].token_ids) for ask in asks]
         behind = [
             (*ask.token_ids[count:], *draft) for ask, count, draft in zip(asks, known, drafts, strict=True)
-        ]  # that the slots do not know
+        ]  # tokens that the slots do not have
         places = np.array([len(ask.token_ids) + len(draft) for ask, draft in zip(asks, drafts, strict=True)])
         asking = Asking.of(self._slots, batch.slots, places, drafts=behind)
         asking = replace(asking, asks=asking.asks & ~(LOGPROBS | PROCESSORS))
         if not asking.asks.any():
             return hidden, self._token_ids[self._ops.argmax(logits)].tolist()
-        # Noise chooses in the order of the model's vocabulary.
+        # The noise chooses in the order of the model's vocabulary.
         full = logits.new_full((len(asks), self._vocab_size), -torch.inf).index_copy_(1, self._token_ids, logits)
         return hidden, sample(full, asking, None, self._ops, {}).tokens.tolist()
 
     def _hear(self, batch: Batch, taps: Seq[torch.Tensor]) -> None:
-        """Keep a step's hidden states: single tokens' in the ring; of a prompt's chunk all K/V are computed at once."""
+        """Keep a step's hidden states: single tokens' in the ring. For a prompt's chunk, compute all K/V at once."""
         fused = self._model.fuse(taps)
         ring_places: list[int] = []
-        kept: list[int] = []  # which of the step's tokens they are
-        chunks: list[tuple[_Run, torch.Tensor]] = []  # what is computed at once, and the hidden states there
+        kept: list[int] = []  # their indices among the step's tokens
+        chunks: list[tuple[_Run, torch.Tensor]] = []  # runs to compute at once, with their hidden states
         for row, planned in enumerate(batch.rows):
             stretch, start, end = self._stretches[planned.slot], planned.start, planned.start + planned.num_tokens
             if not planned.draft_tokens and not stretch.done <= start <= stretch.end:
-                stretch.begin(start)  # what is in front was not computed here, or is computed again
+                stretch.begin(start)  # earlier places were not computed here, or are computed again
             stretch.end = end
             if planned.num_tokens > 1:
                 if end - stretch.first > self._most:
@@ -195,12 +195,12 @@ class HeadBesideModel:
             self._model.write(torch.cat([there for _, there in chunks]), token_ids, self._begin_step(own))
 
     def _known(self, planned: PlanRow, stretch: _Stretch) -> _Run:
-        """Of a chunk's places those whose next token is in it, and what lies in front of it without K/V."""
+        """The places of a chunk whose next token is also in it, and the places before it that have no K/V."""
         behind = self._slots.sequences[planned.slot].token_ids[stretch.done + 1 : planned.start + planned.num_tokens]
         return _Run(planned.slot, stretch.done - stretch.first, behind)
 
     def _kept(self, runs: Seq[_Run]) -> torch.Tensor:
-        """Where in the ring the hidden states of all places are."""
+        """Indices of the places' hidden states in the ring."""
         places = [
             run.slot * _NUM_KEPT + (self._stretches[run.slot].first + run.start + offset) % _NUM_KEPT
             for run in runs
@@ -215,7 +215,7 @@ class HeadBesideModel:
         return step
 
     def _batch(self, runs: Seq[_Run]) -> Batch:
-        """The head's own step, single tokens first."""
+        """The batch of the head's own step, single tokens first."""
         slots = np.array([run.slot for run in runs], dtype=np.int64)
         counts = np.array([len(run.token_ids) for run in runs], dtype=np.int64)
         starts = np.array([run.start for run in runs], dtype=np.int64)

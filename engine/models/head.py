@@ -1,7 +1,7 @@
-"""An EAGLE-3 head's forward pass: one decoder layer over the model's hidden states and the tokens behind them.
+"""The forward pass of an EAGLE-3 head: one decoder layer over the model's hidden states and the next tokens.
 
-At each place of a text the layer takes the hidden states that the model had there, fused, and the token that came behind. What it
-adds up to stands for the next place's fused states where the model has not been yet (Li et al. 2025, section 3).
+At each place of a text, the layer takes the model's fused hidden states there, and the token that follows. Where the model has not
+been yet, the layer's output takes the place of the next fused states (Li et al. 2025, section 3).
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from kvrelay.engine.weights.head import DraftHeadWeights
 
 
 class HeadModel:
-    """No state but weights; K/V live in the head's own pool, at layer 0."""
+    """It has no state but the weights; K/V are in the head's own pool, in layer 0."""
 
     def __init__(self, config: HeadConfig, weights: DraftHeadWeights, ops: Ops, embed: Linear) -> None:
-        """``embed``: the model's, ``[n]`` -> ``[n, hidden]``; for heads without one of their own."""
+        """``embed``: the model's embedding, ``[n]`` -> ``[n, hidden]``, for heads without their own."""
         self._layer = config.layer
         self._norms_residual = config.norms_residual
         self._ops = ops
@@ -41,16 +41,16 @@ class HeadModel:
         return self._fuse(torch.cat(tuple(taps), dim=-1))
 
     def write(self, fused: torch.Tensor, token_ids: torch.Tensor, step: StepContext) -> None:
-        """Put K/V of places into the pool, and compute nothing else: of these nobody asks what comes next."""
+        """Write the places' K/V into the pool, and compute nothing else."""
         self._queries(self._normed(fused), token_ids, step)
 
     def forward(
         self, fused: torch.Tensor, token_ids: torch.Tensor, step: StepContext, last: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``fused`` ``[num_tokens, hidden]`` and ``token_ids`` ``[num_tokens]`` behind the same places.
+        """``fused`` ``[num_tokens, hidden]``, and the ``token_ids`` ``[num_tokens]`` that follow the same places.
 
-        Returns what stands for the next place's ``fused``, and logits ``[.., draft_vocab]``, of the places ``last`` alone. Side
-        effect: K/V of all places are written into the pool.
+        Returns, for the places ``last`` only, what stands for the next place's ``fused``, and logits ``[.., draft_vocab]``. Side
+        effect: writes the K/V of all places into the pool.
         """
         ops, eps = self._ops, self._layer.rms_norm_eps
         normed = self._normed(fused)
@@ -65,7 +65,7 @@ class HeadModel:
         return self._ops.rms_norm(fused, self._hidden_norm, self._layer.rms_norm_eps)
 
     def _queries(self, normed: torch.Tensor, token_ids: torch.Tensor, step: StepContext) -> torch.Tensor:
-        """Queries, rotated; keys and values are written."""
+        """The rotated queries. Side effect: writes keys and values."""
         layer = self._layer
         embedded = self._ops.rms_norm(self._embed(token_ids), self._embed_norm, layer.rms_norm_eps)
         qkv = self._qkv(torch.cat((embedded, normed), dim=-1))

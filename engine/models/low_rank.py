@@ -1,4 +1,4 @@
-"""What adapters add to a product, all adapters of a step at once: a device's way behind one interface, and the reference."""
+"""What adapters add to a product, for all adapters of a step at once: the interface of a device's way, and the reference."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from kvrelay.engine.step.batch import Batch
 from kvrelay.engine.step.slots import Ints
 from kvrelay.engine.weights.adapters import LowRank
 
-NUM_ADAPTER_SLOTS = 256  # from 1 on; 0 stands for none
+NUM_ADAPTER_SLOTS = 256  # numbered from 1; 0 stands for no adapter
 
 
 @dataclass(frozen=True, slots=True)
 class TokenGroups:
-    """A step's tokens by their adapters; those without one are in no group."""
+    """A step's tokens, grouped by adapter. Tokens without an adapter are in no group."""
 
     slots: Ints  # [num_groups]
     starts: Ints  # [num_groups + 1], into ``tokens``
-    tokens: Ints  # their places in the step
+    tokens: Ints  # indices of the step's tokens
 
     @classmethod
     def of(cls, batch: Batch) -> TokenGroups | None:
-        """None if no row has an adapter."""
+        """The groups of a batch; None if no row has an adapter."""
         if batch.adapters is None:
             return None
         of_tokens = np.repeat(batch.adapters, np.diff(batch.query_start_loc))
@@ -36,22 +36,25 @@ class TokenGroups:
 
 
 class LowRankProducts(Protocol):
-    """A device's way to multiply with adapters' matrices."""
+    """A device's way to multiply with the adapters' matrices."""
 
     def add_site(self, num_inputs: int, widths: Sequence[int]) -> None:
-        """One site more, of linear layers over the same inputs with so many outputs, side by side. Before the first step."""
+        """Add a site: linear layers over the same inputs, side by side, with ``widths`` outputs. Call it before the first step."""
 
     def put(self, slot: int, site: int, parts: Sequence[LowRank | None]) -> None:
-        """An adapter's matrices for a site, one for each linear layer. No step has the slot's rows meanwhile; on any thread."""
+        """Set an adapter's matrices for a site, one pair per linear layer. No running step may have rows of the slot.
+
+        Any thread.
+        """
 
     def drop(self, slot: int) -> None:
-        """Forget a slot's adapter. No step has its rows any more."""
+        """Forget a slot's adapter. No running step may have rows of the slot."""
 
     def begin_step(self, groups: TokenGroups | None) -> None:
-        """What follows are the products of a step with these groups; None: no row has an adapter."""
+        """Use these groups for the following products; None: no row has an adapter."""
 
     def add(self, site: int, hidden: torch.Tensor, out: torch.Tensor) -> None:
-        """Add to ``out`` ``[num_tokens, outputs]`` what the step's adapters make of ``hidden`` ``[num_tokens, inputs]``."""
+        """Add to ``out`` ``[num_tokens, outputs]`` the adapters' products of ``hidden`` ``[num_tokens, inputs]``."""
 
 
 class TorchLowRank:
@@ -81,7 +84,7 @@ class TorchLowRank:
             self._groups = list(zip(groups.slots.tolist(), map(torch.from_numpy, of_groups), strict=True))
 
     def add(self, site: int, hidden: torch.Tensor, out: torch.Tensor) -> None:
-        """See LowRankProducts. Sums run in fp32."""
+        """See LowRankProducts. Sums are in fp32."""
         for slot, tokens in self._groups:
             where = tokens.to(out.device)
             for part in self._parts.get((slot, site), ()):

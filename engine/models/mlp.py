@@ -1,4 +1,4 @@
-"""What stands behind attention in a layer: an MLP, or experts with their router."""
+"""The part of a layer after attention: an MLP, or experts with their router."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvrelay.engine.weights.parameters import MlpWeights, SparseWeights
 
 
 def make_mlp(config: ModelConfig, weights: MlpWeights | SparseWeights, ops: Ops, adapt: LayerAdapters) -> Linear:
-    """``[num_tokens, hidden]`` in the same shape. No adapter changes experts."""
+    """``[num_tokens, hidden]`` -> the same shape. Adapters cannot change experts."""
     swiglu = config.clamped_swiglu
     activation = ops.silu_mul if swiglu is None else partial(ops.clamped_swiglu, alpha=swiglu.alpha, limit=swiglu.limit)
     if isinstance(weights, MlpWeights):
@@ -59,7 +59,7 @@ class _Sparse:
 
 
 def _wide(weights: SparseWeights) -> Linear:
-    """A router's logits in float32: experts that are nearly equal must not change places."""
+    """A product in float32 for router logits: rounding must not swap experts that are nearly equal."""
     weight = weights.router.float()
     bias = None if weights.router_bias is None else weights.router_bias.float()
     return lambda hidden: F.linear(hidden.float(), weight, bias)

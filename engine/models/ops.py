@@ -1,4 +1,4 @@
-"""The operations that differ between CPU and GPU, behind one interface; the model is written once on top of them."""
+"""The operations that differ between CPU and GPU, behind one interface. Models are written once on top of them."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ Linear = Callable[[torch.Tensor], torch.Tensor]
 Activation = Callable[[torch.Tensor], torch.Tensor]
 """``[n, width]`` -> ``[n, intermediate]``, row by row"""
 Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""(``[n, hidden]``, expert ids ``[n, k]`` int64, factors ``[n, k]``) -> ``[n, hidden]``: factors times outputs, added up. The id
-behind the last expert's stands for none, which adds nothing."""
+"""(``[n, hidden]``, expert ids ``[n, k]`` int64, factors ``[n, k]``) -> ``[n, hidden]``: the sum of the experts' outputs times
+factors. The id after the last expert's stands for no expert, which adds nothing.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,21 +30,21 @@ class Scores:
 
     scale: float | None = None  # instead of 1 / sqrt(head_dim)
     softcap: float | None = None  # scores become softcap * tanh(scores / softcap)
-    sinks: torch.Tensor | None = None  # [num_q_heads]; each the score of one more key, which has no value
+    sinks: torch.Tensor | None = None  # [num_q_heads]: per head, the score of one more key that has no value
 
 
 PLAIN = Scores()
 
 
 class PagedStep(Protocol):
-    """One step's tokens, and their keys and values in the pool."""
+    """One step's tokens, with their keys and values in the pool."""
 
     @property
     def positions(self) -> torch.Tensor:
         """``[num_tokens]`` int64, on the device."""
 
     def kv_write(self, key: torch.Tensor, value: torch.Tensor, layer: int) -> None:
-        """Write the step's keys and values, both ``[num_tokens, num_kv_heads, size]`` of the layer's sizes, into the pool."""
+        """Write the step's keys and values into the pool, both ``[num_tokens, num_kv_heads, size]`` with the layer's sizes."""
 
     def attention(self, query: torch.Tensor, layer: int, scores: Scores = PLAIN) -> torch.Tensor:
         """Causal attention over the pool within the layer's window.
@@ -53,10 +54,10 @@ class PagedStep(Protocol):
 
 
 class StepContext(PagedStep, Protocol):
-    """One step of a model whose layers are ours."""
+    """One step of a model with our own layers."""
 
     def rotary_kv_write(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int) -> torch.Tensor:
-        """Rotate q and k to their positions, write k and v into the pool, return the rotated q.
+        """Rotate q and k by their positions, and write k and v into the pool. Returns the rotated q.
 
         q ``[num_tokens, num_q_heads, head_dim]``, k and v ``[num_tokens, num_kv_heads, head_dim]``; q may be changed in place.
         """
@@ -70,25 +71,25 @@ class LatentStep(Protocol):
         """``[num_tokens]`` int64, on the device."""
 
     def latent_write(self, latents: torch.Tensor, layer: int) -> None:
-        """Write what the step's tokens keep, ``[num_tokens, size]``, into a pool of latents."""
+        """Write the tokens' latents ``[num_tokens, size]`` into a pool of latents."""
 
     def latent_attention(self, query: torch.Tensor, layer: int, scale: float) -> torch.Tensor:
-        """Causal attention of ``query`` ``[num_tokens, num_q_heads, size]`` over latents, which are keys of all heads.
+        """Causal attention of ``query`` ``[num_tokens, num_q_heads, size]`` over latents, which are the keys of all heads.
 
-        The first ``rank`` numbers of a latent are its value: ``[num_tokens, num_q_heads, rank]``.
+        A latent's first ``rank`` numbers are its value. Returns ``[num_tokens, num_q_heads, rank]``.
         """
 
 
 class StepGraphs(Protocol):
-    """Whole steps of a kind, prepared (:class:`kvrelay.engine.backends.cuda.graphs.DecodeGraphs`)."""
+    """Prepared steps of one kind (:class:`kvrelay.engine.backends.cuda.graphs.DecodeGraphs`)."""
 
     def fits(self, batch: Batch) -> bool:
-        """Whether the batch is of that kind."""
+        """Whether a graph can run the batch."""
 
     def run(self, batch: Batch, token_ids: torch.Tensor) -> torch.Tensor:
         """Logits ``[num_rows, vocab]`` of a batch that ``fits``, for its ``token_ids`` ``[num_rows]`` on the device.
 
-        They last until the next call, and may be changed: whoever samples from them launches that before.
+        They are valid until the next call, and may be changed in place: launch the sampling before that.
         """
 
 
@@ -96,8 +97,11 @@ class Model(Protocol):
     """A forward pass over paged K/V."""
 
     def forward(self, token_ids: torch.Tensor, step: Any) -> torch.Tensor | None:
-        """Hidden states ``[num_tokens, hidden]``, or None if a later stage has them; K/V of all tokens are in the pool afterwards.
-        ``step``: the operations' own."""
+        """Hidden states ``[num_tokens, hidden]``, or None if a later stage has them. Side effect: writes all tokens' K/V into the
+        pool.
+
+        ``step``: made by the operations' ``begin_step``.
+        """
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """``[n, hidden]`` -> ``[n, vocab]``"""
@@ -107,23 +111,23 @@ class StepOps(SamplerOps, Protocol):
     """The sampler's operations, and steps for a model."""
 
     def begin_step(self, batch: Batch) -> Any:
-        """What the model's ``forward`` takes."""
+        """The step that the model's ``forward`` takes."""
 
 
 class PagedOps(SamplerOps, Protocol):
-    """A device's operations for models that bring their own layers, the sampler's among them."""
+    """A device's operations for models that bring their own layers, including the sampler's."""
 
     def begin_step(self, batch: Batch) -> PagedStep:
         """Prepare one step's indices on the device."""
 
     def make_linear(self, weight: AnyWeight, bias: torch.Tensor | None) -> Linear:
-        """The product with ``weight`` ``[out, in]``, plus ``bias`` ``[out]``, in whatever layout is fastest here."""
+        """The product with ``weight`` ``[out, in]`` plus ``bias`` ``[out]``, in the fastest layout of this device."""
 
     def make_experts(self, weights: ExpertWeights, activation: Activation) -> Experts:
-        """A layer of experts, in whatever layout is fastest here. Reads nothing of experts that no token goes to."""
+        """A layer of experts, in the fastest layout of this device. It does not read experts that no token goes to."""
 
     def make_low_rank(self, dtype: torch.dtype) -> LowRankProducts:
-        """Products with adapters' matrices of this dtype, the model's."""
+        """Products with adapters' matrices of this dtype, which is the model's."""
 
     def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """Root-mean-square norm over the last dimension, computed in fp32."""
@@ -133,7 +137,7 @@ class PagedOps(SamplerOps, Protocol):
 
 
 class Ops(PagedOps, Protocol):
-    """A device's operations for models whose layers are ours."""
+    """A device's operations for models with our own layers."""
 
     def begin_step(self, batch: Batch) -> StepContext:
         """Prepare one step's indices on the device."""
@@ -141,7 +145,7 @@ class Ops(PagedOps, Protocol):
     def add_rms_norm(
         self, hidden: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> torch.Tensor:
-        """``residual += hidden`` in place, then its norm."""
+        """``residual += hidden`` in place. Returns the norm of the result."""
 
     def clamped_swiglu(self, gate_up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
-        """As :class:`kvrelay.engine.config.experts.ClampedSwiglu` says, of ``[num_tokens, 2 * intermediate]``."""
+        """:class:`kvrelay.engine.config.experts.ClampedSwiglu` of ``[num_tokens, 2 * intermediate]``."""

@@ -1,4 +1,4 @@
-"""A rank's part of a model: products whose results are sums over ranks, and a vocabulary of which each has a part."""
+"""A rank's part of a model: products that are summed over ranks, and a vocabulary that is split among ranks."""
 
 from __future__ import annotations
 
@@ -14,44 +14,47 @@ from kvrelay.engine.models.ops import Linear
 
 
 class Collectives(Protocol):
-    """What the ranks of a stage do together. Every one calls the same in the same order, with tensors of the same shape."""
+    """Operations of all ranks of a stage together.
+
+    Every rank calls the same ones in the same order, with tensors of the same shape.
+    """
 
     def sum(self, partial: torch.Tensor) -> torch.Tensor:
-        """Add up over ranks, in place; the same bits on every rank."""
+        """Sum over ranks, in place, with the same bits on every rank."""
 
     def gather(self, part: torch.Tensor) -> list[torch.Tensor]:
         """Every rank's ``part``, in the order of ranks."""
 
     def least(self, number: int) -> int:
-        """The least of all ranks' numbers, of all stages; waits for them."""
+        """The smallest number of all ranks of all stages; waits for them."""
 
 
 class StageLine(Protocol):
-    """A rank's way to those of the stages in front of it and behind it that have its part. Both get the same steps in one order."""
+    """A rank's links to its counterparts in the stage before and the next one. Both get the same steps in the same order."""
 
     def receive(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Fill ``hidden`` with what the stage in front has sent; waits for it."""
+        """Fill ``hidden`` with what the stage before has sent; waits for it."""
 
     def send(self, hidden: torch.Tensor) -> None:
-        """To the stage behind, which may still be busy: nobody waits for it. ``hidden`` does not change any more."""
+        """Send to the next stage without waiting. Do not change ``hidden`` afterwards."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankPart:
-    """Which part of a model this process computes, and its way to the others."""
+    """The part of a model that this process computes, and its links to the other ranks."""
 
     cut: Cut
     collectives: Collectives
     meet: Callable[
         [], None
-    ]  # wait until all ranks are here, however long they take to load; collectives wait for seconds
-    num_local: int  # ranks that share this host's cores
-    pool_memory: int | None = None  # a descriptor of memory for its KV pool, which its leader shares; None: its own
-    line: StageLine | None = None  # of several stages
+    ]  # waits until all ranks are here, however long they load; collectives wait only for seconds
+    num_local: int  # number of ranks on this host, which share its cores
+    pool_memory: int | None = None  # descriptor of memory for its KV pool, shared with the leader; None: own memory
+    line: StageLine | None = None  # only with several stages
 
 
 def summed(linear: Linear, part: RankPart | None) -> Linear:
-    """The product over all ranks' inputs, of which ``linear`` has this rank's."""
+    """The product over all ranks' inputs; ``linear`` is this rank's part."""
     if part is None or part.cut.num_ranks == 1:
         return linear
     collectives = part.collectives
@@ -59,7 +62,7 @@ def summed(linear: Linear, part: RankPart | None) -> Linear:
 
 
 def embedding(weight: torch.Tensor, vocab_size: int, part: RankPart | None) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Token ids ``[n]`` -> ``[n, hidden]``, new memory. ``weight``: this rank's tokens."""
+    """Token ids ``[n]`` -> ``[n, hidden]`` in new memory. ``weight``: this rank's rows."""
     if part is None or part.cut.num_ranks == 1:
         return lambda token_ids: F.embedding(token_ids, weight)
     first, collectives = part.cut.vocab(vocab_size).start, part.collectives
@@ -74,7 +77,7 @@ def embedding(weight: torch.Tensor, vocab_size: int, part: RankPart | None) -> C
 
 
 def gathered(linear: Linear, vocab_size: int, part: RankPart | None) -> Linear:
-    """The logits of all ranks' tokens, of which ``linear`` has this rank's."""
+    """The logits of all ranks' tokens; ``linear`` is this rank's part."""
     if part is None or part.cut.num_ranks == 1:
         return linear
     num_ranks, collectives = part.cut.num_ranks, part.collectives

@@ -1,7 +1,7 @@
-"""Which experts a token goes to, and how much each of them counts. Pure functions of a router's logits.
+"""Which experts a token goes to, and with which factors. Pure functions of a router's logits.
 
-Sources: Mixtral (Jiang et al. 2024) and Qwen for softmax; DeepSeek-V2 and -V3 (2024) for groups, sigmoid and the bias that
-balances load; gpt-oss takes the softmax of the chosen logits, which is that of all, normalised.
+Sources: Mixtral (Jiang et al. 2024) and Qwen for softmax. DeepSeek-V2 and -V3 (2024) for groups, sigmoid and the load-balancing
+bias. gpt-oss takes the softmax of the chosen logits, which equals the normalised softmax of all.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from kvrelay.engine.config.experts import Router, Scoring
 def route(logits: torch.Tensor, router: Router, bias: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """``[num_tokens, num_experts]`` -> (expert ids int64, factors fp32), both ``[num_tokens, top_k]``.
 
-    ``bias`` ``[num_experts]``: on scores where experts are chosen, not on factors; a group then counts by its two best experts,
-    without by its best.
+    ``bias`` ``[num_experts]`` is added to scores for choosing experts, not to factors. With a bias, a group's score is the sum of
+    its two best experts; without, its best.
     """
     wide = logits.float()
     scores = wide.softmax(dim=-1) if router.scoring is Scoring.SOFTMAX else wide.sigmoid()

@@ -1,8 +1,8 @@
-"""Which linear layers of a model of transformers adapters may change, found out at load.
+"""Finds out at load which linear layers of a transformers model adapters may change.
 
-An adapter names a layer by its module's path, and what it adds to a product is added row by row: row i must be token i of the step.
-So a layer counts if plain forward passes call it once each, with all tokens. Experts, which get some of the tokens, and the head,
-which gets the rows that sample, do not.
+An adapter names a layer by its module's path, and adds to the product row by row: row i must be token i of the step. So a layer
+qualifies if plain forward passes call it once each, with all tokens. Experts get some of the tokens, and the head gets the rows
+that sample, so they do not qualify.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from kvrelay.engine.models.transformers_cut import LinearCut
 from kvrelay.engine.models.transformers_model import TransformersModel, decoder_name
 from kvrelay.engine.models.transformers_parts import Adapt, is_linear, linear_shape
 
-_NUM_TOKENS = [29, 17]  # of each pass; so many that no expert gets all of them, both times
+_NUM_TOKENS = [29, 17]  # tokens of each pass: so many that no expert gets all of them in both
 
 
 @torch.inference_mode()
 def adaptable_layers(model: TransformersModel) -> dict[str, AdaptedLayer]:
-    """By name. Runs ``model``, which is whole, with its own parts: call it before ``bind``."""
+    """The layers by name. Runs ``model``, which must be whole, with its own parts: call it before ``bind``."""
     decoder = f"{decoder_name(model.model)}."
     modules = {name: module for name, module in model.model.named_modules() if name.startswith(decoder)}
     linears = {name: module for name, module in modules.items() if is_linear(module)}
@@ -55,7 +55,7 @@ def adaptable_layers(model: TransformersModel) -> dict[str, AdaptedLayer]:
 
 
 def adapt_layers(adapters: Adapters, layers: Mapping[str, AdaptedLayer], cuts: Mapping[str, LinearCut]) -> Adapt:
-    """What makes products of ``layers`` that adapters change. ``cuts``: of the rank that is here."""
+    """A function that makes products of ``layers`` which adapters can change. ``cuts``: of this rank."""
 
     def adapt(linear: Linear, names: tuple[str, ...]) -> Linear:
         if not all(name in layers for name in names):

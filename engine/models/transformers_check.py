@@ -1,8 +1,8 @@
-"""A self-check at load: a model over paged K/V, with parts of ours, beside itself as transformers loaded it.
+"""A self-check at load: compares a model over paged K/V, with our parts, with the same model as transformers loaded it.
 
-Two sequences, cut into chunks and batched, against one plain forward pass of each, which comes before any part is replaced. It
-is short, so that it costs little beside loading. Windows that are longer than the sequences are made short for it where the
-model's configuration allows.
+Two sequences run in chunks and batched. A plain forward pass of each, before any part is replaced, is the reference. The sequences
+are short, so the check costs little beside loading. Windows longer than the sequences are shortened for the check if the model's
+config allows it.
 """
 
 from __future__ import annotations
@@ -27,25 +27,26 @@ from kvrelay.engine.step.plan import PlanRow, SlotJoin, StepPlan, TableDelta
 from kvrelay.engine.step.slots import Slots
 
 _BLOCK_SIZE = 8
-_CHUNK = 13  # tokens of a step and sequence
+_CHUNK = 13  # tokens per step and sequence
 _LENGTHS = (31, 18)
-_WINDOW = 8  # in place of longer ones
-_WINDOW_FIELDS = ("sliding_window", "attention_chunk_size")  # of a configuration
-# Relative distance of logits, by the number format. Another mask, scale or position is off by 0.1 and more.
+_WINDOW = 8  # the window that replaces longer ones
+_WINDOW_FIELDS = ("sliding_window", "attention_chunk_size")  # fields of a config
+# Relative distance of logits by number format. A wrong mask, scale or position is off by 0.1 or more.
 _TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.06}
 
-LONGEST = max(_LENGTHS)  # tokens of a sequence
+LONGEST = max(_LENGTHS)  # tokens of the longest sequence
 
 MakeOps = Callable[[ModelShape, torch.Tensor, int, int], Any]
-"""Operations (PagedOps) over a pool ``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]``, for so many tokens of a
-sequence and so many sequences."""
+"""Makes operations (PagedOps) over a pool ``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]``, for a longest
+sequence and a number of sequences.
+"""
 MakeModel = Callable[[ModelShape, torch.Tensor, int, int], tuple[Model, StepOps]]
-"""A model with its operations, over the same."""
+"""Makes a model with its operations, over the same."""
 
 
 @torch.inference_mode()
 def plain_logits(model: TransformersModel) -> list[torch.Tensor]:
-    """What :func:`check_model` compares with: of each sequence, ``[its length, vocab]``. Call it before ``bind``."""
+    """The reference of :func:`check_model`: for each sequence ``[its length, vocab]``. Call it before ``bind``."""
     with _short_windows(model), model.plain_attention():
         return _plain_logits(model)
 
@@ -61,7 +62,7 @@ def _plain_logits(model: TransformersModel) -> list[torch.Tensor]:
 
 @torch.inference_mode()
 def check_model(model: TransformersModel, plain: list[torch.Tensor], make_ops: MakeOps, dtype: torch.dtype) -> float:
-    """The relative distance of logits from those of transformers, ``plain``. Raises ModelError if it is too large."""
+    """The relative distance of the logits from transformers' own, ``plain``. Raises ModelError if it is too large."""
     try:
         with _short_windows(model) as shape:
             found = _paged_logits(model, shape, lambda *pool: (model, make_ops(*pool)), dtype)
@@ -74,7 +75,7 @@ def check_model(model: TransformersModel, plain: list[torch.Tensor], make_ops: M
 
 @torch.inference_mode()
 def compare_native(reference: TransformersModel, shape: ModelShape, make: MakeModel, dtype: torch.dtype) -> float:
-    """As :func:`check_model`, of a model of ours beside ``reference``. ``shape``: of ours."""
+    """Like :func:`check_model`, for our own forward pass beside ``reference``. ``shape``: of our model."""
     with reference.plain_attention():
         plain = _plain_logits(reference)
     return _distance(shape, _paged_logits(reference, shape, make, dtype), plain, dtype)
@@ -100,7 +101,7 @@ def _prompts(model: TransformersModel) -> list[list[int]]:
 
 @contextmanager
 def _short_windows(model: TransformersModel) -> Iterator[ModelShape]:
-    """The model with windows that sequences of the check are longer than, and its shape then."""
+    """A context in which the model has windows shorter than the check's sequences; gives its shape then."""
     config = model.model.config.get_text_config()
     sizes = {name: getattr(config, name, None) or 0 for name in _WINDOW_FIELDS}
     long = {name: size for name, size in sizes.items() if size > _WINDOW}
@@ -121,7 +122,7 @@ def _short_windows(model: TransformersModel) -> Iterator[ModelShape]:
 def _paged_logits(
     reference: TransformersModel, shape: ModelShape, make: MakeModel, dtype: torch.dtype
 ) -> list[torch.Tensor]:
-    """Of each prompt, ``[its length, vocab]``."""
+    """For each prompt ``[its length, vocab]``."""
     prompts = _prompts(reference)
     num_blocks = [-(-len(token_ids) // _BLOCK_SIZE) for token_ids in prompts]
     geometry = geometry_of(shape, _BLOCK_SIZE, dtype)

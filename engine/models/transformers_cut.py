@@ -1,8 +1,8 @@
-"""A model of transformers cut among ranks, by the plan that transformers has for its type (``base_model_tp_plan``).
+"""Cuts a transformers model among ranks, by the plan that transformers has for its type (``base_model_tp_plan``).
 
-The plan names layers whose outputs are cut (``colwise``) and layers whose inputs are (``rowwise``), behind which ranks add up.
-Embeddings, norms and the head stay whole. A plan is believed as little as a model is: what is not known is refused, attention
-must come out with its part of the heads, and the check at load compares the ranks' logits with those of the whole model.
+The plan names layers whose outputs are cut (``colwise``), and layers whose inputs are cut (``rowwise``), after which ranks sum.
+Embeddings, norms and the head stay whole. Nothing in the plan is trusted: unknown entries are refused, attention must get its part
+of the heads, and the check at load compares the ranks' logits with the whole model's.
 """
 
 from __future__ import annotations
@@ -31,19 +31,22 @@ from kvrelay.engine.models.transformers_model import (
 from kvrelay.engine.models.transformers_outline import NoWeights, model_without_weights
 
 _BY_OUTPUTS, _BY_INPUTS = "colwise", "rowwise"
-_WHOLE = {"replicated_with_grad_allreduce"}  # about training
+_WHOLE = {"replicated_with_grad_allreduce"}  # only matters for training
 
 
 @dataclass(frozen=True, slots=True)
 class LinearCut:
-    """A rank's part of a linear layer: some of its outputs, or of its inputs; those of all ranks are to be summed then."""
+    """A rank's part of a linear layer: some of its outputs, or some of its inputs.
+
+    In the second case the ranks' results must be summed.
+    """
 
     by_outputs: bool
     part: range
 
 
 def require_plan(directory: Path, num_ranks: int) -> None:
-    """Raise what :func:`cut_model` would of the model in ``directory``; its weights are not read."""
+    """Raise what :func:`cut_model` would for the model in ``directory``. Does not read its weights."""
     dtype = torch.float32
     model = model_without_weights(load_full_config(directory), dtype)
     with NoWeights():
@@ -52,9 +55,9 @@ def require_plan(directory: Path, num_ranks: int) -> None:
 
 
 def cut_model(whole: TransformersModel, cut: Cut) -> tuple[TransformersModel, dict[str, LinearCut]]:
-    """The rank's part, and the layers, by name, that were cut. Takes ``whole`` over.
+    """The rank's part, and the layers that were cut, by name. Takes over ``whole``.
 
-    Raises ModelError if the type has no plan, one that we do not follow, or heads that the ranks do not divide.
+    Raises ModelError if the type has no plan, or one that is not supported, or if its heads cannot be divided among the ranks.
     """
     model, asked = whole.model, f"--tensor-parallel is {cut.num_ranks}"
     name = type(model).__name__
@@ -64,7 +67,7 @@ def cut_model(whole: TransformersModel, cut: Cut) -> tuple[TransformersModel, di
     _require_heads(whole, cut.num_ranks)
     layers = dict(model.named_modules())
     cuts: dict[str, LinearCut] = {}
-    # Experts are parameters of their module.
+    # Experts are parameters of their module, not layers.
     for layer_name in dict.fromkeys([*layers, *(name for name, _ in model.named_parameters())]):
         kind = _kind_of(plan, layer_name.removeprefix(f"{decoder_name(model)}."))
         if kind is None or kind in _WHOLE:
@@ -91,7 +94,7 @@ def cut_model(whole: TransformersModel, cut: Cut) -> tuple[TransformersModel, di
 
 
 def sum_outputs(model: PreTrainedModel, cuts: Mapping[str, LinearCut], collectives: Collectives) -> None:
-    """From now on layers that are cut by inputs give sums over ranks. One that has gone into a larger part is that part's last."""
+    """Make layers that are cut by inputs sum over ranks. A layer that is part of a larger replaced part is the last one there."""
 
     def add_up(_layer: nn.Module, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
         return collectives.sum(output)
@@ -110,7 +113,7 @@ def _kind_of(plan: dict[str, str], layer_name: str) -> str | None:
 
 
 def _cut_layer(layer: Any, cut: Cut, *, by_outputs: bool) -> LinearCut:
-    """Keep the rank's part of a linear layer's outputs, or inputs."""
+    """Keep only the rank's part of a linear layer's outputs, or inputs."""
     size = layer.out_features if by_outputs else layer.in_features
     first, end = (rank * size // cut.num_ranks for rank in (cut.rank, cut.rank + 1))
     weight, bias = layer.weight.detach(), layer.bias
@@ -119,7 +122,7 @@ def _cut_layer(layer: Any, cut: Cut, *, by_outputs: bool) -> LinearCut:
         bias = None if bias is None else bias.detach()[first:end]
     else:
         layer.in_features, weight = end - first, weight[:, first:end]
-        bias = bias if cut.rank == 0 else None  # it is added once
+        bias = bias if cut.rank == 0 else None  # only one rank may add it
     layer.weight = nn.Parameter(weight.clone(), requires_grad=False)
     layer.bias = None if bias is None else nn.Parameter(bias.detach().clone(), requires_grad=False)
     return LinearCut(by_outputs, range(first, end))

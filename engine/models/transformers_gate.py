@@ -1,7 +1,7 @@
-"""What a model of transformers asks of attention, found out at load: which layers, shapes, windows, scores.
+"""Finds out at load what a transformers model asks of attention: layers, shapes, windows, scores.
 
-``set_attn_implementation`` takes models that ignore it without a word, so nothing is believed: one forward pass of a few tokens
-with marks in place of masks shows what each layer is really handed. What we could not compute is refused by name.
+``set_attn_implementation`` accepts models that silently ignore it, so nothing is trusted. One forward pass of a few tokens, with
+marks in place of masks, shows what each layer really gets. What we cannot compute is refused by name.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from kvrelay.common.errors import ModelError
 from kvrelay.common.kv_geometry import Chunk, Window
 
-TEMPERATURE_SWITCH = "attn_temperature_tuning"  # of a module of attention
+TEMPERATURE_SWITCH = "attn_temperature_tuning"  # attribute of an attention module
 _PROBE = "kvrelay_probe"
 _NUM_TOKENS = 24
 _SCORES = {"scaling", "sliding_window", "softcap", "s_aux"}
-# What an attention function may ignore: it is about caches, outputs and training.
+# Arguments that an attention function may ignore: they concern caches, outputs and training.
 _IGNORED = {
     "dropout", "position_ids", "use_cache", "output_attentions", "output_hidden_states", "return_dict", "cache_position",
     "layer_idx", "output_router_logits", "head_mask", "logits_to_keep", "is_causal", "position_embeddings",
@@ -30,16 +30,17 @@ _IGNORED = {
 
 @dataclass(frozen=True, slots=True)
 class Temperature:
-    """Queries that grow with their position, as those of Llama 4's layers without rotary embeddings do.
+    """Scales queries by their position, as Llama 4 does in layers without rotary embeddings.
 
-    The layer itself takes a token's place in the batch for its position. So ours multiplies, and the layer is switched off.
+    The layer itself would take a token's index in the batch for its position. So our attention scales, and the layer's scaling is
+    switched off.
     """
 
     scale: float
-    step: float  # tokens after which they grow
+    step: float  # tokens after which the factor grows
 
     def factors(self, positions: torch.Tensor) -> torch.Tensor:
-        """Of queries at ``positions``, in float32."""
+        """The factors of queries at ``positions``, in float32."""
         return torch.log1p(torch.floor((positions.float() + 1.0) / self.step)) * self.scale + 1.0
 
 
@@ -48,7 +49,7 @@ class AttentionLayer:
     """One layer, as its first call showed it."""
 
     module: nn.Module
-    window: Window | None  # None: a token sees all before it
+    window: Window | None  # None: a token sees all tokens before it
     num_q_heads: int
     num_kv_heads: int
     key_size: int
@@ -56,11 +57,11 @@ class AttentionLayer:
     has_softcap: bool
     has_sinks: bool
     temperature: Temperature | None
-    shared_with: int | None = None  # an earlier layer, whose K/V it reads; None: it has its own
+    shared_with: int | None = None  # an earlier layer whose K/V it reads; None: it has its own
 
 
 class _Mark:
-    """Stands for a mask on its way from the function that makes masks to the layers they are for."""
+    """Takes the place of a mask, between the function that makes masks and the layers that use them."""
 
     ndim = 4
     shape = (1, 1, 1, 1)
@@ -70,21 +71,21 @@ class _Mark:
         self.local_size = local_size
 
     def to(self, *_: Any, **__: Any) -> _Mark:
-        """A mask is moved to a device, or to a type."""
+        """A model may move a mask to a device or a dtype."""
         return self
 
     def __getitem__(self, _: Any) -> _Mark:
-        """Gemma 4 cuts masks to the queries whose logits are asked for; here these are all."""
+        """Gemma 4 cuts masks to the queries whose logits are wanted; here these are all."""
         return self
 
 
 def probe_layers(model: PreTrainedModel) -> list[AttentionLayer]:
-    """The attention layers of ``model``, in their order. It is left with another attention implementation.
+    """The attention layers of ``model`` in order. Changes the model's attention implementation.
 
-    Raises ModelError if a layer is called twice or wants something that we do not compute.
+    Raises ModelError if a layer is called twice, or needs something that we do not compute.
     """
     name = type(model).__name__
-    if model._is_stateful:  # what generate asks, too: such a model has more to keep than K/V
+    if model._is_stateful:  # transformers' ``generate`` checks this, too: such a model has more state than K/V
         raise ModelError(f"{name} keeps a recurrent state beside K/V: such models are not served yet")
     seen: list[AttentionLayer] = []
     keys: list[torch.Tensor] = []
@@ -110,7 +111,7 @@ def probe_layers(model: PreTrainedModel) -> list[AttentionLayer]:
         _PROBE, lambda *_, mask_function, local_size=None, **__: _Mark(mask_function, local_size)
     )
     model.set_attn_implementation(_PROBE)
-    # Also beside weights that have no memory (``transformers_outline.py``) tokens are real.
+    # The token positions are real even if the weights have no memory (``transformers_outline.py``).
     positions = torch.arange(_NUM_TOKENS, device="cpu" if model.device.type == "meta" else model.device)[None]
     try:
         with torch.inference_mode():
@@ -140,7 +141,7 @@ def probe_layers(model: PreTrainedModel) -> list[AttentionLayer]:
 
 
 def pool_layers(layers: list[AttentionLayer]) -> list[int]:
-    """Of each layer, the one of the pool that it reads: those that share another's K/V have none there."""
+    """For each layer, the pool's layer that it reads. Layers that share another's K/V have none of their own."""
     places: list[int] = []
     for layer in layers:
         places.append(max(places, default=-1) + 1 if layer.shared_with is None else places[layer.shared_with])
@@ -148,7 +149,7 @@ def pool_layers(layers: list[AttentionLayer]) -> list[int]:
 
 
 def own_windows(layers: list[AttentionLayer]) -> tuple[Window | None, ...]:
-    """Of the layers that have K/V of their own."""
+    """The windows of the layers that have their own K/V."""
     return tuple(layer.window for layer in layers if layer.shared_with is None)
 
 
@@ -189,7 +190,10 @@ def _temperature_of(module: Any) -> Temperature | None:
 
 
 def _window_of(name: str, mask: Any) -> Window | None:
-    """None for plain causal attention. Raises ModelError on a mask that is neither that, nor a sliding window, nor chunks."""
+    """The window of a mask; None for plain causal attention.
+
+    Raises ModelError on a mask that is neither causal, a sliding window, nor chunks.
+    """
     if mask is None:
         return None
     if not isinstance(mask, _Mark):
@@ -198,7 +202,7 @@ def _window_of(name: str, mask: Any) -> Window | None:
     last = 2 * (window or 0) + _NUM_TOKENS
     queries = keys = torch.arange(_NUM_TOKENS)
     if window:
-        # Around the edges of a window and of a chunk; a mask function is asked by positions alone.
+        # Positions around the edges of windows and chunks. A mask function depends only on positions.
         queries = _around(2 * window, last)
         keys = _around(8, window, last - window, 2 * window, last)
     queries, keys = queries[:, None], keys[None]
@@ -215,5 +219,5 @@ def _window_of(name: str, mask: Any) -> Window | None:
 
 
 def _around(*positions: int) -> torch.Tensor:
-    """Eight positions on both sides of each."""
+    """Eight positions on both sides of each given one."""
     return torch.cat([torch.arange(max(0, position - 8), position + 8) for position in positions])

@@ -1,8 +1,8 @@
-"""Any causal language model of transformers over our paged K/V: its layers, our attention, pool and products.
+"""Runs any causal language model of transformers over our paged K/V: its layers with our attention, pool and products.
 
-The model runs one step's tokens as a single row ``[1, num_tokens]`` of ragged sequences. Its attention layers call ``_attend``,
-which writes K/V into the pool and attends over the pool; no mask is made, as attention itself keeps sequences, causality and
-windows apart. Each layer has as many K/V heads there as it computes, and of its own sizes, rounded up to what kernels load at once.
+The model gets a step's tokens as one row ``[1, num_tokens]`` of ragged sequences. Its attention layers call ``_attend``, which
+writes K/V into the pool and attends over the pool. No mask is made: our attention itself separates sequences, and applies causality
+and windows. In the pool each layer has its own number of K/V heads and its own sizes, rounded up to what kernels load at once.
 """
 
 from __future__ import annotations
@@ -43,33 +43,33 @@ from kvrelay.engine.weights.reader import CheckpointReader
 
 _OURS = "kvrelay"
 _PLAIN = "eager"
-_LEAKING_ROPES = ("dynamic", "longrope")  # their factor follows the longest sequence of a batch
-_HEAD_SIZE_STEP = 16  # what attention kernels take
-_BOUND = "kvrelay_bound"  # an attention module's attribute
-_MOST_MODULES = 2**16  # layers, heads, experts: no model is near it, and to make so many would take for ever
+_LEAKING_ROPES = ("dynamic", "longrope")  # their factor depends on the longest sequence of a batch
+_HEAD_SIZE_STEP = 16  # attention kernels take multiples of this
+_BOUND = "kvrelay_bound"  # attribute of an attention module
+_MOST_MODULES = 2**16  # of layers, heads, experts: no model comes close, and making more would take forever
 _LOADING_ERRORS = (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError, StrictDataclassError)
 
 
 @dataclass(slots=True)
 class _Running:
-    """The step that the model runs at the moment."""
+    """The step that the model is running."""
 
     step: PagedStep | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class _Bound:
-    """What an attention module of a model is to us."""
+    """Our data about a model's attention module."""
 
     running: _Running
     index: int  # among the layers of the pool
-    writes: bool  # else it reads another's K/V
+    writes: bool  # False: it reads another layer's K/V
     sizes: KvSizes  # in the pool
     temperature: Temperature | None
 
 
 class TransformersModel:
-    """Runs one step's tokens through a model of transformers. Made by :func:`load_model`, then :meth:`bind`."""
+    """Runs one step's tokens through a transformers model. Made by :func:`load_model`; then call :meth:`bind`."""
 
     def __init__(self, model: PreTrainedModel, layers: list[AttentionLayer], shape: ModelShape) -> None:
         self.model = model
@@ -86,18 +86,21 @@ class TransformersModel:
             )
 
     def bind(self, ops: PagedOps, dtype: torch.dtype, adapt: Adapt | None = None) -> None:
-        """From now on products, norms and experts run by ``ops``, which need not be those of any step; weights are taken over."""
+        """Run products, norms and experts with ``ops`` from now on. Takes over the weights.
+
+        Steps may use other operations than ``ops``.
+        """
         replace_parts(self.model, ops, dtype, adapt)
         self._head, self._given = _head_of(self.model)
 
     def use_our_attention(self) -> None:
-        """Attention goes through the pool from now on."""
+        """Make attention use the pool from now on."""
         AttentionInterface.register(_OURS, _attend)
         self._set_attention(_OURS)
 
     @contextmanager
     def plain_attention(self) -> Iterator[None]:
-        """Between enter and exit attention is transformers' own, without the pool."""
+        """A context in which attention is transformers' own, without the pool."""
         self._set_attention(_PLAIN)
         try:
             yield
@@ -111,9 +114,9 @@ class TransformersModel:
                 setattr(layer.module, TEMPERATURE_SWITCH, name == _PLAIN)
 
     def forward(self, token_ids: torch.Tensor, step: PagedStep) -> torch.Tensor:
-        """Hidden states behind the last norm. ``token_ids`` ``[num_tokens]`` -> ``[num_tokens, hidden]``.
+        """Hidden states after the last norm: ``token_ids`` ``[num_tokens]`` -> ``[num_tokens, hidden]``.
 
-        Side effect: K/V of every token are written into the pool.
+        Side effect: writes the K/V of every token into the pool.
         """
         self._running.step = step
         try:
@@ -124,7 +127,7 @@ class TransformersModel:
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """``[n, hidden]`` -> ``[n, vocab]``, with the model's own scales and caps of logits."""
+        """``[n, hidden]`` -> ``[n, vocab]``, with the model's own scales and caps."""
         self._given.hidden = hidden[None]
         logits: torch.Tensor = self._head(
             input_ids=hidden.new_zeros(1, len(hidden), dtype=torch.int64), use_cache=False
@@ -134,29 +137,29 @@ class TransformersModel:
 
 @dataclass
 class _Decoded(MoeModelOutputWithPast):  # type: ignore[misc]  # transformers has no types
-    """What any decoder returns, all but the hidden states None."""
+    """A decoder's output in which everything but the hidden states is None."""
 
     cross_attentions: tuple[torch.Tensor, ...] | None = None
     shared_kv_states: tuple[torch.Tensor, ...] | None = None
 
 
 class _Given(nn.Module):
-    """In the decoder's place: hidden states that were computed already."""
+    """Takes the decoder's place and returns hidden states that were computed already."""
 
     hidden: torch.Tensor
 
     @property
     def decoder(self) -> _Given:
-        """Of models whose head reaches through their base model (OPT)."""
+        """For models whose head accesses the decoder through their base model (OPT)."""
         return self
 
     def forward(self, *_: Any, **__: Any) -> _Decoded:
-        """As a decoder returns them."""
+        """The hidden states in a decoder's output."""
         return _Decoded(last_hidden_state=self.hidden)
 
 
 def decoder_name(model: PreTrainedModel) -> str:
-    """The child that makes hidden states. Llama 4 names another one, of its images' models, as its base."""
+    """The name of the child that makes hidden states. Llama 4's base is another one, the image model's."""
     children: dict[str, nn.Module] = dict(model.named_children())
     if model.base_model_prefix in children:
         return str(model.base_model_prefix)
@@ -164,7 +167,7 @@ def decoder_name(model: PreTrainedModel) -> str:
 
 
 def _head_of(model: PreTrainedModel) -> tuple[PreTrainedModel, _Given]:
-    """The model with its own weights behind the decoder, and none of the decoder: what it makes of hidden states."""
+    """A copy of the model without its decoder: it turns hidden states into logits."""
     given = _Given()
     with torch.device("meta"):
         head = type(model)(model.config).eval()
@@ -184,7 +187,7 @@ def _attend(
     s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of transformers' interface: q ``[1, heads, num_tokens, head_dim]`` -> ``[1, num_tokens, heads, head_dim]``."""
+    """transformers' attention interface: q ``[1, heads, num_tokens, head_dim]`` -> ``[1, num_tokens, heads, head_dim]``."""
     bound: _Bound = getattr(module, _BOUND)
     step = bound.running.step
     assert step is not None, f"attention of layer {bound.index} outside a step"
@@ -200,7 +203,7 @@ def _attend(
 
 
 def _rows(heads: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """``[1, heads, num_tokens, size]`` -> ``[num_tokens, heads, head_dim]``, contiguous, zeros behind ``size``."""
+    """``[1, heads, num_tokens, size]`` -> ``[num_tokens, heads, head_dim]``, contiguous, padded with zeros after ``size``."""
     rows = heads[0].transpose(0, 1)
     return functional.pad(rows, (0, head_dim - rows.shape[2])) if rows.shape[2] < head_dim else rows.contiguous()
 
@@ -210,10 +213,10 @@ def load_model(
 ) -> TransformersModel:
     """Load the checkpoint in ``directory`` to ``device``, and find out what it asks of attention.
 
-    The weights pass the host's memory. No code of the checkpoint is run. All checks that need no memory for weights come first.
-    ``progress`` hears (bytes loaded, bytes in all).
+    Weights go through the host's memory. No code of the checkpoint runs. Whatever can be checked without memory for weights is
+    checked first. ``progress`` hears (bytes loaded, bytes in all).
 
-    Raises ModelError on what we do not serve, naming it.
+    Raises ModelError naming what is not supported.
     """
     check_files(directory, dtype)
     num_bytes = sum(path.stat().st_size for path in checkpoint_files(directory))
@@ -227,7 +230,7 @@ def load_model(
 
 
 def check_files(directory: Path, dtype: torch.dtype) -> None:
-    """Whether the checkpoint's files are those of the model. Takes no memory for weights. Raises ModelError."""
+    """Check that the checkpoint's files belong to the model. Takes no memory for weights. Raises ModelError."""
     headers = read_headers(directory)
     config = load_transformers_config(directory).get_text_config()
     check_layers(directory, int(config.num_hidden_layers), headers)
@@ -238,7 +241,7 @@ def check_files(directory: Path, dtype: torch.dtype) -> None:
 
 
 def load_transformers_config(directory: Path) -> PreTrainedConfig:
-    """``config.json`` as transformers understands it. Raises ModelError on a type that it does not know, or absurd counts."""
+    """``config.json`` as transformers reads it. Raises ModelError on an unknown type, or absurd counts."""
     try:
         config = transformers.AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
     except _LOADING_ERRORS as error:
@@ -250,18 +253,18 @@ def load_transformers_config(directory: Path) -> PreTrainedConfig:
 
 
 def load_full_config(directory: Path) -> PreTrainedConfig:
-    """As :func:`load_transformers_config`, of the model in full where the checkpoint is quantised."""
+    """Like :func:`load_transformers_config`; for a quantised checkpoint the config of the full model."""
     config = load_transformers_config(directory)
     if getattr(config, "quantization_config", None) is not None:
-        del config.quantization_config  # else transformers would want the library of its own for the format
+        del config.quantization_config  # otherwise transformers would require its own library for the format
     return config
 
 
 def _from_pretrained(directory: Path, dtype: torch.dtype, device_map: str | None) -> PreTrainedModel:
-    """The whole model. On "meta" it takes no memory, and the names and shapes of tensors are compared all the same."""
+    """The whole model. On "meta" it takes no memory, but names and shapes of tensors are still compared."""
     how: dict[str, Any] = {
         "dtype": dtype, "attn_implementation": _PLAIN, "output_loading_info": True, "device_map": device_map,
-        # Tensors of another shape are told, as those that are missing are; the library's own error does not name them.
+        # Tensors of another shape are then reported like missing ones; the library's own error does not name them.
         "ignore_mismatched_sizes": True,
     }  # fmt: skip
     try:
@@ -284,7 +287,7 @@ def _from_pretrained(directory: Path, dtype: torch.dtype, device_map: str | None
 
 
 def _dequantised(directory: Path, quantisation: Quantisation, how: dict[str, Any]) -> tuple[PreTrainedModel, Any]:
-    """A model in full from stored weights, and what transformers tells of its loading."""
+    """A full model from stored weights, and what transformers reports about loading."""
     config = load_full_config(directory)
     with torch.device("meta"):
         model_class = type(transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False))
@@ -301,7 +304,7 @@ def _dequantised(directory: Path, quantisation: Quantisation, how: dict[str, Any
 
 @dataclass(frozen=True, slots=True)
 class _Unread:
-    """A tensor of a checkpoint in a state dictionary: transformers reads each with ``[...]`` when it is its turn."""
+    """A checkpoint's tensor in a state dictionary; transformers reads it with ``[...]`` when it needs it."""
 
     reader: CheckpointReader
     name: str
@@ -316,7 +319,7 @@ def _not_loaded(directory: Path, error: Exception) -> ModelError:
 
 
 def pool_sizes(layers: list[AttentionLayer]) -> tuple[KvSizes, ...]:
-    """Of the layers that have K/V of their own. Kernels load so many numbers of a head at once that sizes are multiples of them."""
+    """The sizes of the layers with their own K/V, rounded up to multiples of what kernels load at once."""
 
     def stored(size: int) -> int:
         return -(-size // _HEAD_SIZE_STEP) * _HEAD_SIZE_STEP
@@ -329,14 +332,14 @@ def pool_sizes(layers: list[AttentionLayer]) -> tuple[KvSizes, ...]:
 
 
 def shape_of(model: PreTrainedModel, layers: list[AttentionLayer], dtype: torch.dtype) -> ModelShape:
-    """What pool, attention and sampler must know of a model whose attention layers are ``layers``."""
+    """The shape that pool, attention and sampler need, for a model with the attention layers ``layers``."""
     config = model.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
     longest = int(config.max_position_embeddings)
     per_kind = rope.values() if rope and all(isinstance(one, dict) for one in rope.values()) else [rope]
     for one in per_kind:
         if one.get("rope_type") in _LEAKING_ROPES:
-            # Up to there the factor is the same for all sequences; beyond, one sequence would change another's.
+            # Up to this length the factor is the same for all sequences. Beyond it, one sequence would change another's.
             longest = min(longest, int(one.get("original_max_position_embeddings") or longest))
     first, windows, sizes = layers[0], own_windows(layers), pool_sizes(layers)
     return ModelShape(
@@ -352,6 +355,6 @@ def shape_of(model: PreTrainedModel, layers: list[AttentionLayer], dtype: torch.
         has_softcaps=any(layer.has_softcap for layer in layers),
         has_sinks=any(layer.has_sinks for layer in layers),
         dtype=str(dtype).removeprefix("torch."),
-        # Another version may rotate, or round, otherwise.
+        # Another version may rotate or round differently.
         rope_text=f"{type(model).__name__} of transformers {transformers.__version__}",
     )

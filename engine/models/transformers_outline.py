@@ -1,7 +1,7 @@
-"""A model of transformers without its weights: whether we serve it, its shape and its size, from ``config.json`` alone.
+"""A transformers model without weights: whether we can serve it, its shape and its size, from ``config.json`` alone.
 
-Parameters have shapes and no memory (torch's device "meta"); what a layer computes of them is zeros, in real memory. So the gate's
-forward pass runs as ever: masks, positions and what a model asks of numbers on its way are real, only the products are not made.
+Parameters have shapes but no memory (torch's device "meta"). A layer's results become zeros in real memory. So the gate's forward
+pass runs as usual: masks, positions and numbers that the model reads are real, only the products are not computed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvrelay.common.errors import ModelError
 
 
 class NoWeights(TorchFunctionMode):
-    """While entered, an operation of tensors on "meta" and others gives zeros where the others are."""
+    """In this mode, an operation on tensors on "meta" and on other devices returns zeros on the other device."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -26,25 +26,25 @@ class NoWeights(TorchFunctionMode):
         kwargs = kwargs or {}
         there = {tensor.is_meta for tensor in _tensors((args, kwargs))}
         if func is torch.Tensor.__getitem__ and args[0].is_meta:
-            return func(*args, **kwargs)  # a part of a weight, picked by numbers that are read
+            return func(*args, **kwargs)  # indexing a weight by real numbers
         if True not in there or False not in there:
             try:
                 result = func(*args, **kwargs)
-            except NotImplementedError:  # a tensor without memory is copied to where others are
+            except NotImplementedError:  # copying a tensor without memory to a real device
                 return func(*_mapped(args, _real), **_mapped(kwargs, _real))
-            # A real tensor that is moved to where a weight is stays real.
+            # A real tensor that is moved to a weight's device stays real.
             return _mapped(result, _real) if False in there else result
         return _mapped(func(*_mapped(args, _meta), **_mapped(kwargs, _meta)), _real)
 
 
 def model_without_weights(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The causal language model of ``config``; its parameters take no memory. Raises ModelError if there is none."""
+    """The causal language model of ``config``, with parameters that take no memory. Raises ModelError if there is none."""
     try:
         with torch.device("meta"):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(
                 config, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
             )
-    except Exception as error:  # whatever a model's own code makes of a configuration
+    except Exception as error:  # a model's own code may raise anything
         raise ModelError(f"transformers makes no model of this config.json: {type(error).__name__}: {error}") from error
     return model.eval()
 
@@ -60,7 +60,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """``value`` with each of its tensors changed."""
+    """``value`` with ``change`` applied to each of its tensors."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, dict):

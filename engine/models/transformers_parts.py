@@ -1,8 +1,7 @@
-"""Parts of a model of transformers that run by a device's operations: products, norms, MLPs, experts.
+"""Replaces parts of a transformers model by a device's operations: products, norms, MLPs, experts.
 
-What is named alike need not be computed alike. So a norm or an MLP is replaced only if ours gives the same numbers on made-up rows.
-The check at load (:mod:`kvrelay.engine.models.transformers_check`) compares the whole model with itself before anything was
-replaced.
+Equal names do not imply equal computations. So a norm or an MLP is replaced only if ours gives the same numbers on made-up rows.
+The check at load (:mod:`kvrelay.engine.models.transformers_check`) compares the whole model with itself before any replacement.
 """
 
 from __future__ import annotations
@@ -21,35 +20,35 @@ from kvrelay.engine.weights.parameters import ExpertWeights
 
 _ROUTERS = ("Router", "Gate")
 _EXPERTS = "kvrelay"
-_BOUND = "kvrelay_experts"  # an attribute of a module of experts
+_BOUND = "kvrelay_experts"  # attribute of a module of experts
 _MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 _TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 0.02}  # relative
-_OTHERS = "grouped_mm"  # of transformers, for experts that are not bound
+_OTHERS = "grouped_mm"  # transformers' implementation, for experts that are not bound
 
 Adapt = Callable[[Linear, tuple[str, ...]], Linear]
-"""(a product, the layers by name whose outputs it has side by side) -> one that adapters may change"""
+"""(a product, the names of the layers whose outputs it has side by side) -> a product that adapters can change"""
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether it runs as a product of ours."""
+    """Whether our products can replace the module."""
     return type(module) is nn.Linear or type(module) is Conv1D
 
 
 def linear_shape(module: Any) -> tuple[int, int]:
-    """(outputs, inputs) of a module that ``is_linear``."""
+    """(outputs, inputs) of a module for which ``is_linear`` is true."""
     num_outputs, num_inputs = module.weight.shape if type(module) is nn.Linear else module.weight.T.shape
     return num_outputs, num_inputs
 
 
 def replace_parts(model: PreTrainedModel, ops: PagedOps, dtype: torch.dtype, adapt: Adapt | None = None) -> None:
-    """From now on these parts run in the form that ``ops`` are fastest with; each weight is taken over, one by one."""
+    """Replace parts by the forms that are fastest with ``ops``. Takes over the weights, one by one."""
     ExpertsInterface.register(_EXPERTS, _run_experts)
     model.set_experts_implementation(_EXPERTS)
     _replace_in(model, "", ops, dtype, adapt or (lambda linear, names: linear))
 
 
 def _replace_in(parent: nn.Module, path: str, ops: PagedOps, dtype: torch.dtype, adapt: Adapt) -> None:
-    # Routers are small, and multiply with their weights by themselves.
+    # Routers are small, and use their weights directly.
     is_router = any(word in type(parent).__name__ for word in _ROUTERS)
     for name, child in list(parent.named_children()):
         ours = None if is_router else _ours(child, path + name, ops, dtype, adapt)
@@ -60,7 +59,7 @@ def _replace_in(parent: nn.Module, path: str, ops: PagedOps, dtype: torch.dtype,
 
 
 def _ours(module: Any, name: str, ops: PagedOps, dtype: torch.dtype, adapt: Adapt) -> nn.Module | None:
-    """What goes in the module's place; experts are bound where they are."""
+    """The replacement of the module; experts are bound in place."""
     if is_linear(module):
         product = _product(ops, module)
         product.adapt(adapt, name)
@@ -78,15 +77,15 @@ def _ours(module: Any, name: str, ops: PagedOps, dtype: torch.dtype, adapt: Adap
 
 
 class _Product(nn.Module):
-    """A product in a layer's place."""
+    """A product in the place of a linear layer."""
 
     def __init__(self, linear: Linear, weight: torch.Tensor) -> None:
         super().__init__()
         self._linear = linear
-        self.register_buffer("weight", weight.new_empty(0), persistent=False)  # some models ask for its type
+        self.register_buffer("weight", weight.new_empty(0), persistent=False)  # some models read the weight's dtype
 
     def adapt(self, adapt: Adapt, *names: str) -> None:
-        """Adapters may change it from now on. ``names``: of its layers."""
+        """Let adapters change it. ``names``: its layers."""
         self._linear = adapt(self._linear, names)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -96,7 +95,7 @@ class _Product(nn.Module):
 
 
 def _product(ops: PagedOps, *layers: Any) -> _Product:
-    """Of all linear layers, their outputs side by side."""
+    """One product of all linear layers, with outputs side by side."""
     weights = [_weight_of(layer) for layer in layers]
     biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
     weight = torch.cat(weights) if len(layers) > 1 else weights[0]
@@ -104,13 +103,13 @@ def _product(ops: PagedOps, *layers: Any) -> _Product:
 
 
 def _weight_of(layer: Any) -> torch.Tensor:
-    """``[out, in]``, contiguous. GPT-2's Conv1D has it the other way round."""
+    """``[out, in]``, contiguous. GPT-2's Conv1D has it transposed."""
     weight: torch.Tensor = layer.weight.detach()
     return weight.T.contiguous() if type(layer) is Conv1D else weight
 
 
 class _Mlp(nn.Module):
-    """``down(silu(gate) * up)`` in a layer's place."""
+    """``down(silu(gate) * up)`` in the place of a layer."""
 
     def __init__(self, ops: PagedOps, mlp: Any) -> None:
         super().__init__()
@@ -119,7 +118,7 @@ class _Mlp(nn.Module):
         self._silu_mul = ops.silu_mul
 
     def adapt(self, adapt: Adapt, name: str) -> None:
-        """Adapters may change it from now on. ``name``: the module's whose place it takes."""
+        """Let adapters change it. ``name``: the module that it replaces."""
         self._gate_up.adapt(adapt, f"{name}.gate_proj", f"{name}.up_proj")
         self._down.adapt(adapt, f"{name}.down_proj")
 
@@ -131,7 +130,7 @@ class _Mlp(nn.Module):
 
 
 class _Norm(nn.Module):
-    """A norm in a layer's place."""
+    """A norm in the place of a layer."""
 
     def __init__(self, ops: PagedOps, weight: torch.Tensor, eps: float) -> None:
         super().__init__()
@@ -140,17 +139,17 @@ class _Norm(nn.Module):
         self._eps = eps
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Over the last dimension, in the same shape."""
+        """Norm over the last dimension; keeps the shape."""
         flat = self._rms_norm(hidden.reshape(-1, hidden.shape[-1]), self._weight, self._eps)
         return flat.view(hidden.shape)
 
 
 def _norm_like(module: nn.Module, ops: PagedOps, dtype: torch.dtype) -> _Norm | None:
-    """Ours with the same results, where the weight counts as it is or (Gemma) on top of 1; None if neither is it."""
+    """Our norm if it has the same results, with the weight as it is or (Gemma) plus 1; else None."""
     weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if not isinstance(weight, torch.Tensor) or weight.dim() != 1 or not isinstance(eps, float):
         return None
-    rows = _rows(len(weight), weight.device, dtype, eps**0.5)  # of the last, half is eps
+    rows = _rows(len(weight), weight.device, dtype, eps**0.5)  # in the last row, half of the denominator is eps
     expected = module(rows)
     for offset in (0.0, 1.0):
         norm = _Norm(ops, (weight.detach().float() + offset).to(dtype), eps)
@@ -160,7 +159,7 @@ def _norm_like(module: nn.Module, ops: PagedOps, dtype: torch.dtype) -> _Norm | 
 
 
 def _mlp_like(module: Any, ops: PagedOps, dtype: torch.dtype) -> _Mlp | None:
-    """Ours, if it has the same results."""
+    """Our MLP if it has the same results, else None."""
     rows = _rows(module.up_proj.in_features, module.up_proj.weight.device, dtype)
     expected = module(rows)
     mlp = _Mlp(ops, module)
@@ -168,19 +167,22 @@ def _mlp_like(module: Any, ops: PagedOps, dtype: torch.dtype) -> _Mlp | None:
 
 
 def _rows(width: int, device: torch.device, dtype: torch.dtype, least: float = 0.1) -> torch.Tensor:
-    """``[3, width]``, large numbers and small ones."""
+    """``[3, width]`` with large and small numbers."""
     sizes = torch.tensor([[30.0], [1.0], [least]])
     return (torch.randn(3, width, generator=torch.Generator().manual_seed(4)) * sizes).to(device, dtype)
 
 
 def _is_close(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Row by row."""
+    """Compares row by row."""
     distance = (found.float() - expected.float()).norm(dim=-1) / expected.float().norm(dim=-1)
     return bool((distance <= _TOLERANCES[found.dtype]).all())
 
 
 def _bound_experts(module: Any, ops: PagedOps) -> Experts:
-    """Of a class that ``use_experts_implementation`` decorates, which says how its weights lie. They are taken over."""
+    """Our experts for a class that ``use_experts_implementation`` decorates, which describes its weights' layout.
+
+    Takes over the weights.
+    """
     names = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
 
     def weight(name: str) -> torch.Tensor:
@@ -195,7 +197,7 @@ def _bound_experts(module: Any, ops: PagedOps) -> Experts:
 
 
 def _run_experts(module: Any, hidden: torch.Tensor, expert_ids: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-    """Experts of transformers' interface. An id behind the last expert stands for none."""
+    """transformers' interface of experts. An id after the last expert's stands for no expert."""
     experts: Experts | None = getattr(module, _BOUND, None)
     if experts is None:
         others: torch.Tensor = ExpertsInterface()[_OTHERS](module, hidden, expert_ids, factors)

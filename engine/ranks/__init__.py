@@ -1,1 +1,1 @@
-"""Processes that compute each step together, each its part of the model: the leader's, and its ranks'."""
+"""Several processes that compute each step together, each with its part of the model: the leader and its ranks."""

@@ -1,11 +1,11 @@
-"""Adapters of an engine of several ranks: each loads its part, of its own layers and its own cut, when the leader says so.
+"""Adapters of an engine with several ranks: each rank loads its own part when the leader says so.
 
     leader   LoadAdapter ─▶ its own part, too           ─▶ hears all ranks, then plans may name the slot
     rank                    its part of the files ─▶ AdapterLoaded
 
-Steps go on meanwhile, as a rank loads on a thread of its own. A slot has an adapter on all ranks or on none, and all of them have
-found the same digest: files may differ between hosts. A slot is freed in order with plans, so behind each step that the leader
-launched before: a rank may not have begun with one of them that has a row of a sequence that is over.
+Steps go on meanwhile, because a rank loads on a separate thread. A slot has an adapter on all ranks or on none. All ranks have
+checked the same digest, because files may differ between hosts. A slot is freed in order with plans, so after each step that the
+leader launched before: a rank may not yet have begun such a step with a row of a finished sequence.
 """
 
 from __future__ import annotations
@@ -22,20 +22,23 @@ from kvrelay.common.adapter_files import AdapterAbsentError, AdapterError, Adapt
 from kvrelay.engine.ranks.messages import AdapterLoaded, LoadAdapter, UnloadAdapter
 from kvrelay.engine.step.interface import AdapterSlots
 
-_ABSENT, _REFUSED = "absent", "refused"  # kinds of failures; else the name of another error's class
+_ABSENT, _REFUSED = "absent", "refused"  # kinds of failures; other errors use their class's name
 
 
 class RankAdapters:
-    """The rank's end. ``take`` is the thread's that computes steps."""
+    """The rank's end. Call ``take`` on the thread that computes steps."""
 
     def __init__(self, slots: AdapterSlots, root: Path | None, send: Callable[[AdapterLoaded], None]) -> None:
-        """``slots``: of the rank's part. ``root``: where adapters lie here; None: where the leader says. ``send``: to it."""
+        """``slots``: of the rank's part. ``root``: the adapters' directory here; None: the leader's.
+
+        ``send``: sends to the leader.
+        """
         self._slots = slots
         self._root = root
         self._send = send
 
     def take(self, message: LoadAdapter | UnloadAdapter) -> None:
-        """Begin to load, or free a slot. One at a time: a leader hears of each load before it says anything else."""
+        """Begin to load, or free a slot. One at a time: the leader waits for the answer to each load."""
         if isinstance(message, UnloadAdapter):
             self._slots.unload(message.slot)
         else:
@@ -43,7 +46,7 @@ class RankAdapters:
 
     def _answer(self, message: LoadAdapter) -> None:
         answer = self._load(message)
-        with contextlib.suppress(OSError):  # the leader is gone, and the process about to end
+        with contextlib.suppress(OSError):  # the leader is gone, and this process is about to end
             self._send(answer)
 
     def _load(self, message: LoadAdapter) -> AdapterLoaded:
@@ -56,26 +59,26 @@ class RankAdapters:
             return AdapterLoaded(str(error), _ABSENT)
         except AdapterError as error:
             return AdapterLoaded(str(error), _REFUSED)
-        except Exception as error:  # memory that is not there, for instance: it must end this load alone
+        except Exception as error:  # such as missing memory: it must end only this load
             return AdapterLoaded(str(error), type(error).__name__)
         return AdapterLoaded()
 
 
 class OtherRank(Protocol):
-    """What the leader needs of a rank (:class:`kvrelay.engine.ranks.rank.Rank`)."""
+    """The leader's view of a rank (:class:`kvrelay.engine.ranks.rank.Rank`)."""
 
     def send(self, message: bytes) -> None:
-        """An encoded message. What is sent to one that is lost goes nowhere."""
+        """Send an encoded message. Does nothing if the rank is lost."""
 
     def take_adapter(self) -> AdapterLoaded:
-        """The answer to the oldest load, waited for; a failure of a rank that is lost."""
+        """Wait for the answer to the oldest load; a failure if the rank is lost."""
 
 
 class RankedAdapters:
     """The leader's end. Implements :class:`kvrelay.engine.step.interface.AdapterSlots`."""
 
     def __init__(self, own: AdapterSlots, others: Sequence[OtherRank]) -> None:
-        """``own``: of the leader's part. ``others``: from rank 1 on."""
+        """``own``: of the leader's part. ``others``: the ranks from 1 on."""
         self._own = own
         self._others = others
 
@@ -85,11 +88,11 @@ class RankedAdapters:
         return self._own.num_slots
 
     def nbytes(self, files: AdapterFiles) -> int:
-        """See AdapterSlots. Of the whole adapter: no rank holds more than that."""
+        """See AdapterSlots. The size of the whole adapter: no rank holds more than that."""
         return self._own.nbytes(files)
 
     def load(self, slot: int, directory: Path, digest: str) -> None:
-        """See AdapterSlots. Raises RuntimeError if a rank cannot load its part for another reason, or is gone."""
+        """See AdapterSlots. Also raises RuntimeError if a rank is lost, or cannot load its part for another reason."""
         _tell(self._others, LoadAdapter(slot, str(directory), digest))
         own: Exception | None = None
         try:

@@ -1,7 +1,7 @@
-"""How a rank finds its leader on another host, and what it has in common with the host's own process.
+"""How a rank on another host finds its leader, and its line to its host's own process.
 
-The host's process (:mod:`kvrelay.engine.ranks.host`) starts ranks before there is a leader. They look for one until it is there,
-and end with it; then they are started anew for the next one.
+The host's process (:mod:`kvrelay.engine.ranks.host`) starts ranks before there is a leader. They look for a leader until there is
+one, and end with it. Then they are started again for the next one.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ _AGAIN_S = 0.5
 
 
 class NoLeaderError(KvrelayError):
-    """Who is there is not this rank's leader, or is not any more."""
+    """The process at the address is not, or no longer, this rank's leader."""
 
 
 class Host:
-    """The rank's end of the line to its host's process, which hears signs of life, and whose end it does not survive."""
+    """The rank's end of the line to its host's process. It sends signs of life, and the rank ends when the host's process ends."""
 
     def __init__(self, link: Link[Leave]) -> None:
-        """From now on."""
-        self.leave: Callable[[], None] = lambda: os._exit(0)  # what to do when the host is asked to end
+        """Starts both at once."""
+        self.leave: Callable[[], None] = lambda: os._exit(0)  # called when the host is asked to end
         self._link = link
         for work in (self._listen, self._beat):
             threading.Thread(target=work, daemon=True).start()
 
     def send(self, message: Any) -> None:
-        """What becomes of it does not matter."""
+        """Send, and ignore errors."""
         with contextlib.suppress(OSError):
             self._link.send(message)
 
@@ -59,7 +59,7 @@ class Host:
 
 
 def find_leader(environment: Mapping[str, str], secret: bytes) -> tuple[Link[ToRank], Link[Any], dict[str, str]]:
-    """Links for plans and for blocks, and torchrun's variables for the meeting. Waits for as long as there is no leader.
+    """Links for plans and for blocks, and torchrun's variables for the meeting. Waits until there is a leader.
 
     ``environment``: see NodePlace. Raises NoLeaderError.
     """
@@ -71,8 +71,8 @@ def find_leader(environment: Mapping[str, str], secret: bytes) -> tuple[Link[ToR
     plans = _call(address, secret, hello)
     blocks = _call(address, secret, msgspec.structs.replace(hello, carries_blocks=True))
     try:
-        while (told := plans.receive(_AGAIN_S)) is None:  # ranks of other hosts are not there yet
-            plans.send(Alive(0))  # by which it is noticed that the leader's host is gone
+        while (told := plans.receive(_AGAIN_S)) is None:  # ranks of other hosts have not arrived yet
+            plans.send(Alive(0))  # fails if the leader's host is gone
             if blocks.is_over(0):
                 raise EOFError("the link for blocks is over")
     except (EOFError, OSError) as error:
@@ -86,7 +86,7 @@ def _call(address: tuple[str, int], secret: bytes, hello: Hello) -> Link[FromLea
     while True:
         try:
             stream = socket.create_connection(address, _CONNECT_S)
-        except OSError:  # nobody is there, or the name does not lead anywhere yet
+        except OSError:  # no leader is listening, or the name does not resolve yet
             time.sleep(_AGAIN_S)
             continue
         try:

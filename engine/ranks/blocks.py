@@ -1,10 +1,10 @@
-"""Blocks of a rank whose pool its leader cannot reach: through memory that both have, one block at a time, on a link of their own.
+"""Blocks of a rank whose pool its leader cannot access. They go through shared memory, one at a time, with a link of their own.
 
     leader   Fetch ─▶            ─▶ reads the memory         fills the memory ─▶ Put ─▶            ─▶ launches steps
     rank              copies ─▶ Moved                                                   copies ─▶ Moved
 
-A step that is launched behind ``Moved`` sees what was put; what a step has computed can be fetched when the leader's part of it has
-returned. Copies run beside steps.
+A step launched after ``Moved`` sees the block that was put. A block that a step computed can be fetched when the leader's part of
+the step has returned. Copies run beside steps.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Fetch(msgspec.Struct, frozen=True, tag=True):
-    """Copy a block into the memory."""
+    """Copy a block into the shared memory."""
 
     block_id: int
 
 
 class Put(msgspec.Struct, frozen=True, tag=True):
-    """Copy the memory into a block."""
+    """Copy the shared memory into a block."""
 
     block_id: int
 
 
 class Moved(msgspec.Struct, frozen=True, tag=True):
-    """It is done; or not, and why."""
+    """The copy is done, or failed, with the reason."""
 
     failed: str | None = None
 
@@ -48,7 +48,7 @@ ToBlocks = Fetch | Put
 
 
 class BlockServer:
-    """The rank's end. ``serve`` is one thread's."""
+    """The rank's end. One thread calls ``serve``."""
 
     def __init__(self, link: Link[ToBlocks], blocks: torch.Tensor, memory: int, device: CopyDevice) -> None:
         """``blocks``: the pool's bytes, ``[num_blocks, block_nbytes]`` uint8, on ``device``. ``memory``: a descriptor."""
@@ -59,14 +59,14 @@ class BlockServer:
         self._memory = torch.from_numpy(shared_bytes(memory, blocks.shape[1]))
 
     def serve(self) -> None:
-        """Until the leader ends."""
+        """Serve until the leader ends."""
         try:
             while (message := self._link.receive()) is not None:
                 self._link.send(Moved(self._move(message)))
         except (EOFError, OSError):
             pass
         finally:
-            self._link.shut()  # whoever waits for a block hears that there will be none
+            self._link.shut()  # threads that wait for a block get an error
 
     def _move(self, message: ToBlocks) -> str | None:
         block = self._blocks[message.block_id]
@@ -82,7 +82,7 @@ class BlocksOfRank:
     """The leader's end. Implements :class:`kvrelay.engine.kv.gathered.Part`. Any thread."""
 
     def __init__(self, link: Link[Moved], memory: int, block_nbytes: int) -> None:
-        """``memory``: the rank's descriptor, behind its :class:`BlockServer`."""
+        """``memory``: descriptor of the memory shared with the rank's :class:`BlockServer`."""
         self._link = link
         self._memory = shared_bytes(memory, block_nbytes)
         self._lock = threading.Lock()
@@ -112,10 +112,10 @@ class BlocksOfRank:
 
 
 class OwnBlocks:
-    """A leader's own part on a GPU. Implements :class:`kvrelay.engine.kv.gathered.Part`. Any thread."""
+    """The leader's own part on a GPU. Implements :class:`kvrelay.engine.kv.gathered.Part`. Any thread."""
 
     def __init__(self, blocks: torch.Tensor, device: CopyDevice) -> None:
-        """``blocks``: as of a BlockServer."""
+        """``blocks``: as for a BlockServer."""
         self._blocks = blocks
         self._device = device
         self._memory = torch.empty(blocks.shape[1], dtype=torch.uint8)
@@ -137,5 +137,5 @@ class OwnBlocks:
 
 
 def shared_bytes(descriptor: int, nbytes: int) -> Bytes:
-    """Memory that a rank shares with its leader."""
+    """Memory that a rank and its leader share."""
     return np.frombuffer(mmap.mmap(descriptor, nbytes), dtype=np.uint8)

@@ -1,10 +1,10 @@
-"""Blocks of a rank on another host: their bytes travel on a link of their own, one block at a time.
+"""Blocks of a rank on another host: their bytes travel over a link of their own, one block at a time.
 
     leader   Fetch ─▶                  ─▶ reads them         fills memory ─▶ Put with bytes ─▶            ─▶ launches steps
     rank              copies ─▶ Moved with bytes                                                copies ─▶ Moved
 
-Which step sees what is as in :mod:`kvrelay.engine.ranks.blocks`. The link also carries signs of the leader's life, as nobody looks
-at the other one in the middle of a step.
+Which step sees which block is as in :mod:`kvrelay.engine.ranks.blocks`. The link also carries the leader's signs of life, because
+the other link is not read in the middle of a step.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class Fetch(msgspec.Struct, frozen=True, tag=True):
 
 
 class Put(msgspec.Struct, frozen=True, tag=True):
-    """Copy this into a block."""
+    """Copy these bytes into a block."""
 
     block_id: int
     data: bytes
 
 
 class Moved(msgspec.Struct, frozen=True, tag=True):
-    """It is done, and this is the block that was asked for; or not, and why."""
+    """The copy is done, with the bytes of a fetched block; or it failed, with the reason."""
 
     data: bytes = b""
     failed: str | None = None
@@ -49,20 +49,22 @@ ToCarrier = Fetch | Put | Alive
 
 
 class BlockCarrier:
-    """The rank's end. ``serve`` is one thread's, from the moment that the rank has a leader."""
+    """The rank's end. One thread calls ``serve``, from the moment that the rank has a leader."""
 
     def __init__(self, link: Link[ToCarrier]) -> None:
         self._link = link
         self._pool: tuple[torch.Tensor, torch.Tensor, CopyDevice | None] | None = None
 
     def give(self, blocks: torch.Tensor, device: CopyDevice | None) -> None:
-        """The pool's bytes, ``[num_blocks, block_nbytes]`` uint8, and what copies them; None: they are this host's memory."""
+        """Set the pool's bytes, ``[num_blocks, block_nbytes]`` uint8, and the device that copies them; None: they are in this
+        host's memory.
+        """
         nbytes = blocks.shape[1]
         memory = torch.empty(nbytes, dtype=torch.uint8) if device is None else device.pinned(nbytes)
         self._pool = blocks, memory, device
 
     def serve(self) -> str:
-        """Until the leader ends; returns how that was noticed."""
+        """Serve until the leader ends. Returns how that was noticed."""
         try:
             while (message := self._link.receive(SILENT_S)) is not None:
                 if not isinstance(message, Alive):
@@ -70,7 +72,7 @@ class BlockCarrier:
         except (EOFError, OSError) as error:
             return f"the leader is gone: {error}"
         finally:
-            self._link.shut()  # whoever waits for a block hears that there will be none
+            self._link.shut()  # threads that wait for a block get an error
         return f"the leader has been silent for {SILENT_S:g} s: it hangs, or its host is gone"
 
     def _move(self, message: Fetch | Put) -> Moved:

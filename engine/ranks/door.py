@@ -1,7 +1,7 @@
-"""Where ranks of other hosts come to their leader: each with two links, one for plans and one for its blocks.
+"""Where ranks of other hosts connect to their leader, each with two links: one for plans and one for blocks.
 
-Whoever connects gets some seconds to agree on a seal and to say who it is. What cannot be a rank of this worker is told why, if it
-has the secret, and forgotten.
+A new connection gets some seconds to agree on a seal and to identify itself. If it cannot be a rank of this worker, it is told why
+(if it has the secret) and dropped.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from kvrelay.engine.ranks.remote import Arrived
 
 logger = logging.getLogger(__name__)
 
-_HELLO_S = 5.0  # what a connection may take to say who it is
-_NUM_NAMED = 1000  # strangers that have a line in the log
+_HELLO_S = 5.0  # time for a connection to identify itself
+_NUM_NAMED = 1000  # rejected connections that get a log line
 _HELLO_BYTES = 4096
-_AT_ONCE = 64  # connections that have not said it yet; more are closed
-_BIND_S = 60.0  # how long a leader's own name may take to lead to it: names of pods that are new do
+_AT_ONCE = 64  # connections that are not yet identified; more are closed
+_BIND_S = 60.0  # time for the leader's own name to resolve to it: names of new pods take a while
 _BIND_AGAIN_S = 0.5
 
 
@@ -35,10 +35,10 @@ class Door:
     """Listens from construction to ``close``."""
 
     def __init__(self, nodes: OtherNodes) -> None:
-        """Raises SettingsError if this machine cannot listen where the others look for it."""
+        """Raises SettingsError if this machine cannot listen at the address that the others use."""
         self._nodes = nodes
         self._awaited = range(nodes.place.num_local, nodes.place.num_ranks)
-        self._halves: dict[int, tuple[Hello, Link[Hello]]] = {}  # by rank: one of its links
+        self._halves: dict[int, tuple[Hello, Link[Hello]]] = {}  # by rank: the first of its two links
         self._arrived: dict[int, Arrived] = {}
         self._changed = threading.Condition()
         self._is_closed = False
@@ -49,7 +49,7 @@ class Door:
         self._thread.start()
 
     def wait(self, timeout_s: float) -> list[Arrived]:
-        """All that are awaited, in the order of ranks. Raises ModelError, naming who is missing, if they do not come in time."""
+        """All expected ranks, in order. Raises ModelError naming missing ones if they do not arrive in time."""
         with self._changed:
             if self._changed.wait_for(self._is_complete, timeout_s):
                 arrived, self._arrived = self._arrived, {}
@@ -63,7 +63,7 @@ class Door:
         )
 
     def close(self) -> None:
-        """Nobody comes in any more; who came and was not taken is sent away."""
+        """Stop listening, and send away ranks that arrived but were not taken."""
         self._is_closed = True
         self._listening.shutdown(socket.SHUT_RDWR)
         self._thread.join()
@@ -88,7 +88,7 @@ class Door:
             except OSError:
                 if self._is_closed:
                     return
-                time.sleep(_BIND_AGAIN_S)  # no descriptors, for example
+                time.sleep(_BIND_AGAIN_S)  # such as no free descriptors
                 continue
             if not self._strangers.acquire(blocking=False):
                 stream.close()
@@ -96,7 +96,7 @@ class Door:
             threading.Thread(target=self._meet, args=(stream, host), daemon=True).start()
 
     def _meet(self, stream: socket.socket, host: str) -> None:
-        limit = threading.Timer(_HELLO_S, _shut, (stream,))  # of all together, however slowly it speaks
+        limit = threading.Timer(_HELLO_S, _shut, (stream,))  # for the whole identification
         limit.start()
         try:
             link = sealed_link(stream, Hello, self._nodes.secret, calls=False)
@@ -122,13 +122,16 @@ class Door:
                 _send_away(one)
 
     def _take(self, hello: Hello, link: Link[Hello]) -> tuple[str | None, list[Link[Hello]]]:
-        """Under the lock. Why it cannot be taken, and the links that this concerns. Its two links come in any order."""
+        """Call under the lock. Why the link cannot be taken, and the links that this concerns.
+
+        A rank's two links arrive in any order.
+        """
         reason = self._why_not(hello)
         if reason is not None:
             return reason, [link]
         half = self._halves.get(hello.rank)
         if half is None or half[0].life != hello.life:
-            if half is not None:  # it tried before, in vain
+            if half is not None:  # an earlier, failed try
                 _send_away(half[1])
             self._halves[hello.rank] = hello, link
             return None, []

@@ -1,13 +1,13 @@
-"""An engine of several ranks: its leader's part in this process, the others' in theirs, each step on all of them.
+"""An engine of several ranks: the leader's part is in this process, the others' in theirs, and each step runs on all of them.
 
     leader   launch ─▶ plan to all ranks ─▶ its own part of the step ─▶ results
-    ranks              plan ─▶ their parts of the step, the same tokens; nobody asks for them
+    ranks              plan ─▶ their parts of the step, the same tokens, which are not collected
 
-Of several stages the last one has the tokens, and tells them (:mod:`kvrelay.engine.ranks.stages`).
+With several stages, the last one has the tokens and sends them (:mod:`kvrelay.engine.ranks.stages`).
 
-Ranks get plans in the order in which the engine got them, so they hold the same slots, and meet in the same collectives. What
-one of them cannot do, none may have done: whoever fails says so and waits for the same word of the other side. A step that fails
-on all ranks, because of what it was given, is as good as one that fails on one; any other failure ends the worker.
+Ranks get plans in the order in which the engine got them, so they hold the same slots and enter the same collectives. An action
+must succeed on all ranks or on none: a rank that fails says so and waits for the same message from the others. If a step fails on
+all ranks because of its input, only the step fails. Any other failure ends the worker.
 """
 
 from __future__ import annotations
@@ -65,11 +65,14 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """All ranks but the leader's. If one is lost, all are."""
+    """All ranks except the leader's. If one is lost, all are."""
 
     def __init__(self, num_ranks: int, nodes: OtherNodes | None = None) -> None:
-        """Waits for those of other ``nodes``, then starts those of this host. Raises ModelError or SettingsError if it cannot."""
-        self._lost: list[Rank] = []  # the first is the cause: the others are killed then
+        """Waits for the ranks of other ``nodes``, then starts those of this host.
+
+        Raises ModelError or SettingsError if it cannot.
+        """
+        self._lost: list[Rank] = []  # the first is the cause; the others are killed because of it
         self.others: list[Rank] = []
         try:
             remote = [] if nodes is None else self._come_in(nodes)
@@ -87,44 +90,44 @@ class Ranks:
 
     @property
     def lost(self) -> list[str]:
-        """Why they are of no use any more; empty if they are."""
+        """Why the ranks are lost; empty if they are not."""
         return [rank.lost for rank in self._lost[:1] if rank.lost is not None]
 
     def tell(self, message: Any) -> None:
-        """To all ranks."""
+        """Send a message to all ranks."""
         encoded = msgspec.msgpack.encode(message)
         for rank in self.others:
             rank.send(encoded)
 
     def join(self, settings: LoadSettings) -> RankGroup:
-        """They begin to load, and this process joins them. Raises ModelError if one cannot."""
+        """Make the ranks load, and join their group. Raises ModelError if one cannot."""
         self.tell(Load(settings))
         self.meet()
         (own, *_) = cuts_of(settings.model.tensor_parallel, settings.model.pipeline_parallel)
         return self._meeting.join(device_of(settings.model.device), own)
 
     def meet(self) -> None:
-        """Wait until all are where this process is while it loads. Raises ModelError if one does not come."""
+        """Wait until all ranks have reached the same point of loading as this process. Raises ModelError if one does not."""
         self._expect(Ready)
         self.tell(Go())
 
     def cards(self) -> list[ModelCard]:
-        """What they have loaded, once they have. Raises ModelError if one could not."""
+        """The ranks' model cards, once they have loaded. Raises ModelError if one could not load."""
         return [loaded.card for loaded in self._expect(Loaded)]
 
     def agree_on_failure(self, reason: str) -> bool:
-        """This process could not do what it told them to do, for ``reason``; whether they could not, either."""
+        """This process failed at what it told the ranks to do, for ``reason``. Returns whether all of them failed, too."""
         self.tell(Failed())
         end_s = time.monotonic() + AGREE_S
         silent = [one for one in self.others if not isinstance(one.take(max(0.0, end_s - time.monotonic())), Failed)]
         if silent:
-            # Others may wait for it in a collective that it has not entered.
+            # Other ranks may wait for this process in a collective that it has not entered.
             last = min(silent, key=lambda rank: rank.num_meetings)
             last.lose(f"is not where its leader is, which failed: {reason}")
         return not silent
 
     def results(self, rank: int, timeout_s: float) -> Stepped:
-        """What ``rank`` tells of the next step. Raises DeviceFailedError if one is lost, or it says nothing for so long."""
+        """What ``rank`` reports about the next step. Raises DeviceFailedError if a rank is lost, or is silent for ``timeout_s``."""
         teller = self.others[rank - 1]
         if not self.lost and (stepped := teller.take_results(timeout_s)) is not None:
             return stepped
@@ -133,12 +136,12 @@ class Ranks:
         raise DeviceFailedError(self.lost[0])
 
     def close(self) -> None:
-        """End them, and wait for that."""
+        """End the ranks, and wait for their end."""
         for rank in self.others:
             rank.close()
 
     def why_not_loaded(self) -> str | None:
-        """Why this process waited for them in vain while all load; None: not because of them."""
+        """While all load: why this process waited for the ranks in vain; None if they are not to blame."""
         told = [(one, one.take(AGREE_S)) for one in self.others]
         failed = {one.rank: its.reason for one, its in told if isinstance(its, Failed)}
         for lost in self._lost[:1]:
@@ -183,10 +186,10 @@ class RankedEngine:
     """Implements :class:`kvrelay.engine.step.interface.Engine`."""
 
     def __init__(self, own: TorchEngine, ranks: Ranks, group: RankGroup, store: BlockStore, last: Cut) -> None:
-        """``own``: the leader's part. Takes all over. ``last``: what the last rank has of the model."""
+        """``own``: the leader's part. Takes over all arguments. ``last``: the last rank's cut."""
         self._own = own
         self._num_stages = last.num_stages
-        self._first_of_last = last.number - last.rank  # that rank tells what its stage, the last, has sampled
+        self._first_of_last = last.number - last.rank  # this rank of the last stage reports the sampled tokens
         self._ranks = ranks
         self._group = group
         self._store = store
@@ -199,7 +202,7 @@ class RankedEngine:
         load_part: Callable[[RankPart], TorchEngine],
         nodes: OtherNodes | None = None,
     ) -> RankedEngine:
-        """``load_part`` loads this process's. Raises ModelError if a rank cannot join, or cannot load."""
+        """``load_part`` loads this process's part. Raises ModelError if a rank cannot join or load."""
         cuts = cuts_of(settings.model.tensor_parallel, settings.model.pipeline_parallel)
         ranks, group = Ranks(len(cuts), nodes), None
         try:
@@ -213,7 +216,7 @@ class RankedEngine:
             store = GatheredStore(geometry, num_blocks, _parts(own.blocks, ranks, geometry, cuts), num_stages)
             return cls(own, ranks, group, store, cuts[-1])
         except BaseException as error:
-            # Of a collective, perhaps, which waited for a rank that failed; the check of a model wraps it.
+            # Perhaps the error of a collective that waited for a failed rank; the check of a model wraps it.
             may_be_theirs = isinstance(error, RuntimeError) or isinstance(error.__cause__, RuntimeError)
             reason = ranks.why_not_loaded() if may_be_theirs else None
             ranks.close()
@@ -240,7 +243,7 @@ class RankedEngine:
 
     @property
     def runs_ahead(self) -> bool:
-        """See Engine. With stages, steps of other sequences are launched meanwhile."""
+        """See Engine. With stages, steps of other sequences are launched instead."""
         return self._own.runs_ahead and self._num_stages == 1
 
     @property
@@ -259,7 +262,7 @@ class RankedEngine:
         return _RankedStep(step, self) if self._num_stages == 1 else StagedStep(step, self._results)
 
     def sample(self, step: LaunchedStep, inputs: SamplingInputs) -> None:
-        """Sample a deferred ``step`` of the leader's part, and those of all others."""
+        """Sample a deferred ``step`` on the leader and on all ranks."""
         self._together(Sample(inputs), lambda: step.sample(inputs))
 
     def copy_blocks(self, pairs: Seq[tuple[int, int]]) -> None:
@@ -267,7 +270,7 @@ class RankedEngine:
         self._together(Copy(tuple(pairs)), lambda: self._own.copy_blocks(pairs))
 
     def check_device(self) -> None:
-        """See Engine. A rank that is lost is a device that has failed."""
+        """See Engine. A lost rank counts as a failed device."""
         for reason in self._ranks.lost:
             raise DeviceFailedError(reason)
         self._own.check_device()
@@ -283,11 +286,11 @@ class RankedEngine:
         self._own.close()
 
     def _results(self) -> Stepped:
-        """Of the oldest step. Ranks of each stage wait for those in front, and the leader for all."""
+        """The results of the oldest step. Ranks of each stage wait for those before, and the leader for all."""
         return self._ranks.results(self._first_of_last, TOGETHER_S * (self._num_stages + 1))
 
     def _together(self, message: Launch | Sample | Copy, act: Callable[[], T]) -> T:
-        """All ranks do what ``message`` says, this one by ``act``; or none does."""
+        """All ranks do what ``message`` says, and this process calls ``act``; or none does."""
         for reason in self._ranks.lost:
             raise DeviceFailedError(reason)
         self._ranks.tell(message)
@@ -300,8 +303,9 @@ class RankedEngine:
 
 
 class _RankedStep:
-    """Implements LaunchedStep. What the leader's part has written when it is done, the others' have, too: they met in its last
-    collective, which each enters behind its own K/V."""
+    """Implements LaunchedStep. When the leader's part is done, the other ranks have also written their K/V: they meet in its last
+    collective, which each enters after its own K/V.
+    """
 
     def __init__(self, own: LaunchedStep, engine: RankedEngine) -> None:
         self._own = own
@@ -319,7 +323,7 @@ class _RankedStep:
 
 
 def _parts(own: torch.Tensor, ranks: Ranks, geometry: KvGeometry, cuts: Seq[Cut]) -> list[Part]:
-    """The pools of all ranks; ``own``: the leader's, ``[num_blocks, block_nbytes]``. ``geometry``: of the whole model."""
+    """The pools of all ranks. ``own``: the leader's, ``[num_blocks, block_nbytes]``. ``geometry``: of the whole model."""
     device, num_blocks = own.device, len(own)
     first = OwnBlocks(own, CudaCopies(device)) if device.type == "cuda" else HostPart(own.numpy())
     parts = zip(ranks.others, cuts[1:], strict=True)

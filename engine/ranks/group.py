@@ -1,6 +1,6 @@
-"""The ranks of one engine under ``torch.distributed``, by torchrun's conventions.
+"""The ranks of one engine under ``torch.distributed``, with torchrun's conventions.
 
-There is one group in a process, as torch has one default group.
+A process has one group, because torch has one default group.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from kvrelay.engine.ranks.messages import TOGETHER_S
 from kvrelay.engine.ranks.nodes import LocalRank, rank_environment
 
 _SIOCGIFADDR = 0x8915  # <linux/sockios.h>
-# Ranks come to each collective at about the same time. Who dies or stops is noticed by its link, much sooner.
+# Ranks reach each collective at about the same time. Their links notice a dead or stopped rank much sooner.
 _TIMEOUT = timedelta(seconds=TOGETHER_S)
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 
 class Meeting:
-    """Where the ranks find each other. The leader opens it; ``environment`` tells the others on its host."""
+    """The ranks' meeting point. The leader opens it; ``environment`` describes it to the others on its host."""
 
     def __init__(self, store: Store, host: str, port: int, rank: int, num_ranks: int, local: LocalRank) -> None:
-        self.rank = rank  # that is here
+        self.rank = rank  # this process's rank
         self.num_ranks = num_ranks  # in all
         self.local = local
         self.port = port
@@ -41,10 +41,13 @@ class Meeting:
 
     @classmethod
     def open(cls, num_ranks: int, num_local: int | None = None, host: str = "127.0.0.1") -> Meeting:
-        """The leader's. Listens on ``host``, an address of this machine. ``num_local``: how many ranks are on it; None: all."""
+        """Open the meeting as leader, listening on ``host``, an address of this machine.
+
+        ``num_local``: ranks on this host; None: all.
+        """
         with socket.create_server((host, 0), family=_family(host)) as listening:
             port: int = listening.getsockname()[1]
-            # The store's own socket would listen on every address.
+            # A socket made by the store itself would listen on every address.
             store = TCPStore(
                 host, port, num_ranks, is_master=True, timeout=_TIMEOUT, wait_for_workers=False,
                 master_listen_fd=listening.detach(),
@@ -53,21 +56,21 @@ class Meeting:
 
     @classmethod
     def find(cls, environment: Mapping[str, str]) -> Meeting:
-        """The one that a rank's environment names. Raises RuntimeError if nobody is there."""
+        """The meeting that a rank's environment describes. Raises RuntimeError if it does not exist."""
         rank, num_ranks = int(environment["RANK"]), int(environment["WORLD_SIZE"])
         local = LocalRank(int(environment["LOCAL_RANK"]), int(environment["LOCAL_WORLD_SIZE"]))
         host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
         return cls(TCPStore(host, port, num_ranks, timeout=_TIMEOUT), host, port, rank, num_ranks, local)
 
     def environment(self, rank: int) -> dict[str, str]:
-        """Of a process on the leader's host."""
+        """The environment of a rank's process on the leader's host."""
         return rank_environment(self._host, self.port, LocalRank(rank, self.local.num_ranks), self.num_ranks)
 
     def join(self, device: torch.device, cut: Cut) -> RankGroup:
-        """This rank's place in the group; waits until all have joined. Raises RuntimeError if one does not.
+        """Join the group; waits until all ranks have joined. Raises RuntimeError if one does not.
 
-        ``cut``: its part of the model.
-        ``device``: of this rank's tensors. A GPU is the calling thread's own from now on, one for each rank of a host.
+        ``cut``: this rank's part of the model. ``device``: of its tensors. A GPU becomes the calling thread's current one; each
+        rank of a host has its own.
         """
         if device.type == "cuda":
             device = torch.device("cuda", self.local.rank)
@@ -81,12 +84,12 @@ class Meeting:
 class RankGroup:
     """Implements :class:`kvrelay.engine.models.ranks.Collectives` and ``StageLine``. One thread at a time.
 
-    Ranks of a stage are a group, and so are two ranks of neighbouring stages: with NCCL each has a stream of its own, so that what
-    is sent waits for nothing that comes.
+    The ranks of a stage are a group, and so are two ranks of neighbouring stages. With NCCL each group has its own stream, so that
+    sends do not wait for receives.
     """
 
     def __init__(self, store: Store, cut: Cut, device: torch.device, interface: str | None) -> None:
-        """See Meeting.join. ``interface``: the network's that leads to the others; None: as gloo and NCCL choose."""
+        """See Meeting.join. ``interface``: the network interface towards the others; None: gloo's and NCCL's own choice."""
         for backend in ("GLOO", "NCCL"):
             if interface is not None:
                 os.environ.setdefault(f"{backend}_SOCKET_IFNAME", interface)
@@ -99,20 +102,20 @@ class RankGroup:
         self._stage: dist.ProcessGroup | None = None  # None: all ranks
         self._in_front: dist.ProcessGroup | None = None
         self._behind: dist.ProcessGroup | None = None
-        self._sends: deque[dist.Work] = deque()  # that may not be over
+        self._sends: deque[dist.Work] = deque()  # sends that may not be over
         if cut.num_stages > 1:
             self._open_stages()
-        self.num_meetings = 0  # collectives that this rank has entered; any thread may look
+        self.num_meetings = 0  # number of collectives that this rank has entered; any thread may read it
 
     def _open_stages(self) -> None:
-        """All ranks call this."""
+        """Open the groups between stages. All ranks must call this."""
         cut, own = self._cut, self._cut.number
         for stage in range(cut.num_stages if cut.num_ranks > 1 else 0):
             ranks = range(stage * cut.num_ranks, (stage + 1) * cut.num_ranks)
             group = dist.new_group(list(ranks), timeout=_TIMEOUT)
             self._stage = group if own in ranks else self._stage
         for first in range((cut.num_stages - 1) * cut.num_ranks):
-            # The last of several stages waits for all that are in front, with the first step.
+            # With the first step, the last stage waits for all stages before it.
             group = dist.new_group([first, first + cut.num_ranks], timeout=_TIMEOUT * cut.num_stages)
             if own == first:
                 self._behind = group
@@ -146,9 +149,9 @@ class RankGroup:
         return hidden
 
     def send(self, hidden: torch.Tensor) -> None:
-        """See StageLine. Raises RuntimeError if an earlier one did not arrive."""
+        """See StageLine. Raises RuntimeError if an earlier send failed."""
         self.num_meetings += 1
-        # There are never more steps under way than stages: so many sends ago is over, or about to be.
+        # There are never more steps under way than stages, so the oldest send is over, or about to be.
         if len(self._sends) == self._cut.num_stages:
             self._sends.popleft().wait()
         work = dist.isend(hidden, group=self._behind, group_dst=1)
@@ -156,21 +159,21 @@ class RankGroup:
         self._sends.append(work)
 
     def close(self) -> None:
-        """Leave the group; the others cannot go on."""
+        """Leave the group; the others cannot continue."""
         dist.destroy_process_group()
 
 
 def _interface_towards(host: str) -> str | None:
-    """The network interface that ``host``, an address, is reached by; None: nobody knows, as with IPv6."""
+    """The network interface that reaches ``host``, an address; None if it cannot be found, as with IPv6."""
     with socket.socket(_family(host), socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))  # sends nothing
+        probe.connect((host, 9))  # connecting a datagram socket sends nothing
         own = ipaddress.ip_address(probe.getsockname()[0])
         if own.is_loopback:
             return "lo"
         for _, name in socket.if_nameindex() if own.version == 4 else ():
             try:
                 answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
-            except OSError:  # it has no address
+            except OSError:  # the interface has no address
                 continue
             if answer[20:24] == own.packed:
                 return name

@@ -1,7 +1,7 @@
-"""A node of a worker that is not its leader's: runs the processes of its ranks, again and again, each time for the next leader.
+"""A node of a worker without the leader: it runs the processes of its ranks again and again, for one leader after the other.
 
-It knows nothing of models and plans, and imports no torch. A rank's process ends with its leader; the next one then looks for a new
-leader. One that hangs is killed here, since a leader on another host cannot.
+It knows nothing of models and plans, and imports no torch. A rank's process ends with its leader; the next process looks for a new
+leader. A process that hangs is killed here, because a leader on another host cannot.
 """
 
 from __future__ import annotations
@@ -20,37 +20,37 @@ from kvrelay.engine.ranks.start import end, how_it_ended, start_rank
 
 logger = logging.getLogger(__name__)
 
-_HANGS_S = SILENT_S + 5.0  # later than its leader notices, which then can say why it ends
-_AGAIN_S = 1.0  # between the end of a process and the start of the next one
+_HANGS_S = SILENT_S + 5.0  # later than its leader's timeout, so that the leader can report the reason first
+_AGAIN_S = 1.0  # pause between the end of a process and the next start
 
 
 class RankHost:
     """All ranks of one node."""
 
     def __init__(self, place: NodePlace, secret: bytes, directories: HostDirectories) -> None:
-        """Starts them. ``secret``: the leader has it, too."""
+        """Starts the processes. ``secret``: shared with the leader."""
         self._ranks = [_HostedRank(rank, place, secret, directories) for rank in place.ranks]
 
     @property
     def pids(self) -> dict[int, int]:
-        """By rank, of the processes that run now."""
+        """The running processes by rank."""
         return {one.rank: one.pid for one in self._ranks if one.pid is not None}
 
     def not_live(self) -> list[str]:
-        """Ranks that nobody starts any more, for reasons that the log has."""
+        """Ranks that are not started any more; the log has the reasons."""
         return [f"nobody starts rank {one.rank}" for one in self._ranks if one.is_stuck]
 
     def leave(self) -> None:
-        """Tell the leader that this node is asked to end, and start no processes any more."""
+        """Tell the leader that this node is asked to end, and start no more processes."""
         for one in self._ranks:
             one.leave()
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether all have ended, as they do behind ``leave`` when their leader has finished what it has; waits for that."""
+        """Wait until all processes have ended, which after ``leave`` they do when their leader has finished. False on timeout."""
         return all(one.wait(timeout_s) for one in self._ranks)
 
     def close(self) -> None:
-        """End them, and wait for that."""
+        """End the processes, and wait for their end."""
         for one in self._ranks:
             one.close()
 
@@ -62,7 +62,7 @@ class _HostedRank:
         self._environment = place.environment(rank)
         self._secret = secret
         self._arguments = directories.arguments
-        self._link: Link[ToHost] | None = None  # of the process that runs now
+        self._link: Link[ToHost] | None = None  # to the running process
         self._leaving = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"rank-{rank}", daemon=True)
         self._thread.start()
@@ -112,8 +112,8 @@ class _HostedRank:
                 self._leaving.wait(_AGAIN_S)
 
     def _watch(self, link: Link[ToHost], process: subprocess.Popen[bytes]) -> str:
-        """Until it is over: why."""
-        if self._leaving.is_set():  # while it was started
+        """Watch the process until it is over. Returns why."""
+        if self._leaving.is_set():  # asked to leave while it was starting
             return "is not needed"
         patience_s = START_S
         try:

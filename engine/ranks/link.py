@@ -1,4 +1,4 @@
-"""Messages over a stream socket between two processes. Each is preceded by its size, and sealed between hosts."""
+"""Messages over a stream socket between two processes. Each has its size before it, and is sealed between hosts."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from kvrelay.engine.ranks.seal import Seal, agree
 
 T = TypeVar("T")
 
-_AGREE_S = 5.0  # what the other host may take to agree on a seal
-_UNCONFIRMED_MS = 15_000  # a host that does not confirm what it is sent is gone
+_AGREE_S = 5.0  # time for the other host to agree on a seal
+_UNCONFIRMED_MS = 15_000  # a host that does not acknowledge data for so long is gone
 _SIZE = struct.Struct("<I")
 
 
 class Link(Generic[T]):
-    """One end, which receives messages of type ``T``. Sends on any thread, receives on one."""
+    """One end, which receives messages of type ``T``. Any thread may send; one thread receives."""
 
     def __init__(self, stream: socket.socket, kinds: Any, seal: Seal | None = None) -> None:
-        """Takes ``stream`` over. ``kinds``: of what is received, a union of tagged structs. ``seal``: between hosts."""
+        """Takes over ``stream``. ``kinds``: the received messages, a union of tagged structs. ``seal``: between hosts."""
         self._stream = stream
         self._seal = seal
         self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(kinds)
@@ -36,30 +36,30 @@ class Link(Generic[T]):
 
     @property
     def own_host(self) -> str:
-        """Of a link between hosts: this end's address."""
+        """For a link between hosts: this end's address."""
         host: str = self._stream.getsockname()[0]
         return host
 
     @property
     def other_host(self) -> str:
-        """Of a link between hosts: the other end's address."""
+        """For a link between hosts: the other end's address."""
         host: str = self._stream.getpeername()[0]
         return host
 
     def send(self, message: Any) -> None:
-        """Raises OSError if the other end is gone."""
+        """Send a message. Raises OSError if the other end is gone."""
         self.send_encoded(msgspec.msgpack.encode(message))
 
     def send_encoded(self, message: bytes) -> None:
-        """The same, of a message that goes to several."""
+        """Like ``send``, for a message that is encoded once for several links."""
         with self._sending:
             data = message if self._seal is None else self._seal.close(message)
             self._stream.sendall(_SIZE.pack(len(data)) + data)
 
     def receive(self, timeout_s: float | None = None, *, max_bytes: int | None = None) -> T | None:
-        """The next message; None if none has begun to come in time.
+        """The next message; None if none begins to arrive in time.
 
-        Raises EOFError if the other end is gone, or is not who it should be, or sends more than ``max_bytes``.
+        Raises EOFError if the other end is gone, cannot open its seal, or sends more than ``max_bytes``.
         """
         if not self._incoming.poll(None if timeout_s is None else timeout_s * 1000):
             return None
@@ -70,20 +70,20 @@ class Link(Generic[T]):
         return self._decoder.decode(data if self._seal is None else self._seal.open(data))
 
     def then(self, kinds: Any) -> Link[Any]:
-        """The same link, from now on with messages of other ``kinds``. This one is not used any more."""
+        """The same link for messages of other ``kinds``. Do not use this object afterwards."""
         return Link(self._stream, kinds, self._seal)
 
     def is_over(self, timeout_s: float) -> bool:
-        """Whether the other end is gone, or goes in the meantime. Receives nothing; any one thread."""
+        """Whether the other end is gone, or leaves within ``timeout_s``. Receives nothing. One thread at a time."""
         return bool(self._over.poll(timeout_s * 1000))
 
     def shut(self) -> None:
-        """Both ends hear that it is over."""
-        with contextlib.suppress(OSError):  # the other end is gone already
+        """End the link for both ends."""
+        with contextlib.suppress(OSError):  # the other end is already gone
             self._stream.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Give the socket back. Nobody sends or receives any more."""
+        """Close the socket. No thread may send or receive any more."""
         self._stream.close()
 
     def _exactly(self, size: int) -> bytearray:
@@ -92,7 +92,7 @@ class Link(Generic[T]):
         while view:
             try:
                 count = self._stream.recv_into(view)
-            except OSError:  # also a host that does not answer any more
+            except OSError:  # also if the host does not answer any more
                 count = 0
             if not count:
                 raise EOFError("the other end is gone")
@@ -101,9 +101,9 @@ class Link(Generic[T]):
 
 
 def sealed_link(stream: socket.socket, kinds: Any, secret: bytes, *, calls: bool) -> Link[Any]:
-    """The end of a link to another host, over TCP; both have the ``secret``.
+    """One end of a TCP link to another host; both ends have the ``secret``. One end ``calls``.
 
-    Raises OSError or EOFError; then ``stream`` is still the caller's.
+    Raises OSError or EOFError; then the caller still owns ``stream``.
     """
     stream.settimeout(_AGREE_S)
     stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

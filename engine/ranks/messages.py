@@ -1,4 +1,6 @@
-"""What a leader and the processes of its ranks tell each other: plans down, life signs up; and how those of other hosts come in."""
+"""The messages between a leader and its ranks' processes: plans in one direction, signs of life in the other. Also how ranks of
+other hosts join.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +10,16 @@ from kvrelay.common.model_card import ModelCard
 from kvrelay.engine.settings import KvSettings, ModelSettings
 from kvrelay.engine.step.plan import RowResult, SamplingInputs, StepPlan
 
-AGREE_S = 10.0  # how much later than the others a rank may fail
-TOGETHER_S = 30.0  # what a rank may take to come to where others wait for it; of stages, each
-LOAD_S = 600.0  # how much longer than its leader a rank may take to start, and then to read its weights
-START_S = 120.0  # before a process's first sign of life: what it imports may come from a slow disk
-ALIVE_S = 1.0  # between signs of life
-SILENT_S = 15.0  # every process gives them, whatever it computes; who gives none for so long hangs
+AGREE_S = 10.0  # how much later than others a rank may report its failure
+TOGETHER_S = 30.0  # time for a rank to reach a point where others wait; with stages, for each stage
+LOAD_S = 600.0  # how much longer than its leader a rank may take to start, and then to load
+START_S = 120.0  # time until a process's first sign of life: imports may come from a slow disk
+ALIVE_S = 1.0  # interval of signs of life
+SILENT_S = 15.0  # a process that is silent for so long hangs; signs of life do not depend on what it computes
 
 
 class LoadSettings(msgspec.Struct, frozen=True):
-    """What an engine is loaded by, each rank's part the same."""
+    """The settings of an engine, the same for each rank's part."""
 
     model: ModelSettings
     kv: KvSettings
@@ -51,14 +53,14 @@ class Copy(msgspec.Struct, frozen=True, tag=True):
 
 
 class Stepped(msgspec.Struct, frozen=True, tag=True):
-    """Of several stages, the last one's first rank: what a step has brought, or why its tokens could not be sampled. In order."""
+    """From the last stage's first rank: a step's results, or why its tokens could not be sampled. In the order of steps."""
 
     results: list[RowResult] = []
     failed: str | None = None
 
 
 class LoadAdapter(msgspec.Struct, frozen=True, tag=True):
-    """Load your part of an adapter; see AdapterSlots.load. Other hosts have a folder of this name elsewhere."""
+    """Load your part of an adapter; see AdapterSlots.load. Other hosts have a folder of the same name in another directory."""
 
     slot: int
     directory: str
@@ -66,26 +68,26 @@ class LoadAdapter(msgspec.Struct, frozen=True, tag=True):
 
 
 class UnloadAdapter(msgspec.Struct, frozen=True, tag=True):
-    """Free a slot. Nobody waits for it: the next load comes behind it."""
+    """Free a slot. There is no answer: the next load follows it in order."""
 
     slot: int
 
 
 class AdapterLoaded(msgspec.Struct, frozen=True, tag=True):
-    """The part is there; or not, and why."""
+    """The part is loaded; or it failed, with the reason."""
 
     failed: str | None = None
     kind: str = ""  # of the failure; see :mod:`kvrelay.engine.ranks.adapters`
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """Whoever says so could not do the latest; both ways."""
+    """The sender could not do the latest action. In both directions."""
 
     reason: str = ""
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """What comes next takes all ranks: this one waits for ``Go``."""
+    """The next action needs all ranks; this one waits for ``Go``."""
 
 
 class Go(msgspec.Struct, frozen=True, tag=True):
@@ -93,15 +95,15 @@ class Go(msgspec.Struct, frozen=True, tag=True):
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):
-    """The part is there, and the pool in the memory that the leader gave."""
+    """The part is loaded, and the pool is in the memory that the leader gave."""
 
     card: ModelCard
 
 
 class Alive(msgspec.Struct, frozen=True, tag=True):
-    """Every second, whatever the rank computes."""
+    """Sent every second, whatever the rank computes."""
 
-    num_meetings: int  # collectives that it has entered
+    num_meetings: int  # number of collectives that the rank has entered
 
 
 class Logged(msgspec.Struct, frozen=True, tag=True):
@@ -112,7 +114,7 @@ class Logged(msgspec.Struct, frozen=True, tag=True):
 
 
 class Leaving(msgspec.Struct, frozen=True, tag=True):
-    """The rank's host is asked to end, and waits for the leader to finish what it has."""
+    """The rank's host is asked to end, and waits until the leader has finished its requests."""
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
@@ -122,9 +124,9 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     num_ranks: int
     num_nodes: int
     version: str  # of kvrelay
-    life: str  # made anew by each process: what its two links have in common
-    place: str  # the process and its host, for people
-    carries_blocks: bool  # whether it is the link that blocks travel on
+    life: str  # random for each process; identifies its two links
+    place: str  # the process and its host, for logs
+    carries_blocks: bool  # whether this is the link for blocks
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
@@ -140,7 +142,7 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
 
 class Leave(msgspec.Struct, frozen=True, tag=True):
-    """A host tells its ranks that it is asked to end."""
+    """A host's process tells its ranks that it is asked to end."""
 
 
 FromLeader = Welcome | Refused

@@ -1,7 +1,7 @@
-"""Which ranks of a worker lie on which host. Pure: settings in, places out.
+"""Which ranks of a worker are on which host. Pure: settings in, places out.
 
-Node 0 has the leader and the first ranks, every other one as many of the next. So between nodes of whole stages only hidden states
-travel. Processes are told by torchrun's variables.
+Node 0 has the leader and the first ranks; every other node has as many of the next. So between nodes of whole stages only hidden
+states travel. Processes get torchrun's variables.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvrelay.engine.settings import ModelSettings, NodeSettings
 
 @dataclass(frozen=True, slots=True)
 class LocalRank:
-    """A rank among those of its host."""
+    """A rank's position among those of its host."""
 
     rank: int
     num_ranks: int
@@ -24,12 +24,12 @@ class LocalRank:
 
 @dataclass(frozen=True, slots=True)
 class NodePlace:
-    """One node of a worker's."""
+    """One node of a worker."""
 
     node_rank: int
     num_nodes: int
-    num_ranks: int  # of the worker
-    leader: tuple[str, int]  # host and port of node 0, to which ranks of the other nodes come
+    num_ranks: int  # ranks of the worker
+    leader: tuple[str, int]  # host and port of node 0, where ranks of the other nodes connect
 
     @property
     def num_local(self) -> int:
@@ -38,11 +38,11 @@ class NodePlace:
 
     @property
     def ranks(self) -> range:
-        """Those of this node."""
+        """The ranks of this node."""
         return range(self.node_rank * self.num_local, (self.node_rank + 1) * self.num_local)
 
     def environment(self, rank: int) -> dict[str, str]:
-        """Of the process of one of them, on a node that is not the leader's."""
+        """The environment of a rank's process on a node without the leader."""
         local = LocalRank(rank - self.ranks.start, self.num_local)
         return rank_environment(*self.leader, local, self.num_ranks, self.ranks.start) | {
             "GROUP_RANK": str(self.node_rank),
@@ -52,19 +52,19 @@ class NodePlace:
 
 @dataclass(frozen=True, slots=True)
 class HostDirectories:
-    """Where a node that is not the leader's has what its ranks read."""
+    """The directories of a node without the leader, from which its ranks read."""
 
     model: str
     adapters: str | None = None
 
     @classmethod
     def of(cls, model: ModelSettings) -> HostDirectories:
-        """``model``: what that node was started with."""
+        """``model``: the settings that this node was started with."""
         return cls(model.model, model.adapters)
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """Of a rank's process."""
+        """The directories as arguments of a rank's process."""
         return "--model", self.model, *(() if self.adapters is None else ("--adapters", self.adapters))
 
     def over(self, leaders: ModelSettings) -> ModelSettings:
@@ -81,15 +81,15 @@ class HostDirectories:
 
 @dataclass(frozen=True, slots=True)
 class OtherNodes:
-    """What a leader has to know of the nodes that it is not on."""
+    """What a leader must know of the other nodes."""
 
     place: NodePlace
-    secret: bytes = field(repr=False)  # that their ranks have, too
-    on_leaving: Callable[[str], None]  # hears, on any thread, that one is asked to end, in words
+    secret: bytes = field(repr=False)  # shared with their ranks
+    on_leaving: Callable[[str], None]  # called on any thread with a message when a node is asked to end
 
 
 def place_of(settings: NodeSettings, num_ranks: int) -> NodePlace | None:
-    """This process's, of a worker of ``num_ranks``; None if it has one node. Raises SettingsError."""
+    """This process's node in a worker of ``num_ranks``; None if the worker has one node. Raises SettingsError."""
     num_nodes = settings.nodes
     if num_nodes == 1:
         for flag, value in (

@@ -17,11 +17,12 @@ from kvrelay.engine.ranks.start import end, how_it_ended, start_rank
 
 
 class RankProcess(Rank):
-    """On the leader's host."""
+    """A rank on the leader's host."""
 
     def __init__(self, rank: int, environment: Mapping[str, str], on_lost: Callable[[Rank], None]) -> None:
-        """Starts it. ``environment``: see Meeting."""
-        # For its KV pool, which the leader reads and writes; of a pool on a GPU for one block, by ``blocks``.
+        """Starts the process. ``environment``: see Meeting."""
+        # Memory for its KV pool, which the leader reads and writes. With a pool on a GPU: for one block, sent through
+        # ``blocks``.
         self._pool_memory = os.memfd_create(f"kvrelay-kv-{rank}")
         (ours, theirs), (our_blocks, their_blocks) = socket.socketpair(), socket.socketpair()
         with theirs, their_blocks:
@@ -29,11 +30,12 @@ class RankProcess(Rank):
             self._process = start_rank(environment, descriptors)
         link: Link[FromRank] = Link(ours, FromRank)
         self._blocks: Link[Moved] = Link(our_blocks, Moved)
-        super().__init__(rank, f"process {self.pid}", link, on_lost, lambda _: None)  # its host is the leader's
+        # Its host is the leader's, so ``on_leaving`` is not needed.
+        super().__init__(rank, f"process {self.pid}", link, on_lost, lambda _: None)
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """The process id."""
         return self._process.pid
 
     def kill(self) -> None:

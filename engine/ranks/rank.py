@@ -1,7 +1,7 @@
-"""A rank as its leader sees it, wherever it runs: told what to do, listened to, watched.
+"""A rank as its leader sees it, on any host: receives commands, reports, and is watched.
 
-A thread listens to each. A rank that ends, or says nothing for a while, is lost: it is ended, and ``on_lost`` hears of it. Whoever
-waits for it in a collective then gets an error instead of waiting on.
+A thread reads each rank's messages. A rank that ends or is silent for a while is lost: it is ended, and ``on_lost`` is called.
+Threads that wait for it in a collective then get an error.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class Rank(ABC):
-    """One rank but the leader."""
+    """One rank other than the leader."""
 
     def __init__(
         self,
@@ -36,10 +36,11 @@ class Rank(ABC):
         on_lost: Callable[[Rank], None],
         on_leaving: Callable[[str], None],
     ) -> None:
-        """``place``: its process, for people. ``on_lost``: hears of it on any thread, before ``take`` tells. ``on_leaving``: hears
-        that its host is asked to end."""
+        """``place``: its process, for logs. ``on_lost``: called on any thread, before ``take`` returns None. ``on_leaving``: called
+        when its host is asked to end.
+        """
         self.rank = rank
-        self.lost: str | None = None  # why it is of no use any more
+        self.lost: str | None = None  # why it is lost
         self.num_meetings = 0  # see Alive
         self._place = place
         self._link = link
@@ -58,10 +59,10 @@ class Rank(ABC):
 
     @abstractmethod
     def part(self, device: torch.device, num_blocks: int, block_nbytes: int) -> Part:
-        """Its physical blocks, so many of so many bytes, on a device of that kind."""
+        """Its ``num_blocks`` physical blocks of ``block_nbytes``, on a device of this kind."""
 
     def send(self, message: bytes) -> None:
-        """An encoded message. What is sent to one that is lost goes nowhere."""
+        """Send an encoded message. Does nothing if the rank is lost."""
         try:
             self._link.send_encoded(message)
         except OSError as error:
@@ -69,14 +70,14 @@ class Rank(ABC):
                 logger.debug("rank %d takes no message: %s", self.rank, error)
 
     def take(self, timeout_s: float | None = None) -> FromRank | None:
-        """The next message that nobody else waits for, as results; None if it comes too late, or the rank is lost."""
+        """The next message, except those for the other ``take_`` methods; None on timeout, or if the rank is lost."""
         try:
             return self._told.get(timeout=timeout_s)
         except queue.Empty:
             return None
 
     def take_results(self, timeout_s: float) -> Stepped | None:
-        """Of the next step, if it is the rank that tells them; None if they come too late, or the rank is lost."""
+        """The next step's results, from the rank that reports them; None on timeout, or if the rank is lost."""
         try:
             return self._stepped.get(timeout=timeout_s)
         except queue.Empty:
@@ -86,12 +87,12 @@ class Rank(ABC):
         """See :class:`kvrelay.engine.ranks.adapters.OtherRank`. One thread."""
         answer = self._adapters.get()
         if answer is None:
-            self._adapters.put(None)  # none will ever come
+            self._adapters.put(None)  # no answer will come
             return AdapterLoaded(self.lost or "its engine is closed", DeviceFailedError.__name__)
         return answer
 
     def lose(self, reason: str) -> None:
-        """It is of no use any more, and ends."""
+        """Mark it lost, and end it."""
         if self.lost is None:
             self.lost = f"rank {self.rank} ({self._place}) {reason}"
             self.kill()
@@ -100,7 +101,7 @@ class Rank(ABC):
             self._stepped.put(None)
 
     def close(self) -> None:
-        """End it, and wait for that."""
+        """End it, and wait for its end."""
         self._is_closing = True
         self._link.shut()
         self._end()
@@ -109,11 +110,11 @@ class Rank(ABC):
 
     @abstractmethod
     def _end(self) -> None:
-        """``close`` what is not the link, which is shut."""
+        """``close`` everything except the link, which is shut."""
 
     @abstractmethod
     def _how_it_ended(self, reason: EOFError) -> str:
-        """Its link is over."""
+        """Its link is over; say why."""
 
     def _listen(self) -> None:
         patience_s = START_S

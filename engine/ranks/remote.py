@@ -1,4 +1,4 @@
-"""The leader's end of a rank on another host: its two links, over TCP."""
+"""The leader's end of a rank on another host: two links over TCP."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvrelay.engine.ranks.rank import Rank
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """A rank that has come in, before anything is asked of it."""
+    """A rank that has connected, before it gets any message."""
 
     hello: Hello
     link: Link[Any]
@@ -27,21 +27,21 @@ class Arrived:
 
     @property
     def is_over(self) -> bool:
-        """Whether it is gone again."""
+        """Whether it has left again."""
         return self.link.is_over(0) or self.blocks.is_over(0)
 
     def close(self) -> None:
-        """It is not needed."""
+        """Send it away."""
         for link in (self.link, self.blocks):
             link.shut()
             link.close()
 
 
 class RemoteRank(Rank):
-    """It ends when its links do."""
+    """A rank on another host. It ends when its links do."""
 
     def __init__(self, arrived: Arrived, on_lost: Callable[[Rank], None], on_leaving: Callable[[str], None]) -> None:
-        """Takes the links over, and gives signs of life from now on."""
+        """Takes over the links, and starts sending signs of life."""
         self._blocks: Link[Moved] = arrived.blocks.then(Moved)
         self._closing = threading.Event()
         super().__init__(arrived.hello.rank, arrived.hello.place, arrived.link.then(FromRank), on_lost, on_leaving)
@@ -54,7 +54,7 @@ class RemoteRank(Rank):
         return self._link.own_host
 
     def kill(self) -> None:
-        """See Rank. One that hangs is killed by its host."""
+        """See Rank. If it hangs, its host kills it."""
         self._link.shut()
         self._blocks.shut()
 

@@ -1,8 +1,8 @@
-"""Encryption of a stream between two hosts of one worker, agreed on when it begins.
+"""Encrypts a stream between two hosts of one worker, with keys agreed on at its beginning.
 
-Each end sends a public key that is made for this stream (X25519); what both compute of the two, with a secret that they share
-already, are the keys of either direction (HKDF, AES-256-GCM, a counter as nonce). Who has another secret can read nothing and
-seal nothing: the first message that does not open ends the stream. Recorded streams stay closed when the secret becomes known.
+Each end sends a public key made for this stream (X25519). From both keys and the shared secret, each end derives one key per
+direction (HKDF, AES-256-GCM, a counter as nonce). An end with another secret can neither read nor seal: the first message that does
+not open ends the stream. Recorded streams stay unreadable even if the secret becomes known.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NONCE_NBYTES = 12
 
 
 class Seal:
-    """One end's. Each direction belongs to one thread at a time."""
+    """One end's seal. Each direction belongs to one thread at a time."""
 
     def __init__(self, sending: bytes, receiving: bytes) -> None:
         """Keys of 32 bytes."""
@@ -29,13 +29,13 @@ class Seal:
         self._num_sent = self._num_received = 0
 
     def close(self, message: bytes) -> bytes:
-        """Sealed, as the next message that this end sends."""
+        """Seal ``message`` as the next message of this end."""
         nonce = self._num_sent.to_bytes(_NONCE_NBYTES, "big")
         self._num_sent += 1
         return self._sending.encrypt(nonce, message, None)
 
     def open(self, sealed: bytes | bytearray) -> bytes:
-        """The next message of the other end. Raises EOFError if it is not that, after which nothing can be opened."""
+        """Open the next message of the other end. Raises EOFError if it is not that; after that nothing can be opened."""
         nonce = self._num_received.to_bytes(_NONCE_NBYTES, "big")
         self._num_received += 1
         try:
@@ -45,7 +45,7 @@ class Seal:
 
 
 def agree(stream: socket.socket, secret: bytes, *, calls: bool) -> Seal:
-    """Both ends call it first, one of them ``calls``. Waits as long as the stream's timeout. Raises OSError or EOFError."""
+    """Both ends call this first; one of them ``calls``. Waits for the stream's timeout. Raises OSError or EOFError."""
     own = X25519PrivateKey.generate()
     public = own.public_key().public_bytes_raw()
     stream.sendall(_GREETING + public)

@@ -1,1 +1,1 @@
-"""From logits to tokens; each step of that is a module."""
+"""From logits to tokens; each step of the way is a module."""

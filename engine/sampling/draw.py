@@ -1,4 +1,4 @@
-"""The draw on the CPU: one uniform number takes the token where the cumulative probability of what the filters left passes it."""
+"""The draw on the CPU: one uniform number selects the token where the cumulative probability of the kept tokens exceeds it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _CDF_BLOCK = 128  # tokens per block of the two-level cumulative distribution
 
 
 def draw_tokens(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-    """Token ids ``[num_rows]`` from ``logits`` ``[num_rows, vocab]`` fp32 on the CPU. Greedy where the temperature is 0."""
+    """Token ids ``[num_rows]`` from ``logits`` ``[num_rows, vocab]`` fp32 on the CPU. Greedy if the temperature is 0."""
     is_random = rows.temperature > 0
     random_rows = torch.from_numpy(np.flatnonzero(is_random))
     tokens = torch.empty(len(logits), dtype=torch.int64)
@@ -35,9 +35,9 @@ def draw_tokens(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
 def _invert_cdf(logits: torch.Tensor, least: torch.Tensor | None, draws: torch.Tensor) -> torch.Tensor:
     """The first token ``[n]``, in vocabulary order, whose cumulative probability exceeds the draw ``[n]`` fp64.
 
-    Logits below ``least`` have no probability. Sums are fp64: in fp32, with a vocabulary of 100,000, they would move
-    boundaries by more than rare tokens are wide. Two levels, blocks and then the tokens of one block, because an fp64
-    scan of everything costs more than the softmax. A row of NaN yields some token: a broken row must not end its step.
+    Logits below ``least`` have no probability. Sums are fp64: with a vocabulary of 100,000, fp32 would move boundaries by more than
+    a rare token's probability. There are two levels, blocks and the tokens of one block, because an fp64 scan of everything costs
+    more than the softmax. A row of NaN yields some token, because a broken row must not end its step.
     """
     vocab_size = logits.shape[-1]
     weights = torch.softmax(logits, dim=-1)
@@ -54,7 +54,7 @@ def _invert_cdf(logits: torch.Tensor, least: torch.Tensor | None, draws: torch.T
 
 
 def _first_above(cumulative: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Index ``[n, 1]`` of the first element above the target; where rounding leaves none, of the last with any weight."""
+    """Index ``[n, 1]`` of the first element above the target. If rounding leaves none: of the last one with any weight."""
     last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous())
     index = torch.minimum(torch.searchsorted(cumulative, target, right=True), last)
     return index.clamp_(max=cumulative.shape[-1] - 1)

@@ -1,9 +1,9 @@
-"""Which tokens top-k, top-p, min-p and typical sampling leave, in this order, on any device.
+"""Which tokens top-k, top-p, min-p and typical sampling keep, in this order, on any device.
 
-As Hugging Face's warpers have them, for ties inclusive: top-k keeps every logit not below the k-th largest; top-p keeps the
-smallest set of likeliest tokens whose mass reaches p; min-p keeps tokens at least ``min_p`` times as likely as the likeliest one.
-Locally typical sampling (Meister et al., "Locally Typical Sampling", TACL 2023) keeps the smallest set of mass p whose
-information is nearest to the distribution's entropy. Each filter counts mass in what those before it left.
+The rules are those of Hugging Face's warpers, with ties included. Top-k keeps every logit not below the k-th largest. Top-p keeps
+the smallest set of likeliest tokens whose mass reaches p. Min-p keeps tokens at least ``min_p`` times as likely as the likeliest.
+Locally typical sampling (Meister et al., "Locally Typical Sampling", TACL 2023) keeps the smallest set of mass p whose information
+is closest to the distribution's entropy. Each filter counts mass among the tokens that earlier ones kept.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from kvrelay.engine.sampling.bitmask import Upload
 from kvrelay.engine.sampling.rows import SamplingRows
 from kvrelay.engine.step.slots import Floats
 
-_NUM_CANDIDATES = 1024  # tokens to look at before a whole vocabulary is sorted
-_ROWS_AT_ONCE = 8  # of a vocabulary of 128k: some 60 MiB beside their logits
+_NUM_CANDIDATES = 1024  # likeliest tokens to try before sorting the whole vocabulary
+_ROWS_AT_ONCE = 8  # with a vocabulary of 128k: about 60 MiB beside their logits
 
 
 def least_kept(logits: torch.Tensor, top_k: npt.NDArray[np.int32], top_p: Floats, min_p: Floats) -> torch.Tensor | None:
-    """The least logit ``[n, 1]`` that top-k, top-p and min-p keep, -inf for rows without them; None if no row has any.
+    """The smallest logit ``[n, 1]`` that top-k, top-p and min-p keep, -inf for rows without them; None if no row has any.
 
-    ``logits`` ``[n, vocab]`` are divided by the temperature already, and on the CPU: what is found out about them is looked at.
+    ``logits`` ``[n, vocab]`` are already divided by the temperature, and on the CPU, because the code branches on results.
     """
     ordered_rows = np.flatnonzero((top_k > 0) | (top_p < 1))
     if not len(ordered_rows) and not min_p.any():
@@ -39,9 +39,9 @@ def least_kept(logits: torch.Tensor, top_k: npt.NDArray[np.int32], top_p: Floats
 
 
 def drop_atypical(logits: torch.Tensor, least: torch.Tensor | None, typical_p: Floats) -> torch.Tensor:
-    """``logits`` ``[n, vocab]`` with -inf for what ``least`` (see ``least_kept``) or typical sampling drops; a new tensor.
+    """``logits`` ``[n, vocab]`` with -inf for tokens that ``least`` (see ``least_kept``) or typical sampling drops; a new tensor.
 
-    On the CPU, as there. Every row must have ``typical_p < 1``; it keeps at least its most typical token.
+    Must be on the CPU. Every row must have ``typical_p < 1``; it keeps at least its most typical token.
     """
     left = logits if least is None else logits.masked_fill(logits < least, -torch.inf)
     p, distance = _distances(left)
@@ -54,10 +54,10 @@ def drop_atypical(logits: torch.Tensor, least: torch.Tensor | None, typical_p: F
 
 
 def filter_typical_rows(logits: torch.Tensor, rows: SamplingRows, upload: Upload) -> SamplingRows:
-    """All filters of the rows that have ``typical_p``, applied to ``logits`` ``[num_rows, vocab]`` in place.
+    """Apply all filters to the rows of ``logits`` ``[num_rows, vocab]`` that have ``typical_p``, in place.
 
-    Returns the rows with these filters off: for a device whose kernel knows the others only. Nothing waits for the device: whether
-    some candidates would do is not asked, the whole vocabulary is sorted, a few rows at a time for the memory that this takes.
+    Returns the rows with these filters off, for a device whose kernel has only the other filters. To avoid waiting for the device,
+    it always sorts the whole vocabulary, a few rows at a time to save memory.
     """
     is_picked = (rows.typical_p < 1) & (rows.temperature > 0)
     picked = np.flatnonzero(is_picked)
@@ -96,20 +96,21 @@ def filter_typical_rows(logits: torch.Tensor, rows: SamplingRows, upload: Upload
 
 
 def _min_p_threshold(logits: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
-    # log 0 = -inf keeps everything.
+    # For min_p = 0, log 0 = -inf keeps everything.
     return logits.amax(dim=-1, keepdim=True) + min_p[:, None].log()
 
 
 def _distances(left: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Probabilities, and how far each token's information is from the entropy, both ``[n, vocab]``."""
+    """Probabilities, and the distance of each token's information from the entropy, both ``[n, vocab]``."""
     p = torch.softmax(left, dim=-1)
-    # A token's information, -log p, is as far from the entropy, its mean, as the logit is from the logits' mean.
+    # A token's information, -log p, differs from the entropy (its mean) by as much as the logit differs from the mean
+    # logit.
     mean = torch.where(p > 0, p * left, 0.0).sum(dim=-1, keepdim=True, dtype=torch.float64).float()
     return p, (left - mean).abs_()
 
 
 def _ordered_threshold(logits: torch.Tensor, top_k: npt.NDArray[np.int32], top_p: Floats) -> torch.Tensor:
-    """The least logit ``[n, 1]`` that top-k and top-p keep, on the CPU."""
+    """The smallest logit ``[n, 1]`` that top-k and top-p keep, on the CPU."""
     most = torch.from_numpy(top_k.astype(np.int64))
     mass = torch.from_numpy(top_p.astype(np.float64)) if (top_p < 1).any() else None
     threshold, is_known = _threshold_among(logits, most, mass, min(_NUM_CANDIDATES, logits.shape[-1]))
@@ -123,9 +124,10 @@ def _ordered_threshold(logits: torch.Tensor, top_k: npt.NDArray[np.int32], top_p
 def _threshold_among(
     logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor | None, num_candidates: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The least logit ``[n, 1]`` that top-k and top-p keep, by a look at the likeliest ``num_candidates`` tokens.
+    """The smallest logit ``[n, 1]`` that top-k and top-p keep, found among the likeliest ``num_candidates`` tokens.
 
-    ``top_k`` ``[n]`` int64, ``top_p`` ``[n]`` fp64, None if no row has it. Also ``[n]`` bool: for which rows that was enough.
+    ``top_k`` ``[n]`` int64, ``top_p`` ``[n]`` fp64, None if no row has it. Also returns ``[n]`` bool: rows for which the candidates
+    sufficed.
     """
     ordered, _ = _first(logits, num_candidates, descending=True)  # [n, num_candidates]
     peak = ordered[:, :1]
@@ -133,7 +135,7 @@ def _threshold_among(
     by_rank = torch.where(last > 0, ordered.gather(1, (last - 1).clamp_(min=0)), -torch.inf)
     threshold, is_known = by_rank, top_k <= num_candidates
     if top_p is not None:
-        # Mass is counted in what top-k left, ties beyond the candidates included.
+        # Mass is counted among the tokens that top-k kept, including ties beyond the candidates.
         left = (logits - peak).exp_().mul_(logits >= by_rank).sum(-1, dtype=torch.float64)
         mass = (ordered - peak).exp_().mul_(ordered >= by_rank).double() / left[:, None]
         cumulative = mass.cumsum(dim=-1)
@@ -149,7 +151,8 @@ def _threshold_among(
 def _typical_threshold(
     distance: torch.Tensor, p: torch.Tensor, typical_p: torch.Tensor, num_candidates: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The largest distance ``[n, 1]`` that is kept, by a look at the ``num_candidates`` nearest; for which rows that was enough.
+    """The largest distance ``[n, 1]`` that is kept, found among the ``num_candidates`` nearest; and the rows for which these
+    sufficed.
 
     ``typical_p`` ``[n]`` fp64.
     """
@@ -161,7 +164,7 @@ def _typical_threshold(
 
 
 def _first(numbers: torch.Tensor, count: int, *, descending: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """The largest or smallest ``count`` of each row, in order, and their places; of whole rows by the sort made for these."""
+    """The largest or smallest ``count`` numbers of each row in order, and their indices. Whole rows use the faster full sort."""
     if count == numbers.shape[-1]:
         return numbers.sort(dim=-1, descending=descending)
     return numbers.topk(count, dim=-1, largest=descending)

@@ -1,8 +1,8 @@
-"""What is set or forbidden for the next tokens, applied to logits: bias, allowed and forbidden tokens, guides' masks.
+"""Applies the rules for the next tokens to logits: bias, allowed and forbidden tokens, guides' masks.
 
-The leader has computed it (:mod:`kvrelay.engine.step.rules`). Only rows that ask are touched. What is forbidden has a logit of
--inf, which no later step can raise but an operator's processor, and after those it is forbidden once more. A guide's mask comes
-first, on logits of whatever type: a row that has nothing else needs no copy in fp32. Nothing here waits for the device.
+The leader has computed the rules (:mod:`kvrelay.engine.step.rules`). Only rows with rules are touched. A forbidden token gets the
+logit -inf. Only an operator's processor could raise that again, so it is forbidden once more afterwards. A guide's mask comes
+first, on logits of any type: a row with nothing else needs no fp32 copy. Nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -17,47 +17,47 @@ from kvrelay.engine.step.plan import Rules
 
 
 class _Placed(NamedTuple):
-    """The rules' numbers on the device."""
+    """The rules' arrays on the device."""
 
-    bias_rows: torch.Tensor  # [num_biases] int64, as the rest
+    bias_rows: torch.Tensor  # [num_biases] int64, like the others
     bias_tokens: torch.Tensor
     bias_values: torch.Tensor  # fp32
-    restricted_rows: torch.Tensor  # [num_restricted] those that have allowed tokens
+    restricted_rows: torch.Tensor  # [num_restricted] rows with allowed tokens
     allowed_rows: torch.Tensor  # [num_allowed]
     allowed_tokens: torch.Tensor
     forbidden_rows: torch.Tensor  # [num_forbidden]
     forbidden_tokens: torch.Tensor
-    contested_rows: torch.Tensor  # [num_contested] those that have both a guide and something forbidden
+    contested_rows: torch.Tensor  # [num_contested] rows with both a guide and forbidden tokens
 
 
 class LogitRules:
-    """A step's rules, as they are applied to its logits."""
+    """A step's rules, ready to apply to its logits."""
 
     def __init__(self, rules: Rules) -> None:
         self._rules = rules
 
     @property
     def sets_any(self) -> bool:
-        """Whether there is more than masks."""
+        """Whether there are rules beside masks."""
         rules = self._rules
         return bool(rules.bias_rows or rules.allowed_rows or rules.forbidden_rows)
 
     def mask(self, logits: torch.Tensor, mask_tokens: MaskTokens) -> None:
-        """Forbid what the guides do not allow, in ``logits`` ``[num_rows, vocab]`` of any floating type, in place."""
+        """Forbid the tokens that guides do not allow, in ``logits`` ``[num_rows, vocab]`` of any floating type, in place."""
         rules = self._rules
         if rules.guided_rows:
             bitmask = np.frombuffer(rules.bitmask, dtype=np.int32).reshape(len(rules.guided_rows), -1)
             mask_tokens(logits, rules.guided_rows, bitmask)
 
     def apply(self, logits: torch.Tensor, upload: Upload) -> None:
-        """Set, and forbid the rest, in ``logits`` ``[num_rows, vocab]`` fp32 that are masked, in place."""
+        """Apply bias, allowed and forbidden tokens to masked ``logits`` ``[num_rows, vocab]`` fp32, in place."""
         placed = self._place(upload)
         if self._rules.bias_rows:
             logits.index_put_((placed.bias_rows, placed.bias_tokens), placed.bias_values, accumulate=True)
         self._forbid(logits, placed)
 
     def forbid_again(self, logits: torch.Tensor, upload: Upload, mask_tokens: MaskTokens) -> None:
-        """Forbid all of it in ``logits`` ``[num_rows, vocab]`` fp32, in place: somebody may have raised them."""
+        """Forbid everything again in ``logits`` ``[num_rows, vocab]`` fp32, in place: a processor may have raised logits."""
         self.mask(logits, mask_tokens)
         self._forbid(logits, self._place(upload))
 
@@ -78,8 +78,9 @@ class LogitRules:
         return _Placed(*upload((bias_rows, bias_tokens, bias_values, *indices)))
 
     def _forbid(self, logits: torch.Tensor, placed: _Placed) -> None:
-        # A guide may leave just tokens that the rest forbids, as at the end of its grammar before ``min_tokens``. Then it alone
-        # counts: a token outside of a grammar cannot be taken back, and nobody could read what follows.
+        # A guide may allow only tokens that other rules forbid, as at the end of its grammar before ``min_tokens``. Then
+        # only the guide counts: a
+        # token outside of a grammar cannot be taken back.
         contested = placed.contested_rows
         guided = logits[contested] if len(contested) else None
         if self._rules.allowed_rows:

@@ -1,7 +1,7 @@
 """Counter-based sampling noise: one uniform number per sampled token, a pure function of (seed, choice, position).
 
-Any worker can continue any sequence, alone or in any batch, because nothing about the noise depends on what was drawn before.
-The generator is Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
+Any worker can continue any sequence, alone or in any batch, because the noise does not depend on earlier draws. The generator is
+Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _SHIFT32 = np.uint64(32)
 def philox4x32(counter: npt.NDArray[np.uint64], key: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """Ten rounds. ``counter`` is ``[4, n]``, ``key`` ``[2, n]``, the result ``[4, n]``; all hold 32-bit words."""
     c0, c1, c2, c3 = counter
-    # All rounds' keys at once: a step's few rows cost calls, not numbers.
+    # The keys of all rounds are computed at once: with few rows, the number of calls counts.
     for k0, k1 in zip(*((word + _ROUNDS * weyl) & _LOW32 for word, weyl in zip(key, _WEYL, strict=True)), strict=True):
         product0, product1 = _MULTIPLIERS[0] * c0, _MULTIPLIERS[1] * c2
         c0, c1, c2, c3 = (

@@ -1,6 +1,6 @@
-"""Repetition, presence and frequency penalties: what they cost which token, and their application on the CPU.
+"""Repetition, presence and frequency penalties: the counts that they need, and their application on the CPU.
 
-A token that the host does not know yet, since the step in front samples it, is counted where it is: on the device.
+A token that the step in front samples is not yet known to the host. It is counted on the device.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ Ints = npt.NDArray[np.int32]
 class Penalties:
     """Penalties of a batch: arrays ``[num_rows]``, and sparse entries.
 
-    There is one entry for each distinct token of a row that has penalties: of prompt and output if it has a
-    repetition penalty, else of the output. Entries are ordered by row. They are the slots' own, which a later step's penalties
-    bring up to date: apply these before. A batch may have half a million, so nothing but their upload copies them.
+    There is one entry for each distinct token of a row with penalties: of prompt and output with a repetition penalty, else of the
+    output. Entries are ordered by row. They are views of the slots' counts, which a later step updates, so apply them before that.
+    A batch may have half a million entries, so only their upload copies them.
     """
 
     repetition: Floats
     presence: Floats
     frequency: Floats
-    num_under_way: Ints  # of the row's tokens, that no entry counts and the host does not know: 0 or 1
-    row_starts: Ints  # [num_rows + 1] where each row's entries begin
-    entries: list[Ints]  # of each row that has penalties, ``[n, 2]``: tokens, and their occurrences in the output
+    num_under_way: Ints  # tokens of the row that no entry counts because the host does not know them: 0 or 1
+    row_starts: Ints  # [num_rows + 1] start of each row's entries
+    entries: list[Ints]  # per row with penalties ``[n, 2]``: tokens, and their occurrences in the output
 
     @classmethod
     def of(cls, asking: Asking, num_ahead: Ints | None = None) -> Penalties:
-        """From the rows' parameters and counts, which it brings up to date.
+        """From the rows' parameters and counts. Updates the counts.
 
-        ``num_ahead`` ``[num_rows]``: how many tokens of each are under way, None: none.
+        ``num_ahead`` ``[num_rows]``: number of tokens of each row under way; None: none.
         """
         rows = asking.rows_with(PENALTIES)
         entries = [asking.sequences[row].count_tokens().entries for row in rows.tolist()]
@@ -58,25 +58,25 @@ class Penalties:
 
     @property
     def num_entries(self) -> int:
-        """Of all rows."""
+        """The number of entries of all rows."""
         return int(self.row_starts[-1])
 
     @property
     def change_nothing(self) -> bool:
-        """Whether no token of any row costs anything."""
+        """Whether no token of any row is penalised."""
         return not self.num_entries and not self.has_under_way
 
     @property
     def has_under_way(self) -> bool:
-        """Whether a token must be counted that the host does not know."""
+        """Whether some row has a token that the host does not know."""
         return bool(self.num_under_way.any())
 
 
 def penalize(logits: torch.Tensor, penalties: Penalties, last_tokens: torch.Tensor | None = None) -> None:
     """Apply penalties to ``logits`` ``[num_rows, vocab]`` in place, entry by entry, on the CPU.
 
-    Repetition as Hugging Face's processor does it (a positive logit is divided, a negative one multiplied), then
-    frequency per occurrence and presence once, as OpenAI's API defines them. ``last_tokens`` as in SamplerOps.
+    Repetition works like Hugging Face's processor: a positive logit is divided, a negative one multiplied. Frequency is subtracted
+    per occurrence and presence once, as OpenAI's API defines them. ``last_tokens`` as in SamplerOps.
     """
     entry_rows = np.repeat(np.arange(len(logits)), np.diff(penalties.row_starts))
     entries = np.concatenate([np.empty((0, 2), np.int32), *penalties.entries])

@@ -1,12 +1,12 @@
-"""The operator's logits processors: named Python callables that a request may ask for. Code never comes from a client.
+"""The operator's logits processors: named Python callables that a request may select. Code never comes from a client.
 
 A package registers them as entry points of the group ``kvrelay.logits_processors``::
 
     [project.entry-points."kvrelay.logits_processors"]
     no-digits = "our_processors:no_digits"
 
-and a worker that is started with ``--logits-processors no-digits`` loads them, once. What a worker was not started with,
-it does not have: a request that names it is refused. Prefill and decode workers need the same ones, since each samples.
+A worker started with ``--logits-processors no-digits`` loads them once. It refuses requests that name any other. Prefill and decode
+workers need the same ones, because both sample.
 """
 
 from __future__ import annotations
@@ -28,20 +28,23 @@ GROUP = "kvrelay.logits_processors"
 
 
 class LogitsProcessor(Protocol):
-    """Changes the logits of all rows of a step that ask for it, in one call.
+    """Changes the logits of all rows of a step that select it, in one call.
 
-    A row's result may depend on its own logits and tokens only, else a request's answer would depend on who is in the batch; and on
-    nothing that differs between workers or changes over time, else another attempt at it could not continue the first. What is
-    forbidden (-inf) stays so, whatever the processor makes of it. Runs on the model thread, between model and draw: everybody in
-    the batch waits for it. If it raises, the step fails, and with it all requests in it.
+    A row's result may depend only on its own logits and tokens; otherwise an answer would depend on the rest of the batch. It may
+    not depend on anything that differs between workers or over time; otherwise another attempt could not continue the first.
+    Forbidden tokens (-inf) stay forbidden, whatever the processor does. It runs on the model thread between model and draw, so the
+    whole batch waits for it. If it raises, the step fails with all its requests.
     """
 
     def __call__(self, logits: torch.Tensor, token_ids: Seq[Seq[int]]) -> None:
-        """Change ``logits`` ``[n, vocab]`` fp32 on the model's device in place; ``token_ids``: prompt and output of each row."""
+        """Change ``logits`` ``[n, vocab]`` fp32 on the model's device in place. ``token_ids``: prompt and output of each row."""
 
 
 def load_processors(names: Seq[str]) -> dict[str, LogitsProcessor]:
-    """The processors that ``names`` name. Raises SettingsError if one is not registered, or twice, or cannot be imported."""
+    """Load the processors with these names.
+
+    Raises SettingsError if one is not registered, is registered twice, or cannot be imported.
+    """
     processors: dict[str, LogitsProcessor] = {}
     for name in names:
         found = list(entry_points(group=GROUP, name=name))
@@ -55,7 +58,7 @@ def load_processors(names: Seq[str]) -> dict[str, LogitsProcessor]:
             raise SettingsError(f"--logits-processors names {name!r}, which is registered as {values}; uninstall one")
         try:
             processor = found[0].load()
-        except Exception as error:  # whatever the operator's module does when it is imported
+        except Exception as error:  # the operator's module may raise anything
             raise SettingsError(
                 f"--logits-processors: {name!r} ({found[0].value}) cannot be loaded: {error!r}"
             ) from error
@@ -68,7 +71,7 @@ def load_processors(names: Seq[str]) -> dict[str, LogitsProcessor]:
 def run_processors(
     logits: torch.Tensor, asking: Asking, processors: Mapping[str, LogitsProcessor], upload: Upload
 ) -> None:
-    """Apply to each row of ``logits`` ``[num_rows, vocab]`` fp32 the processors it asks for, in its order, in place.
+    """Apply to each row of ``logits`` ``[num_rows, vocab]`` fp32 its processors, in its order, in place.
 
     Waits for the device only if a processor does.
     """

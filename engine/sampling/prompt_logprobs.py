@@ -1,4 +1,4 @@
-"""Log probabilities of the prompt's own tokens, chunk by chunk as the prompt is computed."""
+"""Log probabilities of the prompt's own tokens, computed chunk by chunk with the prompt."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from kvrelay.common.sampling import SampledToken
 from kvrelay.engine.step.batch import Batch
 from kvrelay.engine.step.slots import Slots
 
-_MAX_POSITIONS = 128  # whose logits there are at a time: with a vocabulary of 150,000, 80 MB of fp32
+_MAX_POSITIONS = 128  # positions whose logits are in memory at a time: with a vocabulary of 150,000, 80 MB of fp32
 
 
 def prompt_logprobs(
     batch: Batch, slots: Slots, hidden: torch.Tensor, logits_of: Callable[[torch.Tensor], torch.Tensor]
 ) -> dict[int, tuple[SampledToken, ...]]:
-    """What the batch's rows predict of prompts, by row, for rows that ask for it.
+    """The log probabilities of prompt tokens that the batch's rows predict, by row, for rows that ask for them.
 
-    ``hidden`` ``[num_tokens, hidden]`` are the batch's hidden states; ``logits_of`` makes logits ``[n, vocab]`` of some of them.
+    ``hidden`` ``[num_tokens, hidden]``: the batch's hidden states. ``logits_of`` makes logits ``[n, vocab]`` from some of them.
     """
     found: dict[int, tuple[SampledToken, ...]] = {}
     for index, row in enumerate(batch.rows):

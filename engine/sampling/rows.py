@@ -1,4 +1,4 @@
-"""What a step's rows ask of the sampler: picked out of the slots' arrays once per step."""
+"""What a step's rows ask of the sampler, read from the slots' arrays once per step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvrelay.engine.step.slots import (
     SlotSequence,
 )
 
-_BY_TOKENS = PENALTIES | WATERMARK | PROCESSORS  # what looks at the tokens so far
+_BY_TOKENS = PENALTIES | WATERMARK | PROCESSORS  # features that need the tokens so far
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Asking:
     """The rows that sample."""
 
     slots: Slots
-    index: Ints  # [num_rows] the slot of each
+    index: Ints  # [num_rows] each row's slot
     sequences: list[SlotSequence]
     asks: Ints  # [num_rows] see Slots
     positions: Ints  # [num_rows] of the tokens to sample
@@ -43,7 +43,7 @@ class Asking:
         over: Seq[int] = (),
         drafts: Seq[tuple[int, ...]] = (),
     ) -> Asking:
-        """``over``: those whose token means nothing. ``drafts``: of each row what lies behind its slot's tokens; or of none."""
+        """``over``: rows whose token does not count. ``drafts``: per row, tokens after its slot's tokens; empty for no row."""
         sequences, asks = [slots.sequences[slot] for slot in index.tolist()], slots.asks[index]
         for row in over:
             sequences[row], asks[row] = NOBODY, 0
@@ -53,13 +53,13 @@ class Asking:
         return cls(slots, index, sequences, asks, positions)
 
     def rows_with(self, ask: int) -> Ints:
-        """Those that ask for any of it."""
+        """The rows that ask for any of ``ask``."""
         return np.flatnonzero(self.asks & ask)
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
-    """What a draw needs. All arrays are ``[num_rows]``."""
+    """The parameters of a draw. All arrays are ``[num_rows]``."""
 
     temperature: Floats  # 0 = greedy
     top_k: npt.NDArray[np.int32]  # 0 = off
@@ -70,7 +70,7 @@ class SamplingRows:
 
     @classmethod
     def of(cls, asking: Asking) -> SamplingRows:
-        """From the slots' parameters; the noise is that of the positions."""
+        """From the slots' parameters, with the noise of the positions."""
         slots, index = asking.slots, asking.index
         return cls(
             temperature=np.where(asking.asks & RANDOM, slots.temperature[index], np.float32(0)),

@@ -1,4 +1,4 @@
-"""Sampled tokens on their way from the device to the host, and those that the next step takes before they are there."""
+"""Sampled tokens on their way from the device to the host, and tokens that the next step uses before they arrive."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from kvrelay.common.sampling import SampledToken
 
 @dataclass(frozen=True, slots=True)
 class UnderWay:
-    """What a step's rows go on from that the host does not know yet: tokens of the step in front, which still runs."""
+    """Tokens of the step in front, which still runs, so the host does not know them yet."""
 
-    counts: npt.NDArray[np.int32]  # [num_rows] how many tokens each row has under way, 0 or 1
-    token_ids: torch.Tensor  # [num_rows] int64 on the device; anything where there is none
+    counts: npt.NDArray[np.int32]  # [num_rows] number of tokens of each row under way, 0 or 1
+    token_ids: torch.Tensor  # [num_rows] int64 on the device; arbitrary where there is none
 
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Log probabilities of some of the sampled tokens, and of the likeliest beside each."""
+    """Log probabilities of some sampled tokens, and of the likeliest tokens at each place."""
 
-    rows: list[int]  # [n] which of the sampled tokens they belong to
-    counts: list[int]  # [n] how many of the likeliest each wants
+    rows: list[int]  # [n] indices of the sampled tokens
+    counts: list[int]  # [n] number of likeliest tokens that each wants
     chosen: torch.Tensor  # [n] fp32
     top_values: torch.Tensor  # [n, max(counts)] fp32
     top_ids: torch.Tensor  # [n, max(counts)] int64
 
     @classmethod
     def of(cls, raw: torch.Tensor, tokens: torch.Tensor, rows: list[int], counts: Seq[int]) -> Logprobs:
-        """From ``raw`` ``[n, vocab]`` fp32, the log probabilities, and ``tokens`` ``[n]`` int64, what was sampled of each."""
+        """From log probabilities ``raw`` ``[n, vocab]`` fp32 and the sampled ``tokens`` ``[n]`` int64."""
         top = raw.topk(min(max(counts), raw.shape[-1]), dim=-1)
         chosen = raw.gather(1, tokens[:, None])[:, 0]
         return cls(rows, list(counts), chosen, top.values, top.indices)
@@ -40,13 +40,13 @@ class Logprobs:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """What a step sampled, on the device or on the host."""
+    """A step's sampled tokens, on the device or on the host."""
 
     tokens: torch.Tensor  # [num_tokens] int64
     logprobs: Logprobs | None
 
     def fetch(self) -> Sampled:
-        """The same on the host. On a GPU the copies are launched and not waited for: ``read`` only behind them."""
+        """A copy on the host. On a GPU the copies are only launched: call ``read`` after they are done."""
         if self.tokens.device.type == "cpu":
             return self
         logprobs = self.logprobs
@@ -56,7 +56,7 @@ class Sampled:
         return Sampled(_fetch(self.tokens), logprobs)
 
     def read(self) -> list[SampledToken]:
-        """The tokens as numbers. On the device it waits for it."""
+        """The tokens as numbers. If they are on the device, this waits for it."""
         token_ids: list[int] = self.tokens.tolist()
         sampled = [SampledToken(token_id) for token_id in token_ids]
         if (logprobs := self.logprobs) is not None:

@@ -1,11 +1,11 @@
-"""From logits to tokens, step by step; each step is a module of its own.
+"""From logits to tokens, step by step; each step is a module.
 
     masks of guides, set and forbid (logits) → penalties → watermark → processors → temperature, filters → draw
 
-Rows pay for what they ask for: a batch of plain greedy rows is one argmax, and all else touches only the rows that ask for it.
-A random row draws one uniform number (:mod:`kvrelay.engine.sampling.noise`) and takes the token where the cumulative probability
-of what the filters left, in vocabulary order, passes it. So a token depends on logits, parameters, tokens so far, seed and
-choice, never on the batch. Log probabilities are those of the raw logits.
+Rows pay only for what they ask for. A batch of plain greedy rows is one argmax; everything else touches only the rows that need it.
+A random row draws one uniform number (:mod:`kvrelay.engine.sampling.noise`), and takes the token where the cumulative probability
+of the kept tokens, in vocabulary order, exceeds it. So a token depends on logits, parameters, tokens so far, seed and choice, never
+on the batch. Log probabilities are those of the raw logits.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from kvrelay.engine.step.slots import LOGPROBS, PENALTIES, PROCESSORS, RANDOM, W
 
 
 class SamplerOps(Protocol):
-    """What the sampler needs of a device."""
+    """The device operations that the sampler needs."""
 
     def upload(self, arrays: Seq[npt.NDArray[Any]]) -> list[torch.Tensor]:
-        """The arrays on the device, in one go and without waiting for it. The host's memory may change afterwards, or be shared.
+        """Copy the arrays to the device, in one go and without waiting.
 
-        Some may be empty.
+        The host's arrays may be changed afterwards, or be shared. Some may be empty.
         """
 
     def argmax(self, logits: torch.Tensor) -> torch.Tensor:
@@ -50,8 +50,8 @@ class SamplerOps(Protocol):
     def penalize(self, logits: torch.Tensor, penalties: Penalties, last_tokens: torch.Tensor | None) -> None:
         """Apply penalties to ``logits`` ``[n, vocab]`` fp32 in place, without waiting for the device.
 
-        ``last_tokens``: ``[n]`` int64 on the device, the tokens under way of rows that have one; None if none has. Only called if
-        the penalties change anything.
+        ``last_tokens``: ``[n]`` int64 on the device, the tokens under way of rows that have one; None if none has. Called only if
+        the penalties change something.
         """
 
     def draw_tokens(self, logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
@@ -68,8 +68,8 @@ def sample(
 ) -> Sampled:
     """One token per row of ``logits`` ``[num_rows, vocab]`` of any dtype, which may be changed in place.
 
-    ``processors`` must have every name that a row asks for. ``under_way``: tokens that the host does not know yet (see PlanRow).
-    Penalties count them on the device; nothing else that a row with one asks for may depend on it. Waits for the device only if a
+    ``processors`` must have every name that a row selects. ``under_way``: tokens that the host does not know yet (see PlanRow).
+    Penalties count them on the device; nothing else that such a row asks for may depend on them. Waits for the device only if a
     processor does.
     """
     wants_logprobs = asking.rows_with(LOGPROBS)
@@ -99,7 +99,10 @@ def process_logits(
     processors: Mapping[str, LogitsProcessor],
     under_way: UnderWay | None = None,
 ) -> None:
-    """Everything between masks and temperature, on ``logits`` ``[num_rows, vocab]`` fp32 in place; ``rules`` have masked them."""
+    """All steps between masks and temperature, on ``logits`` ``[num_rows, vocab]`` fp32 in place.
+
+    ``rules`` must have masked them.
+    """
     if rules is not None:
         rules.apply(logits, ops.upload)
     if len(asking.rows_with(PENALTIES)):

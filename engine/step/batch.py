@@ -1,4 +1,4 @@
-"""A ragged batch: the numbers of one step, built from its plan and from slots. Only block tables are padded to the longest."""
+"""A ragged batch: the arrays of one step, built from its plan and the slots. Only block tables are padded to the longest."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ class Batch:
 
     rows: tuple[PlanRow, ...]
     slots: Ints  # [num_rows]
-    token_ids: Ints  # [num_tokens]; 0 for those that are fed
+    token_ids: Ints  # [num_tokens]; 0 for fed tokens
     is_fed: (
         npt.NDArray[np.bool_] | None
-    )  # [num_rows], whose only token is the one that its slot sampled last; None: nobody's
+    )  # [num_rows], rows whose only token is the one that their slot sampled last; None: no row
     positions: Ints  # [num_tokens]
     slot_mapping: Ints  # [num_groups, num_tokens], block_id * block_size + offset
     query_start_loc: Ints  # [num_rows + 1]
     seq_lens: Ints  # [num_rows], this step's tokens included
     max_blocks: int  # of a row
-    slot_tables: Ints  # [num_groups, num_slots, …], the block tables of all slots …
-    table_deltas: tuple[TableDelta, ...]  # … and what has changed in them since the batch before
-    num_decode_rows: int  # leading rows of a single token
+    slot_tables: Ints  # [num_groups, num_slots, …], the block tables of all slots
+    table_deltas: tuple[TableDelta, ...]  # changes of the tables since the batch before
+    num_decode_rows: int  # number of leading rows with a single token
     sampling_rows: Ints  # [num_sampled] indices of rows that sample
     max_query_len: int
-    adapters: Ints | None = None  # [num_rows], slots of adapters, 0 for none; None: nobody has one
+    adapters: Ints | None = None  # [num_rows], slots of adapters, 0 for none; None: no row has one
 
     def block_tables(self, group: int = 0) -> Ints:
         """``[num_rows, max_blocks]``, padded with 0: a copy."""
@@ -39,9 +39,9 @@ class Batch:
 
 
 def build_batch(plan: StepPlan, slots: Slots, block_size: int) -> Batch:
-    """Pack the rows of ``plan``, which is applied to ``slots``.
+    """Pack the rows of ``plan``, which must have been applied to ``slots``.
 
-    Raises ValueError on an empty row, on one with too few tokens or blocks for what it computes, and on rows out of order.
+    Raises ValueError on an empty row, on a row with too few tokens or blocks for its computation, and on rows out of order.
     """
     rows = plan.rows
     index = np.array([row.slot for row in rows], dtype=np.int64)

@@ -1,13 +1,11 @@
-"""The door between the workers and the model: an ``Engine`` runs steps, its ``BlockStore`` hands out block bytes.
+"""The interface between workers and the model: an ``Engine`` runs steps, and its ``BlockStore`` gives access to block bytes.
 
-Workers import this room and :mod:`kvrelay.engine.kv.block_manager`, never a tensor. Two implementations exist:
-:class:`kvrelay.engine.torch_engine.TorchEngine` (the real one) and :class:`kvrelay.engine.fake.engine.FakeEngine`.
+Workers import this room and :mod:`kvrelay.engine.kv.block_manager`, never a tensor. There are two implementations:
+:class:`kvrelay.engine.torch_engine.TorchEngine` (the real one) and :class:`kvrelay.engine.fake.engine.FakeEngine`. Workers launch
+steps through :class:`kvrelay.engine.step.leader.Leader`, which turns their rows into plans.
 
-Workers launch steps through :class:`kvrelay.engine.step.leader.Leader`, which makes an engine's plans of their rows.
-
-Threads: steps are launched on the model thread only. ``BlockStore`` methods may be called from any thread, ``open_write`` only
-where waiting does not hurt; the caller guarantees, by holding a lease or a sequence's reference, that nobody computes on a block
-that is being written.
+Threads: only the model thread launches steps. Any thread may call ``BlockStore`` methods, but ``open_write`` may wait. The caller
+must hold a lease or a sequence's reference, which guarantees that no step computes on a block while it is written.
 """
 
 from __future__ import annotations
@@ -27,19 +25,19 @@ from kvrelay.engine.step.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class StepRow:
-    """One sequence's share of a step, as its scheduler has it: ``num_tokens`` tokens from ``sequence.num_computed_tokens`` on.
+    """One sequence's share of a step, as its scheduler sees it: ``num_tokens`` tokens from ``sequence.num_computed_tokens`` on.
 
-    The row samples a token exactly if the step computes the sequence's last token. ``sequence.block_tables`` must already cover
+    The row samples a token if and only if the step computes the sequence's last token. ``sequence.block_tables`` must already cover
     the computed tokens.
 
-    ``num_ahead``: how many tokens behind ``sequence.num_computed_tokens`` a step that still runs computes; this row starts behind
-    those. If these are all that the sequence has, the row is *fed*: its token is the one that step samples, and that nobody knows
-    yet (see ``Leader.launch``). Else it is a prompt's next chunk. Both properties are of the time of the launch.
+    ``num_ahead``: tokens after ``sequence.num_computed_tokens`` that a running step computes; this row starts after them. If these
+    are all of the sequence's tokens, the row is *fed*: its token is the one that the running step samples, which the host does not
+    know yet (see ``Leader.launch``). Otherwise the row is a prompt's next chunk. Both properties are those at the launch.
 
-    ``draft``: a guess at the tokens behind the sequence's last one, which the row computes. The step computes the draft, too, and
-    samples behind each of its tokens. The result has the tokens that were sampled as long as the draft was right: one at least,
-    and one more than draft tokens at most. So they are what steps without a draft sample. K/V behind the tokens that count are
-    left over, and overwritten by the next step; the block table must cover them. No row can follow from a step that still runs.
+    ``draft``: a guess at the tokens after the sequence's last one, which must be the row's token. The step also computes the draft,
+    and samples after each of its tokens. The result has the sampled tokens up to the first wrong guess: at least one, and at most
+    one more than the draft. So they are the tokens of steps without a draft. K/V after the tokens that count are overwritten by the
+    next step; the block table must cover them. No row may depend on such a step while it runs.
 
     If ``sequence.sampling.num_prompt_logprobs`` is set, the result has an entry for each prompt token that the row's tokens predict
     (a row over tokens ``s`` to ``e`` predicts ``s + 1`` to ``e + 1``) and that ``sequence.prompt_logprobs`` does not have.
@@ -52,37 +50,41 @@ class StepRow:
 
     @property
     def samples(self) -> bool:
-        """Whether the step yields a token for this row."""
+        """Whether the step samples a token for this row."""
         return self.is_fed or self.num_ahead + self.num_tokens == self.sequence.num_uncomputed_tokens
 
     @property
     def is_fed(self) -> bool:
-        """Whether its token is sampled by the step in front."""
+        """Whether the step in front samples its token."""
         return 0 < self.num_ahead == self.sequence.num_uncomputed_tokens
 
 
 class LaunchedStep(Protocol):
-    """A step under way. Its sampling is launched with it, unless it is *deferred*: its plan came without what that needs."""
+    """A running step.
+
+    Its sampling is launched with it, unless it is *deferred*: then its plan came without the sampling's inputs.
+    """
 
     @property
     def is_deferred(self) -> bool:
-        """Whether the step still has to be told to ``sample``."""
+        """Whether ``sample`` must still be called."""
 
     def sample(self, inputs: SamplingInputs) -> None:
-        """Launch the sampling of a deferred step, once, before the next plan; it waits for the device if its rows ask for that."""
+        """Launch the sampling of a deferred step, once, before the next plan. It waits for the device if its rows require that."""
 
     def wait(self) -> list[RowResult]:
-        """One result for each row of the plan, once they are there: everything that the step wrote is then visible. Call it once.
+        """One result for each row of the plan; waits for them. Everything that the step wrote is then visible. Call it once.
 
-        Of a deferred step it raises AssertionError, when the step writes to no block any more.
+        For a deferred step it raises AssertionError, after the step has written its last block.
         """
 
 
 class BlockStore(Protocol):
-    """Byte access to the KV pool, physical block by physical block, for shipping and receiving.
+    """Byte access to the KV pool by physical block, for shipping and receiving.
 
-    On CPU the views are the pool's own memory. On a GPU they are pinned staging memory: ``open_read`` begins to copy out and
-    ``close_write`` to copy in, and neither waits for the copy. Whoever reads waits, by the read; steps wait by themselves.
+    On a CPU the views are the pool's own memory. On a GPU they are pinned staging memory: ``open_read`` begins to copy out and
+    ``close_write`` to copy in, and neither waits for the copy. A reader waits through the returned object; steps wait by
+    themselves.
     """
 
     @property
@@ -94,25 +96,26 @@ class BlockStore(Protocol):
         """Bytes of one physical block: all layers of the largest group, K and V."""
 
     def open_read(self, block_id: int, group: int) -> memoryview | LateBytes:
-        """The block's bytes (flat, ``block_nbytes``), or their promise; stable until ``close_read``. Never waits.
+        """The block's bytes (flat, ``block_nbytes``), or a promise of them; they do not change until ``close_read``. Never waits.
 
-        ``group``: whose physical block it is. The caller holds the block, and the step that computed it has returned.
+        ``group``: the group that the physical block is in. The caller must hold the block, and the step that computed it must have
+        returned.
         """
 
     def close_read(self, block_id: int) -> None:
-        """The caller no longer reads what ``open_read`` gave, or never did. It may let go of the block."""
+        """The caller no longer reads the bytes of ``open_read``. It may release the block."""
 
     def open_write(self, block_id: int, group: int) -> memoryview:
-        """A writable view (flat, ``block_nbytes``) to fill. ``group``: whose physical block it is.
+        """A writable view (flat, ``block_nbytes``) to fill. ``group``: the group that the physical block is in.
 
-        The caller owns the block; nobody computes on it. On a GPU it may wait for an earlier copy: on a receiver's thread, with no
-        lock held. Raises RuntimeError if that failed.
+        The caller must own the block, and no step may compute on it. On a GPU this may wait for an earlier copy, so call it on a
+        receiver's thread without a lock. Raises RuntimeError if that copy failed.
         """
 
     def close_write(self, block_id: int) -> None:
-        """The view is filled and verified (or abandoned): every step that is launched from now on sees it.
+        """The view is filled and verified (or abandoned): every step launched from now on sees it.
 
-        Raises RuntimeError if it cannot be copied. If the copy fails later on, the next steps fail.
+        Raises RuntimeError if it cannot be copied. If the copy fails later, the next steps fail.
         """
 
 
@@ -121,48 +124,50 @@ class DeviceFailedError(KvrelayError):
 
 
 class AdapterSlots(Protocol):
-    """An engine's places for adapters, from 1 on. Beside steps, one call at a time, on any thread."""
+    """An engine's slots for adapters, from 1 on. May be called beside steps, on any thread, one call at a time."""
 
     @property
     def num_slots(self) -> int:
-        """How many there are."""
+        """The number of slots."""
 
     def nbytes(self, files: AdapterFiles) -> int:
-        """Memory that an adapter would take."""
+        """The memory that an adapter would take."""
 
     def load(self, slot: int, directory: Path, digest: str) -> None:
-        """Read an adapter into a free slot; rows of later plans may name it. Waits for the disk.
+        """Read an adapter into a free slot; rows of later plans may then name it. Waits for the disk.
 
-        Raises AdapterError if this model cannot serve it, AdapterAbsentError if other files lie there. The slot stays free.
+        Raises AdapterError if this model cannot serve it, AdapterAbsentError if the files have another digest. The slot then stays
+        free.
         """
 
     def unload(self, slot: int) -> None:
-        """Free a slot. No step has its rows, and no later plan names it before another ``load``."""
+        """Free a slot. No running step may have its rows, and no plan may name it before the next ``load``."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeadAsk:
-    """A text that a head is to go on with. The engine has computed all tokens but the last one, in a slot of its own."""
+    """A text for a head to continue. The engine has computed all tokens except the last one, in the given slot."""
 
     slot: int
-    token_ids: Seq[int]  # of prompt and output, read before the call returns
+    token_ids: Seq[int]  # prompt and output; read before the call returns
     num_wanted: int
 
 
 class DraftHead(Protocol):
-    """A head beside a loaded model, which guesses tokens from the model's hidden states. Model thread only."""
+    """A head beside a loaded model, which guesses tokens from the model's hidden states. Use it on the model thread only."""
 
     def can_draft(self, slot: int, num_tokens: int) -> bool:
-        """Whether it has seen enough of the slot's text to go on behind so many tokens."""
+        """Whether the head has seen enough of the slot's text to continue after ``num_tokens`` tokens."""
 
     def draft(self, asks: Seq[HeadAsk]) -> list[tuple[int, ...]]:
-        """Guesses for each, of different slots: as many as wanted, or none. One step of the head for each token of the longest.
+        """Guesses for each ask: as many as wanted, or none. The asks' slots must differ. One step of the head per token of the
+        longest guess.
 
-        They are sampled by the slot's parameters and noise, but for guides, processors, bias and forbidden tokens.
+        They are sampled with the slot's parameters and noise, but without guides, processors, bias and forbidden tokens.
         """
 
     def give_up(self) -> None:
-        """There are no drafts any more, and steps keep nothing for them."""
+        """Stop drafting: steps keep nothing for the head from now on."""
 
 
 class Engine(Protocol):
@@ -170,33 +175,33 @@ class Engine(Protocol):
 
     @property
     def adapters(self) -> AdapterSlots | None:
-        """Where adapters are loaded; None: it was started for none."""
+        """The slots for adapters; None if the engine was started without them."""
 
     @property
     def card(self) -> ModelCard:
-        """Model and limits, as announced to peers."""
+        """The model and its limits, as announced to peers."""
 
     @property
     def store(self) -> BlockStore:
         """The pool's bytes."""
 
     def copy_blocks(self, pairs: Seq[tuple[int, int]]) -> None:
-        """Copy whole blocks inside the pool, (source, target) each; the next ``step`` sees the copies.
+        """Copy whole blocks inside the pool, as (source, target). The next step sees the copies.
 
-        All sources are read before any target is written; no target may come twice. Model thread only.
+        All sources are read before any target is written; no target may occur twice. Model thread only.
         """
 
     def check_device(self) -> None:
-        """Behind a failed step: raise DeviceFailedError if it was the device that failed, and not only what it was given.
+        """After a failed step: raise DeviceFailedError if the device failed, and not only this step's input.
 
         Waits for the device. Model thread only.
         """
 
     def not_live(self) -> list[str]:
-        """Why no step will ever succeed again, as far as that is known without one. Any thread; never waits."""
+        """Why no step will ever succeed again, as far as known without running one. Any thread; never waits."""
 
     def close(self) -> None:
-        """End what it runs beside this process. No step runs, and no block is open, from then on."""
+        """End everything that it runs outside of this process. No step may run, and no block may be open."""
 
     @property
     def runs_ahead(self) -> bool:
@@ -204,18 +209,17 @@ class Engine(Protocol):
 
     @property
     def num_stages(self) -> int:
-        """How many steps it computes side by side, one in each stage, and so are worth having under way; of different sequences."""
+        """The number of stages, and so of steps (of different sequences) that should be under way."""
 
     @property
     def num_slots(self) -> int:
-        """How many sequences it keeps something of; a plan names them from 0."""
+        """The number of sequences that it keeps state of; plans number the slots from 0."""
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Begin a step, of one row at least, and return before it is done.
+        """Begin a step with at least one row, and return before it is done.
 
-        Steps run in the order of their launches; two at most are under way, or ``num_stages`` if these are more. None may be
-        deferred when the next one is launched, but one that ``resets``. With several stages no row is fed.
-
-        Raises ValueError on a row of no tokens, or of more than its tokens or its block table hold. The next plan then ``resets``.
-        Model thread only.
+        Steps run in the order of their launches. At most two are under way, or ``num_stages`` if that is more. When the next step
+        is launched, none may still be deferred, unless its plan ``resets``. With several stages no row is fed. Raises ValueError on
+        a row without tokens, or with more tokens than its slot or its block table has. The next plan must then reset. Model thread
+        only.
         """

@@ -1,6 +1,6 @@
-"""A worker's way to its engine: rows of sequences in, their tokens out. In between there are only plans.
+"""A worker's access to its engine: rows of sequences in, their tokens out. Between the two there are only plans.
 
-Of all that computes a worker's steps there is one leader: it has the sequences, their guides and their clients.
+All processes that compute a worker's steps have one leader. It alone has the sequences, their guides and their clients.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from kvrelay.engine.step.sequence import Sequence, SequenceStatus
 
 
 class LedStep:
-    """A step under way, of a leader's rows.
+    """A running step of a leader's rows.
 
-    Its sampling is launched with it, unless it is *deferred*: that is a step behind another one with a row that can only be sampled
-    once the host knows the token in front (``Sequence.needs_host_to_sample``). Of such a step the logits are computed meanwhile.
-    The order of calls is then: launch it, wait for the step in front, let all sequences take the tokens of that in, ``sample``,
-    launch the next one, ``wait``.
+    Its sampling is launched with it, unless it is *deferred*. A step is deferred if it follows another one and has a row that can
+    be sampled only once the host knows the token before (``Sequence.needs_host_to_sample``). Its logits are computed meanwhile. The
+    order of calls is then: launch it, wait for the step in front, let all sequences take that step's tokens, ``sample``, launch the
+    next one, ``wait``.
     """
 
     def __init__(
@@ -30,10 +30,10 @@ class LedStep:
         samples: dict[Sequence, int],
         launched: LaunchedStep | None,
     ) -> None:
-        """``order``: as rows were planned, which of the caller's each is, and its draft. ``launched``: None without rows.
+        """``order``: for each planned row, the index of the caller's row, and its draft. ``launched``: None without rows.
 
-        ``samples``: whose tokens the step samples, in order, and behind how many tokens of each; without those that have a draft,
-        whose next token may be any of several.
+        ``samples``: the sequences that the step samples for, in order, with their number of tokens. Without sequences with a draft,
+        whose next token may be at several positions.
         """
         self._planner = planner
         self._order = order
@@ -42,14 +42,14 @@ class LedStep:
 
     @property
     def is_deferred(self) -> bool:
-        """Whether the step still has to be told to ``sample``."""
+        """Whether ``sample`` must still be called."""
         return self._launched is not None and self._launched.is_deferred
 
     def sample(self) -> None:
-        """Launch the sampling of a deferred step, once; it may wait for the device if its rows ask for that.
+        """Launch the sampling of a deferred step, once. It may wait for the device if its rows require that.
 
-        Every row but those of finished sequences must have all its tokens by now. Finished ones yield a token that means nothing,
-        and nobody asks their guides.
+        All sequences must have their tokens by now, except finished ones. Those yield a token that does not count, and their guides
+        are not asked.
         """
         assert self._launched is not None, "a step of no rows samples nothing"
         assert self._launched.is_deferred, "a step samples once"
@@ -63,9 +63,9 @@ class LedStep:
             raise
 
     def wait(self) -> list[RowResult]:
-        """What ``Leader.step`` returns, once it is there: everything that the step wrote is then visible. Call it once.
+        """The results of ``Leader.step``; waits for them. Everything that the step wrote is then visible. Call it once.
 
-        Of a deferred step it raises AssertionError, when the step writes to no block any more.
+        For a deferred step it raises AssertionError, after the step has written its last block.
         """
         results = [RowResult()] * len(self._order)
         if self._launched is not None:
@@ -78,37 +78,37 @@ class LedStep:
 
 
 class Leader:
-    """The only one who gives its engine plans. Model thread only."""
+    """The only sender of plans to its engine. Use it on the model thread only."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._planner = Planner(engine.num_slots, engine.card.vocab_size)
 
     def slot_of(self, sequence: Sequence) -> int | None:
-        """The engine's slot that has the sequence since its last step; None: it has lost it, or never had one."""
+        """The engine's slot that has held the sequence since its last step; None if it has none."""
         return self._planner.slot_of(sequence)
 
     def step(self, rows: Seq[StepRow]) -> list[RowResult]:
-        """Compute one ragged batch: write K/V of every row's tokens into its blocks, sample where a row ends.
+        """Compute one ragged batch: write the K/V of every row's tokens into its blocks, and sample where a row ends its sequence.
 
-        Sequences are not changed; the scheduler advances them afterwards. There is one result per row. Rows may mix prefill chunks
-        and decode tokens in any order. Raises ValueError on a row of no tokens, or of more than its tokens or its block table hold
-        (a scheduler's bug).
+        Does not change sequences; the scheduler advances them afterwards. There is one result per row. Rows may mix prefill chunks
+        and decode tokens in any order. Raises ValueError on a row without tokens, or with more tokens than its sequence or its
+        block table has (a bug of the scheduler).
         """
         return self.launch(rows).wait()
 
     def launch(self, rows: Seq[StepRow], behind: LedStep | None = None) -> LedStep:
         """Begin a step and return before it is done. Steps run in the order of their launches; at most two are under way.
 
-        ``behind``: the step that was launched before and not waited for, and not deferred any more; rows with ``num_ahead`` get
-        their tokens from it. Until ``wait`` the blocks of all rows belong to the step, also those of sequences that meanwhile
-        turned out to have ended. Raises as ``step``.
+        ``behind``: the step launched before, if it was not waited for; it must not be deferred. Rows with ``num_ahead`` get their
+        tokens from it. Until ``wait``, the step owns the blocks of all rows, also those of sequences that have ended meanwhile.
+        Raises as ``step``.
         """
         order = sorted(range(len(rows)), key=lambda index: rows[index].num_tokens > 1)
         ordered = [rows[index] for index in order]
         if not ordered:
             return LedStep(self._planner, (), {}, None)
-        # A deferred one has no tokens to go on from, and its logits may lie where this step's will.
+        # A deferred step has no tokens to continue from, and this step may overwrite its logits.
         assert behind is None or not behind.is_deferred, "the step in front was not told to sample"
         try:
             plan = self._planner.plan(ordered, None if behind is None else behind.samples)
@@ -125,9 +125,9 @@ class Leader:
 
 
 def _accept(result: RowResult, draft: tuple[int, ...], behind: Seq[RowResult]) -> RowResult:
-    """The row's result with those ``behind`` its draft's tokens, as long as each of them is what was sampled.
+    """The row's result plus those ``behind`` its draft's tokens, up to the first draft token that differs from the sampled one.
 
-    What is sampled depends on seed, choice, position and the tokens in front only: these are the tokens of steps without a draft.
+    A sample depends only on seed, choice, position and the tokens before it. So these are the tokens of steps without a draft.
     """
     tokens = list(result.tokens)
     for token_id, following in zip(draft, behind, strict=True):

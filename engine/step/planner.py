@@ -1,7 +1,7 @@
-"""From a scheduler's rows to an engine's plan: who has which slot, and what the engine knows of it already.
+"""Turns a scheduler's rows into an engine's plan: keeps which sequence has which slot, and what the engine already knows of it.
 
-A sequence keeps its slot until it has finished, or until a step needs the slot for another one that computes; then it joins anew,
-with all that is known of it. No tensors, no engine: :mod:`kvrelay.engine.step.leader` launches what is planned here.
+A sequence keeps its slot until it has finished, or until a step needs the slot for another sequence. Then it joins again later with
+all its tokens. No tensors and no engine here: :mod:`kvrelay.engine.step.leader` launches the plans.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class _Held:
 
     slot: int
     sampling: SamplingParams
-    needs_host: bool  # by its sampling parameters …
-    is_ruled: bool  # … and whether they set or forbid tokens, perhaps for a while only
+    needs_host: bool  # whether its sampling parameters need the host
+    is_ruled: bool  # whether they set or forbid tokens, perhaps only for a while
     num_tokens: int
     block_tables: list[list[int]] = field(default_factory=list)
 
     def learn(self, sequence: Sequence) -> tuple[int, ...]:
-        """The tokens that the engine does not know, which it is told now."""
+        """The tokens that the engine does not know yet; they count as sent."""
         assert self.num_tokens <= sequence.num_tokens, (
             f"{sequence.key}: {sequence.num_tokens} tokens, and had {self.num_tokens}"
         )
@@ -41,10 +41,10 @@ class _Held:
 
 
 class Planner:
-    """The memory behind a row of plans for one engine. Model thread only."""
+    """The state behind a series of plans for one engine. Use it on the model thread only."""
 
     def __init__(self, num_slots: int, vocab_size: int) -> None:
-        """``num_slots``: the engine's, which is also the most rows that a step may have. ``vocab_size``: of guides' masks."""
+        """``num_slots``: of the engine; also the most rows of a step. ``vocab_size``: for guides' masks."""
         self._num_slots = num_slots
         self._vocab_size = vocab_size
         self._held: dict[Sequence, _Held] = {}
@@ -53,23 +53,23 @@ class Planner:
         self.reset()
 
     def reset(self) -> None:
-        """What the engine knows is not certain any more: the next plan tells it everything."""
+        """The engine's knowledge is no longer certain: the next plan sends everything."""
         self._held.clear()
         self._free = list(range(self._num_slots - 1, -1, -1))
         self._resets = True
 
     def slot_of(self, sequence: Sequence) -> int | None:
-        """The slot that the sequence has; None: it has none."""
+        """The sequence's slot; None if it has none."""
         held = self._held.get(sequence)
         return None if held is None else held.slot
 
     def plan(self, rows: Seq[StepRow], in_front: Collection[Sequence] | None = None) -> StepPlan:
-        """The plan of ``rows``, those of a single token first.
+        """The plan of ``rows``, rows with a single token first.
 
-        A row with a draft becomes several of the plan, one for each of its tokens. ``in_front``: whose tokens the step samples that
-        still runs; None: no step runs. What can only be sampled once those are known is left to ``sampling_inputs``. Raises
-        ValueError if there are more rows than slots, a row is ahead of no step, or a draft is not behind a last token. After an
-        error, ``reset``.
+        A row with a draft becomes several rows of the plan, one per token. ``in_front``: the sequences whose tokens the running
+        step samples; None: no step runs. Rules that depend on those tokens are left to ``sampling_inputs``. Raises ValueError if
+        there are more rows than slots, a row is ahead without a running step, or a draft does not follow a last token. After an
+        error, call ``reset``.
         """
         leaves = [self._give_back(one) for one in [one for one in self._held if one.status is SequenceStatus.FINISHED]]
         joins: list[SlotJoin] = []
@@ -80,7 +80,7 @@ class Planner:
             sequence, num_tokens, num_ahead = row.sequence, row.num_tokens, row.num_ahead
             held = self._held.get(sequence)
             new_tokens: tuple[int, ...] = ()
-            # As StepRow.is_fed and .samples; two calls less for each row count here.
+            # Same as StepRow.is_fed and .samples, inlined because two calls per row count here.
             num_left = len(sequence.token_ids) - sequence.num_computed_tokens - num_ahead
             is_fed = num_ahead > 0 and num_left == 0
             if is_fed:
@@ -89,7 +89,7 @@ class Planner:
                 held = self._join(sequence, rows, joins)
             elif held.num_tokens != len(sequence.token_ids):
                 new_tokens = held.learn(sequence)
-            # Two lists of the same int objects are compared fast; most tables have not changed.
+            # Lists of identical int objects compare fast, and most tables have not changed.
             if held.block_tables != sequence.block_tables:
                 tables += _deltas(held, sequence.block_tables)
             samples = is_fed or num_tokens == num_left
@@ -120,10 +120,10 @@ class Planner:
         return StepPlan(tuple(planned), tuple(joins), tuple(leaves), tuple(tables), sampling, resets)
 
     def sampling_inputs(self, samples: Mapping[Sequence, int]) -> SamplingInputs:
-        """What a deferred step was left without that samples for these sequences, in order.
+        """The inputs that a deferred step, which samples for these sequences in order, still needs.
 
-        They have the tokens of the step in front by now: so many in all, unless they are finished. A finished one's guide is not
-        asked.
+        The sequences have the tokens of the step in front by now: the given number in all, unless they are finished. The guide of a
+        finished one is not asked.
         """
         over: list[int] = []
         new_tokens: list[tuple[int, tuple[int, ...]]] = []
@@ -158,7 +158,7 @@ class Planner:
         return held
 
     def _take_back(self, rows: Seq[StepRow]) -> None:
-        """Free a slot of somebody who is not in the step."""
+        """Free the slot of a sequence that is not in the step."""
         in_step = {row.sequence for row in rows}
         other = next((one for one in self._held if one not in in_step), None)
         if other is None:
@@ -172,7 +172,7 @@ class Planner:
 
 
 def _require_fed(row: StepRow, is_fed: bool) -> None:
-    """Raise ValueError unless the row's only input token is one that the step under way samples."""
+    """Raise ValueError unless the row's only input token is one that the running step samples."""
     if row.num_tokens != 1 or not is_fed:
         raise ValueError(
             f"sequence {row.sequence.key}: a row of {row.num_tokens} tokens, {row.num_ahead} ahead; only one token can follow "
@@ -181,7 +181,7 @@ def _require_fed(row: StepRow, is_fed: bool) -> None:
 
 
 def _drafted(row: StepRow, planned: PlanRow) -> list[PlanRow]:
-    """The rows of a row's draft, behind that of its token. Raises ValueError if that is not the sequence's last one."""
+    """The rows of a row's draft, after that of its own token. Raises ValueError if that is not the sequence's last token."""
     if planned.is_fed or planned.num_tokens != 1 or not planned.num_samples:
         raise ValueError(f"sequence {row.sequence.key}: a draft behind {planned}, which is not the last token alone")
     ends = range(1, len(row.draft) + 1)
@@ -199,7 +199,7 @@ def _drafted(row: StepRow, planned: PlanRow) -> list[PlanRow]:
 
 
 def _deltas(held: _Held, block_tables: list[list[int]]) -> Iterator[TableDelta]:
-    """What is new in a sequence's tables; it counts as told."""
+    """The changes of a sequence's tables; they count as sent."""
     if not held.block_tables:
         held.block_tables = [[] for _ in block_tables]
     for group, (known, block_table) in enumerate(zip(held.block_tables, block_tables, strict=True)):
@@ -213,7 +213,7 @@ def _deltas(held: _Held, block_tables: list[list[int]]) -> Iterator[TableDelta]:
 
 
 def _prompt_positions(row: StepRow) -> tuple[int, int] | None:
-    """The positions of the prompt that the row's tokens predict and whose log probabilities are not there yet."""
+    """The prompt positions that the row's tokens predict and whose log probabilities are still missing."""
     sequence = row.sequence
     first = len(sequence.prompt_logprobs) + 1
     if first >= sequence.num_prompt_tokens:

@@ -1,10 +1,9 @@
-"""What the leader computes for sampling: bias, allowed tokens, bad words, stop tokens before their time, guides' masks.
+"""Computes the leader's rules for sampling: bias, allowed tokens, bad words, early stop tokens, guides' masks.
 
-Bad words and early stop tokens follow from a sequence's tokens, masks from its guide, and neither is the engine's to know.
-
-A bad word is a sequence of tokens that is never completed: one of a single token never comes, of a longer one the last token
-does not come where the others stand at the end of the tokens so far, prompt included. Text that the tokenizer splits otherwise
-is another sequence; it is for the gateway to name all it knows.
+Bad words and early stop tokens follow from a sequence's tokens, and masks from its guide; the engine knows neither. A bad word is a
+sequence of tokens that must not be completed. One of a single token never comes. The last token of a longer one may not come after
+the others, which may be in the prompt. Another tokenization of the same text is another sequence; the gateway must list all it
+knows.
 """
 
 from __future__ import annotations
@@ -20,31 +19,31 @@ from kvrelay.engine.step.sequence import GuideState, Sequence
 
 
 class Asked(NamedTuple):
-    """What a step samples of one sequence: its next token, and one behind each token of a draft."""
+    """What a step samples of one sequence: its next token, and one after each token of a draft."""
 
     sequence: Sequence | None  # None: it has ended
-    num_ahead: int = 0  # tokens of it that are under way
+    num_ahead: int = 0  # its tokens under way
     draft: tuple[int, ...] = ()
 
 
 def may_have_rules(params: SamplingParams) -> bool:
-    """Whether anything is ever set or forbidden by the parameters."""
+    """Whether the parameters may ever set or forbid a token."""
     return bool(params.logit_bias or params.allowed_token_ids or params.bad_words or params.min_tokens)
 
 
 def has_rules(sequence: Sequence, num_ahead: int = 0) -> bool:
-    """Whether anything is set or forbidden for the sequence's next token by other than its guide.
+    """Whether anything other than its guide sets or forbids tokens for the sequence's next one.
 
-    ``num_ahead``: how many tokens come before that one and are under way.
+    ``num_ahead``: tokens before that one that are under way.
     """
     params = sequence.sampling
     return bool(params.logit_bias or params.allowed_token_ids or params.bad_words) or _is_early(sequence, num_ahead)
 
 
 def make_rules(asking: Seq[Asked], vocab_size: int) -> Rules | None:
-    """The rules of a step, or None if there are none. ``asking``: in the order of the rows that sample.
+    """The rules of a step; None if there are none. ``asking``: in the order of the rows that sample.
 
-    Of a sequence with tokens under way bad words must be single tokens. A guide must allow its draft.
+    A sequence with tokens under way may only have bad words of a single token. A guide must allow the draft.
     """
     guided: list[tuple[GuideState, tuple[int, ...]]] = []
     rules = Rules([], [], [], [], [], [], [], [], b"")
@@ -66,7 +65,7 @@ def make_rules(asking: Seq[Asked], vocab_size: int) -> Rules | None:
 
 
 def num_words(vocab_size: int) -> int:
-    """32-bit words that hold a bit for each token."""
+    """32-bit words that have a bit for each token."""
     return -(-vocab_size // 32)
 
 
@@ -83,7 +82,7 @@ def _masks(guided: Seq[tuple[GuideState, tuple[int, ...]]], num_rows: int, vocab
 
 
 def _add(rules: Rules, row: int, sequence: Sequence, num_ahead: int, draft: tuple[int, ...], vocab_size: int) -> None:
-    """What holds for the token behind the sequence's, ``num_ahead`` more that nobody knows, and ``draft``."""
+    """Add the rules for the token after the sequence's tokens, ``num_ahead`` unknown ones, and ``draft``."""
     params = sequence.sampling
     for token_id, value in params.logit_bias:
         rules.bias_rows.append(row)
@@ -98,7 +97,7 @@ def _add(rules: Rules, row: int, sequence: Sequence, num_ahead: int, draft: tupl
     token_ids = [*sequence.token_ids[-longest:], *draft] if draft else sequence.token_ids
     forbidden = [word[-1] for word in params.bad_words if _would_complete(word, token_ids)]
     if _is_early(sequence, num_ahead + len(draft)):
-        # A model's list of them may name tokens that it has no logits for.
+        # A model's list of stop tokens may have ids without logits.
         forbidden += [token_id for token_id in params.stop_token_ids if 0 <= token_id < vocab_size]
     rules.forbidden_rows.extend([row] * len(forbidden))
     rules.forbidden_tokens.extend(forbidden)

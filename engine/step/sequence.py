@@ -6,8 +6,8 @@ Life cycle on a worker (transitions are checked; an illegal one raises)::
        ▲           │
        └─ preempt ─┘
 
-A sequence that waits may also be removed: WAITING ──▶ FINISHED. It is owned by one scheduler, and changed by the model thread alone
-once that has it. It holds numbers, no tensors.
+A waiting sequence may also be removed: WAITING ──▶ FINISHED. One scheduler owns it, and then only the model thread changes it. It
+holds numbers, no tensors.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-_MAX_CHUNKS = 256  # that are remembered of one prompt
+_MAX_CHUNKS = 256  # chunks remembered of one prompt
 
 
 class SequenceStatus(enum.Enum):
-    """Where a sequence stands with its scheduler."""
+    """A sequence's state with its scheduler."""
 
-    WAITING = "waiting"  # for a place in the batch; holds blocks only if its K/V came complete from another worker
+    WAITING = "waiting"  # waits for a place in the batch; has blocks only if its K/V came complete from another worker
     RUNNING = "running"  # has a place and blocks; computes when a step has tokens for it
-    FINISHED = "finished"  # computes no more; whoever reads or writes its blocks still gives them back
+    FINISHED = "finished"  # computes no more; readers and writers of its blocks may still have to release them
 
 
 _TRANSITIONS: dict[SequenceStatus, frozenset[SequenceStatus]] = {
@@ -46,28 +46,31 @@ _TRANSITIONS: dict[SequenceStatus, frozenset[SequenceStatus]] = {
 
 
 class GuideState(Protocol):
-    """Where one sequence stands in its grammar. Depends on the output's tokens only, so replaying them makes an equal one."""
+    """The position of one sequence in its grammar.
+
+    It depends only on the output's tokens, so replaying them makes an equal state.
+    """
 
     def fill(self, bitmask: npt.NDArray[np.int32]) -> None:
         """Set the bit of every token that may come next. ``bitmask``: ``[ceil(vocab_size / 32)]``."""
 
     def forced(self, most: int) -> tuple[int, ...]:
-        """Tokens of text that can go on in one way only, ``most`` at most; none if it would take long to tell.
+        """Tokens of text that can continue in only one way, at most ``most``; none if finding out would take long.
 
-        Where a token could be split otherwise, it is as the tokenizer splits it, which a model may do otherwise.
+        The text is split as the tokenizer would; the model might split it differently.
         """
 
     def num_allowed(self, draft: Seq[int]) -> int:
-        """How many of the draft's tokens may come one behind the other; fewer, if it would take long to follow them."""
+        """How many leading tokens of the draft are allowed; fewer, if following them would take long."""
 
     def fill_along(self, bitmask: npt.NDArray[np.int32], draft: Seq[int]) -> None:
-        """As ``fill``, behind each token of a draft that it allows. It stands where it stood then.
+        """Like ``fill``, after each token of an allowed draft. The state's position does not change.
 
-        ``bitmask``: ``[len(draft), ceil(vocab_size / 32)]``; what it says of places behind a complete output means nothing.
+        ``bitmask``: ``[len(draft), ceil(vocab_size / 32)]``; rows after a complete output are meaningless.
         """
 
     def accept(self, token_id: int) -> None:
-        """The token came. Raises ValueError if it may not come."""
+        """Advance by a token. Raises ValueError if it is not allowed."""
 
     @property
     def is_complete(self) -> bool:
@@ -76,7 +79,7 @@ class GuideState(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """What one step computed of a prompt; times are on the clock of ``arrival_s``."""
+    """What one step computed of a prompt. Times are on the clock of ``arrival_s``."""
 
     begun_s: float
     ended_s: float
@@ -84,7 +87,7 @@ class Chunk:
 
 
 class PromptTrace:
-    """Of a sequence whose request is traced: the steps that computed what was submitted of it."""
+    """For a sequence of a traced request: the steps that computed its submitted tokens."""
 
     def __init__(self, trace_id: str, num_submitted_tokens: int) -> None:
         self.trace_id = trace_id
@@ -92,7 +95,7 @@ class PromptTrace:
         self._num_submitted_tokens = num_submitted_tokens
 
     def on_step(self, num_computed_tokens: int, chunk: Chunk) -> None:
-        """A step computed ``chunk`` behind ``num_computed_tokens``; one that generates is none of the prompt's."""
+        """A step computed ``chunk`` after ``num_computed_tokens``. Ignored if the step generates."""
         if num_computed_tokens < self._num_submitted_tokens and len(self.chunks) < _MAX_CHUNKS:
             self.chunks.append(chunk)
 
@@ -101,9 +104,9 @@ class PromptTrace:
 class Sequence:
     """Tokens and progress of one (request, attempt).
 
-    ``token_ids`` holds the prompt and all output so far; an attempt that replays a lost one starts with the earlier
-    attempt's output already in it. ``num_computed_tokens`` counts the leading tokens whose K/V lie in the blocks of
-    ``block_tables``; a new sequence that found a cached prefix starts above 0.
+    ``token_ids`` has the prompt and all output so far; an attempt that replays a lost one starts with the earlier output. The K/V
+    of the leading ``num_computed_tokens`` tokens are in the blocks of ``block_tables``. A new sequence that found a cached prefix
+    starts above 0.
     """
 
     request_id: str
@@ -112,28 +115,28 @@ class Sequence:
     num_prompt_tokens: int  # of the client's prompt; the rest of token_ids is output
     sampling: SamplingParams
     arrival_s: float  # monotonic clock of this process
-    # By group of layers its physical blocks, of which those in front of a group's window may be anybody's; none without blocks.
+    # Its physical blocks by layer group; entries before a group's window are arbitrary. Empty without blocks.
     block_tables: list[list[int]] = field(default_factory=list)
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0  # found in the prefix cache when the sequence was first admitted
     status: SequenceStatus = SequenceStatus.WAITING
     finish_reason: FinishReason | None = None
-    failure: str | None = None  # why it cannot go on, of its own fault: its guide does not allow the token that came
+    failure: str | None = None  # why it cannot continue by its own fault: its guide does not allow the sampled token
     num_preemptions: int = 0
-    prompt_logprobs: list[SampledToken] = field(default_factory=list)  # those there are, if sampling asks for them
+    prompt_logprobs: list[SampledToken] = field(default_factory=list)  # those computed so far, if asked for
     guide: GuideState | None = None  # where the output stands in its grammar
-    beam: int = 0  # which of a beam search's sequences; they share the key
-    chain: HashChain | None = None  # of its blocks; None: no scheduler has the sequence
+    beam: int = 0  # its number in a beam search, whose sequences share the key
+    chain: HashChain | None = None  # hashes of its blocks; None: no scheduler has the sequence
     retention: Retention | None = None  # how long its request wants its blocks to stay cached
-    trace: PromptTrace | None = None  # None: nobody asks
-    adapter: int = 0  # the engine's slot of the adapter that computes it; 0: the model as it is
+    trace: PromptTrace | None = None  # None: not traced
+    adapter: int = 0  # the engine's slot of its adapter; 0: the plain model
     flow: Flow = field(default_factory=Flow)
-    deadline_s: float = math.inf  # on the same clock; when nobody waits for it any more
-    tags: Tags = field(default_factory=Tags)  # by which it gets its turn
+    deadline_s: float = math.inf  # when its request times out, on the same clock
+    tags: Tags = field(default_factory=Tags)  # decide when it gets its turn
 
     @property
     def key(self) -> tuple[str, int]:
-        """(request_id, attempt): unique on a worker, but for the beams of one search."""
+        """(request_id, attempt): unique on a worker, except for the beams of one search."""
         return (self.request_id, self.attempt)
 
     @property
@@ -145,16 +148,16 @@ class Sequence:
     def num_blocks(self) -> int:
         """Blocks that it has in every group."""
         tables = self.block_tables
-        return len(tables[0]) if len(tables) == 1 else min(map(len, tables), default=0)  # asked for every row of a step
+        return len(tables[0]) if len(tables) == 1 else min(map(len, tables), default=0)  # read for every row of a step
 
     def append_blocks(self, block_tables: list[list[int]]) -> None:
-        """Further blocks, of each group."""
+        """Append further blocks of each group."""
         for table, block_ids in zip(self.block_tables, block_tables, strict=True):
             table.extend(block_ids)
 
     @property
     def num_output_tokens(self) -> int:
-        """Output so far, earlier attempts' included."""
+        """Output so far, that of earlier attempts included."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
@@ -164,10 +167,10 @@ class Sequence:
 
     @property
     def num_cacheable_tokens(self) -> int:
-        """How many leading tokens may be found in the prefix cache instead of computed.
+        """The number of leading tokens that may come from the prefix cache instead of being computed.
 
-        Not the last one: its logits are what is sampled from. Nor those whose predictions are log probabilities of the prompt
-        that are still to be made.
+        The last one may not, because its logits are needed for sampling. Neither may tokens that predict prompt tokens whose log
+        probabilities are still missing.
         """
         num_missing = self.num_prompt_tokens - 1 - len(self.prompt_logprobs)
         if self.sampling.num_prompt_logprobs is not None and num_missing > 0:
@@ -176,10 +179,9 @@ class Sequence:
 
     @property
     def needs_host_to_sample(self) -> bool:
-        """Whether its next token can only be sampled once the host knows the one in front of it.
+        """Whether its next token can be sampled only once the host knows the token before.
 
-        Penalties count a token that the host does not know on the device; bias, allowed tokens and ``min_tokens`` depend on
-        positions only.
+        Penalties count an unknown token on the device. Bias, allowed tokens and ``min_tokens`` depend only on positions.
         """
         sampling = self.sampling
         return bool(
@@ -190,13 +192,13 @@ class Sequence:
         )
 
     def block_hashes(self, num_blocks: int) -> list[bytes]:
-        """Of the leading ``num_blocks`` blocks, which its tokens must fill."""
+        """The hashes of the leading ``num_blocks`` blocks, which its tokens must fill."""
         assert self.chain is not None, f"sequence {self.key} has no chain: its blocks cannot be shared"
         return self.chain.hashes(self.token_ids, num_blocks)
 
     @property
     def is_over(self) -> bool:
-        """Whether no token follows."""
+        """Whether no further token follows."""
         return self.finish_reason is not None or self.failure is not None
 
     def set_status(self, status: SequenceStatus) -> None:
@@ -206,10 +208,10 @@ class Sequence:
         self.status = status
 
     def append(self, token: SampledToken, max_model_len: int) -> FinishReason | None:
-        """Take a sampled token in; returns why the sequence ends with it, or None if it goes on.
+        """Append a sampled token. Returns why the sequence ends with it, or None if it continues.
 
-        Sets ``finish_reason``, or ``failure`` if the guide does not allow the token, but not the status: blocks are the
-        scheduler's to release.
+        Sets ``finish_reason``, or ``failure`` if the guide does not allow the token. Does not set the status, because the scheduler
+        must release the blocks.
         """
         self.token_ids.append(token.token_id)
         is_stop = token.token_id in self.sampling.stop_token_ids
@@ -223,6 +225,6 @@ class Sequence:
         try:
             guide.accept(token_id)
         except ValueError as error:
-            self.failure = str(error)  # one sequence's trouble: it must not end the step, and all in it
+            self.failure = str(error)  # only this sequence fails, not the step
             return False
         return guide.is_complete

@@ -1,7 +1,7 @@
-"""What an engine keeps of the sequences that it computes, from step to step; plans change it by what is new.
+"""The state that an engine keeps of its sequences from step to step; plans change it.
 
-Numbers that every step needs lie in arrays over all slots, so that a step picks its rows' out of them at once. All of it is on the
-host: what lies on a device is its backend's.
+Numbers that every step needs are in arrays over all slots, so that a step can index its rows at once. All of it is on the host;
+backends keep what is on a device.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from kvrelay.engine.step.token_counts import TokenCounts
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
 
-# What a row's sampling takes beyond the likeliest token; bits of ``Slots.asks``.
+# Features of a row's sampling beyond argmax; bits of ``Slots.asks``.
 RANDOM, LOGPROBS, PENALTIES, WATERMARK, PROCESSORS = (1 << bit for bit in range(5))
 
 _LOW32 = 2**32 - 1
 _LOW64 = 2**64 - 1
-# Smaller ones, which a client may ask for, would turn logits into infinities and the row into NaN.
+# Smaller values, which a client may ask for, would turn logits into infinities and the row into NaN.
 _MIN_TEMPERATURE = 1e-6
 _MIN_REPETITION_PENALTY = 1e-6
 
 
 @dataclass(slots=True, eq=False)
 class SlotSequence:
-    """Of a slot's sequence what is not a number."""
+    """The part of a slot's sequence that is not a number."""
 
     name: str
-    token_ids: list[int]  # that the host knows
+    token_ids: list[int]  # tokens that the host knows
     num_prompt_tokens: int
     sampling: SamplingParams
-    counts: TokenCounts | None = None  # of penalties, once they were asked for
+    counts: TokenCounts | None = None  # for penalties, once they are needed
 
     def count_tokens(self) -> TokenCounts:
-        """The counts, brought up to date. The penalties must be asked for."""
+        """The counts, updated. The sequence must have penalties."""
         if self.counts is None:
             counts_prompt = self.sampling.repetition_penalty != 1.0
             self.counts = TokenCounts(self.token_ids, self.num_prompt_tokens, counts_prompt=counts_prompt)
@@ -49,22 +49,22 @@ class SlotSequence:
         return self.counts
 
     def behind(self, draft: tuple[int, ...]) -> SlotSequence:
-        """The sequence as it were with the draft's tokens; this one stays as it is."""
+        """A copy with the draft's tokens appended."""
         counts = self.count_tokens().copy() if self.sampling.needs_penalties else None
         return SlotSequence(self.name, self.token_ids + list(draft), self.num_prompt_tokens, self.sampling, counts)
 
 
 NOBODY = SlotSequence("nobody", [0], 1, SamplingParams(max_tokens=1, temperature=0.0))
-"""Of a slot that is free, or in the place of a sequence that has ended: greedy, and asks for nothing."""
+"""For free slots and ended sequences: greedy, with nothing else asked for."""
 
 
 class Slots:
-    """All slots of an engine. Arrays are indexed by slot, those of blocks first by group. Model thread only."""
+    """All slots of an engine. Arrays are indexed by slot; those of blocks by group first. Use it on the model thread only."""
 
     def __init__(self, num_slots: int, max_blocks: int, num_groups: int = 1) -> None:
-        """``max_blocks``: of the longest sequence."""
+        """``max_blocks``: blocks of the longest sequence."""
         self.sequences = [NOBODY] * num_slots
-        self.block_tables: Ints = np.zeros((num_groups, num_slots, max_blocks), dtype=np.int64)  # 0 behind their ends
+        self.block_tables: Ints = np.zeros((num_groups, num_slots, max_blocks), dtype=np.int64)  # 0 after their ends
         self.num_blocks: Ints = np.zeros((num_groups, num_slots), dtype=np.int64)
         self.asks = np.zeros(num_slots, dtype=np.int64)
         self.temperature: Floats = np.zeros(num_slots, dtype=np.float32)  # 0 = greedy
@@ -79,7 +79,7 @@ class Slots:
         self.frequency: Floats = np.zeros(num_slots, dtype=np.float32)
 
     def apply(self, plan: StepPlan) -> None:
-        """Take in what a plan brings. Raises ValueError if it asks for what there is not, or a table does not fit."""
+        """Apply a plan. Raises ValueError if it names something that does not exist, or if a table does not fit."""
         if plan.resets:
             self.sequences = [NOBODY] * len(self.sequences)
         for slot in plan.leaves:
@@ -93,7 +93,7 @@ class Slots:
                 self.sequences[row.slot].token_ids.extend(row.new_tokens)
 
     def learn(self, new_tokens: Iterable[tuple[int, tuple[int, ...]]]) -> None:
-        """Take in (slot, its new tokens) each."""
+        """Append new tokens, given as (slot, tokens)."""
         for slot, tokens in new_tokens:
             self.sequences[slot].token_ids.extend(tokens)
 
@@ -129,6 +129,6 @@ class Slots:
                 f"of tables of {max_blocks}"
             )
         self.block_tables[group, slot, delta.start : end] = delta.block_ids
-        # What was behind would be read as somebody's keys, if only under a mask.
+        # Stale entries after the end would be read as keys, if only under a mask.
         self.block_tables[group, slot, end : self.num_blocks[group, slot]] = 0
         self.num_blocks[group, slot] = end

@@ -1,6 +1,6 @@
-"""How often which token came in one sequence: what penalties go by, kept from step to step.
+"""Occurrences of tokens in one sequence, for penalties, kept from step to step.
 
-Counting anew would read all of prompt and output for each token that is added; here a step costs its new tokens.
+Counting again would read the whole prompt and output for each new token. Here a step costs only its new tokens.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ _MIN_SIZE = 64
 
 
 class TokenCounts:
-    """Of a sequence whose tokens are only ever appended to: its distinct tokens, in the order in which they came first.
+    """The distinct tokens of an append-only sequence, in the order of first occurrence, with counts.
 
-    Of the output; with ``counts_prompt`` also those of the prompt, whose own occurrences do not count. Not thread-safe: the model
-    thread's.
+    Covers the output; with ``counts_prompt`` also the prompt's tokens, whose own occurrences do not count. Not thread-safe: for the
+    model thread only.
     """
 
     def __init__(self, token_ids: Seq[int], num_prompt_tokens: int, *, counts_prompt: bool) -> None:
@@ -30,7 +30,7 @@ class TokenCounts:
         self.update(token_ids)
 
     def update(self, token_ids: Seq[int]) -> None:
-        """Count what was appended since the last time."""
+        """Count the tokens appended since the last call."""
         for token_id in token_ids[self._num_seen :]:
             place = self._places.setdefault(token_id, len(self._places))
             if place == len(self._entries):
@@ -40,12 +40,14 @@ class TokenCounts:
         self._num_seen = len(token_ids)
 
     def copy(self) -> TokenCounts:
-        """Counts that go on by themselves."""
+        """An independent copy."""
         copied = copy.copy(self)
         copied._places, copied._entries = dict(self._places), self._entries.copy()
         return copied
 
     @property
     def entries(self) -> npt.NDArray[np.int32]:
-        """The distinct tokens, and how often each is in the output, ``[n, 2]``; a view, which the next update may change."""
+        """The distinct tokens with their numbers of occurrences in the output, ``[n, 2]``; a view, which the next update may
+        change.
+        """
         return self._entries[: len(self._places)]

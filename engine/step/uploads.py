@@ -1,9 +1,9 @@
-"""From the host to a GPU: a step's small arrays in one copy, which nobody waits for.
+"""Uploads a step's small arrays to a GPU in one copy, without waiting.
 
-Copies from pageable memory make the host wait, and each costs some microseconds; a step has a dozen arrays of a few kilobytes, and
-masks of a bit per token for guided rows. They are packed into pinned memory and copied at once. The memory is used again when its
-copy is over, and a step's copies are, before the next but one is packed. Each buffer is as large as the largest upload that it had:
-with 64 guided rows of a vocabulary of 128k these are 1 MiB, twenty times.
+Copies from pageable memory make the host wait, and each copy costs some microseconds. A step has a dozen arrays of a few kilobytes,
+and masks with a bit per token for guided rows. They are packed into pinned memory and copied at once. The memory is reused when its
+copy is over; a step's copies are over before the next but one is packed. Each buffer is as large as the largest upload that it had:
+with 64 guided rows and a vocabulary of 128k, 1 MiB, twenty times.
 """
 
 from __future__ import annotations
@@ -17,22 +17,23 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-_ALIGNMENT = 16  # bytes; of each array's place, so that any type may be read there
+_ALIGNMENT = 16  # bytes; arrays start at multiples, so that any type can be read
 _MIN_NBYTES = 2**16
-# A step packs up to nine times, and once more with adapters, some of it behind its forward pass, and two steps are under way: with
-# fewer buffers, launching one would wait for the other. Logits processors make it a few more: there it may.
+# A step packs up to nine times, and once more with adapters, partly after its forward pass, and two steps are under way.
+# With fewer buffers,
+# launching one would wait for the other. Logits processors need a few more, and may wait.
 _NUM_BUFFERS = 20
 
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """Arrays, at least one, that go up as one: one behind the other along the first axis. On the host they are copied once."""
+    """At least one array that is uploaded as one, concatenated along the first axis. The host copies it once."""
 
-    parts: Seq[npt.NDArray[Any]]  # of one type, and of one shape but for the first axis
+    parts: Seq[npt.NDArray[Any]]  # of one type, with equal shapes except for the first axis
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of all together."""
+        """The shape of the concatenation."""
         return (sum(map(len, self.parts)), *self.parts[0].shape[1:])
 
     @property
@@ -42,18 +43,18 @@ class Joined:
 
     @property
     def nbytes(self) -> int:
-        """Of all together."""
+        """Bytes of the concatenation."""
         return sum(part.nbytes for part in self.parts)
 
 
 class Passed(Protocol):
-    """A point that the device has reached or not (a CUDA event)."""
+    """A point in the device's stream (a CUDA event)."""
 
     def record(self) -> None:
-        """Behind all that was launched so far."""
+        """Put the point after everything launched so far."""
 
     def synchronize(self) -> None:
-        """Wait until the device is there."""
+        """Wait until the device has reached it."""
 
 
 class _Buffer:
@@ -63,18 +64,18 @@ class _Buffer:
 
 
 def packed_nbytes(arrays: Seq[npt.NDArray[Any] | Joined]) -> int:
-    """Of the memory that they take together."""
+    """Bytes of memory that the arrays take together."""
     return _starts(arrays)[-1]
 
 
 def _starts(arrays: Seq[npt.NDArray[Any] | Joined]) -> list[int]:
-    """Where each begins in the memory of all, and where the last one ends."""
+    """The start of each array in the common memory, and the end of the last one."""
     aligned = (-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays)
     return list(accumulate(aligned, initial=0))
 
 
 class Uploader:
-    """One thread's uploads to one device. On a CPU, where tests run it, it copies as well."""
+    """One thread's uploads to one device. On a CPU, where tests use it, it also copies."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -82,9 +83,9 @@ class Uploader:
         self._next = 0
 
     def upload(self, arrays: Seq[npt.NDArray[Any] | Joined], memory: torch.Tensor | None = None) -> list[torch.Tensor]:
-        """Tensors of the arrays' shapes and types, views of one piece of the device's memory.
+        """Tensors with the arrays' shapes and types, which are views of one piece of the device's memory.
 
-        ``memory``: that piece, bytes, of :func:`packed_nbytes` at least; None: a new one.
+        ``memory``: that piece, of at least :func:`packed_nbytes` bytes; None: a new one.
         """
         starts = _starts(arrays)
         nbytes = starts.pop()
@@ -105,7 +106,7 @@ class Uploader:
         ]
 
     def _buffer(self, nbytes: int) -> _Buffer:
-        """The one that was used longest ago, or a new one; nobody reads it any more."""
+        """The least recently used buffer, once it is no longer read; or a new one."""
         if len(self._buffers) < _NUM_BUFFERS:
             self._buffers.append(self._make(nbytes))
         buffer = self._buffers[self._next]

@@ -1,4 +1,4 @@
-"""Reads adapters' matrices, or a rank's part of them."""
+"""Reads the matrices of adapters, or a rank's part of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvrelay.common.adapter_files import AdapterError, AdapterFiles, LowRankHead
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """What an adapter adds to the outputs from ``start`` on of a product: ``scaling * b (a x)``."""
+    """What an adapter adds to a product's outputs from ``start`` on: ``scaling * b (a x)``."""
 
     start: int
     a: torch.Tensor  # [rank, inputs]
@@ -23,10 +23,10 @@ class LowRank:
 
 
 class AdapterReader:
-    """An adapter's file of tensors, open. A context."""
+    """An adapter's open tensor file. A context."""
 
     def __init__(self, files: AdapterFiles, dtype: torch.dtype, device: torch.device) -> None:
-        """``dtype``: of what is read. Raises AdapterError if the file cannot be opened."""
+        """``dtype``: of the tensors that are returned. Raises AdapterError if the file cannot be opened."""
         self._path = files.weights_path
         self._dtype = dtype
         self._device = device
@@ -44,7 +44,7 @@ class AdapterReader:
         self._file.__exit__(kind, error, at)
 
     def read(self, header: LowRankHeader, start: int, outputs: range, inputs: range) -> LowRank:
-        """What the adapter has for a layer, of which these outputs and inputs are here. Raises AdapterError."""
+        """An adapter's matrices for a layer, restricted to these outputs and inputs. Raises AdapterError."""
         try:
             a = self._file.get_slice(header.key("A"))[:, inputs.start : inputs.stop]
             b = self._file.get_slice(header.key("B"))[outputs.start : outputs.stop]

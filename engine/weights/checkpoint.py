@@ -1,10 +1,11 @@
-"""Weights from safetensors files into packed parameters, one tensor at a time.
+"""Loads weights from safetensors files into packed parameters, one tensor at a time.
 
-Parameters are allocated once, on the model's device, in the form the model computes with (q, k and v in one matrix, gate and
-up in one). Of a model that is cut among ranks (:mod:`kvrelay.engine.config.cut`) only the rank's part of each tensor is read.
-On a CPU every checkpoint tensor is copied from the memory-mapped file into its place, so no weight is in memory twice. On a GPU
-safetensors reads it onto the device, and it is copied, and converted, into its place there: beside the parameters the device
-holds one tensor at a time, as the file has it, and the host none but that one.
+Parameters are allocated once, on the model's device, in the form that the model computes with (q, k and v in one matrix, gate and
+up in one). If a model is cut among ranks (:mod:`kvrelay.engine.config.cut`), only the rank's part of each tensor is read.
+
+On a CPU every checkpoint tensor is copied from the memory-mapped file to its place, so no weight is in memory twice. On a GPU
+safetensors reads each tensor onto the device, where it is converted and copied to its place. Beside the parameters the device holds
+one tensor at a time in the file's format, and the host holds none but that one.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from kvrelay.engine.weights.stored import StoredWeight
 from kvrelay.engine.weights.targets import NOTHING_KEPT, Kept, Place
 
 Progress = Callable[[int, int], None]
-_SAMPLE_NBYTES = 4096  # of the digest
+_SAMPLE_NBYTES = 4096  # bytes of a sample for the digest
 _WHOLE = Cut()
 
 
@@ -47,16 +48,18 @@ def load_weights(
     keeps: Callable[[StoredWeight], bool] | None = None,
     activations: Activations | None = None,
 ) -> ModelWeights:
-    """Load a checkpoint onto ``device``. ``progress`` hears (bytes done, bytes in all).
+    """Load a checkpoint onto ``device``. ``progress`` is called with (bytes done, bytes in all).
 
     ``config``: of the whole model. ``cut``: the part to load.
-    ``rounding``: of the layers' projections, None for none; each tensor is rounded as it comes, so they are never there in full.
-    By whole rows: a rank that has some columns of a matrix reads all of them.
-    ``keeps``: which forms of a quantised checkpoint's projections stay as they are stored, if they are not rounded; the others
-    become full. ``activations``: how inputs of those that stay in e4m3 are rounded; None: not at all.
-    At most the parameters, the largest tensor that is read, in the file's dtype (a quantised one in full, too), and what rounding
-    2**24 elements takes in fp32 (some 130 MiB) are on the device at a time; what torch keeps of that for later tensors is its own.
-    Raises ModelError as :func:`check_checkpoint` does, before any memory is taken, and on a GPU too small for the model.
+    ``rounding``: of the layers' projections; None for none. Each tensor is rounded when it is read, so there are never full copies
+    of all. Rounding works on whole rows: a rank with some columns of a matrix reads all of them.
+    ``keeps``: which stored forms of a quantised checkpoint's projections stay stored, if they are not rounded; the others become
+    full.
+    ``activations``: how inputs of stored e4m3 weights are rounded; None: not at all.
+
+    At any time the device holds at most the parameters, the largest tensor in the file's dtype (a quantised one also in full), and
+    fp32 copies for rounding 2**24 elements (about 130 MiB). torch may cache freed memory. Raises ModelError as
+    :func:`check_checkpoint` does, before any memory is taken, and if the GPU is too small for the model.
     """
     try:
         return _load(directory, config, dtype, device, progress, rounding, cut, keeps, activations)
@@ -78,7 +81,7 @@ def _load(
     keeps: Callable[[StoredWeight], bool] | None,
     activations: Activations | None,
 ) -> ModelWeights:
-    # With its index, which safetensors would take for 0 if it were left out.
+    # With its index: safetensors would assume index 0.
     device_name = str(torch.empty(0, device=device).device)
     num_parts = cut.num_ranks * cut.num_stages
     total = sum(path.stat().st_size for path in checkpoint_files(directory)) // num_parts
@@ -90,7 +93,7 @@ def _load(
         for name in reader.headers:
             place = places.get(name)
             if place is None:
-                continue  # the model is the same without it, or another rank has it
+                continue  # the model does not need it, or another rank has it
             if place.is_stored:
                 place.put_stored(reader.stored(name, place.part))
             else:
@@ -101,10 +104,10 @@ def _load(
 
 
 def check_checkpoint(directory: Path, reader: CheckpointReader, config: ModelConfig) -> None:
-    """Whether the tensors of the checkpoint in ``directory`` are those that ``config`` asks for, by the headers of its files.
+    """Check by the files' headers that the tensors of the checkpoint in ``directory`` are those that ``config`` needs.
 
-    Raises ModelError naming the file and the tensor: one is missing, unknown, of another shape, or in a format of which nothing is
-    told.
+    Raises ModelError naming file and tensor if one is missing, unknown, of another shape, or in a quantised format that the config
+    does not describe.
     """
     headers = reader.headers
     check_layers(directory, config.num_layers, headers)
@@ -124,33 +127,33 @@ def check_checkpoint(directory: Path, reader: CheckpointReader, config: ModelCon
 
 
 def check_files(directory: Path, config: ModelConfig) -> None:
-    """As :func:`check_checkpoint`, and of a tokenizer beside them; of a checkpoint that nobody reads yet."""
+    """Like :func:`check_checkpoint` for a checkpoint that is not loaded yet; also checks its tokenizer."""
     check_tokenizer(directory, config.vocab_size)
     with CheckpointReader(read_headers(directory), load_quantisation(directory), torch.float32, "cpu") as reader:
         check_checkpoint(directory, reader, config)
 
 
 def checkpoint_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The tensors that a checkpoint of the model must have, by name. Takes no memory for them."""
+    """The tensors that a checkpoint of the model must have, by name. Allocates no memory for them."""
     return {name: place.shape for name, place in checkpoint_places(config).items()}
 
 
 def checkpoint_places(config: ModelConfig, cut: Cut = _WHOLE) -> dict[str, Place]:
-    """The tensors of which a rank has a part, by name, and which part. Takes no memory for them."""
+    """The tensors of which a rank has a part, by name, and which part. Allocates no memory for them."""
     _, places = allocate(config, torch.float32, torch.device("meta"), None, cut, NOTHING_KEPT)
     return {name: place for name, place in places.items() if place is not None}
 
 
 def weights_digest(directory: Path) -> str:
-    """A digest that tells checkpoints apart without reading all of them.
+    """A digest that distinguishes checkpoints without reading all of them.
 
-    It covers config.json but the version that wrote it, every file's size and safetensors header (names, shapes, types), the
+    It covers config.json (without the version that wrote it), every file's size and safetensors header (names, shapes, types), the
     first 4 KiB of every tensor, and 64 samples of 4 KiB spread over each file. Two checkpoints of one shape that differ in a few
-    single weights could share it; a fine-tune, even of norms alone, another quantization or another training step does not.
-    The files must be whole, as they are once they were loaded.
+    single weights could have the same digest. A fine-tune (even of norms alone), another quantization or another training step has
+    another one. The files must be complete, as they are after loading.
     """
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    config.pop("transformers_version", None)  # workers of two releases may have converted one model each
+    config.pop("transformers_version", None)  # two workers may have converted one model with different releases
     digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
     for path in checkpoint_files(directory):
         size = path.stat().st_size
@@ -171,9 +174,9 @@ def weights_digest(directory: Path) -> str:
 
 
 def _check_unused(reader: CheckpointReader, name: str, config: ModelConfig) -> None:
-    """Raise ModelError for a tensor we have no use for, unless the model is the same without it."""
+    """Raise ModelError for a tensor that we cannot use, unless the model is the same without it."""
     is_tied_head = name == "lm_head.weight" and config.has_tied_embeddings
-    is_rotary_buffer = name.endswith(".rotary_emb.inv_freq")  # of old checkpoints, follows from the config
+    is_rotary_buffer = name.endswith(".rotary_emb.inv_freq")  # in old checkpoints; the config determines it
     drafts = range(config.num_layers, config.num_layers + config.num_draft_layers)
     is_draft = any(name.startswith(f"model.layers.{layer}.") for layer in drafts)
     if is_tied_head or is_rotary_buffer or is_draft or is_attention_scale(name) or reader.is_zero_bias(name):

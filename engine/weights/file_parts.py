@@ -1,7 +1,7 @@
-"""Which elements of a stored weight's tensors hold some of its outputs and inputs. Pure: shapes in, ranges out.
+"""Which elements of a stored weight's tensors hold given outputs and inputs. Pure: shapes in, ranges out.
 
-Formats pack several numbers into a word, and groups and blocks share a scale. So of what is asked for the least part around it is
-read that takes every tensor's entries whole.
+Formats pack several numbers into a word, and groups and blocks share a scale. So the smallest part around the wanted one is read
+that contains only whole entries of every tensor.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class FileParts:
-    """Of one stored matrix."""
+    """The tensors of one stored matrix."""
 
     shape: tuple[int, int]  # of the matrix: outputs, inputs
-    tensors: Mapping[str, Shape]  # by the last part of their names
+    tensors: Mapping[str, Shape]  # by the last part of the name
     is_transposed: bool  # inputs come first
     block_size: tuple[int, int] | None  # (outputs, inputs) that share a scale, where blocks do
-    is_in_order: bool  # else any input may be in any group, and all are read
+    is_in_order: bool  # False: any input may be in any group, so all are read
 
     def around(self, rows: range, columns: range) -> tuple[range, range]:
-        """The least outputs and inputs that can be read, and have these among them."""
+        """The smallest outputs and inputs that can be read and contain the given ones."""
         if not self.is_in_order:
             columns = range(self.shape[1])
         units = [1, 1]
@@ -38,7 +38,7 @@ class FileParts:
         return found[0], found[1]
 
     def slices(self, role: str, rows: range, columns: range) -> tuple[slice, ...]:
-        """What to read of a tensor for outputs and inputs that :meth:`around` gave."""
+        """The slices of a tensor for outputs and inputs that :meth:`around` returned."""
         entries = self._entries(role)
         found = [slice(None)] * len(self.tensors[role])
         for dim, (axis, entry_len) in entries.items():
@@ -47,7 +47,7 @@ class FileParts:
         return tuple(found)
 
     def _entries(self, role: str) -> dict[int, tuple[int, int]]:
-        """Of each dimension that can be cut: its axis, 0 for outputs, and how many outputs or inputs an entry is of."""
+        """For each dimension that can be cut: its axis (0 for outputs), and the number of outputs or inputs per entry."""
         shape = self.tensors[role]
         axes: dict[int, int] = {0: 0}
         if len(shape) == 2:
@@ -62,6 +62,6 @@ class FileParts:
                 continue  # for all
             if count == -(-size // block_len):
                 found[dim] = axis, block_len
-            else:  # where entries are of unequal length, nothing is left out
+            else:  # with entries of unequal length, everything is read
                 found[dim] = axis, size // count if size % count == 0 else size
         return found

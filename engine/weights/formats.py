@@ -1,10 +1,10 @@
-"""How checkpoints store weights of 4 or 8 bits, all brought into one form (:mod:`kvrelay.engine.weights.stored`).
+"""How checkpoints store weights of 4 or 8 bits, all converted into one form (:mod:`kvrelay.engine.weights.stored`).
 
-Nothing is rounded on the way: a :class:`StoredWeight` holds the checkpoint's own integers, zeros and scales. Which format a module
-has is the reader's to know (:mod:`kvrelay.engine.weights.reader`). Every function raises ValueError on shapes that do not fit.
+Nothing is rounded: a :class:`StoredWeight` holds the checkpoint's own integers, zeros and scales. The reader decides which format a
+module has (:mod:`kvrelay.engine.weights.reader`). Every function raises ValueError on shapes that do not fit.
 
-Sources: GPTQ as AutoGPTQ packs it, AWQ as AutoAWQ's ``gemm`` does, compressed-tensors' ``pack-quantized``, and the Open Compute
-Project's Microscaling Formats for MXFP4, whose blocks lie as gpt-oss stores them.
+Sources: GPTQ as packed by AutoGPTQ, AWQ as packed by AutoAWQ's ``gemm``, compressed-tensors' ``pack-quantized``, and the Open
+Compute Project's Microscaling Formats for MXFP4, with blocks stored as in gpt-oss.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 
 from kvrelay.engine.weights.stored import StoredWeight, halves
 
-_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where in a word of 8 each output is
-_SIGN = 0x80  # between a byte that is stored with 128 added, and an int8
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # position of each output in a word of 8
+_SIGN = 0x80  # XOR with it converts a byte stored with 128 added to an int8
 
 Parts = Mapping[str, torch.Tensor]
 """A module's tensors, by the last part of their names."""
@@ -35,7 +35,7 @@ def scaled_weight(parts: Parts, block_size: tuple[int, int] | None, dtype: torch
     if scale.dim() == 4:
         scale = scale.flatten(2).flatten(0, 1)  # ModelOpt's [out blocks, 1, in blocks, 1]
     group_size = num_ins
-    # Blocks come first: there may be as many of them as outputs.
+    # Blocks are checked first: there may be as many blocks as outputs.
     if block_size is not None and scale.shape == (-(-num_outs // block_size[0]), -(-num_ins // block_size[1])):
         group_size = block_size[1]
         scale = scale.repeat_interleave(block_size[0], dim=0)[:num_outs]
@@ -58,7 +58,7 @@ def scaled_weight(parts: Parts, block_size: tuple[int, int] | None, dtype: torch
 
 
 def packed_weight(parts: Parts, dtype: torch.dtype) -> StoredWeight:
-    """compressed-tensors' ``pack-quantized``: integers of 4 or 8 bits in words of 32, each with half its range added."""
+    """compressed-tensors' ``pack-quantized``: integers of 4 or 8 bits in 32-bit words, each with half its range added."""
     packed, scale = parts["weight_packed"], parts["weight_scale"]
     num_outs, num_ins = parts["weight_shape"].tolist()
     words = {4: -(-num_ins // 8), 8: -(-num_ins // 4)}
@@ -76,12 +76,12 @@ def packed_weight(parts: Parts, dtype: torch.dtype) -> StoredWeight:
         zero = (zero + 8).to(torch.uint8) if bits == 4 else zero
     groups = parts.get("weight_g_idx")
     if groups is not None and bool((groups < 0).any()):
-        groups = None  # it was never set
+        groups = None  # it was never set: the inputs are in order
     return _integers(_bytes(packed)[:, : num_ins * bits // 8], scale, zero, groups, bits, dtype)
 
 
 def gptq_weight(parts: Parts, zero_offset: int, dtype: torch.dtype) -> StoredWeight:
-    """GPTQ: words along the inputs, zeros along the outputs. ``zero_offset``: what zeros are stored less by."""
+    """GPTQ: words along the inputs, zeros along the outputs. ``zero_offset``: number to add to the stored zeros."""
     qweight, scale = parts["qweight"], parts["scales"]
     num_groups, num_outs = scale.shape
     qzeros = parts["qzeros"]
@@ -96,7 +96,7 @@ def gptq_weight(parts: Parts, zero_offset: int, dtype: torch.dtype) -> StoredWei
 
 
 def awq_weight(parts: Parts, dtype: torch.dtype) -> StoredWeight:
-    """AWQ's ``gemm``: words of eight outputs, not in their order."""
+    """AWQ's ``gemm``: words of eight outputs in a permuted order."""
     qweight, qzeros, scale = parts["qweight"], parts["qzeros"], parts["scales"]
     num_ins, num_outs = qweight.shape[0], 8 * qweight.shape[1]
     if scale.shape[1:] != (num_outs,) or qzeros.shape != (scale.shape[0], num_outs // 8) or num_ins % 2:
@@ -112,10 +112,9 @@ def awq_weight(parts: Parts, dtype: torch.dtype) -> StoredWeight:
 
 
 def mxfp4_weight(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> StoredWeight:
-    """MXFP4: 32 numbers of e2m1 in 16 bytes, one power of two (e8m0) for all.
+    """MXFP4: 32 numbers of e2m1 in 16 bytes, with one power of two (e8m0).
 
-    ``blocks`` ``[..., out, num_blocks, 16]`` and ``scales`` ``[..., out, num_blocks]``, both uint8, to matrices one below
-    the other.
+    ``blocks`` ``[..., out, num_blocks, 16]`` and ``scales`` ``[..., out, num_blocks]``, both uint8. The result stacks the matrices.
     """
     if blocks.shape != (*scales.shape, 16) or blocks.dtype != torch.uint8 or scales.dtype != torch.uint8:
         raise ValueError(
@@ -134,7 +133,7 @@ def _integers(
     bits: int,
     dtype: torch.dtype,
 ) -> StoredWeight:
-    """From bytes ``[out, in * bits / 8]`` of integers that half their range was added to; ``zero`` has it, too, if of 4 bits."""
+    """From bytes ``[out, in * bits / 8]`` of integers with half their range added. ``zero`` has it added, too, with 4 bits."""
     num_ins = values.shape[1] * 8 // bits
     num_outs, num_groups = scale.shape
     group_size = _group_size(num_ins, num_groups)
@@ -153,7 +152,10 @@ def _integers(
 
 
 def _order(groups: torch.Tensor, num_ins: int, group_size: int) -> torch.Tensor | None:
-    """Input features by their ``groups``; None: they lie so already. Raises ValueError unless each group has ``group_size``."""
+    """Input features sorted by ``groups``; None if they are in order.
+
+    Raises ValueError unless each group has ``group_size`` inputs.
+    """
     in_order = torch.arange(num_ins, device=groups.device) // group_size
     ordered, order = groups.long().sort(stable=True)
     if not torch.equal(ordered, in_order):
@@ -162,7 +164,7 @@ def _order(groups: torch.Tensor, num_ins: int, group_size: int) -> torch.Tensor 
 
 
 def _group_size(num_ins: int, num_groups: int) -> int:
-    """Raises ValueError if groups are not of one size."""
+    """The size of all groups. Raises ValueError if they differ."""
     if num_groups < 1 or num_ins % num_groups:
         raise ValueError(f"{num_ins} inputs do not fall into {num_groups} groups of one size")
     return num_ins // num_groups
@@ -179,12 +181,12 @@ def _bytes(words: torch.Tensor) -> torch.Tensor:
 
 
 def _pairs(numbers: torch.Tensor) -> torch.Tensor:
-    """The reverse of ``halves``."""
+    """The inverse of ``halves``."""
     return numbers[:, 0::2] | numbers[:, 1::2] << 4
 
 
 def _unpacked(words: torch.Tensor, bits: int, offset: int = 0) -> torch.Tensor:
-    """``[n, m]`` words as the integers in them: uint8 of 4 bits; of 8 bits int8, less 128. ``offset`` is added in these bits."""
+    """The integers in words ``[n, m]``: uint8 for 4 bits; int8 (minus 128) for 8 bits. ``offset`` is added modulo the bits."""
     if bits == 4:
         return halves(_bytes(words)) + offset & 15
     return (_bytes(words) + offset ^ _SIGN).view(torch.int8)

@@ -1,4 +1,4 @@
-"""An EAGLE-3 head's weights, from its safetensors files."""
+"""Loads an EAGLE-3 head's weights from its safetensors files."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ _EMBED, _OFFSETS, _MASK = "embed_tokens.weight", "d2t", "t2d"
 
 @dataclass(frozen=True, slots=True)
 class DraftHeadWeights:
-    """All of a head's; ``hidden`` is its own size, which may differ from the model's."""
+    """All weights of a head. ``hidden`` is its own size, which may differ from the model's."""
 
     fuse: torch.Tensor  # [hidden, number of taps * the model's hidden size]
     embed_norm: torch.Tensor  # [hidden]
     hidden_norm: torch.Tensor
-    attention: HeadWeights  # whose first product takes both, normed: [.., 2 * hidden]
+    attention: HeadWeights  # its first product takes both, normed: [.., 2 * hidden]
     post_norm: torch.Tensor
     mlp: MlpWeights
     norm: torch.Tensor
     lm_head: torch.Tensor  # [draft_vocab, hidden]
-    token_ids: torch.Tensor  # [draft_vocab] int64, in the model's vocabulary
+    token_ids: torch.Tensor  # [draft_vocab] int64, ids in the model's vocabulary
     embed: torch.Tensor | None  # [vocab, hidden]; None: the model's
 
 
 def load_head_weights(
     directory: Path, config: HeadConfig, dtype: torch.dtype, device: torch.device
 ) -> DraftHeadWeights:
-    """Raises ModelError naming the file and the tensor that is missing, unknown, of another shape or another vocabulary."""
+    """Raises ModelError naming the file and the tensor if one is missing, unknown, of another shape or for another vocabulary."""
     headers = read_headers(directory)
     layer = "layers.0." if any(name.startswith("layers.0.") for name in headers) else "midlayer."
     shapes = _shapes(config, layer)

@@ -1,4 +1,4 @@
-"""What a checkpoint's files say they hold, read and checked before any memory is taken for weights."""
+"""The contents of a checkpoint's files by their headers, read and checked before any memory is taken for weights."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _FULL = ("F64", "F32", "F16", "BF16")
 
 @dataclass(frozen=True, slots=True)
 class TensorHeader:
-    """A tensor that lies in a file."""
+    """A tensor in a file."""
 
     path: Path
     shape: tuple[int, ...]
-    dtype: str  # in safetensors' words, such as "BF16"; of a quantised weight that is known: what it becomes
+    dtype: str  # safetensors' name, such as "BF16"; for a known quantised weight: the type of the full weight
 
 
 def read_headers(directory: Path) -> dict[str, TensorHeader]:
     """All tensors of the checkpoint in ``directory``, by name.
 
-    Raises ModelError naming the file: one is missing or truncated, two hold the same tensor, or the index names a tensor that is
-    not where it says.
+    Raises ModelError naming the file if one is missing or truncated, if two have the same tensor, or if a tensor is not where the
+    index says.
     """
     headers: dict[str, TensorHeader] = {}
     for path in checkpoint_files(directory):
@@ -49,14 +49,14 @@ def read_headers(directory: Path) -> dict[str, TensorHeader]:
 
 
 def unreadable(path: Path, error: Exception) -> ModelError:
-    """What a file that safetensors cannot read is refused with."""
+    """The error for a file that safetensors cannot read."""
     return ModelError(f"{path} cannot be read ({error}); it is truncated or no safetensors file: fetch it again")
 
 
 def check_full(headers: Mapping[str, TensorHeader]) -> None:
-    """Raises ModelError if a weight is in a quantised format of which the checkpoint says nothing.
+    """Raises ModelError if a weight is in a quantised format that the checkpoint's config does not mention.
 
-    To convert its numbers as they are would leave their scales out.
+    Converting its numbers directly would ignore their scales.
     """
     for name, header in headers.items():
         if header.dtype not in _FULL and (name.endswith("weight") or ".experts." in name):
@@ -68,7 +68,7 @@ def check_full(headers: Mapping[str, TensorHeader]) -> None:
 
 
 def check_layers(directory: Path, num_layers: int, headers: Mapping[str, TensorHeader]) -> None:
-    """Raises ModelError on more layers than tensors: to make them, even without memory, would take for ever."""
+    """Raises ModelError if there are more layers than tensors: making them, even without memory, would take forever."""
     if num_layers > len(headers):
         raise ModelError(
             f"{directory / 'config.json'} asks for {num_layers} layers, but the checkpoint has {len(headers)} tensors"
@@ -96,7 +96,7 @@ def _index(directory: Path) -> Path:
 
 
 def _weight_map(directory: Path) -> dict[str, str]:
-    """File names by tensor, as the index has them; empty if there is no index. Raises ModelError."""
+    """File names by tensor from the index; empty without an index. Raises ModelError."""
     index = _index(directory)
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]

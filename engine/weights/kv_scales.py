@@ -1,12 +1,12 @@
-"""The scales of an fp8 (e4m3) KV pool: where they come from, and what tells one set from another.
+"""The scales of an fp8 (e4m3) KV pool: their sources, and their digest.
 
-A pool holds value / scale, so the scale that fits a head is the largest magnitude of its keys, or of its values, over 448. They
-are ``[num_layers, 2, num_kv_heads]`` fp32, index 0 of the second dimension for keys. A checkpoint brings them, as llm-compressor
-and ModelOpt write them beside full weights: a number, or one for each KV head, per layer. Without them they are 1, and what is
-beyond 448 is cut.
+A pool holds value / scale. So the scale that fits a head is the largest magnitude of its keys, or of its values, divided by 448.
+Scales are ``[num_layers, 2, num_kv_heads]`` fp32; index 0 of the second dimension is for keys. A checkpoint may have them as
+llm-compressor and ModelOpt write them beside full weights: per layer one number, or one for each KV head. Without them they are 1,
+and values beyond 448 are clipped.
 
-Names and their meaning are those that vLLM reads (``maybe_remap_kv_scale_name`` in its ``weight_utils.py``). Not for the scales
-of queries, which are never stored.
+Names and their meaning follow vLLM (``maybe_remap_kv_scale_name`` in its ``weight_utils.py``). Not for the scales of queries, which
+are never stored.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from kvrelay.engine.config.model import ModelConfig
 
 logger = logging.getLogger(__name__)
 
-FP8_MAX = torch.finfo(torch.float8_e4m3fn).max  # 448; kernels have it, too, but a CPU worker may lack Triton
+FP8_MAX = torch.finfo(torch.float8_e4m3fn).max  # 448; kernels define it, too, but a CPU worker may lack Triton
 
 _SCALE = re.compile(r"model\.layers\.(\d+)\.self_attn\.(?:k_proj\.k|v_proj\.v|(?:qkv_proj\.)?[kv]|kv)_scale")
-# Of engines that round queries and attention's weights as well. Without, a model is the same, only more exact.
+# For engines that also round queries and attention weights. Without rounding, the model is the same and more exact.
 _UNUSED = re.compile(r"model\.layers\.\d+\.self_attn\.(?:(?:q_proj\.|qkv_proj\.)?q|prob)_scale")
 _KINDS = {"k_scale": (0,), "v_scale": (1,), "kv_scale": (0, 1)}
 
@@ -36,15 +36,15 @@ _WAY_OUT = "take a checkpoint with sound scales, or leave --kv-dtype at auto"
 
 
 def is_attention_scale(name: str) -> bool:
-    """Whether a checkpoint's tensor of this name is a scale of attention's: no weight, and of use for fp8 pools only."""
+    """Whether a checkpoint's tensor of this name is a scale of attention, which only an fp8 pool uses."""
     return bool(_SCALE.fullmatch(name) or _UNUSED.fullmatch(name))
 
 
 def load_kv_scales(files: Sequence[Path], config: ModelConfig) -> torch.Tensor:
-    """The scales in the checkpoint ``files``: ``[num_layers, 2, num_kv_heads]`` fp32, on the CPU; 1 if it has none.
+    """The scales in the checkpoint ``files``: ``[num_layers, 2, num_kv_heads]`` fp32 on the CPU; 1 if there are none.
 
-    Raises ModelError naming the file, the tensor and its value if one is no positive, finite number, has another shape than ``[]``
-    or ``[num_kv_heads]`` (dimensions of 1 aside), is there twice, or is missing where others are there.
+    Raises ModelError naming the file, the tensor and its value if one is not positive and finite, has another shape than ``[]`` or
+    ``[num_kv_heads]`` (except dimensions of 1), exists twice, or is missing while others exist.
     """
     scales = _scales_in(files, config)
     if scales is not None:
@@ -112,7 +112,7 @@ def _checked(path: Path, name: str, tensor: torch.Tensor, num_kv_heads: int) -> 
             f"{path}: {name} has shape {list(tensor.shape)}; it must be one number, or {num_kv_heads}, one per KV head: {_WAY_OUT}"
         )
     for head, value in enumerate(values.tolist()):
-        if not 0 < value < float("inf"):  # nor NaN
+        if not 0 < value < float("inf"):  # also false for NaN
             place = f"{name}[{head}]" if len(values) > 1 else name
             raise ModelError(f"{path}: {place} is {value:g}; a K/V scale is a positive, finite number: {_WAY_OUT}")
     return values

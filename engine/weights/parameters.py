@@ -1,7 +1,7 @@
-"""A model's parameters. Which tensor of a checkpoint belongs where in them: :mod:`kvrelay.engine.weights.places`.
+"""A model's parameters. :mod:`kvrelay.engine.weights.places` maps a checkpoint's tensors to them.
 
-Matrices lie as the model computes with them: q, k and v in one, gate and up in one, a layer's experts below each other. Of a
-model that is cut among ranks (:mod:`kvrelay.engine.config.cut`) only the rank's part is there.
+Matrices have the form that the model computes with: q, k and v in one, gate and up in one, a layer's experts stacked. If a model is
+cut among ranks (:mod:`kvrelay.engine.config.cut`), only the rank's part is here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kvrelay.engine.weights.rounding import AnyWeight, Weight
 
 @dataclass(slots=True)
 class MlpWeights:
-    """Two products with an activation between them. Biases are None where the model has none."""
+    """Two products with an activation between them. Biases are None if the model has none."""
 
     gate_up: AnyWeight  # [2 * intermediate, hidden]
     gate_up_bias: torch.Tensor | None
@@ -25,10 +25,10 @@ class MlpWeights:
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """The same of each expert that is here. Experts lie one below the other."""
+    """The same for each expert that is here. The experts' matrices are stacked."""
 
     num_experts: int
-    gate_up: AnyWeight  # [num_experts * width, hidden]; the activation makes ``intermediate`` numbers of ``width``
+    gate_up: AnyWeight  # [num_experts * width, hidden]; the activation turns ``width`` numbers into ``intermediate``
     gate_up_bias: torch.Tensor | None  # [num_experts * width]
     down: AnyWeight  # [num_experts * hidden, intermediate]
     down_bias: torch.Tensor | None  # [num_experts * hidden]
@@ -40,15 +40,15 @@ class SparseWeights:
 
     router: torch.Tensor  # [num_experts, hidden]
     router_bias: torch.Tensor | None
-    choice_bias: torch.Tensor | None  # [num_experts] fp32, on scores where experts are chosen
+    choice_bias: torch.Tensor | None  # [num_experts] fp32, added to scores when experts are chosen
     experts: ExpertWeights
-    shared: MlpWeights | None  # to which all tokens go, too
-    first_expert: int = 0  # of the router's, that is here; others of a layer are other ranks'
+    shared: MlpWeights | None  # an MLP that also computes all tokens
+    first_expert: int = 0  # number of the first expert that is here; other ranks have the others
 
 
 @dataclass(slots=True)
 class HeadWeights:
-    """Attention by heads, or a rank's heads of it. Biases and q/k norms are None where the model has none."""
+    """Attention by heads, or a rank's heads of it. Biases and q/k norms are None if the model has none."""
 
     qkv: AnyWeight  # [q_size + 2 * kv_size, hidden]
     qkv_bias: torch.Tensor | None
@@ -76,7 +76,7 @@ class LatentWeights:
 class LayerWeights:
     """One decoder layer, or a rank's part of it.
 
-    Of ranks only the first has the biases of ``o`` and ``down``: products are summed over ranks.
+    Of several ranks, only the first has the biases of ``o`` and ``down``, because products are summed over ranks.
     """
 
     input_norm: torch.Tensor  # [hidden]
@@ -87,10 +87,10 @@ class LayerWeights:
 
 @dataclass(slots=True)
 class ModelWeights:
-    """All weights; ``lm_head`` is ``embed`` itself where the two are tied.
+    """All weights. ``lm_head`` is ``embed`` itself if they are tied.
 
-    A rank's ``embed`` and ``lm_head`` have ``Cut.vocab_part`` rows, zeros behind the vocabulary's end. A stage has its layers; who
-    has what else, :class:`kvrelay.engine.config.cut.Cut` says.
+    A rank's ``embed`` and ``lm_head`` have ``Cut.vocab_part`` rows, with zeros after the vocabulary's end. A stage has its own
+    layers; :class:`kvrelay.engine.config.cut.Cut` says which rank has what else.
     """
 
     embed: torch.Tensor | None  # [vocab, hidden]
@@ -100,5 +100,5 @@ class ModelWeights:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The model's, in which it computes."""
+        """The dtype in which the model computes."""
         return self.layers[0].input_norm.dtype

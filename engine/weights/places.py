@@ -1,6 +1,6 @@
-"""Where in a model's parameters each tensor of a checkpoint belongs, and the parameters themselves, empty.
+"""Allocates a model's empty parameters, and maps each tensor of a checkpoint to its place in them.
 
-Of a model that is cut among ranks (:mod:`kvrelay.engine.config.cut`) only the rank's part is there.
+If a model is cut among ranks (:mod:`kvrelay.engine.config.cut`), only the rank's part is allocated.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvrelay.engine.weights.parameters import (
 from kvrelay.engine.weights.rounding import AnyWeight, RoundedWeight, Rounding, Weight
 from kvrelay.engine.weights.targets import FusedExperts, Kept, Place
 
-_Part = tuple[str, int, range]  # of a matrix: name, rows in the checkpoint, and which of them the rank has
+_Part = tuple[str, int, range]  # of a matrix: name, rows in the checkpoint, and the rank's rows
 
 
 def allocate(
@@ -35,9 +35,9 @@ def allocate(
     cut: Cut,
     kept: Kept,
 ) -> tuple[ModelWeights, dict[str, Place | None]]:
-    """Empty parameters, and where each checkpoint tensor belongs in them; None: it is another rank's. Other stages' are not there.
+    """Empty parameters, and the place of each checkpoint tensor; None: another rank has it. Tensors of other stages are left out.
 
-    ``kept``: weights that stay as they are stored, if all parts of a matrix do, in one form.
+    ``kept``: weights that stay stored, if all parts of a matrix do, in the same form.
     """
     allocator = _Allocator(config, dtype, device, rounding, cut, kept)
     layers = [allocator.layer(index) for index in cut.layers(config.num_layers)]
@@ -49,7 +49,7 @@ def allocate(
 
 
 class _Allocator:
-    """Makes parameters, and keeps where tensors belong in them."""
+    """Allocates parameters and records the places of tensors."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class _Allocator:
         self.places: dict[str, Place | None] = {}
 
     def layer(self, index: int) -> LayerWeights:
-        """All of one layer."""
+        """All parameters of one layer."""
         config, layer = self._config, f"model.layers.{index}."
         has_experts = config.experts is not None and index in config.experts.layers
         attention = self._heads if config.latent is None else self._latent
@@ -81,7 +81,7 @@ class _Allocator:
         )
 
     def parameter(self, name: str, *shape: int) -> torch.Tensor:
-        """A tensor that every rank has all of."""
+        """A tensor that every rank has as a whole."""
         tensor = torch.empty(shape, dtype=self._dtype, device=self._device)
         self.places[name] = Place(tensor, shape, tuple(map(range, shape)))
         return tensor
@@ -116,7 +116,7 @@ class _Allocator:
         )
 
     def _latent(self, prefix: str) -> LatentWeights:
-        """Ranks have their query heads; what all heads share is on every rank."""
+        """Each rank has its query heads. Parameters that all heads share are on every rank."""
         config, latent, hidden = self._config, self._config.latent, self._config.hidden_size
         assert latent is not None, f"{config.architecture} attends by heads"
         heads, num_heads = self._cut.heads(config.num_q_heads), config.num_q_heads
@@ -176,13 +176,13 @@ class _Allocator:
         )
 
     def _wide(self, name: str, size: int) -> torch.Tensor:
-        """A vector in float32, whatever the model's type: its last bits decide."""
+        """A float32 vector in a model of any dtype, because its last bits matter."""
         tensor = torch.empty(size, dtype=torch.float32, device=self._device)
         self.places[name] = Place(tensor, (size,), (range(size),))
         return tensor
 
     def _single_experts(self, prefix: str, facts: ExpertFacts, num_experts: int, mid: int) -> ExpertWeights:
-        """From tensors of each expert."""
+        """From separate tensors per expert."""
         hidden, middle, experts = (
             self._config.hidden_size,
             self._cut.expert_columns(mid),
@@ -201,7 +201,7 @@ class _Allocator:
         )
 
     def _fused_experts(self, prefix: str, _: ExpertFacts, num_experts: int, mid: int) -> ExpertWeights:
-        """From one tensor of all experts for each product."""
+        """From one tensor for all experts, per product."""
         hidden, experts = range(self._config.hidden_size), self._cut.experts(num_experts)
         middle = self._cut.expert_columns(mid)
         both = range(2 * middle.start, 2 * middle.stop)
@@ -215,7 +215,7 @@ class _Allocator:
 
         def matrix(name: str, num_parts: int, num_ins: int, ins: range, num_outs: int, outs: range) -> AnyWeight:
             full_name, num_rows = f"{prefix}{name}", len(experts) * len(outs)
-            # All rows are alike: as many as the rank has, whichever they are.
+            # All rows have the same form, so any rows of the rank's number will do.
             stored = self._kept.joined(((full_name, range(num_rows), ins),), self._device)
             weight = self._matrix(num_rows, len(ins)) if stored is None else stored
             fused, (read, held) = FusedExperts(weight, num_parts), self._read(num_ins, ins)
@@ -234,7 +234,7 @@ class _Allocator:
     def _projection(
         self, prefix: str, parts: Sequence[_Part], num_columns: int, columns: range, *, in_order: bool = False
     ) -> AnyWeight:
-        """``in_order``: it is not kept as it is stored where its inputs are not."""
+        """``in_order``: do not keep the stored form if its inputs are permuted."""
         named = [(f"{prefix}{name}.weight", rows, columns) for name, _, rows in parts]
         matrix: AnyWeight | None = self._kept.joined(named, self._device, in_order=in_order)
         if matrix is None:
@@ -247,7 +247,7 @@ class _Allocator:
         return matrix
 
     def _read(self, num_columns: int, columns: range) -> tuple[range, slice | None]:
-        """The inputs that are read for a rank's ``columns``, and which of them it holds. Rounding looks at whole rows."""
+        """The inputs to read for a rank's ``columns``, and which of them the rank keeps. Rounding needs whole rows."""
         if self._rounding is None or len(columns) == num_columns:
             return columns, None
         return range(num_columns), slice(columns.start, columns.stop)

@@ -1,7 +1,7 @@
-"""A checkpoint's tensors by the names that a model has for them, whatever they are stored as.
+"""A checkpoint's tensors under the names that a model uses, however they are stored.
 
-A module's stored weight lies in several tensors (integers, scales, zeros), perhaps in several files. They are read together, when
-the weight is asked for, and are one weight here, under the name that it would have in full.
+A module's stored weight consists of several tensors (integers, scales, zeros), perhaps in several files. They are read together
+when the weight is asked for. Here they are one weight, under the name of the full weight.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from kvrelay.engine.weights.formats import awq_weight, gptq_weight, mxfp4_weight
 from kvrelay.engine.weights.headers import TensorHeader, unreadable
 from kvrelay.engine.weights.stored import RoundedInputs, StoredWeight
 
-# The parts of a stored weight, by the last word of their names; a module with one of the first four has such a weight.
+# The parts of a stored weight, by the last part of the name. A module with one of the first four has a stored weight.
 _MARKS = ("weight_scale", "weight_scale_inv", "weight_packed", "qweight")
 _PARTS = (*_MARKS, "weight", "weight_zero_point", "weight_shape", "weight_g_idx", "qzeros", "scales", "g_idx")
 _OF_ACTIVATIONS = ("input_scale", "input_zero_point", "output_scale", "output_zero_point", "activation_scale")
 _INPUT_SCALES = ("input_scale", "activation_scale")
-_GROUPS = ("weight_g_idx", "g_idx")  # of inputs
-_NUMBERS = ("weight_shape", *_GROUPS)  # that are about the matrix, and no part of it
+_GROUPS = ("weight_g_idx", "g_idx")  # groups of inputs
+_NUMBERS = ("weight_shape", *_GROUPS)  # these describe the matrix and have no parts
 _FULL = "BF16"
 
 
 class CheckpointReader:
-    """Reads tensors onto a device. A context: files are open in between, each from its first tensor on."""
+    """Reads tensors onto a device. A context in which files stay open, each from its first tensor on."""
 
     def __init__(
         self,
@@ -46,10 +46,10 @@ class CheckpointReader:
         device: str,
         activations: Activations | None = None,
     ) -> None:
-        """``headers`` and ``quantisation``: the checkpoint's own. ``dtype``: what stored weights are dequantised to.
-        ``activations``: how inputs of weights in e4m3 are rounded; None: not at all.
+        """``headers`` and ``quantisation``: of the checkpoint. ``dtype``: of dequantised weights.
 
-        Raises ModelError naming a stored weight whose tensors do not fit together; for that, none of them is read in full.
+        ``activations``: how inputs of e4m3 weights are rounded; None: not at all.
+        Raises ModelError naming a stored weight whose tensors do not fit together; this reads none of them in full.
         """
         self._tensors = headers
         self._quantisation = quantisation
@@ -58,12 +58,12 @@ class CheckpointReader:
         self._device = device
         self._files = ExitStack()
         self._open: dict[Path, Any] = {}
-        self._parts: dict[str, dict[str, str]] = {}  # of stored weights: their tensors
+        self._parts: dict[str, dict[str, str]] = {}  # for stored weights: their tensors
         self.num_bytes_read = 0
         self.headers: dict[str, TensorHeader] = dict(headers)
-        """Of all tensors by the names that models have, a stored weight as the one that it is in full."""
+        """All tensors by the names that models use; a stored weight appears as the full one."""
         self.outlines: dict[str, StoredWeight] = {}
-        """Of stored weights: their form, without their numbers. Matrices of experts in one tensor lie one below the other."""
+        """Stored weights by name, without their numbers. The matrices of experts in one tensor are stacked."""
         if quantisation is not None:
             self._index(is_mxfp4=quantisation.method == "mxfp4")
 
@@ -75,7 +75,7 @@ class CheckpointReader:
         self._files.close()
 
     def read(self, name: str) -> torch.Tensor:
-        """A tensor. A stored weight is dequantised. Raises ModelError naming a file that cannot be read."""
+        """A whole tensor; a stored weight is dequantised. Raises ModelError naming a file that cannot be read."""
         if name not in self._parts:
             return self._get(name)
         return self.part(name, tuple(map(range, self.headers[name].shape)))
@@ -83,7 +83,7 @@ class CheckpointReader:
     def stored(self, name: str, part: tuple[range, ...]) -> StoredWeight:
         """The elements ``part``, by dimensions, of a stored weight that has such a part (:meth:`StoredWeight.part`).
 
-        Little more is read of the files. Raises ModelError naming a file that cannot be read.
+        Reads little more from the files. Raises ModelError naming a file that cannot be read.
         """
         found, rows, columns = self._around(name, part)
         exact = found.part(rows, columns)
@@ -91,7 +91,7 @@ class CheckpointReader:
         return exact
 
     def part(self, name: str, part: tuple[range, ...]) -> torch.Tensor:
-        """The elements ``part``, by dimensions, of a tensor in full; no others are read, or few. Raises ModelError."""
+        """The elements ``part``, by dimensions, of a full tensor. Reads no others, or few. Raises ModelError."""
         if name in self._parts:
             found, rows, columns = self._around(name, part)
             exact = found.part(rows, columns)
@@ -103,13 +103,13 @@ class CheckpointReader:
         return self._get(name, tuple(slice(some.start, some.stop) for some in part))
 
     def is_zero_bias(self, name: str) -> bool:
-        """Whether a tensor adds nothing: some GPTQ checkpoints have biases for models without."""
+        """Whether a tensor is all zeros: some GPTQ checkpoints have biases for models without any."""
         return name.endswith(".bias") and not bool(self._get(name).any())
 
     def _around(self, name: str, part: tuple[range, ...]) -> tuple[StoredWeight, range, range]:
-        """What is read for a part of a stored weight, and where in it its rows and columns are."""
+        """What to read for a part of a stored weight, and its rows and columns in that."""
         tensors, outline = self._parts[name], self.outlines[name]
-        if len(part) == 3:  # of experts in one tensor: [experts, in, out]
+        if len(part) == 3:  # experts in one tensor: [experts, in, out]
             experts, columns, outs = part
             size = outline.group_size
             groups = slice(columns.start // size, -(-columns.stop // size))
@@ -138,7 +138,7 @@ class CheckpointReader:
         return self._stored(name, parts), range(start, start + len(part[0])), range(first, first + len(part[1]))
 
     def _stored(self, name: str, parts: Mapping[str, torch.Tensor]) -> StoredWeight:
-        """A stored weight from its parts."""
+        """Makes a stored weight from its parts."""
         assert self._quantisation is not None, f"{name} of a checkpoint without stored weights"
         try:
             match self._quantisation.method:
@@ -168,7 +168,7 @@ class CheckpointReader:
         return found
 
     def _outline(self, tensor: str) -> torch.Tensor:
-        """A matrix without its numbers; vectors have them."""
+        """A matrix without its numbers; vectors keep theirs."""
         header = self._tensors[tensor]
         with _naming_file(header.path):
             part = self._file(header.path).get_slice(tensor)
@@ -178,7 +178,7 @@ class CheckpointReader:
             return torch.empty(header.shape, dtype=part[:0].dtype, device="meta")
 
     def _inputs(self, activations: Activations, roles: Mapping[str, str]) -> RoundedInputs:
-        """How inputs of a module, whose tensors are ``roles``, are rounded."""
+        """How to round the inputs of the module with the tensors ``roles``."""
         if not activations.is_static:
             return RoundedInputs(activations.group_size, None)
         tensor = next((roles[role] for role in _INPUT_SCALES if role in roles), None)
@@ -223,7 +223,7 @@ class CheckpointReader:
                 )
             self.outlines[name] = outline
             path, shape = self._tensors[next(iter(tensors.values()))].path, tuple(outline.shape)
-            if is_mxfp4:  # [experts, in, out], as full ones lie
+            if is_mxfp4:  # [experts, in, out], like full ones
                 num_experts = self._tensors[tensors["blocks"]].shape[0]
                 shape = (num_experts, shape[1], shape[0] // num_experts)
             self.headers[name] = TensorHeader(path, shape, _FULL)

@@ -1,6 +1,6 @@
-"""A matrix of 4 or 8 bits as a quantised checkpoint stores it, in one form for all formats, and the numbers that it means.
+"""A 4-bit or 8-bit matrix of a quantised checkpoint, in one form for all formats, and its dequantisation.
 
-Where it comes from: :mod:`kvrelay.engine.weights.formats`.
+:mod:`kvrelay.engine.weights.formats` makes it.
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ from dataclasses import dataclass, replace
 
 import torch
 
-_MAX_ELEMENTS = 2**20  # in fp32 at once: what a processor's caches hold
+_MAX_ELEMENTS = 2**20  # elements converted at once: fits a processor's caches
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _E8M0_BIAS = 127
 
 
 @dataclass(frozen=True, slots=True)
 class RoundedInputs:
-    """That what a weight is multiplied with is rounded to e4m3, too."""
+    """How the inputs of a weight's product are rounded to e4m3."""
 
-    group_size: int | None  # inputs of a row that share a scale; None: all of them
-    scale: float | None  # of all rows; None: each group has the one that its largest number asks for
+    group_size: int | None  # number of inputs in a row that share a scale; None: all
+    scale: float | None  # one scale for all rows; None: the largest number of each group determines its scale
 
 
 @dataclass(frozen=True, slots=True)
 class StoredWeight:
-    """A matrix ``[out, in]``: ``(values - zero) * scale``, with a zero and a scale for each output and group of input features.
+    """A matrix ``[out, in]``: ``(values - zero) * scale``, with a zero and a scale for each output and group of inputs.
 
-    A scale in uint8 is MXFP4's: an exponent (e8m0). Its values are e2m1, and have no zeros.
+    With uint8 scales it is MXFP4: scales are exponents (e8m0), and values are e2m1 without zeros.
     """
 
     values: (
@@ -36,14 +36,14 @@ class StoredWeight:
     )  # [out, in] int8 or e4m3; or [out, in / 2] uint8, two numbers in each, the first in the low half
     scale: torch.Tensor  # [out, num_groups] fp32, fp16, bf16 or uint8
     zero: torch.Tensor | None  # [out, num_groups] int8, or uint8 where two values are in a byte; None: 0
-    group_size: int  # columns of a group
-    order: torch.Tensor | None  # [in] the input feature of each column; None: they lie in order
-    dtype: torch.dtype  # that it is multiplied in
-    inputs: RoundedInputs | None = None  # None: inputs stay as they are
+    group_size: int  # columns per group
+    order: torch.Tensor | None  # [in] the input feature of each column; None: in order
+    dtype: torch.dtype  # the dtype of its product
+    inputs: RoundedInputs | None = None  # None: inputs are not rounded
 
     @classmethod
     def joined(cls, parts: Sequence[StoredWeight], device: torch.device) -> StoredWeight | None:
-        """Memory for matrices one below the other, to be filled by :meth:`copy_`; None: they are not of one form."""
+        """Memory for stacked matrices, to be filled by :meth:`copy_`; None if they do not have the same form."""
         first, num_outs = parts[0], sum(part.shape[0] for part in parts)
         if not all(first._is_like(part) for part in parts):
             return None
@@ -64,7 +64,7 @@ class StoredWeight:
 
     @property
     def is_mxfp4(self) -> bool:
-        """Whether values are e2m1, and scales powers of two."""
+        """Whether values are e2m1 and scales are powers of two."""
         return self.scale.dtype == torch.uint8
 
     def __getitem__(self, rows: slice) -> StoredWeight:
@@ -73,10 +73,10 @@ class StoredWeight:
         return replace(self, values=self.values[rows], scale=self.scale[rows], zero=zero)
 
     def part(self, rows: range, columns: range) -> StoredWeight | None:
-        """Some outputs and inputs; None: this form has no such part.
+        """Some outputs and inputs; None if this form has no such part.
 
-        It has none of inputs that are not in order, and none that begins or ends within a byte. Where a part begins or ends within
-        a group, its groups are smaller: scales and zeros are there several times.
+        Permuted inputs cannot be split, and no part may begin or end within a byte. If a part begins or ends within a group, its
+        groups are smaller, and scales and zeros are repeated.
         """
         outs = self[rows.start : rows.stop]
         num_ins, size = self.shape[1], self.group_size
@@ -99,7 +99,7 @@ class StoredWeight:
         return replace(self, values=outs.values[:, bytes_of], scale=scale, zero=zero, group_size=size)
 
     def copy_(self, other: StoredWeight) -> None:
-        """Copy one of the same form into this memory."""
+        """Copy a matrix of the same form into this memory."""
         assert self._form == other._form, f"a weight of {other._form} into memory for {self._form}"
         self.values.copy_(other.values)
         self.scale.copy_(other.scale)
@@ -107,7 +107,7 @@ class StoredWeight:
             self.zero.copy_(other.zero)
 
     def dequantised(self) -> torch.Tensor:
-        """``[out, in]``, computed in fp32 and rounded to ``dtype`` once."""
+        """``[out, in]``, computed in fp32 and rounded once to ``dtype``."""
         num_outs, num_ins = self.shape
         result = torch.empty(self.shape, dtype=self.dtype, device=self.values.device)
         num_groups = self.scale.shape[1]
@@ -129,7 +129,7 @@ class StoredWeight:
         return result
 
     def _numbers(self, rows: slice) -> torch.Tensor:
-        """Values, one by one."""
+        """The values, unpacked."""
         values = self.values[rows]
         if values.dtype != torch.uint8:
             return values
@@ -160,7 +160,7 @@ class StoredWeight:
 
 
 def _joined_inputs(parts: Sequence[RoundedInputs | None]) -> RoundedInputs | None:
-    """Of matrices that multiply the same rows, all with the largest scale: nothing that one of them would keep is cut off."""
+    """The rounding for matrices that multiply the same rows, with the largest of their scales, so that no number is clipped."""
     inputs = [part for part in parts if part is not None]
     if not inputs or inputs[0].scale is None:
         return inputs[0] if inputs else None
@@ -168,5 +168,5 @@ def _joined_inputs(parts: Sequence[RoundedInputs | None]) -> RoundedInputs | Non
 
 
 def halves(values: torch.Tensor) -> torch.Tensor:
-    """``[n, m]`` bytes as ``[n, 2 * m]`` numbers of 4 bits."""
+    """``[n, m]`` bytes as ``[n, 2 * m]`` 4-bit numbers."""
     return torch.stack((values & 15, values >> 4), dim=-1).flatten(-2)

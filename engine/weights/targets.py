@@ -1,4 +1,4 @@
-"""Where tensors of a checkpoint go, and which of them go there as they are stored."""
+"""The places of a checkpoint's tensors in the parameters, and which tensors stay stored."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from kvrelay.engine.weights.stored import StoredWeight
 
 @dataclass(frozen=True, slots=True)
 class FusedExperts:
-    """All experts' matrices, or biases, as one tensor of the checkpoint has them: the last dimension holds outputs."""
+    """The target for one checkpoint tensor with the matrices or biases of all experts, whose last dimension is outputs."""
 
     target: AnyWeight  # [num_experts * num_parts * out, in], or biases without ``in``
-    num_parts: int  # of each expert, which the tensor has in turns: gate, up, gate, up …
+    num_parts: int  # interleaved parts of each expert: gate, up, gate, up …
 
     def copy_(self, tensor: torch.Tensor, columns: slice | None = None) -> None:
-        """``[num_experts, in, out * num_parts]``, or without ``in``. ``columns``: see Place."""
+        """``tensor``: ``[num_experts, in, out * num_parts]``, or without ``in``. ``columns``: see Place."""
         size, start = tensor.shape[-1] // self.num_parts, 0
         for expert in tensor:
             for part in range(self.num_parts):
@@ -28,7 +28,7 @@ class FusedExperts:
                 start += size
 
     def copy_stored(self, weight: StoredWeight, num_experts: int) -> None:
-        """``[num_experts * out * num_parts, in]`` of the target's form."""
+        """``weight``: ``[num_experts * out * num_parts, in]`` in the target's form."""
         assert isinstance(self.target, StoredWeight), "stored experts into memory for full ones"
         of_expert = weight.shape[0] // num_experts
         size, start = of_expert // self.num_parts, 0
@@ -44,24 +44,24 @@ class Place:
     """Where a tensor of the checkpoint belongs."""
 
     target: AnyWeight | FusedExperts
-    shape: tuple[int, ...]  # of the tensor …
-    part: tuple[range, ...]  # … and which of it are read for the target, for each dimension
-    columns: slice | None = None  # of the inputs that are read, those that the target holds; None: all
+    shape: tuple[int, ...]  # of the tensor
+    part: tuple[range, ...]  # the part that is read for the target, per dimension
+    columns: slice | None = None  # of the inputs that are read: those that the target keeps; None: all
 
     @property
     def is_stored(self) -> bool:
-        """Whether the target holds it as it is stored."""
+        """Whether the target keeps the stored form."""
         return isinstance(self.target.target if isinstance(self.target, FusedExperts) else self.target, StoredWeight)
 
     def put(self, tensor: torch.Tensor) -> None:
-        """Copy the part, in full, to where it belongs."""
+        """Copy the full part to its place."""
         if isinstance(self.target, FusedExperts):
             self.target.copy_(tensor, self.columns)
         else:
             _copy(self.target, tensor, self.columns)
 
     def put_stored(self, weight: StoredWeight) -> None:
-        """Copy the part, as it is stored, to where it belongs."""
+        """Copy the stored part to its place."""
         if isinstance(self.target, FusedExperts):
             self.target.copy_stored(weight, len(self.part[0]))
         else:
@@ -71,17 +71,17 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """Which weights of a quantised checkpoint stay as they are stored."""
+    """Which weights of a quantised checkpoint stay stored."""
 
-    outlines: Mapping[str, StoredWeight]  # of all that could
-    keeps: Callable[[StoredWeight], bool]  # whether there is a product with such a form
+    outlines: Mapping[str, StoredWeight]  # all weights that could
+    keeps: Callable[[StoredWeight], bool]  # whether there is a product for this form
 
     def joined(
         self, parts: Sequence[tuple[str, range, range]], device: torch.device, *, in_order: bool = False
     ) -> StoredWeight | None:
-        """Memory for parts of weights, (name, rows, columns), one below the other; None: not all stay, or not in one form.
+        """Memory for stacked parts of weights, as (name, rows, columns); None if not all stay stored, or not in the same form.
 
-        ``in_order``: their inputs must be.
+        ``in_order``: their inputs must be in order.
         """
         found = []
         for name, rows, columns in parts:
@@ -94,7 +94,7 @@ class Kept:
 
 
 def _copy(target: AnyWeight, weight: torch.Tensor, columns: slice | None) -> None:
-    """``columns``: of rows that are rounded as a whole, those that the target holds."""
+    """``columns``: if whole rows are rounded, the columns that the target keeps."""
     if isinstance(target, RoundedWeight):
         target.copy_(weight, slice(None) if columns is None else columns)
         return

@@ -1,6 +1,6 @@
-"""vLLM's routes that bring adapters and take them away: they write into the directory that gateways and workers watch.
+"""vLLM's routes that add and remove adapters. They write into the directory that gateways and workers watch.
 
-Only an operator's key opens them.
+Only an operator's key may use them.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ async def unload(body: UnloadBody, request: ApiRequest) -> Response:
     for adapters in _adapters(request).values():
         try:
             await adapters.remove(body.lora_name)
-        except AdapterAbsentError:  # perhaps it is another model's
+        except AdapterAbsentError:  # another model may have the adapter
             continue
         except AdapterError as error:
             raise InvalidRequestError(str(error), param="lora_name") from error
@@ -93,7 +93,7 @@ async def unload(body: UnloadBody, request: ApiRequest) -> Response:
 
 
 def _adapters(request: ApiRequest) -> Mapping[str, AdapterRegistry]:
-    """By model, at least one. Raises ApiError if it is none of the client's business, or there are none."""
+    """The adapter registries by model, at least one. Raises ApiError if the client may not ask, or if there are no registries."""
     if not request.key_limits.operator:
         raise ForbiddenError("adapters are an operator's matter: send a key whose line in --api-keys has 'operator=1'")
     adapters = served_models(request).adapters
@@ -105,7 +105,7 @@ def _adapters(request: ApiRequest) -> Mapping[str, AdapterRegistry]:
 
 
 def _base(adapters: Mapping[str, AdapterRegistry], name: str | None) -> tuple[str, AdapterRegistry]:
-    """The model that a new adapter is for, and its adapters. Raises InvalidRequestError."""
+    """The model that a new adapter is for, and that model's adapters. Raises InvalidRequestError."""
     if name is None and len(adapters) == 1:
         return next(iter(adapters.items()))
     if name is not None and name in adapters:

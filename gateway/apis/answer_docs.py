@@ -1,6 +1,7 @@
-"""What ``/openapi.json`` says of answers: their shapes, errors included. For documentation only: nothing is checked by it.
+"""The shapes of answers and errors in ``/openapi.json``. They are documentation only: the gateway does not validate answers with
+them.
 
-(The tests do: what the gateway answers to generated requests is compared with these.)
+The tests compare the gateway's answers to generated requests with these shapes.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _ERRORS: dict[int | str, str] = {
     502: "Every attempt at the request failed",
     503: "Nobody can serve the request now",
     504: "The request's time ran out",
-    # Also keeps FastAPI from documenting a 422 of its own: what is wrong with a body is answered with 400.
+    # This entry also keeps FastAPI from documenting a 422: a wrong body is answered with 400.
     "4XX": "Another way in which a request can be wrong",
 }
 

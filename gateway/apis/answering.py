@@ -1,7 +1,7 @@
-"""What one HTTP request asks for, and how it is answered: by one JSON body, or by server-sent events.
+"""How the gateway answers one HTTP request: with one JSON body, or with server-sent events.
 
-The status line waits for the first tokens, so that what fails before them is a proper HTTP error. What fails later is one error
-event in the stream, never a silent cut.
+The status line is sent with the first tokens. So an error before them is a proper HTTP error. A later error becomes one error event
+in the stream; a stream never ends without a reason.
 """
 
 from __future__ import annotations
@@ -31,41 +31,41 @@ logger = logging.getLogger(__name__)
 
 IGNORED_HEADER = "x-ignored-fields"
 
-_PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")  # what is any other stands in no header and no log
-_MAX_SHOWN = 16  # names in a header
-_MAX_LOGGED = 256  # names that are remembered
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")  # other names appear in no header and no log
+_MAX_SHOWN = 16  # names shown in a header
+_MAX_LOGGED = 256  # names remembered as logged
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One answer of several, complete."""
+    """One complete answer of several."""
 
     index: int
     deltas: list[TextDelta]
 
     @property
     def text(self) -> str:
-        """All of it."""
+        """The whole text."""
         return "".join([delta.text for delta in self.deltas])
 
     @property
     def tokens(self) -> list[SampledToken]:
-        """All of them."""
+        """All tokens."""
         return [token for delta in self.deltas for token in delta.tokens]
 
     @property
     def mean_logprob(self) -> float:
-        """Of its tokens; the best choice has the highest."""
+        """The mean log probability of the tokens; the best choice has the highest."""
         return sum(token.logprob or 0.0 for token in self.tokens) / max(1, len(self.tokens))
 
     @property
     def prompt_logprobs(self) -> list[SampledToken] | None:
-        """Of the prompt that this choice continues, if it has them."""
+        """The log probabilities of this choice's prompt, if it has them."""
         return next((delta.prompt_logprobs for delta in self.deltas if delta.prompt_logprobs is not None), None)
 
 
 class Format(abc.ABC):
-    """How one route writes one answer. Choices are numbered by ``index``. Methods that write events give bytes, maybe none."""
+    """How one route writes one answer. ``index`` numbers the choices. Methods that write events return bytes, perhaps none."""
 
     def opening(self, usage: Usage) -> bytes:
         """Events before the first text. ``usage``: of all choices so far."""
@@ -73,15 +73,15 @@ class Format(abc.ABC):
 
     @abc.abstractmethod
     def chunk(self, index: int, delta: TextDelta, usage: Usage) -> bytes:
-        """Events for what is new of one choice. ``usage``: of its prompt, and of itself so far."""
+        """Events for the new text of one choice. ``usage``: of the choice's prompt and its output so far."""
 
     def closing(self, usage: Usage, extras: dict[str, object]) -> bytes:
-        """Events behind the last text. ``extras``: what only kvrelay's clients ask for, beside the usage."""
+        """Events after the last text. ``extras``: fields beside the usage that only kvrelay's own clients ask for."""
         return b""
 
     @abc.abstractmethod
     def failed(self, error: ApiError) -> bytes:
-        """Events that end a stream that cannot go on."""
+        """Events that end a stream after an error."""
 
     @abc.abstractmethod
     def whole(self, choices: Sequence[Choice], usage: Usage) -> dict[str, Any] | list[Any]:
@@ -107,9 +107,9 @@ def model_for(request: ApiRequest, name: str | None, conversation: Callable[[], 
 def sequences_of(
     model: Model, request: ApiRequest, prompts: Sequence[Sequence[int]], spec: GenerationSpec, prompt_param: str
 ) -> list[GenerationRequest]:
-    """What an HTTP request asks ``model`` for, within its API key's budgets.
+    """The sequences that an HTTP request asks ``model`` to generate, reserved in its API key's budgets.
 
-    Raises InvalidRequestError naming the field, or the header, that is wrong, and TokenBudgetError.
+    Raises InvalidRequestError naming the wrong field or header, and TokenBudgetError.
     """
     request.sequences = sequences = model.sequences(
         prompts,
@@ -133,9 +133,9 @@ async def chat_of(
     *,
     add_special_tokens: bool = False,
 ) -> tuple[Chat, list[GenerationRequest]]:
-    """What an HTTP request with a conversation asks ``model`` for; ``prepare``, which reads it, may take long, and runs aside.
-
-    Raises InvalidRequestError naming the field, or the header, that is wrong, and TokenBudgetError.
+    """The chat that an HTTP request asks ``model`` for, and its sequences. ``prepare`` reads the body; it may take long, so it runs
+    on a thread if the body is large.
+    Raises InvalidRequestError naming the wrong field or header, and TokenBudgetError.
     """
 
     def work() -> tuple[Chat, GenerationSpec, list[int]]:
@@ -156,9 +156,9 @@ async def respond(
     is_stream: bool,
     ignored: Sequence[str] = (),
 ) -> Response:
-    """Run ``sequences`` and answer. What fails before the status line is raised, as ApiError, here or when the response is sent.
+    """Run ``sequences`` and answer. An error before the status line is raised as ApiError, here or when the response is sent.
 
-    ``ignored``: fields of the body that nobody knows.
+    ``ignored``: unknown fields of the body.
     """
     fields: IgnoredFields = request.app.state.ignored_fields
     headers = fields.headers(ignored)
@@ -197,7 +197,10 @@ async def respond(
 
 
 def choose(sequences: Sequence[GenerationRequest], deltas: Sequence[Sequence[TextDelta]]) -> list[Choice]:
-    """The answer among what ``sequences`` gave: beams apart, of each prompt the best by log probability per token, numbered."""
+    """The answer's choices: all results of a beam search, else the best choices of each prompt by log probability per token.
+
+    Numbered.
+    """
     spec = sequences[0].spec
     chosen: list[list[TextDelta]] = []
     for first in range(0, len(deltas), spec.num_sequences):
@@ -215,13 +218,13 @@ def choose(sequences: Sequence[GenerationRequest], deltas: Sequence[Sequence[Tex
 
 
 class IgnoredFields:
-    """Fields of bodies that nobody knows: the client is told in a header, the operator in the log, once for each name."""
+    """Unknown fields of bodies. A header tells the client about them, and the log tells the operator once for each name."""
 
     def __init__(self) -> None:
         self._logged: set[str] = set()
 
     def headers(self, names: Sequence[str]) -> dict[str, str]:
-        """What an answer says of the names that its body had for nothing; logs those that are new."""
+        """The headers that name the ignored fields; logs names that are new."""
         if not names:
             return {}
         plain = [name for name in names if _PLAIN_NAME.fullmatch(name)]

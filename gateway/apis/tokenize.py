@@ -1,7 +1,7 @@
-"""``/tokenize``, ``/chat_tokenize`` and ``/detokenize``: text to tokens and back, as TGI's and vLLM's clients ask for it.
+"""``/tokenize``, ``/chat_tokenize`` and ``/detokenize``: text to tokens and back, for clients of TGI and of vLLM.
 
-TGI and vLLM have the same path for it. A body with ``inputs`` is TGI's, one with ``prompt`` or ``messages`` vLLM's; each is
-answered, and refused, as the server does that it was meant for. No worker is needed.
+Both servers use the same path. A body with ``inputs`` is TGI's; one with ``prompt`` or ``messages`` is vLLM's. Answers and errors
+have the shape of the server that the body was written for. No worker is needed.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Detokenized(BaseModel):
 
 router = APIRouter(route_class=ApiRoute, tags=["tokens"])
 
-_CHUNK_TOKENS = 2_000  # that are written without a pause: on a thread, streams go on in between
+_CHUNK_TOKENS = 2_000  # tokens written at a time: the work runs on a thread, and streams go on in between
 
 
 @router.post("/tokenize", responses=tgi_answers(list[SpanToken], PromptTokens, also=ErrorBody))
@@ -133,7 +133,7 @@ async def tokenize(body: TokenizeBody, request: ApiRequest) -> Response:
 async def chat_tokenize(body: ChatBody, request: ApiRequest) -> Response:
     """A chat as text, and its tokens."""
     models = served_models(request)
-    model = models.find(body.model if body.model in models else None)  # TGI looks at no name
+    model = models.find(body.model if body.model in models else None)  # TGI ignores the model's name
 
     def work() -> bytes:
         text = body.chat(model).prompt
@@ -184,7 +184,7 @@ def _spans(model: Model, text: str, param: str, adds_special_tokens: bool) -> by
 
 
 def _written(text: str, spans: Sequence[tuple[int, int, int]]) -> Iterator[bytes]:
-    """The items of a JSON list, many at a time: what encodes them holds the interpreter's lock."""
+    """The items of a JSON list, many at a time: the encoder holds the interpreter's lock."""
     for first in range(0, len(spans), _CHUNK_TOKENS):
         tokens = [
             {"id": token_id, "text": text[start:stop], "start": start, "stop": stop}

@@ -1,9 +1,9 @@
-"""A chat to a prompt, and what must be found in the answer's text afterwards: template, tools, thoughts.
+"""Turns a chat into a prompt, and says what to look for in the answer's text: tool calls and reasoning.
 
-One :class:`Dialect` per model, made from its chat template and two settings, says how the model talks. :func:`read_chat` makes a
-:class:`Chat` of a conversation: ``parse_tools`` and ``parse_tool_choice`` (:mod:`.tools.functions`),
-:meth:`Dialect.render_arguments` in front of the chat template; then :meth:`Dialect.guide` goes into the sampling parameters, and
-:meth:`Dialect.parser` reads each choice of the answer.
+A :class:`Dialect` describes how one model talks; it is made from the model's chat template and two settings. :func:`read_chat`
+makes a :class:`Chat` of a conversation in three steps: ``parse_tools`` and ``parse_tool_choice`` (:mod:`.tools.functions`) read the
+tools, :meth:`Dialect.render_arguments` adapts the messages, and the chat template renders them. Then :meth:`Dialect.guide` goes
+into the sampling parameters, and :meth:`Dialect.parser` reads each choice of the answer.
 """
 
 from __future__ import annotations
@@ -32,33 +32,33 @@ from kvrelay.gateway.relay.request import GenerationSpec
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFamily:
-    """How one family of models thinks, known by the tags around its thoughts.
+    """How one family of models marks its reasoning ("thoughts"): the tags around it.
 
-    Thoughts come first or not at all: either the answer begins with the opening tag, or the prompt ended with it (the chat template
-    opened it), and everything up to the closing tag is reasoning. A tag in the midst of an answer is text. White space around
-    thoughts belongs to the tags.
+    Thoughts come first or not at all. Either the answer begins with the opening tag, or the chat template already opened the
+    thoughts in the prompt. Everything up to the closing tag is reasoning. A tag in the middle of an answer is text. White space
+    around thoughts belongs to the tags.
     """
 
     begin: str
     end: str
-    mark: str = ""  # what else is in a chat template of this family
+    mark: str = ""  # a further text in every chat template of this family
 
     def starts_inside(self, prompt: str) -> bool:
-        """Whether the prompt, as rendered, ends within thoughts: its last words open them."""
+        """Whether the rendered prompt ends inside thoughts that it has opened."""
         return prompt.rstrip().endswith(self.begin)
 
 
-# In the order in which a template is held against them.
+# A template is compared with the families in this order.
 REASONING_FAMILIES: dict[str, ReasoningFamily] = {
     "mistral": ReasoningFamily("[THINK]", "[/THINK]"),
     "seed_oss": ReasoningFamily("<seed:think>", "</seed:think>"),
     "deepseek_r1": ReasoningFamily("<think>", "</think>", "<\uff5cAssistant\uff5c>"),
     "qwen3": ReasoningFamily("<think>", "</think>"),
 }
-# The variable, not a message's field of that name.
+# Matches the variable ``tools``, not a message's field of that name.
 _TOOLS = re.compile(r"(?<![\w.\"'])tools\b(?!['\"])")
 
-# What templates say that know one call of an answer: Llama 3's, and gpt-oss's.
+# Texts in templates that allow only one call per answer: Llama 3's, and gpt-oss's.
 _SINGLE_CALL = ("only supports single tool", "max 1 tool call per message")
 
 
@@ -71,10 +71,10 @@ def reasoning_for(chat_template: str) -> ReasoningFamily | None:
 
 
 def after_reasoning(guide: Guide, family: ReasoningFamily, *, starts_inside: bool) -> Guide:
-    """A guide for a model that may think first: thoughts are free, and ``guide`` holds from their end on.
+    """A guide for a model that may think first: thoughts are free text, and ``guide`` applies after them.
 
-    Where the prompt opened the thoughts they must end before the answer; elsewhere the model chooses. Raises ValueError if
-    ``guide`` is not of its kind, as far as that shows without compiling it.
+    If the prompt opened the thoughts, they must end before the answer. Otherwise the model chooses whether to think. Raises
+    ValueError if ``guide`` is malformed, as far as that can be seen without compiling it.
     """
     thoughts = tag("" if starts_inside else family.begin, free_text(), family.end)
     return guide_of(sequence(thoughts if starts_inside else optional(thoughts), regex(r"\s{0,4}"), format_of(guide)))
@@ -86,7 +86,7 @@ def read_thoughts(context: Context, family: ReasoningFamily, *, starts_inside: b
     yield from reader.spaces()
     opening = yield from reader.next_is(family.begin)  # some models repeat what the prompt ended with
     if not starts_inside and not opening:
-        return  # what was read stays unsettled: spaces are the answer's
+        return  # the spaces stay unsettled: they belong to the answer
     yield from reader.spaces()
     reader.settle()
     yield from reader.free((family.end,), context.out.add_reasoning)
@@ -96,22 +96,22 @@ def read_thoughts(context: Context, family: ReasoningFamily, *, starts_inside: b
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """How one model is asked and read. Immutable."""
+    """How one model is prompted and its answers are read. Immutable."""
 
     family: ToolFamily | None  # how it calls functions; None: tools are switched off
     reasoning: ReasoningFamily | None
     style: MessageStyle
-    describes_tools: bool  # the template shows the model its tools …
-    tells_calls: bool  # … and what came of earlier calls; what it does not do is done with text
-    has_system: bool  # it takes system messages
-    takes_parallel: bool  # it takes several calls of one answer
+    describes_tools: bool  # the template shows the model its tools
+    tells_calls: bool  # the template shows earlier calls and their results; otherwise text describes them
+    has_system: bool  # the template takes system messages
+    takes_parallel: bool  # the template takes several calls of one answer
 
     @classmethod
     def of(cls, chat_template: str | None, tool_parser: str = "auto", reasoning_parser: str = "auto") -> Dialect:
-        """From the source of a chat template (None: the model has none) and the settings of these names.
+        """A dialect from a chat template's source (None: the model has none) and the settings of these names.
 
-        A template that belongs to no family that is known is not asked to show tools either: the model would answer in a format
-        that nobody reads. Raises KeyError on an unknown name.
+        A template of no known family does not get tools either: the model would answer in a format that no parser reads. Raises
+        KeyError on an unknown name.
         """
         template = chat_template or ""
         known = family_for(template) if tool_parser in ("auto", "none") else FAMILIES[tool_parser]
@@ -128,21 +128,21 @@ class Dialect:
 
     @property
     def kept_tokens(self) -> tuple[str, ...]:
-        """Special tokens that must stay in the text of chat answers: parsers read them."""
+        """Special tokens that must stay in the text of chat answers because parsers read them."""
         of_tools = () if self.family is None else self.family.kept_tokens
         of_reasoning = () if self.reasoning is None else (self.reasoning.begin, self.reasoning.end)
         return tuple(dict.fromkeys((*of_tools, *of_reasoning)))
 
     def choice_for(self, choice: ToolChoice) -> ToolChoice:
-        """The choice as this model can carry it out: one call at a time if its template could not tell of more."""
+        """The choice, adapted to this model: one call per answer if the template cannot show several."""
         return choice if self.takes_parallel else msgspec.structs.replace(choice, allows_parallel=False)
 
     def render_arguments(
         self, messages: Sequence[Mapping[str, Any]], choice: ToolChoice
     ) -> tuple[list[Message], list[dict[str, Any]] | None]:
-        """(messages, tools) for the chat template. Raises InvalidRequestError: malformed calls, or tools that are switched off.
+        """(messages, tools) for the chat template. Raises InvalidRequestError for malformed calls, or if tools are switched off.
 
-        A template that describes no tools gets None, and messages that do it in words.
+        A template that describes no tools gets None, and messages that describe them in words.
         """
         if self.family is None:
             if choice.shown:
@@ -163,17 +163,17 @@ class Dialect:
     def guide(
         self, prompt: str, choice: ToolChoice, content: Guide | None = None, param: str | None = None
     ) -> Guide | None:
-        """What the answer to ``prompt``, as rendered, must look like; None if it may be anything.
+        """The guide for the answer to the rendered ``prompt``; None if the answer is free.
 
-        ``content``: what the text of the answer must match, as the client's field ``param`` asks (by default ``response_format``);
-        it does not bind calls and thoughts. Raises InvalidRequestError if it cannot be combined with them.
+        ``content``: the guide for the text of the answer, from the client's field ``param`` (by default ``response_format``). It
+        does not apply to calls and thoughts. Raises InvalidRequestError if it cannot be combined with them.
         """
         reasoning = self.reasoning
         try:
             guide = content
             if self.family is not None and self._reads_calls(choice):
                 guide = tool_guide(self.family, self.choice_for(choice), content)
-            # Otherwise nobody asked, nobody thinks, or the template has ended the thoughts.
+            # In the other cases there is no guide, the model does not think, or the template has closed the thoughts.
             if guide is not None and reasoning is not None and not prompt.rstrip().endswith(reasoning.end):
                 guide = after_reasoning(guide, reasoning, starts_inside=reasoning.starts_inside(prompt))
             return guide if guide is None or guide is content else guide_of(format_of(guide), self.kept_tokens)
@@ -182,7 +182,7 @@ class Dialect:
             raise InvalidRequestError(f"{param} cannot be used: {error}", param=param.partition(".")[0]) from error
 
     def parser(self, prompt: str, choice: ToolChoice, new_id: CallIds = random_call_id) -> CallParser:
-        """Reads one answer to ``prompt``, as rendered."""
+        """A parser for one answer to the rendered ``prompt``."""
         syntax, read_first = NO_CALLS, None
         if self.family is not None and self._reads_calls(choice):
             syntax, choice = self.family.syntax, self.choice_for(choice)
@@ -195,7 +195,7 @@ class Dialect:
         return self.reasoning is None and not self._reads_calls(choice)
 
     def _reads_calls(self, choice: ToolChoice) -> bool:
-        """Whether the model's family of tools has to do with the answer."""
+        """Whether the tool family's parser reads the answer."""
         if self.family is None:
             return False
         return self.family.whole_answer is not None or choice.mode is not ToolMode.NONE
@@ -203,19 +203,19 @@ class Dialect:
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """A chat, ready to be computed."""
+    """A rendered chat, ready to generate."""
 
     prompt: str
-    echoed: str  # of the last message, what the answer begins with
+    echoed: str  # the part of the last message that the answer repeats
     _dialect: Dialect
     _choice: ToolChoice
 
     def guided(self, spec: GenerationSpec) -> GenerationSpec:
-        """``spec`` with what tools and thoughts ask of the output. Raises InvalidRequestError if that contradicts its guide."""
+        """``spec`` with the guide for tools and thoughts. Raises InvalidRequestError if that contradicts the guide of ``spec``."""
         guide = self._dialect.guide(self.prompt, self._choice, spec.guide, spec.guide_param)
         if spec.beam_search is not None and guide is not None:
             raise InvalidRequestError("tools and use_beam_search are given together; leave one out", param="tools")
-        kept_tokens = () if self.has_plain_answers else self._dialect.kept_tokens  # nobody would read them
+        kept_tokens = () if self.has_plain_answers else self._dialect.kept_tokens  # no parser would read them
         param = guide_param(self._choice, spec.guide_param)
         return msgspec.structs.replace(spec, guide=guide, guide_param=param, kept_tokens=kept_tokens)
 
@@ -225,7 +225,7 @@ class Chat:
         return self._dialect.is_plain(self._choice)
 
     def parser(self) -> CallParser:
-        """Reads one choice of the answer."""
+        """A parser for one choice of the answer."""
         return self._dialect.parser(self.prompt, self._choice)
 
 
@@ -242,10 +242,10 @@ def read_chat(
     add_generation_prompt: bool = True,
     variables: Mapping[str, Any] | None = None,
 ) -> Chat:
-    """A conversation, whichever API it came by; messages and tools are as the client sent them.
+    """Make a chat of a conversation from any API. ``messages`` and ``tools`` are as the client sent them.
 
-    ``continues``: the last message is the beginning of the answer; ``echoes``: which repeats it. ``variables``: more names for the
-    template. Raises InvalidRequestError naming the field that is wrong.
+    ``continues``: the last message is the beginning of the answer. ``echoes``: the answer repeats that message. ``variables``:
+    further names for the template. Raises InvalidRequestError naming the wrong field.
     """
     choice = parse_tool_choice(tool_choice, parse_tools(tools), allows_parallel=allows_parallel)
     if continues and choice.mode is not ToolMode.NONE:

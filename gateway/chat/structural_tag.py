@@ -1,8 +1,8 @@
-"""xgrammar's structural tags (version 0.2's JSON format), as far as guides here are made of them.
+"""The part of xgrammar's structural tags (JSON format of version 0.2) that guides here use.
 
-A structural tag describes text by formats that contain formats: constants, JSON of a schema, free text, sequences, choices, and
-``dispatch``, free text in which certain strings must be followed by certain formats. The gateway only writes them down; workers
-compile them. See https://xgrammar.mlc.ai/docs for what each means.
+A structural tag describes text by nested formats: constants, JSON of a schema, free text, sequences and choices. ``dispatch`` is
+free text in which certain strings must be followed by certain formats. The gateway only writes structural tags; workers compile
+them. See https://xgrammar.mlc.ai/docs for the meaning of each format.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from kvrelay.common.sampling import Guide, GuideKind
 
 Format = dict[str, Any]
 
-# JSON may have any white space between its tokens. Models that are made to write JSON, but do not know what, can go on with spaces
-# forever: this is room for indentation, and an end.
+# JSON allows any white space between tokens. A model that must write JSON without knowing what can write spaces forever.
+# This bound
+# leaves room for indentation.
 MAX_SPACES = 16
 
 
@@ -47,12 +48,12 @@ def star(content: Format) -> Format:
 
 
 def regex(pattern: str) -> Format:
-    """Text that matches as a whole."""
+    """Text that matches ``pattern`` as a whole."""
     return {"type": "regex", "pattern": pattern}
 
 
 def json_schema(schema: Any, style: str = "json") -> Format:
-    """JSON of a schema (an object or a truth value), or what ``style`` makes of it."""
+    """JSON of a schema (an object or a truth value); ``style`` selects another notation for it."""
     return {"type": "json_schema", "json_schema": schema, "style": style, "max_whitespace_cnt": MAX_SPACES}
 
 
@@ -83,14 +84,20 @@ def dispatch(trigger: str, content: Format, *, is_one: bool) -> Format:
 
 
 def guide_of(part: Format, special_tokens: Sequence[str] = ()) -> Guide:
-    """The whole output is this. Names of ``special_tokens`` in its texts are those tokens, if the model has them as such."""
+    """A guide for the whole output.
+
+    Texts of the format that name ``special_tokens`` stand for those tokens, if the model has them.
+    """
     tag = {"type": "structural_tag", "format": part, "special_tokens": special_tokens}
     text = json.dumps(tag, ensure_ascii=False, separators=(",", ":"))
     return Guide(kind=GuideKind.STRUCTURAL_TAG, text=text)
 
 
 def format_of(guide: Guide) -> Format:
-    """A guide as a part of a structural tag. Raises ValueError if its text is not of its kind, as far as that shows here."""
+    """A guide as a part of a structural tag.
+
+    Raises ValueError if its text is malformed, as far as that can be seen without compiling it.
+    """
     match guide.kind:
         case GuideKind.JSON_OBJECT:
             return json_schema({"type": "object"})

@@ -1,4 +1,4 @@
-"""Chat messages to a prompt, by the model's own Jinja template, rendered as transformers renders it.
+"""Renders chat messages to a prompt with the model's Jinja template, as transformers does.
 
 Templates come from model directories, so they run in Jinja's immutable sandbox.
 """
@@ -37,10 +37,10 @@ class _GenerationTag(jinja2.ext.Extension):
 
 
 class ChatTemplate:
-    """A compiled template; None-like models (no template) refuse chat with a clear error."""
+    """A compiled template. Without a source it refuses every chat with a clear error."""
 
     def __init__(self, source: str | None, special_tokens: Mapping[str, str]) -> None:
-        self.source = source or ""  # what a model can do is read off it, too
+        self.source = source or ""  # also shows what the model can do
         self._special_tokens = dict(special_tokens)
         self._template: jinja2.Template | None = None
         if source is None:
@@ -58,7 +58,7 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, directory: Path, special_tokens: Mapping[str, str]) -> ChatTemplate:
-        """From ``chat_template.jinja``, or ``tokenizer_config.json`` (a string, or a list of named ones)."""
+        """Read ``chat_template.jinja``, or the template in ``tokenizer_config.json`` (a string, or a list of named ones)."""
         path = directory / "chat_template.jinja"
         if path.is_file():
             return cls(path.read_text(encoding="utf-8"), special_tokens)
@@ -78,18 +78,19 @@ class ChatTemplate:
     ) -> str:
         """The prompt, ready for the assistant's answer.
 
-        ``continues``: the last message is the answer's beginning, and left open. ``variables``: more names for the template, as
-        ``enable_thinking``; they cannot hide its own. Raises ChatTemplateError quoting the template's complaint.
+        ``continues``: the last message is the beginning of the answer and stays open. ``variables``: further names for the
+        template, such as ``enable_thinking``; they cannot hide the template's own names. Raises ChatTemplateError quoting the
+        template's error.
         """
         if self._template is None:
             raise ChatTemplateError(
                 "the model has no chat template; use /v1/completions, or add a chat_template.jinja to its directory",
                 param="messages",
             )
-        # Where the open message ends cannot be found by its text, which may stand elsewhere, too.
+        # A random mark finds the end of the open message: its text may also occur elsewhere.
         mark = secrets.token_hex(16)
         shown = [*messages[:-1], _marked(messages[-1], mark)] if continues else messages
-        # Templates ask whether tools are none: undefined would not be.
+        # Templates test ``tools is none``, which is false for an undefined name.
         names = {
             **(variables or {}),
             **self._special_tokens,
@@ -110,7 +111,7 @@ class ChatTemplate:
 
 
 def _marked(message: Mapping[str, Any], mark: str) -> dict[str, Any]:
-    """``message`` with ``mark`` behind its content. A space follows, which a template that strips contents strips, too."""
+    """``message`` with ``mark`` and a space after its content. A template that strips contents strips that space."""
     content = message.get("content")
     if not isinstance(content, str) or not content.strip():
         raise _not_shown()
@@ -118,7 +119,7 @@ def _marked(message: Mapping[str, Any], mark: str) -> dict[str, Any]:
 
 
 def _up_to(text: str, mark: str) -> str:
-    """``text`` in front of ``mark``, without the spaces there if the template strips contents."""
+    """``text`` before ``mark``, without trailing spaces if the template strips contents."""
     before, found, behind = text.rpartition(mark)
     if not found:
         raise _not_shown()

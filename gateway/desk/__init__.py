@@ -1,1 +1,1 @@
-"""What operators look at: what became of requests, and what a gateway does just now."""
+"""What operators look at: the requests of a gateway and its current state."""

@@ -1,4 +1,4 @@
-"""The use of each API key: tokens as metrics and, with ``--access-log``, a log line for each request. Never a text or a key."""
+"""The use of each API key: tokens as metrics and, with ``--access-log``, one log line per request. Never logs a text or a key."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ logger = logging.getLogger(__name__)
 
 
 class Access:
-    """Of one gateway. Implements :class:`kvrelay.gateway.http.edge.Observer`."""
+    """The access log and token metrics of one gateway. Implements :class:`kvrelay.gateway.http.edge.Observer`."""
 
     def __init__(self, metrics: GatewayMetrics, clock: Clock, *, is_logged: bool) -> None:
-        """``clock``: that of requests."""
+        """``clock``: the clock of requests."""
         self._key_tokens = metrics.key_tokens
         self._clock = clock
         self._is_logged = is_logged
 
     def begin(self, request: ApiRequest) -> None:
-        """It is let in; there is nothing to tell yet."""
+        """Does nothing: the use is known at the end."""
 
     def end(self, request: ApiRequest, route: str) -> None:
-        """Counts its tokens if it has got any; tells what was posted, also by somebody who was not let in."""
+        """Count the tokens of a request that got some. Log the request if it was a POST, also if it was not let in."""
         usage = total(request.sequences, request.usages)
         begun_s = [one.timings.first_token_s for one in request.sequences if one.timings.first_token_s is not None]
-        first_token_s = min(begun_s, default=None)  # of any prompt, as prompts of one body need not begin in order
+        # The first token of any prompt: prompts of one body need not begin in order.
+        first_token_s = min(begun_s, default=None)
         if request.key_name is not None and first_token_s is not None:
             for kind, num_tokens in (
                 ("prompt", usage.num_prompt_tokens),

@@ -1,6 +1,7 @@
-"""The gateway's state for consoles: once a second, made once for all of them, and only while one is open.
+"""The gateway's state as events for consoles: made once a second for all consoles together, and only while one is open.
 
-Events are ``roster``, to newcomers and when it has changed, and ``state``. Lives on the gateway's asyncio loop.
+A ``roster`` event goes to a new console, and to all when it changes. A ``state`` event follows every second. Lives on the gateway's
+asyncio loop.
 """
 
 from __future__ import annotations
@@ -19,28 +20,29 @@ from kvrelay.gateway.metrics import GatewayMetrics
 from kvrelay.gateway.model import Models
 
 EVERY_S = 1.0
-MAX_BYTES_PER_S = 10_000  # to each; what is longer comes less often
+MAX_BYTES_PER_S = 10_000  # to each console; a longer state is sent less often
 
 
 class Feed:
-    """Of one gateway."""
+    """The feed of one gateway."""
 
     def __init__(
         self, models: Models, metrics: GatewayMetrics, records: Records, clock: Clock, is_ending: Callable[[], bool]
     ) -> None:
-        """``is_ending``: whether the gateway only waits for its last requests, of which a look is none."""
+        """``is_ending``: whether the gateway is waiting for its last requests. A console is not one of them."""
         self._models = models
         self._metrics = metrics
         self._records = records
         self._clock = clock
         self._is_ending = is_ending
-        self._followers: dict[EventStream, asyncio.Future[None]] = {}  # with who has to go
-        self._ticker: asyncio.Task[None] | None = None  # while anybody follows
+        # The future is done when the follower has to leave.
+        self._followers: dict[EventStream, asyncio.Future[None]] = {}
+        self._ticker: asyncio.Task[None] | None = None  # while a console is open
         self._tallies: deque[Tally] = deque()
         self._roster = self._state = b""  # the last events
 
     async def follow(self, stream: EventStream) -> bytes:
-        """Write events until the gateway ends, or the client is behind. Cancelled when the client leaves."""
+        """Write events until the gateway ends or the client falls behind. Cancelled when the client leaves."""
         end = asyncio.get_running_loop().create_future()
         if self._ticker is None or self._ticker.done():
             self._roster = b""
@@ -50,7 +52,7 @@ class Feed:
             stream.write(self._roster + self._state)
         self._followers[stream] = end
         try:
-            # A ticker that fails ends all, and is logged as any task; they come again.
+            # A ticker that fails is logged like any task. It ends all streams, and the consoles connect again.
             await asyncio.wait([end, self._ticker], return_when=asyncio.FIRST_COMPLETED)
         finally:
             del self._followers[stream]
@@ -70,7 +72,7 @@ class Feed:
             await asyncio.sleep(max(EVERY_S, len(events) / MAX_BYTES_PER_S))
 
     def _look(self) -> bytes:
-        """The next events."""
+        """The next events, made of the gateway's current state."""
         now_s = self._clock()
         self._tallies.append(Tally.of(self._metrics, now_s))
         while self._tallies[0].at_s < now_s - WINDOW_S - EVERY_S / 2:

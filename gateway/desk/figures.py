@@ -1,4 +1,7 @@
-"""Rates and latencies of the last seconds, from counters and histograms that only grow. Pure but for the reading."""
+"""Rates and latencies of the last seconds, computed from counters and histograms that only grow.
+
+Pure except for reading the metrics.
+"""
 
 from __future__ import annotations
 
@@ -14,34 +17,34 @@ from kvrelay.gateway.metrics import GatewayMetrics
 
 @dataclass(frozen=True, slots=True)
 class Tallied:
-    """A histogram up to a moment."""
+    """A histogram's values at one moment."""
 
     bounds: Sequence[float]  # seconds, the last one infinite
-    counts: Sequence[float]  # so many were not above the bound
+    counts: Sequence[float]  # number of values up to each bound
     sum_s: float
 
     def since(self, before: Tallied) -> Tallied:
-        """What came after ``before``."""
+        """The values that were added after ``before``."""
         counts = [now - then for now, then in zip(self.counts, before.counts, strict=True)]
         return Tallied(self.bounds, counts, self.sum_s - before.sum_s)
 
     @property
     def num(self) -> float:
-        """How many there are."""
+        """The number of values."""
         return self.counts[-1]
 
     def mean_s(self) -> float:
-        """0 without any."""
+        """The mean; 0 without values."""
         return self.sum_s / self.num if self.num else 0.0
 
     def quantile_s(self, share: float) -> float | None:
-        """So many are not above it, as far as the bounds tell: between two of them it is interpolated. None without any."""
+        """The quantile ``share``, interpolated linearly between two bounds. None without values."""
         if not self.num:
             return None
         below, lower_s = 0.0, 0.0
         for bound, count in zip(self.bounds, self.counts, strict=True):
             if count >= share * self.num:
-                # Behind the last bound nothing is known.
+                # Above the last finite bound nothing is known.
                 return (
                     lower_s
                     if bound == float("inf")
@@ -53,7 +56,7 @@ class Tallied:
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """All that was counted up to a moment."""
+    """All counts at one moment."""
 
     at_s: float
     num_prompt_tokens: int
@@ -65,25 +68,25 @@ class Tally:
 
     @classmethod
     def of(cls, metrics: GatewayMetrics, now_s: float) -> Tally:
-        """Read now."""
+        """Read the metrics."""
         [ttft] = _tallied(metrics.ttft_s).values()
         [itl] = _tallied(metrics.tokens).values()
         return cls(now_s, *metrics.tokens.counts, ttft, itl, _tallied(metrics.part_s))
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the time between two tallies. Latencies are seconds; null is what nothing is known of."""
+    """The time between two tallies. Latencies are in seconds; null means unknown."""
 
     prompt_tokens_per_s: int
     output_tokens_per_s: int
-    cached: float | None  # the part of prompt tokens that workers had in their caches
-    ttft_s: tuple[float | None, float | None]  # median, and what 95 of 100 stay below
-    itl_s: tuple[float | None, float | None]  # median, and what 99 of 100 stay below
-    parts_s: dict[str, float]  # means; of those that were measured
+    cached: float | None  # the share of prompt tokens that workers had in their caches
+    ttft_s: tuple[float | None, float | None]  # median and 95th percentile
+    itl_s: tuple[float | None, float | None]  # median and 99th percentile
+    parts_s: dict[str, float]  # the means of the parts that were measured
 
     @classmethod
     def between(cls, before: Tally, now: Tally) -> Figures:
-        """``before`` is older, or the same."""
+        """The figures between two tallies. ``before`` is older than ``now``, or the same."""
         passed_s = max(now.at_s - before.at_s, 1e-9)
         num_prompt = now.num_prompt_tokens - before.num_prompt_tokens
         ttft, itl = now.ttft.since(before.ttft), now.itl.since(before.itl)
@@ -109,7 +112,7 @@ def _short(value_s: float | None) -> float | None:
 
 
 def _tallied(collector: Collector) -> dict[str, Tallied]:
-    """The histograms of a collector by the label ``part``, empty where it has none; those of all models together."""
+    """A collector's histograms by the label ``part`` (empty if it has none), summed over all models."""
     counts: dict[str, dict[float, float]] = defaultdict(lambda: defaultdict(float))  # by part and bound
     sums: dict[str, float] = defaultdict(float)
     for sample in (sample for family in collector.collect() for sample in family.samples):

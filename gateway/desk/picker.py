@@ -1,7 +1,7 @@
-"""What an endpoint picker of the Gateway API Inference Extension scrapes of a gateway: vLLM's names, of all models together.
+"""Metrics for an endpoint picker of the Gateway API Inference Extension: vLLM's names, summed over all models.
 
-Its protocol knows model servers, of which each has a queue and KV memory of its own. A gateway is one with the queue of its own
-requests, and with the KV memory of the decode workers that it knows.
+The picker's protocol expects model servers that each have a queue and KV memory. A gateway reports the queue of its own requests
+and the KV memory of the decode workers that it knows.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from kvrelay.gateway.model import Models
 
 
 class PickerMetrics:
-    """Implements prometheus_client's Collector; made once per app, on its registry."""
+    """Implements prometheus_client's Collector. Made once per app, on its registry."""
 
     def __init__(self, models: Models, registry: CollectorRegistry) -> None:
         self._models = models
         registry.register(self)
 
     def describe(self) -> list[Metric]:
-        """Nothing: to be registered is not to be asked."""
+        """Empty, so that registering does not collect."""
         return []
 
     def collect(self) -> Iterator[Metric]:
@@ -40,7 +40,7 @@ class PickerMetrics:
             "Requests of this gateway that have their places",
             value=sum(one.num_running for one in admissions),
         )
-        num_blocks: Counter[int] = Counter()  # by their size
+        num_blocks: Counter[int] = Counter()  # by block size
         num_used = 0
         for worker in (worker for model in self._models for worker in model.pool.decodes.values()):
             if worker.welcome is not None and worker.status is not None:

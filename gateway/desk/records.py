@@ -1,6 +1,6 @@
-"""The running and the latest requests: when each step was, on which workers, and how it ended. Never a text or a token.
+"""The running and the latest requests: when each step happened, on which workers, and how it ended. Never holds a text or a token.
 
-A running request is read when somebody asks; the latest finished ones are kept. Lives on the gateway's asyncio loop.
+A running request is read when an operator asks. The latest finished ones are kept. Lives on the gateway's asyncio loop.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from kvrelay.gateway.relay.request import AttemptNote, GenerationRequest, Reques
 
 NUM_KEPT = 1000
 _NUM_FAILED = 20
-_MAX_SEQUENCES = 8  # of one request, of which more is told than that they were there
+_MAX_SEQUENCES = 8  # sequences of one request that are described in detail
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceRecord:
-    """One sequence of a request, as far as it has come."""
+    """One sequence of a request so far."""
 
-    timings: RequestTimings  # still filled, while it runs
+    timings: RequestTimings  # filled while the sequence runs
     num_prompt_tokens: int
     num_cached_tokens: int | None
     num_output_tokens: int
@@ -32,7 +32,7 @@ class SequenceRecord:
 
     @classmethod
     def of(cls, sequence: GenerationRequest) -> SequenceRecord:
-        """Keeps nothing of the prompt and the output but their lengths."""
+        """Keeps only the lengths of the prompt and the output."""
         return cls(
             sequence.timings,
             len(sequence.prompt_token_ids),
@@ -47,18 +47,18 @@ class RequestRecord:
     """One HTTP request. Times are on the gateway's monotonic clock."""
 
     request_id: str
-    route: str | None  # None: it runs
+    route: str | None  # None: it is running
     received_s: float
-    ended_s: float | None  # None: it runs
-    status: int  # of the answer; 0: none has begun
-    error: str | None  # the code of the error that it was answered with
+    ended_s: float | None  # None: it is running
+    status: int  # of the answer; 0: no answer has begun
+    error: str | None  # the code of the error in the answer
     cut: str | None  # why its answer ended in the middle
     num_sequences: int
-    sequences: Sequence[SequenceRecord]  # of these, the first ones
+    sequences: Sequence[SequenceRecord]  # the first sequences
 
     @classmethod
     def of(cls, request: ApiRequest, route: str | None = None, ended_s: float | None = None) -> RequestRecord:
-        """As it stands."""
+        """The current state of a request."""
         return cls(
             request.request_id,
             route,
@@ -73,27 +73,27 @@ class RequestRecord:
 
     @property
     def has_failed(self) -> bool:
-        """Whether an operator may want to know why: an error that is not the client's, or an attempt that went wrong."""
+        """Whether an operator may want to know why: an error that is not the client's, or a failed attempt."""
         return self.status >= 500 or self.cut is not None or any(one.num_failures for one in self.sequences)
 
 
 class Records:
-    """Of one gateway. Implements :class:`kvrelay.gateway.http.edge.Observer`."""
+    """The request records of one gateway. Implements :class:`kvrelay.gateway.http.edge.Observer`."""
 
     def __init__(self, clock: Clock, wall_clock: Callable[[], float]) -> None:
-        """``clock``: that of requests. ``wall_clock``: seconds since 1970."""
+        """``clock``: the clock of requests. ``wall_clock``: seconds since 1970."""
         self._clock = clock
         self._wall_clock = wall_clock
-        self._running: dict[int, ApiRequest] = {}  # by what is unique: a client may choose the same id twice
+        self._running: dict[int, ApiRequest] = {}  # by the object's id: a client may use one request id twice
         self._ended: deque[RequestRecord] = deque(maxlen=NUM_KEPT)
         self._failed: deque[RequestRecord] = deque(maxlen=_NUM_FAILED)
 
     def begin(self, request: ApiRequest) -> None:
-        """It is let in."""
+        """Keep a request that was let in."""
         self._running[id(request)] = request
 
     def end(self, request: ApiRequest, route: str) -> None:
-        """Requests that asked workers for something are kept, and those that could not be read well enough to do so."""
+        """Keep a request that asked workers for something, or whose body could not be read."""
         was_let_in = self._running.pop(id(request), None) is not None
         if not was_let_in or not (request.sequences or (request.method == "POST" and request.error is not None)):
             return
@@ -104,31 +104,34 @@ class Records:
 
     @property
     def running(self) -> list[ApiRequest]:
-        """Those that have asked workers for something."""
+        """The requests that have asked workers for something."""
         return [request for request in self._running.values() if request.sequences]
 
     @property
     def ended(self) -> Iterator[RequestRecord]:
-        """The newest first."""
+        """The finished requests, newest first."""
         return reversed(self._ended)
 
     @property
     def failed(self) -> Iterator[RequestRecord]:
-        """Those of them that an operator may want to know of, the newest first; some are older than all that is kept."""
+        """The failed requests, newest first. They are kept longer than other finished ones."""
         return reversed(self._failed)
 
     def find(self, request_id: str) -> list[dict[str, Any]]:
-        """All requests that came with that id, the newest first; maybe none."""
+        """All requests with that id, newest first; perhaps none."""
         found = (RequestRecord.of(one) for one in self.running if one.request_id == request_id)
         return [self.told(one) for one in chain(found, self.ended) if one.request_id == request_id]
 
     def newest(self, limit: int) -> list[dict[str, Any]]:
-        """Those that run, then those that ended last: ``limit`` of both."""
+        """The running requests, then the latest finished ones: at most ``limit`` of both together."""
         running = (RequestRecord.of(one) for one in reversed(self.running))
         return [self.told(one) for one in islice(chain(running, self.ended), limit)]
 
     def told(self, record: RequestRecord) -> dict[str, Any]:
-        """For people and programs. Times are seconds since the request's head had been read; null is what has not happened."""
+        """A record as JSON for people and programs. Times are seconds since the request's head had been read.
+
+        Null: it has not happened.
+        """
         zero_s = record.received_s
 
         def since(moment_s: float | None) -> float | None:
@@ -154,10 +157,10 @@ class Records:
                 "num_cached_tokens": one.num_cached_tokens,
                 "num_output_tokens": one.num_output_tokens,
                 **{name: since(getattr(timings, name)) for name in steps},
-                "parts_s": timings.parts,  # queue, prefill, transfer, first_step, as workers measured them
+                "parts_s": timings.parts,  # queue, prefill, transfer, first_step, measured by workers
                 "num_attempts": timings.num_attempts,
                 "num_failures": one.num_failures,
-                "attempts": [attempt(note) for note in timings.notes],  # the first ones and the last ones
+                "attempts": [attempt(note) for note in timings.notes],  # the first and the last attempts
             }
 
         return {
@@ -173,5 +176,5 @@ class Records:
         }
 
     def wall_s(self, moment_s: float) -> float:
-        """A moment of the clock, in seconds since 1970."""
+        """A time of the clock, in seconds since 1970."""
         return self._wall_clock() - (self._clock() - moment_s)

@@ -1,4 +1,4 @@
-"""What a gateway logs of its work: a line every ten seconds if there is any."""
+"""The gateway's activity log: one line every ten seconds while there is work."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _EVERY_S = 10.0
 
 
 async def log_activity(models: Models, clock: Clock) -> None:
-    """Log what each model does, until cancelled."""
+    """Log the activity of each model until cancelled."""
     all_of_them = [Activity(model, clock) for model in models]
     while True:
         await asyncio.sleep(_EVERY_S)
@@ -25,7 +25,7 @@ async def log_activity(models: Models, clock: Clock) -> None:
 
 
 class Activity:
-    """What runs and waits of one model, tokens a second, KV in use, cache hits: since the line before."""
+    """One model's running and waiting requests, tokens per second, KV in use and cache hits since the last line."""
 
     def __init__(self, model: Model, clock: Clock) -> None:
         self.model = model
@@ -35,7 +35,7 @@ class Activity:
         self._before = self._tokens.counts
 
     def line(self) -> str | None:
-        """What was done since the last call; None if nothing was, and nothing is to do."""
+        """A line about the time since the last call; None if there was no work and none waits."""
         now_s, now = self._clock(), self._tokens.counts
         passed_s = max(now_s - self._before_s, 1e-9)
         num_prompt, num_output, num_cached = (new - old for new, old in zip(now, self._before, strict=True))

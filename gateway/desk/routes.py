@@ -1,8 +1,7 @@
-"""What operators ask a gateway for: ``/console`` and what it is fed by, ``/debug/live``, ``/debug/workers`` and
-``/debug/requests``.
+"""The operators' routes: ``/console`` and its files, ``/debug/live``, ``/debug/workers`` and ``/debug/requests``.
 
-The page's files tell nothing of anybody, so they need no key; what they ask for does. Nothing is fetched from elsewhere. Their
-links are relative: a proxy may add a prefix.
+The console's files contain no data, so they need no key; the ``/debug/`` routes do. The page fetches nothing from other hosts. Its
+links are relative because a proxy may add a path prefix.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ _HEADERS = {
 
 
 def add_desk(app: FastAPI, models: Models, records: Records, feed: Feed) -> None:
-    """Serve all of it. Who may ask is the edge's matter."""
+    """Add the routes to ``app``. The edge checks who may ask."""
 
-    @app.get("/debug/live", include_in_schema=False)  # what tries all that is described would wait for its end
+    @app.get("/debug/live", include_in_schema=False)  # endless: programs that try every described route would hang
     async def live() -> Response:
         """Server-sent events: who the workers are (``roster``), and once a second what they do (``state``)."""
         return EventStream(feed.follow, lambda error: sse(error.body(), "error"))

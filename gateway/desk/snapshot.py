@@ -1,6 +1,6 @@
-"""What a gateway does just now, in two structs: who is there, which changes rarely, and what they do, which is short.
+"""A gateway's current state in two structs: the roster of workers, which changes rarely, and their state, which is short.
 
-Pure: made of what the gateway's objects say of themselves.
+Pure: made from the gateway's objects.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ _NUM_ERRORS = 6
 
 
 class Known(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A worker."""
+    """A worker of the roster."""
 
     address: str
     role: str
     model: str
-    name: str = ""  # its own, once it was up
+    name: str = ""  # its own name, once it was up
     num_blocks: int = 0
     max_running: int = 0
-    problem: str = ""  # why it is not used
+    problem: str = ""  # why it is not used; empty if it is
 
 
 class Roster(msgspec.Struct, frozen=True, kw_only=True):
-    """Who is there."""
+    """The known workers."""
 
     version: str
     models: list[str]
-    workers: list[Known]  # numbered by their place
+    workers: list[Known]  # referred to by their index
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True):
-    """What one worker does, as it last reported."""
+    """What one worker last reported."""
 
     state: str  # up, leaving, misfit, down
     breaker: str  # closed, open, probing
@@ -58,20 +58,20 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
 
 
 class State(msgspec.Struct, frozen=True, kw_only=True):
-    """What is done, and was in the last seconds."""
+    """The current state, and figures of the last seconds."""
 
     at: float  # seconds since 1970
-    num_running: int  # requests that have their places
+    num_running: int  # requests with a place on workers
     num_queued: int
     figures: Figures
-    workers: list[Load]  # as in the roster
+    workers: list[Load]  # in the order of the roster
     flows: list[tuple[int, int, int]]  # prompts begun lately: prefill worker (-1: none), decode worker, tokens a second
-    pairs: list[tuple[int, int, str]]  # of those whose breaker is not closed: both workers, and the breaker
-    errors: list[tuple[float, str, int, str]]  # when, request, status, what
+    pairs: list[tuple[int, int, str]]  # pairs whose breaker is not closed: both workers, and the breaker's state
+    errors: list[tuple[float, str, int, str]]  # time, request id, status, what happened
 
 
 def roster(models: Models) -> Roster:
-    """Who is there."""
+    """The known workers."""
     return Roster(
         version=__version__,
         models=[model.name for model in models],
@@ -80,7 +80,7 @@ def roster(models: Models) -> Roster:
 
 
 def state(models: Models, records: Records, figures: Figures, now_s: float) -> State:
-    """What is done. ``now_s``: on the clock of requests."""
+    """The current state. ``now_s``: on the clock of requests."""
     pairs = _suspect_pairs(models)
     indices = {worker.address: index for index, (_, worker, _) in enumerate(_all(models))}
     flows: Counter[tuple[int, int]] = Counter()
@@ -108,7 +108,9 @@ def state(models: Models, records: Records, figures: Figures, now_s: float) -> S
 
 
 def described(models: Models) -> dict[str, Any]:
-    """For people and programs that ask once: each model, each worker by names, and what attempts taught of them."""
+    """The full state for people and programs that ask once: each model, and each worker by name, with what attempts taught about
+    it.
+    """
     ways = sum((model.relay.prompt_ways for model in models), Counter[tuple[str, str]]())
     return {
         "models": [
@@ -134,7 +136,7 @@ def described(models: Models) -> dict[str, Any]:
 
 
 def _all(models: Models) -> Iterator[tuple[str, Worker, BreakerState]]:
-    """Every worker with its model's name and its own breaker."""
+    """Every worker with its model's name and the state of its breaker."""
     for model in models:
         breakers = model.relay.breakers.states()
         for worker in model.pool.workers:
@@ -142,7 +144,7 @@ def _all(models: Models) -> Iterator[tuple[str, Worker, BreakerState]]:
 
 
 def _suspect_pairs(models: Models) -> list[tuple[str, str, str]]:
-    """Pairs of addresses whose breaker is not closed, and the breaker."""
+    """Pairs of addresses whose breaker is not closed, and the breaker's state."""
     states = (pair for model in models for pair in model.relay.breakers.states().items())
     return [
         (part[0], part[1], breaker.value)
@@ -181,8 +183,8 @@ def _load(worker: Worker, breaker: BreakerState) -> Load:
 
 
 def _begun(records: Records, since_s: float) -> Iterator[tuple[AttemptNote, int]]:
-    """Attempts that began since then, with the prompt tokens that were to compute, as far as known."""
-    for request in records.running:  # thousands, of which most began long ago
+    """Attempts that began after ``since_s``, with the number of prompt tokens to compute, if known."""
+    for request in records.running:  # of perhaps thousands, most began long ago
         for sequence in request.sequences:
             notes = sequence.timings.notes
             if notes and notes[-1].begun_s >= since_s:
@@ -201,7 +203,7 @@ def _lately(notes: Iterable[AttemptNote], since_s: float) -> Iterator[AttemptNot
 
 
 def _what(record: RequestRecord) -> str:
-    """What went wrong: of what the client saw, or else of what it did not see."""
+    """What went wrong: as the client saw it, else what the client did not see."""
     if (seen := record.error or record.cut) is not None:
         return seen
     outcomes = [note.outcome for one in record.sequences for note in one.timings.notes if one.num_failures]

@@ -1,8 +1,8 @@
-"""A request that is over as spans of a trace: made of what its sequences remember of their time. Pure, and never a text.
+"""Makes the spans of a trace from a finished request. Pure; contains no text.
 
-The gateway's own times are on its clock. A worker says only how long a part took, so its spans lie before the moment when the
-gateway heard of it: ``prefill`` ends with the first token, ``queue`` where ``prefill`` begins, ``hand_off`` where ``first_step``
-does. Durations are those that the metrics count; what lies between the spans is the network, and the gateway's own work.
+The gateway's times are on its own clock. A worker reports only durations, so its spans end when the gateway heard of them:
+``prefill`` ends with the first token, ``queue`` where ``prefill`` begins, ``hand_off`` where ``first_step`` begins. The durations
+are those that the metrics count. Gaps between spans are the network and the gateway's own work.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from kvrelay.wire.messages import Timings
 
 Value = str | int | float | tuple[str, ...]
 
-_MAX_SEQUENCES = 8  # of one request, of which more is told than that they were there
-_COMPLETIONS = frozenset({"/v1/completions", "/generate", "/generate_stream", "/"})  # others that generate are chats
-_WELL_ENDED = frozenset({"finished", "stopped", "moved", "taken_back", "given_up"})  # attempts
+_MAX_SEQUENCES = 8  # sequences of one request that are described in detail
+# All other generating routes are chats.
+_COMPLETIONS = frozenset({"/v1/completions", "/generate", "/generate_stream", "/"})
+# Outcomes of attempts that are no errors.
+_WELL_ENDED = frozenset({"finished", "stopped", "moved", "taken_back", "given_up"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +43,11 @@ class Span:
     attributes: dict[str, Value] = field(default_factory=dict)
     events: list[SpanEvent] = field(default_factory=list)
     children: list[Span] = field(default_factory=list)
-    error: str | None = None  # why it failed on our side
+    error: str | None = None  # why it failed, if the client is not at fault
 
 
 def spans_of(request: ApiRequest, route: str, ended_s: float) -> Span:
-    """All of a request, which is over."""
+    """The spans of a finished request."""
     sequences = request.sequences[:_MAX_SEQUENCES]
     failure = request.cut or (None if request.error is None else request.error.code)
     attributes: dict[str, Value] = {
@@ -80,7 +82,7 @@ def spans_of(request: ApiRequest, route: str, ended_s: float) -> Span:
 
 
 def _generation(request: ApiRequest) -> dict[str, Value]:
-    """What was asked for, and what was generated, by the names of OpenTelemetry's conventions for generative AI."""
+    """What was asked for and generated, under the names of OpenTelemetry's conventions for generative AI."""
     first, sequences = request.sequences[0], request.sequences
     sampling, timings = first.sampling, first.timings
     found: dict[str, Value] = {
@@ -107,7 +109,7 @@ def _generation(request: ApiRequest) -> dict[str, Value]:
 def _accept(
     request: ApiRequest, sequence: GenerationRequest, which: dict[str, Value], ended_s: float, *, has_text: bool
 ) -> Span:
-    """What the metrics call the part ``accept``: until the first attempt is sent. ``has_text``: its text was read for it."""
+    """The span ``accept``, until the first attempt is sent, as in the metrics. ``has_text``: the prompt came as text."""
     timings = sequence.timings
     span = Span("accept", timings.received_s, _or(timings.submitted_s, ended_s), dict(which))
     prepared_s = _or(timings.prepared_s, ended_s)
@@ -136,14 +138,14 @@ def _attempt(note: AttemptNote, which: dict[str, Value], request_ended_s: float)
 
 
 def _parts(at_s: float, timings: Timings, ended_s: float, *, is_local: bool) -> Iterator[Span]:
-    """What a worker measured, of which the gateway heard at ``at_s``, in an attempt that ended at ``ended_s``."""
+    """The spans of durations that a worker measured and the gateway heard at ``at_s``, in an attempt that ended at ``ended_s``."""
     if timings.prefill_s is not None:
         begun_s = at_s - timings.prefill_s
         if timings.queue_s is not None:
             yield Span("queue", begun_s - timings.queue_s, begun_s)
         chunks: list[Span] = []
         for one in timings.chunks:
-            # The worker's other thread hears of a step a little late, and a chunk may seem to begin before all of them.
+            # The worker's asyncio thread hears of a step a little late, so a chunk may seem to begin before the prefill.
             start_s = max(begun_s, begun_s + one.begun_s)
             end_s = min(max(start_s, begun_s + one.begun_s + one.duration_s), at_s)
             chunks.append(Span("chunk", start_s, end_s, {"kvrelay.num_tokens": one.num_tokens}))

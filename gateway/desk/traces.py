@@ -1,8 +1,8 @@
-"""Requests as traces, sent by OpenTelemetry's exporter to whoever collects them. Imported only when ``--trace-endpoint`` is set.
+"""Sends requests as traces with OpenTelemetry's exporter. Imported only if ``--trace-endpoint`` is set.
 
-Which requests are traced is decided when they come: by their ``traceparent`` if they have one, else by ``--trace-sample``. All
-spans are made when the request is over, by :mod:`kvrelay.gateway.desk.spans`; workers export nothing. A thread of the exporter
-sends them in batches, and drops what a collector that is away leaves too much of.
+A request's ``traceparent`` decides whether it is traced; without one, ``--trace-sample`` does. All spans are made when the request
+is over, by :mod:`kvrelay.gateway.desk.spans`; workers export nothing. The exporter's thread sends batches, and drops spans if the
+collector is away for long.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from kvrelay.gateway.desk.spans import Span, spans_of
 from kvrelay.gateway.http.request import ApiRequest
 from kvrelay.gateway.settings import TraceSettings
 
-_TIMEOUT_S = 5.0  # of sending one batch
-_MAX_BATCH = 128  # spans; encoding them holds up the gateway's other thread
+_TIMEOUT_S = 5.0  # for sending one batch
+_MAX_BATCH = 128  # spans; encoding them delays the gateway's other thread
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +38,12 @@ class _Open:
 
 
 class Traces:
-    """Of one gateway. Implements :class:`kvrelay.gateway.http.edge.Observer`; lives on the gateway's asyncio loop."""
+    """The traces of one gateway. Implements :class:`kvrelay.gateway.http.edge.Observer`. Lives on the gateway's asyncio loop."""
 
     def __init__(
         self, endpoint: str, settings: TraceSettings, clock: Clock, wall_clock_ns: Callable[[], int] = time.time_ns
     ) -> None:
-        """``endpoint``: that of ``settings``. ``clock``: that of requests. ``wall_clock_ns``: since 1970."""
+        """``endpoint``: that of ``settings``. ``clock``: the clock of requests. ``wall_clock_ns``: nanoseconds since 1970."""
         self._clock = clock
         self._wall_clock_ns = wall_clock_ns
         about = {
@@ -51,7 +51,7 @@ class Traces:
             "service.version": __version__,
             "service.instance.id": os.uname().nodename,
         }
-        # OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES have the last word.
+        # OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES override ours.
         resource = Resource(about).merge(OTELResourceDetector().detect())
         self._provider = TracerProvider(
             sampler=ParentBasedTraceIdRatio(settings.trace_sample), resource=resource, shutdown_on_exit=False
@@ -63,7 +63,7 @@ class Traces:
         self._open: dict[int, _Open] = {}  # by what is unique: a client may choose the same id twice
 
     def begin(self, request: ApiRequest) -> None:
-        """Decide whether it is traced. What generates nothing is not: it is no POST."""
+        """Decide whether the request is traced. Only a POST is: other requests generate nothing."""
         if request.method != "POST":
             return
         context = Context()
@@ -77,7 +77,7 @@ class Traces:
             self._open[id(request)] = _Open(span, zero_ns)
 
     def end(self, request: ApiRequest, route: str) -> None:
-        """Send its spans, if it was traced."""
+        """Send the request's spans if it is traced."""
         if (opened := self._open.pop(id(request), None)) is None:
             return
         whole = spans_of(request, route, self._clock())
@@ -85,11 +85,11 @@ class Traces:
         self._fill(opened.span, whole, opened.zero_ns)
 
     def close(self) -> None:
-        """Send what there is; takes no longer than a collector that is away is waited for. Belongs aside."""
+        """Send the remaining spans. Waits for a collector at most as long as for one batch. Call it on another thread."""
         self._provider.shutdown()
 
     def _fill(self, span: trace.Span, told: Span, zero_ns: int) -> None:
-        """Make ``span``, which has begun, what is told of it, and end it."""
+        """Copy ``told`` into ``span``, which has begun, and end it."""
         span.set_attributes(told.attributes)
         for event in told.events:
             span.add_event(event.name, event.attributes, _ns(zero_ns, event.at_s))

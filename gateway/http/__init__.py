@@ -1,1 +1,1 @@
-"""Connections, bodies, keys, limits and TLS: what is the same whichever API a client speaks."""
+"""HTTP for every API: connections, bodies, keys, limits and TLS."""

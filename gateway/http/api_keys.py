@@ -1,14 +1,16 @@
-"""Who may ask: API keys, known here by their hashes only.
+"""API keys: who may send requests, and how many. The gateway knows only the keys' hashes.
 
-The file has a line per key, ``NAME SHA256`` (hexadecimal; ``kvrelay api-key NAME`` makes both), and behind that, if the key
-shall have limits, ``requests_per_s=5``, ``burst=20``, ``concurrency=8``, ``tokens_per_minute=100000``, ``tokens_per_day=2000000``,
-``min_priority=-10`` or some of them. Tokens are counted over all gateways of a release (:mod:`kvrelay.gateway.routing.budgets`);
-the other limits hold for each gateway by itself. Where requests wait, keys share in proportion to their ``weight=2``
-(:mod:`kvrelay.common.fair_queue`).
-``operator=1`` makes it an operator's key, which may ask for ``/debug/`` and bring adapters. Blank lines, and what stands
-behind a ``#``, do not count. The file is looked at again when it has changed, so keys come and go without a restart; a file that
-is broken then is reported, and the keys read last stay in force.
-Requests a second are counted by a token bucket: ``burst`` requests may come at once, and the bucket fills at ``requests_per_s``.
+The file has one line per key, ``NAME SHA256`` (hexadecimal; ``kvrelay api-key NAME`` makes both). Limits may follow on the line:
+``requests_per_s=5``, ``burst=20``, ``concurrency=8``, ``tokens_per_minute=100000``, ``tokens_per_day=2000000``,
+``min_priority=-10``. Tokens are counted over all gateways of a release (:mod:`kvrelay.gateway.routing.budgets`); each gateway
+applies the other limits by itself. Where requests wait, keys share in proportion to their ``weight=2``
+(:mod:`kvrelay.common.fair_queue`). ``operator=1`` makes an operator's key, which may use ``/debug/`` and add adapters. Blank lines
+and text after ``#`` do not count.
+
+A changed file is read again, so keys come and go without a restart. If the new file is broken, the error is logged, and the keys
+read last stay in force.
+
+A token bucket limits requests per second: ``burst`` requests may come at once, and the bucket fills at ``requests_per_s``.
 """
 
 from __future__ import annotations
@@ -49,25 +51,25 @@ _BUSY_RETRY_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class KeyLimits:
-    """Of one key; without any, it may ask as often as it likes, and waits in line like everybody."""
+    """The limits of one key. Without limits a key may ask as often as it likes, and its requests wait in line like all others."""
 
     requests_per_s: float = math.inf
     burst: float = math.inf  # requests that may come at once
     concurrency: float = math.inf
     tokens_per_minute: float = math.inf
     tokens_per_day: float = math.inf
-    min_priority: int = 0  # a request that asks for a smaller one, to be served earlier, gets this one
-    weight: float = 1.0  # its share of the workers, where requests of several keys wait
-    operator: bool = False  # whether it may look at workers and at everybody's requests
+    min_priority: int = 0  # the smallest priority (served earliest) that a request gets, whatever it asks for
+    weight: float = 1.0  # its share of the workers while requests of several keys wait
+    operator: bool = False  # whether it may see workers and the requests of all keys
 
     @property
     def tokens(self) -> tuple[float, float]:
-        """As :class:`TokenBudget` takes them."""
+        """The token limits in the order of ``WINDOWS_S``, as :class:`TokenBudget` takes them."""
         return self.tokens_per_minute, self.tokens_per_day
 
     @classmethod
     def parse(cls, options: Mapping[str, str]) -> KeyLimits:
-        """From texts by name. Raises ValueError naming what is wrong; never quotes a value."""
+        """Limits from texts by name. Raises ValueError naming the wrong option; never quotes a value."""
         values: dict[str, Any] = {}
         for name, text in options.items():
             if name not in OPTIONS:
@@ -94,13 +96,13 @@ class KeyUse:
 
     def __init__(self, budget: TokenBudget) -> None:
         self.budget = budget
-        self.limits = KeyLimits()  # that the last request entered by
+        self.limits = KeyLimits()  # the limits when the last request entered
         self._num_running = 0
-        self._filling = math.inf  # of the bucket, which starts full
-        self._filled_s = 0.0  # when it was so full
+        self._filling = math.inf  # requests in the bucket, which starts full
+        self._filled_s = 0.0  # when the bucket had that many
 
     def enter(self, limits: KeyLimits, now_s: float) -> None:
-        """A request begins; ``leave`` must follow. Raises TooManyRequestsError if it may not."""
+        """Begin a request; ``leave`` must follow. Raises TooManyRequestsError if the limits forbid it."""
         self.limits = limits
         if self._num_running >= limits.concurrency:
             raise TooManyRequestsError(
@@ -118,11 +120,14 @@ class KeyUse:
         self._num_running += 1
 
     def leave(self) -> None:
-        """A request is over."""
+        """End a request."""
         self._num_running -= 1
 
     def headers(self, now_s: float) -> list[tuple[bytes, bytes]]:
-        """What an answer says of the limits, as OpenAI's do; of two token budgets, of the one that has less left."""
+        """The headers about limits, with OpenAI's names.
+
+        If there are two token budgets, they describe the one with fewer tokens left.
+        """
         limits, values = self.limits, dict[str, str]()
         if not math.isinf(limits.requests_per_s):
             filling = self._filling_at(now_s)
@@ -139,7 +144,7 @@ class KeyUse:
 
 
 def _duration(duration_s: float) -> str:
-    """As OpenAI writes it: 6m0s, or 120ms."""
+    """A duration as OpenAI writes it: 6m0s, or 120ms."""
     if duration_s < 1:
         return f"{math.ceil(duration_s * 1000)}ms"
     minutes, seconds = divmod(math.ceil(duration_s), 60)
@@ -160,7 +165,7 @@ class _Key:
 
 
 class ApiKeys:
-    """The keys of one file. Raises SettingsError if it cannot be read at first."""
+    """The keys of one file. The constructor raises SettingsError if the file cannot be read."""
 
     def __init__(self, path: Path, clock: Clock) -> None:
         self._gateway = secrets.token_hex(8)
@@ -170,7 +175,7 @@ class ApiKeys:
         self._clock = clock
         self._version = version_of(path)
         self._take(_read(path))
-        self._uses: dict[str, KeyUse] = {}  # by name; what runs is counted on when the file changes
+        self._uses: dict[str, KeyUse] = {}  # by name; kept when the file changes
         self._looked_s = clock()
 
     def check(self, authorization: str | None, plain_key: str | None = None) -> str:
@@ -182,32 +187,33 @@ class ApiKeys:
         scheme, _, key = (authorization or f"bearer {plain_key or ''}").partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
             raise UnauthorizedError("no API key: send it as 'Authorization: Bearer KEY', or as 'x-api-key: KEY'")
-        # How long a look-up by hash takes tells nothing about a key: nobody can choose what his key's hash begins with.
+        # The duration of a look-up by hash reveals nothing about a key: a client cannot choose the beginning of its key's
+        # hash.
         name = self._names.get(hash_key(key.strip()))
         if name is None:
             raise UnauthorizedError("this API key is not known here")
         return name
 
     def enter(self, name: str) -> KeyUse:
-        """A request of a key that was checked begins; ``leave`` of what is returned must follow. Raises TooManyRequestsError."""
+        """Begin a request of a checked key. The caller must call ``leave`` on the result. Raises TooManyRequestsError."""
         use = self.use_of(name)
         use.enter(self._keys[name].limits, self._clock())
         return use
 
     def use_of(self, name: str) -> KeyUse:
-        """What a key uses, whoever may come in by it now."""
+        """The use of a key, also of one that was removed from the file."""
         if (use := self._uses.get(name)) is None:
             use = self._uses[name] = KeyUse(TokenBudget(name, self._others))
         return use
 
     def hear(self, told: KeyTokens) -> None:
-        """Another gateway tells what keys have used there."""
+        """Take in another gateway's report of what keys have used there."""
         self._others.hear(told, self._clock())
 
     def tell(self, send: Callable[[KeyTokens], bool]) -> None:
-        """``send`` to the other gateways what keys have used here; nothing if no key has a budget of tokens.
+        """Report with ``send`` to the other gateways what keys have used here; does nothing if no key has a token budget.
 
-        To be called every ``TELL_S``, also if nothing was used: others then know that somebody is here who could.
+        Call it every ``TELL_S``, also if nothing was used: the report tells the others that this gateway could let requests in.
         """
         if all(math.isinf(limit) for key in self._keys.values() for limit in key.limits.tokens):
             return
@@ -239,12 +245,15 @@ class ApiKeys:
 
 
 def hash_key(key: str) -> str:
-    """What the file has of a key."""
+    """The hash of a key, as the file has it."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def version_of(*paths: Path) -> list[tuple[int, int, int] | None]:
-    """Differs when the files do: Kubernetes replaces them, an editor may write into them. None: there is no such file."""
+    """A value that changes when the files do: Kubernetes replaces files, an editor may write into them.
+
+    None stands for a missing file.
+    """
     found: list[tuple[int, int, int] | None] = []
     for path in paths:
         try:
@@ -257,7 +266,7 @@ def version_of(*paths: Path) -> list[tuple[int, int, int] | None]:
 
 
 def line_of(name: str, key: str) -> str:
-    """The line of the file that makes ``key`` known by ``name``. Raises SettingsError on a name that no line can have."""
+    """The file's line for ``key`` and its ``name``. Raises SettingsError on a name that a line cannot have."""
     line = f"{name} {hash_key(key)}"
     if (match := _LINE.fullmatch(line)) is None or match["name"] != name:
         raise SettingsError(f"the key's name is {name!r}; it must be 1 to 64 letters, digits, '.', '_' or '-'")
@@ -265,7 +274,7 @@ def line_of(name: str, key: str) -> str:
 
 
 def _read(path: Path) -> dict[str, _Key]:
-    """Keys by name. The text of an error never has a line's content: somebody may have put a key there."""
+    """The keys by name. An error never quotes a line, because the line may contain a key by mistake."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

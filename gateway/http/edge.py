@@ -1,4 +1,4 @@
-"""What every HTTP request passes: API keys and their limits, bounds on its body, a request id, errors as objects, counting."""
+"""The ASGI middleware that every HTTP request passes: keys and limits, bounds on bodies, request ids, error objects, counting."""
 
 from __future__ import annotations
 
@@ -30,33 +30,36 @@ from kvrelay.gateway.metrics import GatewayMetrics, Reason
 
 logger = logging.getLogger(__name__)
 
-OPERATORS_PATHS = "/debug/"  # what begins so tells of workers and of others' requests
-CONSOLE = "/console"  # a page, and its files below it, that tell nothing by themselves
+OPERATORS_PATHS = "/debug/"  # paths that show workers and other clients' requests
+CONSOLE = "/console"  # a page and its files, which contain no data
 
-# What probes and Prometheus ask for, and what only describes the API.
+# Open to everybody: paths for probes and Prometheus, and the API's description.
 _OPEN_PATHS = frozenset(
     {"/health", "/health/live", "/health/ready", "/ping", "/version", "/metrics", "/openapi.json", "/docs", CONSOLE}
 )
 _OPEN_FOLDERS = ("/docs/", f"{CONSOLE}/")
-# Whatever goes wrong with a request to one of these is told in TGI's shape.
+# Paths whose errors have TGI's shape.
 TGI_PATHS = frozenset(
     {"/", "/generate", "/generate_stream", "/info", "/health", "/ping", "/tokenize", "/chat_tokenize"}
 )
-_ANTHROPIC_PATHS = frozenset({"/v1/messages", "/v1/messages/count_tokens"})  # the same, in Anthropic's
+_ANTHROPIC_PATHS = frozenset({"/v1/messages", "/v1/messages/count_tokens"})  # paths whose errors have Anthropic's shape
 
 
 class Observer(Protocol):
-    """Hears of every request that was let in. Must not wait, and raises nothing."""
+    """Is called for every request that was let in. Must not wait, and must not raise."""
 
     def begin(self, request: ApiRequest) -> None:
-        """It begins."""
+        """A request begins."""
 
     def end(self, request: ApiRequest, route: str) -> None:
-        """It was answered, or given up. Told also of those that were not let in."""
+        """A request was answered or given up. Also called for requests that were not let in."""
 
 
 class Edge:
-    """ASGI middleware: names a request, bounds its body, ends it with its client, counts it. Only CORS is further out."""
+    """ASGI middleware: gives a request its id, bounds its body, cancels it when its client leaves, counts it.
+
+    Only CORS is further out.
+    """
 
     def __init__(
         self,
@@ -68,9 +71,9 @@ class Edge:
         api_keys: ApiKeys | None = None,
         observers: Sequence[Observer] = (),
     ) -> None:
-        """``paths`` are those of the app's routes: requests are counted by them.
+        """``paths``: the paths of the app's routes, by which requests are counted.
 
-        ``api_keys``: who may ask for anything but health, metrics and the API's description; None: everybody.
+        ``api_keys``: the keys that may use anything but health, metrics and the API's description. None: everybody may.
         """
         self._api_keys = api_keys
         self._observers = observers
@@ -104,19 +107,20 @@ class Edge:
             use = self._let_in(request, path)
             client.check_length(request.headers.get("content-length", ""))
             if not path.isprintable():
-                # For the framework a path with a line end behind it is the path, and it would call an endpoint.
+                # The framework ignores a line end after a path and would call the endpoint.
                 raise NotFoundError("Not Found")
             await self._app(scope, client.receive, reply)
         except ApiError as error:
             await error_response(request.fail(error), path)(scope, receive, reply)
         except asyncio.CancelledError:
             if not client.has_left:
-                if request.status:  # too late for another answer
+                if request.status:  # an answer has begun; there can be no other
                     raise
-                # Only a gateway that has to end, and has waited for as long as it may, cancels a request.
+                # Only a shutdown cancels a request, after the gateway has waited as long as it may.
                 await error_response(request.fail(ShuttingDownError()), path)(scope, receive, reply)
         except Exception:
-            # What was answered was logged; Starlette raises it again, and uvicorn would log it once more.
+            # If there was an answer, the error is logged already. Starlette raises it again, and uvicorn would log it once
+            # more.
             if not request.status:
                 raise
         finally:
@@ -127,10 +131,13 @@ class Edge:
             if client.end():
                 self._metrics.disconnects.inc()
             self._note_end(request, path)
-            del request.state.api_request  # else its body would be there until the garbage collector comes
+            del request.state.api_request  # else its body would live until the garbage collector runs
 
     def _let_in(self, request: ApiRequest, path: str) -> KeyUse | None:
-        """The use of its API key, to be left, if it needs one. Raises UnauthorizedError, ForbiddenError, TooManyRequestsError."""
+        """Check the API key, if the path needs one. Returns the key's use, on which ``leave`` must be called.
+
+        Raises UnauthorizedError, ForbiddenError, TooManyRequestsError.
+        """
         use: KeyUse | None = None
         if self._api_keys is not None and path not in _OPEN_PATHS and not path.startswith(_OPEN_FOLDERS):
             headers = request.headers
@@ -155,7 +162,7 @@ class Edge:
 
 
 class _Client:
-    """Who sends a request: its body comes within bounds; if it leaves behind that, the request's task is cancelled."""
+    """The sender of a request. Its body is read within bounds. If it leaves after that, the request's task is cancelled."""
 
     def __init__(self, receive: Receive, max_body_bytes: int, timeout_s: float, metrics: GatewayMetrics) -> None:
         self.has_left = False
@@ -165,16 +172,19 @@ class _Client:
         self._until_s = asyncio.get_running_loop().time() + timeout_s
         self._metrics = metrics
         self._num_bytes = 0
-        self._watcher: asyncio.Task[None] | None = None  # once the body is here
+        self._watcher: asyncio.Task[None] | None = None  # once the body has arrived
         self._task = asyncio.current_task()
 
     def check_length(self, announced: str) -> None:
-        """Raises BodyTooLargeError on the header of a body that is not worth beginning with."""
+        """Raises BodyTooLargeError if the announced length exceeds the limit."""
         if announced.isdigit() and int(announced) > self._max_body_bytes:
             raise BodyTooLargeError(f"the body has {announced} bytes; the limit is {self._max_body_bytes}")
 
     async def receive(self) -> Message:
-        """ASGI's. Raises BodyTooLargeError, SlowClientError, and CancelledError if only a part of the body comes."""
+        """ASGI's ``receive``.
+
+        Raises BodyTooLargeError, SlowClientError, and CancelledError if the client leaves before the body is complete.
+        """
         if self._watcher is not None:
             return await self._receive()
         try:
@@ -196,7 +206,7 @@ class _Client:
         return message
 
     def end(self) -> bool:
-        """The request is over. Returns whether the client left before that."""
+        """End the request. Returns whether the client left before."""
         if self._watcher is not None:
             self._watcher.cancel()
         if self.has_left and self._task is not None:
@@ -212,12 +222,12 @@ class _Client:
 
 
 def error_response(error: ApiError, path: str | None = None) -> JSONResponse:
-    """An error as an HTTP response, in the shape that the API at ``path`` has; None: OpenAI's."""
+    """An error as an HTTP response, in the shape of the API at ``path``. None: in OpenAI's."""
     headers = {} if error.retry_after is None else {"retry-after": error.retry_after}
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
     if isinstance(error, SlowClientError):
-        headers["connection"] = "close"  # what still comes of the body is not waited for
+        headers["connection"] = "close"  # the gateway does not wait for the rest of the body
     if path in TGI_PATHS:
         status, body = tgi_error(error)
     elif path in _ANTHROPIC_PATHS:
@@ -228,7 +238,7 @@ def error_response(error: ApiError, path: str | None = None) -> JSONResponse:
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Make every error of ``app``, also an unknown path, an error object."""
+    """Answer every error of ``app`` with an error object, also an unknown path."""
 
     async def on_error(request: Request, error: Exception) -> Response:
         asked: ApiRequest = request.state.api_request

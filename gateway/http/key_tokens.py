@@ -1,4 +1,6 @@
-"""Gateways tell each other what API keys have used, through workers, one at a time in turn: one that hangs keeps only its turn."""
+"""Gateways tell each other what API keys have used. A report goes through one worker, another one each time, so a worker that hangs
+delays only its own turns.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from kvrelay.wire.messages import KeyTokens
 
 
 async def exchange(keys: ApiKeys, pools: Sequence[WorkerPool]) -> None:
-    """Tell and hear, until cancelled."""
+    """Send and receive reports until cancelled."""
     for pool in pools:
         pool.on_key_tokens = keys.hear
     turn = 0

@@ -1,13 +1,13 @@
-"""HTTP/1.1 of one connection: uvicorn's protocol, with bounds that it lacks. Only this and ``exchange.py`` know its inside.
+"""HTTP/1.1 of one connection: uvicorn's protocol with additional bounds. Only this module and ``sse.py`` use uvicorn's internals.
 
 uvicorn waits without limit for a request's headers, keeps all of them, and waits without limit for a client that does not read.
-Here request line and headers have bounds in bytes, number and time, and requests sent ahead in number. A client that reads next
-to nothing of an answer is disconnected, which ends its request. None of this runs for each token.
+Here the request line and headers are bounded in bytes, number and time. Pipelined requests are bounded in number. A client that
+reads next to nothing of an answer is disconnected, which ends its request. None of this runs for each token.
 :mod:`kvrelay.gateway.http.edge` bounds the time of a body.
 
-A refused request gets an answer only if that cannot be mistaken for the answer to another request. Its connection is closed.
-llhttp itself refuses what two parsers could read differently: Content-Length beside Transfer-Encoding, or twice, line ends
-without CR, folded headers, spaces before a colon.
+A refused request gets an answer only if the client cannot mistake it for the answer to another request. Then its connection closes.
+llhttp itself refuses what two parsers could read differently: Content-Length beside Transfer-Encoding or twice, line ends without
+CR, folded headers, spaces before a colon.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from kvrelay.gateway.http.sse import EXTENSION, Exchange, GatheredWrites
 from kvrelay.gateway.metrics import Reason, Refusals
 from kvrelay.gateway.settings import HttpLimits
 
-_MAX_HEADERS = 256  # each is compared with the names that are looked for
-_MAX_PIPELINED = 16  # requests behind the one that is being answered
-_HIGH_WATER_BYTES = 64 * 2**10  # of an answer that the kernel does not take; then writing pauses
+_MAX_HEADERS = 256  # each header is compared with the names that the gateway needs
+_MAX_PIPELINED = 16  # requests after the one that is being answered
+_HIGH_WATER_BYTES = 64 * 2**10  # bytes of an answer that the kernel has not taken when writing pauses
 _LOW_WATER_BYTES = 16 * 2**10
 _LINGER_S = 2.0
 
@@ -48,23 +48,23 @@ class HttpProtocol(HttpToolsProtocol):
         refusals: Refusals,
         writes: GatheredWrites,
     ) -> None:
-        """``writes``: of all connections."""
+        """``writes``: the gathered writes of all connections."""
         super().__init__(config, server_state, app_state, _loop)
         self._limits = limits
         self._refusals = refusals
         self._writes = writes
         self._is_refused = False
         self._is_in_headers = False
-        self._num_unparsed_bytes = 0  # since a request began, or a part of its body came
-        # uvicorn's ``cycle`` is the newest, which may wait for this one.
+        self._num_unparsed_bytes = 0  # since a request began or a part of its body arrived
+        # uvicorn's ``cycle`` is the newest request, which may wait for this one.
         self._running: RequestResponseCycle | None = None
         self._header_timer: asyncio.TimerHandle | None = None
-        self._client_timer: asyncio.TimerHandle | None = None  # runs while the answer is not taken
+        self._client_timer: asyncio.TimerHandle | None = None  # runs while the client does not take the answer
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """The first request's headers are waited for, unless there are too many connections. Of TLS, the handshake is over."""
+        """Wait for the first request's headers, or refuse if there are too many connections. A TLS handshake is over by now."""
         super().connection_made(transport)
-        transport.set_write_buffer_limits(high=_HIGH_WATER_BYTES, low=_LOW_WATER_BYTES)  # TLS has others
+        transport.set_write_buffer_limits(high=_HIGH_WATER_BYTES, low=_LOW_WATER_BYTES)  # TLS has other defaults
         most = self._limits.max_connections
         if len(self.connections) > most:
             text = f"the server has {most} connections, which is its limit; try again in a moment"
@@ -77,7 +77,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._await_headers()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The requests end, also one that runs before others that were sent ahead."""
+        """End the requests, also one that runs before pipelined ones."""
         self._headers_came()
         self._client_reads()
         self._disconnect_requests()
@@ -85,19 +85,19 @@ class HttpProtocol(HttpToolsProtocol):
         self._unset_keepalive_if_required()
 
     def data_received(self, data: bytes) -> None:
-        """What the client sent; after a refusal it is thrown away."""
+        """Parse the client's bytes; after a refusal, drop them."""
         if self._is_refused:
             return
         self._num_unparsed_bytes += len(data)
         super().data_received(data)
         if self._num_unparsed_bytes > self._limits.max_header_bytes:
-            # Of headers, or of what surrounds a body's chunks, which has no business to be this long either.
+            # Headers, or the framing of a body's chunks, are too long.
             self._refuse(Reason.HEADERS_TOO_LARGE, self._too_large())
         elif self._header_timer is None and (self._is_in_headers or self._is_idle()):
-            self._await_headers()  # blank lines, too, must become a request in time
+            self._await_headers()  # blank lines must also become a request in time
 
     def send_400_response(self, msg: str) -> None:
-        """The parser, or a callback of it, has raised an error."""
+        """Refuse: the parser or one of its callbacks raised an error."""
         error = sys.exception()
         assert error is not None, "uvicorn calls it for an error of the parser"
         reason = error.__context__ or error
@@ -109,12 +109,12 @@ class HttpProtocol(HttpToolsProtocol):
         self._is_in_headers = True
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header; a trailer behind a body is nobody's."""
+        """Take a header; a trailer after a body is ignored."""
         if self._is_in_headers:
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """The request starts, or waits for those before it. Raises what ends the parser's work, after a refusal."""
+        """Start the request, or let it wait for those before it. After a refusal it raises, which ends the parser's work."""
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if size > self._limits.max_header_bytes:
             self._refuse(Reason.HEADERS_TOO_LARGE, self._too_large())
@@ -132,35 +132,35 @@ class HttpProtocol(HttpToolsProtocol):
         self._num_unparsed_bytes = 0
 
     def on_body(self, body: bytes) -> None:
-        """A part of it."""
+        """Take a part of the body."""
         self._num_unparsed_bytes = 0
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """The whole request is there."""
+        """The whole request has arrived."""
         self._num_unparsed_bytes = 0
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """The next request may start. If the connection ends instead, the client has to take the answer in time."""
+        """Start the next request. If the connection ends instead, the client has to take the answer in time."""
         super().on_response_complete()
         if self._is_in_headers:
-            self._unset_keepalive_if_required()  # it has begun already, and has its own time
+            self._unset_keepalive_if_required()  # the next request has begun, and has its own timeout
         if self.transport.is_closing():
             self._watch_client()
 
     def timeout_keep_alive_handler(self) -> None:
-        """Close a connection that nobody has used for a while."""
+        """Close an idle connection."""
         super().timeout_keep_alive_handler()
         self._watch_client()
 
     def pause_writing(self) -> None:
-        """The client takes less than is written. Called by the transport."""
+        """The client takes less than is written. The transport calls this."""
         super().pause_writing()
         self._watch_client()
 
     def resume_writing(self) -> None:
-        """It has caught up. Called by the transport."""
+        """The client has caught up. The transport calls this."""
         super().resume_writing()
         if not self._is_refused and not self.transport.is_closing():
             self._client_reads()
@@ -200,10 +200,13 @@ class HttpProtocol(HttpToolsProtocol):
             self._client_timer = self.loop.call_later(self._limits.client_timeout_s, self._on_client_timeout, size)
 
     def _on_client_timeout(self, size_before: int) -> None:
-        """A client that takes a long answer slowly has taken what separates the marks; one that reads nothing has not."""
+        """Disconnect a client that reads nothing.
+
+        A slow client that still reads has taken at least the bytes between the water marks.
+        """
         self._client_timer = None
         size = self.transport.get_write_buffer_size()
-        if size == 0:  # TLS waits for the client's goodbye
+        if size == 0:  # TLS waits for the client's close message
             self.transport.abort()
             return
         if size_before - size >= _HIGH_WATER_BYTES - _LOW_WATER_BYTES:
@@ -219,7 +222,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._client_timer = None
 
     def _refuse(self, reason: Reason, error: ApiError) -> None:
-        """End the connection, with ``error`` as its last answer if nothing else is being answered. Nothing after a refusal."""
+        """End the connection. ``error`` is its last answer if no other answer is under way. Later calls do nothing."""
         if self._is_refused:
             return
         self._refusals.count(reason, str(error), self.client)
@@ -232,7 +235,8 @@ class HttpProtocol(HttpToolsProtocol):
             self.transport.abort()
             return
         self.transport.write(raw_response(error))
-        # A close with unread bytes in the kernel is a reset, which can overtake the answer: what still comes is thrown away.
+        # Closing with unread bytes in the kernel sends a reset, which can overtake the answer. So the rest of the input is
+        # read and dropped.
         if self.transport.can_write_eof():
             self.transport.write_eof()
             self.flow.resume_reading()
@@ -242,10 +246,10 @@ class HttpProtocol(HttpToolsProtocol):
         self._client_timer = self.loop.call_later(_LINGER_S, self.transport.abort)
 
     def _is_answerable(self) -> bool:
-        """Whether an error would be taken for the answer to what caused it, and not to another request, or for a part of one."""
+        """Whether the client would take an error for the answer to the request that caused it, and to no other."""
         running = self._running
         if running is None:
-            return self._is_in_headers or self._num_unparsed_bytes > 0  # else somebody only connected
+            return self._is_in_headers or self._num_unparsed_bytes > 0  # otherwise a client only connected
         if running is self.cycle and running.more_body:
             return not running.response_started
         return running.response_complete
@@ -259,7 +263,7 @@ class HttpProtocol(HttpToolsProtocol):
 
 
 def raw_response(error: ApiError) -> bytes:
-    """An HTTP response with an OpenAI error object, for a connection that ends with it."""
+    """An HTTP response with an OpenAI error object, sent before the connection closes."""
     body = json.dumps(error.body()).encode()
     lines = [
         f"HTTP/1.1 {error.status} {http.HTTPStatus(error.status).phrase}",

@@ -1,6 +1,6 @@
-"""An HTTP request as endpoints get it: it has a name, and its body is read as a model, in one pass.
+"""An HTTP request as endpoints get it: with an id, and its body parsed into a model in one pass.
 
-Complaints name the field, its value and the limit.
+Errors name the field, its value and the limit.
 """
 
 from __future__ import annotations
@@ -33,33 +33,34 @@ SECONDS = r"[0-9]{1,9}(\.[0-9]{0,9})?"
 _SECONDS = re.compile(SECONDS)
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
-_MAX_COLONS = 100_000  # in a body whose fields are all named: each takes part of a microsecond
+_MAX_COLONS = 100_000  # colons of a body whose unknown fields are still named: each costs part of a microsecond
 _ALL_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 Body = TypeVar("Body", bound="RequestBody")
 
 
 class ApiRequest(Request):
-    """One request, since its head has come, and what became of it. ``request.state.api_request`` of whoever has another view."""
+    """One request from its head on, and its outcome. Other views of the request find it as ``request.state.api_request``."""
 
     def __init__(self, scope: Scope, receive: Receive) -> None:
         super().__init__(scope, receive)
         self.received_s = time.monotonic()
-        self.read_s: float | None = None  # when its body was here
-        self.trace_id = ""  # of the trace that it is recorded in; empty: in none
-        self.model = ""  # that it is for, by its own name; "": none was found, or none is needed
+        self.read_s: float | None = None  # when its body had arrived
+        self.trace_id = ""  # of the trace that records it; empty: none
+        self.model = ""  # the model's own name; "": none was found, or none is needed
         self.key_name: str | None = None  # of its API key
-        self.key_limits = KeyLimits(min_priority=MIN_PRIORITY)  # that it came in by
+        self.key_limits = KeyLimits(min_priority=MIN_PRIORITY)  # the key's limits when the request came
         self.key_use: KeyUse | None = None  # of its API key
-        self._num_reserved = 0  # tokens of that key's budgets
-        self.status = 0  # of its answer, once that has begun
-        self.cut: str | None = None  # why its answer ended in the middle, behind its status; the metrics' label
-        self.error: ApiError | None = None  # that it was answered with
-        self.sequences: Sequence[GenerationRequest] = ()  # that workers are asked for
-        self.usages: Sequence[Usage] = ()  # of each of them, once they run
+        self._num_reserved = 0  # tokens reserved in the key's budgets
+        self.status = 0  # of the answer, once it has begun
+        self.cut: str | None = None  # why the answer broke off after its status; a label of the metrics
+        self.error: ApiError | None = None  # the error of the answer
+        self.sequences: Sequence[GenerationRequest] = ()  # the sequences to generate
+        self.usages: Sequence[Usage] = ()  # of each sequence, once they run
         given = self.headers.get("x-request-id", "")
-        # An id from outside goes into logs and messages, so only what is plainly one is taken; and the same may come twice at a
-        # time, so workers, which go by ids, get one with something of its own.
+        # A client's id goes into logs and messages, so it must be plain. Two requests may have the same one, so workers get
+        # an id with a unique
+        # suffix.
         if _REQUEST_ID.fullmatch(given) is not None:
             self.request_id = given
             self.internal_id = f"{given}.{secrets.token_hex(4)}"
@@ -69,28 +70,28 @@ class ApiRequest(Request):
 
     @property
     def log_context(self) -> dict[str, Any]:
-        """What a log line about it carries."""
+        """The fields that its log lines carry."""
         return {"request_id": self.request_id, "trace_id": self.trace_id}
 
     @property
     def outcome(self) -> str:
-        """What became of it, for logs and metrics: its status, or why there was none, or no whole answer."""
+        """The outcome for logs and metrics: the status, or why there was no answer or no whole one."""
         return self.cut or str(self.status or "client_left")
 
     def fail(self, error: ApiError) -> ApiError:
-        """``error``, which is to answer this request: it carries the request's id."""
+        """Note ``error`` as this request's answer, and put the request's id into it."""
         self.error, error.request_id = error, self.request_id
         return error
 
     def flow(self, priority: int = 0) -> Flow:
-        """Whose it is where requests wait, if its body asks for that priority."""
+        """The request's flow (its key and priority) for fair queueing. ``priority``: what the body asks for."""
         limits = self.key_limits
         return Flow(self.key_name or "", max(priority, limits.min_priority), limits.weight)
 
     def reserve(self) -> None:
-        """Reserve what its ``sequences`` may use of its API key's budgets. Raises TokenBudgetError, and InvalidRequestError.
+        """Reserve in the API key's budgets what the ``sequences`` may use. Raises TokenBudgetError and InvalidRequestError.
 
-        One that does not say ``max_tokens`` reserves all that fits the model, or all that is left if that is less.
+        A request without ``max_tokens`` reserves all that fits the model, or all that is left in the budget if that is less.
         """
         if self.key_use is None:
             return
@@ -103,7 +104,7 @@ class ApiRequest(Request):
         self._num_reserved = self.key_use.budget.reserve(limits, least, most, now_s)
 
     def settle(self) -> None:
-        """It is over: its API key's budgets get what it has really used. An answer without a token costs none."""
+        """Replace the reservation by what the request really used. An answer without a token costs nothing."""
         if self.key_use is None or not self._num_reserved:
             return
         has_output = any(one.timings.first_token_s is not None for one in self.sequences)
@@ -112,12 +113,12 @@ class ApiRequest(Request):
         self.key_use.budget.settle(self._num_reserved, num_used, time.monotonic())
 
     def answer_headers(self) -> list[tuple[bytes, bytes]]:
-        """What every answer to it has: its id, and its API key's limits."""
+        """The headers of every answer: the request's id, and its API key's limits."""
         limits = [] if self.key_use is None else self.key_use.headers(time.monotonic())
         return [(b"x-request-id", self.request_id.encode()), *limits]
 
     def timeout_s(self) -> float:
-        """What the client gives the request, by its header; infinite without. Raises InvalidRequestError if that is no time."""
+        """The timeout in the request's header; infinite without one. Raises InvalidRequestError if the header is no duration."""
         given = self.headers.get(TIMEOUT_HEADER)
         if given is None:
             return math.inf
@@ -130,10 +131,10 @@ class ApiRequest(Request):
 
 
 class ApiRoute(APIRoute):
-    """A route whose endpoint is called with its body, as the model that ``body`` is annotated with, and with an ApiRequest.
+    """A route that passes its body, parsed into the annotated model of ``body``, and an ApiRequest to its endpoint.
 
-    FastAPI would read the body by ``json``, and check Python's values: other numbers are strict there, and it takes longer.
-    Endpoints without a body are FastAPI's matter.
+    FastAPI would parse the body with ``json`` and validate Python values. That is slower, and strict numbers differ. Endpoints
+    without a body are left to FastAPI.
     """
 
     def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
@@ -141,7 +142,7 @@ class ApiRoute(APIRoute):
         self._model: type[RequestBody] | None = get_type_hints(endpoint).get("body")
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Called by FastAPI for a request to its path."""
+        """FastAPI calls this for a request to the route's path."""
         if self._model is None or scope["method"] not in (self.methods or ()):
             await super().handle(scope, receive, send)
             return
@@ -154,31 +155,31 @@ class ApiRoute(APIRoute):
 
 
 class RequestBody(BaseModel):
-    """What a client sends. Types are checked strictly; fields that nobody knows are ignored.
+    """A client's body. Types are checked strictly; unknown fields are ignored.
 
-    In ``/openapi.json`` the docstring below a field is its description.
+    ``/openapi.json`` shows the docstring below a field as its description.
     """
 
     model_config = ConfigDict(strict=True, extra="ignore", use_attribute_docstrings=True)
 
     @classmethod
     def of_json(cls, data: bytes) -> Self:
-        """Raises ValidationError, or InvalidRequestError."""
+        """Parse ``data``. Raises ValidationError or InvalidRequestError."""
         return cls.model_validate_json(data)
 
 
 class OpenBody(RequestBody):
-    """A body whose fields that nobody knows are named in the answer, and of which some are known without being declared."""
+    """A body whose answer names unknown fields, and which knows some fields without declaring them."""
 
-    known_extras: ClassVar[frozenset[str]]  # fields beside those declared that are not told as ignored
-    _extras: dict[str, Any] = PrivateAttr(default_factory=dict)  # those of them that are there
+    known_extras: ClassVar[frozenset[str]]  # undeclared fields that are not reported as ignored
+    _extras: dict[str, Any] = PrivateAttr(default_factory=dict)  # the undeclared known fields of this body
     _ignored: list[str] = PrivateAttr(default_factory=list)
 
     @classmethod
     def of_json(cls, data: bytes) -> Self:
-        """Raises ValidationError, or InvalidRequestError.
+        """Parse ``data``. Raises ValidationError or InvalidRequestError.
 
-        What nobody knows is skipped, and becomes no object: of a few megabytes of it that would take most of a second.
+        Unknown fields are skipped without making objects: for a few megabytes of them that would take most of a second.
         """
         declared, decoder = _fields_of(cls)
         try:
@@ -188,7 +189,7 @@ class OpenBody(RequestBody):
                 known = msgspec.structs.asdict(decoder.decode(data))
                 fields = {name: raw for name, raw in known.items() if raw is not None}
         except (msgspec.MsgspecError, RecursionError) as error:
-            cls.model_validate_json(data)  # its complaint says where
+            cls.model_validate_json(data)  # raises an error that says where
             raise InvalidRequestError(f"the body is not valid JSON: {error}") from error
         given = [b'"%b":%b' % (name.encode(), raw) for name, raw in fields.items() if name in declared]
         body = super().of_json(b"{%b}" % b",".join(given))
@@ -197,20 +198,23 @@ class OpenBody(RequestBody):
         return body
 
     def ignored(self) -> list[str]:
-        """The fields that nobody knows; of a body with more than 100,000 colons, none."""
+        """The unknown fields; none for a body with more than 100,000 colons."""
         return self._ignored
 
 
 @cache
 def _fields_of(model: type[OpenBody]) -> tuple[frozenset[str], msgspec.json.Decoder[msgspec.Struct]]:
-    """What ``model`` declares; and what reads its fields, and those of its ``known_extras``, as JSON text, and skips all others."""
+    """The fields that ``model`` declares, and a decoder.
+
+    It reads those and the ``known_extras`` as JSON text, and skips all others.
+    """
     declared = frozenset(model.model_fields)
     fields = [(name, msgspec.Raw, None) for name in declared | model.known_extras]
     return declared, msgspec.json.Decoder(msgspec.defstruct("Fields", fields))
 
 
 def parse_body(model: type[Body], content_type: str | None, body: bytes) -> Body:
-    """``body`` as ``model``. Raises InvalidRequestError."""
+    """Parse ``body`` into ``model``. Raises InvalidRequestError."""
     media_type = "application/json" if content_type is None else content_type.partition(";")[0].strip().lower()
     if media_type != "application/json" and not media_type.endswith("+json"):
         raise InvalidRequestError(f"the body is {media_type[:80]!r} by its header; send content-type: application/json")
@@ -221,11 +225,11 @@ def parse_body(model: type[Body], content_type: str | None, body: bytes) -> Body
 
 
 def _complaint(complaints: Sequence[ErrorDetails]) -> InvalidRequestError:
-    """The most telling one, naming the field, its value and what is allowed."""
+    """An error made of the most telling complaint, with the field, its value and what is allowed."""
     if complaints[0]["type"] == "json_invalid":
         reason = complaints[0].get("ctx", {}).get("error", complaints[0]["msg"])
         return InvalidRequestError(f"the body is not valid JSON: {reason}")
-    # A field of several types complains once per type; the type that fits best got the furthest into the value.
+    # A field of several types has one complaint per type. The type that fits best got furthest into the value.
     deepest = max(len(complaint["loc"]) for complaint in complaints)
     chosen = [complaint for complaint in complaints if len(complaint["loc"]) == deepest]
     names = [str(part) for part in chosen[0]["loc"] if not _is_type_name(part)]
@@ -242,5 +246,5 @@ def _complaint(complaints: Sequence[ErrorDetails]) -> InvalidRequestError:
 
 
 def _is_type_name(part: object) -> bool:
-    """Whether a part of a location names a type of a union, and not a field."""
+    """Whether a part of a location names a type of a union instead of a field."""
     return isinstance(part, str) and (part in ("str", "int") or "[" in part or "constrained" in part)

@@ -1,10 +1,10 @@
-"""Server-sent events: written at once to a client that keeps up, kept and sent later to one that does not.
+"""Server-sent events: written at once to a client that keeps up, and queued for one that does not.
 
-ASGI sends by coroutines, and so by tasks, which is too slow for each token. An :class:`Exchange` writes a first token to the
-connection within the call that brings it. Later tokens of one worker's message are gathered first, then written one connection
-after the other (:class:`GatheredWrites`). Writing each at once would switch between Python and the kernel's network code for
-every token, with cold caches on both sides, and would wake clients more often. Gathering the tokens of a few dozen streams
-takes at most a millisecond, and saves a third of the CPU.
+ASGI sends with coroutines, which is too slow for each token. An :class:`Exchange` writes a first token to the connection within the
+call that brings it. Later tokens of one worker's message are gathered first. Then :class:`GatheredWrites` writes them, one
+connection after the other. Writing each token at once would switch between Python and the kernel's network code for every token,
+with cold caches, and would wake clients more often. Gathering the tokens of a few dozen streams takes at most a millisecond and
+saves a third of the CPU time.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from kvrelay.gateway.http.request import ApiRequest
 
 logger = logging.getLogger(__name__)
 
-EXTENSION = "kvrelay.exchange"  # of the ASGI scope, with an Exchange
+EXTENSION = "kvrelay.exchange"  # key of the ASGI scope's extensions; the value is an Exchange
 
-_CONNECTIONS_AT_ONCE = 32  # that wait for each other
-_PARTS_AT_ONCE = 8  # of one connection, which may have to be told that its client is behind
+_CONNECTIONS_AT_ONCE = 32  # connections written in one go
+_PARTS_AT_ONCE = 8  # parts of one connection, which may have to learn that its client is behind
 
 
 class GatheredWrites:
-    """Of all connections of a process. Lives on its asyncio loop."""
+    """The pending writes of all connections of a process. Lives on its asyncio loop."""
 
     def __init__(self) -> None:
         self._parts: dict[asyncio.Transport, list[bytes]] = {}
-        self._is_due = False  # on the loop
+        self._is_due = False  # a call on the loop is scheduled
 
     def add(self, transport: asyncio.Transport, part: bytes) -> None:
-        """Write ``part``, as it is, to a connection: soon, and behind what was added before."""
+        """Write ``part`` unchanged to a connection soon, after the parts added before."""
         parts = self._parts.get(transport)
         if parts is None:
             self._parts[transport] = [part]
@@ -53,7 +53,7 @@ class GatheredWrites:
                 self.write_now(transport)
 
     def write_now(self, transport: asyncio.Transport) -> None:
-        """Write what is gathered for a connection, maybe nothing: something else comes behind it."""
+        """Write a connection's gathered parts, if any, because something else follows."""
         parts = self._parts.pop(transport, None)
         if parts is not None:
             _write(transport, parts)
@@ -67,7 +67,7 @@ class GatheredWrites:
         for transport, parts in gathered.items():
             try:
                 _write(transport, parts)
-            except Exception:  # of this connection: the others have nothing to do with it
+            except Exception:  # an error of one connection does not concern the others
                 logger.exception("a connection cannot be written to; it ends")
                 transport.abort()
 
@@ -78,15 +78,18 @@ def _write(transport: asyncio.Transport, parts: list[bytes]) -> None:
 
 
 class Exchange:
-    """One request's answer on its connection, beside ASGI: writes chunks as ``send`` would, in the very call that makes them."""
+    """Writes one request's answer to its connection without ASGI.
+
+    It writes the same chunks as ``send``, in the call that makes them.
+    """
 
     def __init__(self, cycle: RequestResponseCycle, writes: GatheredWrites) -> None:
-        """``writes``: of all connections."""
+        """``writes``: the gathered writes of all connections."""
         self._cycle = cycle
         self._writes = writes
 
     def begin(self, headers: Iterable[tuple[bytes, bytes]], body: bytes) -> bool:
-        """Write a head of status 200 and a first part; False, and nothing written, if the client is behind, or gone."""
+        """Write a head with status 200 and a first part. Writes nothing and returns False if the client is behind or gone."""
         cycle = self._cycle
         if cycle.disconnected or cycle.flow.write_paused or cycle.response_started:
             return False
@@ -101,7 +104,7 @@ class Exchange:
         return True
 
     def write(self, body: bytes) -> bool:
-        """Write one more part, not empty, soon; False, and nothing written, if the client is behind, or gone."""
+        """Write a non-empty part soon. Writes nothing and returns False if the client is behind or gone."""
         cycle = self._cycle
         if cycle.disconnected or cycle.flow.write_paused:
             return False
@@ -109,7 +112,7 @@ class Exchange:
         return True
 
     def write_now(self) -> None:
-        """Write the parts that wait to be; to be called before anything else is sent."""
+        """Write the gathered parts. Call this before anything else is sent."""
         self._writes.write_now(self._cycle.transport)
 
 
@@ -117,29 +120,30 @@ def _chunk(body: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(body), body)
 
 
-# Within JSON they may stand as they are, and no event ends with one; but some clients split lines wherever Unicode sees an end.
+# JSON may contain these characters unescaped, and none of them ends an event. But some clients split lines at every Unicode
+# line end.
 _LINE_ENDS = tuple((end.encode(), f"\\u{ord(end):04x}".encode()) for end in ("\x85", "\u2028", "\u2029"))
 
-MAX_WAITING_BYTES = 2**20  # of one stream, beside what its connection was given: some thousand events
+MAX_WAITING_BYTES = 2**20  # bytes of one stream that wait outside its connection: some thousand events
 
 DONE = b"data: [DONE]\n\n"  # OpenAI's last event
 
 
 def sse(body: Any, name: str | None = None) -> bytes:
-    """A server-sent event with ``body`` as JSON; ``name`` is its type, where a client looks at that."""
+    """A server-sent event with ``body`` as JSON. ``name`` is the event's type, for APIs that have types."""
     head = b"data: " if name is None else b"event: " + name.encode() + b"\ndata: "
     return head + _json(body) + b"\n\n"
 
 
 class ChunkTemplate:
-    """Events that differ in the last field of their body only: what comes before it is encoded once."""
+    """Makes events that differ only in the last field of their body. The fields before it are encoded once."""
 
     def __init__(self, head: Mapping[str, Any], last_field: str) -> None:
-        """``head``: the fields before it, at least one."""
+        """``head``: the fields before the last one, at least one."""
         self._begin = b"data: " + _json(head)[:-1] + b',"' + last_field.encode() + b'":'
 
     def event(self, value: Any) -> bytes:
-        """One with this value of the last field."""
+        """The event with this value of the last field."""
         return self._begin + _json(value) + b"}\n\n"
 
 
@@ -152,12 +156,11 @@ def _json(body: Any) -> bytes:
 
 
 class EventStream(Response):
-    """A response of server-sent events. ``produce`` gives them to :meth:`write` as they come, and returns the last ones.
+    """A response of server-sent events. ``produce`` passes events to :meth:`write` and returns the last ones.
 
-    It is cancelled when the client leaves. What it raises before the first event is answered as any error; later it must not
-    raise. ``failed`` writes the last words of a stream that is cut off.
-
-    An :class:`Exchange` refuses if the client is behind; then ``send``, which waits, is the way.
+    It is cancelled when the client leaves. An error before the first event is answered like any error; after that ``produce`` must
+    not raise. ``failed`` makes the last events of a stream that is cut off. If the client is behind, an :class:`Exchange` refuses,
+    and the stream uses ``send``, which waits.
     """
 
     media_type = "text/event-stream"
@@ -168,16 +171,16 @@ class EventStream(Response):
         failed: Callable[[ApiError], bytes],
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        """``headers``: what the answer's head has beside those of every stream."""
+        """``headers``: headers of the answer beside those of every stream."""
         self.status_code = 200
         self.background = None
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no", **(headers or {})})
-        self.has_begun = False  # there is a status, and no other answer any more
+        self.has_begun = False  # the status is sent, so there can be no other answer
         self._produce = produce
         self._failed = failed
-        self._pending: list[bytes] = []  # what the client could not take at once
+        self._pending: list[bytes] = []  # events that the client could not take at once
         self._num_pending_bytes = 0
-        self._sender: asyncio.Task[None] | None = None  # while something is pending
+        self._sender: asyncio.Task[None] | None = None  # while events are pending
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send all events, or stop when cancelled."""
@@ -189,12 +192,12 @@ class EventStream(Response):
             if self._sender is not None:
                 await self._sender
         except asyncio.CancelledError:
-            # By a client that leaves, which reads nothing more, or by a gateway that has to end and has waited long enough.
+            # Cancelled because the client left, or because a shutdown has waited long enough.
             if not self.has_begun:
                 raise
             last_words = self._failed(self._request.fail(ShuttingDownError()))
         finally:
-            if self._exchange is not None:  # also if the connection is closed for an error that nobody expected
+            if self._exchange is not None:  # also if an unexpected error closes the connection
                 self._exchange.write_now()
             if self._sender is not None:
                 self._sender.cancel()
@@ -203,9 +206,9 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": last_words, "more_body": False})
 
     def write(self, events: bytes) -> None:
-        """Send ``events``, maybe none; the first call sends the head, too. What the client cannot take now waits for it.
+        """Send ``events``, perhaps none. The first call also sends the head. Events that the client cannot take yet are queued.
 
-        Raises ClientBehindError, and keeps nothing of ``events``, if MAX_WAITING_BYTES wait already.
+        Raises ClientBehindError, and queues nothing, if MAX_WAITING_BYTES are queued already.
         """
         if self._sender is not None or not self._is_sent(events):
             if self._num_pending_bytes >= MAX_WAITING_BYTES:
@@ -219,13 +222,13 @@ class EventStream(Response):
         self.has_begun = True
 
     def _is_sent(self, events: bytes) -> bool:
-        """Whether it could be done at once."""
+        """Whether the connection took ``events`` at once."""
         if self._exchange is None:
             return False
         if self.has_begun:
             return not events or self._exchange.write(events)
         request = self._request
-        if "origin" in request.headers:  # a web page's: CORS adds to the head, on its way through ``send``
+        if "origin" in request.headers:  # from a web page: the CORS middleware adds headers in ``send``
             return False
         if not self._exchange.begin((*self.raw_headers, *request.answer_headers()), events):
             return False

@@ -1,8 +1,8 @@
 """The certificate of the HTTP API, from two PEM files that may be replaced at any time.
 
-cert-manager, ``kubectl`` and certbot renew certificates by writing new files. Those are loaded into the one SSL context that the
-server has: connections from then on get them, those before keep theirs. Files that are broken, or do not belong together, are
-reported, and the certificate read last stays in force.
+cert-manager, ``kubectl`` and certbot renew certificates by writing new files. The gateway loads them into the server's one SSL
+context: new connections use them, existing connections keep the old ones. If new files are broken or do not match, the error is
+logged, and the certificate read last stays in force.
 """
 
 from __future__ import annotations
@@ -18,23 +18,24 @@ logger = logging.getLogger(__name__)
 
 
 class Certificate:
-    """Certificate and key of two files. Raises SettingsError if they cannot be used at first."""
+    """A certificate and its key, from two files. The constructor raises SettingsError if they cannot be used."""
 
     def __init__(self, cert: Path, key: Path) -> None:
         self._cert = cert
         self._key = key
-        # Before they are read: what changes in between is seen at the next look.
+        # The version is taken before the files are read, so that a change in between is seen at the next look.
         self._version = version_of(cert, key)
         self.context = _context(cert, key)
 
     async def look_again(self) -> None:
-        """Read the files if they have changed. To be called now and then, on the loop that accepts."""
+        """Read the files if they have changed. Call this now and then, on the loop that accepts connections."""
         version = version_of(self._cert, self._key)
         if version == self._version:
             return
         self._version = version
         try:
-            # Tried on another context first: one that is given a certificate without its key loses the key that it had.
+            # Another context tries the files first: a context that loads a certificate without its key loses the key that
+            # it had.
             _load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), self._cert, self._key)
             _load(self.context, self._cert, self._key)
             logger.info("read a new certificate from %s", self._cert)
@@ -52,7 +53,7 @@ def _context(cert: Path, key: Path) -> ssl.SSLContext:
 
 
 def _load(context: ssl.SSLContext, cert: Path, key: Path) -> None:
-    """Raises SettingsError that names the file which is at fault."""
+    """Load the files. Raises SettingsError naming the file at fault."""
     for flag, path in (("--tls-cert", cert), ("--tls-key", key)):
         try:
             path.read_bytes()
@@ -75,5 +76,5 @@ class _EncryptedKeyError(Exception):
 
 
 def _no_passphrase() -> str:
-    # Without this, OpenSSL asks for it at the terminal.
+    # Without this callback, OpenSSL would ask for a passphrase at the terminal.
     raise _EncryptedKeyError

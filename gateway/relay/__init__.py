@@ -1,1 +1,1 @@
-"""One request on its way through workers: attempts, failover, shared prompts. Knows tokens only."""
+"""One request on its way through workers: attempts, failover, shared prompts. This room knows tokens only, no text."""

@@ -1,8 +1,8 @@
 """One attempt at a request on a pair of workers. A worker's message becomes output within the call that receives it.
 
-A token goes from that message to the client's connection through plain calls, without a queue, task or iterator: switching
-tasks costs more than everything else that is done with a token. So nothing here may wait while it handles an event, nor may the
-receiver of the output. Only the attempt's end is awaited (:meth:`Attempt.run`).
+A token goes from the worker's message to the client's connection through plain calls, without a queue, task or iterator. Switching
+tasks would cost more than everything else that is done with a token. So nothing here may wait while it handles an event, and
+neither may the receiver of the output. Only the attempt's end is awaited (:meth:`Attempt.run`).
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _RETRY_AFTER_S = 1.0
 _PROVED_TOKENS = 8
 
 Take = Callable[[TokenDelta], bool]
-"""Takes what is new of an output over all attempts, and tells whether more is wanted. Must not wait."""
+"""Takes new output, counted over all attempts, and returns whether more is wanted. Must not wait."""
 
 
 class AttemptFailedError(Exception):
-    """An attempt is over without a finish reason; another may follow."""
+    """An attempt ended without a finish reason; another attempt may follow."""
 
     def __init__(
         self,
@@ -55,16 +55,16 @@ class AttemptFailedError(Exception):
         super().__init__(detail)
         self.code = code
         self.about = about  # as in Failed
-        self.blamed = blamed  # address of the worker, or addresses of the pair, that should not be asked again at once
+        self.blamed = blamed  # the address of a worker, or the addresses of a pair, to avoid for a while
         self.retry_after_s = retry_after_s
 
 
 class AttemptMovedError(Exception):
-    """The attempt is given up for a place elsewhere; its text is the outcome that is counted."""
+    """The attempt is given up for a place elsewhere. The message is the outcome in the metrics."""
 
 
 class Attempt:
-    """``run`` once; lives on the gateway's asyncio loop."""
+    """One attempt. Call ``run`` once. Lives on the gateway's asyncio loop."""
 
     def __init__(
         self,
@@ -75,9 +75,10 @@ class Attempt:
         metrics: ModelMetrics,
         trial: Trial,
     ) -> None:
-        """``trial`` hears what goes well; who made it says when it is over."""
+        """``trial`` is told what succeeds. Its maker tells it when the attempt is over."""
         self._trial = trial
-        self._proved_len = len(request.output) + _PROVED_TOKENS  # output that shows that the decode worker generates
+        # So many output tokens prove that the decode worker generates.
+        self._proved_len = len(request.output) + _PROVED_TOKENS
         self._is_proved = False
         self._pool = pool
         self._metrics = metrics
@@ -86,30 +87,30 @@ class Attempt:
         self._involved = place.workers
         self._decode = place.decode
         self._prefill = place.prefill
-        self._taking_back: TakingBack | None = None  # while the prompt may be
+        self._taking_back: TakingBack | None = None  # while the prompt may be taken back
         self._is_handed_over = False
-        # Held back until the prompt's log probabilities are here, which come another way.
+        # The last tokens wait for the prompt's log probabilities, which arrive from another worker.
         self._last: TokenDelta | None = None
         self._end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._error: Exception | None = None  # why it ended
-        self.is_finished = False  # all of the output has been taken
+        self._error: Exception | None = None  # why the attempt ended
+        self.is_finished = False  # all output has been taken
         self._find_room: Callable[[], Place | None]
 
     async def run(
         self, submit: Submit, now_s: float, find_room: Callable[[], Place | None], find_sooner: FindSooner
     ) -> None:
-        """Submit it; returns when all of its output was taken, or as much as was wanted. Cancel to give it up.
+        """Submit the request. Returns when all its output was taken, or as much as was wanted. Cancel to give it up.
 
-        ``find_room`` is asked for another decode worker when this one has no room any more, until the request has moved once;
-        ``find_sooner`` for one that computes the prompt, while it waits, until it was asked back once.
-
+        ``find_room`` is asked for another decode worker when this one runs out of KV blocks, until the request has moved once.
+        ``find_sooner`` is asked for a decode worker that computes the prompt sooner, while the prompt waits, until it was asked
+        back once.
         Raises AttemptFailedError, AttemptMovedError, ApiError if no other attempt can help, and what ``take`` raises.
         """
         self._find_room = find_room
         request, involved, first = self._request, self._involved, self._involved[0]
         key = (submit.request_id, submit.attempt)
         accept_s = request.timings.on_submit(now_s)
-        # Before all else, as the client waits; nothing is heard of the attempt until this function waits, too.
+        # Sent first, because the client waits. No answer is handled before this coroutine awaits.
         if not first.client.send(submit):
             raise AttemptFailedError(FailureCode.PEER_LOST, "the worker's link just went down", (first.address,))
         if accept_s is not None:
@@ -125,7 +126,7 @@ class Attempt:
         finally:
             timer.cancel()
             self._stay()
-            for view in views([self._decode], 0):  # the K/V of the last token is not computed
+            for view in views([self._decode], 0):  # the K/V of the last token are not computed
                 request.prefix.on_end(request.output[:-1], view)
             self._pool.close_attempt(key, involved, submit.num_prompt_tokens + len(request.output))
             if not self.is_finished:
@@ -133,7 +134,7 @@ class Attempt:
                     worker.client.send(Cancel(request_id=key[0], attempt=key[1]))
 
     def _on_event(self, event: AttemptEvent) -> None:
-        """Called with everything that is said of the attempt; raises nothing, and ignores what comes behind its end."""
+        """Handle an event of this attempt. Never raises; ignores events after the end."""
         if self._end.done():
             return
         try:
@@ -155,7 +156,7 @@ class Attempt:
         if not self._is_proved and (is_over or not is_wanted or len(self._request.output) >= self._proved_len):
             self._is_proved = True
             self._trial.decode_succeeded()
-        if item.timings is not None:  # behind the token, which somebody waits for
+        if item.timings is not None:  # after the token, because a client waits for it
             self._on_first_token(item)
         return is_over or not is_wanted
 
@@ -178,19 +179,19 @@ class Attempt:
                     "the prompt's log probabilities were lost with a worker; ask again", retry_after_s=_RETRY_AFTER_S
                 )
             case WorkerLost(role=Role.PREFILL) | GaveUp(role=Role.PREFILL) if self._needs_no_prefill_worker:
-                pass  # the decode worker owns the request; neither the prefill worker's death nor its last word concerns it
+                pass  # the decode worker owns the request: the loss or failure of the prefill worker no longer matters
             case _:
                 raise _failure(event, self._involved)
         return False
 
     def _move(self) -> None:
-        """Go on elsewhere if there is room; else the decode worker goes on when it has some."""
+        """Move the request if another worker has room; else it waits for room on its decode worker."""
         if not self._request.has_moved and (place := self._find_room()) is not None:
             self._request.has_moved, self._request.place = True, place
             raise AttemptMovedError("moved")
 
     def _stay(self) -> None:
-        """The prompt is not taken back any more."""
+        """Stop trying to take the prompt back."""
         if self._taking_back is not None:
             self._taking_back.end()
             self._taking_back = None
@@ -207,9 +208,10 @@ class Attempt:
         return True
 
     def _on_first_token(self, item: TokenDelta) -> None:
-        """A worker computed the prompt, or the decode worker's own stream begins."""
+        """A worker has computed the prompt, or the decode worker's own stream begins."""
         assert item.timings is not None
-        self._is_handed_over |= item.timings.transfer_s is not None  # only a decode worker that verified it
+        # Only a decode worker that has verified the K/V reports this.
+        self._is_handed_over |= item.timings.transfer_s is not None
         self._stay()
         self._pool.on_first_token((item.request_id, item.attempt), self._involved)
         computed = self._request.output[: item.index]
@@ -219,14 +221,14 @@ class Attempt:
             self._on_verified(computed)
 
     def _on_verified(self, output: Sequence[int]) -> None:
-        """The K/V of prompt and ``output`` lie on the decode worker."""
+        """The K/V of the prompt and ``output`` are on the decode worker."""
         self._trial.hand_over_succeeded()
         self._request.settle(self._decode.address)
         for view in views([self._decode], 0):
             self._request.prefix.on_cached(output, view)
 
     def _accept(self, item: TokenDelta) -> TokenDelta | None:
-        """The part of ``item`` that is new; None if nothing is."""
+        """The new part of ``item``; None if nothing is new."""
         request = self._request
         num_known = len(request.output)
         if item.index > num_known:
@@ -240,7 +242,8 @@ class Attempt:
         if not tokens and item.finish_reason is None and item.timings is None:
             return None
         if item.num_cached_tokens is not None:
-            # What an earlier attempt computed is cached for a later one; for this request it was computed all the same.
+            # A later attempt finds the tokens cached that an earlier one computed. They still count as computed for this
+            # request.
             known = request.num_cached_tokens
             request.num_cached_tokens = item.num_cached_tokens if known is None else min(known, item.num_cached_tokens)
         num_cached_tokens = None if item.num_cached_tokens is None else request.num_cached_tokens
@@ -259,6 +262,7 @@ def _failure(event: AttemptEvent, involved: Sequence[Worker]) -> AttemptFailedEr
         case GaveUp(answer=Cancelled()) | Withdrawn():
             return AttemptFailedError(FailureCode.PEER_LOST, "the worker gave the request up")
         case WorkerLost(address=address, reason=reason):
-            return AttemptFailedError(FailureCode.PEER_LOST, f"{address}: {reason}")  # not asked before it is up again
+            # Not used again before it is up again.
+            return AttemptFailedError(FailureCode.PEER_LOST, f"{address}: {reason}")
         case _:
             raise AssertionError(f"unexpected {event}")

@@ -1,6 +1,6 @@
-"""Where the next attempt at a request goes: the workers' state, what they have cached, whom the request avoids.
+"""Finds the workers for a request's next attempt, from the workers' state, their caches, and what the request avoids.
 
-The decision itself is pure (:mod:`kvrelay.gateway.routing.ways`); this module gathers what it needs.
+The decision itself is pure (:mod:`kvrelay.gateway.routing.ways`). This module gathers its inputs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvrelay.gateway.workers.load import Key, WorkerView
 from kvrelay.gateway.workers.pool import WorkerPool
 from kvrelay.gateway.workers.worker import Worker
 
-# Of what may wait at a worker, for keys that are ahead: about two steps of a prefill worker.
+# The part of a worker's allowed backlog for keys that have had more than others: about two steps of a prefill worker.
 _AHEAD_PART = 1 / 4
 
 
@@ -44,11 +44,11 @@ class Placement:
         self._sequence_number = 0
 
     def prefix_of(self, request: GenerationRequest) -> RequestPrefix:
-        """What is known of who has the request's prompt cached, and will be."""
+        """Which workers have the request's prompt cached, as far as this gateway knows."""
         return RequestPrefix(self._prefixes, request.prompt_token_ids, request.spec.cache_salt, request.adapter)
 
     def no_room(self, max_len: int) -> str:
-        """Why there is no place for a request of so many tokens."""
+        """Why there is no place for a request of ``max_len`` tokens."""
         reasons = self._pool.absent + [reason.split(" (")[0] for reason in self._pool.not_ready()]
         for role, workers in (("prefill", self._pool.prefills), ("decode", self._pool.decodes)):
             if not reasons and workers and not any(worker.holds(max_len) for worker in workers.values()):
@@ -59,21 +59,21 @@ class Placement:
         return f"model {self._pool.model!r}: {text}" if self._pool.model else text
 
     def place(self, request: GenerationRequest, num_tokens_to_hold: float, *, is_ahead: bool) -> Place | None:
-        """Workers that would compute the request before long, by one way or the other; None while there are none.
+        """Workers that would compute the request soon, over either way; None if there are none.
 
-        ``num_tokens_to_hold``: of prompt and output, as far as one can know. ``is_ahead``: others' requests, which are to come
-        first, would find workers that can begin with them soon.
+        ``num_tokens_to_hold``: estimated tokens of prompt and output. ``is_ahead``: the request's key is ahead of others, so the
+        request gets only a worker with little backlog. Others' requests, which come first, then still find workers.
         """
         backlog_s = self._settings.prefill_backlog_s * (_AHEAD_PART if is_ahead else 1.0)
         return self.route(request, backlog_s=backlog_s, num_tokens_to_hold=math.ceil(num_tokens_to_hold))
 
     def elsewhere(self, request: GenerationRequest, decode: Worker) -> Place | None:
-        """A place with room for the request now, as long as it is by now, on another decode worker than ``decode``."""
+        """A place for the request, at its current length, on another decode worker than ``decode``."""
         backlog_s, num_tokens = self._settings.prefill_backlog_s, request.num_tokens + 1
         return self.route(request, backlog_s=backlog_s, num_tokens_to_hold=num_tokens, without=decode.address)
 
     def sooner(self, request: GenerationRequest, prefill: Worker, key: Key) -> Place | None:
-        """A decode worker that would compute a prompt clearly sooner than the prefill worker at which that attempt waits."""
+        """A decode worker that would compute a prompt clearly sooner than ``prefill``, where attempt ``key`` waits."""
         view = prefill.view(0)
         if self._local_backlog_s is None or prefill.load is None or view is None or not view.tokens_per_s:
             return None
@@ -90,7 +90,7 @@ class Placement:
         return None
 
     def supply(self) -> Supply:
-        """What workers have for requests that wait."""
+        """What the workers have free for waiting requests."""
         decodes = views(self._pool.decodes.values(), 0)
         now_s, computing = self._clock(), list(self._pool.prefills.values())
         if self._local_backlog_s is not None and not self._pool.is_local_only:
@@ -103,7 +103,7 @@ class Placement:
         return Supply.of(prefillers, decodes, self._settings.prefill_backlog_s)
 
     def num_to_compute(self, request: GenerationRequest) -> int:
-        """Tokens of a request's prompt that wait for a worker's time, as far as one knew when it was last routed."""
+        """Tokens of the request's prompt that a worker must compute, as estimated when it was last routed."""
         if self._pool.is_local_only or request.follows:
             return 0
         return request.num_tokens - max(request.prefix.cached.values(), default=0)
@@ -111,9 +111,9 @@ class Placement:
     def route(
         self, request: GenerationRequest, *, backlog_s: float = math.inf, num_tokens_to_hold: int = 0, without: str = ""
     ) -> Place | None:
-        """Workers for the next attempt; with a bound on what waits there, or blocks to be free, only such as keep it.
+        """Workers for the next attempt. ``backlog_s`` bounds what waits at them; ``num_tokens_to_hold`` must fit their free blocks.
 
-        ``without``: address of a decode worker that is not asked.
+        ``without``: address of a decode worker to leave out.
         """
         if (shared := self._shared_place(request, num_tokens_to_hold)) is not None:
             return shared
@@ -146,7 +146,7 @@ class Placement:
         if route.prefill is not None:
             prefill = self._pool.prefills[route.prefill]
             return Place(prefill, decode, reason, num_tokens - cached.get(prefill.address, 0))
-        # Was it chosen for what it has cached, and has it no more, then the ways are to be compared again.
+        # If the worker was chosen for its cache and has evicted the blocks, the ways must be compared again.
         num_to_compute = num_tokens - cached.get(decode.address, 0)
         may_be_wrong = num_to_compute < num_tokens and not self._pool.is_local_only
         return Place(None, decode, reason, num_to_compute, num_to_compute if may_be_wrong else None)
@@ -158,7 +158,7 @@ class Placement:
     def _choices(
         self, request: GenerationRequest, prefills: list[WorkerView], decodes: list[WorkerView]
     ) -> Iterator[tuple[list[WorkerView], list[WorkerView]]]:
-        """Whom to choose among, the best choice first."""
+        """Groups of workers to choose among, the best first."""
         avoidance, now_s = request.avoidance, self._clock()
         shut = self._shut(now_s)
         if not avoidance.is_any and not shut:
@@ -168,21 +168,21 @@ class Placement:
             avoidance.forgive(worker.address, worker.up_since_s)
         addresses = [[view.address for view in views] for views in (prefills, decodes)]
         choices = list(avoidance.choices(addresses[0], addresses[1], now_s, shut))
-        if not choices:  # nobody may hand it over
+        if not choices:  # no pair may hand it over
             choices = list(avoidance.choices((), addresses[1], now_s, shut))
         for allowed_prefills, allowed_decodes in choices:
             some = [view for view in prefills if view.address in allowed_prefills]
             yield some, [view for view in decodes if view.address in allowed_decodes]
 
     def _shut(self, now_s: float) -> Collection[Part]:
-        """Who may not be asked by anybody now."""
+        """Workers and pairs that no request may use now."""
         if not self._breakers.is_any:
             return ()
         self._breakers.keep({worker.address: worker.up_since_s for worker in self._pool.workers})
         return self._breakers.shut(now_s)
 
     def _shared_place(self, request: GenerationRequest, num_tokens_to_hold: int) -> Place | None:
-        """The decode worker that has the prompt already, for another choice of it; None if it cannot take one more."""
+        """The decode worker that already has the prompt for another of its choices; None if it has no room for one more."""
         if not request.follows or request.share is None or request.attempt:
             return None
         worker = self._pool.decodes.get(request.share.decode_address or "")
@@ -194,12 +194,12 @@ class Placement:
 
 
 def _cached(request: GenerationRequest, some: Iterable[WorkerView]) -> Mapping[str, int]:
-    """Tokens that workers need not compute, by address."""
+    """Number of leading tokens that a worker need not compute, by address."""
     cached = request.prefix.cached_tokens(request.output, some)
-    # All of the prompt is computed for its log probabilities.
+    # The prompt's log probabilities require that all of it is computed.
     return cached if request.next_sampling.num_prompt_logprobs is None else {}
 
 
 def views(workers: Iterable[Worker], num_tokens: int) -> list[WorkerView]:
-    """The usable workers that hold a request of ``num_tokens``."""
+    """The usable workers that can hold a request of ``num_tokens``."""
     return [view for worker in workers if (view := worker.view(num_tokens)) is not None]

@@ -1,9 +1,9 @@
 """The life of a request in the gateway: route, submit, take tokens, and try again so that the client does not notice.
 
-An attempt is one try on one pair of workers. When it fails, the next one sends the prompt *and the output so far*, with the same
-seed; the noise of sampling depends on positions only, so the text goes on as if nothing had happened. Tokens carry their output
-position: what came before is dropped, a gap fails the attempt. Every request ends in exactly one of: a finish reason, or one
-ApiError. A request that is given up (its task is cancelled) is cancelled on its workers.
+An attempt is one try on one pair of workers. When it fails, the next attempt sends the prompt *and the output so far*, with the
+same seed. The noise of sampling depends only on positions, so the text goes on as if nothing had happened. Tokens carry their
+output position: tokens that came before are dropped, and a gap fails the attempt. Every request ends with exactly one finish reason
+or one ApiError. If a request's task is cancelled, its workers are told to cancel it.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from kvrelay.wire.messages import ABOUT_GUIDE, DecodeTarget, FailureCode, Submit
 
 logger = logging.getLogger(__name__)
 
-_AVOID_S = 2.0  # how long a request avoids what failed it, unless that comes up anew: also if it is the only worker
+_AVOID_S = 2.0  # how long a request avoids a worker that failed it, also the only one, unless it restarts
 _DEFAULT_RETRY_S = 0.5
 _RETRY_AFTER_S = 1.0
-# Waiting helps; nothing is broken.
+# Failures that are shortages: waiting helps, and nothing is broken.
 _SHORTAGES = (FailureCode.NO_ROOM, FailureCode.NO_ADAPTER, FailureCode.QUEUE_FULL, FailureCode.DRAINING)
 _EXPECTED = (*_SHORTAGES, FailureCode.NOT_CACHED, FailureCode.INVALID)
 
@@ -50,7 +50,7 @@ class Relay:
         self.settings = settings
         self.metrics = metrics
         self.clock = clock
-        self.prompt_ways: Counter[tuple[str, str]] = Counter()  # attempts by way and reason
+        self.prompt_ways: Counter[tuple[str, str]] = Counter()  # number of attempts by way and reason
         self.breakers = CircuitBreakers(self._on_breaker)
         self._placement = Placement(pool, settings, self.breakers, clock)
         self.admission = Admission(
@@ -63,7 +63,7 @@ class Relay:
         )
 
     async def run(self, request: GenerationRequest, take: Take) -> None:
-        """Give ``take`` the output of ``request``, up to a finish reason, or as much as it wants. Cancel to give it up.
+        """Give ``take`` the output of ``request``, up to a finish reason, or as much as ``take`` wants. Cancel to give it up.
 
         Raises ApiError if the output cannot be had, and what ``take`` raises.
         """
@@ -81,7 +81,7 @@ class Relay:
             self.admission.on_end(asked, len(request.output), request.timings.first_token_s)
 
     async def _admit(self, request: GenerationRequest, asked: Asked) -> None:
-        """Begin the request's time, and give it its place on workers. Raises ApiError if it gets none."""
+        """Start the request's deadline and wait for its place on workers. Raises ApiError if it gets none."""
         timeout_left_s = request.timeout_s = min(request.timeout_s, self.settings.request_timeout_s)
         request.deadline_s = asyncio.get_running_loop().time() + request.timeout_s
         request.prefix = self._placement.prefix_of(request)
@@ -107,7 +107,7 @@ class Relay:
         return found
 
     def _on_failure(self, request: GenerationRequest, failure: AttemptFailedError) -> None:
-        # Refused for want of room, many requests ask again twice a second: the counter tells that better than a log.
+        # Requests that were refused for lack of room ask again twice a second. A counter shows that better than a log.
         level = logging.DEBUG if failure.code in _EXPECTED else logging.WARNING
         logger.log(level, "an attempt failed (%s): %s", failure.code.value, failure, extra=request.log_context)
         match failure.code:
@@ -120,9 +120,9 @@ class Relay:
             case FailureCode.NOT_CACHED:
                 for view in views((w for w in self.pool.workers if w.address in failure.blamed), 0):
                     request.prefix.on_miss(view)
-                return  # the worker is as good as any; the ways are compared again, with nothing cached
+                return  # the worker is fine: the ways are compared again, with nothing cached
             case _:
-                pass  # another attempt may succeed, also after a cancellation: it was not ours
+                pass  # another attempt may succeed, also after a cancellation that was not ours
         pause_s = _AVOID_S if failure.retry_after_s is None else failure.retry_after_s
         now_s = self.clock()
         request.avoidance.blame(tuple(failure.blamed), now_s, now_s + pause_s)
@@ -148,9 +148,9 @@ class Relay:
     # -- routing ---------------------------------------------------------------------------------------------------
 
     async def _find_workers(self, request: GenerationRequest) -> Place:
-        """Workers for the next attempt, waiting for them if need be. Raises OverloadedError when that takes too long.
+        """Workers for the next attempt, waiting for them if necessary. Raises OverloadedError when that takes too long.
 
-        Waits add up over attempts that are refused one after the other.
+        The waits of successive attempts that are refused add up.
         """
         loop = asyncio.get_running_loop()
         while True:
@@ -179,7 +179,7 @@ class Relay:
                     await self.pool.changed.wait()
 
     async def _is_over(self, request: GenerationRequest, take: Take) -> bool:
-        """Make one more attempt; whether there is nothing left to attempt."""
+        """Make one more attempt. Returns whether the request is over."""
         place = request.place or await self._find_workers(request)
         request.place = None
         request.attempt += 1
@@ -192,7 +192,7 @@ class Relay:
         )
         trial = self.breakers.begin(request.share or request.request_id, part, begun_s)
         attempt = Attempt(self.pool, request, place, take, self.metrics, trial)
-        outcome = "given_up"  # by its client, or by us, its time being up
+        outcome = "given_up"  # by its client, or because its time is up
         try:
             elsewhere = partial(self._placement.elsewhere, request, place.decode)
             sooner = partial(self._placement.sooner, request)
@@ -211,7 +211,7 @@ class Relay:
             if not request.is_complete:
                 self._on_failure(request, failure)
                 return False
-            # Nothing is missing but the word that it is over.
+            # All tokens have arrived; only the finish reason is missing.
             is_stopped = request.output[-1] in request.sampling.stop_token_ids
             end = FinishReason.STOP if is_stopped else FinishReason.LENGTH
             index = len(request.output)

@@ -1,8 +1,7 @@
-"""One request in the gateway: what its client asks for, and the output so far of each of its sequences.
+"""One request in the gateway: what its client asks for, and the output of each of its sequences so far.
 
-It also keeps where its time went, for metrics and for clients that ask with ``x-kvrelay-timings: 1``. The gateway's own times
-are differences on its monotonic clock; workers measure their parts on their own clocks. The rest is the network and the
-gateway's work.
+It also records where its time went, for metrics and for clients that ask with ``x-kvrelay-timings: 1``. The gateway's own times are
+differences on its monotonic clock. Workers measure their parts on their own clocks. The rest is the network and the gateway's work.
 """
 
 from __future__ import annotations
@@ -27,47 +26,48 @@ from kvrelay.wire.messages import Timings
 
 TIMINGS_HEADER = "x-kvrelay-timings"
 
-_MAX_NOTES = 16  # of attempts
+_MAX_NOTES = 16  # attempts that are kept
 
 
 @dataclass(slots=True)
 class AttemptNote:
-    """One attempt: where it went, when, and how it ended. Times are on the gateway's monotonic clock."""
+    """One attempt: its workers, its times, and how it ended. Times are on the gateway's monotonic clock."""
 
-    workers: tuple[str, ...]  # addresses; the first is sent to
-    reason: str  # why there
+    workers: tuple[str, ...]  # addresses; the attempt is sent to the first
+    reason: str  # why these workers
     begun_s: float
-    num_output_tokens: int  # that the client had before
+    num_output_tokens: int  # output tokens before this attempt
     number: int  # from 1 on
     ended_s: float | None = None
-    outcome: str = ""  # as the metrics call it, once it is over
-    heard: list[tuple[float, Timings]] = field(default_factory=list)  # what its workers measured, and when that came
+    outcome: str = ""  # the label in the metrics, once it is over
+    # What its workers measured, with the time of arrival.
+    heard: list[tuple[float, Timings]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class RequestTimings:
-    """Filled while a request runs. Parts are those of the attempt that first reported them."""
+    """The times of a running request. Parts are those of the attempt that first reported them."""
 
     received_s: float  # when the request's head had been read
     prepared_s: float | None = None  # checked, rendered and tokenized
-    placed_s: float | None = None  # it has its place on workers
+    placed_s: float | None = None  # it got its place on workers
     submitted_s: float | None = None  # first attempt
     first_token_s: float | None = None
-    last_token_s: float | None = None  # of the tokens so far
+    last_token_s: float | None = None  # of the latest tokens
     second_token_s: float | None = None
     num_attempts: int = 0
     parts: dict[str, float] = field(default_factory=dict)  # queue, prefill, transfer, first_step
-    notes: list[AttemptNote] = field(default_factory=list)  # of the first attempts and the last ones
+    notes: list[AttemptNote] = field(default_factory=list)  # the first and the latest attempts
 
     def on_attempt(self, note: AttemptNote) -> AttemptNote:
-        """An attempt begins; ``note`` is returned, and completed by whoever sees its end."""
+        """Record the begin of an attempt. Returns ``note``, which the caller completes at the attempt's end."""
         if len(self.notes) == _MAX_NOTES:
             del self.notes[_MAX_NOTES // 2]
         self.notes.append(note)
         return note
 
     def on_submit(self, now_s: float) -> float | None:
-        """An attempt goes to a worker; returned is how long that took since the request came, if it is the first."""
+        """Record that an attempt is sent. Returns the time since the request came if it is the first, else None."""
         self.num_attempts += 1
         if self.submitted_s is not None:
             return None
@@ -75,14 +75,14 @@ class RequestTimings:
         return now_s - self.received_s
 
     def on_parts(self, timings: Timings, now_s: float) -> dict[str, float]:
-        """What a worker of the last attempt reports; returned are the parts that are new."""
+        """Record what a worker of the last attempt reports. Returns the parts that are new."""
         self.notes[-1].heard.append((now_s, timings))
         new = {name: value for name, value in parts_of(timings).items() if name not in self.parts}
         self.parts |= new
         return new
 
     def on_tokens(self, now_s: float) -> float | None:
-        """Tokens are on their way to the client; returned is how long after those before, None if they are the first."""
+        """Record that tokens go to the client. Returns the time since the tokens before; None for the first ones."""
         before_s, self.last_token_s = self.last_token_s, now_s
         if before_s is None:
             self.first_token_s = now_s
@@ -92,7 +92,7 @@ class RequestTimings:
         return now_s - before_s
 
     def body(self) -> dict[str, object]:
-        """Seconds, as they are sent to clients; null is what did not happen."""
+        """The times in seconds, as clients get them; null for what did not happen."""
         return {
             "attempts": self.num_attempts,
             "accept_s": self._since_received(self.submitted_s),
@@ -109,7 +109,7 @@ class RequestTimings:
 
 
 def parts_of(timings: Timings) -> dict[str, float]:
-    """What of queue, prefill, transfer and first_step a worker measured, in seconds."""
+    """The durations in seconds of queue, prefill, transfer and first_step that a worker measured."""
     measured = {
         "queue": timings.queue_s,
         "prefill": timings.prefill_s,
@@ -120,159 +120,160 @@ def parts_of(timings: Timings) -> dict[str, float]:
 
 
 class PromptShare:
-    """The choices of one prompt (``n``, ``best_of``) compute it once: the first one goes ahead, the others follow its K/V.
+    """Lets the choices of one prompt (``n``, ``best_of``) compute it once: the others wait for the first choice's K/V.
 
-    As soon as its K/V lie verified on a decode worker, the others are sent there: they find all full blocks of the prompt in that
-    worker's prefix cache, and compute what is left. Every choice is a request with attempts of its own; where the first one's
-    worker has no room for them, or is lost, they are routed as anybody. Lives on the gateway's asyncio loop.
+    As soon as these K/V are verified on a decode worker, the others go there. They find all full blocks of the prompt in that
+    worker's prefix cache and compute the rest. Every choice is a request with its own attempts. If the first choice's worker has no
+    room for the others, or is lost, they are routed like any request. Lives on the gateway's asyncio loop.
     """
 
     def __init__(self) -> None:
         self._is_settled = asyncio.Event()
-        self.decode_address: str | None = None  # where the prompt's K/V lie, as far as known
+        self.decode_address: str | None = None  # the worker that has the prompt's K/V, if known
 
     def settle(self, decode_address: str | None) -> None:
-        """The first choice's K/V lie on that worker; or, with None, it is over. The first word counts."""
+        """The first choice's K/V are on that worker; None: the first choice is over. Only the first call counts."""
         if not self._is_settled.is_set():
             self.decode_address = decode_address
             self._is_settled.set()
 
     async def settled(self) -> None:
-        """Returns when it is known where the K/V lie, or that nobody will know."""
+        """Returns once it is known where the K/V are, or that there will be none."""
         await self._is_settled.wait()
 
 
 class GenerationSpec(SamplingOptions, frozen=True, kw_only=True):
-    """What a client asks for, whichever API it speaks. All sequences of a body share it.
+    """What a client asks for, in any API. All sequences of a body share it.
 
-    Ranges of single fields are checked by whoever parsed them; what depends on the model or on other fields is not yet.
+    The parser of the body has checked the ranges of single fields. Checks that depend on the model or on several fields follow
+    later.
     """
 
     max_tokens: int | None = None  # None: as many as fit
-    max_tokens_param: str = "max_tokens"  # what the client calls it
-    shortens: bool = False  # where fewer fit, that is what is meant
+    max_tokens_param: str = "max_tokens"  # the client's name of the field
+    shortens: bool = False  # if fewer fit, generate as many as fit
     seed: int | None = None  # None: the gateway draws one
     stops: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()  # beside the model's own end tokens
+    stop_token_ids: tuple[int, ...] = ()  # in addition to the model's end tokens
     ignore_eos: bool = False
-    includes_stop: bool = False  # what ends the text is part of it
+    includes_stop: bool = False  # the stop string or token is part of the text
     keeps_special: bool = False  # special tokens are part of the text
-    kept_tokens: tuple[str, ...] = ()  # special tokens that are, even so: what marks a tool call, for instance
+    kept_tokens: tuple[str, ...] = ()  # special tokens that always stay in the text, such as marks of a tool call
     bad_words: tuple[str, ...] = ()
-    num_choices: int = 1  # returned …
-    best_of: int = 1  # … of so many
+    num_choices: int = 1  # choices that are returned
+    best_of: int = 1  # choices that are generated
     num_logprobs: int | None = None
-    guide_param: str | None = None  # the client's field that the guide was made from, where that is one
+    guide_param: str | None = None  # the client's field that the guide was made from, if there is one
     has_watermark: bool = False
-    priority: int = 0  # that the client asks for
+    priority: int = 0  # the priority that the client asks for
     retention: Retention | None = None  # how long the KV should stay cached
     cache_salt: str = ""  # only requests with the same one share cached KV
-    truncate: int | None = None  # only so many of the prompt's last tokens are used
+    truncate: int | None = None  # use only this many of the prompt's last tokens
 
     @property
     def num_sequences(self) -> int:
-        """How many are generated of each prompt."""
+        """The number of sequences to generate for each prompt."""
         return 1 if self.beam_search is not None else max(self.best_of, self.num_choices)
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where an attempt goes, and why there."""
+    """The workers of an attempt, and why they were chosen."""
 
     prefill: Worker | None  # None: the decode worker computes the prompt itself
     decode: Worker
     reason: Reason
-    num_to_compute: int  # of the prompt, by whoever computes it, as far as one knows
+    num_to_compute: int  # prompt tokens that the computing worker has not cached, as far as known
     max_uncached_tokens: int | None = None  # as in Submit
 
     @property
     def workers(self) -> list[Worker]:
-        """Who takes part, the one that the attempt is sent to first."""
+        """The workers that take part; the attempt is sent to the first."""
         return [self.decode] if self.prefill is None else [self.prefill, self.decode]
 
     @property
     def way(self) -> str:
-        """As metrics call it."""
+        """The way's label in the metrics."""
         return "local" if self.prefill is None else "hand_off"
 
 
 class GenerationRequest(msgspec.Struct, eq=False):
-    """One sequence to generate, validated; and what it has achieved over all its attempts, which the relay fills in."""
+    """One validated sequence to generate, and its progress over all attempts, which the relay fills in."""
 
     request_id: str
     prompt_token_ids: list[int]
     sampling: SamplingParams
-    timings: RequestTimings  # filled while it runs
+    timings: RequestTimings  # filled while the request runs
     spec: GenerationSpec = GenerationSpec()
-    timeout_s: float = math.inf  # of all of it; the relay bounds it
-    share: PromptShare | None = None  # with the other choices of the prompt
+    timeout_s: float = math.inf  # for the whole request; the relay bounds it
+    share: PromptShare | None = None  # shared with the other choices of the prompt
     flow: Flow = Flow()
-    trace_id: str = ""  # of the trace that it is recorded in; empty: in none
-    adapter: AdapterRef | None = None  # what computes it; None: the model as it is
+    trace_id: str = ""  # of the trace that records it; empty: none
+    adapter: AdapterRef | None = None  # the adapter to compute it with; None: the plain model
     # While it runs:
     deadline_s: float = math.inf
     prefix: RequestPrefix = msgspec.field(
         default_factory=lambda: RequestPrefix(None, ())
-    )  # whose caches have how much of it
-    place: Place | None = None  # for the next attempt, if it has one already
+    )  # the workers that have a prefix of it cached
+    place: Place | None = None  # the place of the next attempt, if it has one already
     output: list[int] = msgspec.field(default_factory=list)
     attempt: int = 0
     num_failures: int = 0
-    has_moved: bool = False  # from a decode worker that had no room for it any more; once is enough
-    was_asked_back: bool = False  # from a prefill worker where it waited; once is enough
+    has_moved: bool = False  # from a decode worker that ran out of blocks; a request moves at most once
+    was_asked_back: bool = False  # from a prefill worker; a request is asked back at most once
     avoidance: Avoidance = msgspec.field(default_factory=Avoidance)
     has_prompt_logprobs: bool = False
-    num_cached_tokens: int | None = None  # of the prompt, that nobody computed for this request
-    waits_since_s: float | None = None  # when room was first missing; None once an attempt gets further than that
+    num_cached_tokens: int | None = None  # prompt tokens that no worker computed for this request
+    waits_since_s: float | None = None  # when there was first no room; None once an attempt gets further
 
     @property
     def log_context(self) -> dict[str, Any]:
-        """What a log line about it carries."""
+        """The fields that its log lines carry."""
         return {"request_id": self.request_id, "attempt": self.attempt, "trace_id": self.trace_id}
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the choice that the prompt is computed, and counted, for."""
+        """Whether this choice computes the prompt and counts its tokens."""
         return self.sampling.choice == 0
 
     @property
     def is_silent(self) -> bool:
-        """Whether no output is wanted: the one token that is generated is left out."""
+        """Whether no output is wanted. One token is generated all the same, and left out."""
         return self.spec.max_tokens == 0
 
     @property
     def follows(self) -> bool:
-        """Whether the prompt is computed for another choice of it, already."""
+        """Whether another choice of the prompt computes it."""
         return self.share is not None and self.sampling.choice > 0
 
     @property
     def max_len(self) -> int:
-        """Tokens of prompt and output, if all of it is generated."""
+        """The tokens of prompt and output if all of the output is generated."""
         return len(self.prompt_token_ids) + self.sampling.max_tokens
 
     def settle(self, decode_address: str | None) -> None:
-        """Tell the prompt's other choices where its K/V lie, or, with None, that they must not wait for that any more."""
+        """Tell the prompt's other choices where its K/V are. With None, tell them not to wait for that any more."""
         if self.share is not None and not self.follows:
             self.share.settle(decode_address)
 
     @property
     def is_complete(self) -> bool:
-        """Whether there is nothing left to generate."""
+        """Whether all output has been generated."""
         return len(self.output) >= self.sampling.max_tokens
 
     @property
     def lacks_prompt_logprobs(self) -> bool:
-        """Whether the prompt's log probabilities are asked for and not here yet."""
+        """Whether the prompt's log probabilities were asked for and have not arrived."""
         return self.sampling.num_prompt_logprobs is not None and not self.has_prompt_logprobs
 
     @property
     def next_sampling(self) -> SamplingParams:
-        """Of the next attempt: what the client has already is not computed again."""
+        """The sampling parameters of the next attempt, which does not repeat the client's output so far."""
         return self.sampling.after_prefill() if self.has_prompt_logprobs else self.sampling
 
     @property
     def num_tokens(self) -> int:
-        """Of prompt and output so far."""
+        """The tokens of prompt and output so far."""
         return len(self.prompt_token_ids) + len(self.output)
 
     def timed_out(self) -> ApiError:

@@ -23,15 +23,15 @@ from kvrelay.gateway.workers.pool import WorkerPool
 from kvrelay.gateway.workers.worker import Worker
 from kvrelay.wire.messages import Withdraw
 
-_LOOK_S = 0.5  # how often a prompt that waits looks
-_ANSWER_S = 1.0  # how long a place is kept for the answer, which comes between two steps
+_LOOK_S = 0.5  # how often to look for a sooner place
+_ANSWER_S = 1.0  # how long a place is kept for the answer; a worker answers between two steps
 
 FindSooner = Callable[[Worker, Key], Place | None]
-"""A place where the prompt of this attempt at a prefill worker would be computed clearly sooner; None if there is none."""
+"""Finds a place that would compute the prompt of this attempt at a prefill worker clearly sooner; None if there is none."""
 
 
 class TakingBack:
-    """Of one attempt at a prefill worker. ``end`` it."""
+    """The taking back of one attempt's prompt. The owner must call ``end``."""
 
     def __init__(
         self, pool: WorkerPool, request: GenerationRequest, key: Key, prefill: Worker, find: FindSooner
@@ -43,10 +43,10 @@ class TakingBack:
         self._prefill = prefill
         self._find = find
         self._timer = asyncio.get_running_loop().call_later(_LOOK_S, self._look)
-        self.place: Place | None = None  # that is kept
+        self.place: Place | None = None  # the place that is kept
 
     def end(self) -> None:
-        """The prompt is computed, or the attempt is over: nobody looks any more, and no place is kept."""
+        """Stop looking and give the kept place back: the prompt is computed, or the attempt is over."""
         self._timer.cancel()
         self._give_place_back()
 

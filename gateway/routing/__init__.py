@@ -1,1 +1,1 @@
-"""Policies: who is admitted when, and which workers compute. Pure state and functions; the caller brings the time."""
+"""Policies: when a request is admitted, and which workers compute it. Pure state and functions; the caller passes the time."""

@@ -1,14 +1,13 @@
-"""Who gets a place on the workers, and when: one line of waiting requests, bounded three ways.
+"""Gives requests their places on the workers: one line of waiting requests, bounded in three ways.
 
-The line is in fair order (:mod:`kvrelay.common.fair_queue`): API keys share by tokens, and smaller priorities pass others. When
-it is full, a request that would not be the last in it takes the place of the last one.
+The line is in fair order (:mod:`kvrelay.common.fair_queue`): API keys share by tokens, and smaller priorities pass others. If the
+line is full, a request that would not be the last takes the place of the last one.
 
-A request that finds a place does not wait. Otherwise it stands in line. It is refused at once, with a hint when to come again,
-if the line is full, if its wait would be too long, or if it could not be answered in its time. The wait is forecast from what
-workers report and from what runs, the length of the answer from how long similar requests took
-(:mod:`kvrelay.gateway.routing.forecast`). No request is refused on an estimate before a similar one has ended. A request whose
-turn comes with too little time left is refused as well. Attempts after the first do not stand in line: their clients are being
-answered.
+A request that finds a place does not wait; otherwise it joins the line. It is refused at once, with a hint when to come again, if
+the line is full, if its wait would be too long, or if it could not be answered in time. The wait is forecast from the workers'
+reports and from running requests; the length of the answer from similar requests (:mod:`kvrelay.gateway.routing.forecast`). No
+request is refused on an estimate before a similar one has ended. A request whose turn comes too late is refused as well. Attempts
+after the first do not join the line, because their clients are already being answered.
 
 Lives on the gateway's asyncio loop.
 """
@@ -30,10 +29,10 @@ from kvrelay.gateway.routing.forecast import Forecast, Kind, Need, Pace, Served,
 
 T = TypeVar("T")
 
-_MARGIN = 1.15  # that estimates are short by: whoever is refused at once has lost nothing, who is late has cost others
-_LOOK_S = 0.5  # how often the first in line looks for a place, should nobody tell
+_MARGIN = 1.15  # safety factor on estimates: an early refusal costs nothing, a late request costs others time
+_LOOK_S = 0.5  # how often the first in line looks for a place without being woken
 _MAX_RETRY_S = 60.0
-_FORECAST_S = 0.25  # how long a forecast of the whole line is used, and continued, before it is made anew
+_FORECAST_S = 0.25  # how long a forecast of the whole line is reused and extended
 
 
 @dataclass(slots=True, eq=False)
@@ -42,17 +41,17 @@ class Asked:
 
     num_prompt_tokens: int
     max_tokens: int
-    num_to_compute: int = 0  # of the prompt, by a prefill worker, as whoever looks for a place last knew
+    num_to_compute: int = 0  # prompt tokens to compute, as estimated by the last search for a place
     flow: Flow = field(default_factory=Flow)
     kind: Kind = field(init=False)
-    num_tokens: float = field(init=False, default=0.0)  # of prompt and output, as estimated when it came
+    num_tokens: float = field(init=False, default=0.0)  # of prompt and output, as estimated on arrival
     arrival_s: float = field(init=False, default=0.0)
     deadline_s: float = field(init=False, default=math.inf)
     tags: Tags = field(init=False, default_factory=Tags)
     is_called: asyncio.Event = field(
         init=False, default_factory=asyncio.Event
-    )  # it is the first of the line, or pushed out
-    is_pushed_out: bool = field(init=False, default=False)  # of a line that is full, by others that come before it
+    )  # set when it is the first of the line, or pushed out
+    is_pushed_out: bool = field(init=False, default=False)  # others before it pushed it out of the full line
 
     def __post_init__(self) -> None:
         self.kind = kind_of(self.num_prompt_tokens, self.max_tokens)
@@ -70,7 +69,7 @@ class Admission:
         supply: Callable[[], Supply],
         clock: Clock,
     ) -> None:
-        """``changed`` is set by others when there may be a place; the first in line clears it."""
+        """``changed``: others set it when there may be a place; the first in line clears it."""
         self._pace = Pace()
         self._max_queued = max_queued
         self._room_timeout_s = room_timeout_s
@@ -79,25 +78,25 @@ class Admission:
         self._supply = supply
         self._clock = clock
         self._line: list[Asked] = []
-        self._called: Asked | None = None  # the first of the line, which looks for a place
-        self._sorted_s = 0.0  # when the line was last put in order
+        self._called: Asked | None = None  # the first of the line, which is looking for a place
+        self._sorted_s = 0.0  # when the line was last sorted
         self._fair = FairQueue()
-        self._running: dict[Asked, float] = {}  # since when they have their places
-        self._forecast: tuple[float, Forecast] | None = None  # of the whole line, and when it was made
+        self._running: dict[Asked, float] = {}  # when they got their places
+        self._forecast: tuple[float, Forecast] | None = None  # when it was made, and the forecast of the whole line
         metrics.queued.set_function(lambda: self.num_queued)
 
     @property
     def num_queued(self) -> int:
-        """Requests that wait for a place."""
+        """The number of requests that wait for a place."""
         return len(self._line)
 
     @property
     def num_running(self) -> int:
-        """Requests that have their places."""
+        """The number of requests that have a place."""
         return len(self._running)
 
     def check_not_full(self, flow: Flow) -> None:
-        """Raises OverloadedError if a request could only be refused, before any work goes into it."""
+        """Raises OverloadedError if a new request of ``flow`` would be refused, before any work is done for it."""
         if len(self._line) < self._max_queued:
             return
         last = self._line[-1].flow
@@ -105,24 +104,25 @@ class Admission:
             raise self._full()
 
     def num_to_hold(self, asked: Asked) -> float:
-        """The tokens of prompt and output that a request will hold, as far as one can know."""
+        """The estimated tokens of prompt and output that a request will hold."""
         return asked.num_prompt_tokens + self._pace.output_tokens(asked.kind, asked.max_tokens)
 
     def is_ahead(self, asked: Asked) -> bool:
-        """Whether its key has had as much as any, while others ask as well: it leaves room for them."""
+        """Whether the request's key has had as much as any other key that asks. Then it leaves room for the others."""
         return self._fair.is_ahead(asked, self._clock())
 
     def expected_wait_s(self, asked: Asked) -> float | None:
-        """When a request that stood in line from now on would get its place; None if that cannot be known."""
+        """How long a request that joined the line now would wait; None if unknown."""
         now_s = self._clock()
         self._come(asked, math.inf, now_s)
         line = self._with(asked, now_s)
         return self._wait_s(asked, line[: line.index(asked)], now_s)
 
     async def place(self, find: Callable[[], T | None], asked: Asked, timeout_s: float, why: Callable[[], str]) -> T:
-        """What ``find`` gives, at once or when its turn has come; ``timeout_s`` of the whole request. ``on_end`` must follow.
+        """The result of ``find``, at once or when the request's turn comes. ``on_end`` must follow. ``timeout_s``: of the whole
+        request.
 
-        Raises OverloadedError, with what ``why`` says if there was no place for too long, and RequestTimeoutError.
+        Raises OverloadedError, with the reason from ``why`` if there was no place for too long, and RequestTimeoutError.
         """
         begun_s = self._clock()
         self._come(asked, timeout_s, begun_s)
@@ -142,10 +142,10 @@ class Admission:
                 self._sort()
 
     def on_end(self, asked: Asked, num_output_tokens: int, first_token_s: float | None) -> None:
-        """A request that had its place is over. ``first_token_s``: when its first token came, on the clock; None: none did."""
+        """A request that had a place is over. ``first_token_s``: time of its first token; None if there was none."""
         now_s, placed_s = self._clock(), self._running.pop(asked)
         self._fair.settle(asked, asked.num_prompt_tokens + num_output_tokens)
-        # Also if a stop string, or its client, ended it: so much it cost.
+        # Also counts requests that a stop string or the client ended: they cost as much.
         if num_output_tokens and first_token_s is not None:
             served = Served(asked.num_prompt_tokens, num_output_tokens, first_token_s - placed_s, now_s - placed_s)
             self._pace.on_served(asked.kind, served, now_s)
@@ -156,12 +156,12 @@ class Admission:
         self._fair.come(asked)
 
     def _begin(self, asked: Asked, now_s: float) -> None:
-        """It has its place."""
+        """The request got its place."""
         self._fair.begin(asked, now_s)
         self._running[asked] = now_s
 
     def _join(self, asked: Asked, timeout_s: float, now_s: float) -> None:
-        """Stand in line, pushing the last one out if that is full. Raises OverloadedError if it may not."""
+        """Join the line and push the last one out if the line is full. Raises OverloadedError if the request may not join."""
         line = self._with(asked, now_s)
         index = line.index(asked)
         is_full, is_last = len(self._line) >= self._max_queued, index == len(self._line)
@@ -180,24 +180,24 @@ class Admission:
         self._call_first()
 
     def _with(self, asked: Asked, now_s: float) -> list[Asked]:
-        """The line, if the request stood in it."""
+        """The line as it would be with the request."""
         if (
             self._line
             and (last := self._line[-1]).flow == asked.flow
             and (not asked.flow.key or last.deadline_s <= asked.deadline_s)
-        ):  # as when one key floods the line: nobody else moves
+        ):  # as when one key floods the line: the others keep their order
             return [*self._line, asked]
         return self._fair.in_order([*self._line, asked], now_s)
 
     def _sort(self) -> None:
-        """Somebody has left, or time has passed: classes age, and one that has had its turn does so anew."""
+        """Sort the line again: a request has left, or priorities have aged."""
         self._sorted_s = self._clock()
         if self._line and self._line[0].flow.priority != self._line[-1].flow.priority:
             self._line = self._fair.in_order(self._line, self._sorted_s)
         self._call_first()
 
     def _call_first(self) -> None:
-        """Only the first of the line looks for a place."""
+        """Wake the first of the line. Only that one looks for a place."""
         first = self._line[0] if self._line else None
         if first is self._called:
             return
@@ -258,7 +258,7 @@ class Admission:
     # -- estimates -------------------------------------------------------------------------------------------------
 
     def _wait_s(self, asked: Asked, before: Sequence[Asked], now_s: float) -> float | None:
-        """How long a request behind those waits for its place; None if that cannot be known."""
+        """How long a request after ``before`` waits for its place; None if unknown."""
         place_s = self._forecast_behind(before, now_s).copy().place(self._need(asked))
         return None if place_s is None else place_s - now_s
 
@@ -269,7 +269,7 @@ class Admission:
         return Need(asked.num_to_compute, self.num_to_hold(asked), self._pace.durations_s(asked.kind))
 
     def _forecast_behind(self, before: Sequence[Asked], now_s: float) -> Forecast:
-        """Of those who come before somebody in the line."""
+        """A forecast in which the requests of ``before`` have got their places."""
         is_whole = len(before) == len(self._line)
         if is_whole and self._forecast is not None and now_s - self._forecast[0] < _FORECAST_S:
             return self._forecast[1]

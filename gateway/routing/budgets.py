@@ -1,17 +1,17 @@
-"""How many tokens an API key may use in a minute and in a day, counted over all gateways of a release without a database.
+"""Token budgets of API keys per minute and per day, counted over all gateways of a release without a database.
 
-A budget is a sliding window, kept in sixty slots (N. Mahdi, "An alternative approach to rate limiting", Figma 2017): no more
-than the limit in *any* minute or day. A request reserves its prompt and ``max_tokens`` when it comes. When it is over, its real
-use replaces that.
+A budget is a sliding window of sixty slots (N. Mahdi, "An alternative approach to rate limiting", Figma 2017): no more than the
+limit in *any* minute or day. On arrival a request reserves its prompt and ``max_tokens``. At its end the real use replaces the
+reservation.
 
-Each gateway counts its own requests exactly, and hears every ``TELL_S`` what each other gateway has used
-(:class:`~kvrelay.wire.messages.KeyTokens`, through workers). Between two such messages it takes only its share of what is left
-(B. Raghavan et al., "Cloud Control with Distributed Rate Limiting", SIGCOMM 2007). Each round shares what is left then, so
-shares follow the traffic: a key that asks only one gateway has nearly all of it after a few rounds. The first request in a
-round may take more than the share, or large requests would never fit.
+Each gateway counts its own requests exactly. Every ``TELL_S`` it hears what each other gateway has used
+(:class:`~kvrelay.wire.messages.KeyTokens`, through workers). Between two reports it takes only its share of what is left (B.
+Raghavan et al., "Cloud Control with Distributed Rate Limiting", SIGCOMM 2007). Each round divides what is then left, so shares
+follow the traffic: a key that uses only one gateway has nearly all of its budget after a few rounds. The first request in a round
+may take more than the share; otherwise large requests would never fit.
 
-The error, while gateways hear each other: a key may get more than its limit, by two requests for each gateway beside the first.
-The use of a gateway that has gone counts for one more window, evenly decreasing. A new gateway hears all that is known.
+The error while gateways hear each other: a key may exceed its limit by two requests for each gateway beside the first. The use of a
+gateway that is gone counts for one more window, decreasing evenly. A new gateway hears all that is known.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from dataclasses import dataclass
 from kvrelay.gateway.errors import InvalidRequestError, TokenBudgetError
 from kvrelay.wire.messages import KeyTokens
 
-WINDOWS_S = (60.0, 86_400.0)  # of a minute's and of a day's budget; limits are given in this order
+WINDOWS_S = (60.0, 86_400.0)  # the windows of the two budgets; limits are given in this order
 TELL_S = 0.5
 
 _NAMES = ("minute", "day")
 _NUM_SLOTS = 60
-_LIVE_S = 10 * TELL_S  # a gateway that was silent for longer is gone
+_LIVE_S = 10 * TELL_S  # a gateway that is silent for longer counts as gone
 _BUSY_RETRY_S = 1.0
 
 
 class Window:
-    """The tokens of the last ``length_s`` seconds. A slot leaves as a whole, when all of it is older."""
+    """The tokens of the last ``length_s`` seconds, in slots. A slot is dropped as a whole when all of it is older."""
 
     def __init__(self, length_s: float) -> None:
         self.length_s = length_s
         self._slot_s = length_s / _NUM_SLOTS
-        self._slots: deque[tuple[int, int]] = deque()  # number and tokens of those that are not empty
+        self._slots: deque[tuple[int, int]] = deque()  # number and tokens of each slot that is not empty
 
     def add(self, num_tokens: int, now_s: float) -> None:
-        """They are used now."""
+        """Add tokens that are used at ``now_s``."""
         while self._slots and self._leaves_s(self._slots[0][0]) <= now_s:
             self._slots.popleft()
         slot = int(now_s // self._slot_s)
@@ -52,7 +52,7 @@ class Window:
         self._slots.append((slot, num_tokens))
 
     def num_tokens(self, moment_s: float) -> int:
-        """How many will be in the window then, now or later, if nothing is added."""
+        """The tokens that will be in the window at ``moment_s`` (now or later) if none are added."""
         return sum(num for slot, num in self._slots if self._leaves_s(slot) > moment_s)
 
     def _leaves_s(self, slot: int) -> float:
@@ -60,15 +60,15 @@ class Window:
 
 
 class OtherGateways:
-    """What the other gateways of the release have told of their use, each of all its keys."""
+    """The use that the other gateways of the release have reported; a report covers all keys."""
 
     def __init__(self, gateway: str) -> None:
-        """``gateway``: our own name, as in KeyTokens."""
+        """``gateway``: this gateway's name, as in KeyTokens."""
         self._gateway = gateway
-        self._told: dict[str, tuple[KeyTokens, float]] = {}  # by gateway; and when it said so
+        self._told: dict[str, tuple[KeyTokens, float]] = {}  # by gateway: its report, and when it came
 
     def hear(self, told: KeyTokens, now_s: float) -> None:
-        """One of them tells its use. What is no news, as it came by several ways, changes nothing."""
+        """Take in a report. A report that came before over another worker changes nothing."""
         known = self._told.get(told.gateway)
         if told.gateway == self._gateway or (known is not None and known[0].number >= told.number):
             return
@@ -78,11 +78,11 @@ class OtherGateways:
                 del self._told[name]
 
     def num_live(self, now_s: float) -> int:
-        """Those that could let requests in now."""
+        """The number of gateways that may be letting requests in."""
         return sum(now_s - told_s <= _LIVE_S for _, told_s in self._told.values())
 
     def num_tokens(self, key: str, window: int, moment_s: float) -> float:
-        """How many of a key's tokens will be in their windows then, now or later, if they let nothing in."""
+        """A key's tokens in the others' windows at ``moment_s`` (now or later) if they let nothing more in."""
         num_tokens = 0.0
         for told, told_s in self._told.values():
             if key in told.used:
@@ -94,27 +94,28 @@ class OtherGateways:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """Of one budget."""
+    """What is left of one budget."""
 
     limit: int
     num_tokens: int
-    reset_s: float  # until all of it is there again, if nobody asks
+    reset_s: float  # until the whole budget is free again if no request comes
 
 
 class TokenBudget:
-    """One key's, at one gateway. ``limits`` are tokens in each of ``WINDOWS_S``, infinite for none; they may change."""
+    """One key's budgets at one gateway. ``limits`` are tokens in each of ``WINDOWS_S``, infinite for none; they may change."""
 
     def __init__(self, key: str, others: OtherGateways) -> None:
         self._key = key
         self._others = others
         self._windows = [Window(length_s) for length_s in WINDOWS_S]
-        self._num_reserved = 0  # by requests that are not over
-        self._num_let_in = 0  # since the others were told
+        self._num_reserved = 0  # by running requests
+        self._num_let_in = 0  # tokens let in since the last report
 
     def reserve(self, limits: Sequence[float], least: int, most: int, now_s: float) -> int:
-        """A request needs ``least`` tokens, and takes up to ``most``: returns how many are reserved. ``settle`` must follow.
+        """Reserve tokens for a request that needs ``least`` and can use up to ``most``. Returns the reserved number; ``settle``
+        must follow.
 
-        Raises TokenBudgetError if so many are not left, and InvalidRequestError if there never will be.
+        Raises TokenBudgetError if fewer are left, and InvalidRequestError if the limit is always too small.
         """
         if all(map(math.isinf, limits)):
             return 0
@@ -145,22 +146,22 @@ class TokenBudget:
         return granted
 
     def settle(self, num_reserved: int, num_used: int, now_s: float) -> None:
-        """A request is over that had so many reserved."""
+        """Replace a finished request's reservation by its use."""
         self._num_reserved -= num_reserved
         for window in self._windows:
             window.add(num_used, now_s)
 
     def used(self, now_s: float) -> tuple[int, int]:
-        """Here, in a minute and in a day, with what is reserved: for other gateways."""
+        """The use here in a minute and in a day, reservations included, for the report to other gateways."""
         minute, day = (window.num_tokens(now_s) + self._num_reserved for window in self._windows)
         return minute, day
 
     def on_told(self) -> None:
-        """The others know what is used here."""
+        """The report has been sent."""
         self._num_let_in = 0
 
     def left(self, limits: Sequence[float], now_s: float) -> Left | None:
-        """Of the budget that has least left; None if there is none."""
+        """What is left of the budget with the least left; None without a budget."""
         lefts: list[Left] = []
         for window, limit in enumerate(limits):
             if not math.isinf(limit):
@@ -173,14 +174,17 @@ class TokenBudget:
         return here + self._others.num_tokens(self._key, window, now_s)
 
     def _share(self, left: float, now_s: float) -> float:
-        """So much of what is left may be reserved now. Rounds of two gateways overlap, so a share is half of an equal one."""
+        """The part of what is left that may be reserved now. Rounds of two gateways overlap, so it is half of an equal share."""
         num_others = self._others.num_live(now_s)
         if not num_others or not self._num_let_in:
             return left
         return (left + self._num_let_in) / (2 * (num_others + 1)) - self._num_let_in
 
     def _wait_s(self, window: int, bound: float, now_s: float) -> float:
-        """Until no more than ``bound`` tokens are in the window. When requests end that run is not known: soon."""
+        """Seconds until at most ``bound`` tokens are in the window.
+
+        When running requests end is unknown; the result is then small.
+        """
         slot_s = WINDOWS_S[window] / _NUM_SLOTS
 
         def is_in_bound(slot: int) -> bool:

@@ -1,13 +1,13 @@
 """Which worker has which blocks in its prefix cache, as far as this gateway knows.
 
 A worker does not report which blocks it keeps. But a gateway knows what it sent to each worker, and the hashes of those blocks
-(:mod:`kvrelay.common.block_hash`). So it remembers for each hash which workers had the block last, in a bounded map whose least
-recently used entry goes first. That is a guess: a worker may have evicted a block, and other gateways send requests, too. A
-wrong guess costs what no guess would have cost: a decode worker that is to compute only the rest of a prompt first checks that
-it has the other blocks (``Submit.max_uncached_tokens``).
+(:mod:`kvrelay.common.block_hash`). So for each hash it remembers the workers that had the block last, in a bounded map that drops
+the least recently used entry first. This is a guess: a worker may have evicted a block, and other gateways send requests, too. A
+wrong guess costs no more than no guess: a decode worker that is to compute only the rest of a prompt first checks that it has the
+other blocks (``Submit.max_uncached_tokens``).
 
-Workers are known by address and epoch, so entries of an earlier process fit no worker. Pure state, no sockets, no clock. Not
-thread-safe: lives on the gateway's asyncio loop.
+Workers are identified by address and epoch, so entries of an earlier process match no worker. Pure state without sockets or a
+clock. Not thread-safe: lives on the gateway's asyncio loop.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from kvrelay.gateway.workers.load import WorkerView
 
 Holder = tuple[str, int]  # a worker's address and epoch
 
-_MAX_HOLDERS = 32  # of one block, the latest; others may have it as well
+_MAX_HOLDERS = 32  # the latest holders of one block; other workers may have it as well
 
 
 class PrefixMap:
-    """Who has which block, of at most ``max_blocks`` blocks. Some 150 bytes each."""
+    """Which workers have a block, for at most ``max_blocks`` blocks. An entry takes about 150 bytes."""
 
     def __init__(self, max_blocks: int) -> None:
         self._max_blocks = max_blocks
@@ -35,15 +35,17 @@ class PrefixMap:
         return len(self._holders)
 
     def record(self, hashes: Sequence[bytes], holder: Holder) -> None:
-        """The worker has the blocks of this chain now."""
+        """Record that the worker now has the blocks of this chain."""
         blocks = self._holders
         before: tuple[Holder, ...] = ()
         after: tuple[Holder, ...] = (holder,)
-        # From the tail: of a chain the map then forgets the tail before the head, without which it says nothing.
+        # The tail is recorded first, so the map forgets a chain's tail before its head. Without the head the tail is
+        # useless.
         for block_hash in reversed(hashes):
             known = blocks.get(block_hash, ())
-            if known != before:  # mostly a whole chain has the same holders, in one and the same tuple
-                others = tuple(one for one in known if one[0] != holder[0])  # the worker's other epochs are over
+            if known != before:  # a whole chain usually has the same holders, in one shared tuple
+                # Entries of the worker's earlier epochs are obsolete.
+                others = tuple(one for one in known if one[0] != holder[0])
                 before, after = known, (holder, *others)[:_MAX_HOLDERS]
             blocks[block_hash] = after
             blocks.move_to_end(block_hash)
@@ -51,7 +53,10 @@ class PrefixMap:
             blocks.popitem(last=False)
 
     def find(self, hashes: Iterable[bytes]) -> dict[Holder, int]:
-        """How many leading blocks of the chain each worker has. Of ``hashes`` no more is taken than somebody has, and one."""
+        """The number of leading blocks of the chain that each worker has.
+
+        Consumes ``hashes`` only up to the first unknown block.
+        """
         found: dict[Holder, int] = {}
         unbroken: tuple[Holder, ...] = ()
         num_blocks = 0
@@ -68,7 +73,7 @@ class PrefixMap:
         return found | dict.fromkeys(unbroken, num_blocks)
 
     def forget(self, hashes: Iterable[bytes], holder: Holder) -> None:
-        """The worker does not have the blocks of this chain."""
+        """Record that the worker does not have the blocks of this chain."""
         for block_hash in hashes:
             left = tuple(one for one in self._holders.get(block_hash, ()) if one != holder)
             if left:
@@ -78,9 +83,10 @@ class PrefixMap:
 
 
 class RequestPrefix:
-    """One request's tokens, seen as blocks: each is hashed once, however often the request is routed.
+    """One request's tokens as blocks. Each block is hashed once, however often the request is routed.
 
-    To route it no more is hashed than is known, as its client waits; the rest when a worker has computed it.
+    While the client waits for routing, only as many blocks are hashed as the map knows. The rest is hashed when a worker has
+    computed it.
     """
 
     def __init__(
@@ -90,19 +96,19 @@ class RequestPrefix:
         cache_salt: str = "",
         adapter: AdapterRef | None = None,
     ) -> None:
-        """Without ``prefixes`` nothing is hashed, and nothing known."""
+        """Without ``prefixes`` nothing is hashed and nothing is known."""
         self._prefixes = prefixes
-        self._is_trusted = True  # what the map says
+        self._is_trusted = True  # use what the map says
         self._prompt = prompt_token_ids
         self._cache_salt = cache_salt
         self._adapter = adapter
-        self._fingerprint: bytes | None = None  # of the KV that the chain is for
+        self._fingerprint: bytes | None = None  # the KV layout that the chain is for
         self._chain: HashChain | None = None
-        self._holders: set[Holder] = set()  # that have the prompt, as this request has shown
-        self.cached: Mapping[str, int] = {}  # what ``cached_tokens`` last said
+        self._holders: set[Holder] = set()  # workers that have the prompt, as this request has seen itself
+        self.cached: Mapping[str, int] = {}  # the last result of ``cached_tokens``
 
     def cached_tokens(self, output: Sequence[int], views: Iterable[WorkerView]) -> Mapping[str, int]:
-        """By address: so many leading tokens of prompt and ``output`` a worker need not compute. Who has none is not in it."""
+        """By address: leading tokens of prompt and ``output`` that a worker need not compute. Workers with none are left out."""
         cached: dict[str, int] = {}
         self.cached = cached
         if self._prefixes is None or not self._is_trusted:
@@ -110,7 +116,7 @@ class RequestPrefix:
         found: dict[Holder, int] | None = None
         for view in views:
             if found is None or view.fingerprint != self._fingerprint:
-                # The last token is always computed anew: its logits are what is sampled from.
+                # The last token is always computed, because its logits are needed for sampling.
                 num_reusable = (len(self._prompt) + len(output) - 1) // view.block_size
                 hashes = self._chain_for(view).iterate(self._token_ids(output), num_reusable)
                 found = self._prefixes.find(hashes)
@@ -126,19 +132,19 @@ class RequestPrefix:
             self._prefixes.record(self._hash_all(output, view), holder)
 
     def on_end(self, output: Sequence[int], view: WorkerView) -> None:
-        """An attempt is over; if the worker had what came before, it has prompt and ``output``."""
+        """An attempt is over. If the worker had the prompt, it also has ``output``."""
         holder = (view.address, view.epoch)
         if self._prefixes is not None and holder in self._holders:
             self._prefixes.record(self._hash_all(output, view), holder)
 
     def on_miss(self, view: WorkerView) -> None:
-        """The worker did not have what it was thought to have: this request asks for nobody's any more."""
+        """The worker did not have the blocks that the map said. From now on this request does not use the map."""
         self._is_trusted = False
         if self._prefixes is not None and self._chain is not None:
             self._prefixes.forget(self._chain.known, (view.address, view.epoch))
 
     def _hash_all(self, output: Sequence[int], view: WorkerView) -> list[bytes]:
-        """Of all full blocks of prompt and ``output``."""
+        """The hashes of all full blocks of prompt and ``output``."""
         num_full = (len(self._prompt) + len(output)) // view.block_size
         return self._chain_for(view).hashes(self._token_ids(output), num_full)
 

@@ -1,4 +1,7 @@
-"""Which of several models a conversation belongs to. By a hash: all gateways say the same, and it stays where its KV is cached."""
+"""Assigns a conversation to one of several models by a hash.
+
+So all gateways agree, and the conversation stays where its KV is cached.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,10 @@ _NUM_BYTES = 8
 
 
 def share_of(conversation: str, alias: str, weights: Sequence[float]) -> int:
-    """The index of a weight. Conversations fall on a line, weights are its sections, in order.
+    """The index of a conversation's weight. Conversations are points on a line, and the weights are the line's sections, in order.
 
-    When a weight grows at the cost of its neighbour, only the conversations between the old border and the new one change sides.
-    ``alias``: two splits are independent of each other. At least one of ``weights`` is above 0.
+    When a weight grows at the cost of its neighbour, only the conversations between the old and the new border change sides.
+    ``alias``: makes the splits of two aliases independent. At least one of ``weights`` is above 0.
     """
     digest = hashlib.blake2b(
         f"{alias}\0{conversation}".encode("utf-8", "surrogatepass"), digest_size=_NUM_BYTES
@@ -22,5 +25,5 @@ def share_of(conversation: str, alias: str, weights: Sequence[float]) -> int:
         point -= weight
         if point < 0:
             return index
-    # The line's end, by rounding: of those that have a part the last one.
+    # Rounding can put a point past the last section: it belongs to the last weight above 0.
     return max(index for index, weight in enumerate(weights) if weight > 0)

@@ -1,19 +1,19 @@
-"""Which workers serve a request, by what they last reported, and which way its prompt goes: over a prefill worker and the hand-off,
-or to a decode worker that computes it itself. Pure functions.
+"""Chooses a request's workers from their last reports, and the way of its prompt: hand-off from a prefill worker, or local prefill
+on a decode worker. Pure functions.
 
-Both ways are compared by when the first token is to be expected, in seconds from now. For a prompt of ``n`` tokens:
+The two ways are compared by when the first token is expected, in seconds from now. For a prompt of ``n`` tokens:
 
-    hand-off = (tokens that wait at the prefill worker + n - what it has cached) / its speed + 10 ms
-    local    = (tokens of prompts that wait at the decode worker + n - what it has cached) / its speed
+    hand-off = (tokens that wait at the prefill worker + n - its cached tokens) / its speed + 10 ms
+    local    = (prompt tokens that wait at the decode worker + n - its cached tokens) / its speed
 
-A prefill worker's speed is what it computes; a decode worker's is what it would compute now within its inter-token budget, beside
-the sequences that generate there. So a decode worker whose budget is used up takes no prompt, and a busy one loses by itself.
-Local prefill must be sooner by a tenth: what is nearly a tie goes to the prefill worker, because a prompt beside sequences that
-generate is paid by them. On idle pools this is the rule of "a short rest is computed by the decode worker": the 10 ms of a hand-off
-are more than a tenth of a short prompt's time, and less than a tenth of a long one's.
+A prefill worker's speed is what it computes. A decode worker's speed is what it could compute now within its inter-token budget,
+beside the sequences that it generates. So a decode worker whose budget is used up takes no prompt, and a busy one loses by itself.
+Local prefill must be sooner by a tenth. A near tie goes to the prefill worker, because local prefill slows the sequences that
+generate there. On idle pools the decode worker computes short uncached rests itself: the 10 ms of a hand-off are more than a tenth
+of a short prompt's time, and less than a tenth of a long one's.
 
-A decode worker that has computed no prompt knows no speed. It is tried with one prompt, at the fastest prefill worker's speed.
-While nobody knows a speed, prompts are handed over.
+A decode worker that has computed no prompt has no known speed. It is tried with one prompt, at the fastest prefill worker's speed.
+While no speed is known, prompts are handed over.
 """
 
 from __future__ import annotations
@@ -26,39 +26,38 @@ import msgspec
 
 from kvrelay.gateway.workers.load import WorkerView
 
-# What a decode worker may have more in use than others and still get a prompt that is cached there: for each cached token so many …
+# A decode worker may have this many more tokens in use than others, per cached token, and still get a prompt that is cached
+# there.
 _IN_USE_PER_CACHED = 4.0
-# … and, if all of the prompt is cached, such a part of what is in use there.
+# If all of the prompt is cached there, it may also have this part more of its own tokens in use.
 _IN_USE_SLACK = 0.25
-# What a decode worker counts as having in use for each token of a prompt that waits to be computed there.
+# Each prompt token that waits at a decode worker counts as this many tokens in use.
 _IN_USE_PER_WAITING = 4.0
-# Offer, grant, the last blocks and their verdict, and the wait for the decode worker's next step.
+# The time for offer, grant, the last blocks and their verification, and for the wait for the decode worker's next step.
 _HAND_OFF_S = 0.01
 _TIE = 0.1
-CLEARLY_SOONER = (
-    0.5  # of the time that is left by the way that was chosen: what is left by another that is worth the change
-)
+CLEARLY_SOONER = 0.5  # another way is worth a change if it takes at most this part of the remaining time
 
 
 class Reason(enum.StrEnum):
     """Why a prompt went its way."""
 
-    SOONER = "sooner"  # its first token is expected sooner than by the other way
+    SOONER = "sooner"  # the first token is expected sooner than by the other way
     ONLY_WAY = "only_way"  # no decode worker could compute it, or no prefill worker is there
-    UNKNOWN = "unknown"  # nobody knows how fast it would be
-    SHARED = "shared"  # the prompt lies on the decode worker, for another choice of it
-    TAKEN_BACK = "taken_back"  # it waited at a prefill worker, and the other way had become sooner
+    UNKNOWN = "unknown"  # no speed is known
+    SHARED = "shared"  # the decode worker already has the prompt for another choice of it
+    TAKEN_BACK = "taken_back"  # the prompt waited at a prefill worker, and the other way became sooner
 
 
 class Route(msgspec.Struct, frozen=True, gc=False):
-    """The chosen pair; without a prefill worker the decode worker prefills itself."""
+    """The chosen pair; without a prefill worker the decode worker computes the prompt."""
 
     prefill: str | None
     decode: str
 
 
 Way = tuple[Route, Reason]
-"""Where a prompt goes, and why."""
+"""A prompt's route, and the reason."""
 
 
 def choose(
@@ -68,25 +67,25 @@ def choose(
     sequence_number: int,
     cached: Mapping[str, int],
 ) -> Route | None:
-    """The workers that have the longest prefix, unless they are clearly more loaded; where nothing is cached, the least loaded.
+    """The workers with the longest cached prefix, unless they are clearly more loaded. If nothing is cached: the least loaded.
 
-    Both are costs, and the lowest wins; ties go round by ``sequence_number``. Of a prefill worker: the tokens to compute before
-    this prompt has its first one, so
+    Both are costs, and the lowest cost wins; ``sequence_number`` rotates ties. A prefill worker's cost is the number of tokens to
+    compute before this prompt's first token, without the prompt's length, which is the same everywhere:
 
-        tokens that wait - cached tokens
+        waiting tokens - cached tokens
 
-    (the prompt's length is the same everywhere). Of a decode worker with room, as parts of its pool:
+    A decode worker's cost, as a part of its pool, if it has room:
 
-        (tokens in use + 4 * tokens of prompts that wait) / (1 + 0.25 * cached part of the prompt) - 4 * cached tokens
+        (tokens in use + 4 * waiting prompt tokens) / (1 + 0.25 * cached part of the prompt) - 4 * cached tokens
 
-    So it may have four tokens more in use than others for each cached one, which spares a computation or a transfer, and a quarter
-    more of what is in use: among many requests chance alone would else drive chats from their workers. On a worker whose batch
-    is full nothing counts as cached. Prompts that wait there count, as who joins a batch beside them waits longer for its next
-    token. A decode worker without room is only taken if none has any.
+    So for each cached token, which saves a computation or a transfer, it may have four tokens more in use than others. It may also
+    have a quarter more of what is in use; otherwise, among many requests, chance alone would drive chats from their workers. On a
+    worker whose batch is full nothing counts as cached. Waiting prompts count because a sequence beside them waits longer for its
+    next token. A decode worker without room is taken only if none has room.
 
-    ``cached``: leading tokens of the prompt that a worker has, by address, as far as this gateway knows (see
-    :mod:`kvrelay.gateway.routing.prefixes`). Without ``prefills`` the route has no prefill worker. None if there is no decode
-    worker, or no prefill worker whose KV fits it.
+    ``cached``: leading prompt tokens that a worker has, by address, as far as this gateway knows (see
+    :mod:`kvrelay.gateway.routing.prefixes`). Without ``prefills`` the route has no prefill worker. Returns None if there is no
+    decode worker, or no prefill worker whose KV layout fits it.
     """
 
     def decode_cost(view: WorkerView) -> tuple[bool, float, int]:
@@ -116,7 +115,7 @@ def choose(
 def _first(
     views: Sequence[WorkerView], sequence_number: int, cost: Callable[[WorkerView], tuple[Any, ...]]
 ) -> WorkerView:
-    """The one that costs least; of several, another one each time."""
+    """The cheapest worker; among equals, another one each time."""
     if len(views) == 1:
         return views[0]
     ordered = sorted(views, key=lambda view: view.address)
@@ -125,15 +124,18 @@ def _first(
 
 
 def with_adapter(views: list[WorkerView], digest: str, has_place: Callable[[WorkerView], bool]) -> list[WorkerView]:
-    """Those that have loaded the adapter, as long as one of them ``has_place``; else all, of whom one will load it."""
+    """The workers that have loaded the adapter, if one of them ``has_place``.
+
+    Otherwise all workers; the chosen one will load it.
+    """
     having = [view for view in views if digest in view.adapters]
     return having if any(map(has_place, having)) else views
 
 
 class Limits(msgspec.Struct, frozen=True, gc=False):
-    """What may wait where."""
+    """How much may wait at workers."""
 
-    prefill_backlog_s: float  # at a prefill worker; infinite: whatever waits there
+    prefill_backlog_s: float  # at a prefill worker; infinite: no limit
     local_backlog_s: float | None  # at a decode worker; None: it computes no prompts
 
 
@@ -147,8 +149,8 @@ def choose_way(
 ) -> Way | None:
     """The way by which a prompt of ``num_tokens`` is expected to have its first token sooner.
 
-    ``prefills``: all that may be asked, whatever waits there; ``decodes``: those with room for the sequence; ``cached``: as for
-    :func:`kvrelay.gateway.routing.ways.choose`. None: there is no place, or the prompt is better off if it waits for one.
+    ``prefills``: all usable ones, whatever waits there. ``decodes``: those with room for the sequence. ``cached``: as for
+    :func:`choose`. None: there is no place, or the prompt is better off waiting for one.
     """
     local = best_local(prefills, decodes, num_tokens, sequence_number, cached, limits.local_backlog_s)
     if not prefills:
@@ -173,10 +175,10 @@ def best_local(
     cached: Mapping[str, int],
     backlog_s: float | None,
 ) -> tuple[float, str] | None:
-    """In how many seconds which decode worker would compute the prompt soonest; None if no decode worker may.
+    """The decode worker that would compute the prompt soonest, and in how many seconds; None if no decode worker may.
 
-    Who may has blocks and a place in its batch for the sequence, is left some of its budget, and computes within ``backlog_s`` what
-    waits there.
+    A decode worker may if it has blocks and a batch place for the sequence and some of its budget left, and if its waiting prompts
+    are computed within ``backlog_s``.
     """
     if backlog_s is None:
         return None
@@ -197,7 +199,7 @@ def best_local(
 def _hand_off_s(
     prefills: Sequence[WorkerView], route: Route, num_tokens: int, cached: Mapping[str, int]
 ) -> float | None:
-    """Until the first token of a prompt that is sent that way now; None if the prefill worker's speed is not known."""
+    """Seconds until the first token of a prompt sent over ``route`` now; None if the prefill worker's speed is not known."""
     view = next(view for view in prefills if view.address == route.prefill)
     if not view.tokens_per_s:
         return None

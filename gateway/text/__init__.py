@@ -1,1 +1,1 @@
-"""Text to tokens and back: tokenizer, detokenizer, stop strings, and what a request asks of its tokens."""
+"""Text to tokens and back: tokenizer, detokenizer, stop strings, sampling parameters."""

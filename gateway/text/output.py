@@ -1,4 +1,4 @@
-"""One sequence's tokens as the client's text: special tokens left out, stop strings found, nothing cut in half."""
+"""Turns one sequence's tokens into the client's text: leaves special tokens out, finds stop strings, cuts no character in half."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ from kvrelay.wire.messages import Beam, TokenDelta
 StopReason = str | int | None  # the stop string, or the client's stop token; None for a model's own end
 
 
-class TextDelta(msgspec.Struct, frozen=True, gc=False):  # one per token: half a dataclass's cost, nothing to collect
+# One per token: costs half as much as a dataclass, and the garbage collector ignores it.
+class TextDelta(msgspec.Struct, frozen=True, gc=False):
     """New text, with the tokens that came since the last delta (their text may still be held back)."""
 
     text: str
     tokens: list[SampledToken]
     finish_reason: FinishReason | None
-    stop_reason: StopReason = None  # with the finish reason
-    prompt_logprobs: list[SampledToken] | None = None  # with the first delta, if asked for
-    beam: int = 0  # of a beam search: which of its results this is, whole
+    stop_reason: StopReason = None  # set with the finish reason
+    prompt_logprobs: list[SampledToken] | None = None  # set with the first delta, if asked for
+    beam: int = 0  # index of a beam search's result, which the delta has as a whole
 
 
 TakeText = Callable[[TextDelta], None]
-"""Takes what is new of one sequence. Must not wait."""
+"""Takes new text of one sequence. Must not wait."""
 
 
 @dataclass(slots=True)
@@ -61,7 +62,7 @@ def total(sequences: Sequence[GenerationRequest], usages: Sequence[Usage]) -> Us
 
 
 def overlap(text: str, marker: str) -> int:
-    """Length of the longest end of ``text`` that begins ``marker`` and is not all of it."""
+    """Length of the longest end of ``text`` that is a proper beginning of ``marker``."""
     for length in range(min(len(marker) - 1, len(text)), 0, -1):
         if text.endswith(marker[:length]):
             return length
@@ -69,10 +70,10 @@ def overlap(text: str, marker: str) -> int:
 
 
 class StopMatcher:
-    """Watches one sequence's text for stop strings. What may be the beginning of one is held back.
+    """Watches one sequence's text for stop strings, and holds back text that may begin one.
 
-    Of several stop strings the one that ends first counts (of those that end together, the longest), so the
-    outcome depends on the text only and not on the pieces it came in.
+    The stop string that ends first counts; of those that end together, the longest. So the result depends only on the text, not on
+    its pieces.
     """
 
     def __init__(self, stops: Sequence[str], *, includes_stop: bool = False) -> None:
@@ -83,7 +84,7 @@ class StopMatcher:
         self.matched: str | None = None  # the stop string that ended the text
 
     def push(self, text: str) -> str:
-        """Take new text in; returns what may be sent. After a match it returns nothing more."""
+        """Take new text; returns the text that may be sent. After a match it returns nothing more."""
         if self.matched is not None:
             return ""
         if not self._stops:
@@ -100,13 +101,13 @@ class StopMatcher:
         return safe
 
     def finish(self) -> str:
-        """The text is over: what was held back is no stop string."""
+        """End the text; returns what was held back, which is no stop string."""
         held, self._held = self._held, ""
         return held
 
 
 class OutputText:
-    """Takes tokens, gives text. After a stop string, ``is_stopped``, it takes no more."""
+    """Turns tokens into text. After a stop string (``is_stopped``) it takes no more."""
 
     def __init__(self, tokenizer: Tokenizer, request: GenerationRequest) -> None:
         spec, sampling = request.spec, request.sampling
@@ -114,7 +115,7 @@ class OutputText:
         if not spec.keeps_special:
             silent = tokenizer.skipped_ids.difference(map(tokenizer.token_id, spec.kept_tokens))
         if not spec.includes_stop:
-            # A tokenizer need not call a model's end tokens special; no client wants to read them.
+            # Some tokenizers do not mark a model's end tokens as special, but no client wants to read them.
             silent = silent.union(sampling.stop_token_ids)
         self._detokenizer = tokenizer.detokenizer(silent)
         self._stop = StopMatcher(spec.stops, includes_stop=spec.includes_stop)
@@ -125,7 +126,7 @@ class OutputText:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether a stop string has come."""
+        """Whether a stop string was found."""
         return self._stop.matched is not None
 
     def push(self, tokens: Sequence[SampledToken]) -> tuple[str, int]:
@@ -135,7 +136,7 @@ class OutputText:
             self._num_tokens += 1
             piece = self._detokenizer.push([token.token_id])
             if self._num_tokens < self._min_tokens:
-                pieces.append(piece)  # a stop string that is complete before so many tokens does not count
+                pieces.append(piece)  # a stop string that completes before min_tokens does not count
                 continue
             pieces.append(self._stop.push(piece))
             if self.is_stopped:
@@ -144,7 +145,7 @@ class OutputText:
         return "".join(pieces), len(tokens)
 
     def finish(self, last_token_id: int | None) -> str:
-        """What is left when the sequence is over; ``last_token_id`` ended it, if it was a stop token."""
+        """The rest of the text at the end. ``last_token_id``: the stop token that ended it, if one did."""
         text = self._stop.push(self._detokenizer.finish()) + self._stop.finish()
         if self.is_stopped:
             self.stop_reason = self._stop.matched
@@ -154,7 +155,7 @@ class OutputText:
 
 
 class Output:
-    """One sequence on its way to its client. A stop string ends the text in front of it, and the request."""
+    """Passes one sequence's output to its client as text. A stop string ends the text before it, and the request."""
 
     def __init__(
         self,
@@ -165,7 +166,7 @@ class Output:
         metrics: ModelMetrics,
         clock: Clock,
     ) -> None:
-        """``take`` gets the text as it comes, the last of it with a finish reason; ``usage`` is filled.
+        """``take`` gets the text as it arrives; its last delta has a finish reason. ``usage`` is filled.
 
         Of a beam search, ``take`` gets one delta for each of its results.
         """
@@ -179,7 +180,7 @@ class Output:
         self._is_silent = request.is_silent
 
     def take(self, delta: TokenDelta) -> bool:
-        """Pass its text on; whether more tokens are wanted. See :data:`kvrelay.gateway.relay.attempt.Take`."""
+        """Pass new text on. Returns whether more tokens are wanted. See :data:`kvrelay.gateway.relay.attempt.Take`."""
         request, usage, output = self._request, self._usage, self._text
         self._observe(request.timings, delta)
         if delta.num_cached_tokens is not None and request.is_first:
@@ -227,11 +228,11 @@ class Output:
             is_first = gap_s is None
             self._metrics.tokens.on_tokens(len(delta.tokens), gap_s)
         if parts or is_first:
-            # Histograms take longer than all else that a token meets here, and a stream's client waits for the first one.
+            # Histograms take longer than everything else done for a token, and the client waits for the first one.
             asyncio.get_running_loop().call_soon(self._count_start, timings, parts, is_first)
 
     def _count_start(self, timings: RequestTimings, parts: Mapping[str, float], is_first: bool) -> None:
-        """New parts of the request's start, and whether its first token has come."""
+        """Count the new parts of the request's start, and its first token if ``is_first``."""
         for name, value in parts.items():
             self._metrics.part_s.labels(name).observe(value)
         if is_first:
@@ -239,6 +240,6 @@ class Output:
             self._metrics.ttft_s.observe(timings.first_token_s - timings.received_s)
 
     def _ended(self) -> bool:
-        """No more is wanted."""
+        """Note the end; no more tokens are wanted."""
         self._metrics.e2e_s.observe(self._clock() - self._request.timings.received_s)
         return False

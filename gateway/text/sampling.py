@@ -1,4 +1,4 @@
-"""The sampling parameters that a client's wishes become: the model's limits, what contradicts what, a seed for every request."""
+"""Turns a client's wishes into sampling parameters: applies the model's limits, refuses contradictions, draws a seed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NOT_WITH_BEAMS = (
     "stops", "logit_bias", "allowed_token_ids", "bad_words", "guide", "has_watermark", "processors", "min_tokens",
     "num_prompt_logprobs", "ignore_eos",
 )  # fmt: skip
-_DEFAULT_BEAM_TOKENS = 256  # room for that is kept for every beam, from the start
+_DEFAULT_BEAM_TOKENS = 256  # room for so many tokens is reserved for every beam from the start
 _PUBLIC_NAMES = {"stops": "stop", "has_watermark": "watermark", "num_prompt_logprobs": "prompt_logprobs"}
 
 
@@ -32,12 +32,11 @@ def sampling_params(
     bad_words: tuple[tuple[int, ...], ...],
     prompt_param: str,
 ) -> list[SamplingParams]:
-    """The parameters of every choice of one prompt. ``eos_ids``: the model's own ends; ``bad_words``: as :func:`word_ids` has them.
+    """The parameters of every choice of one prompt. ``eos_ids``: the model's end tokens. ``bad_words``: as :func:`word_ids` returns
+    them.
 
-    ``prompt_param``: where the prompt came from.
-
-    Raises ContextLengthError naming tokens and limit if prompt and output cannot fit, InvalidRequestError on what the model
-    cannot do, or on fields that contradict each other.
+    ``prompt_param``: the field that the prompt came from. Raises ContextLengthError, with tokens and limit, if prompt and output
+    cannot fit. Raises InvalidRequestError if the model cannot do what is asked, or if fields contradict each other.
     """
     _check_together(spec)
     limit, vocab_size = limits.max_model_len, limits.vocab_size
@@ -78,7 +77,7 @@ def sampling_params(
         bad_words=bad_words,
         watermark=Watermark() if spec.has_watermark else None,
     )
-    # Only the first choice computes the whole prompt, so only it can tell the prompt's log probabilities.
+    # Only the first choice computes the whole prompt, so only it has the prompt's log probabilities.
     others = [
         msgspec.structs.replace(first, choice=choice, num_prompt_logprobs=None)
         for choice in range(1, spec.num_sequences)
@@ -87,7 +86,7 @@ def sampling_params(
 
 
 def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
-    """Raises InvalidRequestError on an id that the model does not have."""
+    """Raises InvalidRequestError if the model does not have one of the ids."""
     largest = max(token_ids, default=0)
     if largest >= vocab_size:
         raise InvalidRequestError(
@@ -115,7 +114,7 @@ def _check_together(spec: GenerationSpec) -> None:
 
 
 def _check_workers_limits(spec: GenerationSpec, num_prompt_tokens: int, limits: SharedLimits) -> None:
-    """What a worker would refuse is refused here, before it costs anything, and by its field's name."""
+    """Refuse what a worker would refuse, before it costs anything, naming the client's field."""
     for name in spec.processors:
         if name not in limits.processors:
             known = ", ".join(sorted(limits.processors)) or "there are none"
@@ -136,7 +135,7 @@ def _check_workers_limits(spec: GenerationSpec, num_prompt_tokens: int, limits: 
 
 
 def word_ids(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """The token sequences that spell ``words``, at the beginning of a text and behind a space."""
+    """The token sequences that spell ``words``, at the beginning of a text and after a space."""
     found: dict[tuple[int, ...], None] = {}
     for word in words:
         for spelled in (word, f" {word.lstrip(' ')}"):

@@ -1,4 +1,4 @@
-"""Text to token ids and back, from a model directory's ``tokenizer.json``. Torch and transformers are not needed."""
+"""Text to token ids and back, from a model directory's ``tokenizer.json``. Needs neither torch nor transformers."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ _MAX_HELD_TOKENS = 4  # a character has at most four bytes, and a token at least
 
 
 class Detokenizer:
-    """One sequence's output as text, as it comes: never half a character, and the pieces add up to the text of the whole.
+    """Turns one sequence's output into text as it arrives. It never sends half a character; the pieces add up to the whole text.
 
-    A token's text can depend on the tokens before it (leading spaces, bytes of one character spread over tokens), so a piece is
-    what a short window of ids decodes to, less what was sent of it. A window that ends in an unfinished character waits for its
-    rest, but only as long as a character can be: bytes that never become one are sent as U+FFFD, and no window grows with the text.
+    A token's text can depend on the tokens before it (leading spaces, bytes of one character spread over tokens). So a piece is the
+    text of a short window of ids, minus the part that was sent. A window that ends in an unfinished character waits for the rest,
+    but only as long as a character can be: bytes that never become a character are sent as U+FFFD, and no window grows with the
+    text.
 
-    The tokens of many models are bytes and nothing else. A token that is whole characters then adds its own text, whatever came
-    before it, and no window is decoded for it: twice per token that took a sixth of all that a gateway does with one.
+    The tokens of many models are plain bytes. A token that consists of whole characters then adds its own text, whatever came
+    before it, and no window is decoded. Decoding windows twice per token would take a sixth of the gateway's time per token.
 
-    ``decode`` turns ids into text; ``silent_ids`` have none, whatever it makes of them.
+    ``decode`` turns ids into text. ``silent_ids`` have no text, whatever ``decode`` makes of them.
     """
 
     def __init__(
@@ -38,20 +39,20 @@ class Detokenizer:
         *,
         text_of: Callable[[int], str] | None = None,
     ) -> None:
-        """``text_of``: what one token decodes to, where tokens are bytes that are decoded together; None: they are not."""
+        """``text_of``: the text of one token, for tokenizers whose tokens are bytes. None: they are not."""
         self._decode = decode
         self._text_of = text_of
         self._silent_ids = frozenset(silent_ids)
-        self._window: list[int] = []  # what the next piece's text depends on
+        self._window: list[int] = []  # the tokens that the next piece depends on
         self._num_sent_chars = 0  # of the window's text
-        self._num_held = 0  # tokens since the last piece that ended in a whole character
+        self._num_held = 0  # tokens since the last piece that ended with a whole character
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that ``token_ids`` add, as far as it is certain."""
         return "".join([self._push_one(token_id) for token_id in token_ids if token_id not in self._silent_ids])
 
     def finish(self) -> str:
-        """What is left at the end; a character that stayed unfinished is dropped."""
+        """The rest of the text at the end. An unfinished character is dropped."""
         text = self._decode(self._window).rstrip(_REPLACEMENT)[self._num_sent_chars :]
         self._window, self._num_sent_chars, self._num_held = [], 0, 0
         return text
@@ -59,7 +60,7 @@ class Detokenizer:
     def _push_one(self, token_id: int) -> str:
         if self._text_of is not None and self._num_held == 0 and _REPLACEMENT not in (own := self._text_of(token_id)):
             if self._window:
-                self._window, self._num_sent_chars = [], 0  # whole characters: nothing depends on them
+                self._window, self._num_sent_chars = [], 0  # whole characters: later tokens do not depend on them
             return own
         self._window.append(token_id)
         self._num_held += 1
@@ -71,7 +72,7 @@ class Detokenizer:
         if not has_waited and (is_unfinished or len(text) <= self._num_sent_chars):
             return ""
         piece = text[self._num_sent_chars :]
-        # The tokens behind this piece are context for the next one; older ones no longer matter.
+        # The tokens of this piece are context for the next one; older ones no longer matter.
         del self._window[: -min(self._num_held, _MAX_HELD_TOKENS)]
         self._num_sent_chars = len(self._decode(self._window)) - is_unfinished
         if not is_unfinished:
@@ -81,23 +82,24 @@ class Detokenizer:
 
 T = TypeVar("T")
 
-_LONG = 4_000  # bytes of text, which take about 1 ms
+_LONG = 4_000  # bytes of text that take about 1 ms
 
 
 class Tokenizer:
-    """A model's tokenizer and what belongs to it: special tokens and end-of-text ids. Thread-safe."""
+    """A model's tokenizer with its special tokens and end-of-text ids. Thread-safe."""
 
     def __init__(self, backend: tokenizers.Tokenizer, special_tokens: dict[str, str], eos_ids: tuple[int, ...]) -> None:
-        # A file may ask for truncation or padding, which is for training: a prompt must never be cut in silence.
+        # A file may ask for truncation or padding, which is for training. A prompt must never be cut silently.
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
         self.skipped_ids = frozenset(
             token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
-        )  # left out by ``decode``
+        )  # ``decode`` leaves these out
         self.special_tokens = special_tokens  # such as {"bos_token": "<s>"}
         self.eos_ids = eos_ids
-        # Every token of every output is decoded on its own, too (see Detokenizer). As many as the model has ids.
+        # Every token of every output is also decoded on its own (see Detokenizer). The cache has at most as many entries as
+        # there are ids.
         self._token_texts: dict[int, str] = {}
         self._decodes_bytes = isinstance(backend.decoder, tokenizers.decoders.ByteLevel)
 
@@ -129,19 +131,19 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Ids are below this."""
+        """All ids are below this."""
         return self._backend.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of ``text``. Long texts belong on a thread: the interpreter's lock is free while it works."""
-        # ``encode`` of the library would keep the lock for as long as it works.
+        """Token ids of ``text``. Encode long texts on a thread: the library releases the interpreter's lock."""
+        # The library's ``encode`` would keep the interpreter's lock.
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoding.ids
 
     def spans(self, text: str, *, add_special_tokens: bool) -> list[tuple[int, int, int]]:
-        """As ``encode``: of each token its id, and where in ``text`` it begins and ends (in characters)."""
+        """Like ``encode``, but each token has its id and its begin and end in ``text`` (in characters)."""
         (encoding,) = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
-        # One by one: all offsets at a time are made without a pause for others.
+        # One by one, because making all offsets at once would not let other threads run.
         places = (encoding.token_to_chars(index) or (0, 0) for index in range(len(encoding)))
         return [(token_id, *place) for token_id, place in zip(encoding.ids, places, strict=True)]
 
@@ -165,11 +167,11 @@ class Tokenizer:
         return self._backend.token_to_id(token)
 
     def token_name(self, token_id: int) -> str:
-        """How the vocabulary writes a token, such as ``Ġthe``; empty if it has none of this id."""
+        """The vocabulary's spelling of a token, such as ``Ġthe``; empty if there is no such id."""
         return self._backend.id_to_token(token_id) or ""
 
     def token_text(self, token_id: int) -> str:
-        """One token's text on its own, special tokens included."""
+        """The text of one token alone, special tokens included."""
         text = self._token_texts.get(token_id)
         if text is None:
             text = self._token_texts[token_id] = self._backend.decode([token_id], skip_special_tokens=False)
@@ -190,13 +192,13 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _content(token: Any) -> str:
-    """A special token's text; empty for what is none, such as the switch ``add_bos_token``."""
+    """A special token's text; empty for a value that is no token, such as the switch ``add_bos_token``."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else ""
 
 
 def check_text(text: str, param: str) -> None:
-    """Raises InvalidRequestError on text that is no text: JSON escapes can spell half of a surrogate pair."""
+    """Raises InvalidRequestError on text that is not valid Unicode: JSON escapes can spell half of a surrogate pair."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -206,5 +208,5 @@ def check_text(text: str, param: str) -> None:
 
 
 async def aside(work: Callable[[], T], size: int) -> T:
-    """What ``work`` makes of ``size`` bytes of a client's: on a thread if they are many, so that no stream waits for it."""
+    """Run ``work`` on ``size`` bytes of a client's data. Large work runs on a thread, so that no stream waits for it."""
     return work() if size < _LONG else await asyncio.to_thread(work)

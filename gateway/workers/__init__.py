@@ -1,1 +1,1 @@
-"""The workers: links to them, what they reported, who may be used together."""
+"""The workers: links to them, their reports, and which of them fit together."""

@@ -1,16 +1,16 @@
-"""Which workers there are, from the Kubernetes API: the pods of a namespace that a label selector names.
+"""Finds the workers through the Kubernetes API: the pods of a namespace that a label selector matches.
 
-:meth:`Pods.follow` is finite: it lists the pods, then hears of every change until the API ends that, forgets the version it was at
-(410), or is away. :class:`Discovery` calls it again for ever, on a thread of its own, because the client library blocks. While the
-API is away the last known workers stay; who of them really answers, the links to them know.
+:meth:`Pods.follow` is finite. It lists the pods, then watches them until the API ends the watch, forgets the version (410), or is
+away. :class:`Discovery` calls it again and again, on its own thread because the client library blocks. While the API is away, the
+last known workers stay; the links to them show which of them really answer.
 
-A worker is a pod with the label ``kvrelay.dev/role`` and a container port named ``control``. Of several models, the label
-``kvrelay.dev/model`` names its own. It takes requests while it is ready and nobody has asked for its deletion; it stays known until
-it is gone or has ended, because what it has may still finish. If a worker has several pods of a StatefulSet, as many as the label
-``kvrelay.dev/nodes-per-worker`` says, the first of them is the worker, and the others run ranks for it. So it is with the first pod
-of a LeaderWorkerSet's group.
+A worker is a pod with the label ``kvrelay.dev/role`` and a container port named ``control``. With several models, the label
+``kvrelay.dev/model`` names the worker's. A worker takes requests while its pod is ready and not marked for deletion. It stays known
+until the pod is gone or has ended, because its requests may still finish. A worker may have several pods of a StatefulSet, as many
+as the label ``kvrelay.dev/nodes-per-worker`` says. Then the first pod is the worker, and the others run ranks for it. The same
+holds for the first pod of a LeaderWorkerSet's group.
 
-It needs ``get``, ``list`` and ``watch`` on pods of one namespace, nothing else.
+Discovery needs ``get``, ``list`` and ``watch`` on pods of one namespace, nothing else.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ OnWorkers = Callable[[Sequence[FoundWorker]], None]
 ROLE_LABEL = "kvrelay.dev/role"
 MODEL_LABEL = "kvrelay.dev/model"
 NODES_LABEL = "kvrelay.dev/nodes-per-worker"
-GROUP_INDEX_LABEL = "leaderworkerset.sigs.k8s.io/worker-index"  # of a LeaderWorkerSet's pods: their place in a group
+# A LeaderWorkerSet's pod has its index in the group here.
+GROUP_INDEX_LABEL = "leaderworkerset.sigs.k8s.io/worker-index"
 CONTROL_PORT = "control"
 
 _ROLES = {role.value: role for role in (Role.PREFILL, Role.DECODE)}
@@ -47,14 +48,14 @@ _ENDED = ("Succeeded", "Failed")
 _OWN_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 _CONNECT_S = 3.0
 _LIST_S = 10.0
-_WATCH_S = 30  # the server ends a watch after this; a connection that has died unnoticed lasts little longer
+_WATCH_S = 30  # the server ends a watch after this, so a dead connection is noticed soon
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 10.0
-_STOP_S = 2.0  # how long the end of the thread is waited for
+_STOP_S = 2.0  # how long to wait for the thread's end
 
 
 class Pods:
-    """The pods of one namespace that a selector names."""
+    """The pods of one namespace that a selector matches."""
 
     def __init__(self, api: CoreV1Api, namespace: str, selector: str) -> None:
         from kubernetes.watch import Watch  # noqa: PLC0415 - 40 MB that only this needs
@@ -66,7 +67,7 @@ class Pods:
 
     @classmethod
     def connect(cls, namespace: str | None, selector: str) -> Pods:
-        """As the pod's service account, or as ``KUBECONFIG`` says outside of a cluster. Raises SettingsError."""
+        """Connect as the pod's service account, or outside of a cluster as ``KUBECONFIG`` says. Raises SettingsError."""
         from kubernetes import client, config  # noqa: PLC0415 - 40 MB that only this needs
 
         try:
@@ -84,12 +85,11 @@ class Pods:
         return cls(client.CoreV1Api(), namespace, selector)
 
     def follow(self, on_workers: OnWorkers, wait: Callable[[float], bool]) -> None:
-        """List, then follow; ``on_workers`` gets all workers at first and after every change.
+        """List the pods, then watch them. ``on_workers`` gets all workers at first and after every change.
 
-        Returns when a watch heard nothing new. ``wait`` lets so many seconds pass between two watches, which an API may end at
-        once; True ends it all.
-
-        Raises ApiException (of ``kubernetes``; 410: the version last seen is too old), urllib3's HTTPError, and OSError.
+        Returns when a watch reports nothing new. ``wait`` sleeps for so many seconds between two watches, because an API may end a
+        watch at once. It returns True to stop. Raises ApiException (of ``kubernetes``; 410: the version last seen is too old),
+        urllib3's HTTPError, and OSError.
         """
         listed = self._api.list_namespaced_pod(
             self._namespace, label_selector=self._selector, _request_timeout=(_CONNECT_S, _LIST_S)
@@ -121,15 +121,15 @@ class Pods:
                     known = found
                     on_workers(found)
             if wait(_FIRST_PAUSE_S) or version == before:
-                return  # a version gets too old when nothing happens; a list is cheap then
+                return  # without events the version gets too old; a new list is cheap then
 
     def stop(self) -> None:
-        """End the watch that is under way, on another thread. One that begins later is not ended."""
+        """End the running watch on another thread. A watch that begins later is not ended."""
         self._watch.stop()
 
 
 class Discovery:
-    """Follows the pods from ``start`` to ``stop``, on a daemon thread; ``on_workers`` is called on the asyncio loop."""
+    """Follows the pods from ``start`` to ``stop`` on a daemon thread. Calls ``on_workers`` on the asyncio loop."""
 
     def __init__(self, pods: Pods, on_workers: OnWorkers) -> None:
         self._loop = asyncio.get_running_loop()
@@ -139,15 +139,15 @@ class Discovery:
         self._thread = threading.Thread(target=self._run, name="discovery", daemon=True)
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Nothing is reported from now on. Waits for the thread's end; one that waits for a list of the API outlives it."""
+        """Stop reporting, and wait for the thread's end. A thread that waits for a list of the API outlives this call."""
         self._ended.set()
         until_s = time.monotonic() + _STOP_S
         while self._thread.is_alive() and time.monotonic() < until_s:
-            self._pods.stop()  # again: a watch may have begun since
+            self._pods.stop()  # again, because a watch may have begun since
             self._thread.join(0.05)
 
     def _run(self) -> None:
@@ -162,7 +162,7 @@ class Discovery:
                 logger.info("the Kubernetes API is back")
             pause_s, was_away = _FIRST_PAUSE_S, False
             if not self._ended.is_set():
-                with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+                with contextlib.suppress(RuntimeError):  # the loop has ended
                     self._loop.call_soon_threadsafe(self._on_workers, found)
 
         while not self._ended.is_set():
@@ -189,7 +189,7 @@ class Discovery:
 async def followed(
     settings: DiscoverySettings, pods: Pods | None, pools: Mapping[str, WorkerPool]
 ) -> AsyncGenerator[None]:
-    """Gives ``pools``, by model, the workers in ``pods``, as they come and go, or without pods those that are listed.
+    """A context in which ``pools`` (by model) get the workers of ``pods`` as they come and go; without pods, the listed workers.
 
     At the end it stops the pools.
     """
@@ -206,14 +206,17 @@ async def followed(
 
 
 class Sharing:
-    """Gives each pool the workers of its model. One that names no model belongs to the only one; of several, to none."""
+    """Gives each pool the workers of its model.
+
+    A worker without a model's name belongs to the only model; if there are several, to none.
+    """
 
     def __init__(self, pools: Mapping[str, WorkerPool]) -> None:
         self._pools = pools
-        self._foreign: frozenset[str] = frozenset()  # models that workers name, and nobody serves
+        self._foreign: frozenset[str] = frozenset()  # models that workers name and this gateway does not serve
 
     def __call__(self, found: Sequence[FoundWorker]) -> None:
-        """These are all workers there are."""
+        """Take the list of all workers."""
         only = next(iter(self._pools)) if len(self._pools) == 1 else ""
         for model, pool in self._pools.items():
             pool.update([worker for worker in found if (worker.model or only) == model])
@@ -227,7 +230,7 @@ class Sharing:
 
 
 def worker_of(pod: dict[str, Any]) -> FoundWorker | None:
-    """The worker in a pod; None if there is none, or none yet, or not any more."""
+    """The worker of a pod; None if the pod is no worker, or not yet, or no more."""
     metadata, status = pod["metadata"], pod.get("status", {})
     labels = metadata.get("labels", {})
     role = _ROLES.get(labels.get(ROLE_LABEL, ""))
@@ -253,7 +256,7 @@ def worker_of(pod: dict[str, Any]) -> FoundWorker | None:
 
 
 def workers_of(pods: Iterable[dict[str, Any]]) -> list[FoundWorker]:
-    """The workers in pods, one for each address: a pod that is going may still show the address that another has by now."""
+    """The workers of pods, one for each address. A pod that is ending may still show an address that another pod already has."""
     found: dict[tuple[Role, str], FoundWorker] = {}
     for pod in pods:
         worker = worker_of(pod)
@@ -266,7 +269,7 @@ def workers_of(pods: Iterable[dict[str, Any]]) -> list[FoundWorker]:
 
 
 def _is_leader(name: str, labels: Mapping[str, str]) -> bool:
-    """Whether the pod of that name is a worker, and not a further one of a worker's pods."""
+    """Whether the pod is the worker, not one of the worker's further pods."""
     if (index := labels.get(GROUP_INDEX_LABEL)) is not None:
         return index == "0"
     nodes_per_worker, ordinal = labels.get(NODES_LABEL, "1"), name.rpartition("-")[2]

@@ -1,9 +1,7 @@
-"""What a worker has to do, as one gateway knows it: the worker's last report, brought up to date by this gateway's own
-attempts.
+"""A worker's load, as one gateway knows it: the worker's last report, updated with this gateway's own attempts.
 
-A report is up to a second old, and a worker may finish half of its requests in that time. So the report is used only for the
-load of other gateways; this gateway knows its own at every moment. Pure state; the caller brings the time, in seconds on one
-clock.
+A report is up to a second old, and a worker may finish half of its requests in that time. So the report is used only for the load
+of other gateways; this gateway always knows its own. Pure state; the caller passes the time, in seconds on one clock.
 """
 
 from __future__ import annotations
@@ -19,45 +17,46 @@ from kvrelay.wire.messages import Status
 
 Key = tuple[str, int]
 
-# A report that comes so soon after an attempt was sent may have left before the attempt arrived.
+# A report that arrives sooner than this after an attempt was sent may not include the attempt.
 _ON_THE_WAY_S = 0.05
 
 
 @dataclass(slots=True, eq=False)
 class _Attempt:
-    num_tokens: int  # whose KV it needs, so far
-    known_s: float | None  # since when the worker knows of it; None while it is on its way through another worker
+    num_tokens: int  # tokens whose KV it needs so far
+    known_s: float | None  # since when the worker knows it; None while it is on its way through another worker
     num_to_compute: int  # of its tokens, by this worker
-    is_computed: bool = False  # its prompt is: the first token has come
-    is_reported: bool = False  # the last report counts it
+    is_computed: bool = False  # its prompt is computed: the first token has come
+    is_reported: bool = False  # the last report includes it
 
     @property
     def num_uncomputed(self) -> int:
-        """Of its prompt's tokens."""
+        """The prompt tokens that are not computed yet."""
         return 0 if self.is_computed else self.num_to_compute
 
 
 class Load:
-    """One worker's. Sums are kept, not made: they are asked for with each request, of each worker, whatever runs there."""
+    """One worker's load. It keeps running sums, because each request asks for the load of each worker."""
 
     def __init__(self, block_size: int, windows: tuple[Window | None, ...] = (None,)) -> None:
-        """``windows``: of the groups of layers that the worker keeps K/V of."""
+        """``windows``: of the layer groups whose K/V the worker keeps."""
         self._block_size = block_size
         self._windows = windows
         self._attempts: dict[Key, _Attempt] = {}
-        self._num_uncomputed = 0  # tokens of prompts of our own attempts
-        self._num_unreported_blocks = 0  # of our own attempts that the last report does not count
+        self._num_uncomputed = 0  # uncomputed prompt tokens of our own attempts
+        self._num_unreported_blocks = 0  # blocks of our own attempts that the last report does not include
         self._num_others = 0
         self._tokens_of_others = 0
         self._reported_free_blocks: int | None = None
-        self._num_done = 0  # uncomputed tokens of our own attempts that the last report says are computed
-        self._known_s = 0.0  # since when what is known to wait is computed
-        self._num_given_back = 0  # blocks of attempts that the last report counts and that are over
+        self._num_done = 0  # tokens in ``_num_uncomputed`` that the last report says are computed
+        self._known_s = 0.0  # since when the worker computes the waiting tokens
+        self._num_given_back = 0  # blocks of finished attempts that the last report still includes
 
     def open(self, key: Key, num_tokens: int, now_s: float, *, is_sent: bool, num_to_compute: int) -> None:
-        """An attempt begins, or is to have its place. ``num_to_compute``: of its tokens, by this worker.
+        """An attempt begins, or a place is kept for it. ``num_to_compute``: tokens for this worker to compute.
 
-        ``is_sent``: to this worker, which else hears of it later: from another one (and we with its first token), or from us.
+        ``is_sent``: it is sent to this worker. Otherwise the worker hears of it later: from another worker (this gateway knows it
+        by the first token), or from this gateway.
         """
         if not self.num_waiting_tokens:
             self._known_s = now_s
@@ -66,9 +65,9 @@ class Load:
         self._num_unreported_blocks += self._blocks_for(num_tokens)
 
     def on_first_token(self, key: Key, now_s: float, tokens_per_s: float | None) -> None:
-        """The attempt's prompt is computed: whoever takes part in it knows of it by now.
+        """The attempt's prompt is computed, so all its workers know of it by now.
 
-        ``tokens_per_s``: of prompts, that the worker computes. Time that this prompt does not account for went into the next.
+        ``tokens_per_s``: the worker's speed with prompts. Time that this prompt does not account for went into the next one.
         """
         if (attempt := self._attempts.get(key)) is not None:
             num_computed = max(0, attempt.num_uncomputed - self._num_done)
@@ -79,7 +78,7 @@ class Load:
                 attempt.known_s = now_s
 
     def close(self, key: Key, num_tokens: int) -> None:
-        """An attempt is over, which held ``num_tokens`` at its end."""
+        """An attempt is over; it held ``num_tokens`` at its end."""
         if (attempt := self._attempts.pop(key, None)) is None:
             return
         self._forget(attempt)
@@ -89,11 +88,12 @@ class Load:
             self._num_unreported_blocks -= self._blocks_for(attempt.num_tokens)
 
     def on_status(self, status: Status, now_s: float) -> None:
-        """The worker reports."""
+        """Take in the worker's report."""
         for attempt in self._attempts.values():
             attempt.is_reported = attempt.known_s is not None and attempt.known_s < now_s - _ON_THE_WAY_S
         reported = [attempt for attempt in self._attempts.values() if attempt.is_reported]
-        # The report counts those of our own, too, that wait for blocks of another worker, which has not told us how far it is.
+        # The report includes our own attempts that still wait for another worker's blocks. That worker has not told us how
+        # far they are.
         num_on_the_way = sum(one.known_s is None for one in self._attempts.values())
         num_ours = len(reported) + min(num_on_the_way, status.num_arriving)
         self._num_others = max(0, status.num_running + status.num_waiting - num_ours)
@@ -108,21 +108,23 @@ class Load:
 
     @property
     def attempts(self) -> list[Key]:
-        """Our own."""
+        """This gateway's own attempts."""
         return list(self._attempts)
 
     @property
     def num_requests(self) -> int:
-        """On the worker, or on their way to it."""
+        """The requests on the worker and on their way to it."""
         return self._num_others + len(self._attempts)
 
     @property
     def num_waiting_tokens(self) -> int:
-        """Of prompts that are not computed yet."""
+        """The prompt tokens that are not computed yet."""
         return self._tokens_of_others + self._num_uncomputed - self._num_done
 
     def num_tokens_until(self, key: Key, now_s: float, tokens_per_s: float) -> float:
-        """To compute by ``now_s`` before our own attempt has its first token, if prompts are computed in order of arrival."""
+        """The tokens to compute after ``now_s`` before our own attempt ``key`` has its first token, if prompts are computed in
+        order of arrival.
+        """
         num_tokens = self._tokens_of_others - self._num_done - tokens_per_s * (now_s - self._known_s)
         for other, attempt in self._attempts.items():
             num_tokens += attempt.num_uncomputed
@@ -131,16 +133,16 @@ class Load:
         return 0.0
 
     def num_waiting_tokens_at(self, now_s: float, tokens_per_s: float) -> float:
-        """Of prompts that are not computed by ``now_s``, if the worker computes so many a second."""
+        """The prompt tokens that are not computed by ``now_s`` at this speed."""
         return max(0.0, self.num_waiting_tokens - tokens_per_s * (now_s - self._known_s))
 
     def num_free_blocks(self, num_blocks: int) -> int:
-        """Of ``num_blocks`` in all; none is taken before the first report, but by our own attempts. May be negative."""
+        """The free blocks of ``num_blocks``. Before the first report, only our own attempts take blocks. May be negative."""
         reported = num_blocks if self._reported_free_blocks is None else self._reported_free_blocks
         return min(num_blocks, reported + self._num_given_back) - self._num_unreported_blocks
 
     def _forget(self, attempt: _Attempt) -> None:
-        """The attempt's prompt is computed, or nobody wants it any more."""
+        """The attempt's prompt is computed or no longer wanted."""
         num_uncomputed = attempt.num_uncomputed
         self._num_uncomputed -= num_uncomputed
         self._num_done = max(0, self._num_done - num_uncomputed)
@@ -149,62 +151,64 @@ class Load:
         return num_whole_blocks(self._windows, num_tokens, self._block_size)
 
 
-class WorkerView(msgspec.Struct, frozen=True, gc=False):  # one per worker and request: a tenth of a dataclass's cost
+class WorkerView(msgspec.Struct, frozen=True, gc=False):  # one per worker and request: costs a tenth of a dataclass
     """One worker as routing sees it, as far as this gateway knows (see :mod:`kvrelay.gateway.workers.load`)."""
 
     address: str
-    fingerprint: bytes  # of its KV layout
-    num_requests: int  # running, waiting, and on their way to it
-    num_waiting_tokens: int  # of prompts that are not computed yet
+    fingerprint: bytes  # of the worker's KV layout
+    num_requests: int  # running, waiting, and on their way to the worker
+    num_waiting_tokens: int  # prompt tokens that are not computed yet
     num_free_blocks: int
     num_blocks: int
     block_size: int
     max_running: int = 0  # requests that it computes at a time; 0: not known yet
-    # Of prompts, that it would compute now: a decode worker within its inter-token budget. None: not known; 0: none is left.
+    # Prompt tokens per second that it could compute now; a decode worker within its inter-token budget. None: unknown; 0:
+    # no budget left.
     tokens_per_s: float | None = None
-    epoch: int = 0  # of its process; another one has nothing cached
-    adapters: Sequence[str] = ()  # digests of those that it has loaded
+    epoch: int = 0  # of its process; a new process has nothing cached
+    adapters: Sequence[str] = ()  # digests of the loaded adapters
     windows: tuple[Window | None, ...] = (None,)  # of its groups of layers
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that ``num_tokens`` tokens take: where groups of layers have windows, fewer than hold them."""
+        """The blocks that ``num_tokens`` take. Layer groups with windows take fewer."""
         return num_whole_blocks(self.windows, num_tokens, self.block_size)
 
     def tokens_for(self, num_tokens: float) -> float:
-        """The same in tokens of blocks."""
+        """The same, as tokens of blocks."""
         return num_whole_blocks(self.windows, math.ceil(num_tokens), self.block_size) * self.block_size
 
     def has_room(self, num_tokens: int) -> bool:
-        """Whether the request's blocks are free."""
+        """Whether enough blocks are free for the request."""
         return self.blocks_for(num_tokens) <= self.num_free_blocks
 
     def takes_prompt(self, backlog_s: float) -> bool:
-        """As a prefill worker: whether what waits there is computed within ``backlog_s``."""
+        """For a prefill worker: whether its waiting prompts are computed within ``backlog_s``."""
         return self.tokens_per_s is None or self.num_waiting_tokens <= self.tokens_per_s * backlog_s
 
     def takes_sequence(self, num_tokens: int) -> bool:
-        """As a decode worker: whether a request of so many tokens finds blocks, and a place in the batch before long."""
+        """For a decode worker: whether a request of ``num_tokens`` finds blocks, and a place in the batch soon."""
         return self.num_requests == 0 or (self.num_requests < self.max_taken and self.has_room(num_tokens))
 
     @property
     def max_taken(self) -> float:
-        """As a decode worker: requests that it is given at a time; infinite as long as that is not known."""
-        # Some are on their way while others leave: without a few more than run at a time, the batch would have gaps.
+        """For a decode worker: the number of requests that it may be given at a time; infinite if unknown."""
+        # Some requests are still on their way while others leave. Without a few more than can run, the batch would have
+        # gaps.
         return self.max_running + self.max_running // 4 + 4 if self.max_running else math.inf
 
     @property
     def is_full(self) -> bool:
-        """As a decode worker: whether one more request would wait for its place in the batch."""
+        """For a decode worker: whether one more request would wait for a place in the batch."""
         return 0 < self.max_running <= self.num_requests
 
 
 def choose_fingerprint(
     current: bytes | None, prefills: Sequence[bytes | None], decodes: Sequence[bytes | None]
 ) -> bytes | None:
-    """The KV layout that all workers in use share, of those that are up; None if nobody is.
+    """The KV layout that all workers in use shall share, among those of running workers; None if none is up.
 
-    The one with workers of both roles, else with decode workers; of several the one in use, else the most frequent. So a new
-    model under the same labels takes no traffic until it can serve, and none from workers that can.
+    A layout with workers of both roles comes first, then one with decode workers. Of several, the one in use wins, else the most
+    frequent. So a new model under the same labels takes no traffic until it can serve, and none from workers that can.
     """
     fingerprints = {fingerprint for fingerprint in (*prefills, *decodes) if fingerprint is not None}
 

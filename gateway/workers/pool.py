@@ -1,4 +1,4 @@
-"""The workers of one model: which there are, which may be used together, and which request a message belongs to.
+"""The workers of one model: which exist, which fit together, and the attempt that a message belongs to.
 
 The list of workers comes from the settings or from :mod:`kvrelay.gateway.workers.discovery`, and may change. Workers that serve
 another model, or whose KV layout differs from the others', are connected and named, but not used.
@@ -26,18 +26,18 @@ from kvrelay.wire.settings import LinkSettings
 logger = logging.getLogger(__name__)
 
 _NOTHING: Mapping[str, int] = {}
-_MAX_DISTRUSTED = 256  # that are remembered; the last ones heard of
+_MAX_DISTRUSTED = 256  # how many are remembered: the latest
 
 
 @dataclass(frozen=True, slots=True)
 class FoundWorker:
-    """A worker that should be there."""
+    """A worker that should exist."""
 
     role: Role
     address: str
-    uid: str = ""  # another one under the same address is another worker
-    accepts: bool = True  # else it is starting or leaving: nothing new is sent to it
-    model: str = ""  # that it is listed for; "": the only one that there is
+    uid: str = ""  # another uid under the same address is another worker
+    accepts: bool = True  # False while it starts or ends: it gets no new requests
+    model: str = ""  # the model that it is listed for; "": the only model
 
 
 class WorkerPool:
@@ -54,10 +54,10 @@ class WorkerPool:
         keys: WireKeys | None = None,
         model: str = "",
     ) -> None:
-        """``network`` is closed with the pool. ``model``: its name in the API; "": there is one only, whatever it is called.
+        """``network`` is closed with the pool. ``model``: its name in the API; "": there is only one model, whatever its name.
 
-        ``needs_prefill_workers``: while none is up there is no service; else decode workers compute prompts meanwhile, once
-        the first of them was up.
+        ``needs_prefill_workers``: without a running prefill worker there is no service. Otherwise decode workers compute prompts
+        then, once a prefill worker has been up.
         """
         self.model = model
         self._metrics = metrics
@@ -67,21 +67,23 @@ class WorkerPool:
         self._needs_prefill_workers = needs_prefill_workers
         self.prefills: dict[str, Worker] = {}  # by address
         self.decodes: dict[str, Worker] = {}
-        self._fingerprint: bytes | None = None  # of the KV of all workers that are used
-        self._is_told = False  # who is there
+        self._fingerprint: bytes | None = None  # KV layout of all workers in use
+        self._is_told = False  # the list of workers is known
         self.cards: list[ModelCard] = []  # of the workers that are up
-        self.limits: SharedLimits | None = None  # what all workers that are up can do; None while none is
-        self.absent = self._missing_roles()  # why no gateway can serve; empty if somebody has each role
-        self._had_prefill_worker = False  # up; before that those that are listed are starting, and worth waiting for
+        self.limits: SharedLimits | None = None  # limits that all running workers share; None while none is up
+        self.absent = self._missing_roles()  # why no gateway can serve; empty if each role has a worker
+        # One has been up; before that the listed ones are starting, and worth waiting for.
+        self._had_prefill_worker = False
         self._listeners: dict[Key, Listener] = {}
         self._stopping: set[asyncio.Task[None]] = set()
-        self._distrusted: deque[str] = deque(maxlen=_MAX_DISTRUSTED)  # starts of prefill workers, by their ``peer_id``
+        # ``peer_id`` of prefill workers that computed wrongly.
+        self._distrusted: deque[str] = deque(maxlen=_MAX_DISTRUSTED)
         self.on_key_tokens: Callable[[KeyTokens], object] = lambda _: (
             None
-        )  # hears what other gateways tell through workers
+        )  # called with other gateways' reports, which come through workers
         self.changed = asyncio.Event()  # set when a worker came, went or reported; waiters clear it
         for role in (Role.PREFILL, Role.DECODE):
-            metrics.distrusted_workers.labels(role.value)  # from 0 on: an alert sees the first one
+            metrics.distrusted_workers.labels(role.value)  # from 0 on, so that an alert sees the first one
         for gauge, state, read in (
             (metrics.worker_requests, "running", lambda status: status.num_running),
             (metrics.worker_requests, "waiting", lambda status: status.num_waiting),
@@ -97,7 +99,7 @@ class WorkerPool:
         return [*self.prefills.values(), *self.decodes.values()]
 
     def update(self, found: Iterable[FoundWorker]) -> None:
-        """From now on these are the workers: connects to new ones, retires those that leave, lets go of all others."""
+        """Take the new list of workers: connect to new ones, retire those that leave, drop all others."""
         self._is_told = True
         by_key = {(worker.role, worker.address): worker for worker in found}
         for worker in self.workers:
@@ -113,13 +115,13 @@ class WorkerPool:
         self.take_stock()
 
     async def stop(self) -> None:
-        """Say Bye to all workers: what this gateway asked for is void."""
+        """Say Bye to all workers, which cancels this gateway's requests."""
         await asyncio.gather(*self._stopping, *(worker.client.stop() for worker in self.workers))
         await asyncio.to_thread(self._network.close)
 
     @property
     def fingerprint(self) -> bytes | None:
-        """Of the KV of the workers that are used; None while none is up."""
+        """The KV layout of the workers in use; None while none is up."""
         return self._fingerprint if self.cards else None
 
     def open_attempt(
@@ -130,9 +132,9 @@ class WorkerPool:
         listener: Listener,
         cached: Mapping[str, int] = _NOTHING,
     ) -> None:
-        """Register an attempt, sent to the first worker; ``listener`` hears what they all say of it from now on.
+        """Register an attempt that is sent to the first worker. ``listener`` gets all events of the attempt from now on.
 
-        ``cached``: so many of its tokens the worker at an address has already, as far as one knows.
+        ``cached``: number of its tokens that the worker at an address has cached, as far as known.
         """
         self._listeners[key] = listener
         for worker in workers:
@@ -142,25 +144,25 @@ class WorkerPool:
                 worker.load.open(key, num_tokens, self._network.clock(), is_sent=is_sent, num_to_compute=num_to_compute)
 
     def keep_place(self, key: Key, worker: Worker, num_tokens: int, num_to_compute: int) -> None:
-        """For an attempt that may go to the worker soon: others see its place as taken, until ``give_place_back``."""
+        """Reserve a place on the worker for an attempt that may follow. It counts as taken until ``give_place_back``."""
         if worker.load is not None:
             worker.load.open(key, num_tokens, self._network.clock(), is_sent=False, num_to_compute=num_to_compute)
 
     def give_place_back(self, key: Key, worker: Worker) -> None:
-        """The attempt begins, or will not."""
+        """Release a reserved place: the attempt begins, or will not."""
         if worker.load is not None:
             worker.load.close(key, 0)
         self.changed.set()
 
     def on_first_token(self, key: Key, workers: Sequence[Worker]) -> None:
-        """An attempt on these workers has its first token: the next prompt may have its place."""
+        """An attempt on these workers has its first token, so the next prompt may have its place."""
         for worker in workers:
             if worker.load is not None:
                 worker.load.on_first_token(key, self._network.clock(), worker.tokens_per_s)
         self.changed.set()
 
     def close_attempt(self, key: Key, workers: Sequence[Worker], num_tokens: int) -> None:
-        """Forget an attempt that ended at ``num_tokens``; what still comes of it is dropped, others may have its place."""
+        """Forget an attempt that ended at ``num_tokens``. Later events of it are dropped, and its places are free."""
         del self._listeners[key]
         for worker in workers:
             if worker.load is not None:
@@ -168,13 +170,16 @@ class WorkerPool:
         self.changed.set()
 
     def deliver(self, key: Key, event: AttemptEvent) -> None:
-        """Pass an event on to its attempt, if it is still open."""
+        """Pass an event to its attempt, if it is still open."""
         listener = self._listeners.get(key)
         if listener is not None:
             listener(event)
 
     def on_wrong(self, worker: Worker) -> None:
-        """It computes wrongly. Decode workers drop what a prefill worker shipped; those that come later are told, too."""
+        """``worker`` has found that it computes wrongly.
+
+        Decode workers, also later ones, are told to drop the K/V of a wrong prefill worker.
+        """
         self._metrics.distrusted_workers.labels(worker.role.value).inc()
         if worker.role is Role.PREFILL and worker.welcome is not None:
             peer_id = worker_peer_id(worker.welcome.worker_id, worker.welcome.epoch)
@@ -183,20 +188,23 @@ class WorkerPool:
                 decode.client.send(Distrust(peer_id=peer_id))
 
     def on_welcome(self, worker: Worker) -> None:
-        """A link is up; what was sent before may have been lost."""
+        """A link is up again; messages sent before may be lost."""
         if worker.role is Role.DECODE:
             for peer_id in self._distrusted:
                 worker.client.send(Distrust(peer_id=peer_id))
 
     @property
     def is_local_only(self) -> bool:
-        """Whether decode workers compute all prompts. Not to hide a prefill worker whose KV is another: that is a mistake."""
+        """Whether decode workers compute all prompts.
+
+        A prefill worker with another KV layout is a mistake, which this must not hide.
+        """
         if self._needs_prefill_workers or any(one.is_usable or one.misfit for one in self.prefills.values()):
             return False
         return self._had_prefill_worker or not self._staying(Role.PREFILL)
 
     def not_ready(self) -> list[str]:
-        """Why requests should be sent to another gateway; empty if they can be served, or if no gateway could (see ``absent``)."""
+        """Why another gateway should get the requests. Empty if this one can serve, or if no gateway could (see ``absent``)."""
         if not self._is_told:
             return ["who the workers are is not known yet"]
         reasons: list[str] = []
@@ -212,7 +220,7 @@ class WorkerPool:
         return [f"there is no {role} worker" for role in (*needed, Role.DECODE) if not self._staying(role)]
 
     def kv_in_use(self, role: Role) -> float | None:
-        """The part of the role's KV blocks that is neither free nor only cached, as last reported; None if nobody has."""
+        """The part of the role's KV blocks that is neither free nor only cached, as last reported; None without a report."""
         num_blocks = self._reported(role, lambda status: status.num_blocks)
         return 1 - self._reported(role, lambda status: status.num_free_blocks) / num_blocks if num_blocks else None
 
@@ -221,7 +229,7 @@ class WorkerPool:
         return sum(read(worker.status) for worker in self._of(role).values() if worker.status is not None)
 
     def _staying(self, role: Role) -> list[Worker]:
-        """Those that are not on their way out."""
+        """The workers that are not retiring."""
         return [worker for worker in self._of(role).values() if not worker.is_retiring]
 
     def _of(self, role: Role) -> dict[str, Worker]:
@@ -236,7 +244,7 @@ class WorkerPool:
         task.add_done_callback(self._stopping.discard)
 
     def take_stock(self) -> None:
-        """Who is up, and who of them is used."""
+        """Work out which workers are up, and which of them are used."""
         up = [worker for worker in self.workers if worker.welcome is not None]
         for role in (Role.PREFILL, Role.DECODE):
             self._metrics.workers_up.labels(role.value).set(sum(1 for worker in up if worker.role is role))
@@ -256,7 +264,7 @@ class WorkerPool:
                 logger.error("%s worker at %s is not used: %s", worker.role, worker.address, misfit)
             worker.misfit = misfit
         self._metrics.workers_refused.set(sum(1 for worker in up if worker.misfit))
-        # Each request looks at these several times.
+        # Computed here because each request reads them several times.
         self.cards = [worker.welcome.card for worker in up if worker.welcome is not None and not worker.misfit]
         self.limits = SharedLimits.of(self.cards) if self.cards else None
         self.absent = self._missing_roles()
@@ -265,7 +273,7 @@ class WorkerPool:
 
 
 def static_workers(prefill_addresses: Sequence[str], decode_addresses: Sequence[str]) -> list[FoundWorker]:
-    """The workers of two lists, for :meth:`WorkerPool.update`."""
+    """The workers of two address lists, for :meth:`WorkerPool.update`."""
     return [
         FoundWorker(role, address, model=model)
         for role, values in ((Role.PREFILL, prefill_addresses), (Role.DECODE, decode_addresses))

@@ -1,4 +1,4 @@
-"""One worker, as its gateway knows it: a control link, the last reported state, and the attempts that it has a part in."""
+"""One worker, as its gateway sees it: a control link, the last report, and its attempts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class WorkerLost:
-    """What an attempt hears when one of its workers is gone."""
+    """An attempt's event: one of its workers is lost."""
 
     role: Role
     address: str
@@ -49,7 +49,7 @@ class WorkerLost:
 
 @dataclass(frozen=True, slots=True)
 class GaveUp:
-    """A worker's last word on an attempt that it did not finish, and which worker it was."""
+    """An attempt's event: a worker ends it unfinished. Holds the worker's last message."""
 
     role: Role
     answer: Failed | Cancelled
@@ -57,15 +57,15 @@ class GaveUp:
 
 @dataclass(frozen=True, slots=True)
 class DeadlinePassed:
-    """What an attempt hears when the request's time is up."""
+    """An attempt's event: the request's time is up."""
 
 
 AttemptEvent = TokenDelta | HandedOver | Preempted | Withdrawn | GaveUp | WorkerLost | DeadlinePassed
-Listener = Callable[[AttemptEvent], None]  # an attempt; raises nothing, and does not wait
+Listener = Callable[[AttemptEvent], None]  # an attempt's callback; must not raise or wait
 
 
 class Worker:
-    """One worker's address. Implements :class:`kvrelay.wire.control.client.ClientHandler`."""
+    """The worker at one address. Implements :class:`kvrelay.wire.control.client.ClientHandler`."""
 
     def __init__(
         self,
@@ -80,13 +80,13 @@ class Worker:
         self.address = address
         self.uid = uid
         self.welcome: Welcome | None = None
-        self.fingerprint: bytes | None = None  # of its KV layout, while it is up
+        self.fingerprint: bytes | None = None  # of its KV layout, while the worker is up
         self.status: Status | None = None
         self.problem = "not connected yet"
         self.up_since_s = 0.0  # on the network's clock
-        self.misfit = ""  # why it cannot be used together with the other workers
-        self.is_retiring = False  # on its way out: finishes what it has, gets nothing new
-        self.load: Load | None = None  # and its attempts; while it is up
+        self.misfit = ""  # why it does not fit the other workers; empty if it does
+        self.is_retiring = False  # it finishes its requests and gets no new ones
+        self.load: Load | None = None  # load and attempts, while the worker is up
         self._owner = owner
         settings, metrics, network, keys = link
         self._clock = network.clock
@@ -112,7 +112,7 @@ class Worker:
         self._owner.take_stock()
 
     def on_message(self, message: Message) -> None:
-        """Take a report, or pass an answer on to its attempt."""
+        """Take a report, or pass an answer to its attempt."""
         match message:
             case Status():
                 was_wrong = self.is_wrong
@@ -135,21 +135,21 @@ class Worker:
                 logger.warning("unexpected %s from %s", type(message).__name__, self.address)
 
     def on_lost(self, reason: str) -> None:
-        """The worker is gone; its attempts hear of it."""
+        """The worker is lost; tell its attempts."""
         logger.warning("%s worker at %s is lost: %s", self.role, self.address, reason)
         self.abandon(reason)
         self.welcome = self.fingerprint = self.status = self.load = None
-        self.problem, self.misfit = reason, ""  # who comes back may be another
+        self.problem, self.misfit = reason, ""  # another worker may come back at this address
         self._owner.take_stock()
 
     def on_refused(self, refused: HelloRefused) -> None:
-        """The worker does not talk to gateways like us."""
+        """The worker refuses gateways like this one."""
         if self.problem != refused.detail:
             logger.error("%s worker at %s refuses this gateway: %s", self.role, self.address, refused.detail)
         self.problem = refused.detail
 
     def _on_wrong(self) -> None:
-        """It computes wrongly, and will end: nothing that it says counts any more."""
+        """The worker says that it computes wrongly and will end. Its messages no longer count."""
         reason = "it computes wrongly"
         logger.error("%s worker at %s: %s", self.role, self.address, reason)
         self.problem = reason
@@ -158,27 +158,27 @@ class Worker:
 
     @property
     def is_wrong(self) -> bool:
-        """Whether it has said that it computes wrongly."""
+        """Whether the worker has said that it computes wrongly."""
         return self.status is not None and self.status.state is WorkerState.WRONG
 
     @property
     def is_usable(self) -> bool:
-        """Whether requests can be sent to it."""
+        """Whether requests may be sent to it."""
         is_leaving = self.is_retiring or (self.status is not None and self.status.state is not WorkerState.READY)
         return self.welcome is not None and self.client.is_up and not is_leaving and not self.misfit
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Of prompts, that it would compute now, as it last reported; None: not known."""
+        """Prompt tokens per second that it could compute now, as last reported; None if unknown."""
         return None if self.status is None else self.status.prompt_tokens_per_s
 
     def foreign_to(self, model: str) -> str:
-        """Why it is no worker of ``model``; empty if it is, or says nothing of its model, or is not up."""
+        """Why it does not serve ``model``. Empty if it does, names no model, or is not up."""
         name = "" if self.welcome is None else self.welcome.model
         return f"it serves {name!r}, and is listed for {model!r}" if name and model and name != model else ""
 
     def differences(self, other: Worker) -> str:
-        """How its KV layout differs from that of ``other``; empty if it does not, or if one of them is not up."""
+        """How its KV layout differs from that of ``other``. Empty if it does not, or if one of them is not up."""
         if self.welcome is None or other.welcome is None:
             return ""
         differences = other.welcome.card.layout.differences(self.welcome.card.layout)
@@ -190,11 +190,11 @@ class Worker:
             self._owner.deliver(key, WorkerLost(self.role, self.address, reason))
 
     def holds(self, num_tokens: int) -> bool:
-        """Whether a request of so many tokens, output included, is within its limit."""
+        """Whether a request of ``num_tokens``, output included, is within its limit."""
         return self.welcome is not None and num_tokens <= self.welcome.card.max_model_len
 
     def view(self, num_tokens: int) -> WorkerView | None:
-        """What routing sees; None if it is not usable, or does not hold a request of so many tokens."""
+        """The worker as routing sees it; None if it is not usable, or cannot hold a request of ``num_tokens``."""
         if self.welcome is None or self.fingerprint is None or self.load is None or not self.is_usable:
             return None
         card, status = self.welcome.card, self.status
@@ -217,9 +217,9 @@ class Worker:
 
 
 def first_tokens_first(items: list[TokenDelta]) -> list[TokenDelta]:
-    """One step's tokens in the order in which they are worth most: a request that has none yet has waited longest.
+    """One step's tokens, reordered: requests without a token so far come first, because they have waited longest.
 
-    Newcomers are the last in a worker's batch, and each request before them takes the gateway some of their time.
+    New requests are last in a worker's batch, and each request before them takes some of the gateway's time.
     """
     firsts = [item for item in items if item.index == 0]
     return firsts + [item for item in items if item.index] if firsts else items

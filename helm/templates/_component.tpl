@@ -1,4 +1,4 @@
-{{/* Objects that gateway, prefill and decode workers have in the same shape. All get (dict "root" $ "role" ROLE). */}}
+{{/* Objects with the same form for gateway, prefill and decode workers. All templates take (dict "root" $ "role" ROLE). */}}
 
 {{- define "kvrelay.component.serviceaccount" -}}
 {{- $account := (index .root.Values .role).serviceAccount -}}
@@ -79,7 +79,7 @@ spec:
 {{- end -}}
 {{- end -}}
 
-{{/* Of several pods a worker counts as one where they are a LeaderWorkerSet's group; a StatefulSet of such is refused. */}}
+{{/* A worker with several pods scales as one if they are a LeaderWorkerSet's group. Autoscaling a StatefulSet of such workers is refused. */}}
 {{- define "kvrelay.component.scaled" -}}
 {{- $kind := include "kvrelay.worker.kind" . -}}
 apiVersion: {{ ternary "leaderworkerset.x-k8s.io/v1" "apps/v1" (eq $kind "LeaderWorkerSet") }}
@@ -87,7 +87,7 @@ kind: {{ $kind }}
 name: {{ include "kvrelay.component.fullname" . }}
 {{- end -}}
 
-{{/* What each role is scaled by: work that waits for prefill workers, memory that decode workers have left. */}}
+{{/* The metric that each role scales by: work that waits for prefill workers, free memory of decode workers. */}}
 {{- define "kvrelay.metrics.hpa.gateway" -}}
 - type: Resource
   resource:
@@ -106,7 +106,7 @@ name: {{ include "kvrelay.component.fullname" . }}
     target: {type: AverageValue, averageValue: "1"}
 {{- end -}}
 
-{{/* Requests that a decode worker runs before another one is wanted: three quarters of its --max-num-seqs, which follows the device. */}}
+{{/* Running requests per decode worker that trigger scaling up: three quarters of its --max-num-seqs, whose default depends on the device. */}}
 {{- define "kvrelay.decode.mostRunning" -}}
 {{- $decode := .root.Values.decode -}}
 {{- div (mul 3 ($decode.settings.max_num_seqs | default (ternary 256 64 (not (empty $decode.gpu.resource))) | int)) 4 -}}
@@ -123,7 +123,7 @@ name: {{ include "kvrelay.component.fullname" . }}
     target: {type: AverageValue, averageValue: {{ include "kvrelay.decode.mostRunning" . | quote }}}
 {{- end -}}
 
-{{/* The same of Prometheus, for KEDA: (dict "root" $ "role" ROLE). The sum over a pool, divided by the threshold, is its replicas. */}}
+{{/* The same as Prometheus queries, for KEDA: (dict "root" $ "role" ROLE). A pool's replicas are the sum over the pool divided by the threshold. */}}
 {{- define "kvrelay.metrics.keda" -}}
 {{- $address := (index .root.Values .role).autoscaling.keda.prometheus -}}
 {{- if not $address -}}
@@ -169,7 +169,7 @@ spec:
       path: /metrics
       {{- if and (eq .role "gateway") .root.Values.gateway.tls.secretName }}
       scheme: https
-      # A pod is scraped by its address, for which no certificate is made out.
+      # A pod is scraped by its address, which no certificate contains.
       tlsConfig: {insecureSkipVerify: true}
       {{- end }}
       interval: {{ $monitor.interval }}

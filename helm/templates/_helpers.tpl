@@ -12,13 +12,13 @@
 {{- end -}}
 {{- end -}}
 
-{{/* Below, "component" gets (dict "root" $ "role" ROLE): what differs between gateway, prefill and decode is looked up by role. */}}
+{{/* Below, "component" templates take (dict "root" $ "role" ROLE): differences between gateway, prefill and decode are looked up by role. */}}
 
 {{- define "kvrelay.component.suffix" -}}
 {{- if eq .role "gateway" -}}gateway{{- else -}}{{ .role }}-worker{{- end -}}
 {{- end -}}
 
-{{/* Of a pool of one of several models, "model" is its name: a part of the names of its objects, and a label. */}}
+{{/* For a pool of one of several models, "model" is the model's name: it is a label, and part of the names of the pool's objects. */}}
 {{- define "kvrelay.component.fullname" -}}
 {{- $name := include "kvrelay.fullname" .root -}}
 {{- with .model -}}
@@ -81,7 +81,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end -}}
 {{- end -}}
 
-{{/* (dict "root" $ "which" "gateway" or "worker", "suffix": of the tag, if none is set). */}}
+{{/* (dict "root" $ "which" "gateway" or "worker", "suffix": appended to the default tag). */}}
 {{- define "kvrelay.image" -}}
 {{- $image := .root.Values.image -}}
 {{- $which := index $image .which -}}
@@ -96,7 +96,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
   {{- if kindIs "slice" $value }}
   value: {{ join "," $value | quote }}
   {{- else if kindIs "float64" $value }}
-  {{- /* Helm reads every number as a float; a whole one must not become 1e+06. */}}
+  {{- /* Helm reads every number as a float; an integer must not be rendered as 1e+06. */}}
   value: {{ if eq (floor $value) $value }}{{ $value | int64 | quote }}{{ else }}{{ $value | quote }}{{ end }}
   {{- else }}
   value: {{ $value | quote }}
@@ -104,7 +104,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end }}
 {{- end -}}
 
-{{/* What gateways speak. The port of their pods is called http either way: NetworkPolicies and scrapers know it by that name. */}}
+{{/* The gateways' scheme. Their pods' port is called http in both cases, because NetworkPolicies and scrapers use that name. */}}
 {{- define "kvrelay.gateway.scheme" -}}
 {{- if .Values.gateway.tls.secretName -}}https{{- else -}}http{{- end -}}
 {{- end -}}
@@ -118,7 +118,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- if eq .Values.model.source "volume" -}}/model/{{ .Values.model.name | trimPrefix "/" }}{{- else -}}{{ .Values.model.name }}{{- end -}}
 {{- end -}}
 
-{{/* Variables and mounts that every component has for its model. */}}
+{{/* Every component's variables and mounts for its model. */}}
 {{- define "kvrelay.model.env" -}}
 - name: KVRELAY_MODEL
   value: {{ include "kvrelay.model.path" . | quote }}
@@ -148,7 +148,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end }}
 {{- end -}}
 
-{{/* What gateways have of several models: the name and the place of each, and their volumes. */}}
+{{/* With several models, for gateways: each model's name, directory and volumes. */}}
 {{- define "kvrelay.models.list" -}}
 {{- $models := list -}}
 {{- range $name, $given := .Values.models -}}
@@ -216,7 +216,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end }}
 {{- end -}}
 
-{{/* Where a model's files are: gets what is below model. */}}
+{{/* The directory of a model's files; takes the values below `model`. */}}
 {{- define "kvrelay.model.volume" -}}
 {{- if .volume.existingClaim -}}
 persistentVolumeClaim:
@@ -229,12 +229,12 @@ hostPath:
 {{- end -}}
 {{- end -}}
 
-{{/* Whether there are any: gets the values of adapters. */}}
+{{/* Whether there are adapters; takes the values of `adapters`. */}}
 {{- define "kvrelay.adapters.given" -}}
 {{- if or .existingClaim .hostPath }}yes{{ end -}}
 {{- end -}}
 
-{{/* A volume of adapters: gets (dict "name" NAME "adapters" VALUES). */}}
+{{/* A volume of adapters; takes (dict "name" NAME "adapters" VALUES). */}}
 {{- define "kvrelay.adapters.volume" -}}
 - name: {{ .name }}
   {{- if .adapters.existingClaim }}
@@ -247,7 +247,7 @@ hostPath:
   {{- end }}
 {{- end -}}
 
-{{/* Names of those of several models that have adapters, between commas. */}}
+{{/* Of several models, the comma-separated names of those with adapters. */}}
 {{- define "kvrelay.models.adapted" -}}
 {{- if and .Values.models (include "kvrelay.adapters.given" .Values.adapters) -}}
 {{- fail "adapters are of one model, and there are several: leave them out, and set models.NAME.adapters" -}}
@@ -261,7 +261,7 @@ hostPath:
 {{- join "," $names -}}
 {{- end -}}
 
-{{/* What a pod has by its component's values: where it runs, as what. */}}
+{{/* The fields of a pod that follow from its component's values: scheduling and security. */}}
 {{- define "kvrelay.component.podSpec" -}}
 {{- $values := index .root.Values .role -}}
 serviceAccountName: {{ include "kvrelay.component.serviceAccountName" . }}
@@ -304,7 +304,7 @@ runtimeClassName: {{ . }}
 {{- end }}
 {{- end -}}
 
-{{/* replicas, unless an autoscaler owns them. */}}
+{{/* replicas, unless an autoscaler sets them. */}}
 {{- define "kvrelay.component.replicas" -}}
 {{- $values := index .root.Values .role -}}
 {{- if and $values.autoscaling.hpa.enabled $values.autoscaling.keda.enabled -}}
@@ -315,7 +315,7 @@ replicas: {{ $values.replicas }}
 {{- end -}}
 {{- end -}}
 
-{{/* How pods are replaced. A pod that was told to go first (Recreate) must not inherit how many may come first. */}}
+{{/* How pods are replaced. With Recreate, the default's rollingUpdate must not be inherited. */}}
 {{- define "kvrelay.component.strategy" -}}
 {{- $strategy := (index .root.Values .role).strategy -}}
 {{- if eq (default "RollingUpdate" $strategy.type) "Recreate" -}}

@@ -1,4 +1,4 @@
-{{/* Secrets that the chart makes once. Both get the root. */}}
+{{/* Secrets that the chart makes once. Both templates take the root. */}}
 
 {{- define "kvrelay.keys.secretName" -}}
 {{- default (printf "%s-keys" (include "kvrelay.fullname" .)) .Values.security.keys.existingSecret -}}
@@ -8,7 +8,7 @@
 {{- default (printf "%s-api-keys" (include "kvrelay.fullname" .)) .Values.security.apiKeys.existingSecret -}}
 {{- end -}}
 
-{{/* How a pod gets its own private key and everybody's public ones: (dict "root" $ "role" ROLE). */}}
+{{/* A pod's volume with its own private key and the public keys of all roles: (dict "root" $ "role" ROLE). */}}
 {{- define "kvrelay.keys.volume" -}}
 {{- if .root.Values.security.keys.enabled -}}
 - name: keys

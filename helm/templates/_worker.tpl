@@ -1,6 +1,6 @@
-{{/* A pool of workers. All get (dict "root" $ "role" "prefill" or "decode"). */}}
+{{/* A pool of workers. All templates take (dict "root" $ "role" "prefill" or "decode"). */}}
 
-{{/* Workers of one pod are a Deployment, those of several a StatefulSet, or a LeaderWorkerSet where its operator runs. */}}
+{{/* Workers with one pod are a Deployment. Workers with several pods are a StatefulSet or, if `leaderWorkerSet` is set, a LeaderWorkerSet. */}}
 {{- define "kvrelay.worker.deployment" -}}
 {{- $values := index .root.Values .role -}}
 {{- $nodes := include "kvrelay.worker.nodes" . | int -}}
@@ -13,7 +13,7 @@ metadata:
     {{- include "kvrelay.component.labels" . | nindent 4 }}
 spec:
   {{- if eq $kind "StatefulSet" }}
-  # Of as many neighbours as a worker has nodes, the first is the worker. All start and end at once.
+  # Of each group of neighbouring pods, the first is the worker. All pods start and end at once.
   replicas: {{ mul $values.replicas $nodes }}
   {{- else }}
   {{- with include "kvrelay.component.replicas" . }}
@@ -53,7 +53,7 @@ metadata:
   labels:
     {{- include "kvrelay.component.labels" . | nindent 4 }}
     {{- if gt $nodes 1 }}
-    # By it gateways find the workers among the pods.
+    # Gateways find workers by this label.
     kvrelay.dev/nodes-per-worker: {{ $nodes | quote }}
     {{- end }}
     {{- with $values.podLabels }}
@@ -65,7 +65,7 @@ metadata:
   {{- end }}
 spec:
   {{- include "kvrelay.component.podSpec" . | nindent 2 }}
-  # The drain, then the end of what could not finish.
+  # The drain, then time to end requests that could not finish.
   terminationGracePeriodSeconds: {{ add $drain 15 }}
   containers:
     - name: worker
@@ -99,7 +99,7 @@ spec:
         - name: KVRELAY_NODES
           value: {{ $nodes | quote }}
         {{- if eq (include "kvrelay.worker.kind" .) "LeaderWorkerSet" }}
-        # Its operator puts what these come from in front of all other variables.
+        # The LeaderWorkerSet's operator puts the variables that these refer to before all others.
         - name: KVRELAY_NODE_RANK
           value: $(LWS_WORKER_INDEX)
         - name: KVRELAY_LEADER_ADDRESS
@@ -206,7 +206,7 @@ spec:
     {{- end }}
 {{- end -}}
 
-{{/* Pods of each worker; refuses what cannot be. */}}
+{{/* The number of pods of each worker; fails on impossible values. */}}
 {{- define "kvrelay.worker.nodes" -}}
 {{- $values := index .root.Values .role -}}
 {{- $nodes := $values.nodesPerWorker | int -}}
@@ -235,7 +235,7 @@ spec:
 {{- $nodes -}}
 {{- end -}}
 
-{{/* What a component's pods are in. */}}
+{{/* The kind of object that a component's pods belong to. */}}
 {{- define "kvrelay.worker.kind" -}}
 {{- $values := index .root.Values .role -}}
 {{- if le ($values.nodesPerWorker | int) 1 -}}
@@ -245,7 +245,7 @@ Deployment
 {{- end -}}
 {{- end -}}
 
-{{/* A GPU for each rank of a pod is asked for as a limit, which Kubernetes takes as the request, too. */}}
+{{/* A GPU for each rank of a pod, as a limit, which Kubernetes also takes as the request. */}}
 {{- define "kvrelay.worker.resources" -}}
 {{- $resources := deepCopy .resources -}}
 {{- if .gpu.resource -}}
@@ -265,7 +265,7 @@ metadata:
 spec:
   clusterIP: None
   {{- if gt (include "kvrelay.worker.nodes" . | int) 1 }}
-  # Pods of a worker look for each other before it is ready.
+  # The pods of a worker must find each other before the worker is ready.
   publishNotReadyAddresses: true
   {{- end }}
   selector:
@@ -326,7 +326,7 @@ spec:
 {{- end -}}
 {{- end -}}
 
-{{/* Ranks of several pods meet on ports that they choose when they start. */}}
+{{/* Ranks of several pods connect on ports that they choose when they start. */}}
 {{- define "kvrelay.networkpolicy.nodes" -}}
 {{- if gt (include "kvrelay.worker.nodes" . | int) 1 -}}
 - {{ .direction }}:
@@ -353,7 +353,7 @@ spec:
     - {port: 53, protocol: TCP}
 {{- end -}}
 
-{{/* The model's way in: only where it is downloaded. */}}
+{{/* Egress for downloading the model, if it is downloaded. */}}
 {{- define "kvrelay.networkpolicy.download" -}}
 {{- if eq .Values.model.source "huggingface" -}}
 - ports:

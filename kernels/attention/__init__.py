@@ -1,1 +1,1 @@
-"""Attention over paged keys and values, and what writes them into the pool."""
+"""Attention over paged keys and values, and the kernels that write them into the pool."""

@@ -1,8 +1,8 @@
-"""The scales of an fp8 (e4m3) KV pool: what is written is value / scale, what is read is times the scale.
+"""The scales of an fp8 (e4m3) KV pool: the pool stores value / scale, and readers multiply by the scale.
 
-One fp32 scale per layer, for keys and for values, and per KV head: `kv_scales [num_layers, 2, num_kv_heads]`,
-index 0 of the second dimension for keys. A pool in another type has none. The caller owns them (from the checkpoint,
-or 1) and gives every kernel the same: they are no part of the pool.
+There is one fp32 scale per layer, for keys and for values, and per KV head: `kv_scales [num_layers, 2, num_kv_heads]`, index 0 of
+the second dimension for keys. A pool of another type has none. The caller owns the scales (from the checkpoint, or 1) and passes
+the same ones to every kernel; they are not part of the pool.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ FP8_MAX = 448.0
 def require_compute_dtype(
     pool: torch.Tensor | PagedKv, kv_scales: torch.Tensor | None, **tensors: torch.Tensor
 ) -> None:
-    """Check the dtype of `tensors`, named as in messages, and that an fp8 pool, and only that, has scales.
+    """Check the dtype of `tensors` (by their names in messages), and that exactly an fp8 pool has scales.
 
     Raises:
-        ValueError: a tensor is not of the pool's dtype (of no float type, where the pool is fp8); scales are
+        ValueError: a tensor is not of the pool's dtype (of no float type, if the pool is fp8); scales are
             missing, not wanted, or of another shape or dtype.
     """
     is_fp8 = pool.dtype == FP8_DTYPE
@@ -42,14 +42,14 @@ def require_e4m3(
     what_needs: str = "an fp8 (e4m3) KV pool needs",
     way_out: str = "keep the KV pool in the model's type",
 ) -> None:
-    """Raise ValueError unless the kernels can convert e4m3 on `device`; an interpreter, on a CPU, can.
+    """Raise ValueError unless the kernels can convert e4m3 on `device`. An interpreter on a CPU can.
 
-    `what_needs` and `way_out` are the message's two ends.
+    `what_needs` and `way_out` are the begin and the end of the message.
     """
     if device.type != "cuda":
         return
     major, minor = torch.cuda.get_device_capability(device)
-    # gfx942's fp8 has another bias, and e4m3 would be emulated.
+    # gfx942's fp8 has another bias, so e4m3 would be emulated.
     if torch.version.hip is not None or (major, minor) < (8, 9):
         raise ValueError(
             f"{what_needs} an NVIDIA GPU of compute capability 8.9 or later, this one has {major}.{minor}; {way_out}"
@@ -57,9 +57,9 @@ def require_e4m3(
 
 
 def dequantise(values: torch.Tensor, scales: torch.Tensor | None, kind: int) -> torch.Tensor:
-    """Values `[num_kv_heads, n, head_dim]` as they were before `quantise`, within its rounding, in at least fp32.
+    """The values `[num_kv_heads, n, head_dim]` before `quantise`, except for its rounding, in at least fp32.
 
-    `scales` is one layer's, or None for values that have none; `kind` 0 is keys, 1 is values.
+    `scales`: of one layer, or None without scales. `kind`: 0 for keys, 1 for values.
     """
     wide = values.to(torch.float32) if values.dtype == FP8_DTYPE else values
     return wide if scales is None else wide * scales[kind][:, None, None]

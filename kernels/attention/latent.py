@@ -1,11 +1,11 @@
 """Attention over the paged pool of latents (MLA: DeepSeek-V2, 2024), for single tokens and for prompts.
 
-All query heads share one key per position, the latent as it is stored: `rank` numbers, then a rotated part. The first `rank` of
-them are the value, too. So a tile of latents is loaded once for scores and sums. Queries come absorbed: multiplied by what makes
-keys of latents. Not for keys and values by heads; see `decode_attention` and `prefill_attention`.
+All query heads share one key per position, the stored latent: `rank` numbers, then a rotated part. The first `rank` numbers are
+also the value. So a tile of latents is loaded once for scores and sums. Queries must be absorbed: multiplied by the matrix that
+makes keys of latents. Not for keys and values by heads; see `decode_attention` and `prefill_attention`.
 
-Single tokens are cut into splits as in `decode_attention` (`decode_splits`). Rows of a program are heads of one token there, and
-(token, head) pairs for prompts.
+Single tokens are cut into splits as in `decode_attention` (`decode_splits`). The rows of a program are then heads of one token; for
+prompts they are (token, head) pairs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MIN_SEQS = 16
 
 
 def latent_programs(num_q_heads: int) -> int:
-    """Programs of one split: what `splits_for_device` asks for as `num_kv_heads`."""
+    """The number of programs per split; pass it to `splits_for_device` as `num_kv_heads`."""
     return -(-num_q_heads // Tile.rows)
 
 
@@ -102,7 +102,7 @@ def _latent_split_kernel(
         tl.store(plan_ptr + 2 * seq + 1, num_splits)
     seq_len = tl.load(seq_lens_ptr + seq)
     split_len = tl.cdiv(tl.cdiv(seq_len, num_splits), KEYS) * KEYS
-    # Rounded up to tiles, a sequence's last splits may have no key left: theirs is an empty loop.
+    # Split lengths are rounded up to tiles, so a sequence's last splits may have no keys: their loop is empty.
     split_start = (item - first_split) * split_len
     split_end = tl.minimum(split_start + split_len, seq_len)
 
@@ -130,7 +130,7 @@ def _latent_split_kernel(
         KEYS,
         False,
     )
-    # A split without keys counts for nothing: its log-sum-exp is -inf.
+    # A split without keys has no weight: its log-sum-exp is -inf.
     acc = acc / tl.where(row_sum > 0.0, row_sum, 1.0)[:, None]
     partials = item.to(tl.int64) * NUM_Q_HEADS + heads
     ranks = tl.arange(0, RANK_PAD)
@@ -139,7 +139,7 @@ def _latent_split_kernel(
     tl.store(partial_lse_ptr + partials, row_max + tl.log2(row_sum), mask=heads < NUM_Q_HEADS)
 
 
-# As in `prefill_attention`: where a step's prompts begin in tables and lengths changes from step to step.
+# As in `prefill_attention`: the offset of a step's prompts in tables and lengths changes from step to step.
 @triton.jit(
     do_not_specialize=["block_tables_stride_seq"], do_not_specialize_on_alignment=["block_tables_ptr", "seq_lens_ptr"]
 )
@@ -167,7 +167,7 @@ def _latent_prefill_kernel(
     BLOCK_SIZE: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    # The last tiles of a sequence see the most keys: start them first, so that none finishes alone.
+    # The last tiles of a sequence see the most keys. They start first, so that none of them finishes alone.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     seq = tl.program_id(1)
     query_start = tl.load(query_start_loc_ptr + seq)
@@ -183,7 +183,7 @@ def _latent_prefill_kernel(
     q_ptrs = q_ptr + token_rows * q_stride_token + heads * q_stride_head
     q, q_rope = load_queries(q_ptrs, is_there, RANK, ROPE, RANK_PAD, ROPE_PAD)
     key_end = tl.minimum(context_len + (tile * ROWS + ROWS - 1) // NUM_Q_HEADS + 1, seq_len)
-    # Every row sees the first key, and so its maximum is finite from the first tile on.
+    # Every row sees the first key, so its maximum is finite from the first tile on.
     acc, _, row_sum = accumulate_latents(
         q,
         q_rope,

@@ -1,6 +1,6 @@
-"""What the kernels over latents do with a tile of queries: its sizes, and the pass over tiles of latents.
+"""A tile of queries in the kernels over latents: its sizes, and the pass over tiles of latents.
 
-Not for launching: `latent_attention` does that.
+Do not launch these; `latent_attention` does.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_RANK = 512
 
 @dataclass(frozen=True)
 class Tile:
-    """Launch parameters; the compile check holds DeepSeek's sizes to no spills. With 8 warps 1 KB spills on gfx942."""
+    """Launch parameters. The compile check requires DeepSeek's sizes not to spill. With 8 warps 1 KB spills on gfx942."""
 
     keys: int  # per iteration
     num_warps: int
@@ -54,7 +54,7 @@ class LatentSizes:
 
     @classmethod
     def of(cls, q: torch.Tensor, pool: torch.Tensor, layer: int, rank: int, out: torch.Tensor) -> LatentSizes:
-        """Check them. Raises ValueError."""
+        """Check the arguments, and return their sizes. Raises ValueError."""
         require_shape("pool", pool, ("num_blocks", "num_layers", 1, 1, "block_size", "size"))
         require_dtype("pool", pool, *FLOAT_DTYPES)
         _, num_layers, _, _, block_size, size = pool.shape
@@ -75,7 +75,7 @@ class LatentSizes:
 
     @property
     def constants(self) -> dict[str, int]:
-        """What both kernels are compiled for."""
+        """The compile-time constants of both kernels."""
         return {
             "NUM_Q_HEADS": self.num_q_heads,
             "ROWS": self.tile.rows,
@@ -99,7 +99,7 @@ def _padded(size: int) -> int:
 def load_queries(
     q_ptrs, present, RANK: tl.constexpr, ROPE: tl.constexpr, RANK_PAD: tl.constexpr, ROPE_PAD: tl.constexpr
 ):
-    """Both parts of queries, zeros behind their ends."""
+    """Both parts of the queries, padded with zeros."""
     ranks, ropes = tl.arange(0, RANK_PAD), tl.arange(0, ROPE_PAD)
     plain = tl.load(q_ptrs[:, None] + ranks[None, :], mask=present[:, None] & (ranks < RANK)[None, :], other=0.0)
     rope = tl.load(q_ptrs[:, None] + RANK + ropes[None, :], mask=present[:, None] & (ropes < ROPE)[None, :], other=0.0)
@@ -129,14 +129,14 @@ def accumulate_latents(
     KEYS: tl.constexpr,
     CAUSAL: tl.constexpr,
 ):
-    """The online softmax, in base 2, over the positions `[key_start, key_end)`; CAUSAL: of those up to a row's own."""
+    """The online softmax, in base 2, over the positions `[key_start, key_end)`. CAUSAL: only over positions up to a row's own."""
     ranks, ropes = tl.arange(0, RANK_PAD), tl.arange(0, ROPE_PAD)
-    # A tile's block ids are loaded one iteration ahead: the loads of latents, whose addresses they are, then wait for nothing.
+    # A tile's block ids are loaded one iteration ahead, so that the loads of latents need not wait for their addresses.
     positions = key_start + tl.arange(0, KEYS)
     next_blocks = tl.load(table_ptr + positions // BLOCK_SIZE, mask=positions < key_end, other=0)
     for tile_start in range(key_start, key_end, KEYS):
         positions = tile_start + tl.arange(0, KEYS)
-        # What lies past the end in the last block is old data, NaN included: never load it.
+        # Data past the end in the last block is stale, perhaps NaN: never load it.
         present = positions < key_end
         blocks = next_blocks
         next_positions = positions + KEYS

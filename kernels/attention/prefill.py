@@ -1,11 +1,11 @@
 """Causal attention of ragged query chunks over the paged KV pool, for prefill.
 
-The keys and values of every position, the chunk's own included, are already in the pool, so a cached
-prefix, an earlier chunk and the present one are read alike. Not for decode: one query per sequence leaves
-most of a tile empty; see `decode_attention`.
+The keys and values of every position, including the chunk's own, are already in the pool. So a cached prefix, an earlier chunk and
+the present one are read in the same way. Not for decode: one query per sequence would leave most of a tile empty; see
+`decode_attention`.
 
-Algorithm: FlashAttention-2 (Dao, 2023, arXiv 2307.08691), online softmax in base 2, with the query heads
-of one KV head packed into the rows of a tile so that each key and value is loaded once for all of them.
+Algorithm: FlashAttention-2 (Dao, 2023, arXiv 2307.08691), with the online softmax in base 2. The query heads of one KV head are
+packed into the rows of a tile, so that each key and value is loaded once for all of them.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _LOG2_E = tl.constexpr(LOG2_E)
 def gather_context(
     pool: torch.Tensor | PagedKv, layer: int, block_table: torch.Tensor, seq_len: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Copies one sequence's keys and values out of the pool: two `[num_kv_heads, seq_len, size]`."""
+    """Copy one sequence's keys and values out of the pool: two tensors `[num_kv_heads, seq_len, size]`."""
     kv = PagedKv.of(pool)
     block_ids = block_table[: -(-seq_len // kv.keys.shape[3])].long()
     # [num_blocks, num_kv_heads, block_size, size] each
@@ -71,7 +71,7 @@ def paged_prefill_attention_reference(
     sinks: torch.Tensor | None = None,
     loads: TileLoads | None = None,
 ) -> None:
-    """The same contract as `paged_prefill_attention`, in at least fp32, whatever `loads`; reads lengths on the host."""
+    """The same as `paged_prefill_attention`, in at least fp32, for any `loads`. Reads lengths on the host."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     starts, lens = query_start_loc.tolist(), seq_lens.tolist()
     for index, seq_len in enumerate(lens):
@@ -102,8 +102,9 @@ def paged_prefill_attention_reference(
         out[start:end] = result.permute(2, 0, 1, 3).flatten(1, 2).to(out.dtype)
 
 
-# A step's prompts stand behind its single tokens: where their tables and lengths begin changes from step to step, and a kernel for
-# each alignment would be compiled while streams run.
+# A step's prompts follow its single tokens, so the offset of their tables and lengths changes from step to step.
+# Specialising on its alignment
+# would compile kernels while streams run.
 @triton.jit(
     do_not_specialize=["block_tables_stride_seq"], do_not_specialize_on_alignment=["block_tables_ptr", "seq_lens_ptr"]
 )
@@ -145,7 +146,7 @@ def _prefill_attention_kernel(
     LOOK_AHEAD: tl.constexpr,
     BY_BOXES: tl.constexpr,
 ):
-    # The last tiles of a sequence see the most keys: start them first, so that none finishes alone.
+    # The last tiles of a sequence see the most keys. They start first, so that none of them finishes alone.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
     seq = tl.program_id(2)
@@ -172,8 +173,9 @@ def _prefill_attention_kernel(
     first_position = context_len + tile * ROWS // GROUP
     last_position = tl.minimum(context_len + (tile * ROWS + ROWS - 1) // GROUP, seq_len - 1)
     key_end = last_position + 1
-    # Keys before masked_start are visible to every row of the tile. With a window one masked loop does it
-    # all: a third loop, for the window's edge, made the kernel spill on sm80.
+    # Keys before masked_start are visible to every row of the tile. With a window, one masked loop covers everything: a
+    # third loop for the
+    # window's edge made the kernel spill on sm80.
     masked_start = (first_position + 1) // KEYS * KEYS
     first_seen = 0
     if HAS_WINDOW:
@@ -181,19 +183,19 @@ def _prefill_attention_kernel(
         masked_start = tl.maximum(first_seen, 0) // KEYS * KEYS
     table_ptr = block_tables_ptr + seq.to(tl.int64) * block_tables_stride_seq
     head_ptr = pool_ptr + kv_head * (BLOCK_SIZE * HEAD_DIM)
-    # From a head's keys to its values.
+    # The offset from a head's keys to its values.
     value_offset = pool_stride_value + kv_head * (BLOCK_SIZE * (VALUE_DIM - HEAD_DIM))
 
     # A finite floor, not -inf: a row that sees none of a tile's keys must not compute inf - inf.
     row_max = tl.full([ROWS], -1.0e30, tl.float32)
     row_sum = tl.zeros([ROWS], tl.float32)
     if HAS_SINKS:
-        # As if it had been the first key: its weight is 1, and it has no value.
+        # The sink counts like a first key: its weight is 1, and it has no value.
         row_max = tl.load(sinks_ptr + heads).to(tl.float32) * _LOG2_E
         row_sum = tl.full([ROWS], 1.0, tl.float32)
     acc = tl.zeros([ROWS, VALUE_DIM_PAD], tl.float32)
     if BY_BOXES:
-        # Row numbers, and so all factors of them, fit 31 bits (`box_obstacle`).
+        # Row numbers, and so all terms of them, fit 31 bits (`box_obstacle`).
         acc, row_max, row_sum = accumulate_boxes(
             q,
             acc,

@@ -1,7 +1,7 @@
-"""What prefill attention is cut into, and how its tiles of keys and values are loaded.
+"""The tiles of prefill attention, and how their keys and values are loaded.
 
-Pure functions of shapes and of the device's compute capability, so that what a GPU would do is decided, and tested, without
-one. Not for launching: `prefill_attention` does that.
+Pure functions of shapes and of the device's compute capability. So the decisions for a GPU can be tested without one. Do not launch
+these; `prefill_attention` does.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kvrelay.kernels.checks import FP8_DTYPE, PagedKv, next_power_of_2
 
-_HOPPER = (9, 0)  # the first with a tensor memory accelerator
+_HOPPER = (9, 0)  # the first architecture with a tensor memory accelerator
 _BLACKWELL = (10, 0)
 _BOX_DTYPES = (torch.float16, torch.bfloat16, FP8_DTYPE)
 # Over fp8 256 dimensions and Triton 3.6 104 bytes spill on sm_90.
 _MAX_FP8_HEAD_DIM = 128
-_MAX_BOX_DIM = 256  # numbers of a row, by TMA
+_MAX_BOX_DIM = 256  # TMA's limit for the numbers of a row
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Launch parameters; the compile check holds its specialisations to no spills (from Triton 3.9 on).
+    """Launch parameters. The compile check requires its specialisations not to spill (from Triton 3.9 on).
 
-    Outside of it some are known to spill, at most 92 bytes per thread: bf16, head_dim 128, group 7 or 32 on
-    sm80 (half the rows avoid it for 7; their speed is not measured), and fp32, head_dim 256 on gfx942. Of fp32
-    with head_dim 512 up to 32 bytes do on NVIDIA's, 176 on gfx942, and 464 of decode attention there.
+    Some others are known to spill, at most 92 bytes per thread: bf16 with head_dim 128 and group 7 or 32 on sm80 (half the rows
+    avoid it for 7; the speed is not measured), and fp32 with head_dim 256 on gfx942. With fp32 and head_dim 512, up to 32 bytes
+    spill on NVIDIA GPUs and 176 on gfx942; there decode attention spills 464.
     """
 
     rows: int  # (query token, head of the group) pairs per program
@@ -38,14 +38,14 @@ class Tile:
 
 
 class TileLoads(enum.Enum):
-    """How keys and values reach shared memory where every key of a tile is visible; masked tiles are loaded by pointers."""
+    """How keys and values get to shared memory if all keys of a tile are visible. Masked tiles are always loaded by pointers."""
 
-    POINTERS = enum.auto()  # 16 bytes per thread and instruction, from wherever they lie
-    BOXES = enum.auto()  # a tile is one box of neighbouring rows, which one instruction copies (TMA)
+    POINTERS = enum.auto()  # 16 bytes per thread and instruction, from any address
+    BOXES = enum.auto()  # a tile is one box of neighbouring rows, copied by one instruction (TMA)
 
 
 def choose_tile(head_dim_pad: int, element_size: int, *, is_chunked: bool = False) -> Tile:
-    """The tile for a padded head_dim and the bytes of a pool's number. ``is_chunked``: queries see their own chunk only."""
+    """The tile for a padded head_dim and the size of a pool's number in bytes. ``is_chunked``: queries see only their own chunk."""
     if head_dim_pad > _MAX_BOX_DIM:
         # With 32 rows and 4 warps 16 bytes spill on sm_90 and sm_100; with 8 warps two buffers do not fit gfx942.
         is_wide = element_size == 4
@@ -55,20 +55,20 @@ def choose_tile(head_dim_pad: int, element_size: int, *, is_chunked: bool = Fals
     if head_dim_pad <= 64:
         return Tile(rows=64, keys=64, num_warps=4, num_stages=3)
     if head_dim_pad == 128:
-        # Of chunks each row has a limit of its own, in registers: with 128 rows 72 bytes spill on sm_80, 8 on gfx942.
+        # With chunks each row has its own limit in a register: with 128 rows 72 bytes spill on sm_80, 8 on gfx942.
         return Tile(rows=64 if is_chunked else 128, keys=64, num_warps=8, num_stages=2)
     return Tile(rows=64, keys=32, num_warps=8, num_stages=2)
 
 
 def nvidia_capability(device: torch.device) -> tuple[int, int] | None:
-    """The compute capability of an NVIDIA GPU; None of any other device."""
+    """The compute capability of an NVIDIA GPU; None for other devices."""
     if device.type != "cuda" or torch.version.hip is not None:
         return None
     return torch.cuda.get_device_capability(device)
 
 
 def looks_ahead(device: torch.device) -> bool:
-    """Whether block ids are loaded an iteration before they are needed: not before Hopper, where it makes the kernel spill."""
+    """Whether block ids are loaded one iteration early. Not before Hopper, where the kernel would spill."""
     capability = nvidia_capability(device)
     return capability is None or capability >= _HOPPER
 
@@ -82,17 +82,17 @@ def tile_loads(capability: tuple[int, int] | None, pool: torch.Tensor | PagedKv,
         or box_obstacle(pool, has_window=has_window) is not None
     ):
         return TileLoads.POINTERS
-    # There 8 bytes spill (Triton 3.9).
+    # There boxes spill 8 bytes (Triton 3.9).
     spills = capability >= _BLACKWELL and pool.shape[5] == 64 and pool.dtype != FP8_DTYPE
     return TileLoads.POINTERS if spills else TileLoads.BOXES
 
 
 def box_obstacle(pool: torch.Tensor | PagedKv, *, has_window: bool) -> str | None:
-    """Why tiles of a pool cannot be loaded as boxes, whatever the device; None if they can. Reads shape and dtype only.
+    """Why tiles of a pool cannot be loaded as boxes on any device; None if they can. Reads only shape and dtype.
 
     Args:
         pool: `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`, contiguous.
-        has_window: queries see a window, or their chunk, only; then all tiles are masked.
+        has_window: queries see only a window, or their chunk; then all tiles are masked.
     """
     if isinstance(pool, PagedKv):
         return "layers of unequal sizes"
@@ -119,11 +119,11 @@ def box_obstacle(pool: torch.Tensor | PagedKv, *, has_window: bool) -> str | Non
 def layer_boxes(layer_pool: torch.Tensor) -> TensorDescriptor:
     """One layer's keys and values as rows of head_dim numbers, from which boxes of a tile's keys are loaded.
 
-    Only attributes, no call of the device: the launch encodes it (`CUtensorMap`) and passes it as an argument, by value.
+    Sets attributes without calling the device: the launch encodes the descriptor (`CUtensorMap`) and passes it by value.
 
     Args:
         layer_pool: `[num_blocks, 2, num_kv_heads, block_size, head_dim]`, `pool[:, layer]` of a contiguous pool without a
-            `box_obstacle`. Rows are counted from its first on and reach over the other layers, to the last block's last row of it.
+            `box_obstacle`. Rows count from its first row, across the other layers, to the layer's last row in the last block.
     """
     num_blocks, _, num_kv_heads, block_size, head_dim = layer_pool.shape
     num_rows = (num_blocks - 1) * (layer_pool.stride(0) // head_dim) + 2 * num_kv_heads * block_size

@@ -1,7 +1,7 @@
 """Rotary embedding of q and k, fused with writing k and v into the paged pool.
 
-Half-split ("neox") rotation as in Llama: dimension i turns with dimension i + head_dim/2. The caller owns
-the cos/sin tables, so every rope scaling rule is theirs. Not for partial rotary dimensions.
+Half-split ("neox") rotation as in Llama: dimension i is rotated with dimension i + head_dim/2. The caller owns the cos/sin tables,
+which may follow any rope scaling. Not for partial rotary dimensions.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def rotary_kv_write_reference(
     slot_mapping: torch.Tensor,
     kv_scales: torch.Tensor | None = None,
 ) -> None:
-    """The same contract as `rotary_kv_write`, in torch operations."""
+    """The same as `rotary_kv_write`, in torch operations."""
     block_size = pool.shape[4]
     block_ids, offsets = slot_mapping // block_size, slot_mapping % block_size
     for kind, values in enumerate((rotary_reference(k, cos, sin, positions), v)):
@@ -56,7 +56,7 @@ def rotary_kv_write_reference(
 @triton.jit
 @no_type_check
 def _saturated(values, scale):
-    # The division is rounded as the reference rounds it; fp8 rounds so coarsely that a last bit may tip a value over.
+    # The division is rounded like the reference's: fp8 is so coarse that a last bit may change the result.
     return tl.minimum(tl.maximum(tl.div_rn(values.to(tl.float32), scale), -_FP8_MAX), _FP8_MAX).to(tl.float8e4nv)
 
 
@@ -142,12 +142,10 @@ def rotary_kv_write(
     slot_mapping: torch.Tensor,
     kv_scales: torch.Tensor | None = None,
 ) -> None:
-    """Rotate q in place; write rotated k, and v bit for bit, to their slots of the pool.
+    """Rotate q in place. Write rotated k, and v unchanged, to their slots in the pool.
 
-    Over an fp8 pool k, rotated and rounded to its own dtype, and v are divided by their scales and saturated.
-
-    Every row is written, padding rows too: give padding a slot nobody reads. Two rows must not share a
-    slot that is read later.
+    Over an fp8 pool, k (rotated and rounded to its own dtype) and v are divided by their scales and saturated. Every row is
+    written, also padding: give padding rows a slot that is never read. Two rows must not share a slot that is read later.
 
     Args:
         q: `[num_tokens, num_q_heads, head_dim]`, pool's dtype, any float type over an fp8 pool; overwritten;

@@ -1,9 +1,8 @@
-"""How a decoding batch is cut into splits, and how the splits' results are put together again.
+"""How a decode batch is cut into splits, and how the splits' results are combined.
 
-The splits of a batch are numbered one after the other, sequence by sequence. The grid has one program per
-number and KV head, up to a bound that the host knows; which sequence and which keys a number stands for is
-found on the device, by every program for itself, from the lengths of the batch: no plan is made, copied or
-waited for. Not for launching: `decode_attention` does that.
+The splits of a batch are numbered consecutively, sequence by sequence. The grid has one program per number and KV head, up to a
+bound that the host knows. Every program finds its sequence and keys itself, on the device, from the batch's lengths. So no plan is
+made, copied or waited for. Do not launch these; `decode_attention` does.
 """
 
 from __future__ import annotations
@@ -15,16 +14,16 @@ import triton.language as tl
 
 from kvrelay.kernels.attention.tiles import window_at
 
-# Below this a split's partial result costs more traffic than the parallelism is worth.
+# Fewest keys of a split: with fewer, the traffic of partial results costs more than the parallelism gains.
 MIN_KEYS_PER_SPLIT = 128
-# Partial results that one round of the combining loop reads.
+# Partial results that one iteration of the combining loop reads.
 COMBINE_SPLITS = 8
 
 
 @triton.jit
 @no_type_check
 def first_key_of(seq_lens, window, KEYS: tl.constexpr, HAS_WINDOW: tl.constexpr, CHUNK: tl.constexpr):
-    """The first key of the tile in which begins what a sequence's last token sees; 0 without a window."""
+    """The first key of the tile where a sequence's last token begins to see; 0 without a window."""
     first_keys = seq_lens * 0
     if HAS_WINDOW:
         first_keys = tl.maximum(seq_lens - window_at(seq_lens - 1, window, CHUNK), 0) // KEYS * KEYS
@@ -45,10 +44,10 @@ def find_split(
     HAS_WINDOW: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """The sequence of the batch's split `item`, that sequence's first split and its number of splits.
+    """The sequence of the batch's split `item`, that sequence's first split, and its number of splits.
 
-    The longest split is what `MAX_SPLITS + num_seqs` splits of equal length would be: then no batch has more
-    than `MAX_SPLITS + 2 * num_seqs - 1`. The sequence is `num_seqs` or more where there is no such split.
+    The longest split has the length of `MAX_SPLITS + num_seqs` equal splits. So no batch has more than `MAX_SPLITS + 2 * num_seqs -
+    1` splits. If there is no such split, the sequence is `num_seqs` or more.
     """
     seqs = tl.arange(0, SEQS)
     seq_lens = tl.load(seq_lens_ptr + seqs, mask=seqs < num_seqs, other=0)
@@ -77,7 +76,7 @@ def decode_combine_kernel(
 ):
     seq = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
-    # An empty sequence (padding of a captured batch) is in no plan, has no split, and its row becomes zero, not NaN.
+    # An empty sequence (padding of a captured batch) has no split and no plan. Its row becomes zero, not NaN.
     has_keys = tl.load(seq_lens_ptr + seq) > 0
     first_split = tl.load(plan_ptr + 2 * seq, mask=has_keys, other=0).to(tl.int64)
     num_splits = tl.load(plan_ptr + 2 * seq + 1, mask=has_keys, other=0)
@@ -85,7 +84,7 @@ def decode_combine_kernel(
     lse_max = tl.full([1], float("-inf"), tl.float32)
     weight_sum = tl.zeros([1], tl.float32)
     acc = tl.zeros([HEAD_DIM_PAD], tl.float32)
-    # A sequence's first split has keys: the maximum is finite from the first round on.
+    # A sequence's first split has keys, so the maximum is finite from the first iteration on.
     for start in range(0, num_splits, SPLITS):
         splits = start + tl.arange(0, SPLITS)
         present = splits < num_splits

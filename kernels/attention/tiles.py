@@ -1,7 +1,7 @@
-"""What the attention kernels do with a tile of queries: its conversion, and the pass over tiles of keys.
+"""A tile of queries in the attention kernels: its conversion, and the pass over tiles of keys.
 
-The pass is FlashAttention-2's (Dao, 2023, arXiv 2307.08691), in base 2: scores come scaled by log2(e). Not
-for launching: `prefill_attention` and `decode_attention` do that.
+The pass is FlashAttention-2's (Dao, 2023, arXiv 2307.08691), in base 2: scores are scaled by log2(e). Do not launch these;
+`prefill_attention` and `decode_attention` do.
 """
 
 from __future__ import annotations
@@ -14,14 +14,17 @@ import triton.language as tl
 
 LOG2_E = math.log2(math.e)
 _LOG2_E = tl.constexpr(LOG2_E)
-# The largest magnitude `to_half` gives: far from fp16's 65504, and far enough from its subnormals for the smallest that matter.
+# The largest magnitude that `to_half` returns: far from fp16's maximum of 65504, and far enough from its subnormals for
+# small numbers.
 _HALF_RANGE = tl.constexpr(16384.0)
 
 
 @triton.jit
 @no_type_check
 def window_at(positions, window, CHUNK: tl.constexpr):
-    """Tokens that queries at `positions` see, themselves included: `window`, or, with CHUNK, those of their chunk of so many."""
+    """The number of tokens that queries at `positions` see, including themselves: `window` or, with CHUNK, those in their chunk so
+    far.
+    """
     if CHUNK > 0:
         window = positions % CHUNK + 1
     return window
@@ -30,10 +33,10 @@ def window_at(positions, window, CHUNK: tl.constexpr):
 @triton.jit
 @no_type_check
 def to_half(q):
-    """`q` as fp16 numbers that use its range, and the factor that undoes it.
+    """`q` as fp16 numbers that use fp16's range, and the factor that undoes the scaling.
 
-    e4m3 converts to fp16 without loss and in one instruction; to bf16 it takes several. So over an fp8 pool
-    all dot products are of fp16 numbers, and queries, which may be larger than fp16 holds, are brought into range.
+    e4m3 converts to fp16 without loss in one instruction; to bf16 it takes several. So over an fp8 pool all dot products use fp16
+    numbers, and queries, which may exceed fp16, are scaled into its range.
     """
     factor = tl.maximum(tl.max(tl.max(tl.abs(q.to(tl.float32)), axis=1), axis=0), 1.0e-30) / _HALF_RANGE
     return (q.to(tl.float32) / factor).to(tl.float16), factor
@@ -49,7 +52,7 @@ def _load_tile(
     TO_HALF: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Keys or values of a tile; what is not present, and the padding of a head, is 0. A mask that is not needed costs."""
+    """Keys or values of a tile; absent ones and the padding of a head are 0. An unnecessary mask would cost time."""
     dims = tl.arange(0, HEAD_DIM_PAD)
     if MASKED:
         tile = tl.load(ptrs, mask=present[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
@@ -65,9 +68,9 @@ def _load_tile(
 @triton.jit
 @no_type_check
 def cap(scores, softcap):
-    """`softcap * tanh(scores / softcap)` of scores in base 2: those that come and those that go are scaled by log2(e).
+    """`softcap * tanh(scores / softcap)` for scores in base 2: input and output are scaled by log2(e).
 
-    tanh(y) is 1 - 2 / (1 + exp(2 y)), which needs no other instruction than the softmax does.
+    tanh(y) is 1 - 2 / (1 + exp(2 y)), which needs only the softmax's instructions.
     """
     return softcap * _LOG2_E * (1.0 - 2.0 / (1.0 + tl.exp2(scores * (2.0 / softcap))))
 
@@ -75,7 +78,7 @@ def cap(scores, softcap):
 @triton.jit
 @no_type_check
 def _weigh(scores, row_max, row_sum):
-    """A step of the online softmax: weights, the factor of what came before, and the new `row_max` and `row_sum`."""
+    """One step of the online softmax: the weights, the factor for earlier results, and the new `row_max` and `row_sum`."""
     new_max = tl.maximum(row_max, tl.max(scores, axis=1))
     correction = tl.exp2(row_max - new_max)
     weights = tl.exp2(scores - new_max[:, None])
@@ -114,10 +117,10 @@ def accumulate(
     LOOK_AHEAD: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """The online softmax over the keys `[key_start, key_end)`: the new `acc`, `row_max` and `row_sum`.
+    """The online softmax over the keys `[key_start, key_end)`. Returns the new `acc`, `row_max` and `row_sum`.
 
-    Without MASKED every key is visible to every row. With a window none of them sees a key before `first_seen`. With LOOK_AHEAD
-    a tile's block ids are loaded one iteration before: the loads of keys, whose addresses they are, then wait for nothing.
+    Without MASKED, every key is visible to every row. With a window, no row sees a key before `first_seen`. With LOOK_AHEAD, a
+    tile's block ids are loaded one iteration ahead, so that the loads of keys need not wait for their addresses.
     """
     dims = tl.arange(0, HEAD_DIM_PAD)
     value_dims = tl.arange(0, VALUE_DIM_PAD)
@@ -126,9 +129,9 @@ def accumulate(
         next_blocks = tl.load(table_ptr + positions // BLOCK_SIZE, mask=positions < seq_len, other=0)
     for tile_start in range(key_start, key_end, KEYS):
         positions = tile_start + tl.arange(0, KEYS)
-        # Whatever lies past seq_len in the last block is old data, NaN included: never load it.
+        # Data past seq_len in the last block is stale, perhaps NaN: never load it.
         present = positions < seq_len
-        if HAS_WINDOW:  # nor what fell out of the window: its block may be anybody's by now
+        if HAS_WINDOW:  # nor keys before the window: their block may belong to another sequence
             present = present & (positions >= first_seen)
         if LOOK_AHEAD:
             blocks = next_blocks
@@ -154,7 +157,7 @@ def accumulate(
             scores = tl.where(visible, scores, float("-inf"))
         weights, correction, row_max, row_sum = _weigh(scores, row_max, row_sum)
         if VALUE_DIM == HEAD_DIM:
-            value_ptrs = key_ptrs + value_offset  # with addresses of their own, registers spill
+            value_ptrs = key_ptrs + value_offset  # separate addresses would spill registers
         else:
             rows = starts + (positions % BLOCK_SIZE) * VALUE_DIM
             value_ptrs = head_ptr + value_offset + rows[:, None] + value_dims[None, :]
@@ -183,13 +186,13 @@ def accumulate_boxes(
     HAS_SCALES: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
 ):
-    """`accumulate` over the keys `[0, key_end)`, all visible to every row, of which each tile lies in one block.
+    """Like `accumulate` over the keys `[0, key_end)`, which are all visible to every row; each tile must be in one block.
 
-    `boxes` describes the rows of all blocks (`prefill_tiles.layer_boxes`): a block has `block_rows`, the keys of a head begin
-    at `head_row` of it, and its values lie `value_rows` further. A box is loaded whole: `key_end`, a multiple of KEYS, must not
-    exceed the sequence's length, for behind it may be NaN, and not even a weight of 0 makes a number of that.
+    `boxes` describes the rows of all blocks (`prefill_tiles.layer_boxes`). A block has `block_rows` rows; the keys of a head begin
+    at its row `head_row`, and its values `value_rows` later. A box is loaded as a whole, so `key_end`, a multiple of KEYS, must not
+    exceed the sequence's length: stale data may be NaN, which even a weight of 0 does not remove.
     """
-    # As with LOOK_AHEAD: a box's address is a block id, which is not to be waited for.
+    # As with LOOK_AHEAD, the block id of the next box is loaded early, so that its load need not wait.
     next_block = tl.load(table_ptr, mask=key_end > 0, other=0)
     for tile_start in range(0, key_end, KEYS):
         row = next_block * block_rows + head_row + tile_start % BLOCK_SIZE

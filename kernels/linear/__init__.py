@@ -1,1 +1,1 @@
-"""Products with stored and rounded weights, with experts' and with adapters'."""
+"""Products with stored and rounded weights, with the weights of experts, and with adapters."""

@@ -1,11 +1,11 @@
 """Products of fp8 with fp8 (e4m3): `x @ (weight * scale).T`, where the rows of `x` are rounded, too.
 
-Two launches. `round_rows` brings each row, or each group of a row's inputs, to e4m3 with a scale of its own, or with one that is
-given. `fp8_linear` multiplies such rows with a weight as a checkpoint stores it, on tensor cores that take fp8 on both sides: at
+There are two launches. `round_rows` rounds each row, or each group of a row's inputs, to e4m3 with its own scale, or with a given
+one. `fp8_linear` multiplies such rows with a weight as a checkpoint stores it, on tensor cores that take fp8 on both sides: at
 twice the rate of 16 bits, with sums in fp32. Scales are applied to the sums: once, or for each group of inputs.
 
-Every number of rows goes this way, so that a token's K/V do not depend on how many were computed beside it. Rows up to
-`weight_only.MAX_ROWS` are bound by the bytes of the weight, and take splits as `weight_only_linear` does.
+Every number of rows goes this way, so that a token's K/V do not depend on how many were computed with it. Up to
+`weight_only.MAX_ROWS` rows are bound by the bytes of the weight, and use splits as `weight_only_linear` does.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import triton.language as tl
 from kvrelay.kernels.checks import FP8_DTYPE, next_power_of_2, require_dtype, require_shape, require_unit_stride
 from kvrelay.kernels.linear.weight_only import COMPUTE_DTYPES, ROW_TILES, SPLIT_UNIT, Tile, add_splits
 
-MIN_GROUP = 32  # the power of two that divides a group: what one instruction multiplies
+MIN_GROUP = 32  # group sizes are multiples of this: one instruction multiplies so many
 
 _MAX = tl.constexpr(448.0)  # the largest number of e4m3
-_MIN_SCALE = tl.constexpr(1e-30)  # of a row of zeros
+_MIN_SCALE = tl.constexpr(1e-30)  # for a row of zeros
 _SCALE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _ROUND_BLOCK = 1024
 
@@ -35,11 +35,11 @@ class Fp8Rows:
     values: torch.Tensor  # [num_rows, in_features] e4m3, contiguous
     scale: torch.Tensor  # [num_rows, num_groups] fp32, contiguous
     group_size: int  # inputs that share a scale
-    dtype: torch.dtype  # before: fp16 or bf16
+    dtype: torch.dtype  # dtype before rounding: fp16 or bf16
 
 
 def fp8_tile(num_rows: int, *, by_groups: bool) -> Tile:
-    """By rows, as `weight_only.tile_of`; a step has half the bytes. Sums of groups take registers of their own."""
+    """The tile by number of rows, like `weight_only.tile_of`; a step has half the bytes. Sums of groups take extra registers."""
     if num_rows <= ROW_TILES[0]:
         return Tile(16, 64, 128, stages=5, warps=4)
     if num_rows <= ROW_TILES[1]:
@@ -52,14 +52,14 @@ def fp8_tile(num_rows: int, *, by_groups: bool) -> Tile:
 
 
 def round_rows_reference(x: torch.Tensor, group_size: int, scale: float | None) -> Fp8Rows:
-    """Each group's largest number becomes the largest of e4m3; with a `scale`, what is beyond it is cut off."""
+    """Each group's largest number becomes the largest of e4m3. With a given `scale`, larger numbers are clipped."""
     num_rows, in_features = x.shape
     num_groups = -(-in_features // group_size)
     padded = torch.zeros(num_rows, num_groups * group_size, device=x.device)
     padded[:, :in_features] = x
     groups = padded.view(num_rows, num_groups, group_size)
     if scale is None:
-        # A number instead of this tensor would be multiplied with as its reciprocal on a GPU.
+        # With a Python number, a GPU would multiply by the reciprocal.
         scales = (groups.abs().amax(dim=2) / torch.full((), _MAX.value, device=x.device)).clamp(min=_MIN_SCALE.value)
     else:
         scales = torch.full((num_rows, num_groups), scale, device=x.device)
@@ -83,7 +83,7 @@ def fp8_linear_reference(
 def _round_rows_kernel(
     x_ptr, values_ptr, scale_ptr, given_scale, in_features, group_size, num_groups, x_stride_row, BLOCK: tl.constexpr
 ):
-    """A group of a row."""
+    """One program rounds one group of a row."""
     row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     first = group * group_size
     last = tl.minimum(first + group_size, in_features)
@@ -100,7 +100,7 @@ def _round_rows_kernel(
     for start in range(first, last, BLOCK):
         mask = start + offsets < last
         x = tl.load(x_ptr + row * x_stride_row + start + offsets, mask=mask, other=0.0).to(tl.float32)
-        # NaN stays NaN: a broken row must not look whole.
+        # NaN stays NaN: a broken row must not look intact.
         scaled = tl.clamp(tl.div_rn(x, tl.broadcast_to(scale, [BLOCK])), -_MAX, _MAX, tl.PropagateNan.ALL)
         tl.store(values_ptr + row * in_features + start + offsets, scaled.to(values_ptr.dtype.element_ty), mask=mask)
 
@@ -129,7 +129,7 @@ def _fp8_linear_kernel(
     OUTS: tl.constexpr,
     INS: tl.constexpr,
 ):
-    """Writes the result, or, with splits, each split's sums `[SPLITS, num_rows, out_features]` fp32, scaled, to `out_ptr`."""
+    """Writes the result; with splits, each split's scaled sums `[SPLITS, num_rows, out_features]` fp32 go to `out_ptr`."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     outs = tl.program_id(1) * OUTS + tl.arange(0, OUTS)
     split = tl.program_id(2)
@@ -139,7 +139,7 @@ def _fp8_linear_kernel(
     last = tl.minimum(first + split_len, in_features)
     has_row = rows < num_rows
     has_out = outs < out_features
-    # A row behind the last is the last once more, and never stored: no mask in the loop, and no byte that is not there.
+    # Rows past the last one repeat it and are never stored. So the loop needs no mask, and reads nothing out of bounds.
     x_rows = tl.minimum(rows, num_rows - 1).to(tl.int64)
     channels = tl.minimum(outs, out_features - 1).to(tl.int64)
     x_ptrs = x_ptr + x_rows[:, None] * in_features + ins[None, :]
@@ -154,7 +154,7 @@ def _fp8_linear_kernel(
             scale = tl.load(scale_ptr + channels * num_groups + start // group_size).to(tl.float32)
             acc += tl.dot(x, weight.T) * x_scale[:, None] * scale[None, :]
         else:
-            # Hopper's fp8 instructions keep 14 bits of a sum: each step's is added in fp32.
+            # Hopper's fp8 instructions keep 14 bits of a sum, so each step's sum is added in fp32.
             acc = tl.dot(x, weight.T, acc, max_num_imprecise_acc=INS)
     if not BY_GROUPS:
         acc *= tl.load(x_scale_ptr + x_rows)[:, None]
@@ -283,7 +283,7 @@ def fp8_linear(
 
 
 def _num_groups(name: str, group_size: int, in_features: int) -> int:
-    """Raises ValueError."""
+    """The number of groups. Raises ValueError."""
     num_groups = -(-in_features // group_size)
     if num_groups > 1 and group_size % MIN_GROUP:
         raise ValueError(f"{name} is {group_size}, expected a multiple of {MIN_GROUP}")

@@ -1,9 +1,9 @@
 """Products with weights that are scaled in groups of input features: `x @ ((values - zero) * scale).T`.
 
-Weights are e4m3, int8, or two numbers of 4 bits in a byte, as quantised checkpoints store them. A tile of the weight becomes
-numbers in the dtype of `x`, each rounded once from fp32, and is multiplied by the tensor cores with sums in fp32: the same numbers
-as if the matrix had been dequantised before. One step of the loop stays within a group, so that it needs one scale for each
-output; groups of 64 and 32 make for short steps. Tiles, splits and what many rows do are those of `weight_only_linear`.
+Weights are e4m3, int8, or two 4-bit numbers per byte, as quantised checkpoints store them. Each tile of the weight is converted to
+the dtype of `x`, rounded once from fp32, and multiplied by the tensor cores with sums in fp32. The numbers are those of a matrix
+that was dequantised before. One step of the loop stays within a group, so that it needs one scale per output; groups of 64 and 32
+make short steps. Tiles, splits and the way for many rows are those of `weight_only_linear`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from kvrelay.kernels.linear.weight_only import (
 )
 
 VALUE_DTYPES = (torch.uint8, torch.int8, FP8_DTYPE)
-"""What values are stored as; uint8 holds two numbers of 4 bits, the first in its low half."""
-MIN_GROUP = 32  # the power of two that divides a group, unless there is one group only
+"""The dtypes of stored values; uint8 holds two 4-bit numbers, the first in the low half."""
+MIN_GROUP = 32  # group sizes are multiples of this, unless there is only one group
 
 _SCALE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -54,11 +54,12 @@ def dequantise_groups_reference(
 @triton.jit
 @no_type_check
 def meant_numbers(values, PER_COLUMN: tl.constexpr, IS_E2M1: tl.constexpr):
-    """`[n, m]` values as the `[n, m * PER_COLUMN]` numbers that they are, in fp32."""
+    """`[n, m]` stored values as `[n, m * PER_COLUMN]` numbers in fp32."""
     if PER_COLUMN == 2:
         values = tl.interleave(values & 15, values >> 4)
     if IS_E2M1:
-        # Exponent and mantissa where fp16 has them, whose bias is larger by 14; its small numbers are e2m1's, too.
+        # Moves exponent and mantissa to their places in fp16, whose bias is larger by 14. Subnormals of e2m1 become
+        # subnormals of fp16.
         bits = (values & 7).to(tl.uint16) << 9 | (values & 8).to(tl.uint16) << 12
         return bits.to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
     return values.to(tl.float32)
@@ -94,18 +95,18 @@ def _group_scaled_linear_kernel(
     OUTS: tl.constexpr,
     INS: tl.constexpr,
 ):
-    """Writes the result, or, with splits, each split's sums `[SPLITS, num_tokens, out_features]` fp32 to `out_ptr`."""
+    """Writes the result; with splits, each split's sums `[SPLITS, num_tokens, out_features]` fp32 go to `out_ptr`."""
     tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     outs = tl.program_id(1) * OUTS + tl.arange(0, OUTS)
     split = tl.program_id(2)
     ins, columns = tl.arange(0, INS), tl.arange(0, INS // PER_COLUMN)
-    # By columns of `values`: half an input feature's number has no alignment that the compiler would know of.
+    # Counts columns of `values`: the compiler would not know the alignment of half a feature's index.
     split_len = tl.cdiv(tl.cdiv(num_columns, SPLIT_UNIT // PER_COLUMN), SPLITS) * (SPLIT_UNIT // PER_COLUMN)
     first = split * split_len
     last = tl.minimum(first + split_len, num_columns)
     has_token = tokens < num_tokens
     has_out = outs < out_features
-    # A row behind the last is the last once more, and never stored: no mask in the loop, and no byte that is not there.
+    # Rows past the last one repeat it and are never stored. So the loop needs no mask, and reads nothing out of bounds.
     rows = tl.minimum(outs, out_features - 1).to(tl.int64)
     x_ptrs = x_ptr + tokens.to(tl.int64)[:, None] * x_stride_token + ins[None, :]
     values_ptrs = values_ptr + rows[:, None] * values_stride_out + columns[None, :]
@@ -257,7 +258,7 @@ def dequantise_groups(
 def _check_integers(
     values: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, group_size: int
 ) -> tuple[int, int]:
-    """As `check_stored`, of weights that are not MXFP4."""
+    """Like `check_stored`, for weights other than MXFP4."""
     require_dtype("scale", scale, *_SCALE_DTYPES)
     return check_stored(values, scale, zero, group_size)
 
@@ -265,7 +266,7 @@ def _check_integers(
 def check_stored(
     values: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, group_size: int
 ) -> tuple[int, int]:
-    """(outputs, input features) of a stored weight. Raises ValueError."""
+    """Check a stored weight. Returns (outputs, input features). Raises ValueError."""
     require_shape("values", values, ("out_features", "in_features"))
     require_dtype("values", values, *VALUE_DTYPES)
     require_unit_stride("values", values)

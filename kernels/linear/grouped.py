@@ -1,9 +1,9 @@
-"""Products with the weights of experts: each row with the matrix of the expert that it is routed to, in one launch.
+"""Products with the weights of experts: each row with the matrix of its expert, in one launch.
 
-Routes are sorted by expert. A program multiplies a tile of one expert's rows with a tile of its weight: an expert is read once for
-each tile of its rows, and an expert without rows never. Only the device knows how many rows an expert has: the grid has as many
-tiles as there can be, a program finds its expert by itself, and programs behind the last tile end at once. The host reads no
-value, so a CUDA graph may hold it all. Rows are gathered and scattered on the way: nothing is permuted in memory.
+Routes are sorted by expert. A program multiplies a tile of one expert's rows with a tile of its weight. So an expert's weight is
+read once for each tile of its rows, and not at all without rows. Only the device knows how many rows an expert has. The grid has as
+many tiles as there can be, each program finds its expert, and programs past the last tile end at once. The host reads no value, so
+a CUDA graph can hold it all. Rows are gathered and scattered by the kernel; nothing is permuted in memory.
 """
 
 from __future__ import annotations
@@ -29,19 +29,22 @@ from kvrelay.kernels.linear.weight_only import COMPUTE_DTYPES
 
 @dataclass(frozen=True)
 class Routes:
-    """Which rows each expert multiplies. A token of `k` experts is `k` routes that follow each other."""
+    """The rows of each expert. A token with `k` experts has `k` consecutive routes."""
 
-    order: torch.Tensor  # [num_routes] int64, the routes by their experts
-    starts: torch.Tensor  # [num_experts + 1] int32, each expert's first place in `order`
+    order: torch.Tensor  # [num_routes] int64, the routes sorted by expert
+    starts: torch.Tensor  # [num_experts + 1] int32, start of each expert's routes in `order`
 
     @property
     def num_experts(self) -> int:
-        """Of the layer, chosen or not."""
+        """The experts of the layer, used or not."""
         return len(self.starts) - 1
 
 
 def plan_routes(expert_ids: torch.Tensor, num_experts: int) -> Routes:
-    """The routes of `expert_ids` `[num_tokens, k]`, each `0 <= id <= num_experts`; the last one is nobody's, and not computed."""
+    """The routes of `expert_ids` `[num_tokens, k]`, each `0 <= id <= num_experts`.
+
+    The id `num_experts` is no expert, and not computed.
+    """
     ordered, order = expert_ids.flatten().sort(stable=True)
     firsts = torch.arange(num_experts + 1, dtype=ordered.dtype, device=ordered.device)
     return Routes(order, torch.searchsorted(ordered, firsts, out_int32=True))
@@ -49,7 +52,7 @@ def plan_routes(expert_ids: torch.Tensor, num_experts: int) -> Routes:
 
 @dataclass(frozen=True)
 class _Tile:
-    """What one program computes, and in which steps."""
+    """The size of a program's result, and of its steps."""
 
     rows: int
     outs: int
@@ -59,9 +62,9 @@ class _Tile:
 
 
 def _tile(num_routes: int, num_experts: int, dtype: torch.dtype) -> _Tile:
-    """By the rows of an expert on average."""
+    """The tile for the average number of rows per expert."""
     per_expert = triton.cdiv(num_routes, num_experts)
-    if dtype == torch.float32:  # exact products, whose operands are twice as wide
+    if dtype == torch.float32:  # exact products with operands twice as wide
         return _Tile(16, 64, 32, stages=2, warps=4)
     if per_expert <= 16:
         return _Tile(16, 64, 128, stages=4, warps=4)
@@ -80,7 +83,7 @@ def grouped_linear_reference(
     scale: torch.Tensor | None = None,
     factors: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The same products, one after the other, in fp32 (in fp64, if `x` is), rounded once to the dtype of `x`."""
+    """The same products one by one, in fp32 (in fp64 if `x` is), rounded once to the dtype of `x`."""
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     experts, num_outs = expert_ids.flatten().tolist(), len(weight) // num_experts
     out = x.new_empty(len(experts), num_outs, dtype=wide)
@@ -96,7 +99,7 @@ def grouped_linear_reference(
 @triton.jit
 @no_type_check
 def _by_inputs(of_groups, OUTS: tl.constexpr, INS: tl.constexpr, GROUPS: tl.constexpr):
-    """`[OUTS, GROUPS]` as what a tile of `[OUTS, INS]` numbers is multiplied with."""
+    """Expand `[OUTS, GROUPS]` to the factors of a tile `[OUTS, INS]`."""
     if GROUPS > 1:
         of_groups = tl.reshape(tl.broadcast_to(of_groups[:, :, None], (OUTS, GROUPS, INS // GROUPS)), (OUTS, INS))
     return of_groups
@@ -140,7 +143,7 @@ def _grouped_linear_kernel(
         start = tl.load(starts_ptr + expert) + (tile - tl.sum(tl.where(experts < expert, num_tiles, 0), 0)) * ROWS
         places = start + tl.arange(0, ROWS)
         has_route = places < tl.load(starts_ptr + expert + 1)
-        # A place behind the expert's last one multiplies some row, and stores nothing: no mask in the loop.
+        # Places past the expert's last one multiply some row and store nothing, so the loop needs no mask.
         routes = tl.load(order_ptr + places, mask=has_route, other=0)
         outs = tl.program_id(1) * OUTS + tl.arange(0, OUTS)
         has_out = outs < out_features
@@ -150,7 +153,7 @@ def _grouped_linear_kernel(
         columns = tl.arange(0, INS // PER_COLUMN)
         weight_ptrs = weight_ptr + channels[:, None] * weight_stride_out + columns[None, :]
         acc = tl.zeros([ROWS, OUTS], tl.float32)
-        # By columns of `weight`: half an input feature's number has no alignment that the compiler would know of.
+        # Counts columns of `weight`: the compiler would not know the alignment of half a feature's index.
         for column in range(0, num_columns, INS // PER_COLUMN):
             at = column * PER_COLUMN
             weight = tl.load(weight_ptrs + column, mask=(column + columns < num_columns)[None, :], other=0.0)
@@ -249,19 +252,19 @@ def grouped_stored_linear(
 
 @dataclass(frozen=True)
 class _Matrix:
-    """All experts' weights, in any form."""
+    """The weights of all experts, in any form."""
 
     values: torch.Tensor
     scale: torch.Tensor | None
     zero: torch.Tensor | None
     in_features: int
-    group_size: int  # 0: a scale is a channel's, and of the sums
+    group_size: int  # 0: one scale per channel, applied to the sums
 
 
 def _launch(
     x: torch.Tensor, matrix: _Matrix, routes: Routes, bias: torch.Tensor | None, factors: torch.Tensor | None
 ) -> torch.Tensor:
-    """The product, for a matrix that was checked. Raises ValueError on what is beside it."""
+    """The product, for a matrix that was checked. Raises ValueError for the other arguments."""
     values, scale, group_size = matrix.values, matrix.scale, matrix.group_size
     num_routes, out_features = len(routes.order), len(values) // routes.num_experts
     require_shape("x", x, ("num_rows", matrix.in_features))
@@ -285,7 +288,7 @@ def _launch(
         assert scale is not None, "groups without scales"
         ins, groups = _step(tile.ins, group_size, scale.shape[1])
     num_tiles = num_routes // tile.rows + min(routes.num_experts, num_routes)
-    # Tiles of rows first: programs that read the same part of a weight run side by side.
+    # Tiles of rows come first, so that programs that read the same part of a weight run side by side.
     _grouped_linear_kernel[(num_tiles, triton.cdiv(out_features, tile.outs))](
         x,
         values,
@@ -318,7 +321,7 @@ def _launch(
 
 
 def _step(ins: int, group_size: int, num_groups: int) -> tuple[int, int]:
-    """How many inputs a step of the loop takes, of at most ``ins``, and from how many groups: whole ones, or a part of one."""
+    """(inputs of one step of the loop, at most ``ins``; number of groups that they belong to): whole groups, or a part of one."""
     within = group_size & -group_size
     if num_groups == 1 or within >= ins:
         return ins, 1

@@ -1,9 +1,10 @@
-"""What adapters (LoRA) add to a product, all adapters of a step in two launches: `out += scaling * (x A.T) B.T`, row by row.
+"""The products of adapters (LoRA), all adapters of a step in two launches: `out += scaling * (x A.T) B.T`, row by row.
 
-*Shrink* multiplies rows with their adapters' A, *expand* the results with B, and adds. The caller sorts rows by adapter into tiles
-of one adapter each; a program takes a tile. Rows without an adapter are in no tile, and cost nothing. Matrices lie where they were
-loaded, each of its own rank: a table on the device has their addresses. So one launch, and one CUDA graph, serves what is loaded
-later. A product may be of several linear layers side by side (q, k and v): the *parts* of a site.
+*Shrink* multiplies rows with their adapters' A. *Expand* multiplies the results with B and adds them. The caller sorts rows by
+adapter into tiles of one adapter each; a program takes a tile. Rows without an adapter are in no tile and cost nothing. Matrices
+stay where they were loaded, each with its own rank: a table on the device has their addresses. So one launch, and one CUDA graph,
+also serves adapters that are loaded later. A product may have several linear layers side by side (q, k and v): the *parts* of a
+site.
 """
 
 from __future__ import annotations
@@ -19,23 +20,23 @@ import triton.language as tl
 
 from kvrelay.kernels.checks import FLOAT_DTYPES, require_dtype, require_shape, require_unit_stride
 
-_ALIGNMENT = 16  # numbers; matrices' rows are padded to it, so that they can be loaded 16 bytes at a time
-_FIELDS = 5  # of a table's entry: address of A, address of B, rank, first column, columns
-_MAX_SPLITS, _SPLIT_INS = 8, 512  # a shrink is cut into as many splits as there are so many inputs
+_ALIGNMENT = 16  # numbers; rows of matrices are padded to multiples, so that they can be loaded 16 bytes at a time
+_FIELDS = 5  # fields of a table's entry: address of A, address of B, rank, first column, columns
+_MAX_SPLITS, _SPLIT_INS = 8, 512  # a shrink has one split per so many inputs, up to the maximum
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """What programs of both kernels compute, and in which steps."""
+    """The sizes of both kernels' programs, and of their steps."""
 
-    rows: int  # of a tile
+    rows: int  # rows of a tile
     ranks: int
     shrink_ins: int
     expand_outs: int
     stages: int
     shrink_warps: int
     expand_warps: int
-    is_split: bool  # few programs read long rows
+    is_split: bool  # split the inputs: there are few programs with long rows
 
 
 FEW_ROWS = Tiling(16, 16, 128, 128, stages=4, shrink_warps=2, expand_warps=4, is_split=True)
@@ -45,10 +46,10 @@ FP32_ROWS = Tiling(16, 16, 32, 64, stages=2, shrink_warps=4, expand_warps=4, is_
 
 @dataclass(frozen=True)
 class AdaptedRows:
-    """A step's rows by their adapters. Tiles of slot 0 are none: so a CUDA graph has as many as there can be."""
+    """A step's rows by adapter. Tiles with slot 0 are empty, so a CUDA graph can have the largest number of tiles."""
 
     tiling: Tiling
-    rows: torch.Tensor  # [num_places] int64, rows of x and out, those of an adapter side by side
+    rows: torch.Tensor  # [num_places] int64, rows of x and out, sorted by adapter
     tiles: torch.Tensor  # [num_tiles, 3] int32: slot, first place, number of places
 
 
@@ -64,14 +65,15 @@ class LowRankTable:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """`widths`: outputs of each part, side by side."""
+        """`widths`: the outputs of each part, which are side by side."""
         self.dtype = dtype
         self.num_inputs = num_inputs
         self.widths = tuple(widths)
         self.max_rank = max_rank
         self.entries = torch.zeros((num_slots + 1, len(widths), _FIELDS), dtype=torch.int64, device=device)
         self.scalings = torch.zeros((num_slots + 1, len(widths)), dtype=torch.float32, device=device)
-        self._kept: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}  # the entries have their addresses
+        # Keeps the tensors alive whose addresses are in the entries.
+        self._kept: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
     @property
     def is_aligned(self) -> bool:
@@ -93,13 +95,13 @@ class LowRankTable:
         there = tuple(F.pad(one, (0, -one.shape[1] % _ALIGNMENT)).contiguous() for one in (a, b.T))
         self._kept[slot, part] = there[0], there[1]
         entry = (there[0].data_ptr(), there[1].data_ptr(), len(a), sum(self.widths[:part]), self.widths[part])
-        # Number by number: a copy from the host would wait for all steps that are launched.
+        # Number by number, because a copy from the host would wait for all launched steps.
         for field, number in enumerate(entry):
             self.entries[slot, part, field].fill_(number)
         self.scalings[slot, part].fill_(scaling)
 
     def drop(self, slot: int) -> None:
-        """Forget a slot's matrices; nothing that was launched later may name it."""
+        """Forget a slot's matrices. No later launch may use the slot."""
         self.entries[slot] = 0
         for part in range(len(self.widths)):
             self._kept.pop((slot, part), None)
@@ -111,9 +113,9 @@ def add_low_rank_reference(
     adapters: Mapping[int, Sequence[tuple[int, torch.Tensor, torch.Tensor, float]]],
     slots: Sequence[int],
 ) -> None:
-    """The same, row by row, in fp32 (in fp64, if `out` is). `adapters`: by slot, (first column, A, B, scaling) of each part.
+    """The same, row by row, in fp32 (in fp64 if `out` is).
 
-    `slots`: of each row, 0 for none.
+    `adapters`: by slot, (first column, A, B, scaling) for each part. `slots`: of each row, 0 for none.
     """
     wide = torch.float64 if out.dtype == torch.float64 else torch.float32
     for row, slot in enumerate(slots):
@@ -157,7 +159,7 @@ def _shrink_kernel(
         places = tl.arange(0, ROWS)
         has_row = places < tl.load(tile_ptr + 2)
         places += tl.load(tile_ptr + 1)
-        # A place behind the tile's last one multiplies some row, and stores nothing: no mask in the loop.
+        # Places past the tile's last one multiply some row and store nothing, so the loop needs no mask.
         rows = tl.load(rows_ptr + places, mask=has_row, other=0)
         ins = tl.arange(0, INS)
         x_ptrs = x_ptr + rows[:, None] * x_stride_row + ins[None, :]
@@ -180,7 +182,7 @@ def _shrink_kernel(
                 + places.to(tl.int64)[:, None] * lowered_stride_place
                 + ranks[None, :]
             )
-            # Behind the rank lie zeros, which expand reads: with a mask it would load number by number.
+            # The padding after the rank is zeros, which expand also reads: with a mask it would load number by number.
             tl.store(lowered_ptrs, acc * scaling, mask=has_row[:, None])
 
 
@@ -222,7 +224,7 @@ def _expand_kernel(
             if IS_ALIGNED:
                 start = tl.multiple_of(start, 16)
                 width = tl.multiple_of(width, 16)
-            # A part without columns in this tile has nothing to add.
+            # A part without columns in this tile adds nothing.
             is_here = (start < first_out + OUTS) & (first_out < start + width)
             rank = tl.where(is_here, tl.load(entry_ptr + 2).to(tl.int32), 0)
             sum_of_ranks += rank
@@ -254,12 +256,12 @@ def _expand_kernel(
 
 
 def add_low_rank(x: torch.Tensor, out: torch.Tensor, table: LowRankTable, rows: AdaptedRows) -> None:
-    """Add to `out` what adapters make of `x`. What is between the two products is rounded to their dtype, sums run in fp32.
+    """Add the adapters' products of `x` to `out`. The result between the two products is rounded to their dtype; sums are in fp32.
 
     Args:
         x: `[num_rows, inputs]` fp32/fp16/bf16, the table's dtype, last stride 1.
         out: `[num_rows, outputs]`, the parts' outputs side by side; the same dtype, last stride 1; changed in place.
-        rows: which rows have which slots, each at most once. Slots without matrices add nothing.
+        rows: the rows of each slot, each at most once. Slots without matrices add nothing.
 
     Raises:
         ValueError: wrong shape, dtype or stride.

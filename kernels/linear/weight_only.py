@@ -1,14 +1,14 @@
-"""Products with weight matrices in 8 bits: `x @ (weight * scale).T`, activations in 16 bits, sums in fp32.
+"""Products with 8-bit weight matrices: `x @ (weight * scale).T`, with activations in 16 bits and sums in fp32.
 
 A weight is int8 or e4m3 `[out_features, in_features]` with one fp32 scale per output channel. Both formats convert to bf16 and fp16
-without loss, so the tensor cores multiply exactly what is stored, and the scale is applied once, to the sum. Not for rounding
-weights: the engine does that when it loads them.
+without loss. So the tensor cores multiply exactly the stored numbers, and the scale is applied once, to the sum. The engine rounds
+weights when it loads them; this module does not.
 
-Few rows are bound by the bytes of the weight. A program multiplies a tile of the weight with all rows of a token tile; where the
-tiles of a matrix are fewer than the multiprocessors, the input features are cut into splits, and a second kernel adds the
-splits' sums in their order (no atomics: the same call gives the same bits). Splits depend on the matrix and the device, not on the
-number of rows. Many rows are bound by arithmetic, which the vendor's library does best: for them `dequantise_weight` writes a
-slab of the weight in 16 bits.
+Few rows are bound by the bytes of the weight. A program multiplies a tile of the weight with all rows of a token tile. If a matrix
+has fewer tiles than there are multiprocessors, the input features are cut into splits. A second kernel adds the splits' sums in
+order, without atomics, so equal calls give equal bits. Splits depend on the matrix and the device, not on the number of rows. Many
+rows are bound by arithmetic, which the vendor's library does best: for them `dequantise_weight` writes a slab of the weight in 16
+bits.
 """
 
 from __future__ import annotations
@@ -22,24 +22,25 @@ import triton.language as tl
 
 from kvrelay.kernels.checks import FP8_DTYPE, require_dtype, require_shape, require_unit_stride
 
-# Rows up to which `weight_only_linear` is the faster way (an estimate, see docs/kernels.md); more are its caller's to slice or to
-# multiply otherwise.
+# Largest number of rows for which `weight_only_linear` is faster (an estimate, see docs/kernels.md). Callers slice larger
+# ones, or multiply them
+# in another way.
 MAX_ROWS = 256
-ROW_TILES = (16, 32, 64, MAX_ROWS)  # up to so many rows are multiplied by a kernel of their own
+ROW_TILES = (16, 32, 64, MAX_ROWS)  # each has its own kernel, for up to so many rows
 
 COMPUTE_DTYPES = (torch.float16, torch.bfloat16)
 _WEIGHT_DTYPES = (torch.int8, FP8_DTYPE)
-# Output channels of a wide tile, by which splits are counted, and input features in whose multiples they are cut.
+# Output channels of a wide tile, for counting splits; and the input features whose multiples splits are cut at.
 _WIDE_OUTS = 128
 SPLIT_UNIT = 128
-_MIN_UNITS = 4  # of a split: less costs more to add up than the parallelism is worth
+_MIN_UNITS = 4  # smallest split: smaller ones cost more to add up than the parallelism gains
 _SUM_BLOCK = 512
 DEQUANTISE_BLOCK = 1024
 
 
 @dataclass(frozen=True)
 class Tile:
-    """What one program computes, and in which steps."""
+    """The size of a program's result, and of its steps."""
 
     tokens: int
     outs: int
@@ -49,7 +50,10 @@ class Tile:
 
 
 def tile_of(num_tokens: int) -> Tile:
-    """By rows: activations come from the L2 for every tile of output channels, so more rows want wider tiles."""
+    """The tile by number of rows.
+
+    Activations are read from the L2 for every tile of output channels, so more rows want wider tiles.
+    """
     if num_tokens <= ROW_TILES[0]:
         return Tile(16, 64, 128, stages=5, warps=4)
     if num_tokens <= ROW_TILES[1]:
@@ -60,9 +64,9 @@ def tile_of(num_tokens: int) -> Tile:
 
 
 def linear_splits(num_multiprocessors: int, out_features: int, in_features: int) -> int:
-    """Into how many splits to cut the input features: a power of two, 1 for no splits.
+    """The number of splits of the input features: a power of two, 1 for no splits.
 
-    The fewest with which there is a wide tile for every multiprocessor, as long as a split has 512 features on average.
+    It is the smallest number that gives every multiprocessor a wide tile, as long as a split has 512 features on average.
     """
     tiles = triton.cdiv(out_features, _WIDE_OUTS)
     units = triton.cdiv(in_features, SPLIT_UNIT)
@@ -80,7 +84,7 @@ def dequantise_weight_reference(weight: torch.Tensor, scale: torch.Tensor, dtype
 def weight_only_linear_reference(
     x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The same product in fp32 (in fp64, if `x` is), rounded once to the dtype of `x`."""
+    """The same product in fp32 (in fp64 if `x` is), rounded once to the dtype of `x`."""
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     out = (x.to(wide) @ weight.to(wide).T) * scale.to(wide)
     return (out if bias is None else out + bias.to(wide)).to(x.dtype)
@@ -105,7 +109,7 @@ def _weight_only_linear_kernel(
     OUTS: tl.constexpr,
     INS: tl.constexpr,
 ):
-    """Writes the result, or, with splits, each split's sums `[SPLITS, num_tokens, out_features]` fp32, not scaled, to `out_ptr`."""
+    """Writes the result; with splits, each split's unscaled sums `[SPLITS, num_tokens, out_features]` fp32 go to `out_ptr`."""
     tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     outs = tl.program_id(1) * OUTS + tl.arange(0, OUTS)
     split = tl.program_id(2)
@@ -115,7 +119,7 @@ def _weight_only_linear_kernel(
     last = tl.minimum(first + split_len, in_features)
     has_token = tokens < num_tokens
     has_out = outs < out_features
-    # A row behind the last is the last once more, and never stored: no mask in the loop, and no byte that is not there.
+    # Rows past the last one repeat it and are never stored. So the loop needs no mask, and reads nothing out of bounds.
     rows = tl.minimum(outs, out_features - 1).to(tl.int64)
     weight_ptrs = weight_ptr + rows[:, None] * weight_stride_out + ins[None, :]
     x_ptrs = x_ptr + tokens.to(tl.int64)[:, None] * x_stride_token + ins[None, :]
@@ -191,7 +195,7 @@ def weight_only_linear(
     target = out
     if num_splits > 1:
         target = torch.empty((num_splits, num_tokens, out_features), dtype=torch.float32, device=x.device)
-    # Tiles of tokens first: programs that read the same part of the weight run side by side.
+    # Tiles of tokens come first, so that programs that read the same part of the weight run side by side.
     grid = (triton.cdiv(num_tokens, tile.tokens), triton.cdiv(out_features, tile.outs), num_splits)
     _weight_only_linear_kernel[grid](
         x,
@@ -252,7 +256,7 @@ def dequantise_weight(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dt
 def require_rows(
     x: torch.Tensor, in_features: int, out_features: int, bias: torch.Tensor | None, num_splits: int
 ) -> int:
-    """The number of rows of a product's `x`. Raises ValueError."""
+    """Check a product's `x` and return its number of rows. Raises ValueError."""
     require_shape("x", x, ("num_tokens", in_features))
     require_dtype("x", x, *COMPUTE_DTYPES)
     require_unit_stride("x", x)

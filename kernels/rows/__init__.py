@@ -1,1 +1,1 @@
-"""What is computed of each row by itself: norms, activations."""
+"""Kernels that compute each row separately: norms, activations."""

@@ -1,4 +1,4 @@
-"""SwiGLU's elementwise half over a fused gate/up projection: `silu(gate) * up`, and gpt-oss's with limits."""
+"""The elementwise half of SwiGLU over a fused gate/up projection: `silu(gate) * up`, and gpt-oss's variant with limits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def silu_mul_reference(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def clamped_swiglu_reference(gate_up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
-    """`(up + 1) * gate * sigmoid(alpha * gate)` of gates up to `limit` and ups within it, rounded once."""
+    """`(up + 1) * gate * sigmoid(alpha * gate)` with gate at most `limit` and up within `[-limit, limit]`, rounded once."""
     gate, up = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32)).chunk(2, dim=-1)
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return ((up + 1) * gate * torch.sigmoid(alpha * gate)).to(gate_up.dtype)
@@ -72,9 +72,9 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def clamped_swiglu(gate_up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
-    """`(up + 1) * gate * sigmoid(alpha * gate)` of gates up to `limit` and ups within it.
+    """`(up + 1) * gate * sigmoid(alpha * gate)` with gate at most `limit` and up within `[-limit, limit]`.
 
-    Arguments, result and errors as `silu_mul`.
+    Arguments, result and errors as for `silu_mul`.
     """
     return _swiglu(gate_up, alpha, limit, is_clamped=True)
 

@@ -1,7 +1,7 @@
 """RMSNorm over the last dimension, alone or fused with the residual addition.
 
-Serves the layer norms (`[num_tokens, hidden]`) and the per-head q/k norms of Qwen3
-(`[num_tokens, heads, head_dim]`, a strided view of a fused qkv). Not for LayerNorm: no mean, no bias.
+For the layer norms (`[num_tokens, hidden]`) and the per-head q/k norms of Qwen3 (`[num_tokens, heads, head_dim]`, a strided view of
+a fused qkv). Not for LayerNorm: there is no mean and no bias.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvrelay.kernels.checks import (
     require_unit_stride,
 )
 
-# 4096 fp32 values in registers keep a program of 4 warps well under the register limit.
+# With 4096 fp32 values in registers, a program of 4 warps stays well below the register limit.
 _TILE_ELEMENTS = 4096
 
 
@@ -67,7 +67,7 @@ def _rms_norm_kernel(
     if ADD_RESIDUAL:
         residual_offsets = token * residual_stride_token + heads * residual_stride_head + dims[None, :]
         residual = tl.load(residual_ptr + residual_offsets, mask=mask, other=0.0)
-        # The sum is rounded before it is normalised: the next layer reads the rounded residual.
+        # The sum is rounded before it is normalised, because the next layer reads the rounded residual.
         x = (residual.to(tl.float32) + x.to(tl.float32)).to(x.dtype)
         tl.store(residual_ptr + residual_offsets, x, mask=mask)
     wide = x.to(tl.float32)

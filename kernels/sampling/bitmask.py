@@ -1,4 +1,4 @@
-"""Masks of one bit per token, as grammars fill them, applied to some rows of logits."""
+"""Masks with one bit per token, as grammars fill them, applied to some rows of logits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WORDS = 64  # per program: 2,048 tokens
 
 
 def apply_bitmask_reference(logits: torch.Tensor, rows: torch.Tensor, bitmask: torch.Tensor) -> None:
-    """The same contract as `apply_bitmask`, with a number for each bit."""
+    """The same as `apply_bitmask`, with a number for each bit."""
     shifts = torch.arange(32, dtype=torch.int32, device=bitmask.device)
     may_come = ((bitmask[:, :, None] >> shifts) & 1).flatten(1)[:, : logits.shape[1]] == 1
     logits[rows] = logits[rows].masked_fill(~may_come, -torch.inf)
@@ -33,17 +33,17 @@ def _bitmask_kernel(
     shifts = tl.arange(0, _WORD)
     tokens = words[:, None] * _WORD + shifts[None, :]
     is_forbidden = ((bits[:, None] >> shifts[None, :]) & 1) == 0
-    # Logits of tokens that may come are neither read nor written.
+    # Logits of allowed tokens are neither read nor written.
     forbidden = tl.full([WORDS, _WORD], float("-inf"), logits_ptr.dtype.element_ty)
     tl.store(logits_ptr + row * logits_stride + tokens, forbidden, mask=is_forbidden & (tokens < vocab_size))
 
 
 def apply_bitmask(logits: torch.Tensor, rows: torch.Tensor, bitmask: torch.Tensor) -> None:
-    """Set the logits of tokens without a bit to -inf, in place; other rows, and tokens with a bit, stay as they are.
+    """Set the logits of tokens without a bit to -inf, in place. Other rows, and tokens with a bit, do not change.
 
     Args:
         logits: `[num_rows, vocab]` floats, rows dense.
-        rows: `[n]` int64, the rows that are masked, each once.
+        rows: `[n]` int64, the rows to mask, each once.
         bitmask: `[n, ceil(vocab / 32)]` int32: token `t` has bit `t % 32` of word `t // 32`.
 
     Raises:

@@ -1,7 +1,7 @@
 """Repetition, presence and frequency penalties, applied in place to sparse entries of the logits.
 
-An entry is a (row, token) pair that occurs in the row's prompt or output. Keeping the counts is the
-caller's business, but for one token of each row that the caller does not know yet: the device counts it.
+An entry is a (row, token) pair that occurs in the row's prompt or output. The caller keeps the counts, except for one token per row
+that it may not know yet: the device counts that.
 """
 
 from __future__ import annotations
@@ -15,16 +15,19 @@ import triton.language as tl
 from kvrelay.kernels.checks import require_dtype, require_shape, require_unit_stride
 
 _BLOCK = 256
-# Entries of a row that are searched at once, for the token that is counted on the device: 8 per thread.
+# Entries of a row that are searched at once for the token that the device counts: 8 per thread.
 _SEARCH_BLOCK = 1024
 
 
 class NewTokens(NamedTuple):
-    """One more token of some rows' outputs, which no entry counts yet. Its entry counts one more, or it becomes one."""
+    """One more output token for some rows, which no entry counts yet.
 
-    token_ids: torch.Tensor  # [num_seqs] int64; anything where there is none
+    If the token has an entry, its count grows; otherwise it gets one.
+    """
+
+    token_ids: torch.Tensor  # [num_seqs] int64; arbitrary where there is none
     counts: torch.Tensor  # [num_seqs] int32, 1 where there is one, else 0
-    row_starts: torch.Tensor  # [num_seqs + 1] int32, where each row's entries begin; entries must be ordered by row
+    row_starts: torch.Tensor  # [num_seqs + 1] int32, start of each row's entries; entries must be ordered by row
 
 
 def apply_penalties_reference(
@@ -37,7 +40,7 @@ def apply_penalties_reference(
     frequency: torch.Tensor,
     new: NewTokens | None = None,
 ) -> None:
-    """The same contract as `apply_penalties`, in a few vectorised torch operations."""
+    """The same as `apply_penalties`, in a few vectorised torch operations."""
     if new is not None:
         is_counted = (token_ids == new.token_ids[row_ids]) & (new.counts[row_ids] > 0)
         is_missing = new.counts > 0
@@ -65,7 +68,7 @@ def _penalize(logit_ptrs, mask, counts, factor, presence, frequency):
 @triton.jit
 @no_type_check
 def _num_found(token_ids_ptr, row_starts_ptr, row, token, SEARCH_BLOCK: tl.constexpr):
-    # How many of the row's entries are the token's.
+    # The number of the row's entries for the token.
     start = tl.load(row_starts_ptr + row)
     end = tl.load(row_starts_ptr + row + 1)
     num_found = tl.zeros([SEARCH_BLOCK], tl.int32)
@@ -111,7 +114,7 @@ def _penalties_kernel(
             counts += tl.where(tokens == new_tokens, new_counts, 0)
         _penalize(logits_ptr + rows * logits_stride_seq + tokens, mask, counts, factor, presence, frequency)
     elif HAS_NEW:
-        # One program for each row, behind those of the entries.
+        # One program per row, after those of the entries.
         row = (tl.program_id(0) - tl.cdiv(num_entries, BLOCK)).to(tl.int64)
         new_token = tl.load(new_token_ids_ptr + row)
         new_count = tl.load(new_counts_ptr + row)

@@ -1,8 +1,8 @@
 """Next-token sampling: temperature, top-k, top-p, min-p and an inverse-CDF draw, without a sort.
 
-Two launches, see `sampling_kernels`: the first reads every logit once, the second only the few groups of
-tokens that can survive the filters. The uniform number comes from the caller: this module holds no random
-state. The penalties, which come before, live in `penalties`.
+There are two launches, see `sampling_kernels`. The first reads every logit once. The second reads only the few groups of tokens
+that can pass the filters. The caller provides the uniform numbers: this module has no random state. Penalties come before, see
+`penalties`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from kvrelay.kernels.checks import next_power_of_2, require_dtype, require_shape
 from kvrelay.kernels.sampling.sample_kernels import MIN_TEMPERATURE, draw_kernel, group_kernel
 
 _LOG2_E = math.log2(math.e)
-# Tokens of a group: a line of 128 bytes. More where the draw's program, which holds all groups of a row, would have too many.
+# Tokens of a group: a cache line of 128 bytes. Groups are larger if the draw's program, which holds all groups of a row,
+# would have too many.
 _MIN_GROUP = 32
 _MAX_GROUPS = 4096
 # Logits of one program's tile: 16 per thread of the draw's 16 warps, 32 per thread of the 4 warps before it.
@@ -31,9 +32,9 @@ def kept_mask_reference(
     top_p: torch.Tensor,
     min_p: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tokens that survive the filters, and their weights.
+    """The tokens that pass the filters, and their weights.
 
-    Arguments as `sample`; rows with temperature 0 are treated as temperature 1.
+    Arguments as for `sample`; temperature 0 is treated as temperature 1.
 
     Returns:
         `kept [num_seqs, vocab]` bool and `weights [num_seqs, vocab]` float64, 1 for the largest logit,
@@ -66,7 +67,7 @@ def sample_reference(
     min_p: torch.Tensor,
     uniforms: torch.Tensor,
 ) -> torch.Tensor:
-    """The same contract as `sample`, with a sort and float64 sums."""
+    """The same as `sample`, with a sort and float64 sums."""
     clean = logits.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
     greedy = (clean == clean.amax(1, keepdim=True)).int().argmax(1)
     _, weights = kept_mask_reference(logits, temperature, top_k, top_p, min_p)
@@ -123,7 +124,8 @@ def sample(
         require_unit_stride(name, tensor)
     group = max(_MIN_GROUP, next_power_of_2(triton.cdiv(vocab, _MAX_GROUPS)))
     num_groups = triton.cdiv(vocab, group)
-    # Tensors of their own: inside of another one, where they begin, and so the kernels, would change with the number of rows.
+    # Separate tensors: offsets inside a common one would change with the number of rows, and with them the specialised
+    # kernels.
     maxima = torch.empty((num_seqs, num_groups), dtype=torch.float32, device=logits.device)
     masses = torch.empty((num_seqs, num_groups), dtype=torch.float32, device=logits.device)
     listed = torch.empty((num_seqs, num_groups), dtype=torch.int32, device=logits.device)

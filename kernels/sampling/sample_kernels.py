@@ -1,10 +1,10 @@
-"""The two kernels behind `sampling.sample`: what every row is read for once, and the draw from what matters of it.
+"""The two kernels behind `sampling.sample`: one reads each row once, the other draws from the relevant part of it.
 
-The vocabulary is cut into groups of consecutive tokens. `group_kernel`, with many programs per row, reads
-the logits and leaves every group's largest logit and its mass. `draw_kernel`, one program per row, decides
-from these alone which groups can hold a token that survives the filters, and reads no others: with top-k 50
-some 60 groups of 4008. The cuts of top-k and top-p are found by bisection over the order-preserving integer
-image of the logits, so that equal logits are kept or dropped together. Not for launching: `sampling` does that.
+The vocabulary is cut into groups of consecutive tokens. `group_kernel`, with many programs per row, reads the logits and writes
+every group's largest logit and its mass. `draw_kernel`, one program per row, uses these to find the groups that can hold a token
+that passes the filters, and reads no others: with top-k 50 about 60 groups of 4008. The cuts of top-k and top-p are found by
+bisection over an order-preserving integer image of the logits, so that equal logits are kept or dropped together. Do not launch
+these; `sampling` does.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import triton.language as tl
 
 # Keeps 1 / temperature finite: 0 * inf at the maximum would be NaN.
 MIN_TEMPERATURE = tl.constexpr(1.0e-30)
-# exp2 of minus this is 0 in fp32.
+# 2 to the power of minus this is 0 in fp32.
 _ZERO_EXPONENT = tl.constexpr(160.0)
-# Groups to look into first where there is only top-p: enough for most distributions that models give.
+# Groups to read first if there is only top-p: enough for most distributions of models.
 _FIRST_GROUPS = tl.constexpr(64)
 
 
@@ -33,7 +33,7 @@ def _keys(logits):
 @triton.jit
 @no_type_check
 def _load_logits(row_ptr, tokens, present):
-    """NaN, and what is not present, becomes -inf and -0.0 becomes 0.0, so that keys compare as the logits do."""
+    """NaN and absent logits become -inf, and -0.0 becomes 0.0, so that keys compare as the logits do."""
     logits = tl.load(row_ptr + tokens, mask=present, other=float("-inf"))
     logits = tl.where(logits == logits, logits, float("-inf"))  # noqa: PLR0124
     return tl.where(logits == 0.0, 0.0, logits)
@@ -42,7 +42,7 @@ def _load_logits(row_ptr, tokens, present):
 @triton.jit
 @no_type_check
 def _weights(logits, maximum, exponent_scale):
-    """exp((logit - maximum) / temperature); 1 at the maximum even where that is infinite."""
+    """exp((logit - maximum) / temperature); 1 at the maximum even if that is infinite."""
     at_maximum = logits == maximum
     difference = tl.where(at_maximum, 0.0, logits - tl.where(at_maximum, 0.0, maximum))
     return tl.exp2(difference * exponent_scale)
@@ -62,7 +62,7 @@ def group_kernel(
     GROUPS: tl.constexpr,
     LOG2_E: tl.constexpr,
 ):
-    """Every group's largest logit, and the sum of its weights relative to that one."""
+    """Writes every group's largest logit, and the sum of its weights relative to that logit."""
     row = tl.program_id(0).to(tl.int64)
     groups = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     tokens = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
@@ -80,10 +80,10 @@ def group_kernel(
 @triton.jit
 @no_type_check
 def _load_candidates(row_ptr, list_ptr, num_listed, start, vocab, num_groups, GROUP: tl.constexpr, BLOCK: tl.constexpr):
-    """A tile of the listed groups: its tokens, in order, whether there is such a token, its logits and its keys."""
+    """A tile of the listed groups: its tokens in order, whether each exists, its logits and its keys."""
     places = start + tl.arange(0, BLOCK)
     slots = places // GROUP
-    # The list of all groups need not be read.
+    # If all groups are listed, the list need not be read.
     is_all = num_listed == num_groups
     listed = tl.load(list_ptr + slots, mask=(slots < num_listed) & (not is_all), other=0)
     tokens = tl.where(is_all, slots, listed) * GROUP + places % GROUP
@@ -106,9 +106,9 @@ def _count_and_mass(
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Number of candidates with a key >= threshold, and the sum of their weights.
+    """The number of candidates with a key >= threshold, and the sum of their weights.
 
-    The order of the sum does not depend on the threshold, hence the sum is monotone in it.
+    The order of the sum does not depend on the threshold, so the sum is monotone in it.
     """
     count = vocab * 0
     mass = 0.0
@@ -138,7 +138,7 @@ def _draw(
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The first candidate whose cumulative weight exceeds the target; the last where rounding leaves none."""
+    """The first candidate whose cumulative weight exceeds the target; if rounding leaves none, the last one."""
     cumulative = 0.0
     drawn = vocab
     last_candidate = vocab * 0
@@ -159,7 +159,7 @@ def _draw(
 @triton.jit
 @no_type_check
 def _largest_groups(keys, useful, capacity):
-    """A threshold that at most `capacity` and, but for ties, at least half as many of the useful groups reach."""
+    """A threshold that at most `capacity` useful groups reach, and, except for ties, at least half as many."""
     low = tl.min(tl.where(useful, keys, 2147483647), axis=0).to(tl.int64)
     high = tl.max(tl.where(useful, keys, -2147483648), axis=0).to(tl.int64) + 1
     high_count = capacity * 0
@@ -194,7 +194,7 @@ def draw_kernel(
     BLOCK: tl.constexpr,
     LOG2_E: tl.constexpr,
 ):
-    """Draws one row's token; see `sampling.sample` for what the arguments mean."""
+    """Draws one row's token; see `sampling.sample` for the arguments."""
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * logits_stride_seq
     list_ptr += row * num_groups
@@ -228,7 +228,8 @@ def draw_kernel(
         passed = (masses > 0.0) & (tl.cumsum(masses, axis=0) > target)
         group = tl.min(tl.where(passed, groups, GROUPS), axis=0)
         last_group = tl.max(tl.where(masses > 0.0, groups, 0), axis=0)
-        # No group passes where rounding keeps the cumulative sum below the target: then it is the last token that can be drawn.
+        # If rounding keeps the cumulative sum below the target, no group passes. Then it is the last token that can be
+        # drawn.
         before = tl.where(group < GROUPS, tl.sum(tl.where(groups < group, masses, 0.0), axis=0), float("-inf"))
         tokens = tl.minimum(group, last_group) * GROUP + members
         present = tokens < vocab
@@ -240,15 +241,16 @@ def draw_kernel(
         tl.store(tokens_ptr + row, tl.where(drawn < vocab, drawn, last_token).to(tl.int64))
         return
 
-    # Groups whose largest weight is 0, or too small where min-p alone decides, hold nothing to draw.
+    # Groups whose largest weight is 0, or too small if only min-p applies, have nothing to draw.
     only_min_p = not (has_top_k | has_top_p)
     useful = (group_weights > 0.0) & ((group_weights >= min_p) | (not only_min_p))
     num_useful = tl.sum(useful.to(tl.int32), axis=0)
     group_keys = _keys(maxima)
-    # What lies below has weight 0, and no filter asks for it.
+    # Logits below have weight 0, and no filter needs them.
     floor = _keys(maximum - _ZERO_EXPONENT / exponent_scale).to(tl.int64)
-    # Every group's maximum is a token: as many groups as top_k hold that many tokens above the threshold. Whether they hold
-    # the mass of top-p must be seen.
+    # Every group's maximum is a token, so top_k groups have at least top_k tokens above the threshold. Whether they have
+    # the mass of top-p must be
+    # checked.
     capacity = tl.where(has_top_k, 2 * tl.minimum(tl.maximum(top_k, _FIRST_GROUPS // 2), GROUPS), _FIRST_GROUPS)
     low = floor
     low_count = vocab * 0
@@ -262,7 +264,7 @@ def draw_kernel(
             low = _largest_groups(group_keys, useful, capacity)
         chosen = useful & (complete | (group_keys >= low.to(tl.int32)))
         num_listed = tl.sum(chosen.to(tl.int32), axis=0)
-        # The list is written by some threads and read by others, now and in the round before.
+        # Some threads write the list and others read it, also in the iteration before.
         tl.debug_barrier()
         tl.store(list_ptr + tl.cumsum(chosen.to(tl.int32), axis=0) - 1, groups, mask=chosen)
         tl.debug_barrier()
@@ -272,9 +274,9 @@ def draw_kernel(
         enough = complete | tl.where(has_top_k, low_count >= top_k, mass >= top_p * row_mass)
         capacity *= 8
 
-    # Both searches keep: the logits with a key >= low are enough, those with a key >= high are not. They
-    # may stop early: top-k when exactly k logits are left, top-p when at most one lies in [low, high).
-    # 64-bit, since high - low may exceed 2**31.
+    # Invariant of both searches: the logits with a key >= low suffice, those with a key >= high do not. They may stop
+    # early: top-k when exactly k
+    # logits are left, top-p when at most one is in [low, high).
     above_all = _keys(maximum).to(tl.int64) + 1
     if has_top_k:
         high = above_all

@@ -1,4 +1,4 @@
-"""A model's operations on a CPU: by our kernels where they run."""
+"""Builds a model's operations on a CPU, with our own kernels where they can run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 def cpu_kernels(options: EngineOptions, config: ModelConfig, dtype: torch.dtype) -> CpuKernels:
-    """Our kernels for a model in ``dtype``, compiled if need be. Raises CpuKernelsError, which says why there are none."""
+    """Our kernels for a model in ``dtype``, compiled if necessary. Raises CpuKernelsError, which says why they cannot be used."""
     widths = (config.hidden_size, *config.intermediate_sizes)
     if not CpuKernels.fit(head_sizes=_head_sizes(config), widths=widths):
         raise CpuKernelsError(f"they have no code for head_dim {_text(config)} with widths {widths}")
@@ -27,7 +27,7 @@ def cpu_kernels(options: EngineOptions, config: ModelConfig, dtype: torch.dtype)
 
 
 def load_kernels(options: EngineOptions, dtype: torch.dtype) -> CpuKernels:
-    """Our kernels for any model in ``dtype``, compiled if need be. Raises CpuKernelsError."""
+    """Our kernels for any model in ``dtype``, compiled if necessary. Raises CpuKernelsError."""
     if options.cpu_kernels == "torch":
         raise CpuKernelsError("--cpu-kernels is torch")
     if dtype != torch.bfloat16:
@@ -36,7 +36,7 @@ def load_kernels(options: EngineOptions, dtype: torch.dtype) -> CpuKernels:
 
 
 def _head_sizes(shape: ModelShape) -> set[int]:
-    """Of keys and of values, in any layer; what has no values keeps latents, and 0 fits nothing."""
+    """The sizes of keys and of values in all layers. A layer without values keeps latents; its 0 fits no kernel."""
     return {size for one in shape.kv_sizes for size in (one.key_size, one.value_size)}
 
 
@@ -45,7 +45,7 @@ def _text(shape: ModelShape) -> str:
 
 
 def why_no_cpu_kernels(options: EngineOptions, config: ModelConfig) -> str | None:
-    """None if our kernels run this model in bf16."""
+    """Why our kernels cannot run this model in bf16; None if they can."""
     try:
         cpu_kernels(options, config, torch.bfloat16)
     except CpuKernelsError as error:
@@ -54,9 +54,9 @@ def why_no_cpu_kernels(options: EngineOptions, config: ModelConfig) -> str | Non
 
 
 def cpu_paged_ops(options: EngineOptions, shape: ModelShape, pool: torch.Tensor) -> PagedOps:
-    """Operations for a model that brings its own layers: our kernels where they run, and the model has no softcaps.
+    """Operations for a model that brings its own layers. They use our kernels where these run, if the model has no softcaps.
 
-    Raises ModelError if they are asked for and do not.
+    Raises ModelError if the options require our kernels and these cannot run.
     """
     try:
         if shape.has_softcaps or not CpuKernels.fit(head_sizes=_head_sizes(shape), widths=()):
@@ -74,7 +74,10 @@ def cpu_paged_ops(options: EngineOptions, shape: ModelShape, pool: torch.Tensor)
 
 
 def cpu_ops(options: EngineOptions, config: ModelConfig, pool: torch.Tensor, max_model_len: int) -> Ops:
-    """Our kernels where they run. Raises ModelError if they are asked for and do not."""
+    """The operations of a model, with our kernels where they run.
+
+    Raises ModelError if the options require them and they cannot run.
+    """
     try:
         kernels = cpu_kernels(options, config, pool.dtype)
     except CpuKernelsError as error:

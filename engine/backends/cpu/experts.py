@@ -1,4 +1,4 @@
-"""Experts on the CPU: rows are sorted by expert, and only the weights of experts with rows are read."""
+"""Experts on the CPU: rows are sorted by expert, and only the weights of experts that have rows are read."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from kvrelay.engine.weights.rounding import AnyWeight
 GroupedLinear = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(``[rows, in]``, starts ``[num_experts + 1]``) -> ``[rows, out]``; rows ``starts[e]`` to ``starts[e + 1]`` are expert e's."""
 MakeGrouped = Callable[[AnyWeight, torch.Tensor | None, int], GroupedLinear]
-"""Of (weight ``[num_experts * out, in]``, bias ``[num_experts * out]``, num_experts)."""
+"""Makes a GroupedLinear of (weight ``[num_experts * out, in]``, bias ``[num_experts * out]``, num_experts)."""
 
 
 class SplitLinear:
-    """A product of its own for each expert: for weights of any form."""
+    """One product per expert, for weights of any form."""
 
     def __init__(
         self,
@@ -39,10 +39,10 @@ class SplitLinear:
 
 
 class NativeGroupedLinear:
-    """All experts' products in one call of our kernel, for bf16."""
+    """The products of all experts in one call of our bf16 kernel."""
 
     def __init__(self, kernels: CpuKernels, weight: torch.Tensor, bias: torch.Tensor | None, num_experts: int) -> None:
-        """``weight`` is not kept; ``in`` is even."""
+        """Repacks ``weight`` and does not keep it; ``in`` is even."""
         self._kernels = kernels
         self._panels = kernels.pack_weight(weight, num_experts)
         self._bias = None if bias is None else bias.float()

@@ -21,7 +21,7 @@ _MAX_INT8_ROWS = 4  # rows up to which reading half the bytes pays
 
 
 class PlainLinear:
-    """``F.linear``: where oneDNN does not run the dtype on this CPU."""
+    """``F.linear``, for dtypes that oneDNN does not run on this CPU."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._weight = weight
@@ -33,7 +33,7 @@ class PlainLinear:
 
 
 class PackedLinear:
-    """oneDNN with the weight reordered into its blocked layout, once."""
+    """oneDNN, with the weight reordered once into its blocked layout."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight)
@@ -47,10 +47,10 @@ class PackedLinear:
 
 
 class NativeLinear:
-    """Our own product of a few rows (:mod:`kvrelay.engine.backends.cpu.native`), as fast as oneDNN's for many."""
+    """Our own product (:mod:`kvrelay.engine.backends.cpu.native`): faster for few rows, and as fast as oneDNN for many."""
 
     def __init__(self, kernels: CpuKernels, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        """``weight`` ``[out, in]`` bf16 is not kept; ``in`` is even."""
+        """Repacks ``weight`` ``[out, in]`` bf16 and does not keep it; ``in`` is even."""
         self._kernels = kernels
         self._panels = kernels.pack_weight(weight)
         self._bias = None if bias is None else bias.float()
@@ -62,16 +62,16 @@ class NativeLinear:
 
 
 class Int8Linear:
-    """Weights rounded to 8 bits with one scale per output: ``hidden @ (int8 weight).T * scale``, activations as they are.
+    """Weights rounded to 8 bits with one scale per output: ``hidden @ (int8 weight).T * scale``. Activations are not rounded.
 
-    A few rows are multiplied with the 8-bit matrix. For more rows the same integers are kept a second time, as bf16 (which holds
-    them exactly): the option is for the speed of few streams, and costs half as much memory again.
+    A few rows are multiplied with the 8-bit matrix. For more rows, the same integers are kept a second time as bf16, which holds
+    them exactly. So the option makes few streams faster, and takes half as much memory again.
     """
 
     def __init__(
         self, weight: RoundedWeight, bias: torch.Tensor | None, make_linear: Callable[[torch.Tensor], Linear]
     ) -> None:
-        """``weight`` ``[out, in]`` is int8, of bf16; its values are kept. ``make_linear``: what multiplies many rows."""
+        """``weight`` ``[out, in]`` is int8, made of bf16; its values are kept. ``make_linear`` makes the product for many rows."""
         self._scale = weight.scale.to(weight.dtype)
         self._int8 = weight.values
         self._many_rows = make_linear(weight.values.to(weight.dtype))

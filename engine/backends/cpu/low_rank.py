@@ -1,4 +1,4 @@
-"""Adapters' products by our C++ kernel: one call for all adapters of a step at a site."""
+"""The products of adapters with our C++ kernel: one call per site for all adapters of a step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvrelay.engine.models.low_rank import NUM_ADAPTER_SLOTS, TokenGroups
 from kvrelay.engine.step.slots import Ints
 from kvrelay.engine.weights.adapters import LowRank
 
-_OUTPUTS = _INPUTS = 32  # of b, and of a, that lie together: see low_rank.cpp
+_OUTPUTS = _INPUTS = 32  # widths of the packed layouts of b and of a: see low_rank.cpp
 _RANKS = 4
 _PART = np.dtype([(name, np.int64) for name in ("a", "b", "rank", "first", "outputs")] + [("scaling", np.float64)])
 
@@ -23,13 +23,12 @@ class NativeLowRank:
 
     def __init__(self, kernels: CpuKernels) -> None:
         self._kernels = kernels
-        self._tables: list[
-            npt.NDArray[np.void]
-        ] = []  # of each site: [slots, parts], zeros where an adapter has nothing
-        self._kept: dict[int, list[torch.Tensor]] = {}  # by slot: the tables have their addresses
-        self._sites: list[tuple[int, int]] = []  # of each table the address, and the number of parts
-        self._arrays: tuple[Ints, ...] = ()  # of the step's groups …
-        self._groups: tuple[int, int, int, int] | None = None  # … their addresses, and how many groups there are
+        self._tables: list[npt.NDArray[np.void]] = []  # per site [slots, parts]; zeros where an adapter has no matrices
+        # By slot; keeps the tensors alive whose addresses are in the tables.
+        self._kept: dict[int, list[torch.Tensor]] = {}
+        self._sites: list[tuple[int, int]] = []  # per table: its address, and its number of parts
+        self._arrays: tuple[Ints, ...] = ()  # keeps the arrays of the step's groups alive
+        self._groups: tuple[int, int, int, int] | None = None  # their addresses, and the number of groups
 
     def add_site(self, num_inputs: int, widths: Sequence[int]) -> None:
         """See LowRankProducts."""
@@ -69,7 +68,7 @@ class NativeLowRank:
 
 
 def _panels(b: torch.Tensor) -> torch.Tensor:
-    """``[outputs, rank]`` as the kernel reads it: ``[panels, rank, 32]``."""
+    """``[outputs, rank]`` in the kernel's layout: ``[panels, rank, 32]``."""
     outputs, rank = b.shape
     padded = b.new_zeros((-(-outputs // _OUTPUTS) * _OUTPUTS, rank))
     padded[:outputs] = b
@@ -77,7 +76,7 @@ def _panels(b: torch.Tensor) -> torch.Tensor:
 
 
 def _tiles(a: torch.Tensor) -> torch.Tensor:
-    """``[rank, inputs]`` as the kernel reads it: ``[tiles of 4 ranks, stretches of 32 inputs, 4, 32]``."""
+    """``[rank, inputs]`` in the kernel's layout: ``[tiles of 4 ranks, stretches of 32 inputs, 4, 32]``."""
     rank, inputs = a.shape
     padded = a.new_zeros((-(-rank // _RANKS) * _RANKS, -(-inputs // _INPUTS) * _INPUTS))
     padded[:rank, :inputs] = a

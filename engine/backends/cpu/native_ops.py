@@ -1,8 +1,7 @@
-"""The operations on the CPU in bf16, by our C++ kernels; matrix products by oneDNN where it is the faster.
+"""The operations on the CPU in bf16: our C++ kernels, and oneDNN for matrix products where it is faster.
 
-On processors of one kind, what a token is computed to does not depend on what else is in the step, nor on how its sequence was cut
-into steps: an answer that is computed anew goes on with the same words. That is not promised of 8-bit weights, nor of oneDNN's
-products.
+On processors of one kind, a token's result does not depend on what else is in the step, nor on how its sequence was cut into steps.
+So an answer that is computed anew continues with the same tokens. This does not hold for 8-bit weights, nor for oneDNN's products.
 """
 
 from __future__ import annotations
@@ -46,14 +45,14 @@ class NativeCpuPagedStep:
         kernels: CpuKernels,
         tables: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
-        """``tables``: cosines and sines, for kernels that rotate."""
+        """``tables``: cosines and sines, for the kernels that rotate."""
         self._kernels = kernels
         self._groups = groups
         self._batch = batch
         self._pool = pool
         self._writers: dict[int, KvWriter] = {}
         cos, sin = (0, 0) if tables is None else (table.data_ptr() for table in tables)
-        self._kept: list[object] = [tables]  # the kernels have their addresses
+        self._kept: list[object] = [tables]  # kept alive because the kernels have their addresses
         positions, seq_lens, query_starts = map(self._address, (batch.positions, batch.seq_lens, batch.query_start_loc))
         self._steps = [
             Step(
@@ -100,10 +99,10 @@ class NativeCpuStep(NativeCpuPagedStep):
 
 
 class NativeCpuPagedOps:
-    """Implements PagedOps for a bf16 ``pool``, of a model without softcaps. Sampling is that of :class:`CpuPagedOps`."""
+    """Implements PagedOps for a bf16 ``pool`` and a model without softcaps. Samples like :class:`CpuPagedOps`."""
 
     def __init__(self, shape: ModelShape, pool: torch.Tensor, kernels: CpuKernels) -> None:
-        """The model must :meth:`CpuKernels.fit`."""
+        """:meth:`CpuKernels.fit` must accept the model."""
         self._plain = CpuPagedOps(shape, pool)
         self._shape = shape
         self._groups = LayerGroups.of_shape(shape)
@@ -152,7 +151,7 @@ class NativeCpuPagedOps:
         return NativeCpuPagedStep(batch, self._shape, self._groups, self._pool, self._kernels)
 
     def argmax(self, logits: torch.Tensor) -> torch.Tensor:
-        """See SamplerOps. The kernel is for bf16; logits that were processed are fp32."""
+        """See SamplerOps. The kernel takes bf16; processed logits are fp32."""
         return self._kernels.argmax(logits) if logits.dtype == torch.bfloat16 else self._plain.argmax(logits)
 
     def penalize(self, logits: torch.Tensor, penalties: Penalties, last_tokens: torch.Tensor | None) -> None:
@@ -178,7 +177,7 @@ class NativeCpuOps(NativeCpuPagedOps):
         max_model_len: int,
         kernels: CpuKernels,
     ) -> None:
-        """The model must :meth:`CpuKernels.fit`."""
+        """:meth:`CpuKernels.fit` must accept the model."""
         super().__init__(config, pool, kernels)
         self._config = config
         self._tables = cos_sin_rows(config, max_model_len, pool.dtype)
@@ -199,10 +198,10 @@ class NativeCpuOps(NativeCpuPagedOps):
 
 
 def has_native_linear(kernels: CpuKernels, weight: Weight) -> bool:
-    """Whether our product is the faster one.
+    """Whether our product is faster than oneDNN's.
 
-    Not where the processor multiplies tiles (AMX), which oneDNN makes use of. Without bf16 dot products only where oneDNN has no
-    bf16 on this processor at all: there ours multiplies floats.
+    It is not on processors with AMX, which oneDNN uses. Without bf16 dot products, ours (which multiplies floats) is used only if
+    oneDNN has no bf16 on this processor at all.
     """
     if weight.shape[1] % 2:
         return False

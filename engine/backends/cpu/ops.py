@@ -1,4 +1,4 @@
-"""The operations on the CPU, in plain vectorised torch: for every dtype, and where there is no compiler."""
+"""The operations on the CPU in plain vectorised torch: for every dtype, and without a compiler."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class KvWriter:
     """Writes one group's keys and values, or latents, into the pool."""
 
     def __init__(self, slot_mapping: Ints, kv: GroupKv) -> None:
-        """``slot_mapping``: of the group."""
+        """``slot_mapping``: of this group."""
         sizes, block_size, self._unit = kv.sizes, kv.block_size, kv.unit
-        # Numbers that are copied at once: as many as both kinds' sizes, and where they begin, are multiples of.
+        # The unit of copying: the largest number of elements that divides both kinds' sizes and start offsets.
         self._flat_pool = kv.keys.as_strided(
             (len(kv.keys) * kv.block_stride // self._unit, self._unit), (self._unit, 1)
         )
@@ -49,13 +49,13 @@ class KvWriter:
             of_heads = start + np.arange(sizes.num_kv_heads)[:, None] * (block_size * units) + np.arange(units)
             rows.append(((first + offsets * units)[:, None] + of_heads.reshape(-1)).reshape(-1))
             start += sizes.num_kv_heads * block_size * units
-        # Of the flat pool, layer 0: all tokens' keys, then all their values.
+        # Rows of the flat pool in layer 0: all tokens' keys, then all their values.
         self._new_rows = torch.from_numpy(np.concatenate(rows))
 
     def write(self, kinds: Seq[torch.Tensor], layer: int) -> None:
-        """Keys, then values: ``[num_tokens, num_kv_heads, size]`` of their sizes. Of latents the former only."""
+        """``kinds``: keys, then values, each ``[num_tokens, num_kv_heads, size]``. Only keys for latents."""
         rows = torch.cat([one.reshape(-1, self._unit) for one in kinds])
-        # A broken sequence's NaN stays out of the pool: what is computed of it would say nothing, and be cached all the same.
+        # NaN of a broken sequence must not enter the pool: its blocks may be cached all the same.
         rows = rows.nan_to_num_(0.0, 0.0, 0.0)
         self._flat_pool.index_copy_(0, self._new_rows + layer * self._rows_per_layer, rows)
 
@@ -124,7 +124,7 @@ class CpuStep(CpuPagedStep):
         scratch: AttentionScratch,
         tables: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> None:
-        """``tables``: None of a model of latents, which rotates by itself."""
+        """``tables``: None for a model with latents, which rotates by itself."""
         super().__init__(batch, shape, groups, pool, scratch)
         # [num_tokens, 1, head_dim] each
         self._angles = [] if tables is None else [table[self.positions][:, None, :] for table in tables]
@@ -132,7 +132,7 @@ class CpuStep(CpuPagedStep):
     def rotary_kv_write(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int) -> torch.Tensor:
         """See StepContext."""
         heads = torch.cat((query, key), dim=1)
-        # Rounded where the reference rounds: after each product and after the sum.
+        # Rounded where the reference implementation rounds: after each product and after the sum.
         cos, sin = self._angles
         swapped = heads.roll(heads.shape[-1] // 2, -1)
         heads = (heads * cos).add_(swapped.mul_(sin))
@@ -142,7 +142,7 @@ class CpuStep(CpuPagedStep):
 
 
 class CpuPagedOps:
-    """Implements PagedOps: for models that rotate and normalise by themselves."""
+    """Implements PagedOps, for models that rotate and normalise by themselves."""
 
     def __init__(self, shape: ModelShape, pool: torch.Tensor) -> None:
         self._shape = shape
@@ -152,7 +152,7 @@ class CpuPagedOps:
         self._packs = has_packed_linear(pool.dtype)
 
     def make_linear(self, weight: AnyWeight, bias: torch.Tensor | None) -> Linear:
-        """See PagedOps. 8-bit weights need a CPU that :func:`has_packed_linear` in bf16."""
+        """See PagedOps. 8-bit weights need a CPU for which :func:`has_packed_linear` is true in bf16."""
         if isinstance(weight, StoredWeight):
             weight = weight.dequantised()
         if isinstance(weight, RoundedWeight):
@@ -180,7 +180,7 @@ class CpuPagedOps:
         return F.silu(gate).mul_(up)
 
     def upload(self, arrays: Seq[npt.NDArray[Any]]) -> list[torch.Tensor]:
-        """See Ops. They are there already."""
+        """See Ops. The arrays are already in the device's memory."""
         return [torch.from_numpy(array) for array in arrays]
 
     def begin_step(self, batch: Batch) -> CpuPagedStep:
@@ -188,7 +188,7 @@ class CpuPagedOps:
         return CpuPagedStep(batch, self._shape, self._groups, self._pool, self._scratch)
 
     def argmax(self, logits: torch.Tensor) -> torch.Tensor:
-        """See SamplerOps. Of fp32: torch has no fast one for less."""
+        """See SamplerOps. Computes in fp32, because torch has no fast argmax for smaller types."""
         return logits.float().argmax(dim=-1)
 
     def penalize(self, logits: torch.Tensor, penalties: Penalties, last_tokens: torch.Tensor | None) -> None:
@@ -205,7 +205,7 @@ class CpuPagedOps:
 
 
 class CpuOps(CpuPagedOps):
-    """Implements Ops. Cosines are kept in the model's dtype, as the reference implementations have them."""
+    """Implements Ops. Cosines are kept in the model's dtype, as in the reference implementations."""
 
     def __init__(self, config: ModelConfig, pool: torch.Tensor, max_model_len: int) -> None:
         super().__init__(config, pool)
@@ -230,6 +230,9 @@ class CpuOps(CpuPagedOps):
 
 
 def cos_sin_rows(config: ModelConfig, max_model_len: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both ``[max_model_len, head_dim]``; the sine of the first half is negative, so that a rotation needs no negation."""
+    """(cosines, sines), both ``[max_model_len, head_dim]``.
+
+    The sine of the first half is negated, so that a rotation needs no negation.
+    """
     cos, sin = cos_sin_tables(config.rope, config.head_dim, max_model_len)
     return torch.cat((cos, cos), dim=-1).to(dtype), torch.cat((-sin, sin), dim=-1).to(dtype)

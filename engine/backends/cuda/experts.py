@@ -1,4 +1,4 @@
-"""Experts on a GPU: one launch of our grouped kernel for each of their two products."""
+"""Experts on a GPU: one launch of our grouped kernel for each of the two products."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class CudaExperts:
     """Implements ``Experts`` (:mod:`kvrelay.engine.models.ops`)."""
 
     def __init__(self, weights: ExpertWeights, activation: Activation) -> None:
-        """Keeps ``weights`` as they are."""
+        """Keeps ``weights`` unchanged."""
         self._weights = weights
         self._activation = activation
 
@@ -25,7 +25,7 @@ class CudaExperts:
         routes = plan_routes(expert_ids, weights.num_experts)
         gate_up = _multiply(hidden, weights.gate_up, weights.gate_up_bias, routes)
         out = _multiply(self._activation(gate_up), weights.down, weights.down_bias, routes, factors)
-        # Of a route to none nothing was computed.
+        # Rows routed to no expert were not computed.
         return out.view(*expert_ids.shape, -1).masked_fill(expert_ids[:, :, None] == weights.num_experts, 0).sum(dim=1)
 
 

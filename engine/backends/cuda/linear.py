@@ -1,12 +1,12 @@
-"""Products with weights of 4 and 8 bits on a GPU. Those with full ones are cuBLAS's, as they are.
+"""Products with 4-bit and 8-bit weights on a GPU. Products with full weights are left to cuBLAS.
 
-A decode step reads all weights for a few rows, so halving their bytes nearly halves its time: those rows go to our kernel, which
-multiplies what is stored. A chunk of a prompt is bound by arithmetic, which 8-bit weights spare nothing of: its weights are
-written in 16 bits, a slab of output channels at a time, and multiplied by cuBLAS. That costs 5 bytes of traffic per weight, for
-Llama-3-8B by estimate a tenth of the time of 2048 rows and a fortieth of 8192; a kernel of ours that converts on the
-way would have to come within that of cuBLAS's speed.
+A decode step reads all weights for a few rows, so halving the weights' bytes nearly halves its time. Our kernel multiplies these
+rows with the stored weights. A chunk of a prompt is bound by arithmetic, which 8-bit weights do not reduce. There the weights are
+expanded to 16 bits, one slab of output channels at a time, and cuBLAS multiplies. That costs 5 bytes of traffic per weight: for
+Llama-3-8B an estimated tenth of the time of 2048 rows and a fortieth of 8192. A kernel that converts on the fly would have to come
+that close to cuBLAS's speed.
 
-Where activations are rounded to fp8, too, our kernel multiplies every number of rows: fp8 with fp8.
+If activations are rounded to fp8, too, our kernel multiplies fp8 with fp8 for every number of rows.
 """
 
 from __future__ import annotations
@@ -28,9 +28,7 @@ from kvrelay.kernels.linear.weight_only import (
     weight_only_linear,
 )
 
-_SLAB_OUTS = (
-    8192  # output channels of a slab at most: bounds the scratch memory, and is enough work for every multiprocessor
-)
+_SLAB_OUTS = 8192  # most output channels of a slab: bounds the scratch memory, and still fills every multiprocessor
 
 
 class _WeightOnlyLinear(ABC):
@@ -39,7 +37,7 @@ class _WeightOnlyLinear(ABC):
     def __init__(
         self, weight: RoundedWeight | StoredWeight, bias: torch.Tensor | None, num_multiprocessors: int
     ) -> None:
-        """Keeps ``bias`` ``[out]``, in the dtype of the activations, as it is."""
+        """Keeps ``bias`` ``[out]``, in the dtype of the activations."""
         self._bias = bias
         self._num_outs, self._num_ins = weight.shape
         self._dtype, self._device = weight.dtype, weight.values.device
@@ -53,10 +51,10 @@ class _WeightOnlyLinear(ABC):
 
     @abstractmethod
     def _slab(self, outs: slice) -> torch.Tensor:
-        """Some rows of the weight in full."""
+        """The weight's rows ``outs`` in full precision."""
 
     def compile(self) -> None:
-        """Multiply once with each number of rows that has a kernel of its own: compiled later, it would stall running streams."""
+        """Multiply once with each number of rows that has its own kernel. Compiling one later would stall running streams."""
         for num_rows in (*ROW_TILES, MAX_ROWS + 1):
             self(torch.zeros(num_rows, self._num_ins, dtype=self._dtype, device=self._device))
 
@@ -79,7 +77,7 @@ class RoundedLinear(_WeightOnlyLinear):
     """``hidden @ (values * scale).T + bias``: the scale is applied to the sums."""
 
     def __init__(self, weight: RoundedWeight, bias: torch.Tensor | None, num_multiprocessors: int) -> None:
-        """Keeps ``weight`` as it is."""
+        """Keeps ``weight`` unchanged."""
         super().__init__(weight, bias, num_multiprocessors)
         self._weight = weight
 
@@ -91,10 +89,10 @@ class RoundedLinear(_WeightOnlyLinear):
 
 
 class StoredLinear(_WeightOnlyLinear):
-    """``hidden @ ((values - zero) * scale).T + bias``: weights become what they would be in full, tile by tile."""
+    """``hidden @ ((values - zero) * scale).T + bias``: the kernel expands weights to full precision tile by tile."""
 
     def __init__(self, weight: StoredWeight, bias: torch.Tensor | None, num_multiprocessors: int) -> None:
-        """Keeps ``weight``, which :func:`can_multiply`, as it is."""
+        """Keeps ``weight``, which :func:`can_multiply` must accept."""
         super().__init__(weight, bias, num_multiprocessors)
         self._weight = weight
 
@@ -115,19 +113,19 @@ class StoredLinear(_WeightOnlyLinear):
 
 
 class Fp8Linear:
-    """``hidden @ (values * scale).T + bias``, with rows of ``hidden`` in fp8. Implements ``Linear``.
+    """``hidden @ (values * scale).T + bias`` with rows of ``hidden`` in fp8. Implements ``Linear``.
 
-    Many rows and few are rounded alike, so that two pools compute the same K/V.
+    Rows are rounded the same way whatever their number, so that prefill and decode workers compute the same K/V.
     """
 
     def __init__(self, weight: StoredWeight, bias: torch.Tensor | None, num_multiprocessors: int) -> None:
-        """Keeps ``weight``, in e4m3, whose inputs are rounded, and ``bias``, in the dtype of the activations, as they are."""
+        """Keeps ``weight`` (e4m3, with rounding of its inputs) and ``bias`` (in the dtype of the activations)."""
         assert weight.inputs is not None, "a product whose inputs stay as they are"
         self._weight, self._bias, self._inputs = weight, bias, weight.inputs
         self._num_splits = linear_splits(num_multiprocessors, *weight.shape)
 
     def compile(self) -> None:
-        """As that of weights alone."""
+        """Like :meth:`_WeightOnlyLinear.compile`."""
         weight = self._weight
         for num_rows in (*ROW_TILES, MAX_ROWS + 1):
             self(torch.zeros(num_rows, weight.shape[1], dtype=weight.dtype, device=weight.values.device))
@@ -141,7 +139,7 @@ class Fp8Linear:
 
 
 def can_multiply(weight: StoredWeight, *, has_e4m3: bool) -> bool:
-    """Whether there is a product with it as it is, on a GPU that has e4m3 or not; its numbers are not looked at."""
+    """Whether there is a product with the stored weight, on a GPU with or without e4m3. Does not look at the weight's numbers."""
     has_type = has_e4m3 or weight.values.dtype != torch.float8_e4m3fn
     has_groups = weight.scale.shape[1] == 1 or weight.group_size % MIN_GROUP == 0
     return has_type and has_groups and weight.dtype in COMPUTE_DTYPES

@@ -1,4 +1,4 @@
-"""Adapters' products by our Triton kernels: two launches for all adapters of a step at a site."""
+"""The products of adapters with our Triton kernels: two launches per site for all adapters of a step."""
 
 from __future__ import annotations
 
@@ -25,24 +25,26 @@ from kvrelay.kernels.linear.low_rank import (
     add_low_rank,
 )
 
-# A tile of few rows reads an adapter's matrices again for each 16; above, programs are enough without splits, which take memory.
+# Tiles of few rows read an adapter's matrices again for each 16 rows. With more rows there are enough programs without
+# splits, which
+# take memory.
 _MAX_FEW_PER_ADAPTER, _MAX_FEW = 32, 1024
 Upload = Callable[[Sequence[npt.NDArray[Any]]], list[torch.Tensor]]
 
 
 class CudaLowRank:
-    """Implements LowRankProducts, also for steps that a CUDA graph holds."""
+    """Implements LowRankProducts, also inside CUDA graphs."""
 
     def __init__(self, upload: Upload, dtype: torch.dtype, device: torch.device) -> None:
         self._upload = upload
         self._dtype = dtype
         self._device = device
-        self._tables: list[LowRankTable] = []  # of each site
+        self._tables: list[LowRankTable] = []  # per site
         self._rows: AdaptedRows | None = None  # of the step
 
     @property
     def tilings(self) -> tuple[Tiling, ...]:
-        """All that steps take: each is a kernel of its own. The first is for few rows, and for graphs."""
+        """All tilings that steps use; each has its own kernel. The first is for few rows, and for graphs."""
         return (FP32_ROWS,) if self._dtype == torch.float32 else (FEW_ROWS, MANY_ROWS)
 
     def add_site(self, num_inputs: int, widths: Sequence[int]) -> None:
@@ -69,20 +71,20 @@ class CudaLowRank:
             self.use(AdaptedRows(tiling, *self._upload((groups.tokens, tiles_of(groups, tiling.rows)))))
 
     def use(self, rows: AdaptedRows) -> None:
-        """What follows are the products of a step, or of a graph, with these rows."""
+        """Use ``rows`` for the following products of a step, or of a graph."""
         self._rows = rows
 
     def no_rows(self, most: int, tiling: Tiling) -> AdaptedRows:
-        """Memory for ``most`` rows and their tiles, of which none is there."""
+        """Memory for at most ``most`` rows and their tiles, which is empty at first."""
         rows = torch.zeros(most, dtype=torch.int64, device=self._device)
         return AdaptedRows(tiling, rows, torch.zeros(most, 3, dtype=torch.int32, device=self._device))
 
     def fill(self, rows: AdaptedRows, groups: TokenGroups) -> None:
-        """Write a step's groups into memory of :meth:`no_rows`."""
+        """Write a step's groups into memory from :meth:`no_rows`."""
         tokens, tiles = self._upload((groups.tokens, tiles_of(groups, rows.tiling.rows)))
         rows.rows[: len(tokens)] = tokens
         rows.tiles[: len(tiles)] = tiles
-        rows.tiles[len(tiles) :] = 0  # of the step before, perhaps one with more
+        rows.tiles[len(tiles) :] = 0  # the step before may have had more tiles
 
     def add(self, site: int, hidden: torch.Tensor, out: torch.Tensor) -> None:
         """See LowRankProducts."""
@@ -91,10 +93,10 @@ class CudaLowRank:
 
 
 class AdaptedSteps:
-    """Steps with adapters over rows in memory that stays: those of a CUDA graph, and those that only compile kernels."""
+    """Steps with adapters over rows in fixed memory: those in CUDA graphs, and those that only compile kernels."""
 
     def __init__(self, adapters: Adapters, products: CudaLowRank) -> None:
-        """``products``: those of ``adapters``."""
+        """``products``: the products of ``adapters``."""
         self._adapters = adapters
         self._products = products
 
@@ -109,7 +111,7 @@ class AdaptedSteps:
 
     @contextmanager
     def over(self, rows: AdaptedRows) -> Iterator[None]:
-        """The model's products are those of a step with these rows, whatever will be in their memory."""
+        """Within this context, the model computes a step with these rows, whatever is in their memory."""
         self._products.use(rows)
         self._adapters.is_on = True
         try:
@@ -118,14 +120,17 @@ class AdaptedSteps:
             self._adapters.is_on = False
 
     def fill(self, rows: AdaptedRows, batch: Batch) -> None:
-        """Write ``batch``, which has rows with adapters, into memory of :meth:`no_rows`. Raises as Adapters.begin_step."""
+        """Write ``batch``, which has rows with adapters, into memory from :meth:`no_rows`. Raises as Adapters.begin_step."""
         groups = self._adapters.groups_of(batch)
         assert groups is not None, "no row has an adapter"
         self._products.fill(rows, groups)
 
 
 def tiles_of(groups: TokenGroups, num_rows: int) -> npt.NDArray[np.int32]:
-    """``[num_tiles, 3]``: slot, first place in ``groups.tokens`` and number of tokens, at most ``num_rows``, of one group each."""
+    """``[num_tiles, 3]``: slot, first index in ``groups.tokens``, and number of tokens.
+
+    A tile has at most ``num_rows`` tokens of one group.
+    """
     counts = np.diff(groups.starts)
     num_tiles = -(-counts // num_rows)
     of_tiles = np.repeat(np.arange(len(counts)), num_tiles)

@@ -1,8 +1,8 @@
-"""How much of a GPU's memory a KV pool takes: a pure function of what was measured.
+"""How much of a GPU's memory a KV pool takes: a pure function of measurements.
 
-A worker's share is of the whole GPU, and its weights, its largest step and its pool are in it. So workers that share a GPU need not
-know of each other: as long as their shares leave a tenth or so, it does not matter who starts first, and one that is started
-again gets what it had. A share of what is *free* would be another one at every start.
+A worker's share is a part of the whole GPU, and covers its weights, its largest step and its pool. So workers that share a GPU need
+not know of each other. As long as their shares leave about a tenth, it does not matter which starts first, and a restarted worker
+gets what it had. A share of the *free* memory would differ at every start.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ _MOST_OF_FREE = 0.9
 
 @dataclass(frozen=True, slots=True)
 class GpuMemory:
-    """Bytes of one GPU's memory, measured when a worker's weights are there and no step is under way."""
+    """Bytes of one GPU's memory, measured after loading the weights while no step runs."""
 
     total: int
-    free: int  # to whoever asks first
-    held: int  # by this worker: its weights, and what torch keeps. What CUDA itself takes is in no share
-    step: int  # what the largest step takes beside that, while it runs
+    free: int  # free for any process
+    held: int  # this worker's weights and torch's cache; CUDA's own memory is in no share
+    step: int  # additional memory of the largest step while it runs
 
     @property
     def text(self) -> str:
-        """For people."""
+        """A text for error messages and logs."""
         sizes = (self.total, self.held, self.step, self.free)
         return "{:.1f} GiB in all, {:.1f} held by the weights, {:.2f} for the largest step; {:.1f} are free".format(
             *(size / 2**30 for size in sizes)
@@ -31,10 +31,11 @@ class GpuMemory:
 
 
 def pool_nbytes(memory: GpuMemory, fraction: float) -> int:
-    """Bytes of the pool of a worker whose share of the GPU is ``fraction``, 0 if that is less than it has without one.
+    """The pool's bytes for a worker whose share of the GPU is ``fraction``; 0 if the share is smaller than what it holds without a
+    pool.
 
-    Never more than nine tenths of what is free, the largest step left out: others may have taken more than was left to them, and
-    the graphs of decode steps, tables and libraries come behind the pool.
+    Never more than nine tenths of the free memory after the largest step. Other processes may have taken more than their share, and
+    the graphs of decode steps, tables and libraries are allocated after the pool.
     """
     share = int(memory.total * fraction) - memory.held
     return max(0, min(share, int(memory.free * _MOST_OF_FREE)) - memory.step)

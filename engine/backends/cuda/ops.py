@@ -38,14 +38,14 @@ from kvrelay.kernels.sampling.bitmask import apply_bitmask
 from kvrelay.kernels.sampling.penalties import NewTokens, apply_penalties
 from kvrelay.kernels.sampling.sample import sample
 
-# Where the operations run in an interpreter: any number does.
+# For Triton's interpreter on a CPU; any number works.
 _MULTIPROCESSORS_OF_A_CPU = 16
 
 
 def _changes(
     deltas: Seq[TableDelta], num_slots: int, max_blocks: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
-    """Where ``deltas`` change tables of ``max_blocks``, laid out one behind the other by group and slot, and to which blocks."""
+    """Where ``deltas`` change tables of ``max_blocks`` (consecutive by group and slot), and the new blocks there."""
     places, block_ids = [np.empty(0, np.int64)], [np.empty(0, np.int32)]
     for delta in deltas:
         first = (delta.group * num_slots + delta.slot) * max_blocks + delta.start
@@ -55,7 +55,7 @@ def _changes(
 
 
 def _by_group(kv_scales: torch.Tensor, groups: LayerGroups) -> torch.Tensor:
-    """A model's scales as ``[num_groups, num_layers, 2, num_kv_heads]``, as layers lie in the pool; 1 where there is none."""
+    """A model's scales as ``[num_groups, num_layers, 2, num_kv_heads]``, in the pool's order of layers; 1 where there is none."""
     if len(kv_scales) != len(groups.places):
         raise ValueError(f"kv_scales of {len(kv_scales)} layers; the model has {len(groups.places)}")
     most = max(map(len, groups.layers))
@@ -66,7 +66,7 @@ def _by_group(kv_scales: torch.Tensor, groups: LayerGroups) -> torch.Tensor:
 
 
 def _as_read(pool: torch.Tensor, kv: GroupKv) -> torch.Tensor | PagedKv:
-    """The pool as attention over one group reads it: where all keys and values are of one size, whole."""
+    """The pool as attention over one group reads it: the whole tensor if all keys and values have one size."""
     is_of_one_size = pool.shape[1:] == (kv.keys.shape[1], pool.shape[2], *kv.keys.shape[2:]) and pool.shape[2] <= 2
     return pool if is_of_one_size else PagedKv(kv.keys, kv.values)
 
@@ -74,7 +74,7 @@ def _as_read(pool: torch.Tensor, kv: GroupKv) -> torch.Tensor | PagedKv:
 def _workspaces(
     shape: ModelShape, groups: LayerGroups, max_num_seqs: int, num_multiprocessors: int, device: torch.device
 ) -> tuple[DecodeWorkspace, ...]:
-    """Of each group."""
+    """The decode kernel's workspace for each group."""
     made: dict[KvSizes, DecodeWorkspace] = {}
     for sizes in groups.sizes:
         if sizes not in made:
@@ -93,7 +93,7 @@ def _num_multiprocessors(device: torch.device) -> int:
 
 
 class CudaPagedOps:
-    """Implements PagedOps: for models that rotate and normalise by themselves."""
+    """Implements PagedOps, for models that rotate and normalise by themselves."""
 
     def __init__(
         self,
@@ -103,7 +103,8 @@ class CudaPagedOps:
         max_num_seqs: int,
         kv_scales: torch.Tensor | None = None,
     ) -> None:
-        """An fp8 (e4m3) pool needs ``kv_scales`` ``[num_layers, 2, num_kv_heads]`` of the model, fp32, on the pool's device.
+        """``kv_scales``: for an fp8 (e4m3) pool the model's scales ``[num_layers, 2, num_kv_heads]`` fp32 on the pool's device;
+        else None.
 
         Raises:
             ValueError: an fp8 pool on a device without that type; scales that are missing, not wanted or of another shape.
@@ -121,18 +122,18 @@ class CudaPagedOps:
             for one, window in zip(pools, groups.windows, strict=True)
         )
         self._uploader = Uploader(pool.device)
-        # Of all slots, and of one more: before the first step so many rows and a prompt are tried.
+        # Tables for all slots and one more: the warm-up before the first step needs as many rows and a prompt.
         max_blocks = -(-max_model_len // pool.shape[4])
         self.block_tables = torch.zeros(
             len(groups.windows), max_num_seqs + 1, max_blocks, dtype=torch.int32, device=pool.device
         )
         self._num_multiprocessors = _num_multiprocessors(pool.device)
-        self._compiled: set[tuple[object, ...]] = set()  # kinds of products with weights of 4 and 8 bits
+        self._compiled: set[tuple[object, ...]] = set()  # kinds of 4-bit and 8-bit products that are compiled
         workspaces = _workspaces(shape, groups, max_num_seqs, self._num_multiprocessors, pool.device)
         self._kv = StepKv(pool, pools, views, groups, by_group, loads, workspaces)
 
     def make_linear(self, weight: AnyWeight, bias: torch.Tensor | None) -> Linear:
-        """See Ops. cuBLAS reads ``[out, in]`` as it is; others need bf16 or fp16 activations."""
+        """See Ops. cuBLAS reads ``[out, in]`` as it is. Other weights need bf16 or fp16 activations."""
         if isinstance(weight, torch.Tensor):
             return lambda hidden: F.linear(hidden, weight, bias)
         linear: RoundedLinear | StoredLinear | Fp8Linear
@@ -175,7 +176,7 @@ class CudaPagedOps:
         return self.step_of(self.inputs_of(batch))
 
     def inputs_of(self, batch: Batch) -> StepInputs:
-        """A batch's numbers, uploaded; ``block_tables`` are changed by what is new in them."""
+        """Upload a batch's numbers. Applies its changes to ``block_tables``."""
         self.update_tables(batch.table_deltas)
         num_decode = batch.num_decode_rows
         positions, slot_mapping, slots, seq_lens, query_start_loc = self._uploader.upload(
@@ -190,7 +191,7 @@ class CudaPagedOps:
         return StepInputs(positions, slot_mapping, slots, seq_lens, query_start_loc, num_decode, batch.max_query_len)
 
     def update_tables(self, deltas: Seq[TableDelta]) -> None:
-        """Change ``block_tables``."""
+        """Apply ``deltas`` to ``block_tables``."""
         places, block_ids = _changes(deltas, *self.block_tables.shape[1:])
         if len(places):
             places_there, block_ids_there = self._uploader.upload((places, block_ids))
@@ -201,7 +202,7 @@ class CudaPagedOps:
         return GraphInputs(self._uploader, len(self.block_tables), num_rows, padding_slot, self.block_tables.device)
 
     def step_of(self, inputs: StepInputs) -> CudaPagedStep:
-        """A step over numbers that are on the device."""
+        """A step over numbers that are already on the device."""
         return CudaPagedStep(inputs, self._shape, self._kv, self.block_tables)
 
     def argmax(self, logits: torch.Tensor) -> torch.Tensor:
@@ -221,7 +222,7 @@ class CudaPagedOps:
             )
         )
         new = None if last_tokens is None else NewTokens(last_tokens, num_under_way, row_starts)
-        # With the number of them given, nobody waits for the device to add it up.
+        # ``output_size`` is given so that the host need not wait for the device's sum.
         num_entries = penalties.num_entries
         rows = torch.repeat_interleave(row_starts.diff(), output_size=num_entries).long()
         tokens = torch.empty(num_entries, dtype=torch.int64, device=entries.device).copy_(entries[:, 0])
@@ -233,12 +234,12 @@ class CudaPagedOps:
         apply_bitmask(logits, *self._uploader.upload((np.array(rows, dtype=np.int64), bitmask)))
 
     def draw_tokens(self, logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-        """See SamplerOps. The kernel's sums and draws are fp32: near a boundary it may take the neighbour of what the CPU takes.
+        """See SamplerOps. The kernel's sums and draws are fp32, so near a boundary it may take the neighbour of the CPU's token.
 
-        It knows no typical sampling: rows that ask for it come to it filtered.
+        It has no typical sampling: rows that ask for it must be filtered before.
         """
         rows = filter_typical_rows(logits, rows, self._uploader.upload)
-        # A draw next to 1 must not become 1.
+        # Rounding to fp32 must not turn a draw just below 1 into 1.
         draws = np.minimum(rows.uniforms.astype(np.float32), np.nextafter(np.float32(1), np.float32(0)))
         of_rows = self._uploader.upload((rows.temperature, rows.top_k, rows.top_p, rows.min_p, draws))
         return sample(logits, *of_rows)
@@ -255,7 +256,7 @@ class CudaOps(CudaPagedOps):
         max_num_seqs: int,
         kv_scales: torch.Tensor | None = None,
     ) -> None:
-        """``kv_scales``: see CudaPagedOps, and what it raises."""
+        """``kv_scales``, and what is raised: see CudaPagedOps."""
         super().__init__(config, pool, max_model_len, max_num_seqs, kv_scales)
         self._config = config
         self._tables: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -268,7 +269,7 @@ class CudaOps(CudaPagedOps):
         return self.step_of(self.inputs_of(batch))
 
     def step_of(self, inputs: StepInputs) -> CudaStep:
-        """A step over numbers that are on the device."""
+        """A step over numbers that are already on the device."""
         return CudaStep(inputs, self._config, self._kv, self.block_tables, self._tables)
 
     def clamped_swiglu(self, gate_up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""One step on a GPU: what it reads and writes of the pool, by our Triton kernels. Imported only where there is one."""
+"""One step on a GPU: our Triton kernels read and write its K/V in the pool. Imported only where there is a GPU."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ from kvrelay.kernels.checks import PagedKv
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """One step's numbers on the device. Rows of a single token come first."""
+    """One step's numbers on the device. Rows with a single token come first."""
 
     positions: torch.Tensor  # [num_tokens] int64
     slot_mapping: torch.Tensor  # [num_groups, num_tokens] int64
-    slots: torch.Tensor  # [num_rows] int64, whose block tables they have
+    slots: torch.Tensor  # [num_rows] int64, the slots whose block tables the rows use
     seq_lens: torch.Tensor  # [num_rows] int32, 0 for padding
-    query_start_loc: torch.Tensor  # [num_prefill_rows + 1] int32, of the rows behind num_decode_rows
+    query_start_loc: torch.Tensor  # for the rows after num_decode_rows
     num_decode_rows: int
     max_query_len: int
 
 
 class GraphInputs:
-    """The numbers of a decoding step where a graph reads them: one piece of the device's memory, which one copy fills."""
+    """The numbers of a decode step in the memory that a graph reads: one contiguous piece, which one copy fills."""
 
     def __init__(
         self, uploader: Uploader, num_groups: int, num_rows: int, padding_slot: int, device: torch.device
     ) -> None:
-        """Of ``num_rows`` rows, all padding for now: no keys to read, and K/V that go to ``padding_slot``."""
+        """``num_rows`` rows, all padding at first: they have no keys to read, and their K/V go to ``padding_slot``."""
         self._uploader = uploader
         self._positions, self._slots = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.int64)
         self._slot_mapping = np.full((num_groups, num_rows), padding_slot, np.int64)
@@ -55,12 +55,12 @@ class GraphInputs:
 
     @property
     def _arrays(self) -> tuple[npt.NDArray[Any], ...]:
-        """In the order of StepInputs."""
+        """The arrays in the order of StepInputs."""
         no_prompts = np.zeros(1, np.int32)
         return self._positions, self._slot_mapping, self._slots, self._seq_lens, no_prompts
 
     def fill(self, batch: Batch) -> None:
-        """``batch``, which decodes, and padding behind it. Does not wait for the device."""
+        """Copy ``batch``, which must decode, followed by padding. Does not wait for the device."""
         num_rows = len(batch.rows)
         self._positions[:num_rows] = batch.positions
         self._slots[:num_rows] = batch.slots
@@ -71,23 +71,24 @@ class GraphInputs:
 
 @dataclass(frozen=True, slots=True)
 class StepKv:
-    """All layers' keys and values, and how they are read."""
+    """The K/V of all layers, and how kernels read them."""
 
-    pool: torch.Tensor  # as KvPool.tensor
-    pools: tuple[torch.Tensor | PagedKv, ...]  # of each group: as attention reads it, layers of the largest group
+    pool: torch.Tensor  # KvPool.tensor
+    # Per group, in the form that attention reads; layers of the largest group.
+    pools: tuple[torch.Tensor | PagedKv, ...]
     views: tuple[GroupKv, ...]  # of each group
     groups: LayerGroups
     kv_scales: torch.Tensor | None  # [num_groups, num_layers, 2, num_kv_heads] fp32, of an fp8 pool
-    loads: tuple[TileLoads, ...]  # of each group's prefill attention
-    workspaces: tuple[DecodeWorkspace, ...]  # of each group; groups whose values are of one size share theirs
+    loads: tuple[TileLoads, ...]  # per group, for prefill attention
+    workspaces: tuple[DecodeWorkspace, ...]  # per group; groups with values of one size share one
 
     def scales(self, group: int) -> torch.Tensor | None:
-        """Of a group's layers."""
+        """The scales of a group's layers; None without an fp8 pool."""
         return None if self.kv_scales is None else self.kv_scales[group]
 
 
 class CudaPagedStep:
-    """Implements PagedStep for one batch: single-token rows by the decode kernel, the others by the prefill kernel."""
+    """Implements PagedStep for one batch. The decode kernel computes single-token rows, and the prefill kernel the others."""
 
     def __init__(
         self,
@@ -108,11 +109,11 @@ class CudaPagedStep:
         return self._inputs.positions
 
     def kv_write(self, key: torch.Tensor, value: torch.Tensor, layer: int) -> None:
-        """See PagedStep. Not into an fp8 pool."""
+        """See PagedStep. The pool must not be fp8."""
         group, place = self._kv.groups.places[layer]
         views, slots = self._kv.views[group], self._inputs.slot_mapping[group]
         blocks, offsets = slots // views.block_size, slots % views.block_size
-        # A broken sequence's NaN stays out of the pool: what is computed of it would say nothing, and be cached all the same.
+        # NaN of a broken sequence must not enter the pool: its blocks may be cached all the same.
         views.keys[blocks, place, :, offsets] = key.nan_to_num(0.0, 0.0, 0.0)
         views.values[blocks, place, :, offsets] = value.nan_to_num(0.0, 0.0, 0.0)
 
@@ -213,7 +214,7 @@ class CudaStep(CudaPagedStep):
         block_tables: torch.Tensor,
         tables: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> None:
-        """``block_tables``: see CudaPagedStep. ``tables``: None of a model of latents, which rotates by itself."""
+        """``block_tables``: see CudaPagedStep. ``tables``: None for a model with latents, which rotates by itself."""
         super().__init__(inputs, shape, kv, block_tables)
         self._tables = tables
 

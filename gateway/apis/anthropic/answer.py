@@ -1,4 +1,7 @@
-"""A message, whole and as events: a row of blocks, of which one is open at a time. What ``/openapi.json`` says of it."""
+"""An Anthropic message, as one body and as events: a list of content blocks, of which one is open at a time.
+
+Also its OpenAPI shapes.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ class MessageFormat(Format):
         self._parser = parser
         self._limit_reason = "model_context_window_exceeded" if is_shortened else "max_tokens"
         self._content: list[dict[str, Any]] = []
-        self._pieces: list[str] = []  # of the block that is open, the last one
+        self._pieces: list[str] = []  # pieces of the open block, which is the last one
         self._ending: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
 
     def opening(self, usage: Usage) -> bytes:
@@ -42,7 +45,7 @@ class MessageFormat(Format):
         return _event("message_start", message={**self._head, "content": [], **self._ending, "usage": _told(usage)})
 
     def chunk(self, index: int, delta: TextDelta, usage: Usage) -> bytes:
-        """Events of what the text turned out to be."""
+        """Events for the parts that the text was parsed into."""
         parsed = self._parser.push(delta.text)
         if delta.finish_reason is not None:
             parsed += self._parser.finish()
@@ -53,7 +56,7 @@ class MessageFormat(Format):
         return b"".join(events)
 
     def closing(self, usage: Usage, extras: dict[str, object]) -> bytes:
-        """Why it ended, and what it took."""
+        """The stop reason and the usage."""
         return _event("message_delta", delta=self._ending, usage=_told(usage), **extras) + _event("message_stop")
 
     def failed(self, error: ApiError) -> bytes:
@@ -81,7 +84,7 @@ class MessageFormat(Format):
                 yield from self._piece(self._content[-1], part.arguments)
 
     def _piece(self, block: dict[str, Any], text: str) -> Iterator[bytes]:
-        """More of the open block, or of a new ``block`` if the open one is of another kind."""
+        """Events that add ``text`` to the open block, or open ``block`` first if the open one is of another kind."""
         kind = block["type"]
         if not self._pieces or self._content[-1]["type"] != kind:
             yield from self._close()
@@ -97,7 +100,7 @@ class MessageFormat(Format):
         block, text = self._content[-1], "".join(self._pieces)
         self._pieces = []
         if block["type"] == "tool_use":
-            block["input"] = json.loads(text) if is_json_object(text.strip()) else {}  # else it was cut off
+            block["input"] = json.loads(text) if is_json_object(text.strip()) else {}  # the arguments were cut off
         else:
             block[block["type"]] = text
         yield _event("content_block_stop", index=len(self._content) - 1)
@@ -116,7 +119,7 @@ def _event(kind: str, **fields: Any) -> bytes:
 
 
 def _told(usage: Usage) -> dict[str, int]:
-    """Anthropic's usage object, whose parts of the prompt add up."""
+    """Anthropic's usage object. Its parts of the prompt add up to the prompt's length."""
     return {
         "input_tokens": usage.num_prompt_tokens - usage.num_cached_tokens,
         "cache_creation_input_tokens": 0,

@@ -1,4 +1,7 @@
-"""Anthropic's routes, ``/v1/messages`` and ``/v1/messages/count_tokens``: bodies to jobs. No tool is run here."""
+"""Anthropic's routes ``/v1/messages`` and ``/v1/messages/count_tokens``: they turn bodies into requests.
+
+The gateway runs no tool.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +28,13 @@ from kvrelay.gateway.text.tokenizer import aside
 
 router = APIRouter(route_class=ApiRoute, tags=["Anthropic"])
 
-_BOOKKEEPING = {"metadata", "service_tier", "cache_control"}  # would change no answer; prefixes are cached anyway
+_BOOKKEEPING = {"metadata", "service_tier", "cache_control"}  # these change no answer; prefixes are cached anyway
 _HARMLESS: dict[str, tuple[Any, ...]] = {
     "container": (),
     "mcp_servers": ([],),
-}  # everything else of these names is refused
+}  # any other value of these fields is refused
 _MODES = {"auto": "auto", "any": "required", "none": "none"}
-_BETWEEN = "\n\n"  # texts that come as blocks of their own
+_BETWEEN = "\n\n"  # separates texts that come as blocks of their own
 
 
 class ToolChoice(RequestBody):
@@ -82,17 +85,17 @@ class CountBody(OpenAIBody):
     """How the answer is to be."""
 
     def conversation(self) -> str:
-        """What the requests of one conversation have in common: `metadata.user_id`, or how it begins."""
+        """A key that the requests of one conversation share: `metadata.user_id`, or how the conversation begins."""
         metadata = self._extras.get("metadata")
         user = metadata.get("user_id") if isinstance(metadata, dict) else None
         return f"user {user}" if isinstance(user, str) and user else self.beginning()
 
     def beginning(self) -> str:
-        """The system's text, and messages up to the first one of the user."""
+        """The system text and the messages up to the first user message."""
         return beginning_of([{"content": self.system}, *self.messages])
 
     def chat(self, model: Model) -> Chat:
-        """The conversation as the model's prompt. Raises InvalidRequestError naming the block that is wrong."""
+        """The conversation as the model's prompt. Raises InvalidRequestError naming the wrong block."""
         refuse_unsupported(self._extras, _HARMLESS, "nothing but the model runs here; leave it out")
         messages: list[dict[str, Any]] = []
         if self.system is not None:
@@ -113,7 +116,7 @@ class CountBody(OpenAIBody):
         )
 
     def guide(self) -> Guide | None:
-        """What the text must match. Raises InvalidRequestError if that is no JSON Schema."""
+        """The guide for the text. Raises InvalidRequestError if the schema is no JSON Schema."""
         form = None if self.output_config is None else self.output_config.format
         if form is None:
             return None
@@ -135,7 +138,7 @@ class CountBody(OpenAIBody):
         variables: dict[str, Any] = {}
         if self.thinking is not None:
             thinks = self.thinking.type != "disabled"
-            variables |= {"enable_thinking": thinks, "thinking": thinks}  # families differ in its name
+            variables |= {"enable_thinking": thinks, "thinking": thinks}  # model families use different names
             if self.thinking.budget_tokens is not None:
                 variables["thinking_budget"] = self.thinking.budget_tokens
         if self.output_config is not None and self.output_config.effort is not None:
@@ -159,7 +162,7 @@ class MessageBody(CountBody):
         return GenerationSpec(
             **self.model_dump(include={"temperature", "top_p", "top_k", "seed", "cache_salt"}, exclude_none=True),
             max_tokens=self.max_tokens,
-            shortens=True,  # everybody has to give a number, whatever the model has room for
+            shortens=True,  # the API requires max_tokens, so clients send it whatever fits the model
             stops=tuple(stop for stop in self.stop_sequences or () if stop),
             guide=guide,
             guide_param=None if guide is None else "output_config.format",
@@ -167,7 +170,7 @@ class MessageBody(CountBody):
 
 
 def _function(tool: Mapping[str, Any], param: str) -> dict[str, Any]:
-    """A tool of the client's own, as a function. Raises InvalidRequestError on one that Anthropic's servers would run."""
+    """A client's own tool as a function. Raises InvalidRequestError for a tool that Anthropic's servers would run."""
     if (kind := tool.get("type") or "custom") != "custom":
         raise InvalidRequestError(
             f"{param}.type is {str(kind)[:80]!r}; no tool is run here: describe one of your own, with name and input_schema"
@@ -176,7 +179,7 @@ def _function(tool: Mapping[str, Any], param: str) -> dict[str, Any]:
 
 
 def _add_message(messages: list[dict[str, Any]], message: Mapping[str, Any], param: str) -> None:
-    """Add a message, and each tool's result as one of its own, as chat templates have them. Raises InvalidRequestError."""
+    """Append a message. Each tool result becomes a message of its own, as chat templates expect. Raises InvalidRequestError."""
     role = message.get("role")
     if role not in ("user", "assistant", "system"):
         raise InvalidRequestError(f"{param}.role is {str(role)[:80]!r}; it must be user, assistant or system")
@@ -199,7 +202,7 @@ def _add_message(messages: list[dict[str, Any]], message: Mapping[str, Any], par
             case "assistant", "thinking":
                 thoughts.append(_field(block, "thinking", where))
             case "assistant", "redacted_thinking":
-                pass  # only who wrote it could read it
+                pass  # encrypted: only the server that wrote it can read it
             case _, kind:
                 raise InvalidRequestError(
                     f"{where}.type is {str(kind)[:80]!r}, which a message of role {role} cannot have here; this deployment reads "
@@ -225,7 +228,7 @@ def _blocks(content: Any, param: str) -> list[Any]:
 def _tool_result(block: Mapping[str, Any], where: str) -> dict[str, Any]:
     content = block.get("content")
     text = "" if content is None else text_of(content, f"{where}.content", _BETWEEN)
-    if block.get("is_error") is True:  # chat templates have no other way to tell it
+    if block.get("is_error") is True:  # chat templates have no other way to mark an error
         text = f"Error: {text}"
     return {"role": "tool", "tool_call_id": _field(block, "tool_use_id", where), "content": text}
 

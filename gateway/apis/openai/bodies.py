@@ -1,6 +1,6 @@
-"""Bodies of the OpenAI routes, less what they share (:mod:`kvrelay.gateway.apis.openai.sampling`).
+"""Bodies of the OpenAI routes, without the fields they share (:mod:`kvrelay.gateway.apis.openai.sampling`).
 
-Messages are checked by hand and not by a model of pydantic's: that would hold the interpreter's lock for all of a hundred thousand.
+Messages are checked by hand. A pydantic model would hold the interpreter's lock while it checks a hundred thousand of them.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from kvrelay.gateway.model import Model
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 TEXT_PARTS = ("text", "input_text", "output_text")
-BEGINNING_LEN = 256  # characters of a message, or tokens of a prompt, by which conversations are told apart
+BEGINNING_LEN = 256  # characters of a message, or tokens of a prompt, that identify a conversation
 
 
 def checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The messages of a chat, each content as one text. Raises InvalidRequestError naming the one that is wrong."""
+    """The messages of a chat, with each content as one text. Raises InvalidRequestError naming the wrong message."""
     return [_checked(message, f"messages[{index}]") for index, message in enumerate(messages)]
 
 
 def checked_role(role: Any, param: str) -> str:
-    """``role``, of the message ``param``. Raises InvalidRequestError if it is none."""
+    """The role of the message ``param``. Raises InvalidRequestError if it is not a known role."""
     if role not in ROLES:
         raise InvalidRequestError(
             f"{param}.role is {str(role)[:80]!r}; it must be one of {', '.join(ROLES)}", param=param
@@ -35,7 +35,10 @@ def checked_role(role: Any, param: str) -> str:
 
 
 def text_of(content: Any, param: str, between: str = "") -> str:
-    """A content as one text: it is one, or text parts with ``between`` between them. Raises InvalidRequestError, also on images."""
+    """A content as one text. It is a text, or text parts that are joined with ``between``.
+
+    Raises InvalidRequestError, also for images.
+    """
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -58,7 +61,7 @@ def text_of(content: Any, param: str, between: str = "") -> str:
 
 
 def beginning_of(messages: Sequence[Mapping[str, Any]]) -> str:
-    """How a conversation begins: of each message, up to the first one of the user, the first characters. Checks nothing."""
+    """How a conversation begins: the first characters of each message up to the first user message. Does not validate anything."""
     starts: list[str] = []
     for message in messages:
         content = message.get("content")
@@ -133,7 +136,7 @@ class ChatBody(SamplingBody):
     """Whether the answer repeats the message that it continues."""
 
     def beginning(self) -> str:
-        """Up to the first message of the user."""
+        """The messages up to the first user message."""
         return beginning_of(self.messages)
 
     def chat(self, model: Model) -> Chat:
@@ -173,7 +176,7 @@ class CompletionBody(SamplingBody):
     """Whether the tokenizer adds special tokens, as by default."""
 
     def beginning(self) -> str:
-        """Of the first prompt."""
+        """The beginning of the first prompt."""
         prompts = [self.prompt] if isinstance(self.prompt, str) else self.prompt
         prompt = prompts[0] if isinstance(prompts[0], str | list) else prompts
         return prompt[:BEGINNING_LEN] if isinstance(prompt, str) else str(prompt[:BEGINNING_LEN])

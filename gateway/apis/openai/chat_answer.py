@@ -39,14 +39,14 @@ class ChatFormat(OpenAIFormat):
         self._has_called = [False] * num_choices
 
     def opening(self, usage: Usage) -> bytes:
-        """The chunks that say who speaks."""
+        """The chunks that give the role."""
         delta = {"role": "assistant", "content": self._echoed}
         choices = [{"index": index, "delta": delta, "finish_reason": None} for index in range(self._num_choices)]
-        so_far = self._so_far(replace(usage, num_output_tokens=0))  # of none of the choices has been told yet
+        so_far = self._so_far(replace(usage, num_output_tokens=0))  # no choice has sent output yet
         return b"".join([self._event([choice], **so_far) for choice in choices])
 
     def chunk(self, index: int, delta: TextDelta, usage: Usage) -> bytes:
-        """One chunk of a stream; none for text that is held back because it may be a marker's beginning."""
+        """One chunk of a stream; empty while the text is held back because it may begin a marker."""
         said = {"content": delta.text} if delta.text else {}
         if self._parsers is not None:
             said = self._said(index, delta.text, is_over=delta.finish_reason is not None)
@@ -89,7 +89,7 @@ class ChatFormat(OpenAIFormat):
         }
 
     def _said(self, index: int, text: str, *, is_over: bool) -> dict[str, Any]:
-        """What new text of a choice turned out to be."""
+        """The delta fields for new text of a choice: content, reasoning and calls."""
         assert self._parsers is not None
         parsed = self._parsers[index].push(text)
         if is_over:
@@ -112,7 +112,7 @@ class ChatFormat(OpenAIFormat):
         )
 
     def _of_tokens(self, tokens: Sequence[SampledToken]) -> dict[str, Any]:
-        """What the client asked to see of them."""
+        """The token ids and log probabilities that the client asked for."""
         body: dict[str, Any] = {}
         if self._shown.logprobs:
             body["logprobs"] = chat_logprobs(self._tokenizer, tokens, ids_as_tokens=self._shown.ids_as_tokens)
@@ -122,7 +122,7 @@ class ChatFormat(OpenAIFormat):
 
 
 def _whole_calls(deltas: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Calls as an answer that is not streamed has them, from the pieces that a stream would have."""
+    """The tool calls of an answer that is not streamed, joined from the pieces that a stream would have."""
     calls: dict[int, dict[str, Any]] = {}
     for delta in deltas:
         if "id" in delta:

@@ -1,4 +1,4 @@
-"""The bodies of text completions, whole and in chunks, and what chats share with them, such as log probabilities."""
+"""The bodies of text completions, whole and in chunks, and the parts that chats share with them, such as log probabilities."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ _IMPOSSIBLE = -9999.0
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """What the client asked to see beside the text."""
+    """The fields beside the text that the client asked for."""
 
     logprobs: bool = False
     prompt_logprobs: bool = False
     token_ids: bool = False
     ids_as_tokens: bool = False  # in log probabilities, ``token_id:17`` instead of a token's text
     usage: bool = False  # at a stream's end; whole answers always have it
-    usage_so_far: bool = False  # the same in every chunk
+    usage_so_far: bool = False  # usage in every chunk
 
 
 class OpenAIFormat(Format):
-    """What answers of chats and texts share."""
+    """The parts that answers of chats and of texts share."""
 
     def __init__(self, head: dict[str, Any], chunk_kind: str, tokenizer: Tokenizer, shown: Shown) -> None:
-        """``head``: what a whole answer begins with; chunks do, too, but are objects of ``chunk_kind``."""
+        """``head``: the first fields of a whole answer. Chunks begin with them too, but have the object type ``chunk_kind``."""
         self._head = head
         self._chunk_head = {**head, "object": chunk_kind}
         self._template = ChunkTemplate(self._chunk_head, "choices")
@@ -41,15 +41,15 @@ class OpenAIFormat(Format):
         self._shown = shown
 
     def closing(self, usage: Usage, extras: dict[str, object]) -> bytes:
-        """Usage, if asked for, and the end."""
+        """The usage if the client asked for it, and the end of the stream."""
         return (self._event([], usage=usage.body(), **extras) if self._shown.usage else b"") + DONE
 
     def failed(self, error: ApiError) -> bytes:
-        """The error, and the end."""
+        """The error and the end of the stream."""
         return sse(error.body()) + DONE
 
     def _so_far(self, usage: Usage) -> dict[str, Any]:
-        """What every chunk tells of the usage."""
+        """The usage fields that every chunk has."""
         return {"usage": usage.body()} if self._shown.usage_so_far else {}
 
     def _event(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
@@ -59,7 +59,10 @@ class OpenAIFormat(Format):
 def chat_logprobs(
     tokenizer: Tokenizer, tokens: Sequence[SampledToken], *, ids_as_tokens: bool = False
 ) -> dict[str, Any]:
-    """The ``logprobs`` object of a chat's choice. ``ids_as_tokens``: as vLLM, ``token_id:17`` in place of the token's text."""
+    """The ``logprobs`` object of a chat's choice.
+
+    ``ids_as_tokens``: write ``token_id:17`` instead of the token's text, as vLLM does.
+    """
 
     def entry(token_id: int, logprob: float | None) -> dict[str, Any]:
         text = tokenizer.token_text(token_id)
@@ -80,9 +83,9 @@ def chat_logprobs(
 def text_logprobs(
     tokenizer: Tokenizer, tokens: Sequence[SampledToken], offset: int, *, ids_as_tokens: bool = False
 ) -> dict[str, Any]:
-    """The ``logprobs`` object of a completion's choice; ``offset``: characters before ``tokens``.
+    """The ``logprobs`` object of a completion's choice. ``offset``: number of characters before ``tokens``.
 
-    ``ids_as_tokens``: as vLLM, ``token_id:17`` in place of the token's text: two tokens may have the same text.
+    ``ids_as_tokens``: write ``token_id:17`` instead of the token's text, as vLLM does, because two tokens may have the same text.
     """
     shown = _id_text if ids_as_tokens else tokenizer.token_text
     texts = [shown(token.token_id) for token in tokens]
@@ -93,7 +96,7 @@ def text_logprobs(
     return {
         "tokens": texts,
         "token_logprobs": [finite(token.logprob) for token in tokens],
-        # A prompt's first token has nothing before it, so no probability.
+        # A prompt's first token follows nothing, so it has no probability.
         "top_logprobs": [
             None
             if token.logprob is None
@@ -105,9 +108,10 @@ def text_logprobs(
 
 
 def prompt_logprobs(tokenizer: Tokenizer, tokens: Sequence[SampledToken]) -> list[dict[str, Any] | None]:
-    """vLLM's list: null for the prompt's first token, then by token id what came and what else was likely.
+    """vLLM's list: null for the prompt's first token, then one object per token, keyed by token id, with the token and its
+    alternatives.
 
-    ``rank`` is told of those among the likeliest that were asked for, counted from 1; else null.
+    ``rank`` counts from 1. It is null for a token that is not among the likeliest ones that were asked for.
     """
     entries: list[dict[str, Any] | None] = [None]
     for token in tokens:
@@ -131,7 +135,10 @@ def _id_text(token_id: int) -> str:
 
 
 def finite(logprob: float | None) -> float | None:
-    """JSON has no infinity, and clients expect a number: OpenAI and vLLM write -9999.0 for a token that cannot be."""
+    """A log probability that JSON can hold.
+
+    OpenAI and vLLM write -9999.0 for a token of probability 0, because JSON has no infinity.
+    """
     return logprob if logprob is None or math.isfinite(logprob) else _IMPOSSIBLE
 
 
@@ -148,15 +155,16 @@ class CompletionFormat(OpenAIFormat):
         echoed: Sequence[tuple[str, Sequence[int]]] = (),
         prompts: Sequence[Sequence[int]] = (),
     ) -> None:
-        """``echoed``: text and token ids of each prompt, if choices begin with them; ``num_per_prompt`` choices have the same.
+        """``echoed``: text and token ids of each prompt, if choices begin with their prompt. ``num_per_prompt`` choices share a
+        prompt.
 
-        ``prompts``: the token ids of each prompt, to be told with each choice's first tokens if token ids are shown.
+        ``prompts``: the token ids of each prompt, which each choice's first chunk carries if token ids are shown.
         """
         super().__init__(head, "text_completion", tokenizer, shown)
         self._num_per_prompt = num_per_prompt
         self._echoed = echoed
         self._prompts = prompts
-        self._offsets: dict[int, int] = {}  # by choice: characters sent so far; there from its first delta on
+        self._offsets: dict[int, int] = {}  # characters sent so far, by choice, from its first delta on
         self._prompt_logprobs: dict[int, list[SampledToken]] = {}  # by prompt
 
     def chunk(self, index: int, delta: TextDelta, usage: Usage) -> bytes:

@@ -1,4 +1,4 @@
-"""What a client asks its output to match, in the words of OpenAI and of vLLM, as a guide. Grammars are compiled by the workers."""
+"""Turns the output formats of OpenAI's and vLLM's APIs into guides. The workers compile the grammars."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvrelay.common.sampling import Guide, GuideKind
 from kvrelay.gateway.errors import InvalidRequestError
 
 _MAX_CHOICES = 1024
-_VLLM_FIELDS = {  # of ``structured_outputs``, and its older spelling as fields of their own
+_VLLM_FIELDS = {  # keys of ``structured_outputs``, and the older top-level fields
     "json": GuideKind.JSON_SCHEMA,
     "regex": GuideKind.REGEX,
     "choice": GuideKind.CHOICE,
@@ -32,9 +32,10 @@ class RequestedGuide(msgspec.Struct, frozen=True):
 
 
 def requested_guide(response_format: Any, structured_outputs: Any, fields: Mapping[str, Any]) -> RequestedGuide | None:
-    """The one guide that a body asks for; None if it asks for none. ``fields``: the body's others, as ``guided_json``.
+    """The one guide that a body asks for; None if it asks for none. ``fields``: the other fields of the body, such as
+    ``guided_json``.
 
-    Raises InvalidRequestError naming the field that is wrong, or the two that contradict each other.
+    Raises InvalidRequestError naming the wrong field, or the two fields that contradict each other.
     """
     found: dict[str, Guide] = {}
     if (guide := format_guide(response_format)) is not None:
@@ -79,7 +80,7 @@ def make_guide(kind: GuideKind, value: Any, param: str) -> Guide:
 
 
 def format_guide(value: Any, param: str = "response_format") -> Guide | None:
-    """The guide of a field that says how the answer is formatted. Raises InvalidRequestError naming ``param``, that field."""
+    """The guide of a field that describes the answer's format. Raises InvalidRequestError naming the field ``param``."""
     if value is None:
         return None
     _require(isinstance(value, dict), param, "an object with a type", value)

@@ -1,4 +1,4 @@
-"""The OpenAI routes: bodies to jobs."""
+"""The OpenAI routes: they turn bodies into requests."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ async def completions(body: CompletionBody, request: ApiRequest) -> Response:
 
 
 def _prompts(model: Model, body: CompletionBody) -> list[list[int]]:
-    """The prompts as token ids, whichever of the four forms they came in."""
+    """The prompts as token ids, whichever of the four forms the client used."""
     prompts: list[list[int]] = []
     given = body.prompt
     texts_or_ids: list[Any] = [given] if isinstance(given, str) or isinstance(given[0], int) else list(given)
@@ -115,7 +115,7 @@ def _prompts(model: Model, body: CompletionBody) -> list[list[int]]:
 
 
 def _head(model: Model, request: ApiRequest, prefix: str, kind: str) -> dict[str, Any]:
-    """What an answer begins with: ``prefix`` of its id, ``kind`` of object."""
+    """The first fields of an answer. ``prefix``: of its id. ``kind``: its object type."""
     return {
         "id": f"{prefix}-{request.internal_id}",
         "object": kind,

@@ -1,8 +1,8 @@
-"""What the bodies of chats and completions share: OpenAI's sampling fields, and those that vLLM and TensorRT-LLM add to them.
+"""The fields that bodies of chats and completions share: OpenAI's sampling fields, and those that vLLM and TensorRT-LLM add.
 
-Types are checked strictly; ranges live here, what depends on the model does not. Fields that nobody knows are ignored, as
-OpenAI-compatible servers do, and named in the answer's header. Fields that we know but do
-not serve are refused by name as soon as they ask for something: silence would change the meaning of a request.
+Types are checked strictly. Ranges are checked here, unless they depend on the model. Unknown fields are ignored, as other
+OpenAI-compatible servers do, and named in a header of the answer. A known field that kvrelay does not serve is refused by name as
+soon as it asks for something, because ignoring it would change the meaning of the request.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ MAX_CHOICES = 128
 MAX_PROMPTS = 128
 _MAX_WORDS = 256
 _MAX_BAD_CHARS = 8192  # tokenized twice, with and without a space
-_RAISED_PRIORITY = 80  # of who says only for how long
+_RAISED_PRIORITY = 80  # for a client that gives only a duration
 _TIER_PRIORITY = {"priority": -10, "flex": 10}  # others: 0
 
-# Lists fail at their first bad item: a complaint about each of a million would keep the loop busy for seconds.
+# A list fails at its first bad item: one error for each of a million items would block the loop for seconds.
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Probability = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
@@ -39,12 +39,12 @@ Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 CacheSalt = Annotated[str, Field(min_length=1, max_length=MAX_CACHE_SALT, pattern="^[ -~]*$")]
 Name = Annotated[str, Field(min_length=1, max_length=64)]
 
-# What OpenAI's clients send for OpenAI's own books: it would change no answer.
+# Fields for OpenAI's own bookkeeping. They change no answer.
 BOOKKEEPING = frozenset(
     {"user", "store", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
 )
 
-# What each of these may say without asking for anything; whatever else it says is refused.
+# The values of unsupported fields that ask for nothing. Any other value is refused.
 _HARMLESS: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "functions": ([],),
@@ -61,7 +61,7 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "kv_transfer_params": (),
 }
 
-# Fields that are called the same among all APIs' wishes; what is not given has its default there.
+# Fields that have the same name in SamplingOptions. A missing field gets its default there.
 _WISHES = {
     "temperature", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
     "min_tokens", "ignore_eos", "cache_salt",
@@ -78,7 +78,7 @@ class StreamOptions(RequestBody):
 
 
 class OpenAIBody(OpenBody):
-    """What the bodies of all OpenAI's routes share, and Anthropic's."""
+    """The fields that the bodies of OpenAI's and Anthropic's routes share."""
 
     model: str | None = None
     """A model, or an alias; left out, it is the default one."""
@@ -94,7 +94,7 @@ class OpenAIBody(OpenBody):
     """Cached prefixes are shared only among requests with the same salt."""
 
     def conversation(self) -> str:
-        """What the requests of one conversation have in common: `prompt_cache_key`, `user`, or how it begins."""
+        """A key that the requests of one conversation share: `prompt_cache_key`, `user`, or how the conversation begins."""
         for name in ("prompt_cache_key", "user", "safety_identifier"):
             if isinstance(key := self._extras.get(name), str) and key:
                 return f"{name} {key}"
@@ -102,11 +102,11 @@ class OpenAIBody(OpenBody):
 
     @abstractmethod
     def beginning(self) -> str:
-        """Of the prompt, what stays as it is when the conversation goes on."""
+        """The part of the prompt that stays the same when the conversation goes on."""
 
 
 class SamplingBody(OpenAIBody):
-    """What chats and completions share."""
+    """The fields that chats and completions share."""
 
     known_extras = frozenset(BOOKKEEPING | GUIDED_FIELDS | _HARMLESS.keys())
 
@@ -183,13 +183,13 @@ class SamplingBody(OpenAIBody):
 
     @property
     def line_priority(self) -> int:
-        """Of the request, among those that wait."""
+        """The request's priority in the line of waiting requests."""
         return (self.priority or 0) + _TIER_PRIORITY.get(self.service_tier or "", 0)
 
     def spec(
         self, *, max_tokens: int | None, num_logprobs: int | None, max_tokens_param: str = "max_tokens"
     ) -> GenerationSpec:
-        """The body in our own vocabulary. Raises InvalidRequestError naming the field that is refused, or contradicted."""
+        """The body as a GenerationSpec. Raises InvalidRequestError naming a field that is refused or contradicts another one."""
         refuse_unsupported(self._extras, _HARMLESS, "leave it out")
         self._check_bad_words()
         is_stream, num_choices = bool(self.stream), self.n or 1
@@ -279,7 +279,7 @@ def _bias_entries(logit_bias: Mapping[str, float]) -> tuple[tuple[int, float], .
 
 
 def refuse_unsupported(extra: Mapping[str, Any], harmless: Mapping[str, tuple[Any, ...]], hint: str) -> None:
-    """Raises InvalidRequestError naming a field that asks for something beside what of it is ``harmless``."""
+    """Raises InvalidRequestError naming a field of ``extra`` whose value is not among its ``harmless`` ones."""
     for name, value in extra.items():
         if name in harmless and value is not None and value not in harmless[name]:
             raise InvalidRequestError(f"{name}={str(value)[:80]!r} is not supported; {hint}", param=name)

@@ -1,7 +1,7 @@
-"""A response, whole and as events.
+"""A response of OpenAI's Responses API, as one body and as events.
 
-An answer is a row of items: what the model thought, what it said, the calls that it asks for. One is open at a time; a piece of
-another kind, or of another call, closes it and opens the next. Every event is numbered.
+An answer is a list of items: reasoning, messages and function calls. One item is open at a time. Text of another kind, or of
+another call, closes it and opens the next one. Every event has a number.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _Item:
         return "".join(self.pieces)
 
     def part(self) -> dict[str, Any]:
-        """Of a message or of thoughts: the one piece of content."""
+        """The one content part of a message or of reasoning."""
         if self.kind == "reasoning":
             return {"type": _TEXTS[self.kind], "text": self.text}
         return {"type": _TEXTS[self.kind], "text": self.text, "annotations": [], "logprobs": self.logprobs}
@@ -56,28 +56,28 @@ class _Item:
 
 
 class ResponseItems:
-    """One answer's items, and its events, which :meth:`take` gives away."""
+    """One answer's items and events. :meth:`take` returns the events and forgets them."""
 
     def __init__(self, new_id: Callable[[], str] = lambda: secrets.token_hex(16)) -> None:
         self._new_id = new_id
         self._num_events = 0
-        self._events: list[bytes] = []  # that nobody took yet
+        self._events: list[bytes] = []  # not taken yet
         self._open: _Item | None = None
         self.done: list[dict[str, Any]] = []  # the complete items
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Write an event of our own numbering."""
+        """Append an event with the next number."""
         self._events.append(sse({"type": kind, "sequence_number": self._num_events, **fields}, kind))
         self._num_events += 1
 
     def take(self) -> bytes:
-        """All events since the last time."""
+        """All events since the last call."""
         events = b"".join(self._events)
         self._events.clear()
         return events
 
     def push(self, delta: ParsedDelta, logprobs: list[dict[str, Any]]) -> None:
-        """What the model wrote; ``logprobs`` of its tokens go with the text of a message."""
+        """Append parsed text. ``logprobs`` of its tokens go with a message's text."""
         for part in delta.parts:
             match part:
                 case Thought():
@@ -89,7 +89,7 @@ class ResponseItems:
                     self._call(part)
 
     def close(self, status: str = "completed") -> None:
-        """The open item is over."""
+        """Close the open item."""
         item, self._open = self._open, None
         if item is None:
             return
@@ -149,7 +149,7 @@ class ResponseFormat(Format):
     """The answer of one request."""
 
     def __init__(self, head: dict[str, Any], tokenizer: Tokenizer, parser: CallParser, *, shows_logprobs: bool) -> None:
-        """``head``: the response object's fields that are known before anything is computed."""
+        """``head``: the fields of the response object that are known before generation."""
         self._head = head
         self._tokenizer = tokenizer
         self._parser = parser
@@ -166,7 +166,7 @@ class ResponseFormat(Format):
         return self._items.take()
 
     def chunk(self, index: int, delta: TextDelta, usage: Usage) -> bytes:
-        """Events of what the text turned out to be."""
+        """Events for the parts that the text was parsed into."""
         parsed = self._parser.push(delta.text)
         if delta.finish_reason is not None:
             self._finish_reason = delta.finish_reason
@@ -184,7 +184,7 @@ class ResponseFormat(Format):
         return self._items.take()
 
     def failed(self, error: ApiError) -> bytes:
-        """The response as far as it came, and why not further."""
+        """The response so far, and the error."""
         detail = error.body()["error"]
         body = {**self._head, "status": "failed", "output": list(self._items.done), "usage": None}
         message = f"{detail['message']} ({detail['code']})"

@@ -1,4 +1,4 @@
-"""``POST /v1/responses``, OpenAI's newer route: its body, and input items as a conversation. Nothing is kept between requests."""
+"""OpenAI's ``POST /v1/responses``: its body, and its input items as a conversation. Nothing is kept between requests."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ router = APIRouter(route_class=ApiRoute, tags=["OpenAI"])
 
 _LOGPROBS = "message.output_text.logprobs"
 
-# What asks for nothing; everything else of these names is refused: nothing is kept between requests, and no tool is run here.
+# The values that ask for nothing. Any other value is refused: the gateway keeps nothing between requests and runs no tool.
 _HARMLESS: dict[str, tuple[Any, ...]] = {
     "previous_response_id": (),
     "conversation": (),
@@ -45,7 +45,7 @@ class Reasoning(RequestBody):
 
 
 class ResponseBody(OpenAIBody):
-    """``POST /v1/responses``. ``store``, ``metadata``, ``user`` and the like are accepted and mean nothing here."""
+    """``POST /v1/responses``. ``store``, ``metadata``, ``user`` and similar fields are accepted and have no effect here."""
 
     known_extras = frozenset(BOOKKEEPING | _HARMLESS.keys())
 
@@ -83,7 +83,7 @@ class ResponseBody(OpenAIBody):
         return self.top_logprobs is not None or _LOGPROBS in (self.include or ())
 
     def spec(self) -> GenerationSpec:
-        """The body in our own vocabulary. Raises InvalidRequestError naming the field that is refused."""
+        """The body as a GenerationSpec. Raises InvalidRequestError naming the refused field."""
         hint = "nothing is kept between requests: send the whole conversation as input"
         refuse_unsupported(self._extras, _HARMLESS, hint)
         return GenerationSpec(
@@ -101,7 +101,7 @@ class ResponseBody(OpenAIBody):
         return beginning_of([{"content": self.instructions}, *items])
 
     def chat(self, model: Model) -> Chat:
-        """The conversation as the model's prompt. Raises InvalidRequestError naming the item that is wrong."""
+        """The conversation as the model's prompt. Raises InvalidRequestError naming the wrong item."""
         messages: list[dict[str, Any]] = []
         if self.instructions is not None:
             messages.append({"role": "system", "content": self.instructions})
@@ -155,7 +155,7 @@ def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any], param: st
             output = text_of(item.get("output"), f"{param}.output")
             messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
         case "reasoning":
-            pass  # what a model thought in an earlier turn is not shown to it again
+            pass  # a model does not see its reasoning of earlier turns again
         case _:
             raise InvalidRequestError(
                 f"{param}.type is {str(kind)[:80]!r}; it must be message, function_call, function_call_output or reasoning",

@@ -1,6 +1,6 @@
-"""The bodies of TGI's generate routes, whole and as events: one event for each token, whatever comes together.
+"""The bodies of TGI's generate routes, whole and as events: one event for each token, even if several tokens arrive together.
 
-TGI cuts nothing: a stop string is part of the text, and special tokens are among the tokens, though not in the text.
+TGI cuts nothing off: a stop string is part of the text. Special tokens are among the tokens but not in the text.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvrelay.gateway.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What the client asked to see beside the text."""
+    """The fields beside the text that the client asked for."""
 
     details: bool = False
     prefill: bool = False  # the prompt's tokens among the details
@@ -34,17 +34,17 @@ class GenerateFormat(Format):
     """Answers of ``/generate``, ``/generate_stream`` and ``/``."""
 
     def __init__(self, tokenizer: Tokenizer, sequence: GenerationRequest, wanted: Wanted) -> None:
-        """``sequence``: the first one of the prompt; the others differ in their noise only."""
+        """``sequence``: the prompt's first sequence. The others differ only in their sampling noise."""
         self._tokenizer = tokenizer
         self._special_ids = tokenizer.skipped_ids.union(tokenizer.eos_ids)
         self._prompt_ids = sequence.prompt_token_ids
         self._sampling = sequence.sampling
         self._wanted = wanted
-        # Of a stream:
+        # The state of a stream:
         self._detokenizer = tokenizer.detokenizer()
         self._texts: list[str] = []
         self._num_tokens = 0
-        self._held: list[SampledToken] = []  # the last token, if it came before the word that it is the last
+        self._held: list[SampledToken] = []  # the last token, while it is not known whether it ends the text
 
     def chunk(self, index: int, delta: TextDelta, usage: Usage) -> bytes:
         """An event for each token; the last one has the text."""
@@ -94,7 +94,7 @@ class GenerateFormat(Format):
 
     @property
     def _seed(self) -> int | None:
-        """That which tokens were drawn by; None if none was."""
+        """The seed that tokens were drawn with; None if none was drawn."""
         return self._sampling.seed if self._sampling.temperature else None
 
     def _event(self, token: SampledToken, text: str) -> dict[str, Any]:
@@ -123,7 +123,7 @@ class GenerateFormat(Format):
         return details
 
     def _prefill(self, known: Sequence[SampledToken] | None) -> list[dict[str, Any]]:
-        """The prompt's tokens. The first one has nothing before it, so no log probability."""
+        """The prompt's tokens. The first one follows nothing, so it has no log probability."""
         logprobs = [None, *(finite(token.logprob) for token in known or ())]
         return [
             {"id": token_id, "text": self._tokenizer.token_text(token_id), "logprob": logprob}

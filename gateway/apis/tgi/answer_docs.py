@@ -1,4 +1,4 @@
-"""What ``/openapi.json`` says of the answers of TGI's routes: their shapes, errors included."""
+"""The shapes of the answers and errors of TGI's routes in ``/openapi.json``."""
 
 from __future__ import annotations
 
@@ -133,7 +133,10 @@ _ERRORS: dict[int | str, str] = {
 
 
 def tgi_answers(*whole: Any, events: Any = None, also: Any = None) -> Documented:
-    """A route's responses: one of ``whole`` as JSON, or ``events``, or an error; in OpenAI's shape, too, if ``also`` says so."""
+    """A route's responses: one of ``whole`` as JSON, or ``events``, or an error.
+
+    ``also``: a further shape of errors, such as OpenAI's.
+    """
     answer: dict[str, Any] = {"description": "The answer"}
     if whole:
         answer["model"] = reduce(or_, whole)

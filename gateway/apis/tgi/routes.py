@@ -1,8 +1,8 @@
-"""TGI's routes: bodies to jobs, and what the endpoint says of itself.
+"""TGI's routes: they turn bodies into requests, and describe the endpoint.
 
-Fields that nobody knows are ignored, as TGI does. Ranges are TGI's; where TGI has none, or lets its operator choose, they are those
-of the OpenAI routes. Where TGI answers a stream's error with status 200 and an event, the status says it here, as long as nothing
-was sent; its clients read both.
+Unknown fields are ignored, as in TGI. Ranges are TGI's. Where TGI has no range, or lets its operator choose one, the OpenAI routes'
+ranges hold. TGI answers an error of a stream with status 200 and an error event. Here the status tells the error as long as nothing
+was sent; TGI's clients understand both.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ from kvrelay.gateway.text.tokenizer import aside
 router = APIRouter(route_class=ApiRoute, tags=["Text Generation Inference"])
 
 _DEFAULT_NEW_TOKENS = 100
-# Those that all APIs' wishes call the same.
+# Fields that have the same name in SamplingOptions.
 _WISHES = {"top_k", "top_p", "typical_p", "repetition_penalty", "frequency_penalty", "seed", "truncate"}
-_NAMED_SCHEMA = {"name", "description", "schema", "strict"}  # of what "json_schema" takes beside a schema itself
+# The keys of a named schema, which "json_schema" takes beside a plain schema.
+_NAMED_SCHEMA = {"name", "description", "schema", "strict"}
 
 Mass = Annotated[float, Field(gt=0, lt=1)]
 
@@ -45,7 +46,7 @@ class Grammar(RequestBody):
     """A JSON Schema, or a regular expression."""
 
     def guide(self) -> Guide:
-        """Raises InvalidRequestError if the value is none of its type."""
+        """The guide. Raises InvalidRequestError if the value does not fit its type."""
         if self.type == "regex":
             return make_guide(GuideKind.REGEX, self.value, "grammar.value")
         schema = self.value
@@ -55,7 +56,7 @@ class Grammar(RequestBody):
 
 
 class GenerateParameters(RequestBody):
-    """TGI's parameters. Without any of those that sample, the likeliest token is taken."""
+    """TGI's parameters. Without any sampling parameter, the likeliest token is taken."""
 
     adapter_id: str | None = None
     """The adapter that computes the text; without, the model as it is."""
@@ -98,15 +99,18 @@ class GenerateParameters(RequestBody):
 
     @property
     def samples(self) -> bool:
-        """Whether tokens are drawn: asked for, or given a parameter that means nothing to the likeliest token.
+        """Whether tokens are drawn: ``do_sample`` is set, or a parameter that only matters when tokens are drawn.
 
-        As TGI's ``NextTokenChooser`` decides it; a temperature of 1 alone is its default, and asks for nothing.
+        The rule is that of TGI's ``NextTokenChooser``. A temperature of 1 is its default, so it does not count.
         """
         has_filter = self.top_k is not None or self.top_p is not None or self.typical_p is not None
         return bool(self.do_sample) or has_filter or self.temperature not in (None, 1.0)
 
     def spec(self, *, is_stream: bool) -> GenerationSpec:
-        """The parameters in our own vocabulary. Raises InvalidRequestError naming the field that is refused, or contradicted."""
+        """The parameters as a GenerationSpec.
+
+        Raises InvalidRequestError naming a field that is refused or contradicts another one.
+        """
         self._check_together(is_stream=is_stream)
         temperature = 1.0 if self.temperature is None else self.temperature
         best_of = self.best_of or 1
@@ -116,7 +120,7 @@ class GenerateParameters(RequestBody):
             temperature=temperature if self.samples else 0.0,
             stops=tuple(stop for stop in self.stop or () if stop),
             includes_stop=True,
-            num_choices=best_of,  # all of them are told, with details
+            num_choices=best_of,  # with details, the answer shows all of them
             best_of=best_of,
             num_logprobs=self.top_n_tokens or 0,
             num_prompt_logprobs=0 if self.decoder_input_details else None,
@@ -163,12 +167,12 @@ class GenerateBody(RequestBody):
 
     @property
     def wanted(self) -> GenerateParameters:
-        """The parameters, TGI's defaults if there are none."""
+        """The parameters; TGI's defaults if the body has none."""
         return GenerateParameters(do_sample=True) if self.parameters is None else self.parameters
 
 
 class CompatBody(GenerateBody):
-    """``POST /``, which streams if asked to."""
+    """``POST /``. It streams if the body asks for it."""
 
     stream: bool | None = None
     """Whether the text comes as server-sent events."""
@@ -194,7 +198,7 @@ async def compat_generate(body: CompatBody, request: ApiRequest) -> Response:
 
 @router.get("/info", responses=tgi_answers(Info))
 async def info(request: Request) -> Response:
-    """What is served, and within which limits; of several models the default one, or `?model=NAME`."""
+    """What is served, and its limits. Of several models: the default one, or `?model=NAME`."""
     model = served_models(request).find(request.query_params.get("model"))
     limit, card = model.limits().max_model_len, model.pool.cards[0]
     info = Info(
@@ -213,7 +217,7 @@ async def info(request: Request) -> Response:
 @router.get("/health", response_class=Response, responses=HEALTHY)
 @router.get("/ping", response_class=Response, responses=HEALTHY)
 async def health(request: Request) -> Response:
-    """Nothing, if there are workers that could generate; else 503 with the reason."""
+    """Answers 200 without a body if some workers can generate; else 503 with the reason."""
     models = list(served_models(request))
     for model in models:
         if model.is_up:

@@ -1,14 +1,14 @@
-"""Guides that make malformed calls impossible: from the tool choice to a grammar of the whole answer.
+"""Guides that make malformed calls impossible: they turn a tool choice into a grammar of the whole answer.
 
 - ``required`` or a named function: the answer is calls (or the one call) from its first token on.
-- ``auto``: free text, and what begins a call goes on as one. So it is for every family whose calls begin with a marker of their
-  own; a family without one (an answer that begins with ``{`` may be meant for the reader) is guided only if a function is
-  ``strict``, and then an answer that begins as a call is one.
-- A family whose answers have a format of their own as a whole (``ToolFamily.whole_answer``) is guided from the first token on.
-- Arguments: ``strict`` functions follow their schema; with ``"strict": false`` they are any object. Without ``strict``, they follow
-  the schema if a call was required, and as much of it as always compiles under ``auto``: there, a schema that no grammar can
-  be made of must not fail a request that can be answered with text. Such a *loosened* schema admits more values, but objects that
-  name their properties and say nothing of others have no others.
+- ``auto``: text is free, and a text that begins a call must go on as one. This holds for every family whose calls begin with a
+  marker of their own. Without such a marker, an answer that begins with ``{`` may be meant for the reader. So such a family is
+  guided only if a function is ``strict``; then an answer that begins as a call is a call.
+- A family whose whole answers have a format of their own (``ToolFamily.whole_answer``) is guided from the first token on.
+- Arguments: a ``strict`` function follows its schema; with ``"strict": false`` its arguments are any object. Without ``strict``, a
+  required call follows the schema. Under ``auto`` it follows a *loosened* schema, which always compiles: a schema that no grammar
+  can express must not fail a request that can be answered with text. A loosened schema admits more values. But an object that names
+  its properties and does not mention others has no others.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _DEFINITIONS = ("$defs", "definitions")
 
 
 def tool_guide(family: ToolFamily, choice: ToolChoice, content: Guide | None = None) -> Guide | None:
-    """What the answer must look like; None if it may be anything. ``content``: what an answer without calls must match.
+    """The guide for the answer; None if the answer is free. ``content``: the guide for an answer without calls.
 
-    Raises ValueError if ``content`` is not of its kind, as far as that shows without compiling it.
+    Raises ValueError if ``content`` is malformed, as far as that can be seen without compiling it.
     """
     spelling, mode = family.spelling, choice.mode
     if family.whole_answer is not None:
@@ -61,15 +61,16 @@ def tool_guide(family: ToolFamily, choice: ToolChoice, content: Guide | None = N
 
 
 def guide_param(choice: ToolChoice, content_param: str | None) -> str | None:
-    """The request's field to name if a worker cannot follow the guide of ``choice`` and of the content from ``content_param``.
+    """The request's field to name if a worker cannot follow the guide made of ``choice`` and of ``content_param``.
 
-    None if it may be either: a worker sees one guide, made of both.
+    None if either may be at fault, because a worker sees one guide made of both.
     """
     if choice.mode is ToolMode.NONE:
         return content_param
     if content_param is None or choice.mode is ToolMode.REQUIRED:
         return "tools"
-    return None if any(function.strict for function in choice.functions) else content_param  # others always compile
+    # The schemas of other functions always compile.
+    return None if any(function.strict for function in choice.functions) else content_param
 
 
 def arguments_schema(function: Function, mode: ToolMode) -> dict[str, Any]:
@@ -85,7 +86,10 @@ def arguments_schema(function: Function, mode: ToolMode) -> dict[str, Any]:
 
 
 def _calls(spelling: Spelling, choice: ToolChoice, trigger: str = "") -> st.Format:
-    """At least one call, and nothing else. Behind a ``trigger``: the rest of all calls if they share a beginning, else of one."""
+    """At least one call and nothing else.
+
+    After a ``trigger``: the rest of all calls if they share a beginning, else of one call.
+    """
     calls = [
         st.tag(
             spelling.before(function.name).removeprefix(trigger),
@@ -101,7 +105,7 @@ def _calls(spelling: Spelling, choice: ToolChoice, trigger: str = "") -> st.Form
 
 
 def loosened(schema: Mapping[str, Any]) -> Schema:
-    """The schema of an object, with the keywords that always compile: types, properties, items, values, choices, references."""
+    """The schema of an object, reduced to keywords that always compile: types, properties, items, values, choices, references."""
     loose = _loose(schema, schema)
     for key in _DEFINITIONS:
         if isinstance(schema.get(key), Mapping):
@@ -146,7 +150,7 @@ def _loose_object(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Schema:
 
 
 def _resolves(target: Any, root: Mapping[str, Any]) -> bool:
-    """Whether a reference leads to a definition of this schema, and not only to further references."""
+    """Whether a reference leads to a definition in this schema, not only to further references."""
     seen: set[Any] = set()
     while isinstance(target, str) and target not in seen:
         seen.add(target)

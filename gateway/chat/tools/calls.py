@@ -1,4 +1,4 @@
-"""What a model's answer is made of once its markers are read: text, thoughts, and calls of functions."""
+"""The parts of a parsed answer: text, thoughts and function calls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ CallIds = Callable[[], str]  # a new id for every call
 
 
 class ToolCallDelta(msgspec.Struct, frozen=True):
-    """A piece of one call. A call's first delta has its id and name; the ``arguments`` of all of them add up to JSON text."""
+    """A piece of one call. A call's first delta has its id and name. The ``arguments`` of all its deltas add up to JSON text."""
 
     index: int  # of the call within the answer
     id: str | None = None
@@ -20,7 +20,7 @@ class ToolCallDelta(msgspec.Struct, frozen=True):
 
 
 class Said(msgspec.Struct, frozen=True):
-    """A piece of text for the reader."""
+    """A piece of text for the user."""
 
     text: str
 
@@ -35,13 +35,13 @@ Part = Said | Thought | ToolCallDelta
 
 
 class ParsedDelta(msgspec.Struct, frozen=True):
-    """What a piece of text turned out to be, in the order of the text."""
+    """The parsed parts of a piece of text, in the order of the text."""
 
     parts: tuple[Part, ...] = ()
 
     @property
     def content(self) -> str:
-        """All of it that is for the reader."""
+        """All text for the user."""
         return "".join([part.text for part in self.parts if isinstance(part, Said)])
 
     @property
@@ -62,10 +62,10 @@ class ParsedDelta(msgspec.Struct, frozen=True):
 
 
 class Outbox:
-    """Where a parser puts what it read, until somebody takes it.
+    """Collects what a parser has read until it is taken.
 
-    A call is *open* from its name to its end: what its text still lacks then (a bracket, an end marker) is not worth showing
-    if the answer is cut off there.
+    A call is *open* from its name to its end. If the answer is cut off then, the missing text (a bracket, an end marker) does not
+    matter.
     """
 
     def __init__(self, new_id: CallIds) -> None:
@@ -75,21 +75,21 @@ class Outbox:
         self.has_open_call = False
 
     def add_content(self, text: str) -> None:
-        """Text for the reader."""
+        """Add text for the user."""
         self._add(Said, text)
 
     def add_reasoning(self, text: str) -> None:
-        """A thought."""
+        """Add a thought."""
         self._add(Thought, text)
 
     def open_call(self, name: str) -> None:
-        """A call begins."""
+        """Begin a call."""
         self._parts.append(ToolCallDelta(self.num_calls, self._new_id(), name))
         self.num_calls += 1
         self.has_open_call = True
 
     def add_arguments(self, text: str) -> None:
-        """More of the open call's arguments."""
+        """Add to the open call's arguments."""
         assert self.has_open_call, "arguments belong to a call"
         index = self.num_calls - 1
         last = self._parts[-1] if self._parts else None
@@ -99,11 +99,11 @@ class Outbox:
             self._parts.append(ToolCallDelta(index, arguments=text))
 
     def close_call(self) -> None:
-        """The call is complete, its end marker included."""
+        """End the call, whose end marker has been read."""
         self.has_open_call = False
 
     def take(self) -> ParsedDelta:
-        """All since the last time."""
+        """Everything since the last call."""
         delta = ParsedDelta(tuple(self._parts))
         self._parts.clear()
         return delta

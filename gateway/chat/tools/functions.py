@@ -1,4 +1,4 @@
-"""The functions that a request lets the model call, and which of them it may, must or must not: ``tools``, ``tool_choice``."""
+"""The functions that a request lets the model call, and how free it is to call them: ``tools`` and ``tool_choice``."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Function(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     description: str | None = None
-    parameters: dict[str, Any] | None = None  # a JSON Schema of an object; None: it takes nothing
-    strict: bool | None = None  # whether its arguments follow the schema; None: as the tool choice has it
+    parameters: dict[str, Any] | None = None  # a JSON Schema of an object; None: no parameters
+    strict: bool | None = None  # whether its arguments must follow the schema; None: the tool choice decides
     param: str = "tools"  # where the request declares it
 
     def as_tool(self) -> dict[str, Any]:
@@ -45,11 +45,11 @@ class ToolMode(enum.StrEnum):
 
 
 class ToolChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """What the model may call."""
+    """The functions that the model may call, and under which rules."""
 
     mode: ToolMode = ToolMode.NONE
-    functions: tuple[Function, ...] = ()  # those that may be called
-    shown: tuple[Function, ...] = ()  # those that the model is told of: the same prompt whichever may be called
+    functions: tuple[Function, ...] = ()  # the functions that may be called
+    shown: tuple[Function, ...] = ()  # the functions in the prompt, which does not change with the choice
     is_named: bool = False  # the request named the one function
     allows_parallel: bool = True  # several calls in one answer
 
@@ -62,9 +62,9 @@ class ToolChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_tools(tools: Sequence[Any] | None, param: str = "tools") -> tuple[Function, ...]:
-    """The functions of a request, in OpenAI's shape of chat completions (nested) or of responses (flat), or in Anthropic's.
+    """A request's functions, in the shape of OpenAI's chat completions (nested), of its responses (flat), or of Anthropic's API.
 
-    Raises InvalidRequestError that names the field within ``param``.
+    Raises InvalidRequestError naming the field within ``param``.
     """
     tools = tools or ()
     if len(tools) > MAX_TOOLS:
@@ -84,7 +84,7 @@ def parse_tools(tools: Sequence[Any] | None, param: str = "tools") -> tuple[Func
 def parse_tool_choice(
     choice: Any, functions: tuple[Function, ...], *, allows_parallel: bool = True, param: str = "tool_choice"
 ) -> ToolChoice:
-    """What ``tool_choice`` says about ``functions``; None is ``auto`` with functions, ``none`` without.
+    """The meaning of ``tool_choice`` for ``functions``. None is ``auto`` with functions, and ``none`` without.
 
     Takes ``auto``, ``none``, ``required``, a named function and ``allowed_tools``, nested or flat. Raises InvalidRequestError.
     """
@@ -134,7 +134,7 @@ def _function(tool: Any, param: str) -> Function:
     return Function(
         name=name,
         description=fields.get("description"),
-        parameters=dict(parameters) if parameters else None,  # {} says as much as nothing
+        parameters=dict(parameters) if parameters else None,  # an empty schema equals none
         strict=fields.get("strict"),
         param=where,
     )
@@ -156,7 +156,7 @@ def _check_schema(schema: Any, param: str) -> None:
     required = schema.get("required", [])
     if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
         raise InvalidRequestError(f"{param}.required must be a list of names", param=f"{param}.required")
-    # Level by level: a schema as deep as a body allows would overflow whoever follows it by recursion.
+    # Checked level by level: a schema can be so deep that a recursive check would overflow the stack.
     level: list[Any] = [schema]
     for _ in range(MAX_SCHEMA_DEPTH):
         level = [item for value in level for item in _items(value)]
@@ -172,7 +172,7 @@ def _items(value: Any) -> Sequence[Any]:
 
 
 def _nested(value: Mapping[str, Any], name: str) -> Any:
-    """Chat completions nest what responses write flat."""
+    """The fields of ``name``: chat completions nest what responses write flat."""
     return value.get(name, value)
 
 

@@ -1,11 +1,11 @@
-"""Conversations with calls in them, as chat templates expect them.
+"""Conversations with calls, in the form that chat templates expect.
 
-Clients send a call's arguments as JSON text, its result as a message of role ``tool``, and null where the model said nothing beside
-its calls. Templates differ: most want arguments as an object, some as text; some tell null from empty, most cannot take null; some
-accept only short ids, or ids that say who is called. A :class:`MessageStyle` says which, from what the template does.
+Clients send a call's arguments as JSON text, its result as a message of role ``tool``, and null as the content of a message that
+has only calls. Templates differ. Most want arguments as an object, some as text. Some distinguish null from empty, most cannot take
+null. Some accept only short ids, or ids that name the function. A :class:`MessageStyle` says what a template expects.
 
-Where a template knows no tools, they are described in the system prompt, and calls and results told as text. The format that the
-model is asked for is its family's own, as a guide would spell it, so that parser and guide fit.
+If a template knows no tools, the system prompt describes them, and calls and results become text. The model is asked for its
+family's own format, spelled as a guide would, so that parser and guide fit.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from kvrelay.gateway.errors import InvalidRequestError
 
 Message = dict[str, Any]
 
-_TEXT_ARGUMENTS = re.compile(r"arguments['\"]?\]?\s*[+~]")  # joined to text as they are
+_TEXT_ARGUMENTS = re.compile(r"arguments['\"]?\]?\s*[+~]")  # the template joins them to text without converting them
 _NULL_CONTENT = re.compile(r"content['\"]?\]?\s+is\s+(not\s+)?none")
 _SHORT_IDS = re.compile(r"length\s*!=\s*9")
 _SHORT_ID_LENGTH = 9
-_NUMBERED_IDS = re.compile(r"<\|tool_call_argument_begin\|>")  # Kimi K2's calls are called by their ids
-_THINKING = re.compile(r"message(\.thinking|\[['\"]thinking['\"]\])")  # what clients call reasoning_content
+_NUMBERED_IDS = re.compile(r"<\|tool_call_argument_begin\|>")  # Kimi K2 writes a call's id instead of its name
+_THINKING = re.compile(r"message(\.thinking|\[['\"]thinking['\"]\])")  # the field that clients call reasoning_content
 
 
 @dataclass(frozen=True, slots=True)
 class MessageStyle:
-    """What a template expects of messages."""
+    """The form of messages that a template expects."""
 
     has_text_arguments: bool = False
     takes_null: bool = False
@@ -44,7 +44,7 @@ class MessageStyle:
 
     @classmethod
     def of(cls, chat_template: str) -> MessageStyle:
-        """What this template's source shows."""
+        """The style of a template, read from its source."""
         return cls(
             has_text_arguments=_TEXT_ARGUMENTS.search(chat_template) is not None,
             takes_null=_NULL_CONTENT.search(chat_template) is not None,
@@ -56,19 +56,19 @@ class MessageStyle:
 
 @dataclass(slots=True)
 class _Calls:
-    """The calls of a conversation, as far as it was read."""
+    """The calls of a conversation so far."""
 
-    names: dict[str, str] = field(default_factory=dict)  # of functions, by the client's ids of their calls
-    ids: dict[str, str] = field(default_factory=dict)  # the template's, by the client's
+    names: dict[str, str] = field(default_factory=dict)  # names of functions, by the client's ids of their calls
+    ids: dict[str, str] = field(default_factory=dict)  # the template's ids by the client's ids
     number: int = 0
 
 
 def template_messages(
     messages: Sequence[Mapping[str, Any]], style: MessageStyle, param: str = "messages"
 ) -> list[Message]:
-    """The messages in the template's style; what else they hold stays. ``messages`` themselves are left alone.
+    """The messages in the template's style; other fields stay. Does not change ``messages``.
 
-    Raises InvalidRequestError that names the field of a call that is malformed.
+    Raises InvalidRequestError naming the field of a malformed call.
     """
     known = _Calls()
     return [_message(message, style, known, f"{param}[{index}]") for index, message in enumerate(messages)]
@@ -96,7 +96,8 @@ def _message(message: Mapping[str, Any], style: MessageStyle, known: _Calls, par
         if result.get("name") is None and call_id in known.names:
             result["name"] = known.names[call_id]
     thoughts = message.get("reasoning_content")
-    if style.has_thinking and isinstance(thoughts, str) and not (calls and content):  # gpt-oss has one of the two then
+    # Gpt-oss takes either content or thoughts beside calls.
+    if style.has_thinking and isinstance(thoughts, str) and not (calls and content):
         result.setdefault("thinking", thoughts)
     return result
 
@@ -130,7 +131,7 @@ def _arguments(arguments: Any, style: MessageStyle, param: str) -> dict[str, Any
         if isinstance(arguments, Mapping):
             return json.dumps(arguments, ensure_ascii=False) if style.has_text_arguments else dict(arguments)
     except RecursionError:
-        pass  # nested deeper than anybody could follow
+        pass  # nested too deep to parse
     raise InvalidRequestError(
         f"{param} is no JSON object: {str(arguments)[:80]!r}; leave out a call whose arguments were cut off",
         param=param,
@@ -146,9 +147,9 @@ def _id(call_id: str, style: MessageStyle) -> str:
 def with_tools(
     messages: Sequence[Mapping[str, Any]], functions: Sequence[Function], spelling: Spelling, *, has_system: bool = True
 ) -> list[Message]:
-    """``messages`` with a description of ``functions`` in the system message, which is made if there is none.
+    """``messages`` with a description of ``functions`` in the system message, which is added if there is none.
 
-    ``has_system``: whether the template takes a system message; if not, the description comes in front of the first message.
+    ``has_system``: whether the template takes a system message. If not, the description precedes the first message.
     """
     text = description(functions, spelling)
     result = [dict(message) for message in messages]
@@ -161,7 +162,7 @@ def with_tools(
 
 
 def description(functions: Sequence[Function], spelling: Spelling) -> str:
-    """What the model is told of its functions and of how to call them."""
+    """The text that tells the model about its functions and how to call them."""
     tools = "\n".join(json.dumps(function.as_tool()["function"], ensure_ascii=False) for function in functions)
     example = spelling.write([("NAME", "ARGUMENTS")])
     return (
@@ -174,9 +175,9 @@ def description(functions: Sequence[Function], spelling: Spelling) -> str:
 
 
 def as_text(messages: Sequence[Mapping[str, Any]], spelling: Spelling) -> list[Message]:
-    """``messages`` without calls and results: a call is what the assistant wrote, a result is what the user tells.
+    """``messages`` with calls and results as text: a call is the assistant's text, a result is a user message.
 
-    Expects arguments as JSON text (:func:`template_messages`). Results in a row become one message.
+    Expects arguments as JSON text (:func:`template_messages`). Consecutive results become one message.
     """
     result: list[Message] = []
     was_result = False

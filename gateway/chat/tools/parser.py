@@ -1,8 +1,8 @@
 """The parser that all families share: text until a marker, then calls, then text again.
 
-A family says where its calls begin (:class:`Syntax`) and how one is read (a function over a :class:`Context`). What looks like one
-and is none (JSON that does not parse, a function that nobody declared) is content: nothing the model wrote gets lost. A call whose
-arguments break off in the middle keeps what was sent of them; the rest of the text is content.
+A :class:`Syntax` says where a family's calls begin and how to read them (a function over a :class:`Context`). Text that only looks
+like a call (JSON that does not parse, an undeclared function) becomes content, so no text of the model is lost. If a call's
+arguments break off in the middle, the call keeps what was already sent, and the rest of the text is content.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvrelay.gateway.chat.tools.reader import Reader, Reading, is_json_object
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What one answer's calls are read from and written to."""
+    """The input and output of reading one answer's calls."""
 
     reader: Reader
     out: Outbox
@@ -27,12 +27,15 @@ class Context:
     max_calls: int | None = None
 
     def may_call(self, name: str | None) -> bool:
-        """Whether a call of ``name`` can be one."""
+        """Whether the choice allows a call of ``name``."""
         return name in self.functions and (self.max_calls is None or self.out.num_calls < self.max_calls)
 
     def writer(self, name: str) -> Callable[[str], None]:
-        """Takes a new call's arguments as they are read; the first piece opens it. Settles what was read."""
-        if self.out.has_open_call:  # whose end never came
+        """A function that takes a new call's arguments as they are read.
+
+        The first piece opens the call and settles the text read so far.
+        """
+        if self.out.has_open_call:  # the end of the call before never came
             self.out.close_call()
 
         def write(text: str) -> None:
@@ -44,7 +47,10 @@ class Context:
         return write
 
     def close(self, *ends: str) -> Reading[None]:
-        """The call is over: reads spaces and the end marker, if one of ``ends`` comes. One that is cut off is none of the text."""
+        """End the call. Reads white space and the end marker, if one of ``ends`` follows.
+
+        A cut-off end marker does not become text.
+        """
         reader = self.reader
         reader.settle()
         if ends:
@@ -62,8 +68,9 @@ class Context:
 class Syntax:
     """Where calls begin and how they are read.
 
-    ``read(context, marker)`` reads the calls that begin with ``marker``, which was read already, and says whether all was right.
-    ``starts``: characters that begin a call without a marker (then it is ""), at the start of an answer only.
+    ``read(context, marker)`` reads the calls after ``marker``, which has been read already. It returns whether they were
+    well-formed.
+    ``starts``: characters that begin a call without a marker (``marker`` is "" then), only at the start of an answer.
     """
 
     markers: tuple[str, ...]
@@ -76,13 +83,14 @@ def _read_no_calls(context: Context, marker: str) -> Reading[bool]:
 
 
 NO_CALLS = Syntax((), _read_no_calls)
-"""Of answers that are text, behind thoughts."""
+"""The syntax of answers without calls."""
 
 
 class CallParser:
-    """Reads one answer, which may think and call functions, while it comes: the outcome depends on its text, not on the pieces.
+    """Reads one answer, which may think and call functions, while it arrives. The result depends only on the text, not on its
+    pieces.
 
-    ``read_first``: reads what comes before the answer itself, such as thoughts.
+    ``read_first``: reads what precedes the answer itself, such as thoughts.
     """
 
     def __init__(
@@ -99,13 +107,13 @@ class CallParser:
         self._steps = self._parse()
 
     def push(self, text: str) -> ParsedDelta:
-        """Take new text in; returns all that is certain. What may be the beginning of a marker is held back."""
+        """Take new text; returns the parts that are certain. Text that may begin a marker is held back."""
         self._context.reader.feed(text)
         next(self._steps)
         return self._context.out.take()
 
     def finish(self) -> ParsedDelta:
-        """The text is over: what was held back. Nothing may be pushed afterwards."""
+        """End the text; returns what was held back. Do not push afterwards."""
         self._context.reader.finish()
         num_waits = sum(1 for _ in islice(self._steps, 1))
         assert num_waits == 0, "a parser waits for text after the end"
@@ -117,7 +125,7 @@ class CallParser:
             yield from self._read_first(self._context)
         is_start = True
         while is_start or not reader.is_over():
-            # Spaces at the start and after a call belong to the call that follows, if one does.
+            # White space at the start, or after a call, belongs to the next call if one follows.
             yield from reader.spaces()
             char = yield from reader.char()
             marker = "" if is_start and char and char in self._syntax.starts else None
@@ -142,7 +150,7 @@ class CallParser:
 
 
 def read_arguments(reader: Reader, on_text: Callable[[str], None]) -> Reading[bool]:
-    """Read a call's arguments: an object, an object written in a string, or null for none. False if they are something else."""
+    """Read a call's arguments: an object, an object inside a string, or null for none. False if they are anything else."""
     char = yield from reader.char()
     if char == "{":
         return (yield from reader.json_value(on_text))
@@ -162,12 +170,12 @@ class ListEnd(enum.Enum):
     """How a list of calls ended."""
 
     CLOSED = "closed"
-    CUT_OFF = "cut off"  # the text is over
+    CUT_OFF = "cut off"  # the text ended
     MALFORMED = "malformed"
 
 
 def read_rest(context: Context, read_call: Callable[[Context], Reading[bool]]) -> Reading[ListEnd]:
-    """Read a list of calls, behind its ``[``; each call is closed."""
+    """Read a list of calls after its ``[``; each call is closed."""
     reader = context.reader
     end: str | None = ","
     while end == ",":

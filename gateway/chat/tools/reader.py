@@ -1,13 +1,11 @@
-"""Text that comes in pieces, read as if it were whole.
+"""Reads text that arrives in pieces as if it were whole.
 
-A parser is a generator that reads from a :class:`Reader`. If it needs more text than has come, it yields, and goes on later. So
-each format is written in the order in which it is read, and the outcome does not depend on how the text was cut into pieces.
+A parser is a generator that reads from a :class:`Reader`. If it needs more text, it yields and continues later. So each parser
+reads its format in order, and the result does not depend on how the text was cut. Text that was read but is not *settled* may still
+turn out to be no call; then it becomes content.
 
-Text that was read but is not *settled* yet may still turn out to be no call; then it is content.
-
-JSON is read token by token by a pushdown automaton (RFC 8259), so that text of any depth and length costs no recursion and is
-read once. Strings are accepted as they come, numbers and words once they are whole: what was streamed of a value is never
-wrong, at worst unfinished.
+A pushdown automaton (RFC 8259) reads JSON token by token. So text of any depth needs no recursion and is read once. Strings are
+accepted piece by piece, numbers and words once they are complete. What was streamed of a value is never wrong, only unfinished.
 """
 
 from __future__ import annotations
@@ -22,36 +20,37 @@ from kvrelay.gateway.text.output import overlap
 _SPACES = re.compile(r"[ \t\r\n]*")
 _IN_STRING = re.compile(r'(?:[^"\\\x00-\x1f]++|\\["\\/bfnrt]|\\u[0-9a-fA-F]{4})*+')
 _HALF_ESCAPE = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?")
-_LETTERS = re.compile(r"[-+.0-9a-zA-Z]*")  # of numbers and words
+_LETTERS = re.compile(r"[-+.0-9a-zA-Z]*")  # the characters of numbers and words
 _SCALAR = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?|true|false|null")
 
 
 def end_of(pattern: re.Pattern[str], text: str, start: int = 0) -> int:
-    """Where ``pattern``, which begins at ``start``, ends; ``start`` if it does not match there."""
+    """The index where a match of ``pattern`` at ``start`` ends; ``start`` if it does not match there."""
     match = pattern.match(text, start)
     return match.end() if match else start
 
 
 def is_json_object(text: str) -> bool:
-    """Whether ``text`` is one JSON object that any encoding can carry, and nothing else."""
+    """Whether ``text`` is exactly one JSON object that can be encoded as UTF-8."""
     scanner = JsonScanner()
     is_object = text.startswith("{") and scanner.push(text) == len(text) and scanner.is_complete
     return is_object and not any("\ud800" <= char <= "\udfff" for char in text)
 
 
 class JsonScanner:
-    """Follows one JSON value. Spaces around the value are not part of it, except those in front of it."""
+    """Follows one JSON value. White space before the value is part of it; white space after it is not."""
 
     def __init__(self) -> None:
         self._open: list[str] = []  # the brackets that are not closed yet
-        self._next = "value"  # what comes
-        self.is_complete = False  # the value is over; a number is, once something else has come
-        self.is_broken = False  # it is malformed
+        self._next = "value"  # what is expected next
+        self.is_complete = False  # the value has ended; a number has once another character follows
+        self.is_broken = False  # the value is malformed
 
     def push(self, text: str, *, is_last: bool = False) -> int:
-        """How many of ``text``'s characters belong to the value. More must come with what is left of them, if more is to come.
+        """The number of characters of ``text`` that belong to the value. If more text follows, pass the unconsumed rest again in
+        front of it.
 
-        ``is_last``: no more will, so half a token is what there is of the value.
+        ``is_last``: no more text follows, so an incomplete token ends here.
         """
         at = 0
         while not self.is_complete and not self.is_broken:
@@ -63,7 +62,7 @@ class JsonScanner:
         return at
 
     def _after_token(self, text: str, at: int) -> int | None:  # noqa: PLR0912 - one for each kind
-        """Where the token at ``at`` ends, which is taken in; None if its end has not come."""
+        """Consume the token at ``at`` and return where it ends; None if its end has not arrived."""
         if at == len(text):
             return None
         match self._next, text[at]:
@@ -112,54 +111,54 @@ class JsonScanner:
 T = TypeVar("T")
 Reading = Generator[None, None, T]
 
-NAME = re.compile(r"[a-zA-Z0-9_-]*")  # what a function's name is made of
+NAME = re.compile(r"[a-zA-Z0-9_-]*")  # the characters of a function's name
 _ANY_SPACES = re.compile(r"\s*")
 
 
 class Reader:
-    """The text of one answer, as far as it came. Methods that return a ``Reading`` are called with ``yield from``."""
+    """The text of one answer so far. Call methods that return a ``Reading`` with ``yield from``."""
 
     def __init__(self) -> None:
         self._text = ""
-        self._at = 0  # what comes before was read …
-        self._settled = 0  # … and before this it is settled
+        self._at = 0  # everything before this index was read
+        self._settled = 0  # everything before this index is settled
         self.is_finished = False
 
     def feed(self, text: str) -> None:
-        """More text came."""
+        """Append text."""
         self._text = self._text[self._settled :] + text
         self._at -= self._settled
         self._settled = 0
 
     def finish(self) -> None:
-        """No more will come."""
+        """End the text."""
         self.is_finished = True
 
     @property
     def rest(self) -> str:
-        """What came and was not read."""
+        """The text that has arrived but was not read."""
         return self._text[self._at :]
 
     def is_over(self) -> bool:
-        """Whether all was read that will ever come."""
+        """Whether the text has ended and all of it was read."""
         return self.is_finished and self._at == len(self._text)
 
     def settle(self) -> str:
-        """What was read since the last time, for good."""
+        """Settle everything read so far and return what is newly settled."""
         text = self._text[self._settled : self._at]
         self._settled = self._at
         return text
 
     def skip(self, length: int) -> None:
-        """Read the next ``length`` characters, which have come."""
+        """Read the next ``length`` characters, which must have arrived."""
         assert self._at + length <= len(self._text), "only text that came can be read"
         self._at += length
 
     def free(self, markers: Sequence[str], on_text: Callable[[str], None]) -> Reading[str | None]:
-        """Read up to and with the first of ``markers`` and return it; None if the text ends without one.
+        """Read up to and including the first of ``markers`` and return it; None if the text ends without one.
 
-        The text in front goes to ``on_text`` as it comes and is settled, all but what may be the beginning of a marker. Spaces in
-        front of a marker belong to it: they stay unsettled, as the marker does. No marker may begin another.
+        The text before it goes to ``on_text`` as it arrives and is settled, except for an end that may begin a marker. White space
+        before a marker belongs to the marker; both stay unsettled. No marker may begin another marker.
         """
         while True:
             rest = self.rest
@@ -183,7 +182,7 @@ class Reader:
             on_text(text)
 
     def spaces(self) -> Reading[None]:
-        """Read white space, up to what is none or to the end."""
+        """Read white space up to another character or the end."""
         while True:
             self.skip(end_of(_ANY_SPACES, self.rest))
             if self._at < len(self._text) or self.is_finished:
@@ -191,7 +190,7 @@ class Reader:
             yield
 
     def next_is(self, *texts: str) -> Reading[str | None]:
-        """Read whichever of ``texts`` comes next and return it; None, and nothing is read, if none of them does."""
+        """If one of ``texts`` comes next, read and return it; otherwise read nothing and return None."""
         while True:
             rest = self.rest
             for text in texts:
@@ -203,13 +202,13 @@ class Reader:
             yield
 
     def char(self) -> Reading[str]:
-        """The next character, which is not read by this; empty at the end."""
+        """The next character, without reading it; empty at the end."""
         while not self.rest and not self.is_finished:
             yield
         return self.rest[:1]
 
     def word(self, letters: re.Pattern[str] = NAME, max_length: int = 64) -> Reading[str]:
-        """Read what ``letters`` match (any number of one kind): all that come, but at most one more than ``max_length``."""
+        """Read the characters that ``letters`` match (any number of one kind), at most one more than ``max_length``."""
         while True:
             length = end_of(letters, self.rest)
             if length < len(self.rest) or length > max_length or self.is_finished:
@@ -219,7 +218,10 @@ class Reader:
             yield
 
     def until(self, *ends: str) -> Reading[str | None]:
-        """Read up to and with the first of ``ends``; returns the text in front of it, or None if none comes (all is read then)."""
+        """Read up to and including the first of ``ends`` and return the text before it.
+
+        If none comes, read everything and return None.
+        """
         seen = 0
         while True:
             rest = self.rest
@@ -231,11 +233,14 @@ class Reader:
             if self.is_finished:
                 self.skip(len(rest))
                 return None
-            seen = max(0, len(rest) - max(len(end) for end in ends) + 1)  # text is searched once
+            seen = max(0, len(rest) - max(len(end) for end in ends) + 1)  # searches each part of the text once
             yield
 
     def json_value(self, on_text: Callable[[str], None]) -> Reading[bool]:
-        """Read one JSON value, each piece of it to ``on_text``; False where it is malformed or cut off (the rest is not read)."""
+        """Read one JSON value and pass each piece to ``on_text``.
+
+        False if it is malformed or cut off; the rest is not read then.
+        """
         scanner = JsonScanner()
         while True:
             length = scanner.push(self.rest, is_last=self.is_finished)
@@ -250,7 +255,7 @@ class Reader:
             yield
 
     def json_string(self) -> Reading[str | None]:
-        """Read a JSON string; returns what it says. None if something else comes, or if it does not end."""
+        """Read a JSON string and return its value. None if something else comes, or if the string does not end."""
         if (yield from self.char()) != '"':
             return None
         pieces: list[str] = []

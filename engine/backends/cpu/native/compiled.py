@@ -1,8 +1,8 @@
-"""Where the compiled kernels come from: this machine's compiler, or those that were compiled when an image was made.
+"""Finds the compiled CPU kernels: from this machine's compiler, or from those that were compiled with the image.
 
-A compiler's output lies in the cache under a hash of sources, compiler and processor: a second start takes it from there. Without a
-compiler, as in our images, ``prebuilt/`` beside this file is looked through for the best that this processor runs; it is filled
-by :mod:`kvrelay.engine.backends.cpu.native.prebuild`.
+The compiler's output is cached under a hash of sources, compiler and processor, so a second start takes it from there. Our images
+have no compiler. There, ``prebuilt/`` beside this file is searched for the best variant that this processor runs.
+:mod:`kvrelay.engine.backends.cpu.native.prebuild` fills that folder.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PREBUILT_DIR = Path(__file__).with_name("prebuilt")
 
 
 class CpuKernelsError(Exception):
-    """The kernels cannot be had on this machine; the text says why."""
+    """The kernels cannot be used on this machine; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +37,14 @@ class Variant:
     """A kind of processor that kernels are compiled for ahead of time."""
 
     name: str
-    flags: tuple[str, ...]  # of the compiler
-    needs: frozenset[str]  # as /proc/cpuinfo calls them
+    flags: tuple[str, ...]  # flags of the compiler
+    needs: frozenset[str]  # names in /proc/cpuinfo
 
 
 _V3 = frozenset({"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"})
 _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 _WIDE = "-mprefer-vector-width=512"
-VARIANTS = (  # the best first
+VARIANTS = (  # best first
     Variant("x86-64-v4-bf16", ("-march=x86-64-v4", "-mavx512bf16", _WIDE), _V4 | {"avx512_bf16"}),
     Variant("x86-64-v4", ("-march=x86-64-v4", _WIDE), _V4),
     Variant("x86-64-v3", ("-march=x86-64-v3",), _V3),
@@ -58,7 +58,7 @@ def default_cache_dir() -> Path:
 
 
 def find_library(cache_dir: Path, prebuilt_dir: Path = PREBUILT_DIR) -> Path:
-    """The library for this machine, compiled if need be. Raises CpuKernelsError."""
+    """The path of the library for this machine, compiled if necessary. Raises CpuKernelsError."""
     compiler = shutil.which("g++")
     if compiler is None:
         return _prebuilt(prebuilt_dir, processor_flags())
@@ -69,7 +69,10 @@ def find_library(cache_dir: Path, prebuilt_dir: Path = PREBUILT_DIR) -> Path:
 
 
 def compile_library(compiler: str, flags: tuple[str, ...], path: Path) -> None:
-    """Compile the kernels into ``path``, whole or not at all: two workers may do so at once. Raises CpuKernelsError."""
+    """Compile the kernels into ``path``, completely or not at all, because two workers may do so at once.
+
+    Raises CpuKernelsError.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as directory:
@@ -84,12 +87,12 @@ def compile_library(compiler: str, flags: tuple[str, ...], path: Path) -> None:
 
 
 def prebuilt_path(directory: Path, variant: Variant) -> Path:
-    """Where a variant lies. Of other sources than these it would be another file."""
+    """The path of a variant's library. It contains a hash of the sources."""
     return directory / f"cpu-{variant.name}-{_hash(*_source_texts())}.so"
 
 
 def processor_flags() -> frozenset[str]:
-    """What this machine's processor can do, as Linux names it; empty if Linux does not say."""
+    """This processor's features, by Linux' names; empty if Linux does not list them."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("flags"):

@@ -1,6 +1,6 @@
-"""Calls the C++ beside it, compiled (:mod:`kvrelay.engine.backends.cpu.native.compiled`).
+"""Calls the compiled C++ code beside it (:mod:`kvrelay.engine.backends.cpu.native.compiled`).
 
-The library finds the OpenMP runtime that torch has loaded already, so that both share their threads.
+The library uses the OpenMP runtime that torch has already loaded, so that both share their threads.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from kvrelay.engine.backends.cpu.native.pages import LargePages
 
 _HEAD_SIZES = (32, 64, 96, 128, 192, 256)
 _LANES = 16
-_PANEL = 48  # outputs of a weight that lie together
+_PANEL = 48  # outputs in one panel of a packed weight
 
 
 class Step(ctypes.Structure):
-    """What is the same in all layers of a step; see ``struct Step`` in step.h. Whoever makes one keeps the memory alive."""
+    """The data that all layers of a step share; see ``struct Step`` in step.h. The maker keeps the memory alive."""
 
     _fields_ = [
         *(
@@ -37,7 +37,7 @@ class Step(ctypes.Structure):
 
 
 class CpuKernels:
-    """The loaded library. Every tensor is bf16 on the CPU, and contiguous where nothing else is said."""
+    """The loaded library. All tensors are bf16 on the CPU and contiguous, unless a method says otherwise."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._pages = LargePages()
@@ -62,7 +62,7 @@ class CpuKernels:
         self._grouped_linear.argtypes = (*(pointer,) * 5, *(integer,) * 3)
         self._add_low_rank = library.kvrelay_add_low_rank
         self._add_low_rank.argtypes = (pointer, integer, *(pointer,) * 3, integer, pointer, integer, pointer, integer)
-        # Else the processor has none, and products are of floats.
+        # Without bf16 dot products, the kernels multiply floats.
         self.has_bf16_dot_products: bool = bool(library.kvrelay_has_bf16_dot_products())
         for function in (
             self._rms_norm, self._silu_mul, self._argmax, self._rotary, self._attention, self._pack, self._linear,
@@ -72,7 +72,7 @@ class CpuKernels:
 
     @classmethod
     def load(cls, cache_dir: Path) -> CpuKernels:
-        """Compile if need be, and load. Raises CpuKernelsError."""
+        """Compile if necessary, and load. Raises CpuKernelsError."""
         path = find_library(cache_dir)
         try:
             return cls(ctypes.CDLL(str(path)))
@@ -81,18 +81,21 @@ class CpuKernels:
 
     @staticmethod
     def fit(*, head_sizes: Iterable[int], widths: tuple[int, ...]) -> bool:
-        """Whether there is code for heads, of keys and of values, of these sizes, and norms and activations of these widths."""
+        """Whether the kernels support heads (keys and values) of these sizes, and norms and activations of these widths."""
         return all(size in _HEAD_SIZES for size in head_sizes) and all(map(CpuKernels.fits_width, widths))
 
     @staticmethod
     def fits_width(width: int) -> bool:
-        """Whether there is code for norms and activations of this width."""
+        """Whether the kernels support norms and activations of this width."""
         return width % _LANES == 0
 
     def rms_norm(
         self, hidden: torch.Tensor | None, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> torch.Tensor:
-        """``residual += hidden`` in place, if there is one, then the norm of ``residual`` ``[..., width]`` times ``weight``."""
+        """If ``hidden`` is given, ``residual += hidden`` in place.
+
+        Returns the norm of ``residual`` ``[..., width]`` times ``weight``.
+        """
         out = torch.empty_like(residual)
         width = residual.shape[-1]
         added = None if hidden is None else hidden.data_ptr()
@@ -115,9 +118,10 @@ class CpuKernels:
         return out
 
     def pack_weight(self, weight: torch.Tensor, num_experts: int = 1) -> torch.Tensor:
-        """``weight`` ``[outputs, inputs]``, inputs even, as :meth:`linear` reads it; up to 47 outputs larger, for each expert.
+        """``weight`` ``[outputs, inputs]`` (inputs even) in the layout of :meth:`linear`. It has up to 47 more outputs for each
+        expert.
 
-        Of several experts, one below the other, as :meth:`grouped_linear` reads it.
+        With several experts, their weights are stacked, and the layout is that of :meth:`grouped_linear`.
         """
         outputs, inputs = weight.shape[0] // num_experts, weight.shape[1]
         if inputs % 2:
@@ -146,9 +150,9 @@ class CpuKernels:
         starts: torch.Tensor,
         num_outputs: int,
     ) -> torch.Tensor:
-        """As :meth:`linear`, rows ``starts[e] .. starts[e + 1] - 1`` with the weight and the bias of expert ``e``.
+        """Like :meth:`linear`, but rows ``starts[e] .. starts[e + 1] - 1`` use the weight and the bias of expert ``e``.
 
-        ``starts`` ``[num_experts + 1]`` int64. Only experts with rows are read.
+        ``starts`` ``[num_experts + 1]`` int64. Only weights of experts with rows are read.
         """
         rows, inputs = hidden.shape
         out = hidden.new_empty((rows, num_outputs))
@@ -168,10 +172,11 @@ class CpuKernels:
     def add_low_rank(
         self, table: int, num_parts: int, groups: tuple[int, int, int, int], hidden: torch.Tensor, out: torch.Tensor
     ) -> None:
-        """Add to ``out`` ``[rows, outputs]`` what adapters make of ``hidden`` ``[rows, inputs]``.
+        """Add the adapters' products of ``hidden`` ``[rows, inputs]`` to ``out`` ``[rows, outputs]``.
 
         ``table``: address of ``[slots, num_parts]`` of ``struct LowRankPart`` in low_rank.cpp. ``groups``: addresses of the arrays
-        of TokenGroups, in its order, and how many groups there are: to ask arrays for these takes longer than small products.
+        of TokenGroups, in its order, and the number of groups. Addresses, because reading them off arrays would take longer than
+        small products.
         """
         self._add_low_rank(table, num_parts, *groups, hidden.data_ptr(), hidden.shape[1], out.data_ptr(), out.shape[1])
 
@@ -184,7 +189,7 @@ class CpuKernels:
     def rotary_kv_write(
         self, step: Step, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        """Rotate q and k, write k and v into the pool; returns the rotated q. A token's heads must be contiguous."""
+        """Rotate q and k, and write k and v into the pool. Returns the rotated q. The heads of a token must be contiguous."""
         rotated = query.new_empty(query.shape)
         self._rotary(
             ctypes.byref(step), layer, query.data_ptr(), key.data_ptr(), value.data_ptr(),
@@ -201,17 +206,16 @@ class CpuKernels:
         scale: float | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention of ``query`` ``[num_tokens, q_heads, key_size]`` over the pool, ``[num_tokens, q_heads, value_size]``.
+        """Attention of ``query`` ``[num_tokens, q_heads, key_size]`` over the pool. Returns ``[num_tokens, q_heads, value_size]``.
 
-        ``scale``: of the scores; None: 1 / sqrt(head_dim). ``sinks`` ``[q_heads]``, of any float type: each the score of one more
-        key, without a value.
-
-        A token's result has the same bits whatever else is in the step, and however its sequence was cut into steps.
+        ``scale``: of the scores; None: 1 / sqrt(head_dim). ``sinks`` ``[q_heads]`` of any float type: for each head, the score of
+        one more key that has no value. A token's result has the same bits whatever else is in the step, and however its sequence
+        was cut into steps.
         """
         query = query.contiguous()
         out = query.new_empty(*query.shape[:2], step.value_size)
         scale = query.shape[-1] ** -0.5 if scale is None else scale
-        wide = None if sinks is None else sinks.detach().float()  # kept until the kernel returns
+        wide = None if sinks is None else sinks.detach().float()  # must live until the kernel returns
         address = None if wide is None else wide.data_ptr()
         size = 0 if window is None else window_size(window)
         seen = (size, isinstance(window, Chunk))

@@ -1,8 +1,7 @@
-"""Compiles ahead what a worker would compile at its start, for images without a compiler.
+"""Compiles the CPU kernels ahead of time, for images without a compiler.
 
-Used as ``python -m kvrelay.engine.backends.cpu.native.prebuild DIR``.
-
-DIR becomes ``prebuilt/`` beside this file: the CPU kernels for each kind of processor. Needs g++.
+Used as ``python -m kvrelay.engine.backends.cpu.native.prebuild DIR``. DIR becomes ``prebuilt/`` beside this file: the kernels for
+each kind of processor. Needs g++.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""How models write calls: a new format is a module here, read by a generator over a ``reader``, and a family in ``families``."""
+"""How models write calls. A new format is a module here with a generator over a ``reader``, and a family in ``families``."""

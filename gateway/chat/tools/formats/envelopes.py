@@ -1,10 +1,10 @@
-"""Calls in envelopes, ``{"name": "f", "arguments": {"a": 1}}``, by Hermes and its many followers, Llama 3 and Mistral.
+"""Calls as JSON envelopes, ``{"name": "f", "arguments": {"a": 1}}``: Hermes and many followers, Llama 3, Mistral.
 
-- Hermes: ``<tool_call>\\n{…}\\n</tool_call>``, one block per call; so do Qwen 2.5 and 3.
-- Llama 3.1 to 3.3: an answer that is ``{"name": "f", "parameters": {…}}``, more of them after ``;``. ``<|python_tag|>`` may come in
-  front; in the midst of text, only that begins a call.
-- Mistral: ``[TOOL_CALLS][{…}, …]``; since tokenizer version 11 without envelopes, for each call ``[TOOL_CALLS]f[ARGS]{"a": 1}``, at
-  times with ``[CALL_ID]…`` in between. Either is read, whatever the template announces.
+- Hermes: ``<tool_call>\\n{…}\\n</tool_call>``, one block per call. Qwen 2.5 and 3 use the same format.
+- Llama 3.1 to 3.3: an answer that is ``{"name": "f", "parameters": {…}}``; further calls follow after ``;``. ``<|python_tag|>`` may
+  come first. In the middle of text, only that tag begins a call.
+- Mistral: ``[TOOL_CALLS][{…}, …]``. From tokenizer version 11 on there are no envelopes: each call is
+  ``[TOOL_CALLS]f[ARGS]{"a": 1}``, sometimes with ``[CALL_ID]…`` in between. Both are read, whatever the template announces.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ def _read_mistral(context: Context, marker: str) -> Reading[bool]:
 
 
 def _read_envelope(context: Context) -> Reading[bool]:
-    """Read one; the call is left open.
+    """Read one envelope; the call stays open.
 
-    The arguments may be called parameters, may come first, and may be missing. What else the object has is skipped.
+    The arguments may be called parameters, may come first, and may be missing. Other fields of the object are skipped.
     """
     reader = context.reader
     if not (yield from reader.next_is("{")):
@@ -99,7 +99,7 @@ def _read_envelope(context: Context) -> Reading[bool]:
 
 
 def _ignore(text: str) -> None:
-    """A value that says nothing about the call."""
+    """Ignore a value that does not belong to the call."""
 
 
 HERMES = Syntax((BEGIN,), _read_hermes)

@@ -1,7 +1,7 @@
-"""The families of models by how they write calls, and which of them a chat template belongs to.
+"""The families of models by how they write calls, and the family of a chat template.
 
-A :class:`ToolFamily` is all that one needs to know of a family: how its calls are read (a parser's syntax), how a guide spells
-them, which special tokens must stay in the text, and what in a chat template gives it away.
+A :class:`ToolFamily` describes one family: the syntax of its calls, their spelling in a guide, the special tokens that must stay in
+the text, and the marks that identify the family's chat templates.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from kvrelay.gateway.chat.tools.parser import Syntax
 
 @dataclass(frozen=True, slots=True)
 class Spelling:
-    """How calls are written: ``begin call separator call end``, a call being ``before(name) arguments after``."""
+    """How calls are written: ``begin call separator call end``, where a call is ``before(name) arguments after``."""
 
     before: Callable[[str], str]
     after: str
     begin: str = ""
     separator: str = ""
     end: str = ""
-    trigger: str | None = None  # the first text of a call, if it is never the first text of anything else
-    arguments: Callable[[dict[str, Any]], Format] = json_schema  # from the schema of an object
-    write_arguments: Callable[[str], str] = str  # from JSON text
-    arguments_are: str = "a JSON object"  # in words, for a model that never saw any
+    trigger: str | None = None  # the first text of a call, if nothing else begins with it
+    arguments: Callable[[dict[str, Any]], Format] = json_schema  # makes a format from the schema of an object
+    write_arguments: Callable[[str], str] = str  # rewrites JSON text
+    arguments_are: str = "a JSON object"  # describes the arguments to a model that was not trained on calls
 
     def write(self, calls: Sequence[tuple[str, str]]) -> str:
-        """Calls, each with its name and its arguments as they are to stand there, as the model would write them."""
+        """Calls as the model would write them. Each call has a name, and arguments in the family's own notation."""
         parts = [f"{self.before(name)}{arguments}{self.after}" for name, arguments in calls]
         return f"{self.begin}{self.separator.join(parts)}{self.end}"
 
@@ -44,11 +44,13 @@ class ToolFamily:
     name: str
     syntax: Syntax
     spelling: Spelling
-    marks: tuple[str, ...]  # a chat template that has them all is of this family …
-    strange_marks: tuple[str, ...] = ()  # … unless it has one of these
+    marks: tuple[str, ...]  # a chat template of this family has all of these
+    strange_marks: tuple[str, ...] = ()  # and none of these
     kept_tokens: tuple[str, ...] = ()  # special tokens that the text must keep: the parser reads them
-    # Where all of an answer has a format of its own, thoughts included: from the formats of calls' arguments by their names, and
-    # of the content (None: there must be a call). Such answers are read by ``syntax`` with or without tools.
+    # For families whose whole answer has a format of its own, thoughts included: makes the format from the calls' names
+    # with the formats of
+    # their arguments, and from the format of the content (None: there must be a call). ``syntax`` reads such answers with
+    # or without tools.
     whole_answer: Callable[[Sequence[tuple[str, Format]], Format | None], Format] | None = None
 
 
@@ -66,7 +68,7 @@ _HERMES = ToolFamily(
         trigger=envelopes.BEGIN,
     ),
     marks=(envelopes.BEGIN,),
-    strange_marks=("]<]minimax[>[",),  # of MiniMax-M3, whose calls only begin alike
+    strange_marks=("]<]minimax[>[",),  # MiniMax-M3's calls begin like Hermes' but go on differently
     kept_tokens=(envelopes.BEGIN, envelopes.END),
 )
 _QWEN3_CODER = ToolFamily(
@@ -185,18 +187,18 @@ _GPT_OSS = ToolFamily(
     kept_tokens=harmony.TOKENS,
     whole_answer=harmony.answer,
 )
-# In the order in which a template is held against them: what has more marks comes before what has some of them.
+# A template is compared with the families in this order: a family with more marks comes before one that has a part of them.
 FAMILIES: dict[str, ToolFamily] = {
     family.name: family
     for family in (
         _DEEPSEEK_V31, _KIMI_K2, _GPT_OSS, _MISTRAL_ARGS, _MISTRAL, _QWEN3_CODER, _GLM47, _HERMES, _LFM2, _PYTHONIC, _LLAMA3_JSON,
     )
 }  # fmt: skip
-FALLBACK = _HERMES  # for models that were never shown any format: the one that most others know
+FALLBACK = _HERMES  # for models whose template shows no format: the format that most models know
 
 
 def family_for(chat_template: str) -> ToolFamily | None:
-    """The family that a chat template belongs to; None if it shows no calls."""
+    """The family that a chat template belongs to; None if the template shows no calls of a known family."""
     for family in FAMILIES.values():
         has_strange = any(mark in chat_template for mark in family.strange_marks)
         if not has_strange and all(mark in chat_template for mark in family.marks):

@@ -1,11 +1,12 @@
-"""Answers as gpt-oss writes them, in OpenAI's harmony format: messages in channels, for thoughts, for calls and for the reader.
+"""Answers in OpenAI's harmony format, as gpt-oss writes them: messages in channels for thoughts, for calls and for the user.
 
 ``<|channel|>analysis<|message|>…<|end|><|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}
-<|call|>``, or at the end ``<|start|>assistant<|channel|>final<|message|>…``. The prompt ends with ``<|start|>assistant``. Who is
-called may stand in front of the channel, too. A message in the commentary that is for nobody is for the reader.
+<|call|>``, or at the end ``<|start|>assistant<|channel|>final<|message|>…``. The prompt ends with ``<|start|>assistant``. The
+recipient may also stand before the channel. A message in the commentary channel without a recipient is for the user.
 
-All of an answer is messages, so they are read with or without tools, and a guide is one of the whole answer. ``<|call|>`` and
-``<|return|>`` are among the model's end tokens: mostly nobody sees them. See OpenAI's cookbook, "OpenAI harmony response format".
+The whole answer consists of messages. So it is read the same way with or without tools, and a guide covers the whole answer.
+``<|call|>`` and ``<|return|>`` are among the model's end tokens, so they are usually not part of the text. See OpenAI's cookbook,
+"OpenAI harmony response format".
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ ANALYSIS, COMMENTARY, FINAL = "analysis", "commentary", "final"
 _TO, _PREFIX = "to=", "functions."
 _WORD = re.compile(r"[^\s<]*")
 _MAX_WORD_LENGTH = 96
-_MAX_WORDS = 8  # of a header: a channel, who is called, the content's type
-_JSON = (f" {CONSTRAIN}json", f"{CONSTRAIN}json", " json")  # how the content's type may be written
+_MAX_WORDS = 8  # words of a header: a channel, the recipient, the content's type
+_JSON = (f" {CONSTRAIN}json", f"{CONSTRAIN}json", " json")  # the spellings of the content's type
 
 
 @dataclass(frozen=True, slots=True)
 class _Header:
-    """What stands in front of a message's content."""
+    """The header before a message's content."""
 
     channel: str
-    recipient: str  # empty: the reader
+    recipient: str  # empty: the user
 
 
 def _read(context: Context, marker: str) -> Reading[bool]:
@@ -50,13 +51,13 @@ def _read(context: Context, marker: str) -> Reading[bool]:
             return (yield from _read_call(context, header.recipient))
         on_text: Callable[[str], None] = out.add_reasoning if header.channel == ANALYSIS else out.add_content
         reader.settle()
-        # A message that is not ended ends with the next one.
+        # A message without an end marker ends where the next one begins.
         begin = yield from reader.free((END, CALL, RETURN, START, CHANNEL), on_text)
     return True
 
 
 def _read_header(reader: Reader, begin: str) -> Reading[_Header | None]:
-    """Read up to and with ``<|message|>``; None if this is no header of the assistant."""
+    """Read up to and including ``<|message|>``; None if this is no header of the assistant."""
     channel, recipient, previous = "", "", begin
     for index in range(_MAX_WORDS):
         yield from reader.spaces()
@@ -72,7 +73,7 @@ def _read_header(reader: Reader, begin: str) -> Reading[_Header | None]:
         elif word.startswith(_TO):
             recipient = word.removeprefix(_TO)
         elif not index and not begin:
-            return None  # a text that begins with the same letter
+            return None  # the text only begins like a header
     return None
 
 
@@ -89,9 +90,10 @@ def _read_call(context: Context, recipient: str) -> Reading[bool]:
 
 
 def answer(calls: Sequence[tuple[str, Format]], content: Format | None) -> Format:
-    """A whole answer: thoughts and remarks, then one of ``calls`` (names, formats of arguments), or what is for the reader.
+    """The format of a whole answer: thoughts and remarks, then one of ``calls`` (name, format of the arguments), or text for the
+    user.
 
-    ``content``: the format of that; None: there must be a call.
+    ``content``: the format of that text. None: there must be a call.
     """
     thought = tag(f"{CHANNEL}{ANALYSIS}{MESSAGE}", free_text(), END)
     remark = tag(f"{CHANNEL}{COMMENTARY}{MESSAGE}", free_text(), END)
@@ -108,7 +110,7 @@ def _call(name: str, arguments: Format) -> Format:
 
 
 def call_begin(name: str) -> str:
-    """What a call begins with, up to its arguments."""
+    """The beginning of a call, up to its arguments."""
     return f"{CHANNEL}{COMMENTARY} {_TO}{_PREFIX}{name}{_JSON[0]}{MESSAGE}"
 
 

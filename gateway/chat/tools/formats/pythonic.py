@@ -1,8 +1,8 @@
-"""Calls as Python writes them: ``[f(a=1, b="x"), g()]``, by Llama 4 and LFM2.
+"""Calls in Python's notation, ``[f(a=1, b="x"), g()]``: Llama 4 and LFM2.
 
-An answer that begins with ``[`` and the call of a known function is one. Llama may put ``<|python_start|>`` and ``<|python_end|>``
-around it, LFM2 always puts ``<|tool_call_start|>`` and ``<|tool_call_end|>``. Values are literals: parsed as JSON or as Python's
-syntax tree, never evaluated. In a guide they are JSON.
+An answer is a call if it begins with ``[`` and the call of a known function. Llama may put ``<|python_start|>`` and
+``<|python_end|>`` around it; LFM2 always puts ``<|tool_call_start|>`` and ``<|tool_call_end|>``. Values are literals. They are
+parsed as JSON or as Python's syntax tree and never evaluated. A guide writes them as JSON.
 """
 
 from __future__ import annotations
@@ -66,14 +66,14 @@ def _read_call(context: Context) -> Reading[bool]:
 
 
 def _literal(reader: Reader) -> Reading[str | None]:
-    """Read up to the comma or bracket behind a value; None if there is none."""
+    """Read up to the comma or bracket after a value; None if there is none."""
     at, depth, quote = 0, 0, ""
     while True:
         rest = reader.rest
         while at < len(rest):
             char = rest[at]
             if quote and char == "\\":
-                at += 1  # nor is the next one the end
+                at += 1  # an escaped character does not end the text either
             elif quote:
                 quote = "" if char == quote else quote
             elif char in "'\"":
@@ -93,12 +93,12 @@ def _literal(reader: Reader) -> Reading[str | None]:
 
 
 def literal_json(text: str) -> str | None:
-    """A literal of JSON or Python as JSON; None if it is none, or says what JSON cannot."""
+    """A literal of JSON or Python as JSON; None if it is no literal, or has a value that JSON cannot hold."""
     try:
         value = json.loads(text, parse_constant=refuse_constant)
     except (ValueError, RecursionError):
         try:
-            with warnings.catch_warnings():  # of backslashes that escape nothing, which models write
+            with warnings.catch_warnings():  # Python warns of backslashes that escape nothing, which models write
                 warnings.simplefilter("ignore")
                 value = _plain(ast.parse(text.strip(), mode="eval").body)
         except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -146,10 +146,10 @@ def _key(node: ast.expr | None) -> str:
 
 
 def keyword_arguments(schema: dict[str, Any]) -> Format:
-    """From the schema of an object: what is required first, then what is not, each in the order of the schema.
+    """The format of keyword arguments from the schema of an object: required ones first, then optional ones, in the schema's order.
 
-    Properties are all that counts of the schema itself, so one that has none but is open admits any. Names that are no identifiers
-    cannot be written as keywords and are left out.
+    Only the schema's properties count. An open schema without properties admits any arguments. A name that is no Python identifier
+    cannot be a keyword and is left out.
     """
     properties = {name: value for name, value in schema.get("properties", {}).items() if name.isidentifier()}
     definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}

@@ -1,6 +1,7 @@
-"""Calls that each begin with a mark of their own, inside of a pair of marks around all, by DeepSeek-V3.1 and Kimi K2.
+"""Calls between marks, with a pair of marks around all calls: DeepSeek-V3.1 and Kimi K2.
 
-DeepSeek: ``f<sep>{"a": 1}`` between marks. Kimi: ``functions.f:0`` in place of the name; the number counts a conversation's calls.
+DeepSeek writes ``f<sep>{"a": 1}`` between the marks. Kimi writes ``functions.f:0`` instead of the name; the number counts the
+conversation's calls.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _MAX_ID_LENGTH = 96  # a prefix, a name, a number
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """The marks, all of them special tokens. The first may be missing."""
+    """The marks around calls; all are special tokens. The first may be missing in an answer."""
 
     begin: str
     end: str
@@ -35,7 +36,7 @@ class Section:
 
     @property
     def syntax(self) -> Syntax:
-        """How a section is read."""
+        """The parser's syntax of a section."""
         return Syntax((self.begin, self.call_begin), self._read)
 
     def _read(self, context: Context, marker: str) -> Reading[bool]:
@@ -68,7 +69,7 @@ class Section:
         return True
 
 
-# The bars and the spaces between words are not ASCII: U+FF5C and U+2581.
+# The bars and the underscores between words are not ASCII: U+FF5C and U+2581.
 DEEPSEEK = Section(
     "<\uff5ctool\u2581calls\u2581begin\uff5c>",
     "<\uff5ctool\u2581calls\u2581end\uff5c>",
@@ -91,5 +92,8 @@ def numbered_arguments(schema: dict[str, Any]) -> Format:
 
 
 def write_numbered(arguments: str) -> str:
-    """The same of arguments that are JSON text. Nobody knows here how many calls there were; the number is 0."""
+    """Arguments that are JSON text with a number before them, as Kimi writes them.
+
+    The count of calls is unknown here, so the number is 0.
+    """
     return f"0{KIMI.arguments_begin}{arguments}"

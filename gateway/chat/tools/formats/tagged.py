@@ -1,8 +1,8 @@
-"""Calls whose arguments stand in tags of their own, by Qwen3-Coder and GLM.
+"""Calls whose arguments stand in tags of their own: Qwen3-Coder and GLM.
 
 Qwen3-Coder: ``<tool_call>\\n<function=f>\\n<parameter=a>\\n1\\n</parameter>\\n</function>\\n</tool_call>``. GLM from 4.7 on:
-``<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>``; older ones break lines between tags, which is read, too.
-A value that is a text by the function's schema stands there as it is, without quotes; all others are JSON (models also write
+``<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>``. Older GLM models break lines between tags, which is read,
+too. A value that is text by the function's schema stands there without quotes. All other values are JSON (models also write
 Python's literals).
 """
 
@@ -23,9 +23,9 @@ BEGIN, END = "<tool_call>", "</tool_call>"
 
 @dataclass(frozen=True, slots=True)
 class Tags:
-    """What stands around names, keys and values. A value's line breaks next to its tags belong to them if ``has_lines``."""
+    """The tags around names, keys and values. With ``has_lines``, line breaks next to a value's tags belong to the tags."""
 
-    name: str  # before a function's name …
+    name: str  # before a function's name
     after_name: str
     end: str  # after the last argument
     key: str
@@ -36,11 +36,11 @@ class Tags:
 
     @property
     def syntax(self) -> Syntax:
-        """How calls are read."""
+        """The parser's syntax of these calls."""
         return Syntax((BEGIN, self.name) if self.name else (BEGIN,), self._read)
 
     def write_arguments(self, arguments: str) -> str:
-        """JSON text of an object as tags; text stands there as it is."""
+        """JSON text of an object as tags; text values are written without quotes."""
         line = "\n" if self.has_lines else ""
         texts = [
             (key, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
@@ -90,11 +90,11 @@ GLM = Tags("", "", END, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
 
 
 def _value_json(text: str, key: str, function: Function) -> str:
-    """A value's text as JSON: by the schema's types where it names some, else as JSON if it is, and as text if not."""
+    """A value's text as JSON. The schema's types decide if it names some; otherwise the value is JSON if it parses, else text."""
     schema = ((function.parameters or {}).get("properties") or {}).get(key)
     kinds = _kinds(schema)
     if isinstance(schema, Mapping) and text.strip() in [value for value in _options(schema) if isinstance(value, str)]:
-        text = text.strip()  # one of a few words: spaces around it belong to the tags
+        text = text.strip()  # the schema lists the values: spaces around one belong to the tags
     if kinds == {"string"}:
         return json.dumps(text, ensure_ascii=False)
     written = literal_json(text) or _own_json(text)
@@ -104,7 +104,7 @@ def _value_json(text: str, key: str, function: Function) -> str:
 
 
 def _own_json(text: str) -> str | None:
-    """JSON as it stands there, if it is: what has a number that no float holds cannot be written anew."""
+    """The text itself if it is JSON. It is not written anew, because it may have a number that no float can hold."""
     try:
         json.loads(text, parse_constant=refuse_constant)
     except (ValueError, RecursionError):
@@ -113,7 +113,7 @@ def _own_json(text: str) -> str | None:
 
 
 def _kinds(schema: Any) -> set[str]:
-    """The types that a schema admits; empty if it does not say."""
+    """The types that a schema admits; empty if it names none."""
     if not isinstance(schema, Mapping):
         return set()
     kinds = schema.get("type")
