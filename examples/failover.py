@@ -22,7 +22,7 @@ def ask(deployment: LocalDeployment, *, kills: bool) -> tuple[str, float]:
     """The answer, and the longest pause in it, in seconds."""
     client = OpenAI(base_url=f"{deployment.url}/v1", api_key="none")
     stream = client.completions.create(
-        model=client.models.list().data[0].id, prompt="Once upon a time", seed=7, max_tokens=400, stream=True
+        model=client.models.list().data[0].id, prompt="Once upon a time", seed=7, max_tokens=200, stream=True
     )
     text, num_pieces, longest_s, last_s = "", 0, 0.0, time.monotonic()
     for chunk in stream:

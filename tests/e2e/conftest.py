@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,8 @@ import pytest
 from kvrelay.launcher.local.deployment import LocalDeployment
 from kvrelay.launcher.models import resolve_model
 from kvrelay.launcher.settings import LocalSettings
+
+from .promises import FEW, LONG, Answer, ask_alone
 
 PATIENCE_S = 240  # dozens of requests at a time may take a slow machine minutes
 
@@ -37,6 +40,12 @@ def deployment(model_directory: Path) -> Iterator[LocalDeployment]:
     with LocalDeployment.from_settings(settings, model_directory) as running:
         running.wait_ready(timeout_s=180)
         yield running
+
+
+@pytest.fixture(scope="session")
+def of_one_rank(deployment: LocalDeployment) -> dict[str, Answer]:
+    """What workers of one rank say to ``FEW`` and ``LONG``, alone: those of several ranks, nodes and stages must say the same."""
+    return asyncio.run(ask_alone(deployment.url, {**FEW, "long": LONG}))
 
 
 @pytest.fixture(scope="session")

@@ -20,7 +20,8 @@ import yaml
 
 from kvrelay.launcher.local.ports import free_ports
 
-from ..helm.alerts import NAMESPACE, RELEASE, sooner
+from ..helm.alerts import sooner
+from ..helm.chart import NAMESPACE, RELEASE
 
 PATIENCE_S = 60
 TIMES_SOONER = 60

@@ -98,6 +98,13 @@ WISHES: dict[str, Wish] = {
     "grammar": Wish("Of France, the ", {"structured_outputs": {"grammar": 'root ::= "city: " [A-Z] [a-z]{3,8} "."'}}),
 }
 
+# One of each kind, for deployments whose workers are of another shape; and one that a worker can be killed in.
+FEW = {
+    name: WISHES[name]
+    for name in ("greedy", "frequency_penalty", "prompt_logprobs", "temperature", "json_schema", "beams 4")
+}
+LONG = Wish("Tell me a story.", {"seed": 3, "temperature": 1.0, "max_tokens": 48, "ignore_eos": True})
+
 
 @dataclass(frozen=True, slots=True)
 class Answer:

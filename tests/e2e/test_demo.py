@@ -125,15 +125,17 @@ def sampled(metrics: str) -> float:
 
 
 async def test_a_chats_second_turn_is_the_same_cached_and_anew(deployment: LocalDeployment) -> None:
-    """Two turns; the second one's text is the same with the cache, and without: on workers that start anew."""
+    """Two turns; the second one's text is the same with the cache, and without: under a salt of its own."""
     question = {
         "role": "user",
         "content": "Name the three primary colours, and say in one sentence what each is used for.",
     }
     more = {"role": "user", "content": "And which colour do the first two of them give when they are mixed?"}
 
-    async def ask(client: httpx.AsyncClient, messages: list[dict[str, str]]) -> tuple[str, dict[str, Any]]:
-        body = {"messages": messages, "max_tokens": 40, "temperature": 0}
+    async def ask(
+        client: httpx.AsyncClient, messages: list[dict[str, str]], **fields: str
+    ) -> tuple[str, dict[str, Any]]:
+        body = {"messages": messages, "max_tokens": 40, "temperature": 0, **fields}
         response = await client.post("/v1/chat/completions", json=body)
         assert response.status_code == 200, response.text
         answer = response.json()
@@ -149,10 +151,7 @@ async def test_a_chats_second_turn_is_the_same_cached_and_anew(deployment: Local
         again, usage = await ask(client, turn)
         assert again == second
         assert usage["prompt_tokens_details"]["cached_tokens"] == (usage["prompt_tokens"] - 1) // BLOCK * BLOCK
-        for name in ("prefill-0", "decode-0"):
-            os.kill(deployment.pids[name], signal.SIGKILL)
-        await asyncio.to_thread(deployment.wait_ready, timeout_s=120)
-        anew, usage = await ask(client, turn)
+        anew, usage = await ask(client, turn, cache_salt="nobody shares these blocks")
         assert anew == second
         assert usage["prompt_tokens_details"]["cached_tokens"] == 0
     await asyncio.to_thread(wait_until_idle, deployment)

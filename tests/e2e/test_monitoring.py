@@ -31,7 +31,8 @@ from kvrelay.launcher.settings import LocalSettings
 from kvrelay.wire.messages import Role
 from kvrelay.wire.security.keys import WireKeys, make_keys
 
-from ..helm.alerts import CHART, NAMESPACE, alerts, groups, needs_helm
+from ..helm.alerts import alerts, groups
+from ..helm.chart import CHART, NAMESPACE, needs_helm
 from .prometheus import prometheus_of
 
 pytestmark = [

@@ -19,15 +19,11 @@ from tests.adapters import linear_shapes, merge, write_adapter
 from tests.reliability.figures import wait_until
 
 from .conftest import PATIENCE_S, wait_until_idle
-from .promises import WISHES, ask_alone, ask_together
+from .promises import FEW, LONG, Answer, Wish, ask_alone, ask_together
 from .test_demo import http
-from .test_same_seed import Stream, Wish
+from .test_same_seed import Stream, Told
 
 pytestmark = pytest.mark.timeout(300)
-
-NAMES = ("greedy", "frequency_penalty", "prompt_logprobs", "temperature", "json_schema", "beams 4")
-LONG = Wish("Tell me a story.", {"seed": 3, "temperature": 1.0, "max_tokens": 48, "ignore_eos": True})
-
 
 ADAPTER = "formal"
 
@@ -41,10 +37,8 @@ def adapters(tmp_path_factory: pytest.TempPathFactory, model_directory: Path) ->
 
 
 @pytest.fixture(scope="module")
-def merged(
-    adapters: Path, model_directory: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[LocalDeployment]:
-    """One rank, of the model that the adapter is merged into."""
+def of_merged(adapters: Path, model_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answer]:
+    """What one rank says of the model that the adapter is merged into."""
     directory = tmp_path_factory.mktemp("merged") / "model"
     merge(model_directory, adapters / ADAPTER, directory)
     settings = LocalSettings.of(
@@ -52,7 +46,7 @@ def merged(
     )
     with LocalDeployment.from_settings(settings, directory) as running:
         running.wait_ready(timeout_s=180)
-        yield running
+        return asyncio.run(ask_alone(running.url, FEW))
 
 
 @pytest.fixture(scope="module", params=[(3, 1), (1, 3)], ids=["3-to-1", "1-to-3"])
@@ -68,50 +62,57 @@ def unequal(request: pytest.FixtureRequest, model_directory: Path, adapters: Pat
         yield running
 
 
-async def test_unequal_pools_answer_as_one_rank_does(deployment: LocalDeployment, unequal: LocalDeployment) -> None:
-    wishes = {name: WISHES[name] for name in NAMES}
-    expected, given = await ask_alone(deployment.url, wishes), await ask_together(unequal.url, wishes)
-    for name, answer in given.items():
-        assert [(one["text"], one["token_ids"]) for one in answer.choices] == [
-            (one["text"], one["token_ids"]) for one in expected[name].choices
-        ], name
+async def test_unequal_pools_answer_as_one_rank_does(of_one_rank: dict[str, Answer], unequal: LocalDeployment) -> None:
+    for name, answer in (await ask_together(unequal.url, FEW)).items():
+        assert told(answer) == told(of_one_rank[name]), name
     await asyncio.to_thread(wait_until_idle, unequal)
 
 
 async def test_unequal_pools_compute_with_an_adapter(
-    deployment: LocalDeployment, merged: LocalDeployment, unequal: LocalDeployment
+    of_one_rank: dict[str, Answer], of_merged: dict[str, Answer], unequal: LocalDeployment
 ) -> None:
-    wishes = {name: WISHES[name] for name in NAMES}
-    named = {name: Wish(wish.prompt, {**wish.fields, "model": ADAPTER}) for name, wish in wishes.items()}
-    expected, base = await ask_alone(merged.url, wishes), await ask_alone(deployment.url, wishes)
-    both = await ask_together(unequal.url, {**named, **{f"base, {name}": wish for name, wish in wishes.items()}})
-    for name in wishes:
-        assert both[name].outputs == expected[name].outputs, name
-        assert both[f"base, {name}"].outputs == base[name].outputs, name
-    assert any(expected[name].outputs != base[name].outputs for name in wishes)
+    named = {name: Wish(wish.prompt, {**wish.fields, "model": ADAPTER}) for name, wish in FEW.items()}
+    both = await ask_together(unequal.url, {**named, **{f"base, {name}": wish for name, wish in FEW.items()}})
+    for name in FEW:
+        assert both[name].outputs == of_merged[name].outputs, name
+        assert both[f"base, {name}"].outputs == of_one_rank[name].outputs, name
+    assert any(of_merged[name].outputs != of_one_rank[name].outputs for name in FEW)
     await asyncio.to_thread(wait_until_idle, unequal)
 
 
-async def test_a_rank_that_is_killed_costs_a_pause(deployment: LocalDeployment, unequal: LocalDeployment) -> None:
-    answers = await ask_alone(deployment.url, {"long": LONG})
-    [expected] = [(one["text"], one["token_ids"]) for one in answers["long"].choices]
+async def test_a_rank_that_is_killed_costs_a_pause(of_one_rank: dict[str, Answer], unequal: LocalDeployment) -> None:
     [(worker, rank)] = ranks(unequal)[:1]
-    async with http(unequal) as client, asyncio.TaskGroup() as running:
-        stream = Stream("long", LONG)
-        running.create_task(stream.run(client))
-        await stream.is_under_way.wait()
-        os.kill(rank, signal.SIGKILL)
-    assert stream.told == [expected]
+    await is_killed_amid_an_answer(unequal, rank, told(of_one_rank["long"]))
     reason = f"(process {rank}) was ended by SIGKILL"
 
     def is_told() -> bool:
         return any(reason in line for line in unequal.log.lines if worker in line)
 
     await asyncio.to_thread(wait_until, is_told, PATIENCE_S, f"{worker} says: {reason}")
-    await asyncio.to_thread(unequal.wait_ready, timeout_s=120)
+    await says_so_when_it_is_ready(unequal, told(of_one_rank["long"]))
     assert not psutil.pid_exists(rank)
-    again = await ask_alone(unequal.url, {"long": LONG})
-    assert [(one["text"], one["token_ids"]) for one in again["long"].choices] == [expected]
+
+
+async def is_killed_amid_an_answer(deployment: LocalDeployment, process: int, expected: Told) -> None:
+    """The process ends; the stream does not notice."""
+    async with http(deployment) as client, asyncio.TaskGroup() as running:
+        stream = Stream("long", LONG)
+        running.create_task(stream.run(client))
+        await stream.is_under_way.wait()
+        os.kill(process, signal.SIGKILL)
+    assert stream.told == expected
+
+
+async def says_so_when_it_is_ready(deployment: LocalDeployment, expected: Told) -> None:
+    """All are up again, and the answer is the same."""
+    await asyncio.to_thread(deployment.wait_ready, timeout_s=120)
+    again = await ask_alone(deployment.url, {"long": LONG})
+    assert told(again["long"]) == expected
+
+
+def told(answer: Answer) -> Told:
+    """Text and token ids of each choice."""
+    return [(one["text"], one["token_ids"]) for one in answer.choices]
 
 
 def ranks(deployment: LocalDeployment) -> list[tuple[str, int]]:
@@ -154,29 +155,20 @@ def spread(model_directory: Path) -> Iterator[LocalDeployment]:
 
 
 async def test_a_decode_worker_of_several_nodes_answers_as_one_rank_does(
-    deployment: LocalDeployment, spread: LocalDeployment
+    of_one_rank: dict[str, Answer], spread: LocalDeployment
 ) -> None:
     """Every block is handed over to all nodes."""
-    await test_unequal_pools_answer_as_one_rank_does(deployment, spread)
+    await test_unequal_pools_answer_as_one_rank_does(of_one_rank, spread)
 
 
 async def test_a_rank_of_another_node_that_is_killed_costs_a_pause(
-    deployment: LocalDeployment, spread: LocalDeployment
+    of_one_rank: dict[str, Answer], spread: LocalDeployment
 ) -> None:
-    answers = await ask_alone(deployment.url, {"long": LONG})
-    [expected] = [(one["text"], one["token_ids"]) for one in answers["long"].choices]
     killed = dict(ranks(spread))["decode-0-node-2"]
-    async with http(spread) as client, asyncio.TaskGroup() as running:
-        stream = Stream("long", LONG)
-        running.create_task(stream.run(client))
-        await stream.is_under_way.wait()
-        os.kill(killed, signal.SIGKILL)
-    assert stream.told == [expected]
+    await is_killed_amid_an_answer(spread, killed, told(of_one_rank["long"]))
 
     def is_told() -> bool:
         return any(f"rank 2 (process {killed} of" in line for line in spread.log.lines if "decode-0 |" in line)
 
     await asyncio.to_thread(wait_until, is_told, PATIENCE_S, f"the worker names rank 2, process {killed}")
-    await asyncio.to_thread(spread.wait_ready, timeout_s=120)
-    again = await ask_alone(spread.url, {"long": LONG})
-    assert [(one["text"], one["token_ids"]) for one in again["long"].choices] == [expected]
+    await says_so_when_it_is_ready(spread, told(of_one_rank["long"]))

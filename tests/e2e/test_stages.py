@@ -13,6 +13,7 @@ from kvrelay.launcher.settings import LocalSettings
 
 from . import test_ranks
 from .conftest import PATIENCE_S
+from .promises import Answer
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -32,9 +33,9 @@ def staged(request: pytest.FixtureRequest, model_directory: Path) -> Iterator[Lo
         yield running
 
 
-async def test_pools_in_stages_answer_as_one_rank_does(deployment: LocalDeployment, staged: LocalDeployment) -> None:
-    await test_ranks.test_unequal_pools_answer_as_one_rank_does(deployment, staged)
+async def test_pools_in_stages_answer_as_one_rank_does(of_one_rank: dict[str, Answer], staged: LocalDeployment) -> None:
+    await test_ranks.test_unequal_pools_answer_as_one_rank_does(of_one_rank, staged)
 
 
-async def test_a_stage_that_is_killed_costs_a_pause(deployment: LocalDeployment, staged: LocalDeployment) -> None:
-    await test_ranks.test_a_rank_that_is_killed_costs_a_pause(deployment, staged)
+async def test_a_stage_that_is_killed_costs_a_pause(of_one_rank: dict[str, Answer], staged: LocalDeployment) -> None:
+    await test_ranks.test_a_rank_that_is_killed_costs_a_pause(of_one_rank, staged)

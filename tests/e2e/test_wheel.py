@@ -36,8 +36,9 @@ def installed(tmp_path: Path) -> Iterator[Path]:
     [wheel] = tmp_path.glob("kvrelay-*.whl")
 
     environment = tmp_path / "environment"
-    subprocess.run([sys.executable, "-m", "venv", environment], check=True)
-    into = [*pip[:3], "--python", environment / "bin" / "python", *pip[3:], "install"]
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
+    # Not compiled: Python compiles what it imports, and most of torch is never imported.
+    into = [*pip[:3], "--python", environment / "bin" / "python", *pip[3:], "install", "--no-compile"]
     # The torch of this environment: another build may bring gigabytes of CUDA.
     torch = f"torch=={metadata.version('torch').partition('+')[0]}"
     constraints = ("-c", ROOT / "constraints.txt")

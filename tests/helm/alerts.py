@@ -4,31 +4,17 @@ from __future__ import annotations
 
 import copy
 import re
-import shutil
-import subprocess
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-import pytest
-import yaml
-
-CHART = Path(__file__).resolve().parents[2] / "helm"
-RELEASE, NAMESPACE = "relay", "models"
+from .chart import MONITORING, objects
 
 _UNITS_MS = {"s": 1000, "m": 60_000, "h": 3_600_000}
-
-needs_helm = pytest.mark.skipif(shutil.which("helm") is None, reason="no helm")
 
 
 def groups() -> dict[str, Any]:
     """What a file of rules holds."""
-    command = [
-        "helm", "template", RELEASE, str(CHART), "--namespace", NAMESPACE, "--kube-version", "1.32.0",
-        "--api-versions", "monitoring.coreos.com/v1", "--show-only", "templates/shared/prometheusrule.yaml",
-    ]  # fmt: skip
-    rendered = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
-    return {"groups": yaml.safe_load(rendered)["spec"]["groups"]}
+    return {"groups": objects(*MONITORING)["PrometheusRule", "relay-kvrelay"]["spec"]["groups"]}
 
 
 def alerts() -> dict[str, dict[str, Any]]:

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from .alerts import NAMESPACE, alerts, groups, needs_helm
+from .alerts import alerts, groups
+from .chart import NAMESPACE, needs_helm
 
 pytestmark = [needs_helm, pytest.mark.skipif(shutil.which("promtool") is None, reason="no promtool")]
 

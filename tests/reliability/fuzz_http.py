@@ -97,7 +97,7 @@ async def fuzz(directory: Path, seed: int, num_examples: int, num_connections: i
     async with small_fleet(directory) as up, neighbour_of(up) as neighbour:
         gateway = up.members["gateway-0"]
         calls = [
-            functools.partial(fuzz_openapi, gateway.url, seed + 1, min(100, num_examples)),  # to warm up
+            functools.partial(fuzz_openapi, gateway.url, seed + 1, min(100, num_examples // 3)),  # to warm up
             functools.partial(fuzz_openapi, gateway.url, seed, num_examples),
             functools.partial(fuzz_bytes, int(gateway.url.rpartition(":")[2]), seed, num_connections),
         ]

@@ -1,0 +1,55 @@
+"""Who may talk to whom, by the chart's network policies."""
+
+from __future__ import annotations
+
+import pytest
+
+from .chart import NODES, env_of, needs_helm, objects, pod_of
+
+
+@needs_helm
+def test_policies_name_who_may_talk_to_whom() -> None:
+    found = objects()
+
+    def callers(component: str, port: str) -> set[str]:
+        policy = found["NetworkPolicy", f"relay-kvrelay-{component}"]["spec"]
+        return {
+            peer["podSelector"].get("matchLabels", {}).get("app.kubernetes.io/component", "every pod")
+            for rule in policy["ingress"]
+            if port in [of["port"] for of in rule["ports"]]
+            for peer in rule.get("from", [])
+        }
+
+    assert callers("prefill-worker", "control") == {"gateway"}
+    assert callers("decode-worker", "control") == {"gateway", "prefill-worker"}
+    assert callers("decode-worker", "data") == {"prefill-worker"}
+    assert callers("decode-worker", "admin") == {"every pod"}
+
+
+@needs_helm
+@pytest.mark.parametrize(
+    ("endpoint", "port"),
+    [("http://collector.obs:4318", 4318), ("https://[fd00::1]/otlp", 443), ("http://collector", 80)],
+)
+def test_a_gateway_that_traces_reaches_its_collector(endpoint: str, port: int) -> None:
+    found = objects("--set", f"gateway.settings.trace_endpoint={endpoint}")
+    assert env_of(pod_of(found, "gateway"))["KVRELAY_TRACE_ENDPOINT"] == endpoint
+    egress = found["NetworkPolicy", "relay-kvrelay-gateway"]["spec"]["egress"]
+    assert {"ports": [{"port": port, "protocol": "TCP"}]} in egress
+
+
+@needs_helm
+def test_pods_of_a_worker_reach_each_other_on_all_ports_and_nobody_else_does() -> None:
+    found = objects("--set", NODES)
+    own = [
+        {
+            "podSelector": {
+                "matchLabels": found["StatefulSet", "relay-kvrelay-decode-worker"]["spec"]["selector"]["matchLabels"]
+            }
+        }
+    ]
+    for component, rules in (("decode-worker", 1), ("prefill-worker", 0)):
+        policy = found["NetworkPolicy", f"relay-kvrelay-{component}"]["spec"]
+        assert policy["ingress"].count({"from": own}) == rules
+        assert policy["egress"].count({"to": own}) == rules
+        assert all("ports" in rule for rule in policy["ingress"] + policy["egress"] if own not in rule.values())

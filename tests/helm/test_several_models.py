@@ -1,0 +1,51 @@
+"""Several models behind one gateway."""
+
+from __future__ import annotations
+
+import json
+
+from .chart import CHART, MONITORING, env_of, needs_helm, objects, pod_of
+
+
+@needs_helm
+def test_each_of_several_models_has_its_pools() -> None:
+    """By values over the common ones; the gateway knows all by name, finds their pods by label, and reads their tokenizers."""
+    found = objects("--values", str(CHART / "examples/several-models.yaml"), *MONITORING)
+    kinds = ("Deployment", "Service", "PodDisruptionBudget", "NetworkPolicy", "ServiceAccount", "PodMonitor")
+    pools = [f"relay-kvrelay-{model}-{role}-worker" for model in ("v1", "v2", "code") for role in ("prefill", "decode")]
+    assert {(kind, name) for kind in kinds for name in pools} <= found.keys()
+    assert ("Deployment", "relay-kvrelay-decode-worker") not in found
+    selectors = [found["Deployment", name]["spec"]["selector"]["matchLabels"] for name in pools]
+    assert len({json.dumps(selector, sort_keys=True) for selector in selectors}) == len(pools)
+    gateway = pod_of(found, "gateway")
+    named = dict(text.split("=", 1) for text in env_of(gateway)["KVRELAY_MODEL"].split(","))
+    mounts = {mount["mountPath"] for mount in gateway["containers"][0]["volumeMounts"]}
+    for model, path in named.items():
+        pod = found["Deployment", f"relay-kvrelay-{model}-decode-worker"]["spec"]["template"]
+        assert pod["metadata"]["labels"]["kvrelay.dev/model"] == model
+        assert env_of(pod["spec"])["KVRELAY_SERVED_MODEL_NAME"] == model
+        assert path.removeprefix(f"/models/{model}/") == env_of(pod["spec"])["KVRELAY_MODEL"].removeprefix("/model/")
+        assert (f"/models/{model}" in mounts) is path.startswith("/models/")
+    assert "/model" not in mounts
+    assert env_of(gateway)["KVRELAY_ALIAS"] == "chat=v1:95+v2:5"
+    assert found["Deployment", "relay-kvrelay-v1-decode-worker"]["spec"]["replicas"] == 3
+    code = found["Deployment", "relay-kvrelay-code-decode-worker"]["spec"]
+    assert (env_of(code["template"]["spec"])["KVRELAY_MAX_NUM_SEQS"], "replicas" in code) == ("128", False)
+    scaled = found["HorizontalPodAutoscaler", "relay-kvrelay-code-decode-worker"]["spec"]
+    assert scaled["scaleTargetRef"]["name"] == "relay-kvrelay-code-decode-worker"
+    assert scaled["metrics"][1]["pods"]["target"]["averageValue"] == "96"
+    (peer,) = found["NetworkPolicy", "relay-kvrelay-v2-decode-worker"]["spec"]["ingress"][1]["from"]
+    assert peer["podSelector"]["matchLabels"]["kvrelay.dev/model"] == "v2"
+    # The gateway's policy is about all of them.
+    egress = json.dumps(found["NetworkPolicy", "relay-kvrelay-gateway"]["spec"]["egress"])
+    assert "kvrelay.dev/model" not in egress
+
+
+@needs_helm
+def test_a_models_name_stays_a_text() -> None:
+    """A number, or true, is no label's value."""
+    found = objects("--set-json", 'models={"1e5": {"model": {"name": "a/b"}}, "true": {"model": {"name": "c/d"}}}')
+    for name in ("1e5", "true"):
+        pod = found["Deployment", f"relay-kvrelay-{name}-decode-worker"]["spec"]["template"]
+        assert pod["metadata"]["labels"]["kvrelay.dev/model"] == name
+        assert env_of(pod["spec"])["KVRELAY_SERVED_MODEL_NAME"] == name

@@ -1,0 +1,63 @@
+"""Values: wrong ones are refused by name, settings reach the programs."""
+
+from __future__ import annotations
+
+import pytest
+
+from .chart import CHART, env_of, helm, needs_helm, objects, pod_of
+
+
+@needs_helm
+@pytest.mark.parametrize(
+    ("mistake", "says"),
+    [
+        ("prefil.replicas=2", "prefil"),
+        ("gateway.replica=2", "replica"),
+        ("decode.replicas=two", "replicas"),
+        ("decode.replicas=-1", "replicas"),
+        ("prefill.settings.max_num_seq=4", "max_num_seq"),
+        ("prefill.settings.dtype=fp8", "dtype"),
+        ("decode.settings.block_size=0", "block_size"),
+        ("image.pullPolicy=Sometimes", "pullPolicy"),
+        ("model.source=s3", "source"),
+        ("gateway.service.port=70000", "port"),
+        ("prefill.tensorParallel=0", "tensorParallel"),
+        ("decode.settings.tensor_parallel=2", "tensor_parallel"),
+        ("decode.nodesPerWorker=0", "nodesPerWorker"),
+        ("decode.settings.nodes=2", "nodes"),
+        ("models.v1.model.nam=x", "nam"),
+        ("models.v1.gateway.replicas=1", "gateway"),
+        ("models.V1.model.name=x", "V1"),
+        ("models.v1.decode.replicas=1", "models.v1.model"),
+        ("gateway.settings.decode_workers={tcp://1.2.3.4:7200}", "decode_workers"),
+    ],
+)
+def test_mistakes_are_refused_by_name(mistake: str, says: str) -> None:
+    ended = helm("template", "relay", str(CHART), "--set", mistake)
+    assert ended.returncode != 0
+    assert says in ended.stderr
+
+
+@needs_helm
+def test_settings_reach_the_program_as_they_are() -> None:
+    found = objects(
+        "--set-json", 'decode.settings={"max_num_seqs": 1000000, "lease_ttl_s": 2.5, "seal_kv": true}',
+        "--set", "gateway.settings.policy=least_loaded,model.servedName=small",
+    )  # fmt: skip
+    decode, gateway = env_of(pod_of(found, "decode-worker")), env_of(pod_of(found, "gateway"))
+    assert decode["KVRELAY_MAX_NUM_SEQS"] == "1000000"
+    assert (decode["KVRELAY_LEASE_TTL_S"], decode["KVRELAY_SEAL_KV"]) == ("2.5", "true")
+    assert (gateway["KVRELAY_POLICY"], gateway["KVRELAY_SERVED_MODEL_NAME"]) == ("least_loaded", "small")
+    selector = "app.kubernetes.io/name=kvrelay,app.kubernetes.io/instance=relay"
+    assert gateway["KVRELAY_WORKER_SELECTOR"] == selector
+    labels = found["Deployment", "relay-kvrelay-decode-worker"]["spec"]["template"]["metadata"]["labels"]
+    assert all(labels[key] == value for key, value in (part.split("=") for part in selector.split(",")))
+    assert labels["kvrelay.dev/role"] == "decode"
+
+
+@needs_helm
+def test_a_drain_fits_into_the_grace_period() -> None:
+    found = objects("--set-json", 'decode.settings={"drain_s": 120.5}')
+    assert pod_of(found, "decode-worker")["terminationGracePeriodSeconds"] == 121 + 15
+    assert pod_of(found, "prefill-worker")["terminationGracePeriodSeconds"] == 30 + 15
+    assert pod_of(found, "gateway")["terminationGracePeriodSeconds"] == 30 + 5 + 15

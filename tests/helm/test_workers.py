@@ -1,0 +1,82 @@
+"""Workers of one pod: image, GPUs, and memory that they share with others of their node."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from .chart import CHART, env_of, helm, needs_helm, objects, pod_of, rendered
+
+
+@needs_helm
+@pytest.mark.parametrize(
+    ("resource", "tag", "worker"),
+    [("nvidia.com/gpu", "", "9.8.7"), ("", "", "9.8.7-cpu"), ("", "mine", "mine"), ("nvidia.com/gpu", "mine", "mine")],
+)
+def test_workers_without_a_gpu_run_the_image_for_cpus(tmp_path: Path, resource: str, tag: str, worker: str) -> None:
+    """As tools/images.sh names them; a tag that is set is taken as it is."""
+    chart = shutil.copytree(CHART, tmp_path / "chart")
+    text = (chart / "Chart.yaml").read_text()
+    (chart / "Chart.yaml").write_text(re.sub(r"^appVersion: .*$", 'appVersion: "9.8.7"', text, flags=re.MULTILINE))
+    ended = helm(
+        "template", "x", str(chart), "--set", f"image.tag={tag},image.registry=r,decode.gpu.resource={resource}"
+    )
+    images = re.findall(r"image: (\S+)", ended.stdout)
+    assert set(images) == {
+        f"r/kvrelay-gateway:{tag or '9.8.7'}",
+        f"r/kvrelay-worker:{worker}",
+        f"r/kvrelay-worker:{tag or '9.8.7'}",
+    }
+
+
+@needs_helm
+def test_gpus_are_asked_for_by_any_name() -> None:
+    found = objects("--set", r"decode.gpu.resource=nvidia\.com/mig-3g\.40gb", "--set", "prefill.gpu.resource=")
+    decode = pod_of(found, "decode-worker")["containers"][0]
+    prefill = pod_of(found, "prefill-worker")["containers"][0]
+    assert decode["resources"]["limits"] == {"nvidia.com/mig-3g.40gb": 1}
+    assert "limits" not in prefill["resources"]
+    assert env_of(pod_of(found, "prefill-worker"))["KVRELAY_DEVICE"] == "cpu"
+
+
+@needs_helm
+def test_every_rank_has_a_gpu() -> None:
+    """All of a worker's are in one pod; the pools need not have as many."""
+    found = objects("--set", "decode.tensorParallel=4")
+    for component, num_ranks in (("prefill-worker", 1), ("decode-worker", 4)):
+        pod = pod_of(found, component)
+        assert pod["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": num_ranks}
+        assert env_of(pod)["KVRELAY_TENSOR_PARALLEL"] == str(num_ranks)
+    on_cpus = pod_of(objects("--set", "decode.tensorParallel=2,decode.gpu.resource="), "decode-worker")
+    assert "limits" not in on_cpus["containers"][0]["resources"]
+    assert env_of(on_cpus)["KVRELAY_TENSOR_PARALLEL"] == "2"
+
+
+@needs_helm
+def test_every_rank_of_every_stage_has_a_gpu() -> None:
+    found = objects("--set", "prefill.pipelineParallel=2,decode.tensorParallel=4,decode.pipelineParallel=2")
+    for component, num_stages, num_gpus in (("prefill-worker", 2, 2), ("decode-worker", 2, 8)):
+        pod = pod_of(found, component)
+        assert pod["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": num_gpus}
+        assert env_of(pod)["KVRELAY_PIPELINE_PARALLEL"] == str(num_stages)
+    spread = objects("--set", "decode.tensorParallel=4,decode.pipelineParallel=2,decode.nodesPerWorker=2")
+    pod = spread["StatefulSet", "relay-kvrelay-decode-worker"]["spec"]["template"]["spec"]
+    assert pod["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": 4}
+
+
+@needs_helm
+def test_workers_of_one_node_meet_in_a_directory_of_the_node() -> None:
+    found = objects("--set", "sameHost.hostPath=/var/lib/kvrelay")
+    for component in ("prefill-worker", "decode-worker"):
+        pod = pod_of(found, component)
+        (container,) = pod["containers"]
+        directory = env_of(pod)["KVRELAY_SHARED_MEMORY"]
+        assert {"name": "same-host", "mountPath": directory} in container["volumeMounts"]
+        assert {"name": "same-host", "hostPath": {"path": "/var/lib/kvrelay", "type": "Directory"}} in pod["volumes"]
+    assert "KVRELAY_SHARED_MEMORY" not in env_of(pod_of(found, "gateway"))
+    assert "same-host" not in rendered()
+    ended = helm("template", str(CHART), "--set", "sameHost.hostPath=/x,decode.settings.shared_memory=off")
+    assert "decode.settings.shared_memory and sameHost.hostPath say different things" in ended.stderr
