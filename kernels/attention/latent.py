@@ -4,7 +4,7 @@ All query heads share one key per position, the stored latent: `rank` numbers, t
 also the value. So a tile of latents is loaded once for scores and sums. Queries must be absorbed: multiplied by the matrix that
 makes keys of latents. Not for keys and values by heads; see `decode_attention` and `prefill_attention`.
 
-Single tokens are cut into splits as in `decode_attention` (`decode_splits`). The rows of a program are then heads of one token; for
+Single tokens are cut into splits as in `decode_attention` (`splits`). The rows of a program are then heads of one token; for
 prompts they are (token, head) pairs.
 """
 

@@ -1,6 +1,6 @@
 """Next-token sampling: temperature, top-k, top-p, min-p and an inverse-CDF draw, without a sort.
 
-There are two launches, see `sampling_kernels`. The first reads every logit once. The second reads only the few groups of tokens
+There are two launches, see `sample_kernels`. The first reads every logit once. The second reads only the few groups of tokens
 that can pass the filters. The caller provides the uniform numbers: this module has no random state. Penalties come before, see
 `penalties`.
 """
