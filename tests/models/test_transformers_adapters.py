@@ -115,7 +115,10 @@ def test_two_ranks_give_the_tokens_of_one(model_type: str, tmp_path: Path) -> No
     try:
         for slot, ref in enumerate(refs, start=1):
             slots_of(engine).load(slot, tmp_path / ref.name, ref.digest)
-        assert generate(engine, [0, 1, 2]) == [generate(engine_of(base, block_size=16), [0])[0], *merged_of(base, model, refs)]
+        assert generate(engine, [0, 1, 2]) == [
+            generate(engine_of(base, block_size=16), [0])[0],
+            *merged_of(base, model, refs),
+        ]
     finally:
         engine.close()
 
