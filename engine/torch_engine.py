@@ -214,7 +214,8 @@ class TorchEngine:
         return []
 
     def close(self) -> None:
-        """See Engine. Memory is given back with the object."""
+        """See Engine. Memory is given back with the object; graphs now, as they hold the connection of several ranks."""
+        self._graphs = None
 
     @property
     def runs_ahead(self) -> bool:

@@ -279,8 +279,8 @@ class RankedEngine:
     def close(self) -> None:
         """See Engine."""
         self._ranks.close()
-        self._group.close()
         self._own.close()
+        self._group.close()
 
     def _results(self) -> Stepped:
         """Of the oldest step. Ranks of each stage wait for those in front, and the leader for all."""

@@ -14,7 +14,7 @@ import safetensors
 import safetensors.torch
 
 NAME = "SmolLM2-135M-Instruct-6-heads"
-NUM_LAYERS, NUM_HEADS, NUM_KV_HEADS = 10, 6, 2  # of 30, 9 and 3: as many query heads for each K/V head as there were
+NUM_LAYERS, NUM_HEADS, NUM_KV_HEADS = 4, 6, 2  # of 30, 9 and 3: as many query heads for each K/V head as there were
 
 
 def main() -> None:
