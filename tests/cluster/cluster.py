@@ -41,7 +41,7 @@ CPU_POOL: dict[str, Any] = {
     "gpu": {"resource": ""},
     "resources": {"requests": {"cpu": "50m", "memory": "128Mi"}},
     "sharedMemory": "64Mi",
-    "settings": {"threads": 1, "drain_s": 30, "canary_period_s": 2},
+    "settings": {"threads": 1, "drain_s": 10, "canary_period_s": 2},
 }
 VALUES: dict[str, Any] = {
     "image": {"pullPolicy": "IfNotPresent"},
