@@ -6,7 +6,7 @@ of a small machine.
 What differs between clusters comes from the environment:
 
     KUBECONFIG                 the cluster; without it the tests are skipped
-    KVRELAY_TEST_MODELS        directory on every node that has SmolLM2-135M-Instruct and what fewer_heads.py made of it, readable for all
+    KVRELAY_TEST_MODELS        directory on every node that has the demo model and what fewer_heads.py made of it, readable for all
     KVRELAY_TEST_TAG           tag of the images kvrelay-gateway and kvrelay-worker, which every node has; skipped without, too
     KVRELAY_TEST_NEXT_TAG      tag of images that next_version.py has changed; without it nothing is upgraded to them
     KVRELAY_TEST_OLD_TREE      tree of the release that upgrades begin at; without it they begin at this tree
