@@ -215,7 +215,8 @@ class TorchEngine:
         return []
 
     def close(self) -> None:
-        """See Engine. The memory is freed with the object."""
+        """See Engine. Graphs are freed at once, because they hold the ranks' connection. Other memory is freed with the object."""
+        self._graphs = None
 
     @property
     def runs_ahead(self) -> bool:

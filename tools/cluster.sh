@@ -70,6 +70,7 @@ fi
 model=$(.venv/bin/kvrelay fetch demo)
 mkdir -p "$MODELS"
 cp -R "$model" "$MODELS/"
+if [ "$1" = test ]; then .venv/bin/python tests/cluster/fewer_heads.py "$model" "$MODELS"; fi
 chmod -R a+rX "$MODELS"
 
 if [ "$1" = test ]; then

@@ -282,8 +282,8 @@ class RankedEngine:
     def close(self) -> None:
         """See Engine."""
         self._ranks.close()
-        self._group.close()
         self._own.close()
+        self._group.close()
 
     def _results(self) -> Stepped:
         """The results of the oldest step. Ranks of each stage wait for those before, and the leader for all."""

@@ -149,16 +149,18 @@ def _worker_name(role: str, models: Sequence[str], model: str, index: int) -> st
 
 
 def _ranks(settings: LocalSettings, role: str) -> dict[str, int]:
-    """What cuts a worker's model."""
+    """What cuts a worker's model, as far as it was asked for."""
     deployment = settings.deployment
-    chosen = {
+    own = {
         "prefill": (deployment.prefill_tensor_parallel, deployment.prefill_pipeline_parallel),
         "decode": (deployment.decode_tensor_parallel, deployment.decode_pipeline_parallel),
     }[role]
     names = ("tensor_parallel", "pipeline_parallel")
-    return {
-        name: settings.components.get(name, 1) if own is None else own for name, own in zip(names, chosen, strict=True)
+    asked = {
+        name: settings.components.get(name) if of_role is None else of_role
+        for name, of_role in zip(names, own, strict=True)
     }
+    return {name: number for name, number in asked.items() if number is not None}
 
 
 def _gpu_shares(settings: LocalSettings, workers: Sequence[WorkerRanks], gpus: Sequence[str]) -> dict[str, _GpuShare]:

@@ -1,9 +1,12 @@
 """A Kubernetes cluster as the tests use it: kubectl and helm as processes, a release, load from inside.
 
+What tests look at over and over, pods and logs, they get over one connection: a process of kubectl for each look takes a good part
+of a small machine.
+
 What differs between clusters comes from the environment:
 
     KUBECONFIG                 the cluster; without it the tests are skipped
-    KVRELAY_TEST_MODELS        directory on every node that has SmolLM2-135M-Instruct, readable for all
+    KVRELAY_TEST_MODELS        directory on every node that has the demo model and what fewer_heads.py made of it, readable for all
     KVRELAY_TEST_TAG           tag of the images kvrelay-gateway and kvrelay-worker, which every node has; skipped without, too
     KVRELAY_TEST_NEXT_TAG      tag of images that next_version.py has changed; without it nothing is upgraded to them
     KVRELAY_TEST_OLD_TREE      tree of the release that upgrades begin at; without it they begin at this tree
@@ -23,8 +26,11 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
+
+from kubernetes import client, config
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = "SmolLM2-135M-Instruct"
@@ -35,7 +41,7 @@ CPU_POOL: dict[str, Any] = {
     "gpu": {"resource": ""},
     "resources": {"requests": {"cpu": "50m", "memory": "128Mi"}},
     "sharedMemory": "64Mi",
-    "settings": {"threads": 1, "drain_s": 30, "canary_period_s": 2},
+    "settings": {"threads": 1, "drain_s": 10, "canary_period_s": 2},
 }
 VALUES: dict[str, Any] = {
     "image": {"pullPolicy": "IfNotPresent"},
@@ -113,6 +119,22 @@ class Cluster:
         items: list[dict[str, Any]] = json.loads(self.kubectl("get", kind, *arguments, "-o", "json"))["items"]
         return items
 
+    @cached_property
+    def _api(self) -> client.CoreV1Api:
+        config.load_kube_config()
+        return client.CoreV1Api()
+
+    def pods(self, namespace: str, **selectors: str) -> list[dict[str, Any]]:
+        """Pods of a namespace. ``selectors``: ``label_selector``, ``field_selector``."""
+        answer = self._api.list_namespaced_pod(namespace, _preload_content=False, **selectors)
+        items: list[dict[str, Any]] = json.loads(answer.data)["items"]
+        return items
+
+    def log(self, namespace: str, pod: str) -> str:
+        """What the one container of a pod has said."""
+        answer = self._api.read_namespaced_pod_log(pod, namespace, _preload_content=False)
+        return str(answer.data, "utf-8")
+
     def crash_node(self, name: str) -> None:
         """End a node without a word."""
         assert self.crash is not None
@@ -168,7 +190,7 @@ class Release:
     def pods(self, component: str = "") -> list[dict[str, Any]]:
         """Of the release, or of one component of it."""
         more = f",app.kubernetes.io/component={component}" if component else ""
-        return self.cluster.get("pods", "-n", self.namespace, "-l", f"app.kubernetes.io/instance=relay{more}")
+        return self.cluster.pods(self.namespace, label_selector=f"app.kubernetes.io/instance=relay{more}")
 
     def ready(self, component: str) -> list[dict[str, Any]]:
         """The pods of a component that take traffic."""
@@ -181,7 +203,8 @@ class Release:
             self.cluster.kubectl("scale", "-n", self.namespace, deployment, f"--replicas={replicas}")
 
         def is_done() -> bool:
-            return all(len(self.pods(name)) == number == len(self.ready(name)) for name, number in sizes.items())
+            pods = {name: self.pods(name) for name in sizes}
+            return all(len(pods[name]) == number == sum(map(is_ready, pods[name])) for name, number in sizes.items())
 
         wait_for(f"{sizes}", is_done)
 

@@ -94,12 +94,11 @@ class Load:
         return self.results()
 
     def _pods(self) -> list[dict[str, Any]]:
-        return self._release.cluster.get(
-            "pods", "-n", self._release.namespace, f"--field-selector=metadata.name={self._name}"
-        )
+        release = self._release
+        return release.cluster.pods(release.namespace, field_selector=f"metadata.name={self._name}")
 
     def _lines(self) -> list[str]:
-        return self._release.cluster.kubectl("logs", self._name, "-n", self._release.namespace).splitlines()
+        return self._release.cluster.log(self._release.namespace, self._name).splitlines()
 
 
 def whole(results: list[Result]) -> list[Result]:

@@ -92,7 +92,7 @@ def adapter(release: Release) -> Iterator[None]:
         cluster.kubectl("apply", "-n", namespace, "-f", "-", text=json.dumps(manifest))
     wait_for(
         "the adapter",
-        lambda: [pod for pod in cluster.get("pods", "-n", namespace, "-l", "app=adapter") if is_ready(pod)],
+        lambda: [pod for pod in cluster.pods(namespace, label_selector="app=adapter") if is_ready(pod)],
     )
     cluster.kubectl("apply", "-f", "-", text=json.dumps(api))
     try:

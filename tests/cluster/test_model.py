@@ -278,7 +278,7 @@ def test_a_stranger_in_the_cluster_gets_nothing(release: Release) -> None:
         kubectl("apply", "-n", namespace, "-f", "-", text=json.dumps(listed))
 
         def phase() -> str:
-            pods = release.cluster.get("pods", "-n", namespace)
+            pods = release.cluster.pods(namespace)
             return next(
                 (pod["status"]["phase"] for pod in pods if pod["status"]["phase"] in ("Succeeded", "Failed")), ""
             )

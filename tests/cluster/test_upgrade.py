@@ -52,7 +52,7 @@ def protocols(release: Release, component: str, says: str) -> set[int]:
     """The protocol numbers of connections that began, by the logs of a component's pods."""
     found: set[int] = set()
     for pod in release.ready(component):
-        log = release.cluster.kubectl("logs", "-n", release.namespace, pod["metadata"]["name"])
+        log = release.cluster.log(release.namespace, pod["metadata"]["name"])
         messages = [json.loads(line)["message"] for line in log.splitlines() if line.startswith("{")]
         told = [message for message in messages if says in message and "protocol " in message]
         found |= {int(message.rsplit("protocol ", 1)[1]) for message in told}

@@ -3,18 +3,24 @@
 Whoever sends them has no key and recomputes no checksum. The machine of :mod:`tests.wire.leases.test_leases_at_random` checks
 after each event that the books balance, that every lease ends once, and that a verified lease has the bytes that its sender
 computed.
+
+Workers of several ranks receive whole blocks, too, and take apart what is verified.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
+from kvrelay.common.kv_geometry import GroupKind, KvGeometry, KvGroup
 from kvrelay.engine.kv.owners import Owner, OwnerKind
 from kvrelay.wire.blocks.frames import parse_header
 
-from ..wire.lease_bench import TWO_GROUPS, content_of
+from ..wire.lease_bench import BLOCK_SIZE, TWO_GROUPS, LeaseBench, content_of
 from ..wire.leases.test_leases_at_random import LeaseMachine, SealedLeaseMachine
+from ..wire.test_handoff_ranks import RanksStore
 
 Changes = dict[int, int]
 CHANGES = st.dictionaries(st.integers(0, 600), st.integers(1, 255), min_size=1, max_size=3)
@@ -66,7 +72,7 @@ class LyingMachine(LeaseMachine):
             right = content_of(self.offers[taken.lease_id].block_hashes[taken.block_index])
             assert taken.sender_rank == part.sender_rank, "another rank's piece was taken"
             there = slice(part.start, part.start + part.nbytes)
-            assert bytes(self.store.block(block_id)[there]) == right[there], "other bytes were taken"
+            assert bytes(self.store.block(block_id))[there] == right[there], "other bytes were taken"
         assert not self.seals_kv or self.num_rejected == num_rejected, "who cannot seal has ended a lease"
 
     @rule(header=st.binary(max_size=100), payload=st.binary(max_size=600))
@@ -84,6 +90,31 @@ class TwoGroupsLyingMachine(LyingMachine):
     pieces = TWO_GROUPS
 
 
+def group_of(layers: tuple[int, ...], size: int) -> KvGroup:
+    """Of four K/V heads."""
+    return KvGroup(kind=GroupKind.FULL, layers=layers, num_kv_heads=4, key_size=size, value_size=size, dtype="uint8")
+
+
+class RanksBench(LeaseBench):
+    """A worker of two ranks in each of two stages: each has a quarter of a block."""
+
+    def new_store(self, num_blocks: int) -> Any:
+        groups = (group_of((0, 1), 8), group_of((2, 3), 7))
+        return RanksStore(num_blocks, KvGeometry(groups=groups, block_size=BLOCK_SIZE), num_ranks=2, num_stages=2)
+
+
+class RanksLyingMachine(TwoGroupsLyingMachine):
+    """Of a worker of several ranks, the same two groups."""
+
+    bench_class = RanksBench
+
+
+class SealedRanksLyingMachine(RanksLyingMachine, SealedLeaseMachine):
+    """Sealed ones."""
+
+
+TestLyingFramesToRanks = RanksLyingMachine.TestCase
+TestSealedLyingFramesToRanks = SealedRanksLyingMachine.TestCase
 TestLyingFramesOfTwoGroups = TwoGroupsLyingMachine.TestCase
 TestLyingFrames = LyingMachine.TestCase
 TestSealedLyingFrames = SealedLyingMachine.TestCase

@@ -30,15 +30,16 @@ class RanksStore(GatheredStore):
     """For :class:`tests.wire.rig.CountingStore`, over the pools of some ranks."""
 
     def __init__(self, num_blocks: int, geometry: KvGeometry, num_ranks: int, num_stages: int) -> None:
-        assert geometry.block_nbytes == BLOCK_NBYTES
+        assert geometry.physical_nbytes == BLOCK_NBYTES
         sizes = [own_nbytes(geometry, cut) for cut in cuts_of(num_ranks, num_stages)]
         self.parts = [np.zeros((num_blocks, size), dtype=np.uint8) for size in sizes]
         super().__init__(geometry, num_blocks, [HostPart(part) for part in self.parts], num_stages)
         self.reads: Counter[int] = Counter()
         self.writes: Counter[int] = Counter()
+        self._groups: dict[int, int] = {}  # of each block, as it was written last
 
     def block(self, block_id: int) -> Any:
-        return _Block(self, block_id)
+        return _Block(self, block_id, self._groups.get(block_id, 0))
 
     def open_read(self, block_id: int, group: int) -> GatheredRead:
         self.reads[block_id] += 1
@@ -49,6 +50,7 @@ class RanksStore(GatheredStore):
 
     def open_write(self, block_id: int, group: int) -> memoryview:
         self.writes[block_id] += 1
+        self._groups[block_id] = group
         return super().open_write(block_id, group)
 
     def close_write(self, block_id: int) -> None:
@@ -59,16 +61,17 @@ class RanksStore(GatheredStore):
 class _Block:
     """A block of all ranks, as a rig writes and reads it."""
 
-    def __init__(self, store: RanksStore, block_id: int) -> None:
+    def __init__(self, store: RanksStore, block_id: int, group: int) -> None:
         self._store = store
         self._block_id = block_id
+        self._group = group
 
     def __setitem__(self, part: slice, content: bytes) -> None:
         self._store.open_write(self._block_id, 0)[part] = content
         self._store.close_write(self._block_id)
 
     def __bytes__(self) -> bytes:
-        return self._store.gather(self._block_id, 0).tobytes()
+        return self._store.gather(self._block_id, self._group).tobytes()
 
 
 class RanksRig(Rig):

@@ -13,7 +13,7 @@ import torch
 
 from kvrelay.common.errors import ModelError
 from kvrelay.common.sampling import SamplingParams
-from kvrelay.engine.backends.cuda.graphs import CudaRecorder, DecodeGraphs, Recorder
+from kvrelay.engine.backends.cuda.graphs import Agree, CaptureError, CudaRecorder, DecodeGraphs, Recorder
 from kvrelay.engine.backends.cuda.linear import can_multiply
 from kvrelay.engine.backends.cuda.low_rank import AdaptedSteps
 from kvrelay.engine.backends.cuda.memory import GpuMemory
@@ -62,8 +62,7 @@ def cuda_model(
 ) -> tuple[DecoderModel, CudaOps, DecodeGraphs | None, Adapters | None]:
     """The model over ``pool``, which has a spare block. Takes ``weights`` over. Capturing graphs takes seconds.
 
-    ``config``: of the ``part`` that is here, see DecoderModel; ``whole``: of the model. ``kv_scales``: see :func:`cuda_ops`. A part
-    has no graphs, as nobody has tried collectives in them.
+    ``config``: of the ``part`` that is here, see DecoderModel; ``whole``: of the model. ``kv_scales``: see :func:`cuda_ops`.
     """
     graphs: DecodeGraphs | None = None
     try:
@@ -81,10 +80,12 @@ def cuda_model(
         if adapted is not None:
             compile_adapters(model, ops, pool, adapted)
         compile_sampling(torch.zeros(1, config.vocab_size, dtype=compute_dtype, device=pool.tensor.device), ops)
-        if part is not None:
-            logger.info("several ranks launch decode steps kernel by kernel: their collectives are in no CUDA graph")
-        elif options.decodes and options.cuda_graphs:
-            graphs = decode_graphs(config, model, ops, pool, options, compute_dtype, CudaRecorder(), adapted)
+        if options.decodes and options.cuda_graphs:
+            recorder = CudaRecorder(of_several_ranks=part is not None)
+            graphs = agreed_graphs(
+                part,
+                lambda agree: decode_graphs(config, model, ops, pool, options, compute_dtype, recorder, adapted, agree),
+            )
     except torch.OutOfMemoryError as error:
         raise ModelError(
             f"no memory is left beside the KV pool for steps and their graphs ({error}): lower --kv-memory-fraction or "
@@ -273,6 +274,20 @@ def _made_up(
     return slots, build_batch(plan, slots, block_size)
 
 
+def agreed_graphs(part: RankPart | None, capture: Callable[[Agree | None], DecodeGraphs]) -> DecodeGraphs | None:
+    """What ``capture`` makes; None with a line in the log if it is of several ranks, and these launch steps kernel by kernel."""
+    if part is None:
+        return capture(None)
+    if part.cut.num_stages > 1:
+        logger.info("stages launch decode steps kernel by kernel: what they send each other is in no CUDA graph")
+        return None
+    try:
+        return capture(lambda could: bool(part.collectives.least(int(could))))
+    except CaptureError as error:
+        logger.warning("decode steps are launched kernel by kernel, without CUDA graphs: %s", error)
+        return None
+
+
 @torch.inference_mode()
 def decode_graphs(
     config: ModelConfig,
@@ -283,8 +298,9 @@ def decode_graphs(
     compute_dtype: torch.dtype,
     recorder: Recorder,
     adapted: AdaptedSteps | None = None,
+    agree: Agree | None = None,
 ) -> DecodeGraphs:
-    """Graphs of all batches that decode, captured now. ``compute_dtype``: the logits'. ``adapted``: see DecodeGraphs."""
+    """Graphs of all batches that decode, captured now. ``compute_dtype``: the logits'. The others, and Raises: see DecodeGraphs."""
 
     def forward(token_ids: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
         hidden = model.forward(token_ids, ops.step_of(inputs))
@@ -298,4 +314,5 @@ def decode_graphs(
         recorder,
         logits=torch.empty(options.max_num_seqs, config.vocab_size, dtype=compute_dtype, device=pool.tensor.device),
         adapted=adapted,
+        agree=agree,
     )

@@ -8,6 +8,10 @@ and K/V that go to a block which is nobody's. Block tables are the slots' own, o
 All graphs are captured at the start: a shape that is met for the first time must not stall a stream. They share one memory pool,
 because only one runs at a time; so a step's logits last until the next step is launched. A step whose sampling is deferred must
 have been told to sample by then, which changes the logits in place: the next replay, behind it on the stream, writes them all anew.
+
+Graphs of several ranks hold their collectives. Either all ranks capture a collective or none does, and a replay is as much a
+collective as what is in it (https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage/cudagraph.html). So ranks capture the
+same sizes in one order, and agree behind each capture that all have it; if one has not, none has graphs.
 """
 
 from __future__ import annotations
@@ -32,30 +36,46 @@ logger = logging.getLogger(__name__)
 Replay = Callable[[], None]
 
 
+Agree = Callable[[bool], bool]
+"""Told whether this rank could, returns whether all ranks could; each waits for the others."""
+
+
+class CaptureError(Exception):
+    """This rank or another one could not capture a graph: none has any."""
+
+
 class Recorder(Protocol):
     """What makes a graph of a function's kernels (:class:`CudaRecorder`)."""
 
-    def record(self, run: Callable[[], None]) -> Replay:
-        """How to run it again, on the same memory."""
+    def warm_up(self, run: Callable[[], None]) -> None:
+        """Run it once, before its capture: kernels must be compiled, and libraries have their workspaces and connections."""
+
+    def capture(self, run: Callable[[], None]) -> Replay:
+        """How to run it again, on the same memory. Raises RuntimeError."""
 
 
 class CudaRecorder:
     """Captures CUDA graphs into one memory pool. Implements :class:`Recorder`."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, of_several_ranks: bool = False) -> None:
+        """``of_several_ranks``: NCCL's own thread asks the device how far earlier collectives are, which must not end a capture."""
+        self._mode = "thread_local" if of_several_ranks else "global"
         self._pool = torch.cuda.graph_pool_handle()
         # One for all graphs: cuBLAS keeps a workspace of tens of MiB for every stream that it ever ran on.
         self._side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
-    def record(self, run: Callable[[], None]) -> Replay:
-        """See Recorder. It runs once before: kernels must be compiled, and libraries have their workspaces, before a capture."""
+    def warm_up(self, run: Callable[[], None]) -> None:
+        """See Recorder."""
         side = self._side
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             run()
         torch.cuda.current_stream().wait_stream(side)
+
+    def capture(self, run: Callable[[], None]) -> Replay:
+        """See Recorder."""
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=side):
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._side, capture_error_mode=self._mode):
             run()
         return graph.replay
 
@@ -86,18 +106,21 @@ class DecodeGraphs:
         *,
         logits: torch.Tensor,
         adapted: AdaptedSteps | None = None,
+        agree: Agree | None = None,
     ) -> None:
-        """Capture them all.
+        """Capture them all. Raises CaptureError if not all of several ranks could, on all of them at the same graph.
 
         ``forward``: logits ``[n, vocab]`` of ``n`` tokens, one for each sequence. ``inputs_of`` so many. ``update_tables``: the
         slots' block tables on the device. ``logits``: ``[max_num_seqs, vocab]``, where all graphs leave theirs.
         ``adapted``: what steps with adapters are made of, which have graphs of their own; None: they have none.
+        ``agree``: of several ranks, else None.
         """
         self._inputs_of = inputs_of
         self._update_tables = update_tables
         self._adapted = adapted
         self._rungs: dict[tuple[int, bool], _Rung] = {}  # by size, and whether rows may have adapters
         self._logits = logits
+        self._agree = agree
         sizes = ladder(len(logits))
         # The largest first: the smaller ones then find room in what it left in the pool.
         for done, size in enumerate(reversed(sizes)):
@@ -122,10 +145,25 @@ class DecodeGraphs:
             self._logits[:size] = forward(token_ids, inputs.inputs)
 
         if adapted is None:
-            return _Rung(token_ids, inputs, None, recorder.record(run))
+            return _Rung(token_ids, inputs, None, self._recorded(run, recorder, size))
         rows = adapted.no_rows(size, adapted.tilings[0])
         with adapted.over(rows):
-            return _Rung(token_ids, inputs, rows, recorder.record(run))
+            return _Rung(token_ids, inputs, rows, self._recorded(run, recorder, size))
+
+    def _recorded(self, run: Callable[[], None], recorder: Recorder, size: int) -> Replay:
+        # Not agreed upon: a rank that fails here has left the others alone in a collective, which ends all of them.
+        recorder.warm_up(run)
+        if self._agree is None:
+            return recorder.capture(run)
+        replay: Replay | None = None
+        why = f"another rank could not capture a step of {size}"
+        try:
+            replay = recorder.capture(run)
+        except RuntimeError as error:
+            why = f"this rank could not capture a step of {size}: {error}"
+        if not self._agree(replay is not None) or replay is None:
+            raise CaptureError(why)
+        return replay
 
     def fits(self, batch: Batch) -> bool:
         """See StepGraphs. Every row must decode, and there must not be too many."""

@@ -1,15 +1,25 @@
-"""How graphs are captured, with the calls to CUDA played: what a graph computes is shown in ``test_ops_cuda``."""
+"""How graphs are captured, with the calls to CUDA played: what a graph computes is shown in ``test_ops_cuda``.
+
+Ranks are threads here, and their collectives a barrier.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 
-from kvrelay.engine.backends.cuda.graphs import CudaRecorder
+from kvrelay.engine.backends.cuda.build import agreed_graphs
+from kvrelay.engine.backends.cuda.graphs import Agree, CudaRecorder, DecodeGraphs, ladder
+from kvrelay.engine.backends.cuda.step import GraphInputs
+from kvrelay.engine.config.cut import Cut
+from kvrelay.engine.models.ranks import RankPart
+from kvrelay.engine.step.uploads import Uploader
 
 
 class PlayedStream:
@@ -26,6 +36,7 @@ class PlayedCuda:
         self.now = self.main = PlayedStream()
         self.streams: list[PlayedStream] = []
         self.pools: set[object] = set()
+        self.modes: set[str] = set()
         patch.setattr(torch.cuda, "Stream", self._made)
         patch.setattr(torch.cuda, "stream", self._on)
         patch.setattr(torch.cuda, "graph", self._captured)
@@ -44,9 +55,12 @@ class PlayedCuda:
         self.now = before
 
     @contextlib.contextmanager
-    def _captured(self, graph: Any, pool: object, stream: PlayedStream | None = None) -> Iterator[None]:
+    def _captured(
+        self, graph: Any, pool: object, stream: PlayedStream | None = None, capture_error_mode: str = "global"
+    ) -> Iterator[None]:
         """torch makes a stream of its own for all captures, if it is given none."""
         self.pools.add(pool)
+        self.modes.add(capture_error_mode)
         with self._on(stream or PlayedStream()):
             yield
 
@@ -62,7 +76,128 @@ def test_all_graphs_are_captured_on_one_stream_beside_the_steps(monkeypatch: pyt
     recorder = CudaRecorder()
     used: list[PlayedStream] = []
     for _ in range(3):
-        recorder.record(lambda: used.append(cuda.now))()
+        recorder.warm_up(lambda: used.append(cuda.now))
+        recorder.capture(lambda: used.append(cuda.now))()
     assert cuda.now is cuda.main
     assert used == cuda.streams * 6
     assert len(cuda.pools) == 1
+
+
+@pytest.mark.parametrize(("of_several_ranks", "mode"), [(False, "global"), (True, "thread_local")])
+def test_what_another_thread_asks_the_device_ends_no_capture_of_several_ranks(
+    monkeypatch: pytest.MonkeyPatch, of_several_ranks: bool, mode: str
+) -> None:
+    """NCCL's watchdog asks how far collectives are, whenever it likes."""
+    cuda = PlayedCuda(monkeypatch)
+    CudaRecorder(of_several_ranks=of_several_ranks).capture(lambda: None)
+    assert cuda.modes == {mode}
+
+
+class PlayedRanks:
+    """Two ranks that do the same at the same time. Who waits in vain fails."""
+
+    def __init__(self) -> None:
+        self._barrier = threading.Barrier(2, timeout=10)
+        self._numbers: list[int] = []
+        self.num_meetings = 0
+
+    def sum(self, partial: torch.Tensor) -> torch.Tensor:
+        """What both add up is one's own, twice."""
+        self._meet()
+        return partial.mul_(2)
+
+    def gather(self, part: torch.Tensor) -> list[torch.Tensor]:
+        raise NotImplementedError
+
+    def least(self, number: int) -> int:
+        self._numbers.append(number)
+        self._meet()
+        least = min(self._numbers[-2:])
+        self._barrier.wait()
+        return least
+
+    def _meet(self) -> None:
+        if self._barrier.wait() == 0:
+            self.num_meetings += 1
+
+
+class PlayedRecorder:
+    """Notes which steps it captures; cannot capture one of ``fails_at`` rows. A capture computes nothing, so nobody meets."""
+
+    def __init__(self, sizes_of: Callable[[], int], fails_at: int | None) -> None:
+        self.captured: list[int] = []
+        self._size = sizes_of
+        self._fails_at = fails_at
+
+    def warm_up(self, run: Callable[[], None]) -> None:
+        run()
+
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+        if self._size() == self._fails_at:
+            raise torch.OutOfMemoryError("no memory for a capture")
+        self.captured.append(self._size())
+        return run
+
+
+def capture_on_a_rank(
+    ranks: PlayedRanks, rank: int, fails_at: int | None, num_stages: int = 1
+) -> tuple[DecodeGraphs | None, list[int]]:
+    """The graphs of one rank, and of how many rows they are, in the order of their capture."""
+    last = [0]
+
+    def forward(token_ids: torch.Tensor, _: object) -> torch.Tensor:
+        last[0] = len(token_ids)
+        return ranks.sum(torch.ones(len(token_ids), 8))
+
+    def capture(agree: Agree | None) -> DecodeGraphs:
+        device = torch.device("cpu")
+        return DecodeGraphs(
+            forward,
+            lambda num_rows: GraphInputs(Uploader(device), 1, num_rows, 0, device),
+            lambda deltas: None,
+            recorder,
+            logits=torch.zeros(MOST_ROWS, 8),
+            agree=agree,
+        )
+
+    recorder = PlayedRecorder(lambda: last[0], fails_at)
+    part = RankPart(Cut(rank, 2, num_stages=num_stages), ranks, lambda: None, num_local=2)
+    return agreed_graphs(part, capture), recorder.captured
+
+
+MOST_ROWS = 20
+
+
+def test_all_ranks_capture_the_same_in_the_same_order() -> None:
+    """Each meets the others before a capture, and behind it."""
+    ranks = PlayedRanks()
+    with ThreadPoolExecutor(2) as threads:
+        (one, of_one), (other, of_other) = threads.map(lambda rank: capture_on_a_rank(ranks, rank, None), range(2))
+    assert one is not None
+    assert other is not None
+    assert of_one == of_other == list(reversed(ladder(MOST_ROWS)))
+    assert ranks.num_meetings == 2 * len(of_one)
+
+
+@pytest.mark.parametrize("fails_at", [MOST_ROWS, 2])
+def test_if_a_rank_cannot_capture_a_step_all_launch_kernel_by_kernel(
+    caplog: pytest.LogCaptureFixture, fails_at: int
+) -> None:
+    """It says why, and nobody is left waiting for it."""
+    ranks = PlayedRanks()
+    with ThreadPoolExecutor(2) as threads:
+        (one, _), (other, _) = threads.map(
+            lambda rank: capture_on_a_rank(ranks, rank, fails_at if rank == 1 else None), range(2)
+        )
+    assert one is None
+    assert other is None
+    begins = "decode steps are launched kernel by kernel, without CUDA graphs: "
+    said = sorted(record.getMessage() for record in caplog.records if record.levelname == "WARNING")
+    assert said == [
+        f"{begins}another rank could not capture a step of {fails_at}",
+        f"{begins}this rank could not capture a step of {fails_at}: no memory for a capture",
+    ]
+
+
+def test_stages_have_no_graphs() -> None:
+    assert capture_on_a_rank(PlayedRanks(), 0, None, num_stages=2) == (None, [])

@@ -84,8 +84,10 @@ replays = []
 
 class Recorder:
     # What a graph does, without a GPU: the same function on the same memory.
-    def record(self, run):
+    def warm_up(self, run):
         run()
+
+    def capture(self, run):
         index = len(replays)
         replays.append(0)
 

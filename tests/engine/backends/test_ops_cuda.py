@@ -109,8 +109,10 @@ replays = []
 
 class Recorder:
     # What a graph does, without a GPU: the same function on the same memory, the result in the same place.
-    def record(self, run):
+    def warm_up(self, run):
         run()
+
+    def capture(self, run):
         index = len(replays)
         replays.append(0)
 

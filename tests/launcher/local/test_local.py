@@ -216,6 +216,14 @@ def test_each_pool_has_its_ranks(given: dict[str, int], expected: tuple[int, int
     assert (prefill.model.tensor_parallel, decode.model.tensor_parallel) == expected
 
 
+def test_workers_hear_of_ranks_only_if_somebody_asked_for_some() -> None:
+    plan = planned(LocalSettings.of(model="/models/tiny"))
+    assert not any("-parallel=" in argument for spec in plan.specs for argument in spec.command)
+    plan = planned(LocalSettings.of(model="/models/tiny", decode_tensor_parallel=1))
+    told = [[argument for argument in spec.command if "-parallel=" in argument] for spec in plan.specs]
+    assert told == [[], ["--tensor-parallel=1"], []]
+
+
 def test_each_pool_has_its_stages() -> None:
     plan = planned(LocalSettings.of(model="/models/tiny", pipeline_parallel=2, decode_pipeline_parallel=3))
     prefill, decode = parsed(PrefillSettings, plan.specs[0]), parsed(DecodeSettings, plan.specs[1])

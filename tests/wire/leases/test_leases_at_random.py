@@ -28,10 +28,11 @@ class LeaseMachine(RuleBasedStateMachine):
     leases = Bundle("leases")
     seals_kv = False
     pieces = TWO_PIECES
+    bench_class = LeaseBench
 
     def __init__(self) -> None:
         super().__init__()
-        self.bench = LeaseBench(seals_kv=self.seals_kv, num_blocks=12, pieces=self.pieces)
+        self.bench = self.bench_class(seals_kv=self.seals_kv, num_blocks=12, pieces=self.pieces)
         self.clock, self.manager, self.store, self.table = (
             self.bench.clock,
             self.bench.manager,
