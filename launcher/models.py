@@ -37,7 +37,8 @@ _REST = ("*.json", "*.jinja")
 def resolve_model(name: str, *, needs_weights: bool = True, needs_tokenizer: bool = True) -> Path:
     """The absolute directory of ``name``. Downloads or converts the model if necessary, with progress on stderr.
 
-    Without ``needs_weights`` (a gateway) only config and tokenizer are needed. A draft head has no tokenizer: ``needs_tokenizer``.
+    Without ``needs_weights`` (a gateway) only config and tokenizer are needed; without ``needs_tokenizer`` (a draft head) no
+    tokenizer.
 
     Raises ModelError if the directory lacks a file, DownloadError if the model cannot be downloaded.
     """

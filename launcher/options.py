@@ -69,7 +69,7 @@ class Options(Generic[T]):
             for name, value in flags.items()
             if value not in (None, ()) and name != CONFIG_PARAMETER
         }
-        # An empty variable means "not set": charts and compose files write empty variables for values without a setting.
+        # An empty variable means "not set": charts and compose files write empty variables for values that nobody set.
         variables = {name: text for name, text in environment.items() if name.startswith(_PREFIX) and text}
         config_file = flags.get(CONFIG_PARAMETER) or variables.get(_CONFIG_VARIABLE)
         from_file = _read_config(Path(config_file)) if config_file else {}
@@ -97,7 +97,7 @@ def _check_unknown(variables: Collection[str], own: Collection[str], others: Cal
 def command_line(cls: type, values: Mapping[str, Any]) -> list[str]:
     """Flags that pass ``values`` to a component with the settings class ``cls``. None values are left out.
 
-    Raises SettingsError on a value that is not a setting of ``cls``.
+    Raises SettingsError on a name that is not a setting of ``cls``.
     """
     infos = {info.name: info for info in describe(cls)}
     arguments: list[str] = []
