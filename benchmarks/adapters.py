@@ -1,10 +1,10 @@
-"""What adapters cost a decode step on a CPU: steps of one batch in turns, with an adapter for each row and with none.
+"""The cost of adapters in a decode step on a CPU: one batch with an adapter for each row, and without adapters, in turns.
 
     python benchmarks/adapters.py
     python benchmarks/adapters.py --rows 32 --adapters 1 --rank 64
 
-The adapters have random numbers for all seven projections of all layers. Both kinds of steps run over the same blocks in one
-process, each pair one behind the other: what else the machine does meets both. Told are medians, also of the pairs' ratios.
+The adapters have random weights for all seven projections of all layers. Both kinds of steps run in pairs over the same blocks in
+one process, so other load on the machine affects both. Printed are medians of the times and of the pairs' ratios.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ BLOCK_SIZE = 16
 
 
 def write_adapter(directory: Path, config: ModelConfig, rank: int, seed: int) -> None:
-    """An adapter of all projections, in bf16."""
+    """Write an adapter of all projections, in bf16."""
     hidden, mid, q_size, kv_size = config.hidden_size, config.intermediate_size, config.q_size, config.kv_size
     shapes = {
         "self_attn.q_proj": (q_size, hidden),
@@ -58,7 +58,7 @@ def write_adapter(directory: Path, config: ModelConfig, rank: int, seed: int) ->
 
 
 def make_sequences(num_rows: int, context: int) -> list[Sequence]:
-    """Decoding ones, whose K/V are whatever lies in the pool."""
+    """Decoding sequences, whose K/V are arbitrary content of the pool."""
     num_blocks = context // BLOCK_SIZE + 1
     sequences: list[Sequence] = []
     for row in range(num_rows):
@@ -72,7 +72,7 @@ def make_sequences(num_rows: int, context: int) -> list[Sequence]:
 
 
 def seconds_of(leader: Leader, sequences: list[Sequence], slots: list[int]) -> float:
-    """Of one step over all ``sequences``, which stay as they were; ``slots``: of their adapters."""
+    """Seconds of one step over all ``sequences``, which it does not change. ``slots``: of their adapters."""
     for sequence, slot in zip(sequences, slots, strict=True):
         sequence.adapter = slot
     begun_s = time.perf_counter()
@@ -81,7 +81,7 @@ def seconds_of(leader: Leader, sequences: list[Sequence], slots: list[int]) -> f
 
 
 def main() -> None:
-    """Measure, and print."""
+    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--rows", type=int, default=32)

@@ -1,11 +1,11 @@
-"""kvrelay beside other engines on this machine, without a GPU, with the same model, prompts and cores.
+"""Compares kvrelay with other engines on this machine, without a GPU, with the same model, prompts and cores.
 
     .venv/bin/python benchmarks/cpu_peers.py --peers-dir DIR                                  # everything, about 40 minutes
     .venv/bin/python benchmarks/cpu_peers.py --peers-dir DIR --figure total8 --peer vllm --rounds 3
     .venv/bin/python benchmarks/cpu_peers.py --peers-dir DIR --figure burst --plots docs/images
 
-benchmarks/README.md tells what the figures are, and how the peers are installed. All sides of a figure are loaded at once and take
-turns, the others paused; the comparison is the median of the ratios within each round. Without --peers-dir there is only kvrelay.
+benchmarks/README.md describes the figures and how to install the peers. All sides of a figure are loaded at once and take turns,
+the others paused. The result is the median of the ratios within each round. Without --peers-dir only kvrelay runs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvrelay.launcher.models import resolve_model
 
 Maker = Callable[[str, Places], ServerSide]
 
-# Else prompts that are sooner done on the decode worker were not disaggregated.
+# Without this, a prompt that is faster on the decode worker would not be handed over.
 _HANDS_OVER = ("--local-prefill", "fallback")
 
 SIDES: dict[str, tuple[str, Maker]] = {
@@ -102,7 +102,7 @@ def main(
     )
     makers = {name: partial(maker, name, places) for name, (_, maker) in SIDES.items()}
     samples: list[Sample] = []
-    loaded: dict[tuple[int, str], RunResult] = {}  # of the figure that is drawn, by round and side
+    loaded: dict[tuple[int, str], RunResult] = {}  # results of the drawn figure, by round and side
     plan = [(figure, _sides(figure, peers, has_peers=peers_dir is not None)) for figure in figures]
 
     def keep(sample: Sample, results: Results) -> None:
@@ -131,7 +131,7 @@ def _sides(figure: Figure, peers: Sequence[str], *, has_peers: bool) -> tuple[st
 
 
 def _draw(samples: Sequence[Sample], loaded: Mapping[tuple[int, str], RunResult], folder: Path) -> str:
-    """Draw the quietest round; what was drawn, in words."""
+    """Draw the quietest round. Returns a line about the picture."""
     sides = tuple(dict.fromkeys(side for _, side in loaded))
     number = quietest_round(samples, sides)
     if number is None:

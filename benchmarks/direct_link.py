@@ -1,4 +1,4 @@
-"""A control link to a worker, from somebody who stands where the gateway stands."""
+"""A control link to a worker, in the place of a gateway."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from kvrelay.wire.settings import LinkSettings
 
 _ANSWER_S = 60.0
 
-Heard = tuple[float, TokenDelta | Failed | Cancelled]  # when it came, by the monotonic clock
+Heard = tuple[float, TokenDelta | Failed | Cancelled]  # arrival by the monotonic clock, and the message
 
 
 class DirectLink:
-    """One worker's link; the caller starts and stops ``client``. Implements ClientHandler."""
+    """The link to one worker. The caller starts and stops ``client``. Implements ClientHandler."""
 
     def __init__(self, address: str, network: Network, settings: LinkSettings) -> None:
         self.is_up = asyncio.Event()
@@ -30,11 +30,11 @@ class DirectLink:
         self.client = ControlClient(address, hello, self, settings, metrics=metrics, network=network)
 
     def on_welcome(self, welcome: Welcome) -> None:
-        """Begin."""
+        """Note that the link is up."""
         self.is_up.set()
 
     def on_message(self, message: Message) -> None:
-        """Note when it came."""
+        """Note when a message came."""
         now_s = time.monotonic()
         if isinstance(message, Tokens):
             for item in message.items:
@@ -43,13 +43,13 @@ class DirectLink:
             self._heard[message.request_id].put_nowait((now_s, message))
 
     def on_lost(self, reason: str) -> None:
-        """Who waits for an answer sees none."""
+        """Do nothing; waiting callers time out."""
 
     def on_refused(self, refused: HelloRefused) -> None:
-        """As if nobody were there."""
+        """Do nothing; waiting callers time out."""
 
     async def next(self, request_id: str) -> tuple[float, TokenDelta]:
-        """When tokens came, and which. Raises RuntimeError if the request failed, TimeoutError if none come in a minute."""
+        """The next tokens and their arrival time. Raises RuntimeError if the request failed, TimeoutError after a minute."""
         async with asyncio.timeout(_ANSWER_S):
             at_s, told = await self._heard[request_id].get()
         if not isinstance(told, TokenDelta):

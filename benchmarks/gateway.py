@@ -1,19 +1,19 @@
-"""What the gateway costs: time added to each token, tokens per second with many streams, memory.
+"""The cost of the gateway: time added to each token, tokens per second with many streams, memory.
 
     .venv/bin/python benchmarks/gateway.py            # about two minutes
     .venv/bin/python benchmarks/gateway.py --help
 
-*Added time* is measured on one clock: this process plays the decode worker (the real control socket; one message a step with a
-token of every running request, every 20 ms) and the client. A token's time is from its message's departure until the
-client has it; the first token's also holds the way of the request, from the client's sending until the worker has it. The same
-is measured without a gateway, with a client that speaks to the worker over its control link. What the gateway adds is a
-token's time with it, less the median without it. Both are measured one after the other, ``--repeats`` times; the medians count.
+*Added time* is measured on one clock: this process plays both the decode worker and the client. The worker has a real control
+socket and sends one message every 20 ms, with a token of every running request. A token's time is from the departure of its message
+until the client has it. The first token's time also includes the request's way from the client to the worker. The same is measured
+without a gateway, with a client on the worker's control link. The added time is a token's time with the gateway, less the median
+without it. Both are measured one after the other, ``--repeats`` times; the medians count.
 
-*Throughput* is real processes: one gateway, one decode worker with the fake engine, ``kvrelay bench`` with 200 streams, of which
-the worker is to make more than can be had. CPU time by component tells what limits it. ``--only-throughput`` leaves
+*Throughput* uses real processes: a gateway, a decode worker with the fake engine, and ``kvrelay bench`` with 200 streams. The
+worker is asked for more tokens than possible, and the CPU time of each component shows the bottleneck. ``--only-throughput`` leaves
 the added time out.
 
-*Traces* (``--traces``, about four minutes): throughput alone, without traces and with a tenth of the requests traced, in turns.
+*Traces* (``--traces``, about four minutes): only throughput, without traces and with a tenth of the requests traced, in turns.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ from kvrelay.launcher.models import resolve_model
 from kvrelay.wire.network import Network
 from kvrelay.wire.settings import LinkSettings
 
-STEP_S = 0.02  # the played worker's pace
+STEP_S = 0.02  # time of the played worker's steps
 LOAD_STREAMS = 200
 
 
 @contextmanager
 def gateway_process(worker_address: str, directory: Path) -> Iterator[tuple[str, psutil.Process]]:
-    """A gateway with one decode worker; its URL and process."""
+    """Run a gateway with one decode worker. Yields its URL and process."""
     (port,) = free_ports(1)
     arguments = ["--model", str(directory), "--port", str(port), "--decode-workers", worker_address]
     program = ["-P", "-m", "kvrelay.launcher", "gateway", "--log-level", "warning"]
@@ -68,7 +68,7 @@ def gateway_process(worker_address: str, directory: Path) -> Iterator[tuple[str,
 
 @asynccontextmanager
 async def playing(worker: PacedWorker) -> AsyncIterator[str]:
-    """The worker, up; its address."""
+    """Run the played worker. Yields its address."""
     address = await worker.server.start()
     steps = asyncio.create_task(worker.run())
     try:
@@ -81,7 +81,7 @@ async def playing(worker: PacedWorker) -> AsyncIterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """``streams`` requests at a time, ``rounds`` of each behind one that warms up."""
+    """``streams`` requests at a time. Each stream sends ``rounds`` requests after one for warm-up."""
 
     streams: int
     rounds: int
@@ -91,18 +91,18 @@ class Load:
 
 Ask = Callable[
     [int, int], Awaitable[tuple[float, list[float]]]
-]  # mark and tokens to: when it was sent, when tokens came
+]  # (mark, tokens) to (send time, arrival times of tokens)
 
 
 async def measure_times(worker: PacedWorker, load: Load, ask: Ask) -> dict[str, list[float]]:
-    """Seconds on the way of first tokens, there and back, and of later ones."""
+    """Seconds of each first token (both ways) and of each later token."""
     times: dict[str, list[float]] = {"first token": [], "later tokens": []}
     marks = itertools.count(FIRST_MARK)
 
     async def stream(place: int) -> None:
         pauses = random.Random(place)
         for number in range(load.rounds + 1):
-            # The worker's steps end many requests at the same moment; their users do not ask again in the same one.
+            # A worker's step ends many requests at once, but users do not ask again at once.
             await asyncio.sleep(pauses.uniform(0, 10 * load.step_s))
             mark = next(marks)
             asked_s, came_s = await ask(mark, load.tokens)
@@ -118,7 +118,7 @@ async def measure_times(worker: PacedWorker, load: Load, ask: Ask) -> dict[str, 
 
 
 async def measure_direct(load: Load) -> dict[str, list[float]]:
-    """The same without a gateway."""
+    """Measure times without a gateway."""
     network = Network.open()
     worker = PacedWorker(load.step_s, network)
     async with playing(worker) as address:
@@ -132,7 +132,7 @@ async def measure_direct(load: Load) -> dict[str, list[float]]:
 
 
 async def measure_gateway(directory: Path, load: Load) -> dict[str, list[float]]:
-    """Over HTTP, through a gateway."""
+    """Measure times over HTTP, through a gateway."""
     network = Network.open()
     worker = PacedWorker(load.step_s, network)
     async with playing(worker) as worker_address:
@@ -207,7 +207,7 @@ def main(
 
 
 def added_time(pace: Load, repeats: int) -> None:
-    """Measure and print it."""
+    """Measure and print the added time."""
     measured: dict[str, list[float]] = {}
     directory = resolve_model("demo", needs_weights=False)
     for _ in range(repeats):
@@ -224,7 +224,7 @@ def added_time(pace: Load, repeats: int) -> None:
 
 
 def added(name: str, direct: Sequence[float], through: Sequence[float]) -> dict[str, float]:
-    """The figures of the kind of token called ``name``, of one repeat: from its times, s, without a gateway and with it. Pure."""
+    """The figures of one repeat for tokens of kind ``name``. ``direct``, ``through``: seconds without and with a gateway. Pure."""
     without_ms = statistics.median(direct) * 1e3
     ordered = sorted(value * 1e3 - without_ms for value in through)
     figures = {f"{name} {q} ms": percentile(ordered, share) for q, share in (("p50", 0.5), ("p99", 0.99), ("max", 1.0))}

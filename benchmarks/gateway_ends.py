@@ -1,4 +1,4 @@
-"""The two ends of what ``gateway.py`` measures: a played decode worker, and what is asked of it without a gateway."""
+"""The two ends of ``gateway.py``'s measurement: a played decode worker, and a client that asks it without a gateway."""
 
 from __future__ import annotations
 
@@ -28,30 +28,30 @@ from kvrelay.wire.metrics import WireMetrics
 from kvrelay.wire.network import Network
 from kvrelay.wire.settings import LinkSettings
 
-FIRST_MARK = 1000  # requests are told apart by their prompt's first token
+FIRST_MARK = 1000  # the first token of a prompt identifies its request
 VOCAB_SIZE = 49_152
 
 
 class PacedWorker:
-    """A decode worker on a real control socket: a token for every running request, every ``step_s``. Implements ServerHandler."""
+    """A decode worker on a real control socket, with a token per running request every ``step_s``. Implements ServerHandler."""
 
     def __init__(self, step_s: float, network: Network) -> None:
         self.received_s: dict[int, float] = {}  # by the request's mark
         self.sent_s: dict[int, list[float]] = {}
         self._step_s = step_s
         self._running: dict[int, Submit] = {}
-        self._waiting: list[list[float]] = []  # where the moment of the next message is to be noted
+        self._waiting: list[list[float]] = []  # lists that get the time of the next message
         self._gateway = ""
         metrics = WireMetrics(CollectorRegistry())
         self.server = ControlServer("tcp://127.0.0.1:*", self, LinkSettings(), metrics=metrics, network=network)
 
     def welcome(self, hello: Hello) -> Welcome | HelloRefused:
-        """Everybody is welcome."""
+        """Accept every peer."""
         card = fake_card(num_blocks=4096, block_size=16, vocab_size=VOCAB_SIZE)
         return Welcome(role=Role.DECODE, worker_id="paced", epoch=1, protocol=1, card=card)
 
     def status(self) -> Status:
-        """Always room."""
+        """Report free room."""
         return Status(
             state=WorkerState.READY,
             num_running=len(self._running),
@@ -63,7 +63,7 @@ class PacedWorker:
         )
 
     def on_message(self, peer_id: str, role: Role, message: Message) -> None:
-        """Take requests."""
+        """Take a request."""
         self._gateway = peer_id
         if isinstance(message, Submit):
             mark = message.token_ids[0]
@@ -72,10 +72,10 @@ class PacedWorker:
             self.sent_s[mark] = []
 
     def on_peer_lost(self, peer_id: str, role: Role) -> None:
-        """The end of the run."""
+        """Do nothing: the run ends."""
 
     async def run(self) -> None:
-        """Steps, until cancelled."""
+        """Run steps until cancelled."""
         while True:
             started_s = time.monotonic()
             items = [self._next_token(mark, submit) for mark, submit in list(self._running.items())]
@@ -106,7 +106,7 @@ class PacedWorker:
 
 
 async def ask_directly(link: DirectLink, mark: int, tokens: int) -> tuple[float, list[float]]:
-    """When a request was sent, and when its tokens came."""
+    """The time when a request was sent, and the times when its tokens came."""
     name, prompt, came_s = str(mark), prompt_of(mark), list[float]()
     sampling = SamplingParams(max_tokens=tokens, temperature=0.0)
     submit = Submit(request_id=name, attempt=1, token_ids=prompt, num_prompt_tokens=len(prompt), sampling=sampling)
@@ -118,5 +118,5 @@ async def ask_directly(link: DirectLink, mark: int, tokens: int) -> tuple[float,
 
 
 def prompt_of(mark: int) -> list[int]:
-    """The prompt of one request."""
+    """The prompt of the request ``mark``."""
     return [mark, *range(2000, 2127)]

@@ -1,4 +1,4 @@
-"""Streamed tokens per second through a gateway, and what each process uses of the CPU: for ``gateway.py``."""
+"""Measures streamed tokens per second through a gateway, and the CPU use of each process, for ``gateway.py``."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from kvrelay.launcher.settings import LocalSettings
 
 
 def throughput(streams: int, seconds: float, **of_gateway: str | float) -> float:
-    """Measure and print streamed tokens per second with a fake decode worker, and what each process used of the CPU.
+    """Measure and print streamed tokens per second with a fake decode worker, and the CPU use of each process.
 
-    ``of_gateway``: further settings. Returns the tokens per second.
+    ``of_gateway``: further settings. Returns tokens per second.
     """
-    # A step of a millisecond is more than the worker can do.
+    # The worker cannot reach steps of a millisecond, so they do not limit it.
     settings = LocalSettings.of(
         engine="fake", prefill=0, port=0, log_level="warning", fake_step_ms=1, fake_token_us=0, fake_token_bytes=64,
         max_num_seqs=streams + 56, **of_gateway,
@@ -60,7 +60,7 @@ def trace_cost(streams: int, seconds: float, repeats: int) -> None:
     found: dict[str, list[float]] = {"off": [], "sampled at 10 %": []}
     with collector() as url:
         for number in range(2 * repeats):
-            name = list(found)[(number + number // 2) % 2]  # off on on off: what drifts is nobody's
+            name = list(found)[(number + number // 2) % 2]  # off on on off: drift affects both
             traced: dict[str, str | float] = {} if name == "off" else {"trace_endpoint": url, "trace_sample": 0.1}
             print(f"traces {name}:")
             found[name].append(throughput(streams, seconds, **traced))
@@ -73,7 +73,7 @@ def trace_cost(streams: int, seconds: float, repeats: int) -> None:
 
 @contextmanager
 def collector() -> Iterator[str]:
-    """Takes traces and forgets them; its URL. In this process, which has nothing else to do while others are measured."""
+    """Receives traces and drops them. Yields its URL. It runs in this process, which is idle during measurements."""
 
     class Forget(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -98,7 +98,7 @@ def collector() -> Iterator[str]:
 
 
 def lines_of(result: RunResult, gateway_s: float, worker_s: float, memory_mb: float) -> list[str]:
-    """Pure: what a run tells, from its result and the CPU time of gateway and worker during it.
+    """The lines about a run, from its result and the CPU time of gateway and worker. Pure.
 
     Raises SystemExit if requests failed.
     """
@@ -116,6 +116,6 @@ def lines_of(result: RunResult, gateway_s: float, worker_s: float, memory_mb: fl
 
 
 def cpu_s(process: psutil.Process) -> float:
-    """CPU time that it has used."""
+    """The CPU time that a process has used."""
     times = process.cpu_times()
     return float(times.user + times.system)

@@ -1,6 +1,6 @@
-"""Memory of a gateway by its number of models: python benchmarks/gateway_models.py [MODEL …], else three times the demo model.
+"""A gateway's memory by its number of models: python benchmarks/gateway_models.py [MODEL …], else three times the demo model.
 
-Each number of models is a process of its own, which loads the application and connects to nobody.
+Each number of models runs in a separate process, which loads the application and connects to no worker.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvrelay.launcher.models import resolve_model
 
 
 def rss_mib(directories: list[Path]) -> float:
-    """Of this process, once it has an application for so many models."""
+    """Memory of this process after it has loaded the application for these models."""
     names = [f"m{number}" for number in range(len(directories))]
     app = create_app(
         GatewaySettings(

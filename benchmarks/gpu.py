@@ -1,16 +1,16 @@
-"""What kvrelay's engine does on one GPU: numerics first, then every figure beside its floor and its peers. One command, offline.
+"""Measures kvrelay's engine on one GPU: numerics first, then every figure with its floor and its peers. One command, offline.
 
     PYTHONPATH=src python benchmarks/gpu.py --json gpu.json          # at most 8 minutes on one H200
-    PYTHONPATH=src python benchmarks/gpu.py --only decode-step       # one section, and the numerics of what it times
-    PYTHONPATH=src python benchmarks/gpu.py --dry-run                # goes all ways on a CPU, with sizes of next to nothing
+    PYTHONPATH=src python benchmarks/gpu.py --only decode-step       # one section, and its numerics
+    PYTHONPATH=src python benchmarks/gpu.py --dry-run                # runs all code on a CPU, with tiny sizes
 
-First it measures what the device does at best (copy bandwidth, bf16 products): all floors are bytes or operations over that. Then
-every kernel's results are compared with float64 on fresh random numbers; what is wrong, or was not checked, is not timed. Then come
-the figures: medians behind a warm-up, by the device's own events with a cold cache where a kernel is timed, on the wall where the
-whole engine is. The model has random weights of Llama-3-8B's shape, 16 GB that are written to memory or disk for the run.
+It first measures the device's best rates (copy bandwidth, bf16 products). A floor is bytes or operations over such a rate. Then it
+compares every kernel's results with float64 on fresh random numbers. It does not time what is wrong or unchecked. All figures are
+medians after a warm-up. Kernels are timed by the device's events with a cold cache, the whole engine by wall time. The model has
+random weights of Llama-3-8B's shape, 16 GB that are written to memory or disk for the run.
 
-Every section runs in a process of its own, under a time limit; one that fails is reported, and the others go on. Peers run in the
-same section; those that are not installed are named. The exit code is 1 if numerics fail, 3 if a section failed, else 0.
+Every section runs in a separate process under a time limit. A failed section is reported, and the others continue. Peers run in the
+same section; missing peers are named. The exit code is 1 if numerics fail, 3 if a section failed, else 0.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ def main(
     if not has_device and not dry_run:
         raise click.UsageError("there is no NVIDIA device here; --dry-run goes all ways without one")
     if not has_device:
-        os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported: here and in every process
+        os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, here and in every process
     os.environ.setdefault(
         "PYTORCH_NVML_BASED_CUDA_CHECK", "1"
-    )  # asking for a device must not open it: processes are forked
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # nor should the server of processes have threads
-    # The processes' server looks for what it preloads before it is told this one's path.
+    )  # the check for a device must not open it, because processes are forked
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # the fork server must not have threads either
+    # The fork server imports its preloads before it gets this process's path.
     paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     sys.exit(_run(only, budget_s, output, work_dir, secrets.randbits(31) if seed is None else seed, is_dry=dry_run))
@@ -59,7 +59,7 @@ def main(
 def _run(
     only: tuple[str, ...], budget_s: float, output: Path | None, work_dir: Path | None, seed: int, *, is_dry: bool
 ) -> int:
-    # Not before the environment is ready.
+    # Import only after the environment is set.
     from gpu_parts.engine.model_dir import scratch_directory  # noqa: PLC0415
     from gpu_parts.frame.plan import NAMES, chosen  # noqa: PLC0415
     from gpu_parts.frame.running import Context  # noqa: PLC0415

@@ -1,13 +1,12 @@
-"""What guided decoding costs: a decode step of 16 guided rows against one of 16 free rows, in turns, and what compiling takes.
+"""The cost of guided decoding: a decode step of 16 guided rows against one of 16 free rows, in turns, and the time to compile.
 
     .venv/bin/python benchmarks/guidance.py            # about 3 minutes
 
-Both batches are the demo model's, in one process, with the same prompts and lengths; a step is what the model thread does: masks,
-the model, sampling, and telling the grammar what came. What is compared is the ratio within a round of one step each, in an order
-that turns round; the median of those ratios counts, of wall time and of the process's CPU time, which includes masks that other
-threads make. Two batches without a guide come first: what they differ by is the machine's noise. An output that is over starts
-again behind its prompt. Greedy rows are the hardest case: without a guide they cost nearly nothing to sample. Run it on an idle
-machine.
+Both batches use the demo model in one process, with the same prompts and lengths. A step includes all work of the model thread:
+masks, the model, sampling, and updating the grammar. A round is one step of each batch, in alternating order. The result is the
+median of the rounds' ratios, for wall time and for the process's CPU time. The latter includes masks that other threads make. Two
+batches without a guide come first and show the machine's noise. A finished output starts again after its prompt. Greedy rows are
+the hardest case, because they cost almost nothing to sample without a guide. Run it on an idle machine.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ _TOOLS = [
 
 @dataclass
 class Batch:
-    """Sequences that decode together, for ever."""
+    """Sequences that decode together without end."""
 
     leader: Leader
     compiler: GrammarCompiler
@@ -82,7 +81,7 @@ class Batch:
     step_cpu_s: list[float] = field(default_factory=list)
 
     def fill(self, num_sequences: int, first_block: int) -> int:
-        """Prefill the prompts; returns the first block that is still free."""
+        """Prefill the prompts. Returns the first free block."""
         per_sequence = _MAX_LEN // self.leader.engine.card.layout.block_size
         for number in range(num_sequences):
             tokens = [1000 + 37 * number + place for place in range(_PROMPT_LEN)]
@@ -98,7 +97,7 @@ class Batch:
         return first_block
 
     def step(self) -> None:
-        """One decode step, timed; what is over starts again afterwards."""
+        """One timed decode step. Finished sequences start again afterwards."""
         begun_s, begun_cpu_s = time.perf_counter(), time.process_time()
         results = self.leader.step([StepRow(one, 1) for one in self.sequences])
         for one, result in zip(self.sequences, results, strict=True):
@@ -115,12 +114,12 @@ class Batch:
                 again = replace(
                     one, token_ids=prompt, num_computed_tokens=num_computed, finish_reason=None, guide=guide
                 )
-                one.set_status(SequenceStatus.FINISHED)  # its slot is another's
+                one.set_status(SequenceStatus.FINISHED)  # frees its slot
                 self.sequences[index] = again
 
 
 def compiled(compiler: GrammarCompiler, sampling: SamplingParams) -> GuideState:
-    """The guide's state, when it is there."""
+    """The guide's state, once it is compiled."""
     answers: queue.SimpleQueue[GuideResult] = queue.SimpleQueue()
     compiler.start(sampling, (), answers.put)
     result = answers.get(timeout=300)

@@ -1,21 +1,21 @@
-"""How fast KV blocks go from one process into another, verified and sealed, beside plain pyzmq.
+"""The speed of KV blocks from one process into another, verified and sealed, compared with plain pyzmq.
 
-For every way two processes on loopback, each with a pool of huge-page memory like the engine's. In every round each way moves
-the same bytes once, in an order that turns from round to round, so that a neighbour's load falls on all of them; what is
-compared is the ratio *within* a round, and the median of those ratios is what counts; the lowest and the highest stand beside
-it. A round is timed by the sender: first block given away until the receiver's message that everything is there.
+For every way there are two processes on loopback, each with a pool of huge-page memory like the engine's. In every round each way
+moves the same bytes once, in rotating order, so that other load on the machine affects all ways. The result is the median of the
+ratios within a round, with the lowest and the highest. The sender times a round: from the first block until the receiver reports
+that all have arrived.
 
-    frames     pyzmq PUSH/PULL, ``copy=False`` on both sides, as one writes it: the bytes end in ZeroMQ's memory and are thrown
-               away, untouched. Nobody can use them there.
+    frames     pyzmq PUSH/PULL, ``copy=False`` on both sides, in its usual form: the bytes end in ZeroMQ's memory and are dropped
+               there, so nobody can use them.
     frames-kept the same, in processes that tell glibc to keep freed memory as kvrelay's workers do
-               (:mod:`kvrelay.common.system`): the most that ZeroMQ gives. All ways below do that, too.
+               (:mod:`kvrelay.common.system`): the most that ZeroMQ reaches. All ways below do that, too.
     verified   kvrelay's BlockSender and BlockReceiver with a lease: XXH3 over header and pool memory, granted, committed, verified.
     sealed     the same with AES-256-GCM instead of XXH3.
-    shared     kvrelay through shared memory (SharedReceiver), as between workers on one host: the same lease, the same proof.
+    shared     kvrelay through shared memory (SharedReceiver), as between workers on one host, with the same lease and verification.
     shared-sealed the same with AES-256-GCM.
 
-Before it counts, a way must prove in its warm-up round that the receiver's pool holds the sender's bytes. Run it with the
-project's environment: ``python benchmarks/handoff.py --help``.
+In its warm-up round a way must prove that the receiver's pool holds the sender's bytes. Run it in the project's environment:
+``python benchmarks/handoff.py --help``.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ from sides import Side
 from kvrelay.launcher.bench.machine import CpuMeter
 from kvrelay.launcher.bench.records import CpuUse
 
-LONGEST_S = 1800.0  # for one size of blocks
+LONGEST_S = 1800.0  # limit for one block size
 PLAIN_WAYS = ("frames", "frames-kept")
 WAYS = [*PLAIN_WAYS, "verified", "sealed", "shared", "shared-sealed"]
 
 
 def measure(sizes: Sizes, ways: Sequence[str], num_rounds: int) -> tuple[dict[str, list[Round]], CpuUse | None]:
-    """Rounds of every way, taken in turn, and who used the CPU meanwhile; the warm-up rounds are not among them."""
+    """Rounds of every way, taken in turns, without the warm-up rounds; and the CPU use meanwhile."""
     rounds: dict[str, list[Round]] = {}
     with ExitStack() as stack:
         runs: dict[str, Callable[[], Round]] = {}
         for name in ways:
             way, (at_receiver, at_sender) = Way(name), Pipe()
-            # No way shares a process, and so settings and heap, with another.
+            # Each way has its own processes, because ways differ in settings and heap.
             receiver, sender = (
                 stack.enter_context(Side(target, sizes, way, peer, ends_s=time.monotonic() + LONGEST_S))
                 for target, peer in ((receive, at_receiver), (send, at_sender))
@@ -79,7 +79,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def summary(sizes: Sizes, rounds: dict[str, list[Round]], cpu: CpuUse | None) -> dict[str, Any]:
-    """Medians and ranges per way, and of the ratios within a round. Pure."""
+    """Medians and ranges of each way, and of the ratios within a round. Pure."""
 
     def ratio(way: str, base: str) -> dict[str, float] | None:
         if way not in rounds or base not in rounds:

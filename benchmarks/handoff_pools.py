@@ -1,4 +1,4 @@
-"""The pools between which :mod:`handoff` moves blocks, without an engine: memory, and one hand-off at a time."""
+"""The pools of :mod:`handoff`, without an engine: memory, and reservations for one hand-off at a time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvrelay.common.kv_geometry import GroupKind, KvGeometry, KvGroup
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What is moved in a round."""
+    """The blocks that a round moves."""
 
     block_nbytes: int
     num_blocks: int
@@ -25,7 +25,7 @@ class Sizes:
 
 
 def geometry_of(sizes: Sizes, block_size: int) -> KvGeometry:
-    """Blocks of one group."""
+    """The geometry of one group with these blocks."""
     token_nbytes = sizes.block_nbytes // block_size
     group = KvGroup(
         kind=GroupKind.FULL, layers=(0,), num_kv_heads=1, key_size=token_nbytes, value_size=0, dtype="uint8"
@@ -34,7 +34,7 @@ def geometry_of(sizes: Sizes, block_size: int) -> KvGeometry:
 
 
 class Pool:
-    """A pool's bytes, as tables on both sides see them."""
+    """A pool's bytes, in the form that the tables on both sides use."""
 
     def __init__(self, sizes: Sizes) -> None:
         self.block_nbytes = sizes.block_nbytes
@@ -58,11 +58,11 @@ class Pool:
         """Nothing to do in host memory."""
 
     def clear(self) -> None:
-        """Zeros everywhere; so every page is there before anything is timed."""
+        """Fill the pool with zeros, which also allocates every page before the measurement."""
         self.bytes[:] = bytes(len(self.bytes))
 
     def digest(self) -> str:
-        """Of all bytes."""
+        """The digest of all bytes."""
         return xxhash.xxh3_128_hexdigest(self.bytes)
 
 

@@ -1,4 +1,4 @@
-"""How a hand-off is measured: which way blocks go, and the rounds of a sending and a receiving process."""
+"""The measurement of a hand-off: the way of the blocks, and the rounds of a sending and a receiving process."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from sides import Side, heard
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How blocks go: a name of :mod:`handoff`'s."""
+    """A way to move blocks, by a name of :mod:`handoff`."""
 
     name: str
 
     @property
     def is_plain(self) -> bool:
-        """Without kvrelay."""
+        """Whether it works without kvrelay."""
         return self.name.startswith("frames")
 
     @property
     def is_shared(self) -> bool:
-        """Through shared memory."""
+        """Whether it uses shared memory."""
         return self.name.startswith("shared")
 
     @property
     def seals_kv(self) -> bool:
-        """With AES-256-GCM."""
+        """Whether it uses AES-256-GCM."""
         return self.name.endswith("sealed")
 
 
@@ -43,9 +43,9 @@ class Round:
 
 
 def run_round(sender: Side, receiver: Side, digest: str | None = None) -> Round:
-    """One round of two processes that run ``receive_rounds`` and ``send_rounds``.
+    """Run one round of two processes that run ``receive_rounds`` and ``send_rounds``.
 
-    ``digest``: of what is sent. With it the receiver's pool is emptied before, and RuntimeError is raised if it has other bytes
+    ``digest``: of the sent bytes. With it the receiver's pool is cleared before. RuntimeError if the pool has other bytes
     afterwards.
     """
     receiver.tell(digest is not None)
@@ -62,20 +62,20 @@ class Receiver(Protocol):
     """The receiving end of a way."""
 
     def run(self) -> None:
-        """One round."""
+        """Receive one round."""
 
     def close(self) -> None:
-        """No more."""
+        """End it."""
 
 
 class Sender(Protocol):
     """The sending end of a way."""
 
     def run(self) -> float:
-        """One round; its seconds."""
+        """Send one round. Returns its seconds."""
 
     def close(self) -> None:
-        """No more."""
+        """End it."""
 
 
 def receive_rounds(
@@ -84,7 +84,7 @@ def receive_rounds(
     clear: Callable[[], None],
     digest: Callable[[], str],
 ) -> None:
-    """A round for every word of the parent, until None; on a true one of an empty pool, whose digest is told afterwards."""
+    """Receive a round for every message of the parent, until None. If the message is true, clear the pool and report its digest."""
     for is_checked in heard(parent):
         if is_checked:
             clear()
@@ -97,7 +97,7 @@ def receive_rounds(
 
 
 def send_rounds(parent: Connection, sender: Sender) -> None:
-    """A round for every word of the parent, until None; tells its seconds, and those of this process's CPU time."""
+    """Send a round for every message of the parent, until None. Reports its seconds and this process's CPU seconds."""
     for _ in heard(parent):
         cpu_s = time.process_time()
         seconds = sender.run()

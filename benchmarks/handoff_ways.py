@@ -1,4 +1,4 @@
-"""What :mod:`handoff` compares: for each way a receiving and a sending process, each with a pool of its own."""
+"""The ways that :mod:`handoff` compares: for each, a receiving and a sending process with a pool each."""
 
 from __future__ import annotations
 
@@ -32,33 +32,33 @@ from kvrelay.wire.transfers import DecodeLink, TransferSettings, TransferTable
 BLOCK_SIZE = 16  # tokens
 FINGERPRINT = b"handoff benchmark"
 EPOCH = 1
-HEADER = bytes(58)  # what plain pyzmq sends in front of a block
-PLAIN = "frames"  # its processes keep glibc as it comes, the others set it as kvrelay's workers do
-ANSWER_S = 60.0  # a side that says nothing for so long has failed
+HEADER = bytes(58)  # sent by plain pyzmq before each block
+PLAIN = "frames"  # its processes keep glibc's defaults; the others use the settings of kvrelay's workers
+ANSWER_S = 60.0  # time limit for an answer
 
 
 # -- the receiving process ---------------------------------------------------------------------------------------------
 
 
 class LeaseEnds:
-    """Tells the main thread how a lease ended."""
+    """Passes the end of a lease to the main thread."""
 
     def __init__(self) -> None:
         self.queue: queue.SimpleQueue[VerifiedLease | str] = queue.SimpleQueue()
 
     def on_lease_verified(self, lease: VerifiedLease) -> None:
-        """Every block proved right."""
+        """All blocks were verified."""
         self.queue.put(lease)
 
     def on_lease_rejected(
         self, lease_id: int, peer_id: str, key: tuple[str, int], code: FailureCode, detail: str
     ) -> None:
-        """Never in a benchmark."""
+        """Does not happen in a successful run."""
         self.queue.put(f"{code}: {detail}")
 
 
 class KvrelayReceiver:
-    """Leases and a block receiver; plain or sealed, over TCP or through shared memory."""
+    """Leases and a block receiver: plain or sealed, over TCP or shared memory."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class KvrelayReceiver:
         way: Way,
         settle: Callable[[], None] | None = None,
     ) -> None:
-        """``settle``: waits until received blocks are where they belong."""
+        """``settle``: waits until received blocks are at their final place."""
         self._settle = settle
         self._ends, self._peer, self._codec = LeaseEnds(), peer, Codec()
         settings = LeaseSettings(
@@ -80,7 +80,7 @@ class KvrelayReceiver:
             seals_kv=way.seals_kv,
         )
         metrics = WireMetrics(CollectorRegistry())
-        # One block more than is sent: a lease has room for the first token behind the prompt.
+        # A lease also has room for the first token after the prompt, so the pool has one more block.
         self._leases = LeaseTable(settings, WholePool(sizes.num_blocks + 1), pool, self._ends, metrics, time.monotonic)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._receiver: BlockReceiver | SharedReceiver
@@ -94,7 +94,7 @@ class KvrelayReceiver:
         self.address = self._receiver.address
 
     def run(self) -> None:
-        """One hand-off."""
+        """Receive one hand-off."""
         offer = self._codec.decode(self._peer.recv_bytes())
         assert isinstance(offer, Offer)
         self._peer.send_bytes(self._codec.encode(self._leases.offer("sender", offer)))
@@ -109,13 +109,13 @@ class KvrelayReceiver:
         self._peer.send_bytes(self._codec.encode(Verified(lease_id=lease.lease_id, epoch=EPOCH)))
 
     def close(self) -> None:
-        """End the threads."""
+        """Stop the threads."""
         self._receiver.stop()
         self._context.destroy(linger=0)
 
 
 class ZmqReceiver:
-    """A PULL socket; frames are thrown away."""
+    """A PULL socket that drops all frames."""
 
     def __init__(self, sizes: Sizes, peer: Connection) -> None:
         self._sizes, self._peer = sizes, peer
@@ -124,7 +124,7 @@ class ZmqReceiver:
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def run(self) -> None:
-        """All blocks of a round."""
+        """Receive all blocks of a round."""
         for _ in range(self._sizes.num_blocks):
             self._socket.recv()
             self._socket.recv(copy=False)
@@ -136,7 +136,7 @@ class ZmqReceiver:
 
 
 def receive(parent: Connection, sizes: Sizes, way: Way, peer: Connection) -> None:
-    """The receiving process. Tells its address, then receives rounds."""
+    """The receiving process: reports its address, then receives rounds."""
     if way.name != PLAIN:
         keep_freed_memory()
     pool = Pool(sizes)
@@ -149,21 +149,21 @@ def receive(parent: Connection, sizes: Sizes, way: Way, peer: Connection) -> Non
 
 
 class TransferEnds:
-    """Hears how transfers end."""
+    """Receives the ends of transfers."""
 
     def on_verified(self, key: tuple[str, int]) -> None:
-        """The sender has read the message itself."""
+        """Do nothing: the sender reads the message itself."""
 
     def on_failed(self, key: tuple[str, int], code: FailureCode, detail: str, retry_after_s: float | None) -> None:
-        """Never in a benchmark."""
+        """Does not happen in a successful run."""
         raise RuntimeError(f"the transfer failed: {code}: {detail}")
 
     def on_blocks_released(self, key: tuple[str, int]) -> None:
-        """The pool is the next round's."""
+        """Do nothing: the next round uses the pool again."""
 
 
 class PipeControl:
-    """The control link: a pipe to the receiving process."""
+    """The control link, as a pipe to the receiving process."""
 
     def __init__(self, peer: Connection) -> None:
         self._peer, self._codec = peer, Codec()
@@ -179,7 +179,7 @@ class PipeControl:
 
 
 class KvrelaySender:
-    """A transfer table and a block sender; plain or sealed, over TCP or through shared memory."""
+    """A transfer table and a block sender: plain or sealed, over TCP or shared memory."""
 
     def __init__(
         self,
@@ -191,7 +191,7 @@ class KvrelaySender:
     ) -> None:
         self._sizes, self._control = sizes, PipeControl(peer)
         metrics = WireMetrics(CollectorRegistry())
-        # Without shared memory it would go over TCP, to nobody: that ends with an error, not with a figure.
+        # If shared memory fails, TCP goes to an address without a listener: an error, not a wrong figure.
         shared = SharedTarget(address, SharedPlace(), sizes.block_nbytes) if way.is_shared else None
         address = "tcp://127.0.0.1:9" if way.is_shared else address
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -203,7 +203,7 @@ class KvrelaySender:
         self._num_rounds = 0
 
     def run(self) -> float:
-        """One hand-off, timed from the moment at which all blocks are ready."""
+        """One hand-off, timed from when all blocks are ready."""
         self._num_rounds += 1
         key = ("r", self._num_rounds)
         tokens = [1] * (self._sizes.num_blocks * BLOCK_SIZE)
@@ -232,7 +232,7 @@ class KvrelaySender:
         return seconds
 
     def close(self) -> None:
-        """End the thread."""
+        """Stop the thread."""
         self._sender.close()
         self._context.destroy(linger=0)
 
@@ -247,7 +247,7 @@ class ZmqSender:
         self._socket.connect(address)
 
     def run(self) -> float:
-        """All blocks of a round."""
+        """Send all blocks of a round."""
         started_s = time.perf_counter()
         for index in range(self._sizes.num_blocks):
             self._socket.send(HEADER, zmq.SNDMORE)
@@ -261,7 +261,7 @@ class ZmqSender:
 
 
 def send(parent: Connection, sizes: Sizes, way: Way, peer: Connection) -> None:
-    """The sending process. Hears the receiver's address, tells its pool's digest, then sends rounds."""
+    """The sending process: gets the receiver's address, reports its pool's digest, then sends rounds."""
     if way.name != PLAIN:
         keep_freed_memory()
     pool = Pool(sizes)

@@ -1,7 +1,7 @@
-"""An EAGLE-3 head that knows some texts of a model by heart: what drafting costs, and what it gains where drafts come true.
+"""An EAGLE-3 head that has memorised some texts of a model, to measure the cost of drafting and the gain of correct drafts.
 
-It is trained here, in a minute, on the very texts that are drafted afterwards. So it says nothing of how often a head is right.
-It does say what asking one takes, and what checking its drafts does.
+It is trained here, in a minute, on the very texts that are drafted afterwards. So it does not show how often a real head is right.
+It does show the cost of asking a head and of checking its drafts.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from safetensors.torch import save_file
 
 _NUM_STEPS, _RATE = 100, 1e-3
 _NUM_UNROLLED = (
-    3  # tokens of a draft in training, each behind what the head made of the ones before (Li et al. 2025, section 3)
+    3  # draft tokens in training, each after the head's own states for the previous ones (Li et al. 2025, section 3)
 )
-_NUM_DRAFTED = 1024  # tokens that it can draft, at least: those of the texts, and some more
+_NUM_DRAFTED = 1024  # size of the draft vocabulary, at least: the texts' tokens, and some more
 _LAYER = "midlayer."
 
 Text = tuple[Sequence[int], Sequence[int]]
@@ -27,9 +27,9 @@ Text = tuple[Sequence[int], Sequence[int]]
 
 
 def save_known_head(model: Path, directory: Path, texts: Sequence[Text]) -> None:
-    """Write a head of the Llama in ``model`` to ``directory``, which is made, trained on the answers in ``texts``.
+    """Train a head of the Llama in ``model`` on the answers in ``texts``, and write it to the new ``directory``.
 
-    Answers of one token teach nothing.
+    Answers of one token are skipped.
     """
     target = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     head = _Head(target, sorted({token for prompt, answer in texts for token in (*prompt, *answer)}))
@@ -45,7 +45,7 @@ def save_known_head(model: Path, directory: Path, texts: Sequence[Text]) -> None
 
 
 class _Head:
-    """Sizes of the model's layers, but for a smaller MLP; begun as what its last layer is given."""
+    """Sizes as in the model, but a smaller MLP. Initially it passes on the input of the model's last layer."""
 
     def __init__(self, target: transformers.PreTrainedModel, drafted: list[int]) -> None:
         config = target.config
@@ -79,7 +79,7 @@ class _Head:
 
     @torch.no_grad()
     def stretch(self, text: Text) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What it sees behind a prompt that was cached or handed over: taps at all places, tokens behind, those behind these."""
+        """The training data after a prompt that was cached or handed over: taps, the next tokens, and the tokens after those."""
         prompt, answer = text
         token_ids = torch.tensor([*prompt, *answer])
         states = self._target(token_ids[None], output_hidden_states=True, use_cache=False).hidden_states
@@ -88,7 +88,7 @@ class _Head:
         return taps[first:-2], token_ids[first + 1 : -1], self._place[token_ids][first + 2 :]
 
     def loss(self, taps: torch.Tensor, behind: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Of drafts from every place on."""
+        """The loss of drafts from every position."""
         embedded = self._norm(self._target.get_input_embeddings()(behind).detach(), f"{_LAYER}input_layernorm")
         fused, total = taps @ self.weights["fc.weight"].T, torch.zeros(())
         for _ in range(_NUM_UNROLLED):
@@ -99,7 +99,7 @@ class _Head:
         return total
 
     def save(self, directory: Path) -> None:
-        """As EAGLE-3's authors do."""
+        """Write it in the format of EAGLE-3's authors."""
         directory.mkdir()
         names = (
             "hidden_size", "vocab_size", "rope_parameters", "num_attention_heads", "num_key_value_heads", "head_dim",
@@ -137,7 +137,7 @@ class _Head:
         return F.rms_norm(states, states.shape[-1:], self.weights[f"{name}.weight"], self._config.rms_norm_eps)
 
     def _turned(self, parts: torch.Tensor) -> torch.Tensor:
-        """``[num_heads, num_places, head_dim]``, by the places' numbers."""
+        """``parts`` ``[num_heads, num_places, head_dim]`` with rotary embedding by position."""
         half = parts.shape[-1] // 2
         theta = self._config.rope_parameters["rope_theta"]
         angles = torch.arange(parts.shape[1])[:, None] / theta ** (torch.arange(half) / half)

@@ -1,10 +1,9 @@
-"""A worker's memory while it loads a model: its peak beside what weights and pool take, for both paths.
+"""A worker's memory while it loads a model: its peak compared with the size of weights and pool, for both paths.
 
     .venv/bin/python benchmarks/loading.py [--model DIR]
 
-Without ``--model``: the demo model, and a random one of 2 GB. Each load is a process of its own. Counted is memory that the process
-has to itself or shares (anonymous and shared pages), above what it had with all modules imported. Pages of the checkpoint's file,
-which the kernel takes back whenever it needs room, are printed beside it.
+Without ``--model`` it uses the demo model, and a random one of 2 GB. Each load runs in a separate process. Anonymous and shared
+pages count, above the memory after all imports. Pages of the checkpoint's file are printed separately: the kernel can reclaim them.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _LIMIT = 1.1
 
 
 class Peak:
-    """The largest of what is sampled."""
+    """The largest sampled memory."""
 
     def __init__(self) -> None:
         self.own = self.file = 0
@@ -43,7 +42,7 @@ class Peak:
 
     @contextmanager
     def measured(self) -> Iterator[None]:
-        """Between enter and exit."""
+        """Sample memory inside the context."""
         thread = threading.Thread(target=self._run)
         thread.start()
         try:
@@ -66,12 +65,12 @@ def resident() -> tuple[int, int]:
 
 
 def load(directory: Path, path: str) -> dict[str, float]:
-    """What a load in this process takes."""
-    # As the files have it, also where the CPU has no products in bf16 and a worker would take float32.
+    """The memory that a load in this process takes."""
+    # Load in the files' dtype. On a CPU without bf16 products a worker would load float32.
     options = EngineOptions(
         model_dir=directory, model_id="loaded", device="cpu", dtype="bfloat16", kv_memory_bytes=POOL_MIB * 2**20
     )
-    return_freed_memory()  # as a worker's process does while it loads
+    return_freed_memory()  # as a worker does while it loads
     before, _ = resident()
     peak = Peak()
     with peak.measured():
@@ -82,13 +81,13 @@ def load(directory: Path, path: str) -> dict[str, float]:
 
 
 def tied_nbytes(directory: Path) -> int:
-    """Of a head that is the embedding: a CPU has it twice, as rows to look up and packed to multiply with."""
+    """Bytes of a tied head. A CPU has it twice: as embedding rows, and packed for products."""
     config = transformers.AutoConfig.from_pretrained(directory)
     return config.vocab_size * config.hidden_size * config.dtype.itemsize if config.tie_word_embeddings else 0
 
 
 def write_random(directory: Path) -> None:
-    """A Llama of 2 GB."""
+    """Write a Llama of 2 GB."""
     config = transformers.LlamaConfig(
         hidden_size=2048, intermediate_size=5632, num_hidden_layers=20, num_attention_heads=16, num_key_value_heads=4,
         vocab_size=32000, head_dim=128, tie_word_embeddings=False,
@@ -98,7 +97,7 @@ def write_random(directory: Path) -> None:
 
 
 def main() -> int:
-    """Exit code 1 if a peak is above the limit."""
+    """Measure and print. Returns 1 if a peak is above the limit."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="a model directory, instead of the two")
     parser.add_argument("--path", choices=("native", "transformers"), help=argparse.SUPPRESS)
@@ -129,7 +128,7 @@ PATHS = ("native", "transformers")
 
 
 def measure(directory: Path, path: str) -> dict[str, float]:
-    """In a process of its own."""
+    """Run ``load`` in a separate process."""
     command = [sys.executable, "-P", __file__, "--model", str(directory), "--path", path]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])

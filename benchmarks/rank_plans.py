@@ -1,10 +1,10 @@
-"""What it costs to tell ranks their steps: tokens/s of a fake step of 10 ms on several ranks, beside one rank's.
+"""The cost of sending plans to ranks: tokens/s of a fake step of 10 ms on several ranks, compared with one rank.
 
     .venv/bin/python benchmarks/rank_plans.py [--ranks 2]
 
-Real are plans, their encoding, links, rank processes and gloo. Fake is the step: on each rank it takes 10 ms from when that rank
-has its plan, however many ranks there are. Ranks wait for each other behind a turn of 100 steps, which shows what it costs to send
-plans; or behind each step, with a collective of gloo, which a model has many of anyway. One rank has neither. All take turns.
+Plans, their encoding, links, rank processes and gloo are real. The step is fake: on each rank it takes 10 ms from the arrival of
+its plan. In one case ranks wait for each other after 100 steps, which shows the cost of sending plans. In the other they wait after
+each step, in a gloo collective; a real model has many of those anyway. One rank has neither. All cases take turns.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from kvrelay.engine.step.leader import Leader
 from kvrelay.engine.step.plan import RowResult, SamplingInputs, StepPlan
 from kvrelay.engine.step.sequence import Sequence
 
-if TYPE_CHECKING:  # torch takes seconds to import, in which a rank must give signs of life
+if TYPE_CHECKING:  # importing torch takes seconds, in which a rank must send heartbeats
     from kvrelay.engine.models.ranks import RankPart
 
 _STEP_S = 0.010
-_NUM_SEQS, _PROMPT = 16, 64  # tokens of each
+_NUM_SEQS, _PROMPT = 16, 64  # number, and tokens of each prompt
 _BLOCK_SIZE, _BLOCKS_EACH = 16, 160
-_ROUNDS, _STEPS = 10, 100  # of a side's turn
+_ROUNDS, _STEPS = 10, 100  # steps in one turn
 _AS_RANK = "as-rank"
 
 
 class _Computed:
-    """Implements LaunchedStep: over when it is launched, as on a CPU."""
+    """A step that is complete at its launch, as on a CPU. Implements LaunchedStep."""
 
     is_deferred = False
 
@@ -60,19 +60,19 @@ class _Computed:
 
 
 class PacedPart(FakeEngine):
-    """One rank's fake engine. All ranks come to the end of a turn together, and to that of each step in every other turn."""
+    """One rank's fake engine. All ranks meet at the end of a turn and, in every other turn, after each step."""
 
     def __init__(self, part: RankPart | None) -> None:
-        """None: of one rank."""
+        """``part``: None for a single rank."""
         import torch  # noqa: PLC0415
 
         super().__init__(_card(), pace=FakePace(_STEP_S, 0.0), reads_back_once=True)
-        # Nobody reads them: each rank's engine has K/V of its own.
+        # Unused: each rank's engine has its own K/V.
         self.blocks = torch.zeros((self.store.num_blocks, self.store.block_nbytes), dtype=torch.uint8)
         if part is not None and part.pool_memory is not None:
             os.ftruncate(part.pool_memory, self.blocks.nbytes)
         self._part = part
-        self._num_steps = 0  # behind the first, which computes prompts
+        self._num_steps = 0  # steps since the first, which computes prompts
         self._partial = torch.zeros(_NUM_SEQS)
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
@@ -90,7 +90,7 @@ def _card() -> ModelCard:
 
 
 def _start_rank(environment: Mapping[str, str], descriptors: tuple[int, ...]) -> subprocess.Popen[bytes]:
-    """As kvrelay.engine.ranks.start does, but of this script."""
+    """Like kvrelay.engine.ranks.start, but runs this script."""
     return subprocess.Popen(
         [sys.executable, "-P", str(Path(__file__).resolve()), _AS_RANK, *map(str, descriptors)],
         env={**os.environ, **environment},
@@ -100,7 +100,7 @@ def _start_rank(environment: Mapping[str, str], descriptors: tuple[int, ...]) ->
 
 
 def ranked(num_ranks: int) -> Engine:
-    """The real leader of ``num_ranks`` ranks, each of which has a PacedPart."""
+    """The real leader of ``num_ranks`` ranks, each with a PacedPart."""
     from kvrelay.engine.ranks import process  # noqa: PLC0415
     from kvrelay.engine.ranks.engine import RankedEngine  # noqa: PLC0415
 
@@ -112,7 +112,7 @@ def ranked(num_ranks: int) -> Engine:
 
 
 class Side:
-    """Sequences that one engine goes on with, a token of each in every step."""
+    """Sequences that one engine decodes, with a token each per step."""
 
     def __init__(self, engine: Engine) -> None:
         self._leader = Leader(engine)
@@ -120,7 +120,7 @@ class Side:
         self._step(_PROMPT)
 
     def turn(self) -> float:
-        """Tokens/s of some steps."""
+        """Tokens/s over one turn."""
         begun_s = time.perf_counter()
         for _ in range(_STEPS):
             self._step(1)

@@ -1,9 +1,9 @@
-"""What ranks cost and save on the cores of one CPU: a rank's memory, what it reads of the checkpoint, and the time of a step.
+"""Costs and savings of ranks on the cores of one CPU: a rank's memory, the bytes that it reads of the checkpoint, and step times.
 
     .venv/bin/python benchmarks/ranks.py [--ranks 1,2,4]
 
-A random Llama in bf16, 0.6 GB. All ranks together have as many threads as the machine has cores, so that it is the same hardware
-each time: what is lost is what ranks cost. Run it on an idle machine.
+It uses a random Llama in bf16, 0.6 GB. All ranks together have as many threads as the machine has cores, so the hardware is the
+same each time, and the difference is the cost of ranks. Run it on an idle machine.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _KV = KvSettings(num_blocks=512)
 
 
 def write_random(directory: Path) -> None:
-    """A Llama that two and four ranks fit."""
+    """Write a Llama that can be cut for two and four ranks."""
     config = transformers.LlamaConfig(
         hidden_size=1024, intermediate_size=4096, num_hidden_layers=16, num_attention_heads=16, num_key_value_heads=4,
         vocab_size=32000, tie_word_embeddings=False,
@@ -52,7 +52,7 @@ def write_random(directory: Path) -> None:
 
 
 def read_nbytes(directory: Path, num_ranks: int) -> int:
-    """What the last rank reads of the checkpoint."""
+    """The bytes that the last rank reads of the checkpoint."""
     readers: list[CheckpointReader] = []
 
     class Kept(CheckpointReader):
@@ -75,13 +75,13 @@ def elsewhere(function: Callable[..., T], *arguments: object) -> T:
 
 
 class Steps:
-    """Steps of one engine, over sequences that stay as they are: each step computes the same again."""
+    """Steps of one engine over unchanged sequences: each step computes the same."""
 
     def __init__(self, leader: Leader) -> None:
         self._leader = leader
 
     def decode_s(self, num_seqs: int) -> float:
-        """One token of each sequence, behind a short context."""
+        """Seconds for one token of each sequence, after a short context."""
         num_blocks = -(-(_CONTEXT + 1) // _KV.block_size)
         rows = [_sequence(f"d{place}", _CONTEXT + 1, place * num_blocks) for place in range(num_seqs)]
         for row in rows:
@@ -90,7 +90,7 @@ class Steps:
         return self._median_s([StepRow(row, 1) for row in rows], _NUM_STEPS)
 
     def prefill_s(self) -> float:
-        """One prompt."""
+        """Seconds for one prompt."""
         return self._median_s([StepRow(_sequence("p", _PROMPT, 0), _PROMPT)], 5)
 
     def _median_s(self, rows: list[StepRow], num_steps: int) -> float:

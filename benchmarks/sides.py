@@ -1,4 +1,4 @@
-"""A process of a benchmark that is told what to do and answers: one end of a hand-off, or a worker."""
+"""A process of a benchmark that takes messages and answers: one end of a hand-off, or a worker."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Target = Callable[..., None]
 
 
 class Side:
-    """One of them. Use it as a context manager: it is gone afterwards."""
+    """A process. As a context manager it ends at exit."""
 
     def __init__(self, target: Target, *arguments: Any, ends_s: float, preload: Sequence[str] = ()) -> None:
-        """Started at once, by a server that imports ``preload``. ``ends_s``: until when it may say something, monotonic."""
+        """Start it from a fork server that imports ``preload``. ``ends_s``: the latest monotonic time for an answer."""
         processes = multiprocessing.get_context("forkserver")
         processes.set_forkserver_preload(list(preload))
         self._ends_s = ends_s
@@ -34,11 +34,11 @@ class Side:
         theirs.close()
 
     def tell(self, message: Any) -> None:
-        """Say something."""
+        """Send a message."""
         self._connection.send(message)
 
     def hear(self) -> Any:
-        """Wait for a word. Raises RuntimeError if the process ended, or its time did."""
+        """Wait for a message. Raises RuntimeError if the process ended, or at ``ends_s``."""
         if not self._connection.poll(max(0.0, self._ends_s - time.monotonic())):
             raise RuntimeError(f"{self._process.name} said nothing in its time")
         try:
@@ -51,7 +51,7 @@ class Side:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # The other end sees the connection close, and ends.
+        # The process sees the closed connection, and ends.
         self._connection.close()
         self._process.join(_END_S)
         if self._process.is_alive():
@@ -61,7 +61,7 @@ class Side:
 
 
 def heard(connection: Connection) -> Iterator[Any]:
-    """What the other end says until it says None, or is done with this process."""
+    """The messages from the other end, until None or the end of the connection."""
     with contextlib.suppress(EOFError):
         while (message := connection.recv()) is not None:
             yield message

@@ -1,12 +1,12 @@
-"""What speculation gains where a text quotes, and loses where nothing repeats: the same requests with and without, in turns.
+"""The gain of speculation for texts that quote, and its cost without repetition: the same requests with and without, in turns.
 
     .venv/bin/python benchmarks/speculation.py                      # about 10 minutes
-    .venv/bin/python benchmarks/speculation.py --drafter head       # with a head that knows the answers by heart: what it costs
+    .venv/bin/python benchmarks/speculation.py --drafter head       # the cost of a head that has memorised the answers
 
-Two workers of one process hold the same model, one with ``--speculation ngram``, or what ``--drafter`` says. A round sends the
-same requests to each, in an order that turns round; the other one is idle meanwhile. What counts is the median of the rounds'
-ratios of tokens per second, and per second of the process's CPU time, which other programs disturb less. All tokens must be equal.
-Two workers without speculation differ by the machine's noise: ``--drafter off`` shows it. Run it on an idle machine.
+Two workers in one process have the same model, one with ``--speculation ngram``, or as ``--drafter`` says. A round sends the same
+requests to each, in alternating order, while the other is idle. The result is the median of the rounds' ratios, of tokens per
+second and per second of the process's CPU time. Other programs disturb the latter less. All tokens must be equal. ``--drafter off``
+shows the noise of the machine, with two workers without speculation. Run it on an idle machine.
 """
 
 from __future__ import annotations
@@ -79,12 +79,12 @@ class Load:
 
 
 def asked(text: str) -> Chat:
-    """A chat of one question."""
+    """A chat with one question."""
     return Chat([{"role": "user", "content": text}])
 
 
 def loads(num_streams: int, num_tokens: int) -> list[Load]:
-    """Three texts that quote, one stream each, and many that do not."""
+    """Three texts that quote, with one stream each, and many that do not."""
     greedy = SamplingParams(temperature=0, max_tokens=num_tokens)
     guided = SamplingParams(
         temperature=0, max_tokens=num_tokens, structured_outputs=StructuredOutputsParams(json=_PEOPLE)
@@ -107,7 +107,7 @@ def loads(num_streams: int, num_tokens: int) -> list[Load]:
 
 @dataclass(frozen=True)
 class Run:
-    """How fast a load was, and what it gave."""
+    """The speed and the tokens of a load."""
 
     per_s: float  # tokens
     per_cpu_s: float
@@ -115,7 +115,7 @@ class Run:
 
 
 def run(llm: LLM, load: Load) -> Run:
-    """All requests of a load, at once."""
+    """Run all requests of a load at once."""
     begun_s, begun_cpu_s = time.perf_counter(), time.process_time()
     outputs = llm.generate(load.prompts, load.params)
     took_s, took_cpu_s = time.perf_counter() - begun_s, time.process_time() - begun_cpu_s
@@ -126,7 +126,7 @@ def run(llm: LLM, load: Load) -> Run:
 
 @contextlib.contextmanager
 def head_of(model: str, plain: LLM, asked_for: Sequence[Load]) -> Iterator[str]:
-    """The directory of a head that is trained on the answers which are drafted afterwards."""
+    """The directory of a head that is trained on the answers to be drafted."""
     texts: list[Text] = []
     for load in asked_for:
         outputs = plain.generate(load.prompts, load.params)
@@ -137,7 +137,7 @@ def head_of(model: str, plain: LLM, asked_for: Sequence[Load]) -> Iterator[str]:
 
 
 def spread(ratios: list[float]) -> str:
-    """The median, and the ends."""
+    """The median, and the range."""
     return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
@@ -168,7 +168,7 @@ def main(
         print("| requests | tokens/s without | with | ratio, median (least to most) | the same by CPU time |")
         print("| --- | --- | --- | --- | --- |")
         for load in asked_for:
-            for llm in (plain, drafting):  # prompts are cached from then on
+            for llm in (plain, drafting):  # fills the prefix caches
                 run(llm, load)
             found: dict[LLM, list[Run]] = {plain: [], drafting: []}
             for number in range(rounds):

@@ -1,13 +1,12 @@
-"""A prefill and a decode worker beside workers that do both, on the same two cores, in closed loops.
-
-Two devices may also be one worker of both, which computes a prompt twice as fast as any one device can, or two workers of one each.
+"""Compares a prefill and a decode worker with workers that do both, on the same two cores, in closed loops.
 
     .venv/bin/python benchmarks/split.py                                        # the four loads, 30 minutes
     .venv/bin/python benchmarks/split.py --budgets 20,40,80,160,none --plots docs/images      # TTFT over p99 gap
-    .venv/bin/python benchmarks/split.py --load 16x400 --rounds 1 --scale 0.1                 # to try it
+    .venv/bin/python benchmarks/split.py --load 16x400 --rounds 1 --scale 0.1                 # a quick trial
 
-The ways of a load take turns, the others paused. A budget is `--itl-budget-ms` of the decode workers, in all ways: "auto" is
-the default, "none" no bound.
+The alternatives are one worker on both devices, which computes a prompt twice as fast as one device, or two workers of one device
+each. The ways take turns, the others paused. A budget is the decode workers' `--itl-budget-ms`: "auto" is the default, "none" no
+limit.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def budgets_of(_context: click.Context, _option: click.Parameter, text: str) -> 
 
 
 def options_of(budget: str) -> tuple[str, ...]:
-    """Of `kvrelay local`."""
+    """The options of `kvrelay local` for a budget."""
     return () if budget == "auto" else ("--itl-budget-ms", "0" if budget == "none" else budget)
 
 

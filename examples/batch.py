@@ -1,4 +1,4 @@
-"""Many prompts without a server: the model runs in this process. batch.py [MODEL]"""
+"""Many prompts without a server: the model runs in this process. Usage: batch.py [MODEL]"""
 
 import sys
 

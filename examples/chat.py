@@ -1,4 +1,4 @@
-"""A conversation whose answers come as they are written: chat.py [QUESTION ...]"""
+"""A conversation with streamed answers. Usage: chat.py [QUESTION ...]"""
 
 import os
 import sys

@@ -1,7 +1,7 @@
-"""A worker is killed in the middle of an answer, and the answer goes on: the same text, after a pause.
+"""Kills a worker during an answer. The answer continues after a pause, with the same text.
 
-Starts a gateway, a prefill worker and two decode workers on this machine. Asks once undisturbed, then once more, and kills the
-decode worker that writes the answer.
+Starts a gateway, a prefill worker and two decode workers on this machine. Asks once without a failure. Then asks again, and kills
+the decode worker that writes the answer.
 """
 
 import os
@@ -15,11 +15,11 @@ from kvrelay.launcher.local.deployment import LocalDeployment
 from kvrelay.launcher.models import resolve_model
 from kvrelay.launcher.settings import LocalSettings
 
-NUM_BEFORE = 10  # pieces of the answer that come before the kill
+NUM_BEFORE = 10  # pieces of the answer before the kill
 
 
 def ask(deployment: LocalDeployment, *, kills: bool) -> tuple[str, float]:
-    """The answer, and the longest pause in it, in seconds."""
+    """The answer, and its longest pause in seconds."""
     client = OpenAI(base_url=f"{deployment.url}/v1", api_key="none")
     stream = client.completions.create(
         model=client.models.list().data[0].id, prompt="Once upon a time", seed=7, max_tokens=200, stream=True
@@ -38,7 +38,7 @@ def ask(deployment: LocalDeployment, *, kills: bool) -> tuple[str, float]:
 
 
 def busy_decode_worker(deployment: LocalDeployment) -> str:
-    """Whose request is running, by the workers' own metrics."""
+    """The decode worker that runs the request, by the workers' own metrics."""
     for name in ("decode-0", "decode-1"):
         with urllib.request.urlopen(f"{deployment.admin_urls[name]}/metrics", timeout=10) as answer:  # noqa: S310 - of this machine
             if b"\nkvrelay_num_requests_running 1.0" in answer.read():

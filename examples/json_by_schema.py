@@ -1,4 +1,4 @@
-"""An answer that fits a JSON schema: no token that would break it is ever sampled."""
+"""An answer that fits a JSON schema: tokens that violate it are never sampled."""
 
 import json
 import os

@@ -1,7 +1,6 @@
-"""The same question to each model and adapter that a server has. Try it with
+"""Asks every model and adapter of a server the same question. Try it with
 
-kvrelay local --model a=demo --model b=demo --alias chat=a:50+b:50
-kvrelay local --adapters DIRECTORY
+kvrelay local --model a=demo --model b=demo --alias chat=a:50+b:50 kvrelay local --adapters DIRECTORY
 """
 
 import asyncio
@@ -13,7 +12,7 @@ QUESTION = "Name a colour."
 
 
 async def main() -> None:
-    """All are asked at the same time; requests for adapters of one model share its steps."""
+    """Ask all at the same time. Requests for adapters of one model share its steps."""
     client = AsyncOpenAI(base_url=os.environ.get("KVRELAY_URL", "http://127.0.0.1:8000") + "/v1", api_key="none")
     names = [model.id for model in (await client.models.list()).data]
 

@@ -1,4 +1,4 @@
-"""A tool that the model calls: its arguments fit the schema, because the call is guided by it."""
+"""A tool that the model calls. Guided sampling makes the arguments fit the schema."""
 
 import json
 import os
@@ -11,7 +11,7 @@ model = client.models.list().data[0].id
 
 
 def weather(city: str, unit: str) -> str:
-    """What the tool does. A real one would ask somebody."""
+    """The tool. A real one would ask a weather service."""
     return f"In {city} it is {20 if unit == 'celsius' else 68} degrees {unit}."
 
 
@@ -35,7 +35,7 @@ answer = client.chat.completions.create(
     model=model,
     messages=[{"role": "user", "content": "What is the weather in Paris, in degrees celsius?"}],
     tools=[tool],
-    # A small model seldom calls by itself; "auto" leaves it the choice.
+    # A small model rarely calls a tool by itself; "auto" leaves it the choice.
     tool_choice={"type": "function", "function": {"name": "weather"}},
     temperature=0,
     max_tokens=100,

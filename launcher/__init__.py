@@ -1,5 +1,5 @@
-"""The ``kvrelay`` command: everything on one machine (``local``), one component alone, models, and the proof (``verify``).
+"""The ``kvrelay`` command: a local deployment, single components, models, and tools such as ``verify`` and ``bench``.
 
-The launcher is the only component that may import all others; it does so late, so that ``kvrelay --help`` is quick and
-``kvrelay gateway`` runs where torch is not installed.
+Only the launcher may import all other components. It imports them late, so ``kvrelay --help`` is fast, and a gateway needs no
+torch.
 """

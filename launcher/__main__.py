@@ -1,4 +1,4 @@
-"""``python -m kvrelay.launcher``: the ``kvrelay`` command without its script."""
+"""``python -m kvrelay.launcher``: runs the ``kvrelay`` command without its script."""
 
 from kvrelay.launcher.cli import main
 

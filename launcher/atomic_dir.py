@@ -1,8 +1,7 @@
-"""A directory that is made once and is either whole or not there.
+"""Builds a directory once, so that it is either complete or absent.
 
-Whoever comes first builds it in a temporary directory beside the final place, under a file lock; one ``rename`` makes it visible.
-A process killed at any moment leaves at most a temporary directory, which the next builder removes. Not for content that changes: a
-built directory is never touched again.
+The first process builds it in a temporary directory beside the final place, under a file lock. One ``rename`` makes it visible. A
+killed process leaves at most a temporary directory, which the next builder removes. A built directory is never changed.
 """
 
 from __future__ import annotations
@@ -16,20 +15,20 @@ from pathlib import Path
 
 
 def build_once(directory: Path, build: Callable[[Path], None]) -> Path:
-    """Return ``directory``, built by ``build(temporary directory)`` if it is not there yet. Waits while another process builds.
+    """Return ``directory``; ``build(temporary directory)`` builds it if it is absent. Waits while another process builds.
 
-    Side effects: parents are made; ``<name>.lock`` stays beside the directory. Raises OSError, and what ``build`` raises; then
-    nothing visible has changed.
+    Side effects: creates parents; leaves ``<name>.lock`` beside the directory. Raises OSError, and whatever ``build`` raises. After
+    an error nothing visible has changed.
     """
     if directory.exists():
         return directory
     directory.parent.mkdir(parents=True, exist_ok=True)
     with directory.with_name(directory.name + ".lock").open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel releases it when the process ends, however it ends
-        if directory.exists():  # another process was quicker
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel releases the lock at any end of the process
+        if directory.exists():  # another process has built it meanwhile
             return directory
         prefix = f".{directory.name}.building-"
-        for leftover in directory.parent.glob(prefix + "*"):  # of a builder that was killed: we hold the lock
+        for leftover in directory.parent.glob(prefix + "*"):  # from a killed builder, since we hold the lock
             shutil.rmtree(leftover)
         temporary = Path(tempfile.mkdtemp(prefix=prefix, dir=directory.parent))
         try:
@@ -38,7 +37,7 @@ def build_once(directory: Path, build: Callable[[Path], None]) -> Path:
             for path in temporary.iterdir():
                 path.chmod(0o644)  # safetensors writes 0600
                 with path.open("rb") as file:
-                    os.fsync(file.fileno())  # the name must not outlive a power cut that the bytes do not
+                    os.fsync(file.fileno())  # a power cut must not leave the name without the bytes
             temporary.rename(directory)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)

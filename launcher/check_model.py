@@ -1,4 +1,4 @@
-"""``kvrelay check-model``: whether and how a model runs, and what it needs, before its weights are there."""
+"""``kvrelay check-model``: tells whether and how a model runs, and what it needs, before its weights are downloaded."""
 
 from __future__ import annotations
 
@@ -19,37 +19,37 @@ from kvrelay.engine.outline import ModelOutline, check_files, compare, outline_m
 from kvrelay.engine.settings import KvSettings, prompt_step_tokens, sequences_at_a_time
 from kvrelay.launcher.models import find_configuration
 
-# What a process sees of their memory, in GiB.
+# Usable memory in GiB.
 GPUS = {
     "a10": 22, "a100": 79, "a100-40gb": 39, "b200": 178, "h100": 79, "h200": 140, "l4": 22, "l40s": 44, "t4": 14.5,
 }  # fmt: skip
-_MOST_RANDOM = 10**9  # parameters; to make more takes longer than somebody waits
+_MOST_RANDOM = 10**9  # parameters; generating more takes too long
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """A model on one GPU, or on one for each rank of a worker."""
+    """How a model fits on one GPU, or on one GPU for each rank of a worker."""
 
     num_ranks: int
-    memory_gib: float  # of each
-    weights_nbytes: int  # on each, or on that which has least left
+    memory_gib: float  # of each GPU
+    weights_nbytes: int  # on each GPU, or on the GPU with the least room left
     step_nbytes: int  # estimated
-    kv_nbytes: int  # what is left for K/V on each, or on that one
-    num_tokens: int  # that fit there
+    kv_nbytes: int  # room left for K/V on each GPU, or on the same one
+    num_tokens: int  # that fit in kv_nbytes
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What is found. ``reason``: why it does not run; None: it does."""
+    """The result of a check. ``reason``: why the model does not run; None: it runs."""
 
     model: str
     reason: str | None = None
     outline: ModelOutline | None = None
     fit: Fit | None = None
-    logits: str | None = None  # how they were compared, or why not
+    logits: str | None = None  # how logits were compared, or why not
 
     def as_json(self) -> dict[str, Any]:
-        """For programs. Sizes are in bytes, lengths in tokens."""
+        """The report for programs. Sizes are in bytes, lengths in tokens."""
         found: dict[str, Any] = {"model": self.model, "runs": self.reason is None, "reason": self.reason}
         if self.outline is not None:
             shape, geometry = self.outline.shape, self.outline.geometry
@@ -68,7 +68,7 @@ class Report:
         return found | {"gpu": None if self.fit is None else dataclasses.asdict(self.fit), "logits": self.logits}
 
     def lines(self) -> list[str]:
-        """For people."""
+        """The report for people."""
         rows: list[tuple[str, str]] = []
         if self.outline is not None:
             rows += _rows(self.outline)
@@ -84,7 +84,7 @@ class Report:
 def run(
     model: str, *, gpu: str | None, memory_gib: float | None, ranks: tuple[int, int], backend: str, as_json: bool
 ) -> int:
-    """The command; returns its exit code. ``ranks``: of each stage, and how many stages."""
+    """Run the command and return its exit code. ``ranks``: the ranks of each stage, and the number of stages."""
     transformers.logging.disable_progress_bar()
     transformers.logging.set_verbosity_error()
     try:
@@ -100,7 +100,7 @@ def run(
 def examine(
     model: str, directory: Path, backend: str, memory_gib: float | None, num_ranks: int, num_stages: int
 ) -> Report:
-    """Everything that is found out about the model in ``directory``."""
+    """Check the model in ``directory``. ``memory_gib``: of each GPU; None: do not check the fit."""
     outline: ModelOutline | None = None
     fit: Fit | None = None
     try:
@@ -118,7 +118,7 @@ def examine(
 
 
 def fit_of(outline: ModelOutline, memory_gib: float) -> Fit:
-    """What a worker with default settings would have left for K/V, with ``memory_gib`` for each rank, on that which has least."""
+    """The memory left for K/V by a worker with default settings and ``memory_gib`` for each rank, on the rank with the least."""
     step_nbytes = outline.step_nbytes(prompt_step_tokens(None, "cuda"), sequences_at_a_time(None, "cuda"))
     share = int(memory_gib * 2**30 * KvSettings().kv_memory_fraction)
     fits: list[Fit] = []
@@ -130,7 +130,7 @@ def fit_of(outline: ModelOutline, memory_gib: float) -> Fit:
 
 
 def _compared(directory: Path, outline: ModelOutline, has_weights: bool) -> str:
-    """Raises ModelError if logits are not those of transformers."""
+    """Compare the logits with transformers, if memory allows. Raises ModelError if they differ."""
     needed, available = outline.reference_nbytes, _available_nbytes()
     if needed > 0.8 * available:
         return f"not compared: that takes {_gib(needed)} of memory here, and there are {_gib(available)}"
@@ -148,7 +148,7 @@ def _distance_text(distance: float, weights: str) -> str:
 
 
 def _available_nbytes() -> int:
-    """Memory that a process could take, by Linux' own estimate; 0 where there is none."""
+    """Memory that a process could take, as Linux estimates it; 0 without an estimate."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:

@@ -1,8 +1,7 @@
 """The ``kvrelay`` command.
 
-Commands are listed here and loaded when they are named: the help of one must not cost the import of another, and a host
-without torch can run the gateway. An error made for the operator ends as one line on stderr; exit code 2 if a setting is
-wrong, 1 for everything else that failed.
+Commands are listed here and loaded when they are named. So the help of one command does not import another, and a host without
+torch can run the gateway. Expected errors end as one line on stderr. The exit code is 2 for a wrong setting, 1 for other failures.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from kvrelay.launcher.options import Options
 
 @dataclass(frozen=True, slots=True)
 class CommandEntry:
-    """A command, by name: where its settings are declared (a dataclass, or Options) and what runs it, as ``module:attribute``."""
+    """A command. ``settings`` names its settings (a dataclass, or Options) and ``run`` its function, as ``module:attribute``."""
 
     summary: str
     details: str
     settings: str
     run: str  # called with the settings; returns the exit code
-    common: tuple[str, ...] = ()  # the settings that --help shows, --help-all shows all; (): --help shows all
+    common: tuple[str, ...] = ()  # settings in --help; (): all. --help-all shows all
     subcommands: tuple[str, ...] = ()  # click commands, as ``module:attribute``; without one of them ``run`` runs
 
 
@@ -135,21 +134,21 @@ COMMANDS: dict[str, CommandEntry] = {
 
 
 class KvrelayGroup(click.Group):
-    """Loads a command's settings when the command is named."""
+    """Loads a command's settings only when the command is named."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """In the order a newcomer meets them."""
+        """The commands in the order in which a newcomer needs them."""
         return [*COMMANDS, *self.commands]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The command, its options made from its settings."""
+        """The command, with options generated from its settings."""
         if cmd_name not in COMMANDS:
             return super().get_command(ctx, cmd_name)
         entry = COMMANDS[cmd_name]
         return _settings_command(cmd_name, entry)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Summaries without loading a single command."""
+        """Write the summaries without loading any command."""
         with formatter.section("Commands"):
             tools = [(name, command.get_short_help_str(limit=120)) for name, command in self.commands.items()]
             formatter.write_dl([(name, entry.summary) for name, entry in COMMANDS.items()] + tools)
@@ -272,7 +271,7 @@ def run(arguments: list[str]) -> int:
         click.echo(f"kvrelay: {error}", err=True)
         return 2 if isinstance(error, SettingsError) else 1
     except ModuleNotFoundError as error:
-        # Ours missing is a bug, and its trace is wanted; another package missing is an installation without its extra.
+        # A missing kvrelay module is a bug: show its trace. For another missing package, an extra was not installed.
         if error.name is None or error.name.split(".")[0] == "kvrelay":
             raise
         click.echo(
@@ -290,7 +289,7 @@ def _settings_command(name: str, entry: CommandEntry) -> click.Command:
 
     def callback(**flags: Any) -> int:
         if click.get_current_context().invoked_subcommand is not None:
-            return 0  # it runs next
+            return 0  # click runs the subcommand next
         settings: Any = options.load(flags, os.environ, _all_variables)
         runner: Callable[[Any], int] = _load(entry.run)
         return runner(settings)
@@ -338,7 +337,7 @@ def _options(entry: CommandEntry) -> Options[Any]:
 
 
 def _all_variables() -> set[str]:
-    """Of all commands."""
+    """The environment variables of all commands."""
     return {info.variable for entry in COMMANDS.values() for info in _options(entry).infos}
 
 

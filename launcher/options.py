@@ -1,7 +1,7 @@
-"""Command line options, environment variables and config files, generated from a settings dataclass.
+"""Generates command line options, environment variables and config files from a settings dataclass.
 
 One declaration (:func:`kvrelay.common.settings.setting`) gives ``--max-num-seqs``, ``KVRELAY_MAX_NUM_SEQS`` and the key
-``max_num_seqs`` in a TOML file. A flag wins over a variable, a variable over the file, the file over the default.
+``max_num_seqs`` of a TOML file. A flag overrides a variable, a variable the file, and the file the default.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ _OF_TESTS = _PREFIX + "TEST_"
 
 @dataclass(frozen=True, slots=True)
 class Options(Generic[T]):
-    """What a command can be told, and what is made of it."""
+    """The settings of a command, and the function that makes the settings object."""
 
     infos: Sequence[SettingInfo]
-    make: Callable[[Mapping[str, Any]], T]  # of values by name, checked; raises SettingsError
+    make: Callable[[Mapping[str, Any]], T]  # from checked values by name; raises SettingsError
 
     @classmethod
     def of(cls, settings: type[T]) -> Options[T]:
-        """Of a settings dataclass."""
+        """The options of a settings dataclass."""
         return cls(describe(settings), lambda values: build(settings, values))
 
     def parameters(self, common: Sequence[str] = ()) -> list[click.Parameter]:
-        """``--config`` and one option for each setting, in order; with ``common``, those settings first, and the others hidden.
+        """``--config`` and one option for each setting, in order. With ``common``, those come first and the others are hidden.
 
-        The options carry text: conversion and limits belong to ``load``, so that a flag, a variable and a file get the
-        same errors. Their default here is None, "not given"; the real default is shown in the help.
+        The options carry text. ``load`` converts and checks it, so a flag, a variable and a file give the same errors. The default
+        here is None, "not given"; the help shows the real default.
         """
         config = click.Option(
             ["--config", CONFIG_PARAMETER],
@@ -58,20 +58,18 @@ class Options(Generic[T]):
     def load(
         self, flags: Mapping[str, Any], environment: Mapping[str, str], others: Callable[[], Collection[str]] = tuple
     ) -> T:
-        """Make it from what the command line gave, the environment, and the config file that either of them names.
+        """Make the settings from the command line, the environment, and the config file that either of them names.
 
-        ``flags`` are click's parameters (None, or of a list (): not given). ``others``: variables of other commands, which mean
-        nothing here. Raises SettingsError that names the setting, the value, the limit and where the value came from; a bad value
-        is an error also if a stronger source overrides it.
+        ``flags`` are click's parameters (not given: None, or () for a list). ``others``: variables of other commands, which are
+        ignored here. Raises SettingsError that names the setting, the value, the limit and the source. A bad value is an error even
+        if a stronger source overrides it.
         """
         given = {
-            name: ",".join(value)
-            if isinstance(value, tuple)
-            else value  # of an option that may be given again and again
+            name: ",".join(value) if isinstance(value, tuple) else value  # an option that may be repeated
             for name, value in flags.items()
             if value not in (None, ()) and name != CONFIG_PARAMETER
         }
-        # An empty variable means "not set": charts and compose files write those for values nobody gave.
+        # An empty variable means "not set": charts and compose files write empty variables for values that nobody set.
         variables = {name: text for name, text in environment.items() if name.startswith(_PREFIX) and text}
         config_file = flags.get(CONFIG_PARAMETER) or variables.get(_CONFIG_VARIABLE)
         from_file = _read_config(Path(config_file)) if config_file else {}
@@ -97,9 +95,9 @@ def _check_unknown(variables: Collection[str], own: Collection[str], others: Cal
 
 
 def command_line(cls: type, values: Mapping[str, Any]) -> list[str]:
-    """Flags that give ``values`` to a component whose settings are ``cls``; None is left out.
+    """Flags that pass ``values`` to a component with the settings class ``cls``. None values are left out.
 
-    Raises SettingsError if ``cls`` has no such setting.
+    Raises SettingsError on a name that is not a setting of ``cls``.
     """
     infos = {info.name: info for info in describe(cls)}
     arguments: list[str] = []

@@ -1,4 +1,4 @@
-"""Two lines on stderr around something long."""
+"""Prints two lines on stderr around a long operation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def announce(what: str) -> Iterator[None]:
-    """A line before, and one after with the time that it took."""
+    """Print a line before, and a line with the duration after. An exception prints no second line."""
     started_s = time.monotonic()
     print(f"kvrelay: {what} …", file=sys.stderr, flush=True)  # noqa: T201 - this is its purpose
     yield

@@ -13,14 +13,14 @@ from kvrelay.launcher.options import Options
 from kvrelay.prefill_worker.settings import PrefillSettings
 
 COMPONENTS = (DecodeSettings, PrefillSettings, GatewaySettings)
-# Who talks to whom on this machine is the launcher's to choose.
+# The launcher chooses the addresses and names of the local components.
 _CHOSEN = frozenset(
     {
         "address", "admin_host", "admin_port", "data_address", "decode_workers", "discovery", "leader_address", "namespace",
         "node_name", "node_rank", "nodes", "prefill_workers", "worker_id", "worker_selector",
     }
 )  # fmt: skip
-_OF_MODELS = frozenset({"adapters", "model"})  # a gateway has them of several models, a worker of one
+_OF_MODELS = frozenset({"adapters", "model"})  # a gateway takes values for several models, a worker for one
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +56,11 @@ class LocalSettings:
 
     deployment: DeploymentSettings
     gateway: GatewaySettings
-    components: Mapping[str, Any]  # what was given of the components' options; others have each one's own default
+    components: Mapping[str, Any]  # the given options of components; the others have each component's default
 
     @classmethod
     def of(cls, **values: Any) -> LocalSettings:
-        """Of options by their names. Raises SettingsError."""
+        """Make the settings from options by name. Raises SettingsError."""
         checked = check(local_infos(), values, source="settings")
         own = {info.name for info in describe(DeploymentSettings)}
         deployment = build(DeploymentSettings, {name: value for name, value in checked.items() if name in own})
@@ -73,15 +73,15 @@ class LocalSettings:
 
 
 def options_for(component: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of ``values`` that are settings of ``component``."""
+    """The part of ``values`` that are settings of ``component``."""
     names = {info.name for info in describe(component)}
     return {name: value for name, value in values.items() if name in names}
 
 
 def local_infos() -> list[SettingInfo]:
-    """All options of ``kvrelay local``: its own, then the components'. Where their defaults differ, each keeps its own.
+    """All options of ``kvrelay local``: its own, then the components'. If defaults differ, each component keeps its own.
 
-    What is of models is as the gateway has it: of each of them. Each gets workers, which have its own.
+    Options of models have the gateway's form, with values for several models. Each worker gets the value of its model.
     """
     found = {info.name: info for info in describe(DeploymentSettings)}
     own = frozenset(found)

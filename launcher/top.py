@@ -1,6 +1,6 @@
-"""``kvrelay top``: what a gateway and its workers do just now, in a terminal. Fed by the gateway's ``/debug/live``.
+"""``kvrelay top``: shows in a terminal what a gateway and its workers do at the moment, from the gateway's ``/debug/live``.
 
-On a terminal until Ctrl-C, also while the gateway is away; elsewhere it shows one picture and ends.
+On a terminal it runs until Ctrl-C, even while the gateway is away. Otherwise it prints one picture and ends.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from rich.text import Text
 from kvrelay.common.errors import SettingsError
 from kvrelay.launcher.errors import AnswerError
 
-_TIMEOUT_S = 10.0  # without a word
+_TIMEOUT_S = 10.0  # without data
 _AGAIN_S = 1.0
 _STATE_STYLES = {"up": "green", "leaving": "yellow", "misfit": "red", "down": "bold red"}
 _PARTS = ("accept", "queue", "prefill", "transfer", "first_step")
 
 
 def run(url: str, api_key: str | None, console: Console) -> int:
-    """Show it. Raises SettingsError on a URL that is none, AnswerError if nothing is there, or it refuses."""
+    """Show the picture. Raises SettingsError on an invalid URL, AnswerError if the gateway does not answer or refuses."""
     request = _request(url, api_key)
     if not console.is_terminal:
         pictures = _pictures(request)
@@ -54,16 +54,16 @@ def run(url: str, api_key: str | None, console: Console) -> int:
 
 
 class Picture:
-    """The last picture of a gateway, for who shows it beside something else: empty while there is none."""
+    """Keeps the latest picture of a gateway, for a view that shows it beside other content. Empty while there is none."""
 
     def __init__(self, url: str) -> None:
-        """Raises SettingsError on a URL that is none."""
+        """Raises SettingsError on an invalid URL."""
         self.last: RenderableType = ""  # may be read on any thread
         self._request = _request(url, None)
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Keep it up to date, on a thread of its own, whether the gateway is there, comes or goes."""
+        """Update the picture on a separate thread until the context ends, whether or not the gateway answers."""
         is_over = threading.Event()
 
         def watch() -> None:
@@ -84,7 +84,7 @@ class Picture:
 
 
 def render(known: dict[str, Any], state: dict[str, Any]) -> Group:
-    """The last ``roster`` and ``state`` of the feed (gateway/desk/snapshot.py), for a terminal."""
+    """The last ``roster`` and ``state`` of the feed (gateway/desk/snapshot.py) for a terminal."""
     figures = state["figures"]
     cached = "-" if figures["cached"] is None else f"{figures['cached']:.0%}"
     head = Text.assemble(
@@ -143,7 +143,7 @@ def _workers(known: list[dict[str, Any]], state: dict[str, Any]) -> Table:
 
 
 def _plain(text: str) -> str:
-    """Without what would steer the terminal."""
+    """``text`` without characters that control the terminal."""
     return "".join(one if one.isprintable() else "?" for one in text)
 
 
@@ -152,8 +152,8 @@ def _ms(value_s: float | None) -> str:
 
 
 def _pictures(request: urllib.request.Request) -> Iterator[Group]:
-    """One for each state that the gateway tells. Raises AnswerError when it does not, or not any more."""
-    # A proxy for the world must not be asked for what is on this machine.
+    """One picture for each state that the gateway sends. Raises AnswerError when it does not answer, or the stream ends."""
+    # Do not ask a proxy for addresses on this machine.
     is_here = urlsplit(request.full_url).hostname in ("127.0.0.1", "localhost", "::1")
     opener = urllib.request.build_opener(*([urllib.request.ProxyHandler({})] if is_here else []))
     known: dict[str, Any] = {}

@@ -1,6 +1,6 @@
-"""``kvrelay watermark``: whether a text carries the watermark that requests can ask for.
+"""``kvrelay watermark``: tests whether a text carries the watermark that requests can ask for.
 
-:mod:`kvrelay.engine.sampling.watermark` says what it is.
+:mod:`kvrelay.engine.sampling.watermark` describes the watermark.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvrelay.launcher.models import resolve_model
 
 @dataclass(frozen=True, slots=True)
 class Detection:
-    """How green a text is."""
+    """The counts of a watermark test."""
 
     num_scored: int  # distinct pairs of neighbours
     num_green: int
@@ -26,12 +26,12 @@ class Detection:
 
     @property
     def green_fraction(self) -> float:
-        """Of the scored tokens; 0 if there are none."""
+        """The green part of the scored tokens; 0 if none were scored."""
         return self.num_green / self.num_scored if self.num_scored else 0.0
 
     @property
     def z(self) -> float:
-        """Standard deviations above what chance gives (the paper's equation 3); 0 if nothing was scored."""
+        """Standard deviations above chance (the paper's equation 3); 0 if none were scored."""
         if not self.num_scored:
             return 0.0
         deviation = math.sqrt(self.num_scored * self.gamma * (1 - self.gamma))
@@ -39,15 +39,15 @@ class Detection:
 
     @property
     def p_value(self) -> float:
-        """How likely text without a watermark is at least this green, by the normal approximation."""
+        """The probability that text without a watermark is at least this green, by the normal approximation."""
         return 0.5 * math.erfc(self.z / math.sqrt(2))
 
 
 def detect(token_ids: Sequence[int], gamma: float = 0.5) -> Detection:
-    """Score ``token_ids``; the first has no predecessor and is not scored.
+    """Score ``token_ids``. The first token has no predecessor and is not scored.
 
-    Each pair of neighbours counts once, as the paper advises: what repeats itself proves nothing by it. Raises ValueError
-    unless ``0 < gamma < 1``.
+    Each distinct pair of neighbours counts once, as the paper advises, because repetition is no evidence. Raises ValueError unless
+    ``0 < gamma < 1``.
     """
     if not 0 < gamma < 1:
         raise ValueError(f"gamma is {gamma}; it must lie between 0 and 1")
@@ -58,9 +58,9 @@ def detect(token_ids: Sequence[int], gamma: float = 0.5) -> Detection:
 
 
 def report(text: str, model: str, gamma: float) -> list[str]:
-    """The lines to print about ``text``, as ``model``'s tokenizer splits it. Raises KvrelayError if there is no such model.
+    """The lines to print about ``text``, split by ``model``'s tokenizer. Raises KvrelayError if there is no such model.
 
-    A client's text may be split otherwise than it was generated, at its ends above all; that costs a few green tokens.
+    The tokenizer may split the text differently than it was generated, above all at its ends. That loses a few green tokens.
     """
     tokenizer = Tokenizer.load(resolve_model(model, needs_weights=False))
     found = detect(tokenizer.encode(text, add_special_tokens=False), gamma)

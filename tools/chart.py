@@ -21,7 +21,7 @@ from kvrelay.prefill_worker.settings import PrefillSettings
 CHART = Path(__file__).resolve().parent.parent / "helm"
 Schema = dict[str, Any]
 
-# What the chart itself sets: where a pod listens, what it finds, which model it serves.
+# Settings that the chart itself sets: where a pod listens, what it finds, which model it serves.
 OF_THE_CHART = {
     "address", "admin_host", "admin_port", "api_keys", "data_address", "decode_workers", "device", "discovery", "host",
     "insecure", "keys", "leader_address", "model", "namespace", "node_name", "node_rank", "nodes", "port", "prefill_workers",
@@ -52,7 +52,7 @@ SCALING = (
 
 
 def whole(minimum: int) -> Schema:
-    """A whole number from ``minimum`` on."""
+    """A whole number of at least ``minimum``."""
     return {"type": "integer", "minimum": minimum}
 
 
@@ -62,12 +62,12 @@ def choice(*values: str) -> Schema:
 
 
 def closed(**properties: Schema) -> Schema:
-    """An object of these keys and no others: a typo is an error, not a value without effect."""
+    """An object with only these keys, so that a typing error is reported."""
     return {"type": "object", "additionalProperties": False, "properties": properties}
 
 
 def setting_schema(info: SettingInfo) -> Schema:
-    """What a setting's value may be."""
+    """The schema of a setting's values."""
     kinds = {str: "string", int: "integer", float: "number", bool: "boolean"}
     one: Schema = {"type": kinds[info.kind], "description": info.help}
     if info.choices is not None:
@@ -90,7 +90,7 @@ def scaler(list_name: str, **more: Schema) -> Schema:
 
 
 def component(settings: type, **more: Schema) -> Schema:
-    """What gateway, prefill and decode have in common, and ``more``."""
+    """The values that gateway, prefill and decode share, and ``more``."""
     return closed(
         replicas=whole(0),
         settings=settings_schema(settings),
@@ -199,7 +199,7 @@ def schema() -> Schema:
         decode=worker(DecodeSettings),
         extraObjects=OBJECTS,
     )
-    values["properties"]["global"] = OBJECT  # what a parent chart may set
+    values["properties"]["global"] = OBJECT  # values that a parent chart may set
     return {"$schema": "http://json-schema.org/draft-07/schema#", "title": "Values of kvrelay's chart", **values}
 
 
@@ -207,7 +207,7 @@ _KEY = re.compile(r"^(?P<indent> *)(?P<key>[A-Za-z]+):(?: (?P<value>.*))?$")
 
 
 def documented(values: str) -> list[tuple[str, str, str]]:
-    """(path, default, comment) of every line of values.yaml that has a value. A comment belongs to the key below it."""
+    """(path, default, comment) of each line of values.yaml with a value. A comment belongs to the key below it."""
     rows: list[tuple[str, str, str]] = []
     path: list[str] = []
     comment: list[str] = []
@@ -247,7 +247,7 @@ def readme(values: str) -> str:
 
 
 def main() -> int:
-    """Write, or check."""
+    """Write or check the files."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if something has drifted")
     is_check = parser.parse_args().check

@@ -1,7 +1,6 @@
 #!/bin/sh
-# Makes environments of their own for other projects' clients, in .clients: they need versions of packages that exclude each other,
-# and ours. `make test-all` runs their unmodified packages against a deployment.
-#
+# Makes a separate environment in .clients for each of other projects' clients, because their requirements conflict with ours and
+# with each other's. `make test-all` runs their unmodified packages against a deployment.
 #   sh tools/clients.sh          run again at any time; does nothing if nothing changed (make clients calls it)
 set -eu
 
@@ -20,10 +19,10 @@ environment() { # NAME PACKAGE...
     printf '%s' "$*" >"$stamp"
 }
 
-# Two at a time would tear each other's down; the second one waits.
+# Two runs at a time would break each other's environments, so the second one waits.
 exec 9<tools/clients.sh
 if command -v flock >/dev/null 2>&1; then flock 9; fi
 
 environment langchain 'langchain-openai>=1.0'
-environment litellm 'litellm[mcp]>=1.80' # its calls of tools need the extra
+environment litellm 'litellm[mcp]>=1.80'  # tool calls need the extra
 environment tgi 'text-generation>=0.7'

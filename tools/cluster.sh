@@ -31,7 +31,7 @@ images=
 # shellcheck disable=SC2086 # commands with their arguments
 image() { # NAME:TAG CONTEXT OPTIONS...
     echo "== image $1"
-    # Once more: an image store that collects the former image's layers may take those that it is just about to share with the new one.
+    # Retry once: an image store may delete the old image's layers while the new image starts to share them.
     $BUILD "$@" || { echo "== again: image $1"; $BUILD "$@"; }
     images="$images $1"
 }
@@ -66,7 +66,7 @@ if [ -n "$LOAD" ]; then
     for one in $images; do $LOAD "$one"; done
 fi
 
-# Pods are not root: they must be able to read it.
+# Pods do not run as root, so make the model readable for all.
 model=$(.venv/bin/kvrelay fetch demo)
 mkdir -p "$MODELS"
 cp -R "$model" "$MODELS/"

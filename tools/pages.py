@@ -49,7 +49,7 @@ deployment tells.
 
 
 def settings_page() -> str:
-    """docs/settings.md: what both workers have is there once."""
+    """docs/settings.md. Settings that both workers have appear once."""
     prefill, decode, gateway = (by_name(one) for one in (PrefillSettings, DecodeSettings, GatewaySettings))
     both = {name: info for name, info in decode.items() if prefill.get(name) == info}
     parts = {
@@ -72,7 +72,7 @@ def by_name(settings: type) -> dict[str, SettingInfo]:
 
 
 def default_of(info: SettingInfo) -> str:
-    """In a table."""
+    """The default in a table."""
     if info.default is None or info.default == ():
         return ""
     if isinstance(info.default, tuple):
@@ -83,7 +83,7 @@ def default_of(info: SettingInfo) -> str:
 
 
 def limits_of(info: SettingInfo) -> str:
-    """What it is for, and what it may be."""
+    """The purpose of a setting, and its limits."""
     limits = []
     if info.choices is not None:
         limits.append("one of " + ", ".join(f"`{choice}`" for choice in info.choices))
@@ -97,12 +97,12 @@ def limits_of(info: SettingInfo) -> str:
 
 
 def cell(text: str) -> str:
-    """In a table."""
+    """``text`` escaped for a table."""
     return text.replace("|", "\\|").replace("<", "&lt;")
 
 
 def told_by_deployment() -> tuple[Told, dict[str, Any]]:
-    """Metrics of each component, and the document of the API. Starts a deployment on this machine, for seconds."""
+    """The metrics of each component and the API's OpenAPI document. Starts a local deployment for some seconds."""
     settings = LocalSettings.of(port=0, engine="fake", kv_memory_mb=16, speculation="ngram")
     with LocalDeployment.from_settings(settings, resolve_model("demo", needs_weights=False)) as deployment:
         deployment.wait_ready(timeout_s=120)
@@ -131,7 +131,7 @@ def metrics_page(told: Told) -> str:
 
 
 def names_file(told: Told, document: dict[str, Any]) -> str:
-    """What tests/launcher/test_recorded_names.py compares with the names of released versions."""
+    """The names that tests/launcher/test_recorded_names.py compares with those of released versions."""
     programs = {
         "gateway": GatewaySettings,
         "prefill-worker": PrefillSettings,
@@ -153,7 +153,7 @@ def names_file(told: Told, document: dict[str, Any]) -> str:
 
 
 def value_paths(values: dict[str, Any], above: str = "") -> Iterator[str]:
-    """The chart's values, by their paths."""
+    """The paths of the chart's values."""
     for name, value in values.items():
         yield f"{above}{name}"
         if isinstance(value, dict):
@@ -161,7 +161,7 @@ def value_paths(values: dict[str, Any], above: str = "") -> Iterator[str]:
 
 
 def fields_of(route: dict[str, Any], document: dict[str, Any]) -> dict[str, list[str]]:
-    """The names of the fields that a route takes and answers with, each with those that it has inside."""
+    """The paths of all fields in a route's requests and answers."""
     answers = [body for status, body in route["responses"].items() if status.startswith("2")]
     bodies = {"takes": [route.get("requestBody", {})], "answers": answers}
     return {
@@ -178,7 +178,7 @@ def fields_of(route: dict[str, Any], document: dict[str, Any]) -> dict[str, list
 
 
 def schema_paths(schema: Any, document: dict[str, Any], above: str, seen: tuple[str, ...] = ()) -> Iterator[str]:
-    """Paths of all fields in a schema; ``seen``: those that it is part of."""
+    """The paths of all fields in a schema. ``seen``: references that contain it, which end recursion."""
     if isinstance(schema, list):
         for one in schema:
             yield from schema_paths(one, document, above, seen)
@@ -194,7 +194,7 @@ def schema_paths(schema: Any, document: dict[str, Any], above: str, seen: tuple[
 
 
 def families(url: str) -> dict[str, Metric]:
-    """Our metrics there, by the names that queries have."""
+    """kvrelay's metrics at ``url``, by the names that queries use."""
     text = httpx.get(f"{url}/metrics", timeout=60).raise_for_status().text
     found: Iterable[Metric] = text_string_to_metric_families(text)
     named = {f"{one.name}_total" if one.type == "counter" else one.name: one for one in found}
@@ -206,12 +206,12 @@ def families(url: str) -> dict[str, Metric]:
 
 
 def without(told: dict[str, Metric], names: set[str]) -> dict[str, Metric]:
-    """Those whose names are not among ``names``."""
+    """The metrics whose names are not in ``names``."""
     return {name: one for name, one in told.items() if name not in names}
 
 
 def main() -> int:
-    """Write, or check."""
+    """Write or check the files."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if something has drifted")
     is_check = parser.parse_args().check

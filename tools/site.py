@@ -1,7 +1,7 @@
-"""A hook of mkdocs (``mkdocs.yml``): pages that lie outside of ``docs/``, and the links between pages.
+"""A hook of mkdocs (``mkdocs.yml``): adds pages from outside ``docs/``, and rewrites the links between pages.
 
-A page keeps its place in the repository, except that ``docs/`` is the site's root. So links that hold in the repository are
-rewritten to hold in the site. A link to a file that is no page, such as an example of values, becomes the file's name.
+Pages keep their places in the repository, but ``docs/`` is the site's root. So the hook rewrites repository links as site links. A
+link to a file that is not a page, such as an example of values, becomes the file's name.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#\s]+)(#[^)\s]*)?\)")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Called by mkdocs: the pages from elsewhere become files of the site."""
+    """Called by mkdocs: add the pages from outside ``docs/``."""
     for source, page in _PAGES.items():
         files.append(File.generated(config, page, content=(_ROOT / source).read_text(encoding="utf-8")))
     return files
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Called by mkdocs: links as the repository has them become links as the site has them. Raises PluginError on a dead one."""
+    """Called by mkdocs: rewrite the repository's links as the site's. Raises PluginError on a dead link."""
     del config, files
     sources = {site: source for source, site in _PAGES.items()}
     source = sources.get(page.file.src_uri, f"docs/{page.file.src_uri}")

@@ -1,5 +1,5 @@
-"""What :mod:`gpu` runs: a module for each group of figures, and the few that all of them share.
+"""The parts of :mod:`gpu`: a module for each group of figures, and modules that they share.
 
-``sizes`` says how large everything is, ``floors`` how fast it could be at best, ``rows`` what a figure looks like, ``timing`` how
-something is timed, ``running`` runs sections in processes of their own. The others are sections and what they need.
+``sizes`` has all sizes, ``floors`` the best possible times, ``rows`` the form of a figure, ``timing`` the stopwatch, and
+``running`` the processes of sections. The other modules are sections and their helpers.
 """

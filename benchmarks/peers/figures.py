@@ -1,4 +1,4 @@
-"""The figures: which sides, which load, which numbers, and what is to be reached. Pure; ``rounds.py`` does the work."""
+"""The figures: their sides, loads, metrics and targets. Pure; ``rounds.py`` measures."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvrelay.launcher.bench.records import RequestRecord, RunResult
 from kvrelay.launcher.bench.summary import percentile
 from kvrelay.launcher.bench.workload import BURST, MAIN
 
-SETTLE_S = 1.0  # of a run with streams: all have begun by then
+SETTLE_S = 1.0  # after this time in a run, all streams have begun
 _LONG = 1500  # tokens of a long prompt
 
 IDLE = "idle"
@@ -21,9 +21,9 @@ Results = dict[str, RunResult]  # by the name of the load
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A closed loop: ``concurrency`` requests at a time, forced to ``output_len`` tokens, random prompts, none used twice.
+    """A closed loop: ``concurrency`` requests at a time, with forced ``output_len`` tokens and fresh random prompts.
 
-    ``requests`` in all; or, with ``duration_s``, as many as begin in that time. ``burst`` is `kvrelay bench`'s option.
+    ``requests`` is the total. With ``duration_s`` the run starts requests for that time. ``burst`` is `kvrelay bench`'s option.
     """
 
     concurrency: int
@@ -35,22 +35,22 @@ class Load:
 
     @property
     def words(self) -> str:
-        """For people."""
+        """The load in words."""
         count = f"{self.requests} requests" if self.requests is not None else f"{self.duration_s:g} s"
         burst = "" if self.burst is None else f", burst {self.burst}"
         return f"{count}, {self.concurrency} at a time, {self.input_len} in / {self.output_len} out{burst}"
 
     @property
     def warm_up(self) -> Load:
-        """What a side answers before it is measured the first time: the same shapes, few tokens."""
+        """The load before a side's first measurement: the same shapes with few tokens."""
         return Load(self.concurrency, self.input_len, output_len=8, requests=self.concurrency)
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """``ours / theirs`` of ``metric`` is to be at least (or at most) ``limit``; the best of ``ours`` counts.
+    """``ours / theirs`` of ``metric`` should be at least (or at most) ``limit``. The best of ``ours`` counts.
 
-    ``theirs`` None: ``metric`` itself has the limit. ``limit`` None: it is only printed.
+    ``theirs`` None: ``metric`` itself has the limit. ``limit`` None: the value is only printed.
     """
 
     metric: str
@@ -60,7 +60,7 @@ class Target:
     is_at_most: bool = False
 
     def is_reached(self, value: float) -> bool | None:
-        """None without a limit."""
+        """Whether ``value`` reaches the limit; None without a limit."""
         if self.limit is None:
             return None
         return value <= self.limit if self.is_at_most else value >= self.limit
@@ -77,11 +77,11 @@ class Figure:
     values: Callable[[Results], Values]
     targets: tuple[Target, ...]
     rounds: int = 5
-    warm_up: tuple[Load, ...] = ()  # what each side answers first, beside short loads of the same shapes
+    warm_up: tuple[Load, ...] = ()  # further loads before the first measurement
 
 
 def throughput(results: Results) -> Values:
-    """Output tokens per second of everything, TTFT and the time between tokens."""
+    """Output tokens per second of all requests, and TTFT."""
     records = results[LOADED].requests
     return {
         "tokens_per_s": sum(record.output_tokens for record in records) / results[LOADED].duration_s,
@@ -90,7 +90,7 @@ def throughput(results: Results) -> Values:
 
 
 def decode_only(results: Results) -> Values:
-    """Tokens per second between the first and the last token, of streams that are alone; and TTFT."""
+    """Tokens per second between the first and the last token of lone streams, and TTFT."""
     records = results[LOADED].requests
     tokens = sum(record.output_tokens - 1 for record in records)
     return {
@@ -105,10 +105,10 @@ def first_token(results: Results) -> Values:
 
 
 def stutter(results: Results) -> Values:
-    """Inter-token latency of the running streams without bursts, and while a burst is being answered.
+    """Inter-token latency of the running streams without bursts, and during bursts.
 
-    A gap counts as "in the burst" if it ended between the sending of the first long prompt and the end of the last one's
-    answer: the tail of the run, without long prompts, must not make the quantile look better.
+    A gap counts as "during" if it ended between the sending of the first long prompt and the end of the last one's answer. The rest
+    of the run has no long prompts and would improve the quantile.
     """
     idle = [gap for record in results[IDLE].requests for _, gap in _gaps(record, SETTLE_S, float("inf"))]
     loaded = results[LOADED]
@@ -126,13 +126,13 @@ def stutter(results: Results) -> Values:
 
 
 def burst_window(result: RunResult) -> tuple[float, float]:
-    """From the sending of the first long prompt to the end of the last one's answer, s since the run's start."""
+    """From the sending of the first long prompt to the end of the last one's answer, in s since the start of the run."""
     bursts = [record for record in result.requests if record.stream == BURST]
     return min(record.sent_s for record in bursts), max(record.finished_s for record in bursts)
 
 
 def gaps_of_streams(result: RunResult, from_s: float, until_s: float) -> list[tuple[float, float]]:
-    """(when it ended, how long it was) of each gap between tokens of the main load that ended between the two times."""
+    """(end, length) of each gap between tokens of the main load that ended between the two times."""
     return [gap for record in result.requests if record.stream == MAIN for gap in _gaps(record, from_s, until_s)]
 
 

@@ -1,6 +1,6 @@
-"""Draws the time between tokens of every side while long prompts arrive, and TTFT over that time. PNG files, without a display.
+"""Draws the time between tokens of every side while long prompts arrive, and TTFT over that time. Writes PNG files.
 
-What is written on a panel is of the window that ``figures.stutter`` takes its values from, so picture and table agree.
+The text on a panel uses the same window as ``figures.stutter``, so picture and table agree.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from peers.figures import burst_window, gaps_of_streams
 from peers.rounds import Sample
 from peers.ways import WAYS, Point, Points
 
-_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")  # Okabe and Ito's, which the colour-blind tell apart
+_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")  # Okabe and Ito's palette for colour-blind readers
 _GREY = "#777777"
 _TICKS_MS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)
-_LEAST_SHARE = 0.01  # of the gaps may lie below the axis: chunks that came in one packet are microseconds apart
-_SHOWN_BEHIND_S = 0.5  # the window
+_LEAST_SHARE = 0.01  # of gaps below the axis: chunks of one packet are microseconds apart
+_SHOWN_BEHIND_S = 0.5  # shown after the window
 
 
 def quietest_round(samples: Sequence[Sample], sides: Sequence[str]) -> int | None:
-    """The one in which others and the hypervisor took least from any side, of those in which all ``sides`` succeeded. Pure."""
+    """The round with the least CPU use by others and the hypervisor, among those in which all ``sides`` succeeded. Pure."""
     disturbance: dict[int, list[float]] = {}
     for sample in samples:
         if sample.side in sides and sample.values:
@@ -38,13 +38,13 @@ def quietest_round(samples: Sequence[Sample], sides: Sequence[str]) -> int | Non
 
 
 def stutter_plot(runs: Mapping[str, RunResult], title: str, path: Path) -> Path:
-    """One panel for each run, by its label, on shared scales; ``path``, whose folder is made. Raises OSError."""
+    """Draw one panel for each run, by its label, on shared scales. Returns ``path``; creates its folder. Raises OSError."""
     figure = Figure(figsize=(9.0, 1.0 + 1.9 * len(runs)), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(title, fontsize=12, x=0.01, ha="left")
     panels = figure.subplots(len(runs), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
     end_s = max(burst_window(run)[1] for run in runs.values()) + _SHOWN_BEHIND_S
-    panels[0].set_yscale("log")  # before the panels have ticks of their own
+    panels[0].set_yscale("log")  # before the panels set their ticks
     shown: list[float] = []
     for axes, color, (label, run) in zip(panels, _COLORS, runs.items(), strict=False):
         shown += _panel(axes, label, run, color, end_s)
@@ -59,7 +59,7 @@ def stutter_plot(runs: Mapping[str, RunResult], title: str, path: Path) -> Path:
 
 
 def _panel(axes: Axes, label: str, run: RunResult, color: str, end_s: float) -> list[float]:
-    """Draw one run; the gaps that are shown, s."""
+    """Draw one run. Returns the shown gaps in s."""
     points = gaps_of_streams(run, 0.0, end_s)
     axes.scatter([at_s for at_s, _ in points], [gap for _, gap in points], s=4, color=color, linewidths=0, alpha=0.6)
     from_s, until_s = burst_window(run)
@@ -83,7 +83,7 @@ def _tick(seconds: float) -> str:
 
 
 def curves_plot(points: Points, path: Path) -> Path:
-    """TTFT over the p99 gap, one panel for each load, one line for each way, one point for each budget; as ``stutter_plot``."""
+    """TTFT over the p99 gap: a panel for each load, a line for each way, a point for each budget. Otherwise as ``stutter_plot``."""
     loops = list(dict.fromkeys(case.loop for case in points))
     figure = Figure(figsize=(4.6 * len(loops), 4.2), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)

@@ -1,4 +1,4 @@
-"""From samples to medians, paired ratios and tables. Pure."""
+"""Turns samples into medians, paired ratios and tables. Pure."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ _DISTURBANCE = ("others' cores, median (most)", "stolen cores", "generator late"
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a target."""
+    """The result for a target."""
 
     figure: str
     target: Target
-    side: str | None  # ours, the better one; None if nothing could be compared
+    side: str | None  # the better one of our sides; None if nothing could be compared
     value: float | None  # median of the ratios within each round (or of the metric itself)
     lowest: float | None
     highest: float | None
 
     @property
     def is_reached(self) -> bool | None:
-        """None: there is no limit, or no value."""
+        """None without a limit or a value."""
         return None if self.value is None else self.target.is_reached(self.value)
 
 
 def medians(samples: Sequence[Sample], figure: str, side: str) -> Values:
-    """Of each metric of one side, over the rounds that succeeded."""
+    """The medians of one side's metrics over its successful rounds."""
     values = [item.values for item in samples if item.figure == figure and item.side == side and item.values]
     return {name: median(item[name] for item in values) for name in values[0]} if values else {}
 
@@ -47,7 +47,7 @@ def paired(samples: Sequence[Sample], figure: str, metric: str, ours: str, their
 
 
 def outcomes(samples: Sequence[Sample], figure: Figure) -> list[Outcome]:
-    """Every target of a figure, with the better of our sides."""
+    """The outcome of every target of a figure, with the better of our sides."""
     found: list[Outcome] = []
     for target in figure.targets:
         best = Outcome(figure.name, target, None, None, None, None)
@@ -64,7 +64,7 @@ def outcomes(samples: Sequence[Sample], figure: Figure) -> list[Outcome]:
 
 
 def markdown(samples: Sequence[Sample], figures: Sequence[Figure], about: dict[str, str]) -> str:
-    """Tables for a page."""
+    """The tables as markdown."""
     parts: list[str] = []
     for figure in figures:
         mine = [item for item in samples if item.figure == figure.name]
@@ -93,7 +93,7 @@ def markdown(samples: Sequence[Sample], figures: Sequence[Figure], about: dict[s
 
 
 def _disturbance(samples: Sequence[Sample]) -> list[str]:
-    """Cells for ``_DISTURBANCE``: others' and the hypervisor's cores, and how late the generator was, s."""
+    """Cells for ``_DISTURBANCE``: cores of others and of the hypervisor, and the generator's lateness."""
     cores = [[item.cpu_others for item in samples], [item.cpu_stolen for item in samples]]
     late_ms = [item.lag_s * 1e3 for item in samples]
     return [

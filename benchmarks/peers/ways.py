@@ -1,4 +1,4 @@
-"""Two pools of workers beside workers that do both, on the same cores: loads, figures and the table of `split.py`. Pure."""
+"""Two pools of workers compared with workers that do both, on the same cores: loads, figures and the table of `split.py`. Pure."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from kvrelay.launcher.bench.summary import percentile
 from peers.figures import LOADED, Figure, Load, Results, Values, gaps_of_streams
 
 POOLS = "1 prefill + 1 decode"
-ONE_OF_BOTH = "--prefill 0"  # with all cores
-ONE_EACH = "--prefill 0 --decode 2"  # as many workers as pools have, a core each
+ONE_OF_BOTH = "--prefill 0"  # one worker with all cores
+ONE_EACH = "--prefill 0 --decode 2"  # as many workers as both pools have, with a core each
 WAYS = (POOLS, ONE_OF_BOTH, ONE_EACH)
 
 _COLUMNS = ("load", "budget", "workers", "TTFT p50", "p99 gap", "whole run", "refused", "others' cores")
@@ -21,17 +21,17 @@ _RATIOS = ("load", "budget", "TTFT p50", "p99 gap", "whole run")
 
 @dataclass(frozen=True, slots=True)
 class ClosedLoop:
-    """So many clients, each with its next request behind its last one; lengths are log-normal around the means."""
+    """A number of clients. Each sends its next request after its last answer. Lengths are log-normal around the means."""
 
     num_clients: int
     num_requests: int
     prompt_len: int  # tokens, the mean
     output_len: int
-    spread: float = 0.25  # of the lengths: their deviation over their mean
+    spread: float = 0.25  # standard deviation of the lengths over their mean
 
     @property
     def name(self) -> str:
-        """As it is chosen."""
+        """The name for ``--load``."""
         return f"{self.num_clients}x{self.prompt_len}"
 
     def scaled(self, scale: float) -> ClosedLoop:
@@ -47,13 +47,13 @@ class ClosedLoop:
 
     @property
     def load(self) -> Load:
-        """For `kvrelay bench`."""
+        """The load for `kvrelay bench`."""
         prompt, output = (f"lognormal:{mean},{mean * self.spread:g}" for mean in (self.prompt_len, self.output_len))
         return Load(self.num_clients, prompt, output, requests=self.num_requests)
 
     @property
     def figure(self) -> Figure:
-        """For the rounds."""
+        """The figure for ``run_figure``."""
         return Figure(self.name, self.load.words, WAYS, {LOADED: self.load}, _values, ())
 
 
@@ -67,17 +67,17 @@ LOOPS = (
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """What one run came to; of several, the medians."""
+    """The result of one run, or medians of several."""
 
     ttft_p50_s: float
     gap_p99_s: float
     run_s: float
     num_refused: float  # requests without a whole answer
-    cpu_others: float = 0.0  # cores: neither the workers' nor the generator's
+    cpu_others: float = 0.0  # cores used neither by workers nor by the generator
 
     @classmethod
     def of(cls, run: RunResult) -> Point | None:
-        """None if no answer came."""
+        """None if there was no answer."""
         answered = [record for record in run.requests if record.error is None]
         if not answered:
             return None
@@ -92,7 +92,7 @@ class Point:
 
     @classmethod
     def middle(cls, points: Sequence[Point]) -> Point:
-        """The medians, each of its own."""
+        """The median of each value."""
         return cls(
             median(point.ttft_p50_s for point in points),
             median(point.gap_p99_s for point in points),
@@ -112,18 +112,18 @@ class Case:
 
 
 def _values(results: Results) -> Values:
-    """What a round's line says; the table also has rounds in which a request failed."""
+    """The values on a round's line. The table also includes rounds with failed requests."""
     point = Point.of(results[LOADED])
     if point is None:
         return {}
     return {"ttft_p50_s": point.ttft_p50_s, "gap_p99_s": point.gap_p99_s, "run_s": point.run_s}
 
 
-Points = Mapping[Case, Sequence[Point | None]]  # one a round; None: it failed as a whole
+Points = Mapping[Case, Sequence[Point | None]]  # one for each round; None: the whole round failed
 
 
 def table(points: Points) -> str:
-    """Medians, and below them the median of the ratios within the rounds, as markdown."""
+    """The medians as markdown, and below them the medians of the ratios within rounds."""
     lines = [_row(_COLUMNS), _row(["---"] * len(_COLUMNS))]
     for case, found in points.items():
         rounds = [point for point in found if point is not None]
@@ -149,7 +149,7 @@ def table(points: Points) -> str:
 
 
 def paired(ours: Sequence[Point | None], theirs: Sequence[Point | None]) -> tuple[float, float, float] | None:
-    """Median ratios of TTFT p50, p99 gap and whole run, of the rounds in which both succeeded; None if there is none."""
+    """Median ratios of TTFT p50, p99 gap and whole run over the rounds in which both succeeded; None without such a round."""
     pairs = [(one, other) for one, other in zip(ours, theirs, strict=False) if one is not None and other is not None]
     if not pairs:
         return None

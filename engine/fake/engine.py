@@ -1,9 +1,9 @@
 """An engine without a model: real blocks, real bytes, made-up tokens. For tests, and for load without weights or torch.
 
-The K/V of a token is a digest of the adapter and all tokens up to it, written into the pool like real K/V. Before a token is
-sampled the engine reads back *every* position's bytes and compares them with what they must be, so a block that was swapped,
-stale or never written is found exactly where a real model would silently compute nonsense. In a group with a window these are the
-positions that the step's tokens see, whether it samples or not.
+The K/V of a token is a digest of the adapter and all tokens up to it, written into the pool like real K/V. Before the engine
+samples a token it reads back the bytes of *every* position and compares them with the expected ones. So it detects a block that was
+swapped, stale or never written, where a real model would silently compute nonsense. In a group with a window it reads the positions
+that the step's tokens see, even if the step samples nothing.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from kvrelay.engine.step.interface import LaunchedStep
 from kvrelay.engine.step.plan import RowResult, Rules, SamplingInputs, StepPlan
 
 _DIGEST_NBYTES = 8
-_NUM_SLOTS = 4096  # more than anybody computes at a time: they cost nothing here
-_SEED_MASK = 2**64 - 1  # as the sampler's
-_MAX_LOOKS = 100  # for a token that may come
+_NUM_SLOTS = 4096  # more than any step needs, since slots cost nothing here
+_SEED_MASK = 2**64 - 1  # as in the sampler
+_MAX_LOOKS = 100  # attempts to find an allowed token
 _PLAIN_TOKENS = range(1000, 20_000)
 
 
 class MemoryStore:
     """A pool in plain memory, zeroed. Implements :class:`kvrelay.engine.step.interface.BlockStore`.
 
-    A page is taken from the system when it is first written, so that a hundred idle workers do not hold a hundred pools.
+    A page takes memory only once it is written, so a hundred idle workers do not hold a hundred pools.
     """
 
     def __init__(self, num_blocks: int, block_nbytes: int) -> None:
@@ -76,9 +76,9 @@ def fake_card(
     processors: tuple[str, ...] = (),
     windows: tuple[Window | None, ...] = (None,),
 ) -> ModelCard:
-    """A card for a fake engine; equal ``model_id``, ``block_size``, ``token_nbytes`` and ``windows`` give equal fingerprints.
+    """A card for a fake engine. Equal ``model_id``, ``block_size``, ``token_nbytes`` and ``windows`` give equal fingerprints.
 
-    ``windows``: of its groups of layers; each keeps ``token_nbytes`` of a token.
+    ``windows``: one for each group of layers. Each group keeps ``token_nbytes`` per token.
     """
     groups = tuple(
         KvGroup(
@@ -108,35 +108,35 @@ def fake_card(
 
 
 class KvMismatchError(AssertionError):
-    """The pool does not hold the K/V that the sequence's tokens must have: some hand-off or allocation lied."""
+    """The pool does not hold the K/V of the sequence's tokens: a hand-off or an allocation is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
 class FakePace:
-    """How long a step takes: ``step_s``, ``token_s`` more for every token of a prompt, and ``row_s`` for every decode row."""
+    """The time of a step: ``step_s``, plus ``token_s`` for every prompt token, plus ``row_s`` for every decode row."""
 
     step_s: float
     token_s: float
     row_s: float = 0.0
 
     def of(self, shares: Seq[Share]) -> float:
-        """Seconds for a step; a share of one token is a decode row."""
+        """Seconds for a step. A share of one token is a decode row."""
         num_tokens = [share.num_tokens for share in shares]
         num_rows = num_tokens.count(1)
         return self.step_s + self.token_s * (sum(num_tokens) - num_rows) + self.row_s * num_rows
 
 
 class FakeEngine:
-    """Implements :class:`kvrelay.engine.step.interface.Engine`; ``on_step`` is called at the start of every step.
+    """Implements :class:`kvrelay.engine.step.interface.Engine`. ``on_step`` is called at the start of every step.
 
-    Tests read every position back before every token. For load, ``reads_back_once`` reads back what this worker has not read
-    yet: everything before a sequence's first token here (that is what a hand-off must prove), and again after its blocks
-    changed or its computation started over; then only new positions. So a step costs what its new tokens cost. With a
-    ``pace`` a step sleeps until that much time has passed since it began.
+    By default it reads every position back before every token, for tests. For load, ``reads_back_once`` reads back only what this
+    worker has not read yet, so a step's cost depends on its new tokens. It reads everything before a sequence's first token here,
+    which checks a hand-off. It does so again after the blocks changed or the computation restarted. With a ``pace`` a step sleeps
+    until that much time has passed since it began.
 
-    One that ``runs_ahead`` computes a launched step only when it is waited for, with blocks and positions as they were at the
-    launch: as late as a device may. Whoever gives blocks away that a step under way still writes to is found out, and so is who
-    lets a deferred step sample before its sequences have their tokens.
+    An engine that ``runs_ahead`` computes a launched step only when the caller waits for it, with the blocks and positions of the
+    launch: as late as a device may. This detects callers that give away blocks of a pending step, or that let a deferred step
+    sample before its sequences have their tokens.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class FakeEngine:
         self.adapters = self._adapters if has_adapters else None
         self.num_slots = _NUM_SLOTS
         self._slots = FakeSlots(len(self._windows))
-        self._launched: FakeStep | None = None  # the last one
+        self._launched: FakeStep | None = None  # the last launched step
 
     def copy_blocks(self, pairs: Seq[tuple[int, int]]) -> None:
         """See Engine."""
@@ -175,7 +175,7 @@ class FakeEngine:
             self.store.block(target)[:] = content
 
     def check_device(self) -> None:
-        """See Engine. There is none."""
+        """See Engine. There is no device."""
 
     def not_live(self) -> list[str]:
         """See Engine."""
@@ -185,8 +185,8 @@ class FakeEngine:
         """See Engine."""
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """See Engine. Who waits hears KvMismatchError if a sampling row's K/V in the pool is not its tokens' K/V."""
-        # Behind an error there is none in front.
+        """See Engine. Waiting for the step raises KvMismatchError if the pool's K/V of a sampling row is not that of its tokens."""
+        # After an error there is no previous step.
         in_front = None if plan.resets else self._launched
         assert in_front is None or not in_front.is_deferred, "the step in front was not told to sample"
         self._slots.apply(plan)
@@ -207,7 +207,7 @@ class FakeEngine:
             raise ValueError(f"{sequence.name}: {num_blocks} blocks do not hold {end} tokens")
 
     def _compute(self, shares: Seq[Share], inputs: SamplingInputs) -> list[RowResult]:
-        """All of a step, now."""
+        """Compute a whole step."""
         until_s = 0.0 if self._pace is None else time.monotonic() + self._pace.of(shares)
         self._on_step(shares)
         masks = _masks(inputs.rules)
@@ -223,7 +223,7 @@ class FakeEngine:
         sequence, memory, row, start = share.sequence, share.sequence.memory, share.row, share.row.start
         end = start + share.num_tokens
         self._remember(sequence, self._adapters.root(row.adapter))
-        # A preempted sequence may get the same blocks again, with others' bytes in them: what it had read then proves nothing.
+        # A preempted sequence may get the same blocks with other content, so its earlier checks are void.
         blocks_stayed = all(
             table[: len(known)] == known
             for known, table in zip(memory.verified_blocks, sequence.block_tables, strict=False)
@@ -265,7 +265,7 @@ class FakeEngine:
         )
 
     def _remember(self, sequence: FakeSequence, root: bytes) -> None:
-        """A digest of each of the sequence's tokens as they stand; ``root``: what stands before the first."""
+        """Add a digest for each new token of the sequence. ``root``: the digest before the first token."""
         digests, token_ids = sequence.memory.digests, sequence.token_ids
         num_known = len(digests) // _DIGEST_NBYTES
         if num_known < len(token_ids):
@@ -273,7 +273,7 @@ class FakeEngine:
                 digests += digest
 
     def _read_back(self, sequence: FakeSequence, memory: Memory, start: int, end: int, *, is_all: bool) -> None:
-        """What tokens from ``start`` on see; without ``is_all`` only in groups with a window."""
+        """Compare the positions that tokens from ``start`` on see. Without ``is_all``, only in groups with a window."""
         since = memory.num_verified if self._reads_back_once else 0
         for group, window in enumerate(self._windows):
             if window is not None:
@@ -300,22 +300,22 @@ class FakeEngine:
                 )
 
     def _spans(self, start: int, end: int) -> list[tuple[int, int]]:
-        """Positions ``start`` to ``end``, cut where a block ends."""
-        if end - start == 1:  # every decode row
+        """Positions ``start`` to ``end``, split at block ends."""
+        if end - start == 1:  # all decode rows
             return [(start, end)]
         block_size = self.card.layout.block_size
         cuts = [start, *range((start // block_size + 1) * block_size, end, block_size), end]
         return list(pairwise(cuts)) if start < end else []
 
     def _slice(self, sequence: FakeSequence, first: int, last: int, group: int) -> memoryview:
-        """The pool's memory of positions ``first`` to ``last``, which are one block's."""
+        """The pool's memory of positions ``first`` to ``last``, which are in one block."""
         block_index, offset = divmod(first, self.card.layout.block_size)
         start = offset * self._token_nbytes
         block = self.store.block(sequence.block_tables[group][block_index])
         return block[start : start + (last - first) * self._token_nbytes]
 
     def _kv(self, memory: Memory, first: int, last: int, group: int) -> bytes:
-        """What these positions must hold: of each its digest, repeated; a group begins with another byte of it."""
+        """The expected bytes of these positions: each position's digest, repeated. Groups start at different bytes of it."""
         digests, shift = memory.digests, group % _DIGEST_NBYTES
         end, times = shift + self._token_nbytes, self._token_nbytes // _DIGEST_NBYTES + 2
         starts = range(first * _DIGEST_NBYTES, last * _DIGEST_NBYTES, _DIGEST_NBYTES)
@@ -323,7 +323,7 @@ class FakeEngine:
 
 
 def token_digests(token_ids: Seq[int], parent: bytes = b"") -> list[bytes]:
-    """One digest per token, over that token and all before it; ``parent`` is the digest of what came before ``token_ids``."""
+    """A digest for each token, over it and all tokens before it. ``parent``: the digest of the tokens before ``token_ids``."""
     digests: list[bytes] = []
     for token_id in token_ids:
         parent = xxhash.xxh3_64_digest(parent + token_id.to_bytes(4, "little"))
@@ -332,9 +332,9 @@ def token_digests(token_ids: Seq[int], parent: bytes = b"") -> list[bytes]:
 
 
 def next_token(sequence: FakeSequence, digest: bytes, vocab_size: int) -> int:
-    """The token behind ``digest``: the same on every worker; depends on seed and choice unless the sampling is greedy.
+    """The token after ``digest``, the same on every worker. Unless sampling is greedy it depends on seed and choice.
 
-    No stop token before ``min_tokens``, if a few more looks at the vocabulary find another one.
+    Before ``min_tokens`` it avoids stop tokens, if some further draws find another token.
     """
     sampling = sequence.sampling
     salt = b"" if sampling.temperature == 0 else (sampling.seed & _SEED_MASK).to_bytes(8, "little")
@@ -350,7 +350,7 @@ def next_token(sequence: FakeSequence, digest: bytes, vocab_size: int) -> int:
 
 
 def _masks(rules: Rules | None) -> dict[int, bytes]:
-    """Of guided rows, counted as in Rules."""
+    """The masks of guided rows, numbered as in Rules."""
     if rules is None or not rules.guided_rows:
         return {}
     size = len(rules.bitmask) // len(rules.guided_rows)
@@ -358,17 +358,18 @@ def _masks(rules: Rules | None) -> dict[int, bytes]:
 
 
 def _guided(mask: bytes, token_id: int, vocab_size: int) -> int:
-    """The token, or the next one in the vocabulary that the guide allows; if it allows none, the token."""
-    import numpy as np  # noqa: PLC0415 - guides need it, and nothing else here
+    """The token, or the next one in the vocabulary that the guide allows. The token itself if the guide allows none."""
+    import numpy as np  # noqa: PLC0415 - only guides need it
 
     allowed = np.flatnonzero(np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")[:vocab_size])
     return int(allowed[np.searchsorted(allowed, token_id) % len(allowed)]) if len(allowed) else token_id
 
 
 def with_logprobs(token_id: int, digest: bytes, num_top: int, vocab_size: int) -> SampledToken:
-    """``token_id`` behind ``digest`` with made-up log probabilities: the same on every worker.
+    """``token_id`` after ``digest`` with made-up log probabilities, the same on every worker.
 
-    The likeliest is the greedy token, each next one half as likely; a token that is not among them is less likely than all.
+    The likeliest token is the greedy one, and each next one is half as likely. Tokens outside the list are less likely than all in
+    it.
     """
     looks = dict.fromkeys(_token_of(digest + bytes(look), vocab_size) for look in range(2 * num_top))
     top = tuple((other, -math.log(2) * (rank + 1)) for rank, other in enumerate(list(looks)[:num_top]))
@@ -376,9 +377,9 @@ def with_logprobs(token_id: int, digest: bytes, num_top: int, vocab_size: int) -
 
 
 def candidates(sampling: SamplingParams, digest: bytes, vocab_size: int) -> tuple[tuple[int, float], ...]:
-    """The likeliest tokens behind ``digest``, for a beam search: as many as it asks for, all of them plain ones, at made-up odds.
+    """The likeliest tokens after ``digest``, for a beam search: as many as it asks for, with made-up probabilities.
 
-    A stop token is among the first in one of eight places, so that beams end at different lengths.
+    At one of eight positions a stop token is among them, so that beams end at different lengths.
     """
     draws = random.Random(digest)  # noqa: S311 - the same ones on every worker are wanted
     count = min(sampling.num_top_logprobs or 0, vocab_size)
@@ -394,7 +395,7 @@ def candidates(sampling: SamplingParams, digest: bytes, vocab_size: int) -> tupl
 def expected_output(
     token_ids: Seq[int], num_tokens: int, vocab_size: int, adapter: AdapterRef | None = None
 ) -> list[int]:
-    """What a greedy fake engine generates after ``token_ids``."""
+    """The output of a greedy fake engine after ``token_ids``."""
     digest = token_digests(token_ids, b"" if adapter is None else adapter_root(adapter.digest))[-1]
     output: list[int] = []
     for _ in range(num_tokens):
@@ -404,6 +405,6 @@ def expected_output(
 
 
 def _token_of(digest: bytes, vocab_size: int) -> int:
-    """A large vocabulary's first ids are special and its last ones rare: neither end of text nor half a character."""
+    """A token for ``digest``. In a large vocabulary it avoids the first ids (special tokens) and the last ones (rare pieces)."""
     plain = _PLAIN_TOKENS if vocab_size >= _PLAIN_TOKENS.stop else range(vocab_size)
     return plain[xxhash.xxh3_64_intdigest(digest) % len(plain)]

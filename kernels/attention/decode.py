@@ -1,10 +1,9 @@
 """Attention of one query per sequence over the paged KV pool, for decode.
 
-Split-KV: programs share out a long sequence's keys, each leaves an fp32 partial result and the log-sum-exp
-of its scores in the caller's workspace, a second kernel combines them (Flash-Decoding, Dao et al., 2023).
-The splits of the whole batch are numbered one after the other, and every program finds its own from the
-lengths on the device: the grid is an upper bound with few programs to spare, and a launch can be captured
-in a CUDA graph and replayed for other lengths. Not for several queries per sequence; see
+Split-KV: several programs share the keys of a long sequence. Each writes an fp32 partial result and the log-sum-exp of its scores
+to the caller's workspace, and a second kernel combines them (Flash-Decoding, Dao et al., 2023). The splits of the whole batch are
+numbered consecutively, and every program finds its own from the lengths on the device. So the grid is an upper bound with few idle
+programs, and a launch captured in a CUDA graph can be replayed for other lengths. For several queries per sequence see
 `prefill_attention`.
 """
 
@@ -46,15 +45,15 @@ _LOG2_E = tl.constexpr(LOG2_E)
 
 @dataclass(frozen=True)
 class DecodeWorkspace:
-    """Buffers of `paged_decode_attention`: owned by the caller, overwritten by every call.
+    """Buffers of `paged_decode_attention`, owned by the caller and overwritten by every call.
 
-    One workspace serves all layers, and all batches up to `max_seqs`, of one stream.
+    One workspace serves all layers, and all batches of up to `max_seqs` sequences, of one stream.
     """
 
     partial_out: torch.Tensor  # [max_splits + 2 * max_seqs, num_q_heads, head_dim] fp32
     partial_lse: torch.Tensor  # [max_splits + 2 * max_seqs, num_q_heads] fp32, base 2
-    plan: torch.Tensor  # [max_seqs, 2] int32: a sequence's first split and its number of splits
-    max_splits: int  # upper bound of the splits of one sequence that decodes alone
+    plan: torch.Tensor  # first split and number of splits per sequence
+    max_splits: int  # most splits of a sequence that decodes alone
 
     @classmethod
     def allocate(
@@ -67,9 +66,9 @@ class DecodeWorkspace:
     ) -> DecodeWorkspace:
         """Allocates uninitialised buffers on `device`.
 
-        A batch of n sequences is cut into about `max_splits + n` splits of equal length, fewer where they
-        would be short; each split is one program per KV head. Twice as many programs as the device has
-        multiprocessors keep its memory busy: `splits_for_device` says how many splits that is.
+        A batch of n sequences is cut into about `max_splits + n` splits of equal length, or fewer if they would be short. Each
+        split is one program per KV head. The device's memory is busy with two programs per multiprocessor; `splits_for_device`
+        gives the number of splits for that.
 
         Raises:
             ValueError: max_splits < 1.
@@ -86,12 +85,12 @@ class DecodeWorkspace:
 
 
 def splits_for_device(num_multiprocessors: int, num_kv_heads: int) -> int:
-    """The `max_splits` of a workspace with which one sequence fills a device: two programs per multiprocessor."""
+    """The `max_splits` with which one sequence fills a device: two programs per multiprocessor."""
     return -(-2 * num_multiprocessors // num_kv_heads)
 
 
 def decode_batch_sizes(max_seqs: int) -> list[int]:
-    """Numbers of sequences, up to `max_seqs`, of which each has a kernel of its own: one for all up to the next."""
+    """The largest batch size of each compiled kernel, up to `max_seqs`. A kernel serves all batches above the size before it."""
     sizes = [min(_MIN_SEQS, max_seqs)]
     while sizes[-1] < max_seqs:
         sizes.append(min(2 * sizes[-1], max_seqs))
@@ -136,7 +135,7 @@ def paged_decode_attention_reference(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> None:
-    """The same contract as `paged_decode_attention`; reads lengths on the host."""
+    """Same contract as `paged_decode_attention`; reads lengths on the host."""
     out[seq_lens == 0] = 0
     rows = seq_lens.nonzero()[:, 0]
     result = out[rows]
@@ -164,13 +163,13 @@ def paged_decode_attention_reference(
 def _low_halves(pairs):
     """The e4m3 numbers in the low bytes of int16s, as fp16.
 
-    A tensor core wants values key by key, an e4m3 at a time a gather of bytes from shared memory; two neighbouring
-    dimensions at a time, the hardware's transposing load of 16-bit elements does it.
+    A tensor core needs values key by key. For single e4m3 values that is a gather of bytes from shared memory. For pairs of
+    neighbouring dimensions, the hardware's transposing load of 16-bit elements does it.
     """
     return (pairs & 255).to(tl.int8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
 
 
-# One of several groups of layers has its tables behind another's: wherever they begin, it is the same kernel.
+# Block tables of several groups of layers are in one tensor, one after the other. One kernel serves all their start addresses.
 @triton.jit(
     do_not_specialize=["num_seqs", "block_tables_stride_seq"], do_not_specialize_on_alignment=["block_tables_ptr"]
 )
@@ -215,7 +214,7 @@ def _decode_split_kernel(
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    # Neighbouring programs read neighbouring heads of the same blocks.
+    # Adjacent programs read adjacent heads of the same blocks.
     kv_head = tl.program_id(0)
     item = tl.program_id(1)
     seq, first_split, num_splits = find_split(
@@ -229,7 +228,7 @@ def _decode_split_kernel(
     seq_len = tl.load(seq_lens_ptr + seq)
     first_key = first_key_of(seq_len, window, KEYS, HAS_WINDOW, CHUNK)
     split_len = tl.cdiv(tl.cdiv(seq_len - first_key, num_splits), KEYS) * KEYS
-    # Rounded up to tiles, a sequence's last splits may have no key left: theirs is an empty loop.
+    # Because splits are rounded up to tiles, a sequence's last splits may have no keys. Their loop is empty.
     split_start = first_key + (item - first_split) * split_len
     split_end = tl.minimum(split_start + split_len, seq_len)
 
@@ -252,17 +251,17 @@ def _decode_split_kernel(
     row_max = tl.full([ROWS], float("-inf"), tl.float32)
     row_sum = tl.zeros([ROWS], tl.float32)
     if HAS_SINKS:
-        # As if it had been the sequence's first key: its weight is 1, and it has no value.
+        # A sink counts as a key before the first one: its weight is 1, and it has no value.
         is_first = item == first_split
         sinks = tl.load(sinks_ptr + heads, mask=rows < GROUP, other=0.0).to(tl.float32) * _LOG2_E
         row_max = tl.where(is_first, sinks, row_max)
         row_sum += tl.where(is_first, 1.0, 0.0)
     acc = tl.zeros([ROWS, ACC_DIMS], tl.float32)
-    # Over an fp8 pool `acc` has the even dimensions, and this one the odd.
+    # Over an fp8 pool `acc` has the even dimensions and `acc_odd` the odd ones.
     acc_odd = tl.zeros([ROWS, ACC_DIMS], tl.float32)
     pairs = tl.arange(0, ACC_DIMS)
     offsets_in_tile = tl.arange(0, KEYS)
-    # A tile's block ids are loaded one iteration ahead: the loads of keys, whose addresses they are, then wait for nothing.
+    # Block ids are loaded one iteration ahead, so the loads of keys do not wait for their addresses.
     positions = split_start + offsets_in_tile
     blocks = tl.load(table_ptr + positions // BLOCK_SIZE, mask=positions < split_end, other=0)
     for tile_start in range(split_start, split_end, KEYS):
@@ -304,7 +303,7 @@ def _decode_split_kernel(
 
     if HAS_SCALES:
         acc = tl.join(acc, acc_odd).reshape(ROWS, VALUE_DIM_PAD) * tl.load(kv_scales_ptr + NUM_KV_HEADS + kv_head)
-    # A split without keys counts for nothing: its log-sum-exp is -inf.
+    # A split without keys has no weight: its log-sum-exp is -inf.
     acc = acc / tl.where(row_sum > 0.0, row_sum, 1.0)[:, None]
     partials = item.to(tl.int64) * NUM_Q_HEADS + heads
     value_row_mask = (rows < GROUP)[:, None] & (value_dims < VALUE_DIM)[None, :]

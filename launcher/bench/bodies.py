@@ -1,6 +1,6 @@
 """Makes the JSON bodies of planned requests: random token ids, or random words for text and chats.
 
-The same seed makes the same prompts. It is made right before its request is due: 100,000 tokens take some 6 ms.
+The same seed makes the same prompts. A body is made right before its request is due: 100,000 tokens take about 6 ms.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kvrelay.launcher.bench.settings import BenchSettings
 from kvrelay.launcher.bench.values import parse_id_range
 from kvrelay.launcher.bench.workload import PlannedRequest
 
-# One token each for the tokenizers that we know.
+# Each word is one token in common tokenizers.
 WORDS = (
     *("time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world", "school", "state"),
     *("family", "student", "group", "country", "problem", "hand", "part", "place", "case", "week", "company", "system"),
@@ -27,7 +27,7 @@ class BodyWriter:
     """Turns plans into bodies. Pure."""
 
     def __init__(self, settings: BenchSettings, model: str) -> None:
-        """Raises SettingsError on a range of ids that is none. The prompts' seed must have been chosen."""
+        """Needs a chosen prompt seed. Raises SettingsError on an invalid range of ids."""
         prompt = settings.prompt
         assert prompt.prompt_seed is not None, "chosen before"
         self._api = settings.target.api
@@ -40,14 +40,14 @@ class BodyWriter:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        if prompt.ignore_eos:  # strict servers refuse what they do not know
+        if prompt.ignore_eos:  # strict servers reject unknown fields
             self._fixed["ignore_eos"] = True
 
     def make(self, request: PlannedRequest) -> bytes:
         """The JSON body of ``request``."""
         body = self._fixed | {"max_tokens": request.output_tokens}
         if body["temperature"]:
-            # Each its own: with one for all, the same prompt would always have the same answer.
+            # Each request has its own seed: with one shared seed, the same prompt would always get the same answer.
             chooser = random.Random(f"{self._seed}/sampling/{request.stream}/{request.number}")  # noqa: S311
             body["seed"] = chooser.getrandbits(31)
         ids = self._ids if self._api == "completions" else range(len(WORDS))

@@ -1,8 +1,7 @@
-"""One request to an OpenAI-compatible server: streams the answer, notes when each chunk with content came, says what failed.
+"""Sends one request to an OpenAI-compatible server, streams the answer, and notes when each chunk with content came.
 
-Speaks ``/v1/completions`` and ``/v1/chat/completions``. A chunk counts if it brings text, or, without text, a token: incomplete
-characters and special tokens have no text of their own. The chunk that opens a chat (a role) and the one that carries
-usage only do not count.
+Supports ``/v1/completions`` and ``/v1/chat/completions``. A chunk counts if it brings text. It also counts if it brings a token
+without text, such as an incomplete character or a special token. Chunks with only a role or only usage do not count.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ import msgspec
 from kvrelay.launcher.bench.http_stream import Connection, ServerAddress
 from kvrelay.launcher.bench.records import SHORT_ANSWER, TtftParts
 
-TIMINGS_HEADER = "x-kvrelay-timings"  # asks a kvrelay gateway where the time went; others ignore it
-_FRESH_S = 2.0  # servers close idle connections, uvicorn after 5 s; a younger one is not about to be closed
+TIMINGS_HEADER = "x-kvrelay-timings"  # asks a kvrelay gateway for its timings; other servers ignore it
+_FRESH_S = 2.0  # servers close idle connections, uvicorn after 5 s; a younger connection is safe to reuse
 _MAX_ERROR_BYTES = 100_000
-_MAX_ERROR_TEXT = 200  # characters, as records say
+_MAX_ERROR_TEXT = 200  # characters; see RequestRecord.error_text
 
 ROUTES = {"completions": "/v1/completions", "text": "/v1/completions", "chat": "/v1/chat/completions"}
 
@@ -67,11 +66,11 @@ class _Chunk(msgspec.Struct):
 
 @dataclass(slots=True)
 class Answer:
-    """What came of one request. Times are on the clock that the client was given."""
+    """The result of one request. Times are on the client's ``clock``."""
 
     sent_s: float
     finished_s: float = 0.0
-    ended_s: float = 0.0  # nothing more was waited for: after [DONE] that is the end of the body
+    ended_s: float = 0.0  # when the client stopped waiting; after [DONE] that is the end of the body
     chunk_s: list[float] = field(default_factory=list)
     prompt_tokens: int | None = None  # as the server counted them
     output_tokens: int | None = None
@@ -82,7 +81,7 @@ class Answer:
 
 
 class StreamingClient:
-    """Sends bodies to one route of one server. Belongs to the running loop; ``close`` it."""
+    """Sends bodies to one route of one server. Belongs to the running event loop; call ``close`` at the end."""
 
     def __init__(
         self,
@@ -93,7 +92,7 @@ class StreamingClient:
         clock: Callable[[], float],
         headers: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """``clock`` gives the seconds that answers are noted in. Raises SettingsError on a URL that is none."""
+        """``clock`` gives the seconds in which answers are timed. Raises SettingsError on an invalid URL."""
         self._address = ServerAddress(url)
         fixed = {"host": self._address.authority, "user-agent": "kvrelay-bench", "content-type": "application/json"}
         lines = "".join(f"{name}: {value}\r\n" for name, value in {**fixed, **headers}.items())
@@ -104,15 +103,15 @@ class StreamingClient:
         self._clock = clock
 
     async def close(self) -> None:
-        """Close the idle connections; others were closed by who used them."""
+        """Close the idle connections. ``ask`` closes those in use."""
         while self._idle:
             self._idle.pop().close()
         await asyncio.sleep(0)  # transports close at the loop's next turn
 
     async def ask(self, body: bytes, *, exact_tokens: int | None = None) -> Answer:
-        """Send ``body`` and read all of the answer; never raises for what the server does.
+        """Send ``body`` and read the whole answer. Server failures never raise: the answer records them.
 
-        ``exact_tokens``: a whole answer with another count of tokens is a "short answer". Cancelling closes the connection.
+        ``exact_tokens``: a complete answer of another length fails as a "short answer". Cancelling closes the connection.
         """
         exchange = _Exchange(self._clock, asyncio.get_running_loop().create_future())
         connection: Connection | None = None
@@ -136,7 +135,7 @@ class StreamingClient:
     def _fresh(self) -> Connection | None:
         oldest_s = time.monotonic() - _FRESH_S
         while self._idle:
-            connection = self._idle.pop()  # the one used last
+            connection = self._idle.pop()  # the most recently used
             if connection.is_open and connection.idle_since_s >= oldest_s:
                 return connection
             connection.close()
@@ -151,7 +150,7 @@ class StreamingClient:
 
 
 class EventSplitter:
-    """Server-sent events out of bytes as they come: ``feed`` it what arrives. For lines that end with LF or CRLF."""
+    """Splits a byte stream into server-sent events. Lines may end with LF or CRLF."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -160,7 +159,7 @@ class EventSplitter:
         """The ``data`` of every event that ends in ``data``."""
         if not self._rest and data.startswith(b"data: ") and data.find(b"\n\n") == len(data) - 2:
             lines = data[6:-2]
-            if b"\n" not in lines:  # one event, one line, nothing else: nearly all that ever comes
+            if b"\n" not in lines:  # fast path for nearly all data: one event of one line
                 yield lines
                 return
         data = self._rest + data
@@ -171,12 +170,12 @@ class EventSplitter:
         *events, self._rest = data.split(b"\n\n")
         for event in events:
             found = [line[5:].removeprefix(b" ") for line in event.split(b"\n") if line.startswith(b"data:")]
-            if found:  # comments, such as pings, have none
+            if found:  # comments, such as pings, carry no data
                 yield b"\n".join(found)
 
 
 class _Exchange:
-    """Hears one answer."""
+    """Receives one answer."""
 
     def __init__(self, clock: Callable[[], float], done: asyncio.Future[None]) -> None:
         self.answer = Answer(sent_s=clock())
@@ -190,7 +189,7 @@ class _Exchange:
         self._is_over = False  # nothing more is expected; ``done`` itself may have been cancelled by a timeout
 
     def fail(self, kind: str, text: str) -> None:
-        """The first failure counts. Ends the exchange."""
+        """Record a failure, if it is the first one, and end the exchange."""
         if self.answer.error is None and not self._is_over:
             self.answer.error, self.answer.error_text = kind, text[:_MAX_ERROR_TEXT]
         self._end()
@@ -221,7 +220,7 @@ class _Exchange:
             self._end()
 
     def on_lost(self, reason: str) -> None:
-        # What was said before counts: a refusal is one without the end of its text too.
+        # What came before counts: an error status is a refusal even if its text was cut off.
         if self._is_done:
             self._end()
         elif self._status == 200:
@@ -265,8 +264,8 @@ class _Exchange:
 def _check_length(answer: Answer, exact_tokens: int) -> None:
     has_usage = answer.output_tokens is not None
     num_tokens = len(answer.chunk_s) if answer.output_tokens is None else answer.output_tokens
-    # Without usage chunks are all we have, and one may bring several tokens: too few chunks are whole, unless the server says
-    # that the answer ended for another reason than its length.
+    # Without usage only chunks can be counted, and one may bring several tokens. So too few chunks are a whole answer,
+    # unless the server names another finish reason than the length.
     is_short = num_tokens != exact_tokens
     if not has_usage and num_tokens:
         is_short = num_tokens < exact_tokens and answer.finish_reason not in (None, "length")
@@ -279,7 +278,7 @@ def _check_length(answer: Answer, exact_tokens: int) -> None:
 
 
 def _message(body: bytes) -> str:
-    """What an error body says, in the formats of OpenAI, vLLM and FastAPI; else the body itself."""
+    """The message of an error body in the formats of OpenAI, vLLM and FastAPI, or else the body itself."""
     text = body.decode(errors="replace").strip()
     try:
         value = json.loads(text)

@@ -1,4 +1,4 @@
-"""``kvrelay bench compare``: results of several runs side by side, as ratios to the first."""
+"""``kvrelay bench compare``: shows several runs side by side, as ratios to the first."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from kvrelay.launcher.bench.report import rate_text, time_text
 from kvrelay.launcher.bench.summary import Distribution, StreamSummary, Summary, summarize
 from kvrelay.launcher.errors import BenchError
 
-# Runs that differ only in these are the same measurement.
+# Runs that differ only in these settings are the same measurement.
 _SAME_LOAD = ("url", "model", "name", "output", "slo", "prompt_seed", "server_pid", "start_timeout_s")
-_NOISE = 0.05  # ratios nearer to 1 are no difference
+_NOISE = 0.05  # a ratio this close to 1 counts as no difference
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ def compare(results: tuple[Path, ...]) -> None:
 
 
 def with_distinct_names(results: Sequence[RunResult], paths: Sequence[Path]) -> list[RunResult]:
-    """Add its file to a name that several runs have, as those without ``--name`` do."""
+    """Add the file name to names that several runs share, as runs without ``--name`` do."""
     names = [result.name for result in results]
     files = [path.stem for path in paths]
     if len(set(files)) < len(files):
@@ -64,7 +64,7 @@ def with_distinct_names(results: Sequence[RunResult], paths: Sequence[Path]) -> 
 
 
 def comparison_table(results: Sequence[RunResult]) -> Table:
-    """Every figure of every run, and its ratio to the first run's."""
+    """Every figure of every run, with its ratio to that of the first run."""
     summaries = [summarize(result) for result in results]
     table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     table.add_column("")
@@ -81,7 +81,7 @@ def comparison_table(results: Sequence[RunResult]) -> Table:
 
 
 def differences(results: Sequence[RunResult]) -> list[str]:
-    """How each run differs from the first in its model, its limits, its load and where it ran; on purpose, or not."""
+    """How each run differs from the first in model, SLO, load and environment, whether on purpose or not."""
     first, found = _circumstances(results[0]), []
     for result in results[1:]:
         other = _circumstances(result)
@@ -99,7 +99,7 @@ def _circumstances(result: RunResult) -> dict[str, str]:
 
 
 def ratio_text(ratio: float, *, is_less_better: bool) -> str:
-    """The ratio to the first run's, and whether that is better."""
+    """The ratio to the first run, and whether it is better or worse."""
     if abs(ratio - 1) < _NOISE:
         return f"{ratio:.2f} times"
     color = "green" if (ratio < 1) == is_less_better else "red"

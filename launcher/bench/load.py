@@ -1,10 +1,9 @@
-"""Sends a planned load and keeps what came of each request.
+"""Sends a planned load and keeps a record of each request.
 
-The open loop sends at the due times whatever the server does, and never waits for an answer; the closed loop sends when an answer
-has ended. After the last request the answers that are still under way are waited for; ``stop`` gives them up.
+The open loop sends at the due times and never waits for an answer. Each place of the closed loop sends its next request when its
+answer has ended. After the last request the runner waits for all answers; ``stop`` gives them up.
 
-Whatever takes long on this loop makes chunks look later than they were: bodies are made one at a time, with turns for everything
-else in between.
+Slow work on this event loop makes chunks appear late. So bodies are made one at a time, and other tasks run in between.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from kvrelay.launcher.bench.client import Answer, StreamingClient
 from kvrelay.launcher.bench.records import RequestRecord
 from kvrelay.launcher.bench.workload import ClosedLoop, PlannedRequest, Workload
 
-_TICK_S = 0.02  # between two looks at how late the loop is
+_TICK_S = 0.02  # interval at which the loop's lateness is measured
 
 
 class LoadRunner:
@@ -32,11 +31,11 @@ class LoadRunner:
         clock: Callable[[], float],
         exact_output: bool,
     ) -> None:
-        """``clock`` gives seconds since the start of the run. ``exact_output``: an answer of another length has failed."""
+        """``clock`` gives seconds since the start of the run. ``exact_output``: an answer of another length fails."""
         self.num_sent = 0
-        self.records: list[RequestRecord] = []  # of what has ended; their index is the number within their stream
-        self.late: list[tuple[float, float]] = []  # when the loop came to a timer, and how much later than it was to, s
-        self.is_stopped = False  # by ``stop``
+        self.records: list[RequestRecord] = []  # of ended requests; ``index`` is the number within the stream
+        self.late: list[tuple[float, float]] = []  # when a timer fired, and how late it was, in s
+        self.is_stopped = False  # whether ``stop`` was called
         self._client = client
         self._writer = writer
         self._workload = workload
@@ -56,7 +55,7 @@ class LoadRunner:
                 raise
 
     def stop(self) -> None:
-        """Send nothing more and give up what is under way; ``run`` then returns soon."""
+        """Send nothing more and give up pending requests. ``run`` then returns soon."""
         self.is_stopped = True
         if self._work is not None:
             self._work.cancel()
@@ -73,11 +72,11 @@ class LoadRunner:
                     body = self._writer.make(request)
                     await self._until(request.due_s)
                     sending.create_task(self._ask(request, body, request.due_s))
-                    await asyncio.sleep(0)  # each is sent, and chunks are noted, before the next body is made
+                    await asyncio.sleep(0)  # sends this request, and notes chunks, before the next body is made
             watch.cancel()
 
     async def _place(self, closed: ClosedLoop) -> None:
-        """One of the places of the closed loop. A request is due when the place is free; the first when the run begins."""
+        """One place of the closed loop. A request is due when the place is free, the first one at the start of the run."""
         await self._until(0.0)
         free_s = 0.0
         while (request := closed.next_request(self._clock())) is not None:
@@ -85,7 +84,7 @@ class LoadRunner:
             free_s = answer.ended_s
 
     async def _until(self, due_s: float) -> None:
-        # A timer may ring a little early.
+        # Timers may fire a little early.
         while (wait_s := due_s - self._clock()) > 0:  # noqa: ASYNC110 - waits for a time, not a state
             await asyncio.sleep(wait_s)
 
@@ -97,7 +96,7 @@ class LoadRunner:
         return answer
 
     async def _watch_loop(self) -> None:
-        """A loop that is late notes chunks later than they came. Until cancelled."""
+        """Measure the loop's lateness, because a late loop notes chunks late. Runs until cancelled."""
         while True:
             before_s = self._clock()
             await asyncio.sleep(_TICK_S)

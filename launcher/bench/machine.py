@@ -1,6 +1,6 @@
-"""The machine that a benchmark ran on: what it is, and who used its CPU: the generator, the server, others, the hypervisor.
+"""Describes the machine of a benchmark and measures who used its CPU: generator, server, others, hypervisor.
 
-On one machine the generator and other programs take what the server lacks; figures without this say little.
+If all run on one machine, the generator and other programs take CPU time from the server. So results include it.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from kvrelay.launcher.bench.records import CpuUse
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
-    """CPU time that had been used at one moment, s since some beginning."""
+    """CPU seconds used up to one moment."""
 
     at_s: float  # time.monotonic()
     own_s: float  # by this process
     server_s: float
-    busy_s: float  # by everybody: all but idle, waiting for disks, and stolen
+    busy_s: float  # by all processes: excludes idle time, waiting for disks, and stolen time
     stolen_s: float
 
 
 class CpuMeter:
-    """``sample`` now and then (processes may end in between), then ``use``."""
+    """Measures CPU use. Call ``sample`` regularly, since processes may end in between, then ``use``."""
 
     def __init__(self, server_pids: Callable[[], Iterable[int]] | None) -> None:
-        """``server_pids``, asked at each sample; what they started is the server too. None: they are not known."""
+        """``server_pids`` is called at each sample; descendants of its processes count as the server. None: unknown."""
         self._server_pids = server_pids
         self._children: set[int] = set()
-        self._used_s: dict[int, float] = {}  # of the server, by process; of one that ended, what it had used before
+        self._used_s: dict[int, float] = {}  # by process of the server; an ended process keeps its last value
         self._samples: list[_Sample] = []
         self.sample(with_children=True)
 
     def sample(self, *, with_children: bool = False) -> None:
-        """Note what was used so far.
+        """Note the CPU time used so far.
 
-        Without ``with_children`` new descendants are left for another time: finding them reads all of /proc, milliseconds.
+        Without ``with_children`` no new descendants are looked for, because that reads all of /proc and takes milliseconds.
         """
         pids = set() if self._server_pids is None else set(self._server_pids())
         for pid in pids if with_children else ():
@@ -63,9 +63,9 @@ class CpuMeter:
         )
 
     def use(self, from_s: float = 0.0, until_s: float = float("inf"), *, max_lag_s: float = 0.0) -> CpuUse | None:
-        """What was used between two moments of ``time.monotonic()``, as closely as the samples around them tell.
+        """CPU use between two times of ``time.monotonic()``, as exactly as the samples around them allow.
 
-        None if they span no time.
+        None if the samples span no time.
         """
         self.sample(with_children=True)
         before = next((one for one in reversed(self._samples) if one.at_s <= from_s), self._samples[0])
@@ -87,7 +87,7 @@ class CpuMeter:
 
 
 def environment() -> dict[str, str]:
-    """Machine, cores, kernel and versions; of the machine that the generator runs on."""
+    """The generator's machine: CPU, cores, memory, kernel and versions."""
     found = {
         "machine": platform.machine(),
         "cpu": _cpu_model() or platform.processor() or "unknown",

@@ -1,8 +1,8 @@
-"""What a benchmark run leaves behind: one record per request, everything else is computed from them.
+"""The data of a benchmark run: one record per request. All figures are computed from the records.
 
-The file that ``kvrelay bench --output`` writes is a :class:`RunResult` as JSON, with its figures as ``summary`` for readers;
-``kvrelay bench compare`` reads it back, and computes the figures again. All times are seconds since the start of
-the run (``RunResult.started_at`` on the wall clock), on one monotonic clock.
+``kvrelay bench --output`` writes a :class:`RunResult` as JSON, with its figures as ``summary`` for readers. ``kvrelay bench
+compare`` reads the file and computes the figures again. Times are seconds since the start of the run on one monotonic clock;
+``RunResult.started_at`` is that start on the wall clock.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import msgspec
 from kvrelay.launcher.errors import BenchError
 
 FORMAT = 1
-SHORT_ANSWER = "short answer"  # the one kind of failure in which the whole answer came
+SHORT_ANSWER = "short answer"  # the only failure in which the whole answer came
 
 
 class TtftParts(msgspec.Struct, frozen=True, kw_only=True):
-    """Where kvrelay says the time went, up to the second token; None is unknown or did not happen (local prefill)."""
+    """Where kvrelay spent the time up to the second token. None: unknown, or it did not happen (local prefill)."""
 
     accept_s: float | None = None  # gateway: request read until it was sent to a worker
     queue_s: float | None = None  # worker: arrival until its first chunk started
@@ -30,13 +30,13 @@ class TtftParts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One request: when it was due, when it was sent, when every chunk with new text or tokens came."""
+    """One request: when it was due, when it was sent, and when every chunk with new text or tokens came."""
 
     index: int
-    stream: str  # the name of the part of the load: "main" or "burst"
+    stream: str  # part of the load: "main" or "burst"
     is_warmup: bool = False
-    due_s: float  # when the plan wanted it sent; in a closed loop: when the answer before it had ended
-    sent_s: float  # when it was sent; lateness is the generator's fault, not the server's
+    due_s: float  # planned send time; in a closed loop: the end of the answer before it
+    sent_s: float  # actual send time; lateness is the generator's fault, not the server's
     finished_s: float
     prompt_tokens: int  # as the server counted them, else as planned
     planned_output_tokens: int
@@ -45,31 +45,31 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     # Arrival of every chunk with content; the first is TTFT, differences are inter-token latencies.
     chunk_s: list[float] = []
     error: str | None = None  # "http 503", "timeout", "connection", "broken stream" or "short answer"
-    error_text: str | None = None  # first 200 characters of what was said
+    error_text: str | None = None  # first 200 characters of the error message
     parts: TtftParts | None = None
 
 
 class CpuUse(msgspec.Struct, frozen=True, kw_only=True):
-    """What the machine that ran the generator did, in cores (1.0 = one core busy all the time).
+    """CPU use of the generator's machine, in cores (1.0 = one core busy all the time).
 
-    From when the first counted request was due until the end of the time that rates are over: no start, no warm-up, no tail.
+    It covers the time that rates cover, so no start, no warm-up, and no waiting for last answers.
     """
 
     num_cores: int
     generator: float  # this process
-    server: float | None  # the server's processes, if they are known: started by bench, or below --server-pid
+    server: float | None  # the server's processes; None: unknown, without --self-serve and --server-pid
     others: float  # everything else
     stolen: float  # taken by the hypervisor
-    generator_max_lag_s: float  # longest that the generator's event loop was late
+    generator_max_lag_s: float  # longest delay of the generator's event loop
 
 
 class RunResult(msgspec.Struct, frozen=True, kw_only=True):
     """A whole run."""
 
     format: int = FORMAT
-    name: str  # what the run is called in tables
+    name: str  # its name in tables
     started_at: str  # ISO 8601, UTC
-    duration_s: float  # what rates are over, see ``summary.rate_window``
+    duration_s: float  # the time that rates cover, see ``summary.rate_window``
     url: str
     model: str
     settings: dict[str, str]  # every setting of the run, as given
@@ -77,11 +77,11 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
     slo: dict[str, float] = {}  # "ttft", "itl", "e2e" → seconds
     requests: list[RequestRecord]
     cpu: CpuUse | None
-    warnings: list[str] = []  # what makes the figures doubtful, such as a generator that was late
+    warnings: list[str] = []  # reasons to doubt the figures, such as a late generator
 
 
 def read_result(path: Path) -> RunResult:
-    """Read what ``report.write_result`` wrote; figures come from the records again. Raises BenchError."""
+    """Read a file of ``report.write_result``, without its figures. Raises BenchError."""
     try:
         result = msgspec.json.decode(path.read_bytes(), type=RunResult)
     except OSError as error:

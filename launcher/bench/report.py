@@ -1,7 +1,6 @@
-"""A run for readers: as tables on a terminal, and as a file.
+"""Shows a run as tables on a terminal, and writes it as a file.
 
-The file has the figures beside the records that they come from; ``records.read_result`` takes the records only, so that figures are
-computed in one way.
+The file has the figures beside the records. ``records.read_result`` reads only the records, so figures are computed in one place.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _COLUMNS = ("mean", "p50", "p90", "p99", "max")
 
 
 def print_report(result: RunResult, console: Console) -> None:
-    """Everything about one run that fits a screen: doubts first, then rates, times, TTFT parts, and who used the CPU."""
+    """Print a run on one screen: warnings first, then rates, times, TTFT parts, and CPU use."""
     summary = summarize(result)
     for warning in result.warnings:
         console.print(f"warning: {warning}", style="yellow", highlight=False, markup=False)
@@ -31,7 +30,7 @@ def print_report(result: RunResult, console: Console) -> None:
     for kind, count in summary.all.errors.items():
         console.print(f"{count} failed: {kind}{_example(result, kind)}", style="red", highlight=False, markup=False)
     console.print(_times(summary.streams))
-    # Together they would be the times of nobody: a burst's prompts are not the main load's.
+    # Times of all streams together would mislead: a burst's prompts differ from the main load's.
     for stream in summary.streams if len(summary.streams) == 1 else summary.streams[1:]:
         if stream.parts is not None:
             console.print(_parts(stream.name, stream.parts))
@@ -40,15 +39,15 @@ def print_report(result: RunResult, console: Console) -> None:
 
 
 def write_result(path: Path, result: RunResult) -> None:
-    """Write ``result`` as JSON (indented), its figures as ``summary`` in front of its requests. Raises OSError."""
+    """Write ``result`` as indented JSON, with its figures as ``summary`` before the requests. Raises OSError."""
     document: dict[str, Any] = msgspec.to_builtins(result)
-    requests = document.pop("requests")  # thousands of lines: nothing is found behind them
+    requests = document.pop("requests")  # thousands of lines, so they come last
     document |= {"summary": msgspec.to_builtins(summarize(result)), "requests": requests}
     path.write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=1))
 
 
 def time_text(seconds: float) -> str:
-    """Three digits with the unit that suits them."""
+    """The time with about three digits, in s or ms."""
     if abs(seconds) >= 100:
         return f"{seconds:.0f} s"
     if abs(seconds) >= 1:
@@ -59,13 +58,13 @@ def time_text(seconds: float) -> str:
 
 
 def rate_text(per_s: float) -> str:
-    """Three digits, or all before the point."""
+    """The rate with three digits, or all digits before the point."""
     digits = 0 if per_s >= 100 else 1 if per_s >= 10 else 2
     return f"{per_s:.{digits}f}"
 
 
 def cpu_line(cpu: CpuUse) -> str:
-    """Who used the machine that the generator ran on."""
+    """The CPU use of the generator's machine as one line."""
     server = "" if cpu.server is None else f"server {cpu.server:.2f}, "
     others = "others" if cpu.server is not None else "others (a server on this machine too)"
     return (

@@ -1,6 +1,6 @@
-"""``kvrelay bench``: checks the settings, starts a server if asked to, sends the load, and makes a result of what came.
+"""``kvrelay bench``: checks the settings, starts a server if asked to, sends the load, and builds the result.
 
-The order matters to who waits: everything that can be wrong with the settings is found before a server is started.
+All settings are checked before a server is started, so a user learns of a mistake at once.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ from kvrelay.launcher.local.deployment import LocalDeployment
 from kvrelay.launcher.models import resolve_model
 from kvrelay.launcher.progress import announce
 
-_TICK_S = 0.5  # between two looks at counts and CPU times
+_TICK_S = 0.5  # interval between updates of progress and CPU times
 _START_AFTER_S = 0.05
-_LATE_S = 0.02  # sending this late changes when queues form, and a loop this late lengthens what it times
-_FULL_CORE = 0.85  # of the one that the generator can use
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)  # they end the sending; what has ended by then is reported
+_LATE_S = 0.02  # a request this late changes when queues form; a loop this late distorts its measurements
+_FULL_CORE = 0.85  # of the single core that the generator can use
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)  # they end the sending; requests that have ended are reported
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What is measured: where, which model, and its processes just now (None: they are not known)."""
+    """The measured server: URL, model, and its current processes (None: unknown)."""
 
     url: str
     model: str
@@ -59,7 +59,7 @@ class Target:
 
 
 def run(settings: BenchSettings) -> int:
-    """The command; 0, or 1 if every request failed. Raises KvrelayError if nothing could be measured."""
+    """Run the command. Returns 0, or 1 if every request failed. Raises KvrelayError if nothing could be measured."""
     workload = plan_workload(settings)
     parse_slo(settings.report.slo)
     parse_id_range(settings.prompt.token_ids, "--token-ids")
@@ -70,14 +70,14 @@ def run(settings: BenchSettings) -> int:
     with _target(settings) as target:
         result = uvloop.run(_measure(settings, workload, target))
     console = Console()
-    if settings.report.output is not None:  # first: no table is worth a lost measurement
+    if settings.report.output is not None:  # first, so that an error in a table cannot lose the measurement
         write_result(Path(settings.report.output), result)
     print_report(result, console)
     return 1 if all(record.error is not None for record in result.requests if not record.is_warmup) else 0
 
 
 def settings_as_given(settings: BenchSettings) -> dict[str, str]:
-    """Every setting that has a value, by name; without the key."""
+    """Every setting that has a value, by name, except the API key."""
     flat: dict[str, object] = {}
     for group in dataclasses.fields(settings):
         flat |= dataclasses.asdict(getattr(settings, group.name))
@@ -87,7 +87,7 @@ def settings_as_given(settings: BenchSettings) -> dict[str, str]:
 
 
 def doubts(counted: Sequence[RequestRecord], cpu: CpuUse | None) -> list[str]:
-    """What makes the figures doubtful, if the server is not to blame."""
+    """Reasons to doubt the figures that are not the server's fault."""
     found: list[str] = []
     if num_uncounted := sum(not record.has_usage for record in counted):
         found.append(
@@ -105,7 +105,7 @@ def doubts(counted: Sequence[RequestRecord], cpu: CpuUse | None) -> list[str]:
 
 
 def _check_output(output: str | None) -> None:
-    """A result that cannot be written must not be found out after the measurement. Raises SettingsError."""
+    """Check before the measurement that the result can be written. Raises SettingsError."""
     if output is None:
         return
     folder = Path(output).parent
@@ -121,7 +121,7 @@ def _check_output(output: str | None) -> None:
 
 @contextmanager
 def _target(settings: BenchSettings) -> Iterator[Target]:
-    """The server, started if asked for, and stopped in the end."""
+    """The server; started first and stopped at the end, if asked for."""
     pids = settings.target.server_pid
     if not settings.is_self_served:
         url = settings.target.url or DEFAULT_URL
@@ -142,7 +142,7 @@ def _target(settings: BenchSettings) -> Iterator[Target]:
 
 
 async def _measure(settings: BenchSettings, workload: Workload, target: Target) -> RunResult:
-    """Send the load. Raises BenchError if no request that counts has ended."""
+    """Send the load. Raises BenchError if no counted request has ended."""
     headers = {TIMINGS_HEADER: "1", "accept": "text/event-stream"}
     if settings.target.api_key is not None:
         headers["authorization"] = f"Bearer {settings.target.api_key}"
@@ -185,7 +185,7 @@ async def _measure(settings: BenchSettings, workload: Workload, target: Target) 
             "or a shorter --warmup"
         )
     from_s, until_s = rate_window(counted, None if runner.is_stopped else workload.end_s)
-    # Neither a start and a warm-up nor the wait for a last answer may blur what the CPU did.
+    # CPU use must not include the start, the warm-up, or the wait for last answers.
     lag_s = max((late for at_s, late in runner.late if from_s <= at_s <= until_s), default=0.0)
     cpu = meter.use(start_s + from_s, start_s + until_s, max_lag_s=lag_s)
     warnings = doubts(counted, cpu)

@@ -1,4 +1,4 @@
-"""The server that is measured: what it says of itself, or how it is started here."""
+"""Finds the model of the measured server, and makes the settings of a server that bench starts."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Settings of ``kvrelay bench``, in groups; each group is what one part of the benchmark needs.
+"""Settings of ``kvrelay bench``, in groups: one for each part of the benchmark.
 
-Texts such as ``--burst "every=5s,n=4"`` are read by ``workload.py`` and ``values.py``; here is only what the command line shows.
+``workload.py`` and ``values.py`` parse texts such as ``--burst "every=5s,n=4"``.
 """
 
 from __future__ import annotations

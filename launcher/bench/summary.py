@@ -1,17 +1,15 @@
-"""The figures of a run, computed from its records. Pure; nothing here knows where the records came from.
+"""Computes the figures of a run from its records. Pure.
 
-What is counted how:
+How figures are counted:
 
-- Warm-up requests are left out everywhere, failed requests out of token counts and of all times but inter-token latency.
-- TTFT runs from when a request was *due*, so that a server (or a generator) that falls behind cannot hide it; in a closed loop a
-  request is due when the answer before it has ended.
-- Inter-token latency is the time between two chunks of one answer, every one of them, over all requests: a pause in one answer
-  is one long gap, not a slightly worse mean. That is what readers saw, so answers that broke off count too, with the
-  time from their last chunk until the error or the timeout. TPOT, the mean per request, is kept beside it to compare with
-  tools that report that.
-- Rates are over ``rate_window``: from the first counted request's due time until the last success, ramps included. A request that
-  fails after that, by a timeout say, delivers nothing in its wait and must not dilute what the others got; the time in which
-  requests were still sent, or were to be (``--duration-s``), belongs to the load, whatever became of them.
+- Warm-up requests are left out everywhere. Failed requests are left out of token counts and of all times but inter-token latency.
+- TTFT runs from when a request was *due*, so a server (or a generator) that falls behind cannot hide it. In a closed loop a request
+  is due when the answer before it has ended.
+- Inter-token latency is the time between two chunks of one answer. All gaps of all requests count, so a pause is one long gap, not
+  a slightly worse mean. Broken-off answers count too, with the time from their last chunk until the error or the timeout. TPOT, the
+  mean per request, is there for comparison with other tools.
+- Rates cover ``rate_window``: from the first counted request's due time until the last success or the last sending. A later
+  failure, by a timeout say, does not extend it. With ``--duration-s`` the window reaches the planned end of sending.
 - A request meets the SLO if it succeeded, its TTFT and end-to-end time are within their limits, and so are 99 % of its own gaps.
 """
 
@@ -32,7 +30,7 @@ _OUTSIDE = "network and client"
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Seconds."""
+    """A distribution of times, in seconds."""
 
     count: int
     mean: float
@@ -43,19 +41,19 @@ class Distribution:
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Distribution | None:
-        """None if there are no values."""
+        """Returns None if there are no values."""
         ordered = sorted(values)
         if not ordered:
             return None
         p50, p90, p99 = map(float, np.quantile(ordered, (0.5, 0.9, 0.99)))
-        # Summing may round the mean of equal values past them.
+        # Rounding of the sum may put the mean of equal values outside their range.
         mean = min(max(sum(ordered) / len(ordered), ordered[0]), ordered[-1])
         return cls(count=len(ordered), mean=mean, p50=p50, p90=p90, p99=p99, max=ordered[-1])
 
 
 @dataclass(frozen=True, slots=True)
 class StreamSummary:
-    """One part of the load, or all of it."""
+    """The figures of one part of the load, or of all of it."""
 
     name: str
     num_requests: int
@@ -68,20 +66,20 @@ class StreamSummary:
     itl: Distribution | None
     tpot: Distribution | None
     e2e: Distribution | None  # from the due time
-    requests_per_s: float  # that succeeded
+    requests_per_s: float  # of successful requests
     output_tokens_per_s: float
     total_tokens_per_s: float  # prompts included
     num_within_slo: int | None  # None: no SLO was given
     goodput_per_s: float | None
-    parts: PartsSummary | None  # None: the server does not say
+    parts: PartsSummary | None  # None: the server reports no timings
 
 
 @dataclass(frozen=True, slots=True)
 class PartsSummary:
-    """Where the time to the first and the second token went; each request's parts add up to what the client saw.
+    """Where the time to the first and the second token went. Each request's parts add up to what the client saw.
 
-    ``accept``, ``queue``, ``prefill``, ``transfer wait`` and ``first decode step`` are what kvrelay's parts say, ``rest`` is
-    what is missing to what its gateway saw, and ``network and client`` what is missing from there to what the client saw.
+    kvrelay reports ``accept``, ``queue``, ``prefill``, ``transfer wait`` and ``first decode step``. ``rest`` is the remainder up to
+    what its gateway saw. ``network and client`` is the remainder from there up to what the client saw.
     """
 
     num_requests: int
@@ -93,9 +91,9 @@ class PartsSummary:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """A run: all of it, then its streams if there are several."""
+    """The figures of a whole run, then of its streams if there are several."""
 
-    window_s: float  # what rates are over
+    window_s: float  # the time that rates cover
     streams: list[StreamSummary]
 
     @property
@@ -104,7 +102,7 @@ class Summary:
         return self.streams[0]
 
     def stream(self, name: str) -> StreamSummary | None:
-        """The part of the load called ``name``; of a load of one part that is ``all``."""
+        """The stream called ``name``. If the load has only one part, "main" is ``all``."""
         named = {stream.name: stream for stream in self.streams}
         return named.get(name, self.all if len(self.streams) == 1 and name == "main" else None)
 
@@ -121,10 +119,10 @@ def summarize(result: RunResult) -> Summary:
 
 
 def rate_window(counted: Sequence[RequestRecord], end_s: float | None = None) -> tuple[float, float]:
-    """From the first due time until the last success, or the last sending if that is later; (0, 0) of no requests.
+    """From the first due time until the last success, or the last sending if that is later. (0, 0) without requests.
 
-    ``end_s``: until when requests were to be sent, if a time was to end them. A closed loop sends nothing while a server hangs,
-    but that time was the load's all the same.
+    ``end_s``: the planned end of sending, if the run has one. It counts because a closed loop sends nothing while a server hangs,
+    and that time is part of the load.
     """
     if not counted:
         return 0.0, 0.0
@@ -133,7 +131,7 @@ def rate_window(counted: Sequence[RequestRecord], end_s: float | None = None) ->
 
 
 def percentile(values: Sequence[float], q: float) -> float:
-    """The ``q``-quantile, interpolated linearly between the two nearest."""
+    """The ``q``-quantile, interpolated linearly between the two nearest values."""
     return float(np.quantile(values, q))
 
 
@@ -143,25 +141,25 @@ def gaps(record: RequestRecord) -> list[float]:
 
 
 def gap_ends(record: RequestRecord) -> list[float]:
-    """When each gap of one answer ended: with the next chunk, or, if it broke off, the last one with the error or the timeout."""
+    """When each gap of one answer ended: with the next chunk or, for the last gap of a broken-off answer, its error or timeout."""
     broke_off = record.error is not None and record.error != SHORT_ANSWER
     return [*record.chunk_s[1:], record.finished_s] if broke_off and record.chunk_s else record.chunk_s[1:]
 
 
 def ttft(record: RequestRecord) -> float | None:
-    """From the due time; None without a token."""
+    """Time to first token from the due time. None without a token."""
     return record.chunk_s[0] - record.due_s if record.chunk_s else None
 
 
 def tpot(record: RequestRecord) -> float | None:
-    """Mean time per output token after the first; None of an answer of one."""
+    """Mean time per output token after the first. None for an answer of fewer than two chunks or tokens."""
     if len(record.chunk_s) < 2 or record.output_tokens < 2:
         return None
     return (record.chunk_s[-1] - record.chunk_s[0]) / (record.output_tokens - 1)
 
 
 def meets(record: RequestRecord, slo: dict[str, float]) -> bool:
-    """Whether a request did what ``slo`` asks."""
+    """Whether a request meets every limit of ``slo``."""
     first = ttft(record)
     if record.error is not None or first is None:
         return False
@@ -218,11 +216,11 @@ def _parts(records: Sequence[RequestRecord]) -> PartsSummary | None:
     )
 
 
-# Differences on each side's own clock; what one side cannot see is the difference between two of them.
+# Each side reports differences on its own clock. The remainder is what it cannot see.
 
 
 def _to_first(record: RequestRecord, seen_s: float) -> dict[str, float] | None:
-    """Where the time to the first token went; None if the server does not say."""
+    """The parts of the time to the first token. None if the server does not report them."""
     its = record.parts
     if its is None or its.ttft_s is None or its.accept_s is None or its.queue_s is None or its.prefill_s is None:
         return None
@@ -231,7 +229,7 @@ def _to_first(record: RequestRecord, seen_s: float) -> dict[str, float] | None:
 
 
 def _to_second(record: RequestRecord) -> dict[str, float] | None:
-    """The same of the second one; None also if it was prefilled locally, or has no second token."""
+    """The parts of the time from the first to the second token. None if unknown, prefilled locally, or without a second token."""
     its = record.parts
     if len(record.chunk_s) < 2 or its is None or its.ttft_s is None or its.second_token_s is None:
         return None

@@ -1,4 +1,4 @@
-"""Small texts on the command line: times, lists of ``key=value``, distributions of lengths, ranges."""
+"""Parses short command line texts: times, lists of ``key=value``, distributions of lengths, ranges."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from kvrelay.common.errors import SettingsError
 from kvrelay.common.settings import closest
 
 _UNITS_S = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
-MAX_LENGTH = 10_000_000  # tokens; more is a slip of the keyboard
+MAX_LENGTH = 10_000_000  # tokens; a larger number is a typing error
 
 
 def parse_time_s(text: str, flag: str) -> float:
-    """Seconds of ``"5s"``, ``"100ms"``, ``"2m"``, or of a bare number of seconds. Raises SettingsError."""
+    """Seconds of a text such as ``"5s"``, ``"100ms"`` or ``"2m"``, or of a plain number. Raises SettingsError."""
     number = text.strip()
     factor = 1.0
     for unit in sorted(_UNITS_S, key=len, reverse=True):
@@ -31,9 +31,9 @@ def parse_time_s(text: str, flag: str) -> float:
 
 
 def parse_pairs(text: str, flag: str, known: tuple[str, ...]) -> dict[str, str]:
-    """``"a=1,b=2"`` as a dict. Raises SettingsError on a key that is not ``known``, comes twice or has no value.
+    """Parse ``"a=1,b=2"`` into a dict. Raises SettingsError on a key that is unknown, repeated or has no value.
 
-    A value may hold commas, as in ``input=normal:512,128``: what has no ``=`` belongs to the value before it.
+    A value may contain commas, as in ``input=normal:512,128``: a part without ``=`` belongs to the value before it.
     """
     pairs: dict[str, str] = {}
     last: str | None = None
@@ -56,14 +56,14 @@ def parse_pairs(text: str, flag: str, known: tuple[str, ...]) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """A distribution of lengths in tokens. ``draw`` gives whole numbers of at least 1."""
+    """A distribution of lengths in tokens."""
 
     kind: str  # "fixed": a; "uniform": a to b, both included; "normal", "lognormal": mean a, standard deviation b
     a: float
     b: float = 0.0
 
     def draw(self, chooser: random.Random) -> int:
-        """One length."""
+        """A random length of at least 1."""
         if self.kind == "fixed":
             return int(self.a)
         if self.kind == "uniform":
@@ -71,7 +71,7 @@ class Lengths:
         if self.kind == "normal":
             value = chooser.gauss(self.a, self.b)
         else:
-            # Of a lognormal variable with mean m and deviation s, the logarithm has variance ln(1 + (s/m)²).
+            # If a lognormal variable has mean m and deviation s, its logarithm has variance ln(1 + (s/m)²).
             variance = math.log1p((self.b / self.a) ** 2)
             value = chooser.lognormvariate(math.log(self.a) - variance / 2, math.sqrt(variance))
         return max(1, min(MAX_LENGTH, round(value)))
@@ -116,7 +116,7 @@ def parse_id_range(text: str, flag: str) -> range:
 
 
 def parse_slo(text: str | None) -> dict[str, float]:
-    """``"ttft=1s,itl=100ms,e2e=10s"`` in seconds. Raises SettingsError."""
+    """Parse ``"ttft=1s,itl=100ms,e2e=10s"`` into seconds by name. Raises SettingsError."""
     if text is None:
         return {}
     pairs = parse_pairs(text, "--slo", ("ttft", "itl", "e2e"))

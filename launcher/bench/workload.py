@@ -1,9 +1,8 @@
-"""Plans a load: which request comes when, what it asks, and what of it is shared. Pure functions of the settings.
+"""Plans a load: when each request comes, its prompt and output lengths, and which prefix it shares. Pure functions of the settings.
 
-An open loop (``--rate``, ``--burst``) is a list of due times. A closed loop (``--concurrency``) has no times, but what
-its n-th request is, is known all the same. Nothing depends on what the server does, so the same settings are the same load on
-any server. A prompt is planned as pieces; ``bodies.py`` makes tokens or words of them when they are sent: those of a long
-run would not fit into memory.
+An open loop (``--rate``, ``--burst``) is a list of due times. A closed loop (``--concurrency``) has no times, but its n-th request
+is fixed too. Nothing depends on the server, so the same settings are the same load for any server. A prompt is planned as pieces.
+``bodies.py`` turns them into tokens or words at sending time: all prompts of a long run would not fit into memory.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _DEFAULT_WARMUP_S = 2.0  # the first requests after a start compile and allocate
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of a prompt. The same key is the same tokens, and a shorter piece is the start of a longer one."""
+    """A part of a prompt. The same key gives the same tokens; a shorter piece is the start of a longer one."""
 
     key: str
     length: int  # tokens
@@ -36,23 +35,23 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class PlannedRequest:
-    """One request."""
+    """One planned request."""
 
     stream: str
     number: int  # within its stream, from 0
     is_warmup: bool
-    due_s: float | None  # since the start of the run; None: when a place of the closed loop is free
+    due_s: float | None  # since the start of the run; None: when the closed loop has a free place
     pieces: tuple[Piece, ...]
     output_tokens: int
 
     @property
     def prompt_tokens(self) -> int:
-        """Length of the prompt, as planned."""
+        """The planned prompt length."""
         return sum(piece.length for piece in self.pieces)
 
 
 class MainLoad:
-    """Says what the n-th request of the main load is, whoever sends it when."""
+    """Defines the n-th request of the main load, independent of its time."""
 
     def __init__(self, prompt: PromptSettings) -> None:
         """Raises SettingsError."""
@@ -72,10 +71,10 @@ class MainLoad:
 
 
 class ClosedLoop:
-    """Hands out the requests of a closed loop, one after the other; knows when it is over. No clock of its own."""
+    """Hands out the requests of a closed loop in order, and ends the run. The caller passes the time."""
 
     def __init__(self, load: MainLoad, concurrency: int, warmup_s: float, end_s: float | None, num: int | None) -> None:
-        """It ends at ``end_s``, or after ``num`` requests that count."""
+        """The run ends at ``end_s``, or after ``num`` counted requests."""
         self.concurrency = concurrency
         self._load = load
         self._warmup_s = warmup_s
@@ -84,7 +83,7 @@ class ClosedLoop:
         self._numbers = itertools.count()
 
     def next_request(self, now_s: float) -> PlannedRequest | None:
-        """The request to send at ``now_s``; None if the run is over."""
+        """The request to send at ``now_s``, or None if the run is over."""
         is_warmup = now_s < self._warmup_s
         if now_s >= self._end_s or (not is_warmup and not self._num_left):
             return None
@@ -94,15 +93,15 @@ class ClosedLoop:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """All that is sent."""
+    """The complete plan of a run."""
 
     timed: tuple[PlannedRequest, ...]  # in order of due_s
     closed: ClosedLoop | None
-    end_s: float | None  # of sending, since the start of the run, if a time ends it
+    end_s: float | None  # when sending ends, since the start of the run; None: a number of requests ends it
 
 
 def plan_workload(settings: BenchSettings) -> Workload:
-    """Plan everything. Raises SettingsError on whatever is wrong with the load."""
+    """Plan the whole load. Raises SettingsError on invalid load settings."""
     load, prompt = settings.load, settings.prompt
     if load.rate is not None and load.concurrency is not None:
         raise SettingsError(
@@ -134,10 +133,10 @@ def plan_workload(settings: BenchSettings) -> Workload:
 
 
 def _due_times_s(load: LoadSettings, rate: float, seed: int, warmup_s: float, end_s: float | None) -> Iterable[float]:
-    """Until ``end_s``, or until ``load.requests`` have come after the warm-up.
+    """Due times until ``end_s``, or until ``load.requests`` have come after the warm-up.
 
-    Given their number, the events of a Poisson process are independent and uniform. With a duration their number is what the rate
-    says: else 10 s at 2 a second are 11 to 29 requests in 95 of 100 runs, and short runs measure luck.
+    Given their number, the events of a Poisson process are independent and uniform. With a duration, their number is fixed to the
+    rate times the duration. Otherwise 10 s at 2 requests/s would be 11 to 29 requests in 95 of 100 runs.
     """
     num_warmup = math.ceil(warmup_s * rate)
     if load.arrival == "constant":
@@ -154,7 +153,7 @@ def _due_times_s(load: LoadSettings, rate: float, seed: int, warmup_s: float, en
 
 
 def _burst_requests(text: str, seed: int, warmup_s: float, end_s: float) -> Iterator[PlannedRequest]:
-    """Of ``"every=5s,n=4,input=1500,output=16"``; input and output have defaults. Raises SettingsError."""
+    """The requests of ``"every=5s,n=4,input=1500,output=16"``; input and output have defaults. Raises SettingsError."""
     pairs = parse_pairs(text, "--burst", ("every", "n", "input", "output"))
     if missing := [key for key in ("every", "n") if key not in pairs]:
         raise SettingsError(

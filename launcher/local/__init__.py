@@ -1,1 +1,1 @@
-"""One command that serves a model on this machine: plan, processes, terminal view."""
+"""Serves a model on this machine with one command: plan, processes, terminal view."""

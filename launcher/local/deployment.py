@@ -1,10 +1,10 @@
-"""A whole deployment on this machine: for people (``kvrelay local``), and for programs (:class:`LocalDeployment`).
+"""A whole deployment on this machine, for people (``kvrelay local``) and for programs (:class:`LocalDeployment`).
 
     with LocalDeployment.from_settings(LocalSettings.of(port=0), directory) as deployment:
         deployment.wait_ready(timeout_s=120)
         httpx.get(f"{deployment.url}/v1/models")
 
-Stop order: the gateway (no new requests), prefill workers (hand-offs end), decode workers.
+Components stop in order: the gateway (no new requests), prefill workers (hand-offs end), decode workers.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from kvrelay.launcher.models import resolve_model
 from kvrelay.launcher.settings import LocalSettings
 from kvrelay.launcher.top import Picture
 
-_POLL_S = 0.2  # how soon a signal is acted upon
+_POLL_S = 0.2  # the longest delay before a signal is handled
 
 
 class LogRecorder:
-    """An observer that keeps all log lines, for deployments nobody watches."""
+    """An observer that keeps all log lines, for deployments without a view."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
 
     def on_line(self, name: str, line: str) -> None:
-        """Kept."""
+        """Keep the line."""
         self.lines.append(f"{name} | {line}")
 
     def on_state(self, status: Status) -> None:
-        """Kept as a line."""
+        """Keep the state as a line."""
         self.on_line("kvrelay", f"{status.name}: {status.state.value} {status.detail}")
 
 
@@ -52,16 +52,16 @@ class LocalDeployment(Supervisor):
     """Gateway and workers as processes, from ``start`` (or enter) to ``stop`` (or exit)."""
 
     def __init__(self, plan: Plan) -> None:
-        """Nothing runs yet."""
+        """Starts no process yet."""
         super().__init__(plan.specs)
         self.plan = plan
         self.url = plan.url  # of the HTTP API, such as ``http://127.0.0.1:8000``
-        self.admin_urls = plan.admin_urls  # by name: what /health, /metrics and (of workers) /debug/kv are under
+        self.admin_urls = plan.admin_urls  # base URL by component name, of /health, /metrics and (workers) /debug/kv
         self.log = LogRecorder()
 
     @classmethod
     def from_settings(cls, settings: LocalSettings, *model_directories: Path) -> Self:
-        """Choose the ports. ``model_directories``: of the models of ``--model``, in order. Raises PortTakenError, SettingsError."""
+        """Choose the ports and plan. ``model_directories``: in the order of ``--model``. Raises PortTakenError, SettingsError."""
         front = settings.gateway
         http_port, *ports = free_ports(1 + num_ports(settings), without=front.port)
         return cls(
@@ -77,7 +77,7 @@ class LocalDeployment(Supervisor):
 
     @property
     def pids(self) -> dict[str, int]:
-        """By name, of the components that run now."""
+        """Process ids of the running components, by name."""
         return {status.name: status.pid for status in self.statuses() if status.pid is not None}
 
     def __enter__(self) -> Self:
@@ -91,14 +91,14 @@ class LocalDeployment(Supervisor):
 
 
 class StopSignals:
-    """Counts what asks us to stop. A handler may interrupt any line, also one that holds a lock: so it only counts."""
+    """Counts stop signals. It only counts, because a handler may interrupt any line, even one that holds a lock."""
 
     def __init__(self) -> None:
         self.count = 0
 
     @contextmanager
     def caught(self) -> Iterator[None]:
-        """Between enter and exit SIGINT, SIGTERM and SIGHUP (the terminal went away) are counted. Main thread only."""
+        """Count SIGINT, SIGTERM and SIGHUP (a closed terminal) inside the context. Main thread only."""
         numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         before = {number: signal.signal(number, self._handle) for number in numbers}
         try:
@@ -112,9 +112,9 @@ class StopSignals:
 
 
 def run(settings: LocalSettings) -> int:
-    """``kvrelay local``: serve until Ctrl-C, SIGTERM or a failure; returns 0 after an orderly stop.
+    """``kvrelay local``: serve until Ctrl-C, SIGTERM or a failure. Returns 0 after an orderly stop.
 
-    Raises PortTakenError before anything is loaded, ModelError, and ComponentDiedError after all others were stopped.
+    Raises PortTakenError before it loads anything, ModelError, and ComponentDiedError after it has stopped all other components.
     """
     front = settings.gateway
     if front.port:
@@ -127,7 +127,7 @@ def run(settings: LocalSettings) -> int:
 
 
 def serve_until_stopped(deployment: LocalDeployment, when_ready: str, *, hide_logs: bool) -> int:
-    """Start, show (``when_ready``, once all are), and stop in order at SIGINT, SIGTERM or SIGHUP; returns 0.
+    """Start all components, show ``when_ready`` once all are ready, and stop in order at SIGINT, SIGTERM or SIGHUP. Returns 0.
 
     Raises ComponentDiedError. Main thread only.
     """
@@ -153,10 +153,10 @@ def serve_until_stopped(deployment: LocalDeployment, when_ready: str, *, hide_lo
 
 
 def ready_text(url: str, *models: str, has_keys: bool) -> str:
-    """What to do next. ``models``: their names. ``has_keys``: the gateway asks for one."""
+    """What to do next. ``models``: their names. ``has_keys``: the gateway requires an API key."""
     messages = [{"role": "user", "content": "What is the capital of France?"}]
     body = json.dumps({"model": models[0], "temperature": 0, "messages": messages}).replace("'", "'\\''")
-    # The certificate is for a name, and this is an address.
+    # The certificate is for a name, but this URL has an address.
     insecure = " -k" if url.startswith("https") else ""
     key = ' \\\n    -H "Authorization: Bearer $API_KEY"' if has_keys else ""
     return (
@@ -168,14 +168,14 @@ def ready_text(url: str, *models: str, has_keys: bool) -> str:
 
 
 def _gpus(settings: LocalSettings) -> tuple[str, ...]:
-    """Those that workers may have."""
+    """The GPUs that workers may use."""
     chosen = settings.components
     uses_none = chosen.get("device") == "cpu" or chosen.get("engine") == "fake"
     return () if uses_none else visible_gpus(os.environ)
 
 
 def _stop(deployment: LocalDeployment, signals: StopSignals) -> None:
-    """Stop in order; one more Ctrl-C while that goes on ends the grace."""
+    """Stop in order. A further signal meanwhile ends the grace period."""
     before = signals.count
     while not deployment.stop(_POLL_S, hurry=signals.count > before):
         pass

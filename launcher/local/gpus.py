@@ -1,7 +1,7 @@
-"""Which worker of a local deployment gets which of the machine's GPUs: each its own as far as they go, then the rest is shared.
+"""Assigns the machine's GPUs to the workers of a local deployment: one each while there are enough, then shared.
 
-The GPUs are those that this process sees, by the names that ``CUDA_VISIBLE_DEVICES`` has for them. A worker of several ranks has a
-GPU for each, so no two of its ranks share one; other workers may be on them, too.
+The GPUs are those that this process sees, named as in ``CUDA_VISIBLE_DEVICES``. A worker of several ranks gets a GPU for each rank,
+so its ranks never share one. It may share them with other workers.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ def visible_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -
     """Names of the GPUs that this process sees; none without NVIDIA's driver."""
     if (named := environment.get(VISIBLE)) is not None:
         return tuple(name for part in named.split(",") if (name := part.strip()))
-    # CUDA counts from 0 whatever the files' numbers are: a container may have some of the machine's.
+    # CUDA counts from 0, even if a container has other device numbers.
     num_gpus = sum(_DEVICE_FILE.fullmatch(path.name) is not None for path in devices.glob("nvidia*"))
     return tuple(map(str, range(num_gpus)))
 
 
 def assigned(gpus: Sequence[str], workers: Sequence[WorkerRanks]) -> dict[str, tuple[str, ...]]:
-    """By worker, in their order: as many GPUs as it has ranks, of those that have fewest workers so far.
+    """The GPUs of each worker: as many as it has ranks, always those with the fewest workers so far.
 
-    A worker of more ranks than there are GPUs gets all of them, and will say that they are too few.
+    A worker with more ranks than GPUs gets all of them, and reports later that they are too few.
     """
     num_workers = dict.fromkeys(gpus, 0)
     chosen: dict[str, tuple[str, ...]] = {}
@@ -54,9 +54,9 @@ def memory_fractions(
     workers: Sequence[WorkerRanks],
     shares: Callable[[int, int], tuple[float, float]],
 ) -> dict[str, float]:
-    """By worker what it may have of each of its GPUs, the fullest of which decides.
+    """The memory fraction that each worker may use of each of its GPUs. Its fullest GPU decides.
 
-    ``shares``: of a prefill and a decode worker, on a GPU that so many of each are on.
+    ``shares``: gives the fractions of a prefill and a decode worker from the numbers of both on a GPU.
     """
     roles = {worker.name: worker.role for worker in workers}
 
@@ -69,7 +69,7 @@ def memory_fractions(
 
 
 def who_has_which(chosen: Mapping[str, tuple[str, ...]]) -> str:
-    """A line for people."""
+    """The assignment as a line for people."""
     lines = []
     for name, gpus in chosen.items():
         others = [other for other, its in chosen.items() if other != name and set(its) & set(gpus)]

@@ -1,8 +1,8 @@
-"""Which processes a local deployment consists of: a pure function of settings, directory and ports.
+"""Plans the processes of a local deployment: a pure function of settings, directories, ports and GPUs.
 
     gateway ──tcp──▶ prefill-0 … ──tcp: control, KV blocks──▶ decode-0 … ◀──tcp── gateway
 
-Everything listens on loopback only, except the HTTP API if --host says so.
+All processes listen only on loopback, except the HTTP API if --host says so.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from kvrelay.launcher.settings import LocalSettings, options_for
 from kvrelay.prefill_worker.settings import PrefillSettings
 
 _LOOPBACK = "127.0.0.1"
-_KILL_AFTER_DRAIN_S = 5.0  # what a component may take to end after its drain time
-_GPU_SHARE = 0.9  # of a GPU that one or two workers share …
-_CUDA_SHARE = 0.03  # … less what CUDA itself takes for each further one: half a gigabyte, and the smallest GPUs have 16
-_PREFILL_PARTS, _DECODE_PARTS = 4, 5  # of that, by worker
-_SMALLEST_SHARE = 0.01  # that the setting takes
-_ROLES = {"prefill": PrefillSettings, "decode": DecodeSettings}  # in the order in which they are planned, and stopped
+_KILL_AFTER_DRAIN_S = 5.0  # time to end after the drain time, before it is killed
+_GPU_SHARE = 0.9  # a GPU's memory for its workers together
+_CUDA_SHARE = 0.03  # less for each worker after the second: CUDA takes half a gigabyte
+_PREFILL_PARTS, _DECODE_PARTS = 4, 5  # how the workers split it
+_SMALLEST_SHARE = 0.01  # least value of the setting
+_ROLES = {"prefill": PrefillSettings, "decode": DecodeSettings}  # in the order of planning and stopping
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,39 +38,39 @@ class WorkerPorts:
 
     control: int
     admin: int
-    data: int | None = None  # of a decode worker
+    data: int | None = None  # decode workers only
 
 
 @dataclass(frozen=True, slots=True)
 class _GpuShare:
-    """What a worker may have of GPUs."""
+    """The GPUs and the memory of them that a worker may use."""
 
     memory_fraction: float
-    gpus: tuple[str, ...] = ()  # empty: those that the launcher sees
+    gpus: tuple[str, ...] = ()  # empty: all that the launcher sees
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The processes, and where they are reached."""
+    """The processes and their URLs."""
 
     specs: tuple[ComponentSpec, ...]
     url: str  # of the HTTP API
-    admin_urls: dict[str, str]  # of each component: /health, /metrics; of workers also /debug/kv
+    admin_urls: dict[str, str]  # by component name: base URL of /health, /metrics and (workers) /debug/kv
     model_names: tuple[str, ...] = ()  # in the API
-    gpus: str = ""  # which worker has which, for people; empty with one or none
+    gpus: str = ""  # a line about who has which GPU; empty with fewer than two GPUs
 
 
 def num_ports(settings: LocalSettings) -> int:
-    """How many loopback ports the workers need."""
+    """The number of loopback ports that the workers need."""
     return len(settings.gateway.model) * (2 * settings.deployment.prefill + 3 * settings.deployment.decode)
 
 
 def gpu_shares(num_prefill: int, num_decode: int) -> tuple[float, float]:
-    """What each prefill and each decode worker may have of the memory of a GPU that all of them share.
+    """The memory fraction for each prefill and each decode worker on a GPU that all of them share.
 
-    A prefill worker's pool holds prompts in progress and the prefix cache, a decode worker's all that is being generated: it
-    gets more. Not much more of the whole, as the weights are in both shares: with 0.4 and 0.5, and weights of a fifth of the GPU,
-    the pools are as two to three; of a third, as two to five. With 0.3 and 0.6, weights of a third would not even fit the smaller.
+    A prefill worker's pool holds prompts in progress and the prefix cache. A decode worker's pool holds all running sequences, so
+    it gets more, but not much more, because both shares include the weights. With 0.4 and 0.5, weights of a fifth of the GPU leave
+    pools of 2:3, and weights of a third 2:5. With 0.3 and 0.6, weights of a third would not fit the smaller share.
     """
     total = max(_SMALLEST_SHARE, _GPU_SHARE - _CUDA_SHARE * max(0, num_prefill + num_decode - 2))
     unit = total / max(1, _PREFILL_PARTS * num_prefill + _DECODE_PARTS * num_decode)
@@ -90,9 +90,8 @@ def plan_deployment(
 ) -> Plan:
     """The processes of ``settings``: workers of each model, and one gateway.
 
-    ``model_directories``: of the models, in the order of ``--model``. ``ports`` are free loopback ports, :func:`num_ports` of them.
-    ``gpus``: those that workers may have; with fewer than two there is nothing to choose.
-    Raises SettingsError on models that cannot be told apart.
+    ``model_directories``: in the order of ``--model``. ``ports``: :func:`num_ports` free loopback ports. ``gpus``: those that
+    workers may use; fewer than two are not assigned. Raises SettingsError on models with ambiguous names.
     """
     deployment = settings.deployment
     front = with_directories(settings.gateway, model_directories)
@@ -144,12 +143,12 @@ def plan_deployment(
 
 
 def _worker_name(role: str, models: Sequence[str], model: str, index: int) -> str:
-    """Of several models, a process is called by its model, too."""
+    """A worker's name, such as ``prefill-0``. With several models it includes the model."""
     return "-".join([role, *([model.rpartition("/")[2]] if len(models) > 1 else []), str(index)])
 
 
 def _ranks(settings: LocalSettings, role: str) -> dict[str, int]:
-    """What cuts a worker's model, as far as it was asked for."""
+    """The tensor and pipeline parallel sizes of the role's workers, where they were asked for."""
     deployment = settings.deployment
     own = {
         "prefill": (deployment.prefill_tensor_parallel, deployment.prefill_pipeline_parallel),
@@ -200,7 +199,7 @@ def _worker(
         ready_url=f"http://{_LOOPBACK}:{ports.admin}/health/ready",
         stop_rank=1 + list(_ROLES).index(role),
         grace_s=deployment.drain_s + _KILL_AFTER_DRAIN_S,
-        # Torch starts one OpenMP thread per core before --threads is read; several workers would fight for the cores.
+        # Torch starts one OpenMP thread per core before the worker reads --threads. Several workers would compete for the cores.
         environment={
             "OMP_NUM_THREADS": str(threads),
             "MKL_NUM_THREADS": str(threads),
@@ -217,7 +216,7 @@ def _places(name: str, ports: WorkerPorts) -> dict[str, Any]:
 
 
 def _command(name: str, component: type, values: Mapping[str, Any]) -> tuple[str, ...]:
-    # -P: the working directory must not come before the installed packages.
+    # -P: keeps the working directory out of the import path.
     arguments = command_line(component, options_for(component, values))
     return (sys.executable, "-P", "-m", "kvrelay.launcher", name, *arguments)
 
@@ -227,7 +226,7 @@ def _tcp(port: int) -> str:
 
 
 def _reachable(host: str) -> str:
-    """An address for clients on this machine."""
+    """The address of ``host`` for clients on this machine."""
     if host in ("0.0.0.0", "::", ""):
         return _LOOPBACK
     return f"[{host}]" if ":" in host else host

@@ -1,9 +1,8 @@
-"""Free TCP ports on this machine, for components that must know each other's address before any of them runs.
+"""Finds free TCP ports on this machine, for components that must know each other's address before they run.
 
-Loopback TCP and not ``ipc://``: it is the transport of a cluster, so what runs here is what runs there, and no socket file
-can be left behind, whatever is killed. The ports lie below the range from which the kernel takes ports for outgoing
-connections: none is taken by chance between our choice and the component's bind, or while a component restarts. (In that
-range a client that keeps reconnecting to a dead loopback peer may even be connected to itself.)
+It uses loopback TCP rather than ``ipc://``, because a cluster uses TCP too, and no socket file is left behind by a killed process.
+The ports are below the kernel's range for outgoing connections. So no connection takes one by chance before the component's bind or
+during a restart. In that range a client that keeps reconnecting to a dead loopback peer may even connect to itself.
 """
 
 from __future__ import annotations
@@ -14,17 +13,17 @@ import socket
 
 from kvrelay.launcher.errors import PortTakenError
 
-_RANGE = range(20_000, 30_000)  # Linux' outgoing connections start at 32768, unless someone changed that
+_RANGE = range(20_000, 30_000)  # Linux' outgoing connections start at 32768 by default
 
 
 def check_free(host: str, port: int) -> int:
-    """Whether something can listen on host:port; returns the port, or the one chosen for 0.
+    """Check that a server can listen on host:port. Returns the port, or the chosen port for 0.
 
-    Raises PortTakenError that names the address and says what to do.
+    Raises PortTakenError that names the address and what to do.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of a server just ended do not count
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ignores connections of a server that just ended
         try:
             probe.bind((host, port))
         except OSError as error:
@@ -40,9 +39,9 @@ def check_free(host: str, port: int) -> int:
 
 
 def free_ports(count: int, *, without: int | None = None) -> list[int]:
-    """``count`` different ports on 127.0.0.1 that nobody listens on now, ``without`` not among them.
+    """``count`` different free ports on 127.0.0.1, never ``without``.
 
-    Raises PortTakenError if there are not so many.
+    Raises PortTakenError if there are too few.
     """
     start = random.randrange(len(_RANGE))  # noqa: S311 - to keep two launchers apart, not a secret
     found: list[int] = []

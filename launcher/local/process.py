@@ -1,8 +1,8 @@
-"""One component as a child process: started in its own session, its output read line by line, stopped for certain.
+"""One component as a child process: started in its own session, its output read line by line, and reliably stopped.
 
-The own session keeps the terminal's Ctrl-C away from it: the launcher decides who stops when. The lifeline
-(:mod:`kvrelay.common.lifeline`) ends it if the launcher is killed. Everything but the output is used from one thread,
-which must live as long as the child does.
+Its own session shields it from the terminal's Ctrl-C, so the launcher decides the stop order. The lifeline
+(:mod:`kvrelay.common.lifeline`) ends it if the launcher is killed. One thread starts and stops the child, and must live as long as
+the child. Only the output is read on another thread.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-_TAIL_LINES = 20  # kept to explain a death
+_TAIL_LINES = 20  # kept for error messages
 
 
 @dataclass(frozen=True, slots=True)
 class ComponentSpec:
-    """What to run, and how to know that it works."""
+    """The command of a component, and how to tell that it is ready."""
 
-    name: str  # in status and logs, such as "prefill-0"
+    name: str  # shown in status and logs, such as "prefill-0"
     command: tuple[str, ...]
     ready_url: str  # answers 200 when the component takes traffic
     stop_rank: int = 0  # lower ranks are stopped first
-    grace_s: float = 10.0  # between SIGTERM and SIGKILL
-    # Added to the launcher's, without its KVRELAY_ variables.
+    grace_s: float = 10.0  # from SIGTERM to SIGKILL
+    # Added to the launcher's environment, which is passed without its KVRELAY_ variables.
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
 class Child:
-    """A running (or ended) process of a component."""
+    """A running or ended process of a component."""
 
     def __init__(self, spec: ComponentSpec, on_line: Callable[[str, str], None]) -> None:
-        """Start it. ``on_line(name, line)`` is called on a thread of its own. Raises OSError if there is no such program."""
+        """Start it. A separate thread calls ``on_line(name, line)``. Raises OSError if the program does not exist."""
         self._name = spec.name
         self._on_line = on_line
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
@@ -60,7 +60,7 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Process id, also its process group's."""
+        """The process id, also the id of its process group."""
         return self._process.pid
 
     @property
@@ -69,7 +69,7 @@ class Child:
         return list(self._tail)
 
     def rss_bytes(self) -> int | None:
-        """Memory it holds now; None where the system does not say."""
+        """The memory that it uses; None if the system does not report it."""
         try:
             pages = int(Path(f"/proc/{self.pid}/statm").read_text().split()[1])
         except (OSError, IndexError, ValueError):
@@ -77,12 +77,12 @@ class Child:
         return pages * os.sysconf("SC_PAGE_SIZE")
 
     def exit_code(self) -> int | None:
-        """None while it runs. At its end whatever it started in its group ends too, and its output is read to the end."""
+        """None while it runs. After its end this also ends its process group and reads the output to the end."""
         if self._process.returncode is not None:
             return self._process.returncode
         if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             return None
-        # Not reaped yet, so the process group's number still belongs to it.
+        # It is not reaped yet, so the number of the process group still belongs to it.
         self._signal_group(signal.SIGKILL)
         self._process.wait()
         self._reader.join(timeout=2.0)
@@ -94,7 +94,7 @@ class Child:
             self._process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """End it and all its group; returns when it is gone."""
+        """End it and its process group. Returns when it is gone."""
         if self.exit_code() is None:
             self._signal_group(signal.SIGKILL)
             self._process.wait()
@@ -114,7 +114,7 @@ class Child:
 
 
 def describe_exit(code: int) -> str:
-    """``exit code 1``, or ``killed by SIGKILL``; with what usually stands behind it."""
+    """``exit code 1``, or ``killed by SIGKILL`` with its usual cause."""
     if code >= 0:
         return f"exit code {code}"
     try:
@@ -126,5 +126,5 @@ def describe_exit(code: int) -> str:
 
 
 def _environment() -> dict[str, str]:
-    """Without variables of kvrelay: the launcher has read them, and what they mean for a component is on its command line."""
+    """The environment without kvrelay's variables: the launcher passes those settings on the command line."""
     return {name: text for name, text in os.environ.items() if not name.startswith("KVRELAY_")}

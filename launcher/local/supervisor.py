@@ -1,8 +1,8 @@
-"""Keeps a set of components running, as Kubernetes would: starts, watches, restarts, stops in order.
+"""Keeps a set of components running, as Kubernetes would: starts, watches, restarts, and stops them in order.
 
-One thread owns all child processes (the kernel ties a child to the thread that started it, see lifeline); others look at
-:meth:`Supervisor.statuses` and wait. A component that dies before it was ever ready ends the deployment: it would die again. One
-that dies later is restarted after a growing pause, until it has died too often in a row without running well in between.
+One thread owns all child processes, because the kernel ties a child to the thread that started it (see lifeline). Other threads
+read :meth:`Supervisor.statuses` and wait. A component that dies before it was ever ready ends the deployment: a restart would fail
+too. A component that dies later is restarted after a growing pause. Too many deaths in a row end the deployment.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from typing import Protocol
 from kvrelay.launcher.errors import ComponentDiedError, NotReadyError
 from kvrelay.launcher.local.process import Child, ComponentSpec, describe_exit
 
-_READY_PROBE_S = 1.0  # between two looks at a component that is ready; one that is not is asked at every tick
+_READY_PROBE_S = 1.0  # interval for ready components; others are asked at every tick
 
 
 class State(enum.Enum):
-    """Where a component stands."""
+    """The state of a component."""
 
     LOADING = "loading"
     READY = "ready"
-    UNREADY = "not ready"  # was ready, and answers no now: overloaded, or waits for another component
+    UNREADY = "not ready"  # was ready; is overloaded now, or waits for another component
     DIED = "died"  # will be restarted
     STOPPED = "stopped"
 
@@ -45,15 +45,15 @@ _TRANSITIONS: dict[State, frozenset[State]] = {
 
 @dataclass(frozen=True, slots=True)
 class RestartPolicy:
-    """When a component that died is started again."""
+    """When a dead component is restarted."""
 
     first_pause_s: float = 0.5
     longest_pause_s: float = 10.0
-    stable_s: float = 30.0  # a death after this long of running counts as the first one
+    stable_s: float = 30.0  # after this running time a death counts as the first one
     max_deaths: int = 5  # in a row; then the deployment ends
 
     def pause_s(self, num_deaths: int) -> float | None:
-        """How long to wait after the ``num_deaths``-th death in a row (from 1); None: give up."""
+        """The pause after the ``num_deaths``-th death in a row (from 1); None: give up."""
         if num_deaths >= self.max_deaths:
             return None
         return min(self.longest_pause_s, self.first_pause_s * 2.0 ** (num_deaths - 1))
@@ -61,20 +61,20 @@ class RestartPolicy:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """A component, as people see it."""
+    """A component's state for people."""
 
     name: str
     state: State
     pid: int | None
-    state_s: float  # how long in this state
-    load_s: float | None  # how long it took to become ready
+    state_s: float  # time in this state
+    load_s: float | None  # time from start to ready
     rss_bytes: int | None
     num_restarts: int
-    detail: str = ""  # of DIED: how
+    detail: str = ""  # how it ended, in state DIED
 
 
 class Observer(Protocol):
-    """Hears what happens. Called on the supervisor's threads; must be quick and must not raise."""
+    """Receives events. Called on the supervisor's threads; must be fast and must not raise."""
 
     def on_line(self, name: str, line: str) -> None:
         """A component wrote a line."""
@@ -98,7 +98,7 @@ class _Component:
 
 
 class Supervisor:
-    """``start()``, then ``wait_ready()`` or ``wait_ended()``, then ``stop()``; each from any thread, stop as often as wanted."""
+    """Call ``start()``, ``wait_ready()`` or ``wait_ended()``, then ``stop()``, from any thread; ``stop`` may be repeated."""
 
     def __init__(
         self,
@@ -108,18 +108,18 @@ class Supervisor:
         tick_s: float = 0.1,
     ) -> None:
         self._components = [_Component(spec) for spec in specs]
-        self._observer: Observer  # from the start on
+        self._observer: Observer  # set by ``start``
         self._policy = policy or RestartPolicy()
         self._tick_s = tick_s
         self._changed = threading.Condition()
-        self._wake = threading.Event()  # the thread need not finish its tick
+        self._wake = threading.Event()  # ends the thread's wait between ticks
         self._is_stopping = False
         self._is_hurried = False
         self._failure: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
 
     def start(self, observer: Observer) -> None:
-        """Start all components; returns at once. Once only."""
+        """Start all components; returns at once. Call it once."""
         self._observer = observer
         self._thread.start()
 
@@ -129,13 +129,13 @@ class Supervisor:
             return [self._status(component) for component in self._components]
 
     def wait_ready(self, timeout_s: float) -> None:
-        """Until all components are ready. Raises ComponentDiedError or NotReadyError; the rest is not stopped by that."""
+        """Wait until all components are ready. Raises ComponentDiedError or NotReadyError, without stopping the others."""
         if not self.is_ready(timeout_s):
             waiting = [f"{item.name} ({item.state.value})" for item in self.statuses() if item.state is not State.READY]
             raise NotReadyError(f"not ready after {timeout_s:.0f} s: {', '.join(waiting)}")
 
     def is_ready(self, timeout_s: float) -> bool:
-        """Wait up to ``timeout_s`` until all components are ready; whether they are. Raises ComponentDiedError."""
+        """Wait up to ``timeout_s`` for all components; returns whether all are ready. Raises ComponentDiedError."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._failure is not None or self._is_stopping or self._all_ready(), timeout_s
@@ -145,7 +145,7 @@ class Supervisor:
             return self._all_ready()
 
     def wait_ended(self, timeout_s: float | None = None) -> bool:
-        """Until the deployment has failed or was asked to stop; False after ``timeout_s``. Raises the failure."""
+        """Wait until the deployment has failed or was asked to stop; False after ``timeout_s``. Raises the failure."""
         with self._changed:
             ended = self._changed.wait_for(lambda: self._failure is not None or self._is_stopping, timeout_s)
             if self._failure is not None:
@@ -153,13 +153,13 @@ class Supervisor:
             return ended
 
     def request_stop(self, *, hurry: bool = False) -> None:
-        """Begin to stop all in order. ``hurry``: without grace, also if a slower stop is under way."""
+        """Start to stop all components in order. ``hurry``: without grace, even if a slower stop has begun."""
         self._is_hurried = self._is_hurried or hurry
         self._is_stopping = True
         self._wake.set()
 
     def stop(self, timeout_s: float | None = None, *, hurry: bool = False) -> bool:
-        """Stop all in order; True when every process is gone, False if that takes longer than ``timeout_s``."""
+        """Stop all components in order. True when every process is gone, False after ``timeout_s``."""
         self.request_stop(hurry=hurry)
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
@@ -176,7 +176,7 @@ class Supervisor:
                 for component in self._components:
                     self._look_after(component)
                 self._wake.wait(self._tick_s)
-        except Exception as error:  # whoever waits must hear it, and the children must stop
+        except Exception as error:  # waiting threads must get it, and the children must stop
             self._fail(error)
         finally:
             self._stop_all()
@@ -258,7 +258,7 @@ class Supervisor:
             assert state in _TRANSITIONS[component.state], f"{component.spec.name}: {component.state} -> {state}"
             component.state = state
             component.since_s = time.monotonic()
-        self._observer.on_state(self._status(component))  # before those who wait act on it: the log keeps its order
+        self._observer.on_state(self._status(component))  # before waiting threads wake, so that the log stays in order
         with self._changed:
             self._changed.notify_all()
 
@@ -283,7 +283,7 @@ class Supervisor:
 
 
 def own_answer(url: str) -> str | None:
-    """What GET ``url`` (a process of ours) answers within two seconds; None if that is not 200."""
+    """The answer of our own process at ``url`` within two seconds; None if its status is not 200."""
     with contextlib.suppress(OSError, ValueError), _OPENER.open(url, timeout=2.0) as answer:
         return str(answer.read(), "utf-8") if answer.status == 200 else None
     return None
@@ -294,8 +294,8 @@ def _died(name: str, what: str, tail: list[str]) -> ComponentDiedError:
     return ComponentDiedError(f"{name} {what}; its last lines:{lines}")
 
 
-# Without the proxy that HTTP_PROXY may name: these addresses are on this machine.
-# A certificate is for the name that clients use, and is not checked here: the process was started by us.
+# These addresses are on this machine, so HTTP_PROXY is ignored. Certificates are for the name that clients use, so they are
+# not checked: we started these processes.
 _TLS = ssl.create_default_context()
 _TLS.check_hostname, _TLS.verify_mode = False, ssl.CERT_NONE
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=_TLS))

@@ -1,8 +1,7 @@
-"""What ``kvrelay local`` shows: each component's state, and its log lines with its name before them.
+"""The display of ``kvrelay local``: each component's state, and its log lines with its name before them.
 
-On a terminal a table stays below the log, and below that what ``kvrelay top`` shows of a gateway that asks for no key;
-elsewhere each change of state is a line. A view is told by the supervisor's threads and never fails them: a terminal that is gone
-is not a reason to stop serving.
+On a terminal a table stays below the log. Below it is the picture of ``kvrelay top``, if the gateway requires no key. Without a
+terminal, each change of state is a line. The supervisor's threads call the view. It never fails them: serving goes on without it.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def describe(status: Status) -> str:
     if status.state is State.READY and status.load_s is not None:
         parts.append(f"after {status.load_s:.1f} s")
     if status.state is State.DIED:
-        # One that was never ready ends the deployment: its next start would fail the same way.
+        # A component that was never ready is not restarted: its next start would fail the same way.
         parts.append(f"({status.detail})" + ("; it is started again" if status.load_s is not None else ""))
     if status.rss_bytes is not None and status.state is State.READY:
         parts.append(f"({status.rss_bytes / 2**20:.0f} MiB)")
@@ -49,7 +48,7 @@ class View:
     def __init__(
         self, console: Console, statuses: Callable[[], list[Status]], picture: Picture, *, hide_logs: bool
     ) -> None:
-        """``statuses`` and ``picture``, of the gateway, are asked whenever the table is drawn."""
+        """``statuses`` and ``picture`` (of the gateway) are read whenever the table is drawn."""
         self._console = console
         self._statuses = statuses
         self._picture = picture
@@ -58,7 +57,7 @@ class View:
 
     @contextlib.contextmanager
     def shown(self) -> Iterator[Self]:
-        """On a terminal a table stays at the bottom of it."""
+        """Show the table at the bottom of a terminal inside the context."""
         if not self._console.is_terminal:
             yield self
             return
@@ -72,22 +71,22 @@ class View:
                     live.stop()
 
     def on_line(self, name: str, line: str) -> None:
-        """``prefill-0 | line``"""
+        """Print ``prefill-0 | line``."""
         if not self._hide_logs:
             colour = self._colours.setdefault(name, _COLOURS[len(self._colours) % len(_COLOURS)])
             self._print(Text.assemble((f"{name:<9} ", colour), ("| ", "dim"), line))
 
     def on_state(self, status: Status) -> None:
-        """``kvrelay   | prefill-0: ready after 3.1 s (412 MiB)``; where a table shows it, deaths only."""
+        """Print ``kvrelay   | prefill-0: ready after 3.1 s (412 MiB)``. If a table shows the states, print only deaths."""
         if status.state is State.DIED or not self._console.is_terminal:
             self._print(Text(f"kvrelay   | {status.name}: {describe(status)}", _STATE_STYLES[status.state]))
 
     def say(self, text: str) -> None:
-        """A text of the launcher's own."""
+        """Print a message of the launcher."""
         self._print(Text(text))
 
     def _print(self, text: Text) -> None:
-        # A reader that went away; rich would end the program.
+        # If the reader of the output is gone, rich would end the program.
         with contextlib.suppress(OSError, ValueError, SystemExit):
             self._console.print(text, soft_wrap=True)
 

@@ -1,4 +1,4 @@
-"""The prompts of ``kvrelay verify``: lists of token ids, the same at every run."""
+"""The prompts of ``kvrelay verify``: lists of token ids, the same in every run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvrelay.common.errors import SettingsError
 
 Encode = Callable[[str], list[int]]
 
-# Around block borders (16), one and several chunks (512), and up to 2,000 tokens. The last two share their first 600.
+# These lengths are around block borders (16) and chunk borders (512). The two tails get a shared prefix of 600 tokens.
 _LENGTHS = (1, 2, 3, 7, 15, 16, 17, 31, 32, 33, 60, 100, 150, 255, 300, 511, 513, 2000)
 _SHARED_LENGTH = 600
 _TAIL_LENGTHS = (40, 70)
@@ -73,7 +73,7 @@ def prompts_from_file(path: Path, encode: Encode, max_tokens: int) -> list[Promp
 
 
 def tokenizer_of(directory: Path) -> Encode:
-    """The model's tokenizer, with the special tokens that it puts around a text (a beginning-of-sequence token)."""
+    """The model's tokenizer. It adds the model's special tokens, such as a beginning-of-sequence token."""
     from tokenizers import Tokenizer  # noqa: PLC0415 - only where text is given
 
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))

@@ -1,7 +1,7 @@
-"""transformers' own greedy generation, in a process of its own.
+"""Greedy generation by transformers in a separate process.
 
-So its weights and threads are gone before the deployments under test start. Nothing of kvrelay's engine is imported here: this is
-what it is compared with.
+The process frees its weights and threads before the tested deployments start. It imports nothing of kvrelay's engine, which is
+compared with it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Reference:
         return self._run(_generate, self, prompts, max_tokens)
 
     def score(self, questions: Sequence[Question]) -> list[float]:
-        """For each (context, a, b): how much the logit of token a exceeds that of b after the context. Raises VerifyError."""
+        """For each (context, a, b): the logit of token a after the context, minus that of b. Raises VerifyError."""
         return self._run(_score, self, questions)
 
     def _run(self, work: Callable[..., list[T]], *arguments: Any) -> list[T]:
@@ -51,7 +51,7 @@ class Reference:
 
 
 def _be_quiet() -> None:
-    """What libraries print is nobody's business."""
+    """Hide the output of libraries."""
     os.environ |= {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
     for descriptor in (1, 2):
         os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
@@ -73,7 +73,7 @@ def _generate(reference: Reference, prompts: Sequence[Sequence[int]], max_tokens
     from transformers import GenerationConfig  # noqa: PLC0415
 
     model = _load(reference)
-    # Nothing of the model's own: no sampling, no penalties, and no token that ends it early, as with ignore_eos.
+    # Ignore the model's own settings: no sampling, no penalties, and no token that ends it early, as with ignore_eos.
     greedy = GenerationConfig(do_sample=False, max_new_tokens=max_tokens, eos_token_id=None, pad_token_id=0)
     model.generation_config = greedy
     answers: list[tuple[int, ...]] = []

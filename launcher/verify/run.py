@@ -1,7 +1,7 @@
-"""``kvrelay verify``: greedy tokens of transformers, of local prefill and of the hand-off, compared one by one.
+"""``kvrelay verify``: compares greedy tokens of transformers, of local prefill and of the hand-off, one by one.
 
-transformers runs first and is gone before a deployment starts. Every path answers all prompts twice: one at a time, and
-``--concurrency`` at a time. A path that differs in one token fails the command.
+transformers runs first and ends before a deployment starts. Every path answers all prompts twice: one at a time, and
+``--concurrency`` at a time. The command fails if a path differs in one token.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from kvrelay.launcher.verify.reference import Question, Reference
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Where an answer leaves the reference."""
+    """The first place where an answer differs from the reference."""
 
     position: int  # of the output, from 0
-    expected: int | None  # token ids; None: one side ended before
+    expected: int | None  # token ids; None: this side has ended
     got: int | None
 
 
@@ -45,7 +45,7 @@ class Column:
 
 
 def first_difference(expected: Sequence[int], got: Sequence[int]) -> Difference | None:
-    """None if both are the same."""
+    """The first difference, or None if both are equal."""
     for position in range(max(len(expected), len(got))):
         left = expected[position] if position < len(expected) else None
         right = got[position] if position < len(got) else None
@@ -55,7 +55,7 @@ def first_difference(expected: Sequence[int], got: Sequence[int]) -> Difference 
 
 
 def run(settings: VerifySettings) -> int:
-    """The command; returns 0 if every token is the same, 1 if not. Raises KvrelayError if no comparison could be made."""
+    """Run the command. Returns 0 if all tokens are equal, else 1. Raises KvrelayError if no comparison could be made."""
     console = Console()
     directory = resolve_model(settings.model)
     limit = _max_position(directory) - settings.max_tokens
@@ -102,7 +102,7 @@ def run(settings: VerifySettings) -> int:
 def _deployed(
     settings: VerifySettings, directory: Path, path: str, prompts: Sequence[Prompt], bars: Progress, *, num_prefill: int
 ) -> list[Column]:
-    """Both passes, each on a deployment of its own: the second one must not find its prompts in the prefix cache."""
+    """Both passes, each on its own deployment, so that the second does not find its prompts in the prefix cache."""
     local = LocalSettings.of(
         model=settings.model,
         prefill=num_prefill,
@@ -112,8 +112,8 @@ def _deployed(
         dtype=settings.dtype,
         backend=settings.backend,
         threads=settings.threads,
-        room_timeout_s=settings.timeout_s,  # a slow machine takes minutes for all at once
-        local_prefill="fallback",  # with a prefill worker, every prompt is handed over
+        room_timeout_s=settings.timeout_s,  # a slow machine needs minutes for all prompts at once
+        local_prefill="fallback",  # a prefill worker, if there is one, computes every prompt
     )
     columns: list[Column] = []
     for concurrency in (1, settings.concurrency):
@@ -130,7 +130,7 @@ def _deployed(
 
 
 def _check_handed_over(decode_url: str, num_prompts: int) -> None:
-    """Equal tokens prove nothing about the hand-off if the decode worker computed the prompts itself."""
+    """Raise VerifyError if the decode worker computed prompts itself: equal tokens would not prove the hand-off."""
     num_verified = sum(counter_values(decode_url, "kvrelay_handoffs_total", {"outcome": "verified"}))
     if num_verified < num_prompts:
         raise VerifyError(
@@ -141,7 +141,7 @@ def _check_handed_over(decode_url: str, num_prompts: int) -> None:
 def _pass(
     settings: VerifySettings, url: str, path: str, prompts: Sequence[Prompt], bars: Progress, concurrency: int
 ) -> Column:
-    """All prompts once, ``concurrency`` at a time."""
+    """Answer all prompts once, ``concurrency`` at a time."""
     title = f"{path}, {'alone' if concurrency == 1 else f'{concurrency} at a time'}"
     task = bars.add_task(title, total=len(prompts))
     answers: list[tuple[int, ...]] = []
@@ -159,7 +159,7 @@ def _gaps(
     expected: Sequence[Sequence[int]],
     differences: dict[tuple[str, int], Difference],
 ) -> dict[tuple[str, int], float]:
-    """By how much transformers preferred its token: near 0 is rounding, a large gap is a bug."""
+    """By how much transformers preferred its own token. A gap near 0 is rounding, a large gap is a bug."""
     questions: dict[tuple[str, int], Question] = {}
     for key, difference in differences.items():
         if difference.expected is not None and difference.got is not None:
@@ -196,7 +196,7 @@ def _cell(difference: Difference | None, gap: float | None) -> str:
 
 
 def _max_position(directory: Path) -> int:
-    """Longest prompt and output together that the model's config allows."""
+    """The most tokens of prompt and output together, by the model's config."""
     try:
         value = json.loads((directory / "config.json").read_text())["max_position_embeddings"]
     except (OSError, ValueError, KeyError) as error:

@@ -1,1 +1,1 @@
-"""Numerics, before anything is timed."""
+"""Checks of numerics before any timing."""

@@ -1,4 +1,4 @@
-"""The attention kernels against float64: ragged lengths, windows, cached prefixes, offsets beyond 32 bits, fp8."""
+"""Checks the attention kernels against float64: ragged lengths, windows, cached prefixes, offsets beyond 32 bits, fp8."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _FP8 = torch.float8_e4m3fn
 
 
 def check_decode_attention(context: Context) -> Iterator[Finding]:
-    """One query per sequence."""
+    """Check decode attention."""
     paged = _paged(context, context.dtype)
     yield Note(f"pool of {paged.pool.numel():,} elements (2^31 is {2**31:,}), layer {paged.layer}")
     for window in (None, context.sizes.check_window):
@@ -34,14 +34,14 @@ def check_decode_attention(context: Context) -> Iterator[Finding]:
 
 
 def check_prefill_attention(context: Context) -> Iterator[Finding]:
-    """Whole prompts, and prompts of which all but some tokens were cached, in one ragged batch."""
+    """Check whole prompts, and prompts with a cached prefix, in one ragged batch."""
     paged = _paged(context, context.dtype)
     for window in (None, context.sizes.check_window):
         yield from _prefill(context, Kernel.PREFILL, paged, window)
 
 
 def check_prefill_boxes(context: Context) -> Iterator[Finding]:
-    """Over blocks of which each is loaded whole; one context is long enough for that in a dry run, too."""
+    """Check blocks that are loaded whole. In a dry run too, one context is long enough for that."""
     sizes, generator = context.sizes, context.generator()
     lens = (*sizes.check_lens, 2 * BOX_BLOCK_SIZE + 2)
     num_needed = sum(-(-length // BOX_BLOCK_SIZE) for length in lens) + 1
@@ -53,12 +53,12 @@ def check_prefill_boxes(context: Context) -> Iterator[Finding]:
 
 
 def box_dtype(context: Context) -> torch.dtype:
-    """The model's, if boxes can be of it; a dry run's is wider."""
+    """The model's dtype, if boxes support it, as in every run but a dry one."""
     return context.dtype if context.dtype.itemsize == 2 else torch.float16
 
 
 def check_fp8(context: Context) -> Iterator[Finding]:
-    """Both over a pool of e4m3 numbers with scales, and the write that makes such a pool."""
+    """Check both over a pool of e4m3 numbers with scales, and the write into such a pool."""
     paged = _paged(context, _FP8)
     yield Note(f"pool of {paged.pool.numel():,} elements, layer {paged.layer}")
     yield from _decode(context, Kernel.FP8, paged, None)
@@ -95,7 +95,7 @@ def _prefill(
 
 
 def _write(context: Context, paged: PagedContext) -> Iterator[Finding]:
-    """Into the slots of the last context, turned by nothing: the rotation has a check of its own."""
+    """Write into the slots of the last context, without rotation, which has its own check."""
     shape, device = context.sizes.shape, context.device
     assert paged.kv_scales is not None
     num_tokens = paged.lens[-1]
@@ -128,19 +128,19 @@ def _head_counts(context: Context) -> tuple[int, int, int]:
 
 
 def _rounded_to(out: torch.Tensor, paged: PagedContext) -> torch.dtype:
-    """Over fp8 the kernels compute in fp16 on the way."""
+    """The coarsest format on the way: over fp8 the kernels compute in fp16."""
     return torch.float16 if paged.pool.dtype == _FP8 and out.dtype == torch.float32 else out.dtype
 
 
 def _paged(context: Context, dtype: torch.dtype) -> PagedContext:
-    """Contexts in the last layer, in blocks from all over the pool."""
+    """Contexts in the last layer, in blocks from the whole pool."""
     sizes, generator = context.sizes, context.generator()
     pool = random_pool(sizes.shape, sizes.check_blocks, sizes.shape.num_layers, dtype, generator)
     return paged_context(pool, sizes.shape.num_layers - 1, sizes.check_lens, generator, is_poisoned=True)
 
 
 def _query(context: Context, num_rows: int) -> torch.Tensor:
-    """Of twice the usual spread: some keys matter more than others, as in a model."""
+    """A query with twice the usual spread, so that some keys matter more than others, as in a model."""
     shape = context.sizes.shape
     sizes = (num_rows, shape.num_q_heads, shape.head_dim)
     query = torch.empty(sizes, dtype=context.dtype, device=context.device)

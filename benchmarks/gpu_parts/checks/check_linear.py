@@ -1,4 +1,4 @@
-"""Products with 8-bit weights against float64, in every tile of rows, and the slabs that many rows are multiplied with."""
+"""Checks products with 8-bit weights against float64 for every row tile, and the dequantised slabs for many rows."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from kvrelay.kernels.linear.fp8 import fp8_linear, fp8_linear_reference, round_r
 from kvrelay.kernels.linear.weight_only import dequantise_weight, linear_splits
 
 _ROWS = (1, 16, 17, 33, 64, 129)
-_MANY_ROWS = 300  # more than the kernel takes
+_MANY_ROWS = 300  # more rows than the kernel takes
 
 
 def check_linear(context: Context) -> Iterator[Finding]:
-    """As the engine multiplies: rounded weights, splits for this device, a bias."""
+    """Multiply as the engine does: rounded weights, splits for this device, a bias."""
     generator, dtype = context.generator(), compute_dtype(context)
     shapes = context.sizes.shape.linears
     for rounding in roundings(context.device):
-        # The one whose inputs are cut into splits on a GPU, and the one with the longest sums.
+        # QKV has split inputs on a GPU; down has the longest sums.
         for name in ("QKV", "down"):
             weight = random_linear(context, generator, *shapes[name], rounding)
             bias = torch.randn(weight.shape[0], device=context.device, generator=generator).to(dtype)
@@ -42,7 +42,7 @@ def check_linear(context: Context) -> Iterator[Finding]:
 
 
 def check_fp8_linear(context: Context) -> Iterator[Finding]:
-    """As the engine multiplies fp8 with fp8: rows rounded here, with a scale for each row, and for each group of 128 inputs."""
+    """Multiply fp8 with fp8 as the engine does: rounded rows, with a scale per row and per group of 128 inputs."""
     if Rounding.FP8 not in roundings(context.device):
         yield Note("fp8 with fp8: this GPU has no e4m3")
         return

@@ -1,4 +1,4 @@
-"""The whole engine against transformers in float64, on random weights of the measured model's heads."""
+"""Checks the engine against transformers in float64, with random weights and the heads of the measured model."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from kvrelay.engine.step.plan import RowResult
 from kvrelay.engine.step.sequence import Sequence
 from kvrelay.engine.torch_engine import TorchEngine
 
-_LIMIT = 2e-3  # of log probabilities, float32 against float64; a wrong position or head makes tenths
+_LIMIT = 2e-3  # for log probabilities, float32 against float64; a wrong position or head gives tenths
 _BF16_LIMIT = 0.02
-_OF_TORCHS_ERROR = 3.0  # what ours may be in bfloat16, of transformers' on the same tokens
-_STD = 0.1  # wider than weights are: some tokens must be likelier than others
+_OF_TORCHS_ERROR = 3.0  # the engine's bfloat16 error may be this many times that of transformers
+_STD = 0.1  # wider than real weights, so that some tokens are likelier than others
 _NUM_OUTPUT = 4
 _NUM_AHEAD = 6
 _NUM_LOGPROBS = 5
@@ -32,7 +32,7 @@ _BLOCK_SIZE = 16
 
 
 def check_model(context: Context) -> Iterator[Finding]:
-    """Log probabilities of what the engine generates, behind prompts that it computed in ragged chunks."""
+    """Check the log probabilities of generated tokens, after prompts that were computed in ragged chunks."""
     shape = dataclasses.replace(
         context.sizes.shape,
         vocab_size=min(2048, context.sizes.shape.vocab_size),
@@ -49,7 +49,7 @@ def check_model(context: Context) -> Iterator[Finding]:
 
 
 def _checked(context: Context, directory: Path) -> Iterator[Checked]:
-    """In float32 step by step and then run ahead, and the same in bfloat16, where torch's own error is the measure."""
+    """Check float32 step by step and then run ahead, and the same in bfloat16 relative to torch's own error."""
     from transformers import AutoModelForCausalLM  # noqa: PLC0415 - takes seconds, and only this check needs it
 
     def answer(ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -82,19 +82,19 @@ def _checked(context: Context, directory: Path) -> Iterator[Checked]:
 
 
 def largest_error(expected: torch.Tensor, tokens: Seq[SampledToken]) -> float:
-    """Of the log probabilities that came with greedy ``tokens``; ``expected`` ``[len(tokens) or more, vocab]`` float64."""
+    """The largest error of log probabilities of greedy ``tokens``. ``expected`` ``[len(tokens) or more, vocab]`` float64."""
     errors: list[float] = []
     for row, token in zip(expected, tokens, strict=False):
         for token_id, logprob in ((token.token_id, token.logprob), *token.top_logprobs):
             assert logprob is not None
             errors.append(abs(float(row[token_id]) - logprob))
-        # The token must have been the likeliest, or as good as that.
+        # The token must be the likeliest, or nearly so.
         errors.append(float(row.max() - row[token.token_id]))
     return _worst(errors)
 
 
 def _worst(errors: Seq[float]) -> float:
-    """The largest of at least one, or not a number if one of them is not, which Python's own ``max`` may pass over."""
+    """The largest of at least one error, or NaN if one is NaN, which Python's ``max`` may ignore."""
     return float(torch.tensor(errors, dtype=torch.float64).max())
 
 
@@ -113,7 +113,7 @@ def _engine(context: Context, directory: Path, dtype: str) -> TorchEngine:
 
 
 def _generate(engine: TorchEngine, seed: int) -> tuple[list[Sequence], list[list[SampledToken]]]:
-    """Sequences, and what came of each; the last ``_NUM_AHEAD`` tokens of all by steps that were launched behind one under way."""
+    """Sequences and their output tokens. Steps for the last ``_NUM_AHEAD`` tokens are launched while the previous one runs."""
     generator = torch.Generator().manual_seed(seed)
     sampling = SamplingParams(max_tokens=100, temperature=0.0, num_logprobs=_NUM_LOGPROBS)
     sequences: list[Sequence] = []
@@ -133,7 +133,7 @@ def _generate(engine: TorchEngine, seed: int) -> tuple[list[Sequence], list[list
                 outputs[row.sequence].append(token)
 
     while min(len(output) for output in outputs.values()) < _NUM_OUTPUT:
-        # Two thirds of a prompt, then the rest of it beside others' single tokens.
+        # Two thirds of a prompt, then its rest together with single tokens of other sequences.
         rows = [StepRow(one, max(1, one.num_uncomputed_tokens * 2 // 3)) for one in sequences]
         take(rows, leader.step(rows))
     rows = [StepRow(one, 1) for one in sequences]

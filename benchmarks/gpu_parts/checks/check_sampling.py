@@ -1,4 +1,4 @@
-"""The sampling kernel: what may be drawn, and how often it is."""
+"""Checks the sampling kernel: which tokens it draws, and how often."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from gpu_parts.frame.rows import Checked, Kernel
 from gpu_parts.frame.running import Context, Finding
 from kvrelay.kernels.sampling.sample import kept_mask_reference, sample
 
-_MIN_EXPECTED = 5.0  # draws of a token that has a class of its own in the test of the distribution
-_MAX_DEVIATION = 6.0  # standard deviations of chi-squared; a fair kernel exceeds them once in a hundred million runs
-_LOOSE = 1e-4  # the kernel sums in fp32: a token so near a filter's edge may lie on either side
+_MIN_EXPECTED = 5.0  # expected draws from which a token has its own class
+_MAX_DEVIATION = 6.0  # standard deviations of chi-squared; a correct kernel exceeds them once in a hundred million runs
+_LOOSE = 1e-4  # the kernel sums in fp32, so a token this close to a filter's edge may be on either side
 
 
 def check_sampling(context: Context) -> Iterator[Finding]:
-    """Greedy rows exactly, filtered rows by what is kept, and one distribution by many draws."""
+    """Check greedy rows exactly, filtered rows by the kept tokens, and one distribution by many draws."""
     (num_rows, vocab), device, generator = context.sizes.sampling_batches[0], context.device, context.generator()
     logits = torch.randn(num_rows, vocab, device=device, generator=generator) * 3
     ones, zeros = torch.ones(num_rows, device=device), torch.zeros(num_rows, device=device)
@@ -63,9 +63,9 @@ def _distribution(context: Context, logits: torch.Tensor, generator: torch.Gener
 
 
 def chi_squared_deviation(counts: torch.Tensor, expected: torch.Tensor) -> float:
-    """How many standard deviations chi-squared lies above its mean; infinite if what cannot come came.
+    """Standard deviations of chi-squared above its mean. Infinite if an impossible token was drawn.
 
-    Both ``[num_tokens]`` float64. Tokens of few expected draws are counted together.
+    Both arguments are ``[num_tokens]`` float64. Tokens with few expected draws are counted together.
     """
     if bool((counts[expected == 0] > 0).any()):
         return math.inf

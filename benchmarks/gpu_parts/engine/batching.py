@@ -1,4 +1,4 @@
-"""Throughput with many requests at once: kvrelay's engine against transformers' continuous batching, the same weights."""
+"""Throughput of many concurrent requests: kvrelay's engine against transformers' continuous batching, with the same weights."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from gpu_parts.frame.sizes import BLOCK_SIZE, Batching
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 
 _FACT = "kvrelay's tokens/s"
-# Tokens of a step, and no budget for the time between tokens: so that the prompts, which come all at once, do not stand in line.
+# Tokens of a step. There is no ITL budget, so that prompts, which arrive all at once, do not queue.
 _CHUNK = 8192
 _GOAL = Goal("≥ 4x transformers' continuous batching", Against.PEER, 4.0, is_at_least=True)
 
 
 def measure_ours(context: Context) -> Iterator[Finding]:
-    """All requests at once, prefilled and decoded on one engine; output tokens per second. Its row comes with the peer's."""
+    """Prefill and decode all requests on one engine; output tokens per second. The peer's section makes the row."""
     load = context.sizes.batching
     num_blocks = (load.num_requests + 1) * -(-(load.input_len + load.output_len + 1) // BLOCK_SIZE)
     max_batched_tokens = max(_CHUNK, load.num_requests)
@@ -44,7 +44,7 @@ def measure_ours(context: Context) -> Iterator[Finding]:
 
 
 def measure_theirs(context: Context) -> Iterator[Finding]:
-    """transformers, then the row of both."""
+    """Measure transformers, then make the row of both."""
     load = context.sizes.batching
     ours = context.facts.get(_FACT)
     name = f"{load.num_requests} requests at once, {load.input_len} in, {load.output_len} out"
@@ -65,7 +65,7 @@ def _transformers(context: Context, load: Batching) -> tuple[float, str]:
         GenerationConfig,
     )
 
-    # "sdpa" is the fastest that needs no package of its own; they page it themselves.
+    # "sdpa" is the fastest without a further package; transformers does its own paging.
     model = AutoModelForCausalLM.from_pretrained(
         model_directory(context), dtype=context.dtype, attn_implementation="sdpa", device_map=context.device_type
     ).eval()

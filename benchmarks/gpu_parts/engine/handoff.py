@@ -1,7 +1,7 @@
-"""A hand-off of a long prompt's KV between two processes that share the device: each way, from pool to pool, proved.
+"""A hand-off of a long prompt's KV between two processes on one device, from pool to pool, verified, by each way.
 
-The way of a block is device, pinned memory, socket or shared memory, pinned memory, device; the copies between device and pinned
-memory run beside the others, and bound it. Leases, transfers and both ends are kvrelay's own, driven as in :mod:`handoff_ways`.
+A block goes from the device to pinned memory, through a socket or shared memory, to pinned memory and the device. The device copies
+overlap with the other steps and bound the speed. Leases, transfers and both ends are kvrelay's, as in :mod:`handoff_ways`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kvrelay.engine.kv.copies import CudaCopies, StagingPlan
 from kvrelay.engine.kv.geometry import geometry_of
 from kvrelay.engine.kv.pool import KvPool
 
-TCP, SAME_HOST = "verified", "shared"  # handoff_ways' names
+TCP, SAME_HOST = "verified", "shared"  # names in handoff_ways
 _NAMES = {TCP: "loopback TCP", SAME_HOST: "shared memory"}
 _GOALS = {
     TCP: Goal("≥ 4 GB/s", Against.VALUE, 4e9, is_at_least=True),
@@ -38,7 +38,7 @@ _GOALS = {
 
 
 def fact_name(way: str) -> str:
-    """Under which later sections find how long a hand-off takes, all blocks ready."""
+    """The name of the fact with a hand-off's time, with all blocks ready."""
     return f"seconds of a hand-off over {_NAMES[way]}"
 
 
@@ -67,7 +67,7 @@ def measure_handoff(context: Context) -> Iterator[Finding]:
 
 
 def _rounds(context: Context, way: Way, sender: Side, receiver: Side) -> list[float]:
-    """Seconds of each round behind the first, from blocks that are ready to blocks that are verified, and in the pool."""
+    """Seconds of each round after the first: from ready blocks to verified blocks in the pool."""
     receiver.tell(way)
     sender.tell((way, receiver.hear()))
     digest = sender.hear()
@@ -79,10 +79,10 @@ def _rounds(context: Context, way: Way, sender: Side, receiver: Side) -> list[fl
 
 
 def _receive(connection: Connection, context: Context, peer: Connection) -> None:
-    """For every way that is told: tell the address, and receive rounds."""
+    """For every way from the connection: report the address, and receive rounds."""
     keep_freed_memory()
     sizes = _round_sizes(context)
-    pool = _pool(context, sizes.num_blocks + 1)  # a lease has room for the first token behind the prompt
+    pool = _pool(context, sizes.num_blocks + 1)  # a lease has room for the first token after the prompt
 
     def clear() -> None:
         pool.tensor.zero_()
@@ -96,7 +96,7 @@ def _receive(connection: Connection, context: Context, peer: Connection) -> None
 
 
 def _send(connection: Connection, context: Context, peer: Connection) -> None:
-    """For every way, and the receiver's address, that are told: tell the pool's digest, and send rounds."""
+    """For every way and receiver's address from the connection: report the pool's digest, and send rounds."""
     keep_freed_memory()
     sizes = _round_sizes(context)
     pool = _pool(context, sizes.num_blocks)
@@ -109,7 +109,7 @@ def _send(connection: Connection, context: Context, peer: Connection) -> None:
 
 
 def settle(pool: KvPool) -> None:
-    """Wait until the device has all blocks that were closed so far: verified is what is in a pinned slot already."""
+    """Wait until the device has all closed blocks. Verified blocks may still be only in pinned memory."""
     if (copied := pool.order_steps()) is not None:
         copied.synchronize()
 

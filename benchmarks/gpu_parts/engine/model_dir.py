@@ -1,6 +1,6 @@
-"""A model directory of random weights: what a user has on disk, without a download.
+"""Writes a model directory with random weights, in place of a download.
 
-All layers have the same random numbers under names of their own: a device does not care, and they are drawn once.
+All layers have the same random numbers, which are drawn once. A device's speed does not depend on that.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ _WRITERS = 6
 
 
 def model_directory(context: Context) -> Path:
-    """The run's model; the first section that needs it writes it. Raises OSError if it does not fit."""
+    """The run's model, written by the first section that needs it. Raises OSError if there is no room."""
     directory = context.work / "model"
     if not directory.exists():
         partial = context.work / "model.partial"
-        shutil.rmtree(partial, ignore_errors=True)  # of a section that was stopped
+        shutil.rmtree(partial, ignore_errors=True)  # left by a stopped section
         write_model(partial, context.sizes.shape, context.generator())
         partial.rename(directory)
     return directory
 
 
 def write_model(directory: Path, shape: ModelShape, generator: torch.Generator, std: float = _STD) -> None:
-    """Write config and weights of ``shape``, drawn on the generator's device, into the new directory ``directory``.
+    """Write config and weights of ``shape``, drawn on the generator's device, into the new ``directory``.
 
-    ``std``: the weights' spread; 0.02 is what models begin with.
+    ``std``: standard deviation of the weights; 0.02 is usual for new models.
     """
     dtype = getattr(torch, shape.dtype)
     assert isinstance(dtype, torch.dtype)
@@ -76,7 +76,7 @@ def write_model(directory: Path, shape: ModelShape, generator: torch.Generator, 
 
 
 def scratch_directory(nbytes: int) -> Path:
-    """Where so many bytes may lie for the run's time: memory if there is plenty, else the disk."""
+    """A directory for ``nbytes`` bytes during the run: in memory if there is plenty, else on disk."""
     memory = Path("/dev/shm")
     if memory.is_dir():
         room = os.statvfs(memory)

@@ -1,4 +1,4 @@
-"""Drives a loaded engine as its worker's model thread does: the real scheduler, the real loop body, no sockets."""
+"""Drives a loaded engine like its worker's model thread: the real scheduler and loop body, without sockets."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
 from kvrelay.worker.metrics import EngineMetrics
 from kvrelay.worker.model_worker import Add, ModelWorker, Remove, Report
 
-_SEEDED_BLOCKS = 32  # of random bytes; the pool's others are copies of them
+_SEEDED_BLOCKS = 32  # blocks of random bytes; all others are copies
 _COPIED_AT_ONCE = 512
 
 
@@ -38,7 +38,7 @@ def load_engine(
     decodes: bool,
     weight_format: str = "full",
 ) -> TorchEngine:
-    """The run's model on the device that is measured, as a worker with such a scheduler loads it."""
+    """Load the run's model on the measured device, as a worker with such a scheduler does."""
     directory = model_directory(context)
     options = EngineOptions(
         directory,
@@ -55,7 +55,7 @@ def load_engine(
 
 
 def fill_pool(engine: TorchEngine, generator: torch.Generator) -> None:
-    """Random keys and values in every block: nobody attends to zeros, and a device computes faster on them."""
+    """Fill every block with random keys and values, because a device computes faster on zeros."""
     store, dtype = engine.store, getattr(torch, engine.card.layout.geometry.groups[0].dtype)
     num_seeded = min(_SEEDED_BLOCKS, store.num_blocks)
     count = store.block_nbytes // dtype.itemsize
@@ -72,7 +72,7 @@ class DecodeDriver:
     """A decode worker's model thread without the thread."""
 
     def __init__(self, engine: TorchEngine, *, settings: DecodeSchedulerSettings, seed: int) -> None:
-        """Takes the engine's blocks over; one driver per engine at a time."""
+        """Takes over the engine's blocks; one driver per engine at a time."""
         card = engine.card
         self._vocab_size = card.vocab_size
         self._fingerprint = card.layout.fingerprint()
@@ -85,7 +85,7 @@ class DecodeDriver:
         self.num_tokens = 0  # sampled so far
 
     def add_computed(self, prompt_len: int, max_tokens: int) -> None:
-        """A sequence that was handed over: its prompt's K/V count as computed, its first token is there."""
+        """Add a handed-over sequence: its prompt's K/V count as computed, and it has its first token."""
         tokens = _random_tokens(prompt_len + 1, self._vocab_size, self._random)
         sequence = self._sequence(tokens, prompt_len, max_tokens)
         num_blocks = -(-(prompt_len + 1) // BLOCK_SIZE)
@@ -96,25 +96,25 @@ class DecodeDriver:
         self._worker.handle(Add(sequence))
 
     def add_prompt(self, prompt_len: int, max_tokens: int) -> None:
-        """A sequence to prefill here."""
+        """Add a sequence to prefill here."""
         tokens = _random_tokens(prompt_len, self._vocab_size, self._random)
         self._worker.handle(Add(self._sequence(tokens, prompt_len, max_tokens)))
 
     def step(self) -> float:
-        """One turn of the loop; its seconds on the wall. All work of earlier turns is fetched, the next step may be under way."""
+        """One turn of the loop; its wall seconds. It takes the results of earlier steps; the next step may still run."""
         begun_s = time.perf_counter()
         assert self._worker.step(), "there is work, and no room for it"
         return time.perf_counter() - begun_s
 
     def run(self) -> float:
-        """Until every sequence has ended; seconds."""
+        """Run until every sequence has ended; seconds."""
         begun_s = time.perf_counter()
         while self._worker.has_work():
             assert self._worker.step(), "there is work, and no room for it"
         return time.perf_counter() - begun_s
 
     def clear(self) -> None:
-        """Take all sequences out, whatever is under way."""
+        """Remove all sequences, even those in a running step."""
         for sequence in [*self._scheduler.running, *self._scheduler.waiting]:
             self._worker.handle(Remove(sequence.key))
         while self._worker.has_work():
@@ -137,7 +137,7 @@ class PrefillDriver:
     """A prefill worker's model thread without the thread."""
 
     def __init__(self, engine: TorchEngine, *, settings: PrefillSchedulerSettings, seed: int) -> None:
-        """Takes the engine's blocks over; one driver per engine at a time."""
+        """Takes over the engine's blocks; one driver per engine at a time."""
         card = engine.card
         self._vocab_size = card.vocab_size
         self._fingerprint = card.layout.fingerprint()
@@ -150,7 +150,7 @@ class PrefillDriver:
         self.num_steps = 0  # so far
 
     def prefill(self, prompt_len: int) -> float:
-        """One fresh prompt until its first token; seconds on the wall."""
+        """Wall seconds of one fresh prompt until its first token."""
         self._num_added += 1
         tokens = _random_tokens(prompt_len, self._vocab_size, self._random)
         sampling = SamplingParams(max_tokens=2, temperature=0.0)

@@ -1,4 +1,4 @@
-"""The whole model with random weights: decode steps, the device's idle time between them, and the prefill of a long prompt."""
+"""The whole model with random weights: decode steps, the device's idle time between them, and prefill of a long prompt."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
 
 _WARM_UPS = 8
 _PROFILED_STEPS = 12
-_MEMORY_SHARE = 0.9  # of a device, for weights and K/V; what steps need, graphs and CUDA itself take the rest
+_MEMORY_SHARE = 0.9  # share of a device for weights and K/V; the rest is for steps, graphs and CUDA
 _PREFILL_REPEATS = 5
-_PREFILL_WARM_UPS = 2  # the defaults have seen what steps cost by then
+_PREFILL_WARM_UPS = 2  # enough for the defaults to learn the cost of steps
 _STEP_GOAL = Goal("≤ 1.25x the floor", Against.FLOOR, 1.25)
 _GAP_GOAL = Goal("≤ 3 % of the step", Against.VALUE, 0.03)
 _PREFILL_GOAL = Goal("≤ 1.5x the floor", Against.FLOOR, 1.5)
 
 
 def measure_decode_steps(context: Context) -> Iterator[Finding]:
-    """Greedy steps as the decode worker's model thread makes them, on the wall; and the share in which the device idles."""
+    """Greedy steps as in the decode worker's model thread, by wall time; and the share in which the device idles."""
     yield from _decode_steps(context, context.sizes.steps, "full")
 
 
 def measure_decode_steps_int8(context: Context) -> Iterator[Finding]:
-    """The same over 8-bit weights, for the batches that are small enough for weights to be most of a step's bytes."""
+    """The same with 8-bit weights, for batches in which weights are most of a step's bytes."""
     if context.device.type != "cuda":
         yield Row(
             "decode step, int8 weights", Unit.SECONDS, None, note="needs a GPU: the model of a dry run is in fp32"
@@ -95,7 +95,7 @@ def _decode_steps(context: Context, steps: Sequence[tuple[int, int]], weight_for
 
 
 def fits(shape: ModelShape, batch: int, length: int, growth: int, total_nbytes: int) -> bool:
-    """Whether a device of so many bytes holds the model in full and the K/V of ``batch`` sequences, with room for steps."""
+    """Whether a device with ``total_nbytes`` holds the full model and the K/V of ``batch`` sequences, with room for steps."""
     weights = (shape.num_layer_weights + 2 * shape.num_head_weights) * shape.itemsize
     kv = _num_blocks(batch, length + growth) * BLOCK_SIZE * shape.kv_bytes_per_token
     return weights + kv <= _MEMORY_SHARE * total_nbytes
@@ -106,12 +106,12 @@ def _num_blocks(batch: int, length: int) -> int:
 
 
 def measure_prefill_steps(context: Context) -> Iterator[Finding]:
-    """A fresh prompt until its first token, by the size of the chunks; the first size is the one that counts.
+    """A fresh prompt until its first token, by chunk size. The first size is compared with the goal.
 
-    Then by the settings' defaults, which learn from their steps how large these may be.
+    The last case uses the default settings, which learn suitable steps.
     """
     sizes = context.sizes
-    # Published blocks stay cached: room for a few prompts, so that what is given back is taken from the oldest.
+    # Published blocks stay cached. With room for a few prompts, the oldest blocks are reused.
     num_blocks = 3 * -(-sizes.prefill_len // BLOCK_SIZE) + 8
     engine = load_engine(
         context, num_blocks, max_num_seqs=8, max_batched_tokens=max(sizes.prefill_chunks), decodes=False
@@ -142,7 +142,7 @@ def measure_prefill_steps(context: Context) -> Iterator[Finding]:
 
 
 def _gap_row(context: Context, name: str, driver: DecodeDriver, step_s: float) -> Row:
-    """Idle: what is left of the undisturbed step when the device's own time, as the profiler saw it, is taken off."""
+    """The idle share: the part of an undisturbed step that exceeds the device's busy time under the profiler."""
     if context.device.type != "cuda":
         return Row(name, Unit.SHARE, None, note="no device that could idle")
     driver.step()
@@ -159,7 +159,7 @@ def _gap_row(context: Context, name: str, driver: DecodeDriver, step_s: float) -
     ]
     if not intervals:
         return Row(name, Unit.SHARE, None, note="the profiler saw no kernel")
-    # A step may have been under way already when the profiler began, and one more is when it ends: both count, or neither.
+    # A step may already run when the profiler starts, and one runs when it ends. Both count, or neither.
     of_step_s = busy_s(intervals) * 1e-6 / _PROFILED_STEPS
     span_s = (max(end for _, end in intervals) - min(start for start, _ in intervals)) * 1e-6
     under_profiler = 1 - of_step_s * _PROFILED_STEPS / span_s

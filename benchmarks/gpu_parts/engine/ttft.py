@@ -1,4 +1,4 @@
-"""The first token of a long prompt: prefill on one worker and decode on another, against one worker, on the same device."""
+"""TTFT of a long prompt: prefill and decode on two workers against one worker, on the same device."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _HIDDEN_GOAL = Goal("≥ 80 %", Against.VALUE, 0.8, is_at_least=True)
 
 
 def measure_ttft(context: Context) -> Iterator[Finding]:
-    """Both ways in turns, fresh prompts, medians; and how much of the hand-off is over when the prompt is."""
-    model_directory(context)  # before both want to write it
-    # In this order: the prefill worker, whose link it is, ends first.
+    """Both ways in turns with fresh prompts, as medians; and the share of the hand-off that prefill hides."""
+    model_directory(context)  # before both workers try to write it
+    # In this order, because the prefill worker owns the link and must end first.
     start = functools.partial(Side, ends_s=context.ends_s, preload=PRELOADED)
     with start(run_decode_worker, context) as decode, start(run_prefill_worker, context) as prefill:
         addresses = prefill.hear(), decode.hear()
@@ -49,8 +49,7 @@ def measure_ttft(context: Context) -> Iterator[Finding]:
 
 
 def hidden_share(exposed_s: float, alone_s: float) -> float:
-    """The part of a hand-off that prefill hides: of ``alone_s``, what it takes with nothing to hide behind, all but what is left
-    behind the commit."""
+    """The share of a hand-off that prefill hides. ``exposed_s``: time after the commit; ``alone_s``: without a prefill."""
     return max(0.0, 1 - exposed_s / alone_s)
 
 

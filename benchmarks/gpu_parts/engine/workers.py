@@ -1,4 +1,4 @@
-"""A real prefill worker and a real decode worker, each a process with the whole model, and whoever asks them for tokens."""
+"""A real prefill worker and a real decode worker, each a process with the whole model, and a client for both."""
 
 from __future__ import annotations
 
@@ -28,35 +28,35 @@ from kvrelay.wire.network import Network
 from kvrelay.wire.settings import LinkSettings
 from kvrelay.worker.setup import Setup
 
-# A device that loads or compiles for the first time may hold a worker up: that is no reason to give it up.
+# A device that loads or compiles for the first time may delay a worker beyond the usual timeouts.
 _LINK = LinkSettings(peer_timeout_s=60.0, hello_timeout_s=60.0)
 _ANSWER_S = 60.0
-_NUM_TOKENS = 4  # of an answer
+_NUM_TOKENS = 4  # tokens of an answer
 _MAX_NUM_SEQS = 8
-_KEPT_PROMPTS = 4  # the pools hold so many
+_KEPT_PROMPTS = 4  # room of the pools
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One request, on the clock of who asked. Seconds from its sending."""
+    """One request, on the asker's clock, in seconds from its sending."""
 
-    first_s: float  # its first token was there
+    first_s: float  # until its first token
     second_s: float
-    transfer_s: float | None  # commit received until every block was verified, as the decode worker says
+    transfer_s: float | None  # commit received until every block was verified, by the decode worker
 
 
 def run_prefill_worker(connection: Connection, context: Context) -> None:
-    """A process's whole life: load, serve, end when the connection closes. Tells its control address."""
+    """A process: load, report the control address, serve, and end when the connection closes."""
     asyncio.run(_serve(connection, _load(context, decodes=False)))
 
 
 def run_decode_worker(connection: Connection, context: Context) -> None:
-    """The same of a decode worker."""
+    """The same for a decode worker."""
     asyncio.run(_serve(connection, _load(context, decodes=True)))
 
 
 def _load(context: Context, *, decodes: bool) -> Callable[[], PrefillWorker | DecodeWorker]:
-    """The engine, loaded; what makes a worker of it is called inside the event loop."""
+    """Load the engine. Returns a function that makes the worker inside the event loop."""
     keep_freed_memory()
     chunk = max(_MAX_NUM_SEQS, context.sizes.ttft_chunk) if decodes else context.sizes.ttft_chunk
     engine = load_engine(
@@ -93,14 +93,14 @@ async def _serve(connection: Connection, make: Callable[[], PrefillWorker | Deco
 
 
 class Asker:
-    """Stands where the gateway stands: one request at a time."""
+    """Acts as a gateway, with one request at a time."""
 
     def __init__(self, prefill: DirectLink, decode: DirectLink) -> None:
         self._prefill, self._decode = prefill, decode
         self._num_asked = 0
 
     async def ask(self, token_ids: list[int], *, is_local: bool) -> Answer:
-        """A prompt, through the hand-off or on the decode worker alone. Raises RuntimeError if it fails."""
+        """Ask with a hand-off, or only on the decode worker. Raises RuntimeError if it fails."""
         self._num_asked += 1
         submit = Submit(
             request_id=f"r{self._num_asked}",
@@ -115,7 +115,7 @@ class Asker:
         assert first.client.send(submit), "the link is not up"
         first_s, delta = await first.next(submit.request_id)
         second_s, transfer_s = first_s, None
-        num_tokens = len(delta.tokens) if is_local else 0  # the decode worker repeats the first one
+        num_tokens = len(delta.tokens) if is_local else 0  # the decode worker repeats the first token
         finished = delta.finish_reason if is_local else None
         while finished is None:
             at_s, delta = await self._decode.next(submit.request_id)
@@ -130,7 +130,7 @@ class Asker:
 
 @asynccontextmanager
 async def asker(prefill_address: str, decode_address: str) -> AsyncIterator[Asker]:
-    """Links to both workers, up; closed at the end."""
+    """Open links to both workers; closed at the end."""
     network = Network.open()
     links = [DirectLink(address, network, _LINK) for address in (prefill_address, decode_address)]
     try:

@@ -1,1 +1,1 @@
-"""What every run has: sections in processes of their own, rows of figures, sizes, floors, timing."""
+"""The frame of every run: sections in separate processes, rows of figures, sizes, floors, timing."""

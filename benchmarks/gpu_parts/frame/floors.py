@@ -1,6 +1,6 @@
-"""How fast something could be at best: its bytes or its operations over what this device was just measured to do.
+"""The best possible times: bytes or operations, over the rates that were measured on this device in the same run.
 
-Every input is read once and every output written once; products count two operations for a multiplication and an addition.
+Every input is read once and every output written once. A multiplication and an addition count as two operations.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from gpu_parts.frame.sizes import ModelShape
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the device does at best, measured in the same run."""
+    """The device's best rates, measured in the same run."""
 
-    copy_bytes_per_s: float  # device to device, bytes read and bytes written
+    copy_bytes_per_s: float  # device to device, bytes read plus bytes written
     matmul_flops_per_s: float  # bf16, a large product of random numbers
     to_host_bytes_per_s: float  # device to pinned memory
     to_device_bytes_per_s: float  # pinned memory to device
 
     def bytes_s(self, nbytes: float) -> float:
-        """Seconds that moving so many bytes of device memory takes."""
+        """Seconds to move ``nbytes`` bytes of device memory."""
         return nbytes / self.copy_bytes_per_s
 
     def flops_s(self, flops: float) -> float:
-        """Seconds that so many operations take."""
+        """Seconds for ``flops`` operations."""
         return flops / self.matmul_flops_per_s
 
 
@@ -38,20 +38,20 @@ def decode_attention_bytes(shape: ModelShape, batch: int, context: int, itemsize
 
 
 def linear_bytes(num_rows: int, num_outs: int, num_ins: int, weight_itemsize: int) -> int:
-    """Bytes of a product: the weight, and the rows that go in and come out, in 16 bits."""
+    """Bytes of a product: the weight, and input and output rows in 16 bits."""
     return num_outs * num_ins * weight_itemsize + 2 * num_rows * (num_ins + num_outs)
 
 
 def prefill_attention_flops(shape: ModelShape, new: int, cached: int) -> int:
-    """Operations of one layer's causal attention: a query sees itself, what is cached and what is new before it."""
+    """Operations of one layer's causal attention. A query sees itself, the cached tokens, and the new tokens before it."""
     num_pairs = new * cached + new * (new + 1) // 2
     return 4 * shape.num_q_heads * shape.head_dim * num_pairs
 
 
 def decode_step_bytes(shape: ModelShape, batch: int, context: int, layer_itemsize: int | None = None) -> int:
-    """Bytes of a decode step: all matrices once (of the embedding only ``batch`` rows), and everybody's keys and values.
+    """Bytes of a decode step: all matrices once (only ``batch`` rows of the embedding), and all keys and values.
 
-    ``layer_itemsize``: bytes of a weight of the layers, if not the model's.
+    ``layer_itemsize``: bytes of a layer's weight element, if not the model's.
     """
     weights = (shape.num_head_weights + batch * shape.hidden_size) * shape.itemsize
     weights += shape.num_layer_weights * (layer_itemsize or shape.itemsize)
@@ -59,6 +59,6 @@ def decode_step_bytes(shape: ModelShape, batch: int, context: int, layer_itemsiz
 
 
 def prefill_flops(shape: ModelShape, num_tokens: int) -> int:
-    """Operations of one prompt: all layers for every token, the head for the last one, and the attention."""
+    """Operations of one prompt: all layers for every token, the head for the last token, and attention."""
     products = 2 * (num_tokens * shape.num_layer_weights + shape.num_head_weights)
     return products + shape.num_layers * prefill_attention_flops(shape, num_tokens, 0)

@@ -1,4 +1,4 @@
-"""Which sections a run has, in which order, how much time each gets, and whether it may run at all."""
+"""The sections of a run: their order, their time, and whether their checks allow them to run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from gpu_parts.frame.rows import Kernel
 from gpu_parts.frame.running import Section
 
 CHECKS_ONLY = "checks"
-_RESERVED = 0.4  # of the later sections' longest times: what an earlier one must leave them
+_RESERVED = 0.4  # share of the later sections' longest times that is kept for them
 _OF_A_STEP = (Kernel.DECODE, Kernel.PREFILL, Kernel.MODEL)
 
 LIMITS = Section("limits", "gpu_parts.kernels.limits:measure_limits", 25)
@@ -33,7 +33,7 @@ FIGURES: tuple[Section, ...] = (
     Section("ttft", "gpu_parts.engine.ttft:measure_ttft", 70, _OF_A_STEP),
     Section("batching", "gpu_parts.engine.batching:measure_ours", 45, _OF_A_STEP),
     Section("batching-peer", "gpu_parts.engine.batching:measure_theirs", 75),
-    # The defaults' figures are taken by now; what one may choose comes behind them, and is the first to be left out.
+    # The figures of default settings come before this. Those of options come last, and are the first to be skipped.
     Section("decode-attention-fp8", "gpu_parts.kernels.attention:measure_decode_fp8", 35, (Kernel.DECODE, Kernel.FP8)),
     Section("linears", "gpu_parts.kernels.linears:measure_linears", 35, (Kernel.LINEAR,)),
     Section("linears-fp8", "gpu_parts.kernels.fp8_linears:measure_fp8_linears", 15, (Kernel.FP8_LINEAR,)),
@@ -43,7 +43,7 @@ NAMES = (CHECKS_ONLY, *(section.name for section in FIGURES))
 
 
 def chosen(only: Sequence[str]) -> list[Section]:
-    """The sections of a run, in order: the limits, the checks of all that is timed, then the figures.
+    """The sections of a run in order: limits, the checks of all timed kernels, then the figures.
 
     ``only``: names of figures, or ``checks`` for all checks; empty: everything.
     """
@@ -54,12 +54,12 @@ def chosen(only: Sequence[str]) -> list[Section]:
 
 
 def time_for(section: Section, later: Sequence[Section], remaining_s: float) -> float:
-    """Seconds that ``section`` may take: its longest, but the later ones keep a part of theirs."""
+    """The seconds for ``section``: its longest time, but the later sections keep a share of theirs."""
     reserved_s = _RESERVED * sum(other.longest_s for other in later)
     return max(min(section.longest_s, remaining_s - reserved_s), 0.0)
 
 
 def refusal(section: Section, is_right: Mapping[str, bool]) -> str | None:
-    """Why no times of ``section`` are taken; None if they may be. ``is_right``: of the kernels that were checked to the end."""
+    """Why ``section`` must not be timed, or None. ``is_right``: results of the completed kernel checks."""
     wrong = [kernel for kernel in section.kernels if not is_right.get(kernel, False)]
     return f"refused: {', '.join(wrong)} did not pass the numerics" if wrong else None

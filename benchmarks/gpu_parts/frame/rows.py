@@ -1,4 +1,4 @@
-"""What a figure looks like: measured, floor, ratio, what is to be reached, and the peers of the same run."""
+"""The form of a figure: measured value, floor, ratio, goals, and the peers of the same run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Unit(enum.StrEnum):
-    """What a number is."""
+    """The unit of a number."""
 
     SECONDS = "s"
     BYTES_PER_S = "bytes/s"
@@ -18,7 +18,7 @@ class Unit(enum.StrEnum):
     SHARE = "share"  # of 1
 
     def text(self, value: float) -> str:
-        """For people."""
+        """``value`` for people."""
         size, form = _FORMS[self] if self is not Unit.SECONDS or value >= 1e-3 else (1e6, "{:.1f} µs")
         return form.format(value * size)
 
@@ -33,7 +33,7 @@ _FORMS = {
 
 
 class Against(enum.StrEnum):
-    """What a goal is about."""
+    """What a goal compares."""
 
     VALUE = "value"
     FLOOR = "floor"  # measured / floor
@@ -42,7 +42,7 @@ class Against(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What is to be reached, as the project's plan words it, and as a bound of the measured value or of a ratio."""
+    """A goal in words, and as a bound of the measured value or of a ratio."""
 
     text: str
     against: Against
@@ -52,7 +52,7 @@ class Goal:
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Somebody else's figure in the same run, or why there is none."""
+    """A peer's value in the same run, or the reason why there is none."""
 
     name: str
     value: float | None
@@ -61,12 +61,12 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One figure. ``value`` and ``floor`` are in the unit's own size: seconds, bytes per second."""
+    """One figure. ``value`` and ``floor`` are in base units: seconds, bytes per second."""
 
     figure: str
     unit: Unit
     value: float | None  # None: not measured, ``note`` says why
-    floor: float | None = None  # of rates: the limit
+    floor: float | None = None  # for rates: the limit
     goals: tuple[Goal, ...] = ()
     peers: tuple[Peer, ...] = ()
     note: str = ""
@@ -78,7 +78,7 @@ class Row:
 
     @property
     def best_peer(self) -> Peer | None:
-        """The fastest of those that were measured."""
+        """The fastest measured peer."""
         measured = [(peer.value, peer) for peer in self.peers if peer.value is not None]
         if not measured:
             return None
@@ -86,7 +86,7 @@ class Row:
         return best(measured, key=lambda item: item[0])[1]
 
     def verdict(self, goal: Goal) -> str:
-        """Whether the goal is met: "met", "missed", or what is missing to tell."""
+        """Whether the goal is met: "met", "missed", or what is missing."""
         if self.value is None:
             return "not measured"
         compared: float | None = self.value
@@ -101,7 +101,7 @@ class Row:
         return "met" if is_met else "missed"
 
     def document(self) -> dict[str, Any]:
-        """For JSON."""
+        """The row for JSON."""
         return {
             **asdict(self),
             "ratio": self.ratio,
@@ -110,7 +110,7 @@ class Row:
 
 
 class Kernel(enum.StrEnum):
-    """A kernel, or all of them together in a model: norms, rotary embeddings and activations are checked there only."""
+    """A kernel, or the whole model. Norms, rotary embeddings and activations are checked only in the whole model."""
 
     DECODE = "decode attention"
     PREFILL = "prefill attention"
@@ -128,7 +128,7 @@ class Checked:
 
     kernel: Kernel
     case: str
-    error: float  # of whatever ``measure`` names; not a number counts as wrong
+    error: float  # error by ``measure``; NaN counts as wrong
     limit: float
     measure: str = "relative error"
 
@@ -139,7 +139,7 @@ class Checked:
 
     @property
     def text(self) -> str:
-        """One line for people."""
+        """The check as one line."""
         word = "right" if self.is_right else "WRONG"
         return f"{self.kernel}, {self.case}: {word}, {self.measure} {self.error:.2e} (limit {self.limit:.1e})"
 
@@ -148,7 +148,7 @@ _HEAD = ("figure", "measured", "floor", "ratio", "to reach", "peers in the same 
 
 
 def table(rows: Sequence[Row], *, has_verdicts: bool = True) -> str:
-    """A Markdown table, its columns aligned for terminals; without verdicts where times mean nothing."""
+    """A Markdown table, aligned for terminals. Without verdicts for dry runs, whose times mean nothing."""
     cells = [_HEAD, *(_cells(row, has_verdicts=has_verdicts) for row in rows)]
     widths = [max(len(line[column]) for line in cells) for column in range(len(_HEAD))]
     lines = [
@@ -159,7 +159,7 @@ def table(rows: Sequence[Row], *, has_verdicts: bool = True) -> str:
 
 
 def absences(rows: Sequence[Row]) -> list[str]:
-    """Every peer that is missing somewhere, and why, one line for each reason."""
+    """Missing peers with the reason, one line for each reason."""
     found: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         for peer in row.peers:

@@ -1,7 +1,7 @@
-"""Sections, each in a process of its own: one that raises, hangs or breaks the device's context takes nobody with it.
+"""Runs each section in a separate process, so that an error, a hang or a broken device context affects only that section.
 
-A section is a generator: it yields rows, checks and facts as soon as it has them, so that what it had before its end is kept. The
-processes are forked from a server that has imported torch, and not touched a device, so that they begin at once.
+A section is a generator. It yields rows, checks and facts at once, so its findings are kept even if it fails later. The processes
+are forked from a server that has imported torch but not used a device, so they start fast.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from gpu_parts.frame.sizes import Sizes
 from gpu_parts.frame.timing import Stopwatch, device_state
 from kvrelay.common.lifeline import end_with_parent
 
-_END_S = 20.0  # what a process may take to end behind its last word
-# What cannot be imported is left out: who needs it says so. Importing any of it touches no device.
+_END_S = 20.0  # time for a process to end after its last message
+# Modules that cannot be imported are skipped here, and the section that needs them fails. No import uses a device.
 PRELOADED = ["torch", "gpu_parts.frame.running", "gpu_parts.kernels.attention", "gpu_parts.engine.stepping"]
 
 
@@ -40,7 +40,7 @@ class Note:
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """A number that later sections go by."""
+    """A number for later sections."""
 
     name: str
     value: float
@@ -48,7 +48,7 @@ class Fact:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A section's end, before its time."""
+    """An early end of a section."""
 
     reason: str
     trace: str = ""
@@ -56,7 +56,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class _Done:
-    """A section's orderly end."""
+    """An orderly end of a section."""
 
 
 Finding = Row | Checked | Note | Fact | Limits
@@ -64,36 +64,36 @@ Finding = Row | Checked | Note | Fact | Limits
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What a section is told."""
+    """The input of a section."""
 
     sizes: Sizes
     device_type: str  # "cuda" or "cpu"
     is_dry: bool
     work: Path  # the run's own directory, removed at its end
-    ends_s: float  # of the monotonic clock: when the section is stopped
-    seed: int  # fresh in every run
+    ends_s: float  # monotonic time at which the section is stopped
+    seed: int  # a new one in every run
     limits: Limits | None = None
     facts: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def device(self) -> torch.device:
-        """The device that is measured."""
+        """The measured device."""
         return torch.device(self.device_type)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of weights, activations and KV."""
+        """The dtype of weights, activations and KV."""
         dtype = getattr(torch, self.sizes.shape.dtype)
         assert isinstance(dtype, torch.dtype)
         return dtype
 
     @property
     def remaining_s(self) -> float:
-        """What is left of the section's time."""
+        """The remaining time of the section."""
         return self.ends_s - time.monotonic()
 
     def stopwatch(self) -> Stopwatch:
-        """For this device."""
+        """A stopwatch for this device."""
         sizes = self.sizes
         return Stopwatch(
             self.device,
@@ -104,7 +104,7 @@ class Context:
         )
 
     def generator(self) -> torch.Generator:
-        """Random numbers on the device, others in every run."""
+        """Random numbers on the device, different in every run."""
         return torch.Generator(self.device).manual_seed(self.seed)
 
 
@@ -116,32 +116,32 @@ class Section:
     """One group of figures."""
 
     name: str
-    entry: str  # module and generator: loaded in the section's process, which alone fails if it cannot be
+    entry: str  # module:generator, loaded in the section's process, so that only it fails without them
     longest_s: float
-    kernels: tuple[Kernel, ...] = ()  # whose checks must have passed: no times of what is wrong
+    kernels: tuple[Kernel, ...] = ()  # kernels whose checks must pass first
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of a section."""
+    """The result of a section."""
 
     name: str
     seconds: float
-    findings: tuple[Finding, ...]  # what it had until its end, orderly or not
+    findings: tuple[Finding, ...]  # all findings before its end
     failure: Failure | None
     device_before: str
     device_after: str
 
 
 def run_section(section: Section, context: Context, hear: Callable[[Finding], None]) -> Outcome:
-    """Run it in a process of its own until it ends or ``context.ends_s``; ``hear`` is called with each finding as it comes."""
+    """Run it in a separate process until its end or ``context.ends_s``. ``hear`` gets each finding at once."""
     processes = multiprocessing.get_context("forkserver")
     processes.set_forkserver_preload(PRELOADED)
     begun_s, before = time.monotonic(), device_state()
     findings: list[Finding] = []
     failure: Failure | None = None
     ours, theirs = processes.Pipe()
-    # Not daemonic: some sections have processes of their own, which are in its group and end with it.
+    # Not daemonic, because some sections start processes. These are in its process group and end with it.
     process = processes.Process(target=_work, args=(section.entry, context, theirs))
     process.start()
     theirs.close()
@@ -171,14 +171,14 @@ def run_section(section: Section, context: Context, hear: Callable[[Finding], No
 
 
 def load(entry: str) -> Run:
-    """The generator that ``entry`` names. Raises ImportError if its module, or what that needs, is not there."""
+    """The generator named by ``entry``. Raises ImportError if its module, or a module that it needs, is missing."""
     module, name = entry.split(":")
     run: Run = getattr(importlib.import_module(module), name)
     return run
 
 
 def _work(entry: str, context: Context, connection: Connection) -> None:
-    os.setsid()  # whatever the section starts is in its group
+    os.setsid()  # the section's processes are in its group
     end_with_parent(os.getppid())
     try:
         for finding in load(entry)(context):
@@ -191,7 +191,7 @@ def _work(entry: str, context: Context, connection: Connection) -> None:
 
 
 def _kill_group(pid: int | None) -> None:
-    """What is left of the section; nothing, if it ended in order."""
+    """Kill what is left of the section; nothing after an orderly end."""
     if pid is not None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)

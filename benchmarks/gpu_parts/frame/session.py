@@ -1,4 +1,4 @@
-"""One run: its sections in turn, what they find, and what is printed and written of it."""
+"""One run: runs its sections in turn, collects their findings, and prints and writes them."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from gpu_parts.frame.plan import CHECKS, refusal, time_for
 from gpu_parts.frame.rows import Checked, Row, absences, table
 from gpu_parts.frame.running import Context, Fact, Failure, Finding, Note, Outcome, Section, run_section
 
-_SHORTEST_S = 2.0  # a section that gets less is not begun
+_SHORTEST_S = 2.0  # a section with less time is not started
 
 RunSection = Callable[[Section, Context, Callable[[Finding], None]], Outcome]
 
 
 @dataclass(slots=True)
 class Session:
-    """Everything found so far. ``run`` once."""
+    """All findings so far. Call ``run`` once."""
 
-    context: Context  # of the run: ``ends_s`` is its end
-    say: Callable[[str], None]  # a line of progress
+    context: Context  # the run's context; ``ends_s`` is the end of the run
+    say: Callable[[str], None]  # prints a line of progress
     rows: list[Row] = field(default_factory=list)
     checks: list[Checked] = field(default_factory=list)
     outcomes: list[Outcome] = field(default_factory=list)
-    is_right: dict[str, bool] = field(default_factory=dict)  # of kernels whose check came to its end
+    is_right: dict[str, bool] = field(default_factory=dict)  # results of completed kernel checks
     begun_s: float = field(default_factory=time.monotonic)
 
     def run(self, sections: Sequence[Section], run_one: RunSection = run_section) -> None:
-        """Every section, or why not. What one finds, the later ones are told."""
+        """Run every section, or record why not. Facts are passed to later sections."""
         for number, section in enumerate(sections):
             seconds = time_for(section, sections[number + 1 :], self.context.remaining_s)
             reason = refusal(section, self.is_right)
@@ -52,16 +52,16 @@ class Session:
 
     @property
     def numerics_failed(self) -> bool:
-        """Whether a kernel is wrong, or its check did not come to its end."""
+        """Whether a kernel is wrong, or its check was not completed."""
         return not all(self.is_right.values())
 
     @property
     def sections_failed(self) -> bool:
-        """Whether a section that is no check ended before its time, or was not begun."""
+        """Whether a section failed or was not started."""
         return any(outcome.failure is not None for outcome in self.outcomes)
 
     def report(self) -> str:
-        """For people: checks that failed, the table, who was absent, what was left out, which sections failed."""
+        """The report for people: failed checks, the table, absent peers, skipped figures, failed sections."""
         wrong = [f"- {check.text}" for check in self.checks if not check.is_right]
         failed = [f"- {outcome.name}: {outcome.failure.reason}" for outcome in self.outcomes if outcome.failure]
         parts = [
@@ -80,11 +80,11 @@ class Session:
         return "\n".join(parts)
 
     def write(self, path: Path) -> None:
-        """Everything as JSON."""
+        """Write everything as JSON."""
         path.write_text(json.dumps(self.document(), indent=1) + "\n", encoding="utf-8")
 
     def document(self) -> dict[str, Any]:
-        """For JSON."""
+        """Everything for JSON."""
         context = self.context
         return {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -1,4 +1,4 @@
-"""How large everything is that is measured: once for a GPU, once for a dry run, which goes the same ways with next to nothing."""
+"""All sizes of the measurement: for a GPU, and tiny ones for a dry run of the same code."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 BLOCK_SIZE = 16  # tokens per KV block, kvrelay's default
-BOX_BLOCK_SIZE = 64  # with which prefill attention loads a tile of keys as one box
+BOX_BLOCK_SIZE = 64  # blocks that prefill attention loads as one box
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +30,14 @@ class ModelShape:
 
     @property
     def num_layer_weights(self) -> int:
-        """Elements of all layers' matrices: what every token is multiplied with."""
+        """Elements of all layers' matrices, which every token is multiplied with."""
         q_size, kv_size = self.num_q_heads * self.head_dim, self.num_kv_heads * self.head_dim
         attention = self.hidden_size * (2 * q_size + 2 * kv_size)
         return self.num_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
 
     @property
     def num_head_weights(self) -> int:
-        """Elements of the head, which only tokens that sample are multiplied with; the embedding has as many."""
+        """Elements of the head. Only tokens that sample are multiplied with it. The embedding has as many."""
         return self.hidden_size * self.vocab_size
 
     @property
@@ -58,7 +58,7 @@ class ModelShape:
 
     @property
     def kv_bytes_per_token_and_layer(self) -> int:
-        """The same in one layer."""
+        """Bytes of one token's keys and values in one layer."""
         return 2 * self.num_kv_heads * self.head_dim * self.itemsize
 
     def config(self) -> dict[str, Any]:
@@ -97,33 +97,33 @@ class Batching:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Everything's size. Lengths are in tokens."""
+    """All sizes. Lengths are in tokens."""
 
     shape: ModelShape
-    copy_bytes: int  # of the copy that measures the bandwidth
-    matmul_size: int  # rows and columns of the product that measures the arithmetic
-    flush_bytes: int  # read between two repeats, so that the cache holds nothing of the last one
-    check_lens: tuple[int, ...]  # contexts of the numerics' attention
-    check_window: int  # of the sliding windows among them
-    check_blocks: int  # blocks of its pool; on a GPU enough that offsets exceed 32 bits
-    linear_rows: tuple[int, ...]  # of the products with 8-bit weights
-    fp8_rows: int  # of those of fp8 with fp8
-    check_draws: int  # of the sampling's distribution
+    copy_bytes: int  # size of the copy that measures bandwidth
+    matmul_size: int  # rows and columns of the product that measures arithmetic
+    flush_bytes: int  # read between repeats, to flush the cache
+    check_lens: tuple[int, ...]  # contexts of the attention checks
+    check_window: int  # sliding window of these checks
+    check_blocks: int  # blocks of their pool; enough on a GPU for offsets over 32 bits
+    linear_rows: tuple[int, ...]  # rows of products with 8-bit weights
+    fp8_rows: int  # rows of products of fp8 with fp8
+    check_draws: int  # draws for the check of the sampling distribution
     decode_cells: tuple[tuple[int, int], ...]  # (sequences, context)
     prefill_cells: tuple[tuple[int, int], ...]  # (new tokens, cached tokens before them)
     box_lens: tuple[int, ...]  # prompts of prefill attention over blocks of BOX_BLOCK_SIZE
-    steps: tuple[tuple[int, int], ...]  # of the whole model: (sequences, context)
-    num_steps: int  # decode steps that are timed for each of those
+    steps: tuple[tuple[int, int], ...]  # whole model: (sequences, context)
+    num_steps: int  # timed decode steps for each
     prefill_len: int
-    prefill_chunks: tuple[int, ...]  # tokens computed in one step; the first is what counts
+    prefill_chunks: tuple[int, ...]  # tokens computed in one step; the first is compared with the goal
     sampling_batches: tuple[tuple[int, int], ...]  # (rows, vocabulary)
     batching: Batching
-    handoff_len: int  # of one hand-off
+    handoff_len: int  # length of one hand-off
     handoff_rounds: int
     ttft_chunk: int
     ttft_rounds: int
-    warm_ups: int  # calls before anything is timed
-    min_repeats: int  # of anything that is timed
+    warm_ups: int  # calls before a measurement
+    min_repeats: int  # fewest repeats of a measurement
     max_repeats: int
 
 
@@ -152,7 +152,7 @@ TINY = ModelShape(
 
 
 def full_sizes() -> Sizes:
-    """For one GPU of 80 GB or more; what does not fit is left out and named."""
+    """Sizes for one GPU of 80 GB or more. Cases that do not fit are skipped and named."""
     return Sizes(
         shape=LLAMA_3_8B,
         copy_bytes=4 << 30,
@@ -193,7 +193,7 @@ def full_sizes() -> Sizes:
 
 
 def dry_sizes() -> Sizes:
-    """Every way is gone, nothing is measured: seconds on one core."""
+    """Sizes for a dry run, which takes seconds on one core and measures nothing."""
     return Sizes(
         shape=TINY,
         copy_bytes=1 << 16,

@@ -1,8 +1,7 @@
-"""Timing on a device: warmed up, by the device's own events, the cache cold at every repeat, medians.
+"""Timing on a device: after a warm-up, by the device's events, with a cold cache in every repeat, as medians.
 
-The events lie on the device's own time line, and the flush in front of each repeat keeps the device busy while the host enqueues
-what is timed; so the host's part of a launch is not in the figure. On a CPU, in a dry run, the same calls are made and the clock on
-the wall is read, which means nothing.
+Events are on the device's time line. The flush before each repeat keeps the device busy while the host enqueues the call, so the
+host's launch time is not included. In a dry run on a CPU the same calls are timed by wall clock, which means nothing.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ class Stopwatch:
         self._is_cuda = device.type == "cuda"
         self._warm_ups = warm_ups
         self._min_repeats, self._max_repeats = min_repeats, max_repeats
-        # Read, not written: dirty lines would be written back in the midst of what is timed.
+        # Read, not written: dirty lines would be written back during the measurement.
         self._buffer = torch.ones(flush_bytes // 4, dtype=torch.float32, device=device)
         self._sink = torch.empty((), dtype=torch.float32, device=device)
 
     def median_s(self, call: Callable[[], object], *, budget_s: float = 0.5) -> float:
-        """Median seconds of ``call``, whose work is on the device's current stream.
+        """Median seconds of ``call``, which works on the device's current stream.
 
-        Repeated for about ``budget_s``, flushes not counted.
+        It is repeated for about ``budget_s``, without the flushes.
         """
         for _ in range(self._warm_ups):
             call()
@@ -72,7 +71,7 @@ class Stopwatch:
 
 
 def device_state() -> str:
-    """Clocks, temperature and power of the first GPU in nvidia-smi's words; why not, if it cannot be asked."""
+    """Clocks, temperature and power of the first GPU, as nvidia-smi prints them, or why it cannot be asked."""
     try:
         answer = subprocess.run(
             ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader", "--id=0"],
@@ -87,12 +86,12 @@ def device_state() -> str:
 
 
 def device_name(device: torch.device) -> str:
-    """The device in torch's words."""
+    """The device, as torch names it."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
 
 
 def busy_s(intervals: list[tuple[float, float]]) -> float:
-    """How long at least one of the (start, end) intervals was on, in their unit."""
+    """The time in which at least one of the (start, end) intervals was active, in their unit."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(intervals):
         if end > reached:

@@ -1,4 +1,4 @@
-"""The attention kernels' times: decode over a grid of batches and contexts, prefill over lengths and cached prefixes."""
+"""Times of the attention kernels: decode by batch and context, prefill by length and cached prefix."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from gpu_parts.kernels.paged import decode_call, paged_context, prefill_call, ra
 from gpu_parts.kernels.peers import NO_TIME, Problem, measure_peers
 
 _FP8 = torch.float8_e4m3fn
-_LARGE_BYTES = 1e9  # from here on a decode kernel has no excuse
+_LARGE_BYTES = 1e9  # from this size on, the bandwidth goal applies
 _LONG_PROMPT = 8192
-_POOL_SHARE = 0.3  # of the free memory: the peers that need contiguous keys and values copy them all
-_CELL_S = 2.0  # with less time left, a cell is left out,
-_PEERS_S = 5.0  # peers are,
+_POOL_SHARE = 0.3  # share of free memory: some peers copy all keys and values
+_CELL_S = 2.0  # with less time left, a cell is skipped,
+_PEERS_S = 5.0  # its peers are,
 _COMPILE_S = 20.0  # and the peer that is compiled
 _BANDWIDTH = Goal("≥ 85 % of the copy bandwidth", Against.FLOOR, 1 / 0.85)
 _DECODE_PEER = Goal("≥ 1x the best peer", Against.PEER, 1.0)
@@ -29,7 +29,7 @@ _PREFILL_PEER = Goal("≥ 0.9x the best peer", Against.PEER, 1 / 0.9)
 
 
 def measure_decode(context: Context) -> Iterator[Finding]:
-    """One row for each cell of the grid that fits the memory."""
+    """One row for each cell of the grid that fits in memory."""
     stopwatch, shape = context.stopwatch(), context.sizes.shape
     for batch, length in context.sizes.decode_cells:
         name = f"decode attention, {batch} x {length:,}"
@@ -58,7 +58,7 @@ def measure_decode(context: Context) -> Iterator[Finding]:
 
 
 def measure_decode_fp8(context: Context) -> Iterator[Finding]:
-    """The cells with much KV once more, from a pool of e4m3 numbers and from the same pool in the model's format."""
+    """The cells with much KV again, from a pool of e4m3 numbers and from the same pool in the model's format."""
     stopwatch, shape = context.stopwatch(), context.sizes.shape
     for batch, length in context.sizes.decode_cells:
         if decode_attention_bytes(shape, batch, length) < _LARGE_BYTES and not context.is_dry:
@@ -136,7 +136,7 @@ def _num_blocks(num_seqs: int, length: int) -> int:
 
 
 def _pool(context: Context, num_blocks: int, dtype: torch.dtype) -> torch.Tensor | None:
-    """A pool of random numbers with as many of the model's layers as fit; None if not even one does."""
+    """A pool of random numbers with as many of the model's layers as fit; None if none fits."""
     shape = context.sizes.shape
     layer_nbytes = num_blocks * BLOCK_SIZE * shape.kv_bytes_per_token_and_layer
     num_layers = min(shape.num_layers, _free_nbytes(context) // layer_nbytes)

@@ -1,4 +1,4 @@
-"""The products of a layer, fp8 with fp8, for many rows: beside the weight written in 16 bits and multiplied by cuBLAS."""
+"""A layer's products of fp8 with fp8 for many rows, compared with dequantising the weight to 16 bits and cuBLAS."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from kvrelay.kernels.linear.fp8 import fp8_linear, round_rows
 from kvrelay.kernels.linear.weight_only import dequantise_weight
 
 _BUDGET_S = 0.15
-_GOAL = Goal("≤ 0.7 of 16 bits", Against.PEER, 0.7)  # what makes the option worth its rounding
+_GOAL = Goal("≤ 0.7 of 16 bits", Against.PEER, 0.7)  # what justifies the loss of precision
 
 
 def measure_fp8_linears(context: Context) -> Iterator[Finding]:
-    """One row for each matrix, with a scale for each row and each output; rounding the rows is in the time."""
+    """One row for each matrix, with a scale per row and per output. The time includes rounding the rows."""
     if Rounding.FP8 not in roundings(context.device):
         yield Note("fp8 with fp8: this GPU has no e4m3")
         return

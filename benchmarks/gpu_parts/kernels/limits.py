@@ -1,4 +1,4 @@
-"""What this device does at best: the bandwidth of its memory, the rate of its matrix units, the way to the host and back."""
+"""The device's best rates: memory bandwidth, matrix products, copies to the host and back."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gpu_parts.frame.timing import device_name
 
 
 def measure_limits(context: Context) -> Iterator[Finding]:
-    """All of them, on random numbers: zeros are faster, and nobody computes on zeros."""
+    """Measure all of them on random numbers, because zeros are faster."""
     sizes, device = context.sizes, context.device
     stopwatch, generator = context.stopwatch(), context.generator()
     yield Note(f"{device_name(device)}, torch {torch.__version__}, CUDA {torch.version.cuda}")

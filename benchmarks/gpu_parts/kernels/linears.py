@@ -1,4 +1,4 @@
-"""The products of a layer with 8-bit weights, beside cuBLAS's with the same weights in 16 bits."""
+"""A layer's products with 8-bit weights, compared with cuBLAS on the same weights in 16 bits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _GOAL = Goal("≥ 1.5x of 16 bits", Against.PEER, 1 / 1.5)
 
 
 def measure_linears(context: Context) -> Iterator[Finding]:
-    """One row for each matrix, format and number of rows; the floor is the bytes with 8-bit weights."""
+    """One row for each matrix, format and number of rows. The floor is the bytes with 8-bit weights."""
     stopwatch, generator, dtype = context.stopwatch(), context.generator(), compute_dtype(context)
     for name, shape in context.sizes.shape.linears.items():
         weights = {one: random_linear(context, generator, *shape, one) for one in roundings(context.device)}
@@ -51,7 +51,7 @@ def measure_linears(context: Context) -> Iterator[Finding]:
 
 
 def roundings(device: torch.device) -> Sequence[Rounding]:
-    """Those that the device has: all, or int8 only."""
+    """The formats that the device supports: all, or only int8."""
     try:
         require_e4m3(device)
     except ValueError:
@@ -60,7 +60,7 @@ def roundings(device: torch.device) -> Sequence[Rounding]:
 
 
 def compute_dtype(context: Context) -> torch.dtype:
-    """The model's, or fp16 in a dry run, whose model is in fp32."""
+    """The model's dtype, or fp16 in a dry run, whose model is fp32."""
     return context.dtype if context.dtype in (torch.bfloat16, torch.float16) else torch.float16
 
 

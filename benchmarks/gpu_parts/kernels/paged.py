@@ -1,4 +1,4 @@
-"""Paged contexts for kernels, and attention in float64, written as plainly as it can be."""
+"""Paged contexts for kernels, and a plain attention in float64."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from kvrelay.kernels.attention.decode import DecodeWorkspace, paged_decode_atten
 from kvrelay.kernels.attention.prefill import paged_prefill_attention
 from kvrelay.kernels.attention.prefill_tiles import TileLoads
 
-_MAX_SCORES = 1 << 26  # float64 elements of one piece of the reference: half a gibibyte
-_POISON = 64.0  # factor on what no context holds: whoever reads it is found out
+_MAX_SCORES = 1 << 26  # float64 elements of a piece of the reference: half a gibibyte
+_POISON = 64.0  # factor on numbers outside all contexts, so that reading them is detected
 _FP8 = torch.float8_e4m3fn
 _FP8_LARGEST = 0x7E  # the byte of 448
 
 
 @dataclass(frozen=True, slots=True)
 class PagedContext:
-    """Sequences whose keys and values lie in blocks all over a pool."""
+    """Sequences whose keys and values are in blocks anywhere in a pool."""
 
     pool: torch.Tensor  # [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]
     layer: int
@@ -32,10 +32,10 @@ class PagedContext:
     kv_scales: torch.Tensor | None  # [num_layers, 2, num_kv_heads] fp32, of an fp8 pool
 
     def keys_values(self, index: int) -> torch.Tensor:
-        """One sequence's keys and values, gathered: ``[2, num_kv_heads, len, head_dim]``; of fp8, scaled and float64."""
+        """One sequence's keys and values, gathered: ``[2, num_kv_heads, len, head_dim]``. From fp8: scaled, in float64."""
         num_blocks = -(-self.lens[index] // self.pool.shape[4])
         block_ids = self.block_tables[index, :num_blocks].long()
-        # Bytes can be gathered everywhere, fp8 numbers cannot.
+        # All devices can gather bytes, but not fp8 numbers.
         is_fp8 = self.pool.dtype == _FP8
         blocks = (self.pool.view(torch.uint8) if is_fp8 else self.pool)[block_ids, self.layer].view(self.pool.dtype)
         # [blocks, 2, heads, tokens, dim] -> [2, heads, blocks * tokens, dim]
@@ -53,7 +53,7 @@ def random_pool(
     generator: torch.Generator,
     block_size: int = BLOCK_SIZE,
 ) -> torch.Tensor:
-    """A pool full of random numbers; of fp8 those from 1/8 to 2, of either sign."""
+    """A pool of random numbers; for fp8 between 1/8 and 2, of either sign."""
     sizes = (num_blocks, num_layers, 2, shape.num_kv_heads, block_size, shape.head_dim)
     if dtype == _FP8:
         codes = torch.randint(0, 64, sizes, dtype=torch.uint8, device=generator.device, generator=generator)
@@ -64,9 +64,9 @@ def random_pool(
 def paged_context(
     pool: torch.Tensor, layer: int, lens: Sequence[int], generator: torch.Generator, *, is_poisoned: bool = False
 ) -> PagedContext:
-    """Contexts of ``lens`` tokens in blocks of ``pool`` in random order; raises ValueError if it has too few.
+    """Contexts of ``lens`` tokens in random blocks of ``pool``. Raises ValueError if it has too few blocks.
 
-    ``is_poisoned``: what is behind a context's end in its last block, and the block that pads the tables, become large.
+    ``is_poisoned``: enlarge the numbers after a context's end in its last block, and in the block that pads the tables.
     """
     block_size = pool.shape[4]
     counts = [-(-length // block_size) for length in lens]
@@ -91,16 +91,16 @@ def paged_context(
 
 
 def num_multiprocessors(device: torch.device) -> int:
-    """Of the device; four in a dry run."""
+    """The device's multiprocessors; four in a dry run."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 4
 
 
 def decode_call(
     query: torch.Tensor, paged: PagedContext, out: torch.Tensor, window: int | None = None
 ) -> Callable[[], None]:
-    """Our decode attention of one ``query`` for each context, into ``out``; both ``[num_seqs, num_q_heads, head_dim]``.
+    """Our decode attention of one ``query`` per context into ``out``; both ``[num_seqs, num_q_heads, head_dim]``.
 
-    The workspace is sized for the device as the engine does it.
+    The workspace is sized for the device, as in the engine.
     """
     num_q_heads, head_dim = query.shape[1:]
     max_splits = splits_for_device(num_multiprocessors(query.device), paged.pool.shape[3])
@@ -156,7 +156,7 @@ def _signed(codes: torch.Tensor) -> torch.Tensor:
 
 
 def _spoil(pool: torch.Tensor, block_id: int, layer: int, first: int) -> None:
-    """Make a block's tokens from ``first`` on large."""
+    """Enlarge a block's tokens from ``first`` on."""
     if pool.dtype == _FP8:
         pool.view(torch.uint8)[block_id, layer, :, :, first:] = _FP8_LARGEST
     else:

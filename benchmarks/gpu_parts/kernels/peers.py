@@ -1,7 +1,7 @@
-"""Others' attention on the same numbers: torch's SDPA and flex_attention, FlashInfer.
+"""Other attention implementations on the same numbers: torch's SDPA and flex_attention, FlashInfer.
 
-SDPA and flex_attention get keys and values gathered into one piece, which spares them the block table. FlashInfer reads kvrelay's
-pool as it is, whose layer is what it calls HND. Who is not installed, fails, or computes something else is named as absent.
+SDPA and flex_attention get contiguous keys and values, so they need no block table. FlashInfer reads kvrelay's pool directly; a
+layer has the layout that it calls HND. A peer that is not installed, fails, or gives another result is reported as absent.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NO_TIME = "left out: the section's time was used up"
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Attention of one layer: all sequences have the same number of queries, at the end of contexts of one length."""
+    """Attention of one layer. All contexts have one length, and the same number of queries at their end."""
 
     query: torch.Tensor  # [num_seqs * query_len, num_q_heads, head_dim], packed by sequence
     query_len: int
@@ -35,12 +35,12 @@ class Problem:
 
     @property
     def num_seqs(self) -> int:
-        """Sequences."""
+        """The number of sequences."""
         return len(self.paged.lens)
 
     @property
     def context(self) -> int:
-        """Tokens of each, the queries' own included."""
+        """Tokens of each sequence, including the queries."""
         return self.paged.lens[0]
 
     @property
@@ -60,9 +60,9 @@ Prepare = Callable[[Problem], Call]
 def measure_peers(
     problem: Problem, ours: torch.Tensor, stopwatch: Stopwatch, *, may_compile: bool = True
 ) -> Iterator[Peer]:
-    """Every peer's time, or why there is none. ``ours``: our result, which theirs must agree with.
+    """Every peer's time, or why there is none. ``ours``: our result, with which theirs must agree.
 
-    ``may_compile``: whether there is time for the peer that is compiled first.
+    ``may_compile``: whether there is time for the peer that must be compiled.
     """
     for name, prepare in PEERS.items():
         if prepare is _flex and not may_compile:
@@ -76,7 +76,7 @@ def measure_peers(
 
 
 def _measured(name: str, prepare: Prepare, problem: Problem, ours: torch.Tensor, stopwatch: Stopwatch) -> Peer:
-    """One of them. A function of its own: its copy of all keys and values is gone before the next one makes another."""
+    """Measure one peer. A separate function, so that its copy of all keys and values is freed before the next peer."""
     call = prepare(problem)
     difference = float((call().double() - ours.double()).norm() / ours.double().norm())
     if not difference <= _MAX_DIFFERENCE:
@@ -85,7 +85,7 @@ def _measured(name: str, prepare: Prepare, problem: Problem, ours: torch.Tensor,
 
 
 def _gathered(problem: Problem) -> torch.Tensor:
-    """``[2, num_seqs, num_kv_heads, context, head_dim]``"""
+    """Contiguous keys and values ``[2, num_seqs, num_kv_heads, context, head_dim]``."""
     _, heads, _, head_dim = problem.layer.shape[1:]
     shape = (2, problem.num_seqs, heads, problem.context, head_dim)
     result = torch.empty(shape, dtype=problem.query.dtype, device=problem.query.device)
@@ -95,7 +95,7 @@ def _gathered(problem: Problem) -> torch.Tensor:
 
 
 def _batched_query(problem: Problem) -> torch.Tensor:
-    """``[num_seqs, num_q_heads, query_len, head_dim]``"""
+    """The query ``[num_seqs, num_q_heads, query_len, head_dim]``."""
     num_q_heads, head_dim = problem.query.shape[1:]
     return problem.query.view(problem.num_seqs, problem.query_len, num_q_heads, head_dim).transpose(1, 2)
 
@@ -112,7 +112,7 @@ def _sdpa(problem: Problem) -> Call:
         return lambda: _packed(F.scaled_dot_product_attention(query, keys, values, enable_gqa=True))
     if problem.query_len == problem.context:
         return lambda: _packed(F.scaled_dot_product_attention(query, keys, values, is_causal=True, enable_gqa=True))
-    # Behind a prefix the flash kernel aligns its mask as we do, but knows no groups of heads.
+    # After a prefix the flash kernel aligns its mask as we do, but does not support groups of heads.
     group = query.shape[1] // keys.shape[1]
     keys, values = (part.repeat_interleave(group, dim=1) for part in (keys, values))
     bias = causal_lower_right(problem.query_len, problem.context)
@@ -121,9 +121,9 @@ def _sdpa(problem: Problem) -> Call:
 
 @functools.cache
 def compiled_flex(backend: str | Callable[..., Any] = "inductor") -> Attend:
-    """flex_attention, to be compiled when it is called: two or three times for sizes of all kinds, not for each of twenty problems.
+    """flex_attention, compiled at its call: two or three times for dynamic sizes, not for each of twenty problems.
 
-    It raises where that does not hold, in place of computing without a kernel.
+    It raises an error where that fails, instead of computing without a kernel.
     """
     from torch.nn.attention.flex_attention import flex_attention  # noqa: PLC0415 - as above
 
@@ -138,13 +138,13 @@ def _flex(problem: Problem) -> Call:
 
 
 def flex_call(problem: Problem, attend: Attend) -> Call:
-    """``attend``, which is flex_attention, on a problem."""
+    """Apply ``attend``, a flex_attention, to a problem."""
     from torch.nn.attention.flex_attention import create_block_mask  # noqa: PLC0415 - as above
 
     query, (keys, values) = _batched_query(problem), _gathered(problem)
     if problem.query_len == 1:
         return lambda: _packed(attend(query, keys, values, enable_gqa=True))
-    # On the device: a number would be compiled in.
+    # A tensor, because a number would be compiled in.
     cached = torch.tensor(problem.context - problem.query_len, device=query.device)
 
     def is_visible(_batch: Any, _head: Any, position: Any, key: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Prefill attention over blocks of 64 tokens: tiles loaded as boxes (TMA) beside the same tiles loaded by pointers."""
+"""Prefill attention over blocks of 64 tokens: tiles loaded as boxes (TMA) compared with tiles loaded by pointers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvrelay.kernels.attention.prefill_tiles import TileLoads, nvidia_capability
 
 
 def measure_prefill_boxes(context: Context) -> Iterator[Finding]:
-    """One row for each length of prompt. They are no peers, but the ratio of both is what decides."""
+    """One row for each prompt length. The peer is our own pointer version; the ratio decides which one is used."""
     shape, stopwatch, generator = context.sizes.shape, context.stopwatch(), context.generator()
     for length in context.sizes.box_lens:
         figure = f"prefill attention by TMA, {length:,} tokens, blocks of {BOX_BLOCK_SIZE}"
@@ -32,7 +32,7 @@ def measure_prefill_boxes(context: Context) -> Iterator[Finding]:
         query = torch.empty((length, shape.num_q_heads, shape.head_dim), dtype=pool.dtype, device=pool.device)
         query.normal_(generator=generator)
         out = torch.empty_like(query)
-        # Interleaved: a clock that sinks meets both.
+        # Interleaved, so that a falling clock affects both.
         seconds: dict[TileLoads, list[float]] = {TileLoads.POINTERS: [], TileLoads.BOXES: []}
         for _ in range(2):
             for loads, found in seconds.items():

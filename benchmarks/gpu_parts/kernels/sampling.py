@@ -1,4 +1,4 @@
-"""The kernels of sampling with penalties, top-k and top-p. What a step takes around them is in the decode steps' idle time."""
+"""The sampling kernels with penalties, top-k and top-p. The idle time of decode steps includes the rest of sampling."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gpu_parts.frame.running import Context, Finding
 from kvrelay.kernels.sampling.penalties import apply_penalties
 from kvrelay.kernels.sampling.sample import sample
 
-_HISTORY = 1024  # distinct tokens of each row that have penalties
+_HISTORY = 1024  # distinct penalised tokens of each row
 _COUNTED_ROWS = 64
 _GOAL = Goal("≤ 150 µs", Against.VALUE, 150e-6)
 _TEMPERATURE, _TOP_K, _TOP_P = 0.8, 50, 0.95
@@ -19,7 +19,7 @@ _REPETITION, _PRESENCE, _FREQUENCY = 1.1, 0.1, 0.1
 
 
 def measure_sampling(context: Context) -> Iterator[Finding]:
-    """A row for each batch; the floor is one pass over its logits."""
+    """A row for each batch. The floor is one pass over its logits."""
     stopwatch, generator, device = context.stopwatch(), context.generator(), context.device
     for num_rows, vocab in context.sizes.sampling_batches:
         logits = torch.randn(num_rows, vocab, device=device, generator=generator) * 3
@@ -49,7 +49,7 @@ def measure_sampling(context: Context) -> Iterator[Finding]:
 def _kernels(
     logits: torch.Tensor, tokens: torch.Tensor, filters: tuple[torch.Tensor, ...], generator: torch.Generator
 ) -> Callable[[], torch.Tensor]:
-    """Two launches on what is there already. Penalties change ``logits`` a little more each time, which costs nothing."""
+    """Two launches on prepared tensors. Penalties change ``logits`` slightly each time, which does not affect the time."""
     num_rows, num_entries = tokens.shape
     rows = torch.arange(num_rows, device=logits.device).repeat_interleave(num_entries)
     entries = tokens.flatten()
@@ -66,7 +66,7 @@ def _kernels(
 
 
 def _sorting(logits: torch.Tensor, filters: tuple[torch.Tensor, ...]) -> Callable[[], torch.Tensor]:
-    """Top-k and top-p as one writes them in torch, without penalties."""
+    """Top-k and top-p in plain torch, without penalties."""
     temperature, top_k, top_p, _, uniforms = filters
     largest = int(top_k.max())
 

@@ -1,14 +1,14 @@
-"""Paged attention on the CPU: ragged queries over paged K/V, vectorised, no loop over sequences or blocks.
+"""Paged attention on the CPU: ragged queries over paged K/V, vectorised, without a loop over sequences or blocks.
 
-Work is cut into items of (query tile, chunk of keys), as split-KV kernels on a GPU do it: a sequence of many keys is many items,
-one of few keys is one, and nobody is padded to the longest. The items of a step depend on lengths and block tables alone, so an
-``AttentionPlan`` is made once per step and used by every layer. Items are computed in pieces whose K/V and scores stay in cache
-and bound the memory; partial results of one tile are combined by their log-sum-exp (Milakov and Gimelshein, "Online normalizer
-calculation for softmax", 2018; Dao, "Flash-Decoding", 2023).
+Work is cut into items of (query tile, chunk of keys), like split-KV kernels on a GPU. A long sequence has many items, a short one
+has one, and none is padded to the longest. The items depend only on lengths and block tables, so all layers use one
+``AttentionPlan`` per step. Items are computed in pieces, which bounds memory and keeps K/V and scores in cache. A tile's partial
+results are combined by their log-sum-exp (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018; Dao,
+"Flash-Decoding", 2023).
 
-Why not ``scaled_dot_product_attention``: measured on Zen 4, its flash kernel takes five times as long as two ``bmm`` for bf16
-decode and twice as long for bf16 prefill; for fp32 prefill they are equal. Only a lone sequence's decode step is faster
-with it: there the number of calls counts most.
+Why not ``scaled_dot_product_attention``: on Zen 4 its flash kernel takes five times as long as two ``bmm`` for bf16 decode, twice
+as long for bf16 prefill, and the same for fp32 prefill. It is faster only for a lone decode step, where the number of calls
+dominates.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from kvrelay.engine.models.ops import PLAIN, Scores
 from kvrelay.engine.step.batch import Batch
 from kvrelay.engine.step.slots import Floats, Ints
 
-# Half the lowest fp32: a row that sees no key of an item gets a vanishing weight, and no difference overflows to -inf.
+# Half the lowest fp32: a row without visible keys in an item gets a vanishing weight, and differences do not overflow to -inf.
 _MASKED = torch.finfo(torch.float32).min / 2
 _CHUNK = 256  # keys per item
-_CHUNK_STEP = 64  # granularity of shorter ones
+_CHUNK_STEP = 64  # shorter chunks are multiples of this
 _MAX_TILE = 64  # queries per item
 _PIECE_KV_BYTES = 2**22  # keys and values of one piece
 _MAX_PIECE_ITEMS = 24
@@ -38,23 +38,23 @@ _PIECE_SCORES = 2**19  # fp32 scores of one piece
 
 
 class AttentionScratch:
-    """Where pieces gather their K/V. One per model; a fresh allocation each time costs more in page faults than the copy."""
+    """A buffer in which pieces gather K/V. One per model, because the page faults of new memory cost more than the copy."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._buffer = torch.empty(_PIECE_KV_BYTES // dtype.itemsize, dtype=dtype)
 
     def flat(self, count: int) -> torch.Tensor:
-        """So many numbers, valid until the next call."""
-        if self._buffer.numel() < count:  # one item alone is larger than a piece ought to be
+        """A buffer of ``count`` numbers, valid until the next call."""
+        if self._buffer.numel() < count:  # a single item may exceed the size of a piece
             self._buffer = torch.empty(count, dtype=self._buffer.dtype)
         return self._buffer[:count]
 
 
 class _Rows:
-    """A group's pool as rows that are gathered: a row is all that one head keeps of a block, its keys or its values.
+    """A group's pool as rows to gather. A row is all keys, or all values, of one head in one block.
 
-    Rows of keys and of values may be of unequal length, and so may those of other groups in the same memory. So a row is
-    numbered by where it begins, counted in the largest unit that all beginnings are multiples of.
+    Rows of keys and values may differ in length, and other groups use the same memory. So a row's number is its start, counted in
+    the largest unit that divides all starts.
     """
 
     def __init__(self, kv: GroupKv) -> None:
@@ -63,7 +63,7 @@ class _Rows:
         self.lens = (block_size * sizes.key_size, block_size * sizes.value_size)
         first_value = sizes.num_kv_heads * self.lens[0]
         self._unit = math.gcd(kv.block_stride, *self.lens)
-        # Of keys, and of values if there are any: where the first head's begins in a layer, and how far it is to the next one's.
+        # For keys, and for values if there are any: the start of the first head in a layer, and the step to the next head.
         self._kinds = [(0, self.lens[0] // self._unit), (first_value // self._unit, self.lens[1] // self._unit)]
         self._num_kinds = 2 if sizes.value_size else 1
         self.keys = self._view(kv.keys, self.lens[0])
@@ -74,24 +74,24 @@ class _Rows:
         return keys.as_strided(((end - row_len) // self._unit + 1, row_len), (self._unit, 1))
 
     def of_blocks(self, block_ids: Ints, heads: Ints) -> Ints:
-        """``[num_kinds, *shape]``: rows of keys and values in layer 0, of blocks and heads that broadcast to the shape."""
+        """``[num_kinds, *shape]``: rows of keys and values in layer 0. ``block_ids`` and ``heads`` broadcast to the shape."""
         first = block_ids * (self._kv.block_stride // self._unit)
         rows: Ints = np.stack([first + start + heads * step for start, step in self._kinds[: self._num_kinds]])
         return rows
 
     def of_layer(self, layer: int) -> int:
-        """How much further rows of a layer are."""
+        """The offset from layer 0's rows to those of ``layer``."""
         return layer * (self._kv.layer_stride // self._unit)
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """n items computed at once, all of tiles ``[first_tile, end_tile)``; the items that need a mask come last."""
+    """n items that are computed at once, all of tiles ``[first_tile, end_tile)``. Items that need a mask come last."""
 
     pool_rows: (
         torch.Tensor
     )  # [num_kinds * n * num_kv_heads * blocks per chunk] of layer 0: keys, then values; see _Rows
-    dead: torch.Tensor  # keys of the items, flat, that no query of their tiles sees
+    dead: torch.Tensor  # flat indices of the items' keys that no query of their tiles sees
     tiles: torch.Tensor  # [n] the item's tile, counted from first_tile
     first_tile: int
     end_tile: int
@@ -114,11 +114,11 @@ class _Group:
     tile: int
     chunk: int
     num_tiles: int
-    queries: torch.Tensor | None  # [num_tiles * T] packed token of each lane; None: the lanes are the tokens in order
-    lanes: torch.Tensor | None  # [tokens of the group] lane of each token, in packed order; None as above
-    tokens: slice  # the group's packed tokens
+    queries: torch.Tensor | None  # [num_tiles * T] token of each lane in the batch; None: tokens in order
+    lanes: torch.Tensor | None  # [tokens of the group] lane of each token, in batch order; None as above
+    tokens: slice  # the group's tokens in the batch
     pieces: list[_Piece]
-    is_split: bool  # some tile has more than one item
+    is_split: bool  # whether some tile has more than one item
 
 
 class AttentionPlan:
@@ -136,9 +136,9 @@ class AttentionPlan:
         has_plain_scores: bool = True,
         latent_rank: int | None = None,
     ) -> None:
-        """``group``: whose block tables are read. ``has_plain_scores``: ``run`` is given no ``Scores`` with a softcap or sinks.
+        """``group``: whose block tables to read. ``has_plain_scores``: ``run`` gets no ``Scores`` with a softcap or sinks.
 
-        ``latent_rank``: the group keeps keys only, and so many of their first numbers are values.
+        ``latent_rank``: the group keeps only keys, and the first ``latent_rank`` numbers of each are the value.
         """
         self._rows = _Rows(kv)
         sizes, self._block_size = kv.sizes, kv.block_size
@@ -180,14 +180,14 @@ class AttentionPlan:
         first_chunk = first_key // chunk
         chunks_per_tile = last_position // chunk - first_chunk + 1
         tile_of_item = np.repeat(np.arange(len(row_of_tile)), chunks_per_tile)
-        item_key = (first_chunk[tile_of_item] + _ramp(chunks_per_tile)) * chunk  # its chunk's first position
+        item_key = (first_chunk[tile_of_item] + _ramp(chunks_per_tile)) * chunk  # first position of the chunk
 
         # An item needs no mask if its first query sees its last key, and its last query its first key.
         is_masked = item_key + chunk - 1 > first_position[tile_of_item]
         if self._window is not None:
             is_masked |= (last_position - window_at(self._window, last_position))[tile_of_item] >= item_key
         is_split = bool((chunks_per_tile > 1).any())
-        is_masked |= not is_split  # items that are tiles stay in the tiles' order
+        is_masked |= not is_split  # keeps items in the order of tiles if each tile has one item
         piece_len = self._items_per_piece(tile, chunk)
         order = np.lexsort((is_masked, np.arange(len(tile_of_item)) // piece_len))
         tiles, keys, masked = tile_of_item[order], item_key[order], is_masked[order]
@@ -196,7 +196,7 @@ class AttentionPlan:
         mask = self._mask(chunk, tile, keys[masked], first_position[tiles[masked]])
         num_masked = np.concatenate(([0], np.cumsum(masked)))
         starts = np.arange(0, len(order), piece_len)
-        # What all pieces have is made at once: a step of many long contexts has a hundred of them.
+        # Arrays are made for all pieces at once: a step of many long contexts has a hundred pieces.
         of_pieces = zip(
             starts.tolist(),
             [*starts[1:].tolist(), len(order)],
@@ -220,7 +220,7 @@ class AttentionPlan:
         if tile > 1:
             lane = np.arange(tile)
             first_token = (batch.query_start_loc[start:end])[row_of_tile] + first_query
-            # Lanes that are not used repeat the tile's last query.
+            # Unused lanes repeat the tile's last query.
             queries = first_token[:, None] + np.minimum(lane[None, :], num_lanes[:, None] - 1)
             lanes = np.flatnonzero(lane[None, :] < num_lanes[:, None])
         return _Group(
@@ -235,31 +235,31 @@ class AttentionPlan:
         )
 
     def _pool_rows(self, tables: Ints, chunk: int, keys: Ints, rows: Ints, first_keys: Ints) -> Ints:
-        """Where items' keys and values lie, ``[num_kinds, num_items, num_kv_heads, blocks of a chunk]``, of layer 0; see _Rows.
+        """The rows of items' keys and values in layer 0, ``[num_kinds, num_items, num_kv_heads, blocks of a chunk]``; see _Rows.
 
-        ``first_keys``: of each item, the first position that any of its tile's queries sees.
+        ``first_keys``: per item, the first position that a query of its tile sees.
         """
         block_index = keys[:, None] // self._block_size + np.arange(chunk // self._block_size)[None, :]
-        # Places behind the last block, and in front of the window, read some block of the table; the mask hides them. Those in
-        # front may be anybody's by now, and not even numbers.
+        # Places after the last block, or before the window, read some block of the table, and the mask hides them. Blocks before
+        # the window may belong to others and hold NaN, so they are not read.
         block_index = np.maximum(block_index, first_keys[:, None] // self._block_size)
         block_ids = tables[rows[:, None], np.minimum(block_index, tables.shape[1] - 1)]
         return self._rows.of_blocks(block_ids[:, None, :], np.arange(self._num_kv_heads)[:, None])
 
     def _is_dead(self, chunk: int, keys: Ints, first_keys: Ints, last_positions: Ints) -> npt.NDArray[np.bool_]:
-        """Keys that no query of an item's tile sees, ``[num_items, chunk]``."""
+        """Whether no query of an item's tile sees a key, ``[num_items, chunk]``."""
         key = keys[:, None] + np.arange(chunk)
         dead: npt.NDArray[np.bool_] = (key > last_positions[:, None]) | (key < first_keys[:, None])
         return dead
 
     def _dead_rows(self, is_dead: npt.NDArray[np.bool_]) -> Ints:
-        """Of items' gathered keys ``[num_items * num_kv_heads * chunk, key_size]``, and of their values."""
+        """Indices of dead keys among the gathered keys ``[num_items * num_kv_heads * chunk, key_size]``; the same for values."""
         num_items, chunk = is_dead.shape
         of_heads = np.broadcast_to(is_dead[:, None], (num_items, self._num_kv_heads, chunk))
         return np.flatnonzero(of_heads)
 
     def _mask(self, chunk: int, tile: int, keys: Ints, positions: Ints) -> Floats:
-        """``[num_items, 1, 1, tile, chunk]``"""
+        """The additive mask ``[num_items, 1, 1, tile, chunk]``."""
         key = (keys[:, None] + np.arange(chunk))[:, None, :]  # [num_items, 1, chunk]
         query = (positions[:, None] + np.arange(tile))[:, :, None]  # [num_items, tile, 1]
         hidden = key > query
@@ -268,7 +268,7 @@ class AttentionPlan:
         return np.where(hidden, np.float32(_MASKED), np.float32(0.0))[:, None, None]
 
     def _chunk_for(self, longest: int) -> int:
-        """Keys per item: whole blocks, fewer than usual if all contexts are short, of few different lengths.
+        """Keys per item: whole blocks, fewer than usual if all contexts are short, and only few different lengths.
 
         oneDNN compiles a kernel for every new shape, which takes a millisecond or two.
         """
@@ -282,10 +282,10 @@ class AttentionPlan:
         return max(1, min(_MAX_PIECE_ITEMS, _PIECE_KV_BYTES // kv_bytes, _PIECE_SCORES // scores))
 
     def run(self, query: torch.Tensor, layer: int, out: torch.Tensor, scores: Scores = PLAIN) -> None:
-        """Attend with ``query`` ``[num_tokens, num_q_heads, head_dim]``, K/V of all positions already in the pool.
+        """Attend with ``query`` ``[num_tokens, num_q_heads, head_dim]``. K/V of all positions are already in the pool.
 
-        Writes every row of ``out`` ``[num_tokens, num_q_heads, value_dim]``. Scores are rounded to the model's dtype once, as
-        ``bmm`` gives them; softmax and the combination of items run in fp32.
+        Writes every row of ``out`` ``[num_tokens, num_q_heads, value_dim]``. ``bmm`` rounds scores to the model's dtype once.
+        Softmax and the combination of items run in fp32.
         """
         if self._lone_query is not None:
             self._run_lone_query(self._lone_query, query, layer, out, scores)
@@ -306,13 +306,13 @@ class AttentionPlan:
             gathered.view(1, heads, -1, gathered.shape[1] // self._block_size)[:, :, : lone.seq_len]
             for gathered in self._gather(lone.pool_rows, layer)
         )
-        # The query heads of one KV head are the rows of one matrix.
+        # The query heads of one KV head form one matrix.
         rows = query.reshape(1, heads, self._group_size, head_dim)
         attended = F.scaled_dot_product_attention(rows, keys, values[..., : self._value_dim], scale=scores.scale)
         out.copy_(attended.view_as(out))
 
     def _gather(self, pool_rows: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values ``[num_kv_heads * blocks, block_size * size]``, the same tensor of latents; until the next call."""
+        """Keys and values ``[num_kv_heads * blocks, block_size * size]``, one tensor for latents. Valid until the next call."""
         rows, (key_len, value_len) = pool_rows + self._rows.of_layer(layer), self._rows.lens
         if key_len == value_len or not value_len:
             gathered = self._scratch.flat(len(rows) * key_len).view(len(rows), key_len)
@@ -331,7 +331,7 @@ class AttentionPlan:
         heads, per_head, head_dim = self._num_kv_heads, self._group_size, self._head_dim
         num_tiles, tile = group.num_tiles, group.tile
         lanes = query[group.tokens] if group.queries is None else query.index_select(0, group.queries)
-        # Query heads of one KV head are rows of one matrix: [num_tiles, kv_heads, group * tile, head_dim]
+        # Query heads of one KV head form one matrix: [num_tiles, kv_heads, group * tile, head_dim]
         tiles = lanes.view(num_tiles, tile, heads, per_head, head_dim).permute(0, 2, 3, 1, 4)
         tiles = tiles.reshape(num_tiles, heads, per_head * tile, head_dim)
         if group.is_split or scores.sinks is not None:
@@ -360,7 +360,7 @@ class AttentionPlan:
             for gathered in self._gather(piece.pool_rows, layer)
         )
         if len(piece.dead):
-            # What no query sees may be anybody's, and not even numbers: a mask would make nothing of 0 * NaN but NaN.
+            # Keys that no query sees may belong to others and hold NaN. A mask does not help, because 0 * NaN is NaN.
             for gathered in (keys, values) if self._has_values else (keys,):
                 gathered.view(-1, gathered.shape[2]).index_fill_(0, piece.dead, 0.0)
         values = values[..., : self._value_dim]
@@ -386,7 +386,7 @@ class AttentionPlan:
 
 
 class _OnlineSums:
-    """Sums of partial results, each weighted by exp(lse), kept relative to the largest lse so far."""
+    """Sums of partial results, each weighted by exp(lse) relative to the largest lse so far."""
 
     def __init__(self, shape: torch.Size) -> None:
         # shape: [num_tiles, kv_heads, rows, value_dim]
@@ -395,12 +395,12 @@ class _OnlineSums:
         self._highest = torch.full(shape[:-1], torch.finfo(torch.float32).min)
 
     def add_sinks(self, sinks: torch.Tensor) -> None:
-        """Before all pieces: a key without a value for every row. ``sinks`` ``[1, kv_heads, rows]`` are its scores."""
+        """Add a key without a value to every row, before all pieces. ``sinks`` ``[1, kv_heads, rows]`` are the scores."""
         self._highest = sinks.float().expand_as(self._highest).clone()
         self._weights.fill_(1.0)
 
     def add(self, piece: _Piece, partial: torch.Tensor, lse: torch.Tensor | None) -> None:
-        """Take one piece in."""
+        """Add one piece."""
         assert lse is not None
         tiles = slice(piece.first_tile, piece.end_tile)
         before = self._highest[tiles]
@@ -418,7 +418,7 @@ class _OnlineSums:
 
 
 def _tile_for(max_query_len: int) -> int:
-    """Queries per tile: the next power of two, so that short prompts waste little."""
+    """Queries per tile: a power of two, so that short prompts waste little."""
     return min(_MAX_TILE, 1 << (max_query_len - 1).bit_length())
 
 

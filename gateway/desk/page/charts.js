@@ -1,4 +1,4 @@
-// Five minutes of figures, drawn by uPlot (MIT; uplot-LICENSE.txt).
+// Charts of the last five minutes, drawn by uPlot (MIT; uplot-LICENSE.txt).
 
 import { clockTime, count, el, ms, percent } from "./common.js";
 
@@ -13,7 +13,7 @@ function kvInUse(roster, state, role) {
   return blocks ? sum(members.map(([, load]) => load[5])) / blocks : null;
 }
 
-// title, how a value is told, names of lines, their values, and whether they lie on one another
+// title, format of a value, names of lines, their values, whether they are stacked
 const CHARTS = [
   ["Tokens a second", count, ["prompt", "output"], (_, { figures }) => [figures.prompt_tokens_per_s, figures.output_tokens_per_s]],
   ["Requests", count, ["running", "queued", "at decode workers", "waiting at prefill workers"], (roster, state) => [
@@ -54,7 +54,7 @@ export class Charts {
     }
   }
 
-  // The values where the pointer is, or else the newest.
+  // Shows the values at the pointer, or else the newest.
   #tell(chart) {
     const at = chart.plot?.cursor.idx ?? this.times.length - 1;
     const texts = chart.names.map((name, index) => `${name.replace("_", " ")} ${chart.told(chart.rows[index][at] ?? null)}`);
@@ -64,7 +64,7 @@ export class Charts {
 
   #data({ rows, isStack }) {
     if (!isStack) return [this.times, ...rows];
-    // Uppermost first: each covers what is below it.
+    // The highest area is drawn first; each further one covers its lower part.
     const lying = rows.map((_, index) => this.times.map((_, at) => sum(rows.slice(0, index + 1).map((row) => row[at] ?? 0)) || null));
     return [this.times, ...lying.reverse()];
   }

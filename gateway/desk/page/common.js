@@ -1,11 +1,11 @@
-// What all modules use: elements, numbers as text, and asking the gateway with the operator's key.
+// Shared by all modules: elements, numbers as text, and requests to the gateway with the operator's key.
 
 const SVG = "http://www.w3.org/2000/svg";
-const KEY = "kvrelay-operators-key"; // for this tab only
+const KEY = "kvrelay-operators-key"; // kept only in this tab
 
 export const $ = (id) => document.getElementById(id);
 
-// An element. Text is only ever set as text: names and problems come from elsewhere.
+// An element. Text is always set as text, never as HTML, because names and problems come from outside.
 export function el(name, attributes = {}, ...children) {
   return filled(document.createElement(name), attributes, children);
 }
@@ -28,7 +28,7 @@ export const count = (n) => (n < 10 ? +n.toFixed(1) : Math.round(n)).toLocaleStr
 export const percent = (part) => (part === null ? "-" : `${Math.round(part * 100)} %`);
 export const clockTime = (at) => new Date(at * 1000).toLocaleTimeString();
 
-// Workers by address, by the names that they gave themselves.
+// The names that workers gave themselves, by address.
 const names = new Map();
 export const learnNames = (workers) => workers.forEach((worker) => worker.name && names.set(worker.address, worker.name));
 export const nameOf = (address) => names.get(address) ?? address;
@@ -42,7 +42,7 @@ export class Refused extends Error {
   }
 }
 
-// The answer, if it is a good one. Throws Refused with what the gateway says, or TypeError if there is no gateway.
+// The answer if its status is ok. Throws Refused with the gateway's message, or TypeError if there is no gateway.
 export async function ask(path, options = {}) {
   const key = sessionStorage.getItem(KEY);
   const headers = { ...options.headers, ...(key ? { authorization: `Bearer ${key}` } : {}) };
@@ -52,7 +52,7 @@ export async function ask(path, options = {}) {
   throw new Refused(answer.status, body.error?.message ?? body.error ?? `status ${answer.status}`);
 }
 
-// Server-sent events of an answer, as [name, text], as they come.
+// The server-sent events of an answer as they arrive, each as [name, text].
 export async function* events(answer) {
   let rest = "";
   for await (const text of answer.body.pipeThrough(new TextDecoderStream())) {

@@ -1,4 +1,4 @@
-// The page: follows /debug/live, and hands what it tells to whoever draws it.
+// The page: follows /debug/live and passes its events to the modules that draw them.
 
 import { Charts } from "./charts.js";
 import { $, ask, clockTime, count, el, events, learnNames, ms, nameOf, percent, Refused, setKey } from "./common.js";
@@ -7,7 +7,7 @@ import { follow } from "./request.js";
 import { offerModels } from "./prompt.js";
 
 const AGAIN_MS = 2000;
-const SILENCE_MS = 15000; // of a gateway that should speak every second
+const SILENCE_MS = 15000; // a gateway sends something every second
 
 const charts = new Charts($("charts"));
 let roster = { models: [], workers: [] };
@@ -15,7 +15,7 @@ let state = null;
 
 function say(text, isAway) {
   const link = $("link");
-  if (link.textContent !== text) link.textContent = text; // a screen reader reads what changes
+  if (link.textContent !== text) link.textContent = text; // a screen reader reads changes aloud
   document.body.classList.toggle("away", isAway);
 }
 
@@ -41,7 +41,7 @@ function show() {
   ];
   $("breakers").replaceChildren(...(shut.length ? shut : ["All breakers are closed."]).map((text) => el("li", { class: shut.length ? "bad" : "dim" }, text)));
   const key = JSON.stringify(state.errors);
-  if ($("errors").dataset.key !== key) { // else the focus on one of them would be lost every second
+  if ($("errors").dataset.key !== key) { // redraw only changes, so that a focused button keeps the focus
     $("errors").dataset.key = key;
     $("errors").replaceChildren(...state.errors.map(([at, id, status, what]) => el("li", {},
       `${clockTime(at)} ${status || "no answer"} ${what} `, el("button", { class: "link", onclick: () => follow(id) }, id))));

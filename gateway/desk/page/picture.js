@@ -1,10 +1,10 @@
-// Workers as tiles, prefill on the left and decode on the right, and between them the KV that flows.
+// Draws workers as tiles, prefill on the left and decode on the right, and the KV flows between them.
 
 import { count, el, nameOf, percent, svg } from "./common.js";
 
 const ROW = 54;
-const SMALL = 26; // of many
-const MAX_LARGE = 12; // tiles of one role with their names in them
+const SMALL = 26;  // tile size if there are many
+const MAX_LARGE = 12; // more tiles of one role are drawn small, without names
 
 export function drawPicture(place, roster, state) {
   const width = Math.max(280, place.clientWidth);

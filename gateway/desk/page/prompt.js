@@ -1,11 +1,11 @@
-// A prompt to try, and when each part of its answer came.
+// Sends a prompt, and shows when each part of the answer came.
 
 import { $, ask, count, el, events, ms } from "./common.js";
 import { follow } from "./request.js";
 
-const SLOW = 2; // times the median gap
+const SLOW = 2; // a slow gap is this many times the median, a stall five times
 const STALL = 5;
-let sent = null; // what may be stopped
+let sent = null; // the request that "stop" aborts
 
 export function offerModels(models) {
   const select = $("model");
@@ -13,7 +13,7 @@ export function offerModels(models) {
     select.replaceChildren(...models.map((name) => el("option", { value: name }, name)));
 }
 
-// The first one is the wait for the first token, which is another matter than the gaps behind it.
+// The first gap is the wait for the first token, so the median leaves it out.
 function mark(gaps, spans) {
   const sorted = gaps.slice(1).sort((a, b) => a - b);
   const median = sorted[Math.floor(sorted.length / 2)] ?? 0;

@@ -1,4 +1,4 @@
-// A request by its id: what happened when, as bars on one axis of time.
+// A request by its id, as bars on a time axis.
 
 import { $, ask, clockTime, count, el, ms, nameOf } from "./common.js";
 
@@ -8,7 +8,7 @@ function rows(request, one) {
   const end = request.ended_s ?? Math.max(one.last_token_s ?? 0, ...one.attempts.map((attempt) => attempt.ended_s ?? attempt.begun_s));
   const found = [["accept, template, tokens", 0, one.prepared_s, ""]];
   if (one.placed_s !== null) found.push(["waits for a place", one.prepared_s, one.placed_s, ""]);
-  // Workers tell the parts with the first token.
+  // Workers report the parts with the first token, so they belong to the attempt that sent it.
   const told = one.attempts.findIndex((attempt) => one.first_token_s !== null && (attempt.ended_s ?? end) >= one.first_token_s);
   one.attempts.forEach((attempt, index) => {
     const until = attempt.ended_s ?? end;

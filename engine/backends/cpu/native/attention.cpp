@@ -1,14 +1,14 @@
-// Attention over paged K/V, of prompts and of single tokens alike.
+// Attention over paged K/V, for prompts and for single tokens.
 //
-// A task is a tile of queries of one sequence and one KV head; a decode step's is a tile of one query. It goes through the keys in
-// chunks: a chunk's keys and values are packed once for all query heads and queries of the tile, which then take their turns with
-// it, a few rows at a time: scores, running maximum and sum, weights, output (online softmax: Milakov and Gimelshein 2018; Dao et
-// al., "FlashAttention", 2022). Scores, sums and output are fp32.
+// A task is a tile: queries of one sequence and one KV head. In a decode step a tile has one query. The tile goes through the keys
+// in chunks. A chunk's keys and values are packed once for all query heads and queries of the tile. These then use the chunk a few
+// rows at a time: scores, running maximum and sum, weights, output (online softmax: Milakov and Gimelshein 2018; Dao et al.,
+// "FlashAttention", 2022). Scores, sums and output are fp32.
 //
-// A query's result has the same bits whatever is computed beside it: alone, in a batch, in a prompt cut anywhere. Chunks begin at
-// multiples of their size, not where a tile begins; every sum has one order; and what a query does not see adds zeros: what lies
-// behind the tile's last query, or in front of its window, is not read. So an answer that is computed anew somewhere else, its
-// generated tokens now part of a prompt, goes on with the same words.
+// A query's result has the same bits alone, in a batch, or in a prompt cut anywhere. Chunks begin at multiples of their size, not
+// at the start of a tile. Every sum has one order. Hidden keys add zeros; keys after the tile's last query, or before its window,
+// are not read. So an answer that is recomputed elsewhere, with its generated tokens as part of the prompt, continues with the same
+// words.
 
 #include <algorithm>
 #include <memory>
@@ -19,23 +19,23 @@
 
 namespace {
 
-// Vectors as wide as the processor's registers. A word is what a lane multiplies at once: a pair of bf16 where the processor has
-// dot products of them, else one float.
+// Vectors are as wide as the processor's registers. A word is a lane's operand of one multiplication: a pair of bf16 if the
+// processor has bf16 dot products, else one float.
 #ifdef __AVX512F__
-constexpr int64_t kWords = 16, kRows = 12;  // rows by two vectors of sums, and the registers are full
+constexpr int64_t kWords = 16, kRows = 12;  // rows times two vectors of sums fill the registers
 #else
 constexpr int64_t kWords = 8, kRows = 6;
 #endif
 #ifdef __AVX512BF16__
-constexpr int64_t kDepth = 2;  // numbers of a word
+constexpr int64_t kDepth = 2;  // numbers in a word
 #else
 constexpr int64_t kDepth = 1;
 #endif
-constexpr int64_t kQueries = 64;        // positions of a tile
-constexpr int64_t kChunk = 128;         // keys packed at once
-constexpr int64_t kPanel = 2 * kWords;  // keys, or elements of a head, that a product computes at once
+constexpr int64_t kQueries = 64;        // positions in a tile
+constexpr int64_t kChunk = 128;         // keys in a chunk
+constexpr int64_t kPanel = 2 * kWords;  // keys, or elements of a head, in one product
 constexpr int64_t kMaxDim = 256;
-constexpr float kLowest = -1e30f;  // below every score, and its differences stay finite
+constexpr float kLowest = -1e30f;  // below every score; differences stay finite
 
 typedef uint32_t words __attribute__((vector_size(4 * kWords)));
 typedef float sums __attribute__((vector_size(4 * kWords)));
@@ -66,7 +66,7 @@ inline void put_pairs(uint32_t* to, const bf16* even, const bf16* odd, std::inde
     write(to + kWords, __builtin_shufflevector(a, b, (kWords + Lane / 2 + Lane % 2 * kPanel)...));
 }
 
-// A panel's words of values that follow each other.
+// The words of a panel, from values that follow each other.
 inline void put_values(uint32_t* to, const bf16* even, const bf16* odd) { put_pairs(to, even, odd, std::make_index_sequence<kPanel>()); }
 inline sums add_product(sums sum, words a, words b) { return (sums)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b); }
 inline void put_weights(uint32_t* to, vec weights) { write(to, narrow(weights)); }
@@ -79,7 +79,7 @@ inline sums add_product(sums sum, words a, words b) { return sum + (sums)a * (su
 inline void put_weights(uint32_t* to, vec weights) { write(to, weights); }
 #endif
 
-// Two rows' part in a transposition: blocks of S by S change places.
+// One step of a transposition: two rows swap blocks of S by S.
 template <size_t S, size_t... Lane>
 inline void swap_blocks(words& a, words& b, std::index_sequence<Lane...>) {
     const words low = __builtin_shufflevector(a, b, (Lane & S ? kWords + Lane - S : Lane)...);
@@ -94,7 +94,7 @@ inline void transpose(words (&rows)[kWords]) {
     if constexpr (2 * S < kWords) transpose<2 * S>(rows);
 }
 
-// out [R, P * kPanel] (out_stride) = or += a [R, depth] (a_stride) times P panels of b, [depth, kPanel] each (b_stride).
+// out [R, P * kPanel] (out_stride) = or += a [R, depth] (a_stride) times P panels of b, each [depth, kPanel] (b_stride).
 template <int R, int P>
 void multiply_tile(const uint32_t* a, int64_t a_stride, const uint32_t* b, int64_t b_stride, int64_t depth, float* out,
                    int64_t out_stride, bool adds) {
@@ -115,7 +115,7 @@ void multiply_tile(const uint32_t* a, int64_t a_stride, const uint32_t* b, int64
         for (int v = 0; v < V; ++v) write(out + r * out_stride + v * kWords, sum[r][v]);
 }
 
-// As many panels as there are. Few rows take two at once: one alone would have too few sums to keep the processor busy.
+// Multiplies all panels. Few rows take two panels at once, because one has too few sums to keep the processor busy.
 template <int R = kRows>
 void multiply(int64_t rows, const uint32_t* a, int64_t a_stride, const uint32_t* b, int64_t b_stride, int64_t depth, int64_t panels,
               float* out, int64_t out_stride, bool adds) {
@@ -130,13 +130,13 @@ void multiply(int64_t rows, const uint32_t* a, int64_t a_stride, const uint32_t*
 }
 
 struct Tile {
-    int64_t row;              // of the batch
-    int64_t query;            // its first, among the step's tokens
-    int64_t position, count;  // of the first query; how many queries there are
+    int64_t row;              // row of the batch
+    int64_t query;            // first query, among the step's tokens
+    int64_t position, count;  // of the first query; number of queries
     int64_t head;             // KV head
 };
 
-// What is not initialised, and begins where a cache line does.
+// Uninitialised memory that begins at a cache line.
 template <typename T>
 class Lines {
     struct alignas(64) Line {
@@ -149,11 +149,11 @@ public:
     T* data() { return lines_[0].elements; }
 };
 
-// A thread's memory. A "lane" is a query of one query head: group * count of them in a tile, all heads of a position together.
+// A thread's memory. A "lane" is a query of one query head. A tile has group * count lanes, the heads of one position together.
 struct Scratch {
     Lines<uint32_t> queries, keys, values, weights;
     Lines<float> scores, outputs, highest, total;
-    const bf16 *key_rows[kChunk], *value_rows[kChunk];  // where the chunk's keys and values lie
+    const bf16 *key_rows[kChunk], *value_rows[kChunk];  // addresses of the chunk's keys and values
 
     Scratch(int64_t lanes, int64_t key_size, int64_t value_size)
         : queries(lanes * key_size / kDepth), keys(kChunk * key_size / kDepth), values(kChunk * value_size / kDepth), weights(kRows * kChunk / kDepth),
@@ -162,7 +162,7 @@ struct Scratch {
 
 alignas(64) const bf16 kZeros[kMaxDim] = {};
 
-// Where keys first .. first+count-1 of a head lie. Behind the last one zeros, up to a whole panel; their values are zeros, too.
+// Finds keys (or values) first .. first+count-1 of a head. After the last one, zeros fill the panel.
 int64_t locate(const bf16* base, const int64_t* table, int64_t block_size, int64_t block_stride, int64_t dim, int64_t first,
                int64_t count, const bf16** rows) {
     int64_t offset = first % block_size;
@@ -175,8 +175,8 @@ int64_t locate(const bf16* base, const int64_t* table, int64_t block_size, int64
     return padded;
 }
 
-// [keys / kPanel, dim / kDepth, kPanel]: a word of every key, a panel of keys side by side. The values, which lie elsewhere, are
-// fetched meanwhile: no hardware prefetcher sees them coming.
+// Packs keys as [keys / kPanel, dim / kDepth, kPanel]: a word of every key in a panel, side by side. Meanwhile it prefetches the
+// values, whose places a hardware prefetcher does not foresee.
 void pack_keys(const bf16* const* rows, const bf16* const* values, int64_t count, int64_t padded, int64_t dim, int64_t value_size,
                uint32_t* packed) {
     const int64_t depth = dim / kDepth;
@@ -192,7 +192,7 @@ void pack_keys(const bf16* const* rows, const bf16* const* values, int64_t count
     }
 }
 
-// [dim / kPanel, kChunk / kDepth, kPanel]: a word of values that follow each other, a panel of elements side by side.
+// Packs values as [dim / kPanel, kChunk / kDepth, kPanel]: a word of values that follow each other, for each element of a panel.
 void pack_values(const bf16* const* rows, int64_t count, int64_t padded, int64_t dim, uint32_t* packed) {
     for (int64_t key = 0; key < padded; key += kDepth) {
         const bf16* one = key < count ? rows[key] : kZeros;
@@ -201,9 +201,9 @@ void pack_values(const bf16* const* rows, int64_t count, int64_t padded, int64_t
     }
 }
 
-// exp(x) for x <= 0, to 4e-6 of it, and nothing for what is too small: 2^n * 2^f, |f| <= 1/2, by the Taylor polynomial of degree 5.
+// exp(x) for x <= 0, with relative error 4e-6, and 0 below -87: 2^n * 2^f, |f| <= 1/2, by the Taylor polynomial of degree 5.
 inline vec exponential_of_negative(vec x) {
-    const float shifter = 12582912.0f;  // 1.5 * 2^23: what is added to it is rounded to a whole number, in its last bits
+    const float shifter = 12582912.0f;  // 1.5 * 2^23: adding it rounds a number to an integer in the last bits
     const vec power = x * 1.44269504f;
     const vec shifted = power + shifter;
     const vec f = power - (shifted - shifter);
@@ -213,8 +213,7 @@ inline vec exponential_of_negative(vec x) {
     return x > -87.0f ? read<vec>(&scaled) : vec{};
 }
 
-// What a lane makes of its scores of the first `width` keys, of which it sees low .. high-1: weights, and by how much all earlier
-// ones shrink.
+// Turns a lane's scores of the first `width` keys into weights; it sees keys low .. high-1. Returns the factor for earlier weights.
 float weigh(float* scores, int64_t width, int64_t low, int64_t high, float scale, float* highest, float* total, uint32_t* weights) {
     if (low >= high) {  // sees none of these keys
         std::fill_n(weights, width / kDepth, 0);
@@ -232,7 +231,7 @@ float weigh(float* scores, int64_t width, int64_t low, int64_t high, float scale
     for (int64_t at = 0; at < width; at += kLanes) {
         const vec score = read<vec>(scores + at);
         vec weight = exponential_of_negative(score * scale - now);
-        weight = score > kLowest ? weight : vec{};  // a broken query has no weights at all, and no sense is made of it: 0 / 0
+        weight = score > kLowest ? weight : vec{};  // a query with NaN gets no weights, and the result 0 / 0
         sum_of += weight;
         put_weights(weights + at / kDepth, weight);
     }
@@ -242,12 +241,12 @@ float weigh(float* scores, int64_t width, int64_t low, int64_t high, float scale
     return shrinks;
 }
 
-// The positions that queries see: all before them, the last `size`, or those of their own chunk of `size`.
+// The positions that a query sees: all before it, the last `size`, or those of its own chunk of `size`.
 struct Window {
     int64_t size;  // 0: all
     bool is_chunk;
 
-    // The first one; below 0 where a window is not full yet.
+    // The first position; below 0 if a window is not full yet.
     int64_t first_seen(int64_t position) const {
         if (size == 0) return 0;
         return is_chunk ? position - position % size : position - size + 1;
@@ -263,7 +262,7 @@ void attend(const Step* step, int64_t layer, const Tile& tile, const bf16* query
     const bf16* values = of_layer + keys_of_layer(step) + tile.head * step->block_size * value_size;
     const int64_t* table = step->block_tables + tile.row * step->max_blocks;
 
-    const int64_t first_lane = tile.query * step->q_heads + tile.head * group;  // of all tokens' query heads
+    const int64_t first_lane = tile.query * step->q_heads + tile.head * group;  // index among all tokens' query heads
     const auto place = [&](int64_t lane) { return first_lane + lane / group * step->q_heads + lane % group; };
     uint32_t *queries = scratch.queries.data(), *weights = scratch.weights.data();
     float *scores = scratch.scores.data(), *outputs = scratch.outputs.data();
@@ -271,19 +270,19 @@ void attend(const Step* step, int64_t layer, const Tile& tile, const bf16* query
         for (int64_t at = 0; at < depth; at += kWords)
             write(queries + lane * depth + at, words_of(query + place(lane) * dim + at * kDepth));
     std::fill_n(outputs, lanes * value_size, 0.0f);
-    for (int64_t lane = 0; lane < lanes; ++lane) {  // a sink is a key that was seen before all others, and has no value
+    for (int64_t lane = 0; lane < lanes; ++lane) {  // a sink counts as a first key without a value
         scratch.highest.data()[lane] = sinks == nullptr ? kLowest : sinks[tile.head * group + lane % group];
         scratch.total.data()[lane] = sinks == nullptr ? 0.0f : 1.0f;
     }
 
-    const int64_t end = tile.position + tile.count;  // of the keys that the last query sees
-    const int64_t visible = std::max<int64_t>(0, window.first_seen(tile.position));  // the first key that one sees
+    const int64_t end = tile.position + tile.count;                                  // end of the keys that the last query sees
+    const int64_t visible = std::max<int64_t>(0, window.first_seen(tile.position));  // first key that any query sees
     const int64_t begin = visible / kChunk * kChunk;
     for (int64_t first = begin; first < end; first += kChunk) {
         const int64_t count = std::min(kChunk, end - first);
         const int64_t padded = locate(keys, table, step->block_size, step->block_stride, dim, first, count, scratch.key_rows);
         locate(values, table, step->block_size, step->block_stride, value_size, first, count, scratch.value_rows);
-        // What no query of the tile sees may be anybody's by now, and not even numbers: the first that one sees stands for it.
+        // Keys before the first visible one may belong to others and hold NaN, so the first visible key replaces them.
         if (visible > first)
             for (const bf16** rows : {scratch.key_rows, scratch.value_rows}) std::fill_n(rows, visible - first, rows[visible - first]);
         pack_keys(scratch.key_rows, scratch.value_rows, count, padded, dim, value_size, scratch.keys.data());
@@ -320,8 +319,9 @@ void attend(const Step* step, int64_t layer, const Tile& tile, const bf16* query
 
 extern "C" {
 
-// query [num_tokens, q_heads, key_size] and out [.., value_size], contiguous; sizes are multiples of 32, at most 256; window: positions that a query
-// sees, 0 for all; is_chunk: those of its own chunk of `window`, not the last; sinks: null, or [q_heads], each the score of one more key, without a value.
+// query [num_tokens, q_heads, key_size] and out [.., value_size], contiguous; sizes are multiples of 32, at most 256. window:
+// number of positions that a query sees, 0 for all; is_chunk: it sees its own chunk of `window` positions instead of the last ones.
+// sinks: null, or [q_heads], scores of one more key without a value.
 void kvrelay_attention(const Step* step, int64_t layer, const bf16* query, int64_t window, int64_t is_chunk, float scale,
                        const float* sinks, bf16* out) {
     std::vector<Tile> tiles;
@@ -333,7 +333,7 @@ void kvrelay_attention(const Step* step, int64_t layer, const bf16* query, int64
             for (int64_t head = 0; head < step->kv_heads; ++head)
                 tiles.push_back({row, start + done, step->seq_lens[row] - count + done, std::min(kQueries, count - done), head});
     }
-    // A tile's work grows with its queries and their positions: the small ones last, so that the threads end together.
+    // A tile's work grows with its queries and their positions. Large tiles come first, so that threads end together.
     const auto work = [](const Tile& tile) { return (tile.position + tile.count) * tile.count; };
     std::stable_sort(tiles.begin(), tiles.end(), [&](const Tile& a, const Tile& b) { return work(a) > work(b); });
 #pragma omp parallel if (tiles.size() > 1)

@@ -1,4 +1,4 @@
-// Products of bf16 rows with a weight matrix, or with those of experts, cut into panels (linear.h).
+// Products of bf16 rows with a weight matrix, or with those of experts, stored in panels (linear.h).
 
 #include <vector>
 
@@ -16,7 +16,7 @@ int kvrelay_has_bf16_dot_products() {
 #endif
 }
 
-// weight [outputs, inputs], inputs even, to panels (see Product).
+// Packs weight [outputs, inputs], with an even number of inputs, into panels (see Product).
 void kvrelay_pack_weight(const bf16* weight, bf16* panels, int64_t outputs, int64_t inputs) {
 #pragma omp parallel for
     for (int64_t panel = 0; panel < (outputs + kPanel - 1) / kPanel; ++panel) {
@@ -39,8 +39,8 @@ void kvrelay_linear(const bf16* hidden, const bf16* panels, const float* bias, b
             multiply_panel(product, panel, first, std::min(rows, first + kRowsAtOnce));
 }
 
-// Rows lie by their experts: those of expert e are starts[e] .. starts[e + 1] - 1. `panels` and `bias` are of one expert after the
-// other, of whom only those with rows are read.
+// Rows are sorted by expert: expert e has rows starts[e] .. starts[e + 1] - 1. `panels` and `bias` of the experts follow each
+// other; only those of experts with rows are read.
 void kvrelay_grouped_linear(const bf16* hidden, const bf16* panels, const float* bias, bf16* out, const int64_t* starts,
                             int64_t experts, int64_t outputs, int64_t inputs) {
     const int64_t num_panels = (outputs + kPanel - 1) / kPanel;
@@ -53,7 +53,7 @@ void kvrelay_grouped_linear(const bf16* hidden, const bf16* panels, const float*
         for (int64_t first = starts[expert]; first < starts[expert + 1]; first += kRowsAtOnce)
             pieces.push_back({expert, first, std::min(starts[expert + 1], first + kRowsAtOnce)});
     const int64_t num_pieces = static_cast<int64_t>(pieces.size());
-    // Experts differ in their rows: who has few takes more panels.
+    // Experts have different numbers of rows, so threads take work dynamically.
 #pragma omp parallel for collapse(2) schedule(dynamic, 4)
     for (int64_t index = 0; index < num_pieces; ++index)
         for (int64_t panel = 0; panel < num_panels; ++panel) {

@@ -1,9 +1,9 @@
-// What products of bf16 rows with a weight matrix share, whatever instructions multiply: the weight's layout, and how work is cut.
+// The weight layout and the division of work that all products of bf16 rows with a weight matrix share.
 //
-// A panel is 48 outputs of a weight, its inputs taken two by two: whole vectors give as many outputs their next pair of inputs,
-// which meet a pair of a row, broadcast. Rows by vectors of outputs are as many sums as there are registers. One row reads the
-// weights as fast as memory gives them; many rows find the panel in the cache. Each output is summed up in one order,
-// whatever the number of rows: a row's result does not depend on what is beside it.
+// A panel is 48 outputs of a weight, with inputs in pairs: a vector gives each of its outputs the next pair of inputs, which is
+// multiplied with the broadcast pair of a row. A tile is rows by vectors of outputs, with a register for each sum. One row reads
+// weights at memory speed; many rows find the panel in the cache. Each output is summed in one order for any number of rows, so a
+// row's result does not depend on other rows.
 
 #pragma once
 
@@ -14,27 +14,27 @@
 namespace kvrelay {
 
 using bf16 = uint16_t;
-constexpr int64_t kPanel = 48;       // outputs; kvrelay.engine.backends.cpu.native.library knows the number, too
-// Rows that meet a panel before the next one is read.
+constexpr int64_t kPanel = 48;  // outputs; kvrelay.engine.backends.cpu.native.library has the same number
+// Rows that use a panel before the next panel is read.
 #ifdef __AVX512BF16__
 constexpr int64_t kRowsAtOnce = 64;
 #else
-constexpr int64_t kRowsAtOnce = 96;  // each time, the panel is expanded
+constexpr int64_t kRowsAtOnce = 96;  // the panel is expanded once for these rows
 #endif
 
 struct Product {
     const bf16* hidden;  // [rows, inputs]
-    const bf16* panels;  // [ceil(outputs / kPanel), inputs / 2, kPanel, 2], zeros behind the last output
+    const bf16* panels;  // [ceil(outputs / kPanel), inputs / 2, kPanel, 2], zero-padded
     const float* bias;   // [outputs], or null
     bf16* out;           // [rows, outputs]
     int64_t rows, outputs, inputs;
     const uint32_t* expanded = nullptr;  // hidden as floats' bits, if multiply_panel needs them
 };
 
-// What `product.expanded` is to be while it is multiplied; null where that is not needed.
+// The content of `product.expanded` during a multiplication, or null if it is not needed.
 std::unique_ptr<uint32_t[]> expanded_rows(const Product& product);
 
-// Rows first .. last-1, kRowsAtOnce at most, with one panel. By linear_dot_products.cpp, or by linear_portable.cpp.
+// Multiplies rows first .. last-1, at most kRowsAtOnce, with one panel. In linear_dot_products.cpp or linear_portable.cpp.
 void multiply_panel(const Product& product, int64_t panel, int64_t first, int64_t last);
 
 }  // namespace kvrelay

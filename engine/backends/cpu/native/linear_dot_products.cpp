@@ -1,5 +1,5 @@
-// linear.h by AVX-512's bf16 dot products: one load of a panel gives sixteen outputs their next pair of inputs. Eight rows by three
-// vectors of outputs are the sums.
+// linear.h with AVX-512's bf16 dot products: one load of a panel gives sixteen outputs their next pair of inputs. A tile's sums are
+// eight rows by three vectors of outputs.
 
 #ifdef __AVX512BF16__
 #include <immintrin.h>
@@ -14,21 +14,20 @@ namespace {
 constexpr int64_t kLanes = 16;
 constexpr int64_t kVectors = kPanel / kLanes;
 constexpr int64_t kRows = 8;
-constexpr int64_t kInputsAtOnce = 2048;  // of a panel: what the second-level cache keeps while rows come and go
-// … and what the first-level cache keeps: rows of two low tiles have no time to read a panel from the second one again.
+constexpr int64_t kInputsAtOnce = 2048;  // inputs of a piece, which stays in the second-level cache for all rows
+// For few rows a piece must fit the first-level cache: two low tiles have no time to read it from the second level again.
 constexpr int64_t kFewRows = 12, kInputsOfFewRows = 192;
-constexpr int64_t kLine = 32;            // elements in a cache line
-constexpr int64_t kPairsAhead = 32;      // that a single tile fetches before it needs them: 6 KB
+constexpr int64_t kLine = 32;        // elements of a cache line
+constexpr int64_t kPairsAhead = 32;  // how far a single tile prefetches: 6 KB
 
-// Inputs begin .. end-1 of one panel, and what a tile fetches of the memory behind it, which is needed next: `ahead` elements from
-// `next` on for every pair of inputs.
+// Inputs begin .. end-1 of a panel, and the memory to prefetch meanwhile: `ahead` elements from `next` on for every pair of inputs.
 struct Piece {
     int64_t panel, begin, end;
     const bf16* next;
     int64_t ahead;
 };
 
-// R rows from `row` with a piece of a panel. `sums` [R, kPanel] carries what earlier inputs gave.
+// Multiplies R rows from `row` with a piece of a panel. `sums` [R, kPanel] has the sums of earlier inputs.
 template <int R>
 void multiply_tile(const Product& product, int64_t row, const Piece& piece, float* sums) {
     const int64_t begin = piece.begin, end = piece.end;
@@ -80,14 +79,14 @@ void multiply_rows(int64_t rows, const Product& product, int64_t row, const Piec
 
 std::unique_ptr<uint32_t[]> expanded_rows(const Product&) { return nullptr; }
 
-// In tiles of about the same height.
+// Cuts the rows into tiles of about the same height.
 void multiply_panel(const Product& product, int64_t panel, int64_t first, int64_t last) {
     float sums[kRowsAtOnce * kPanel];
     const int64_t tiles = (last - first + kRows - 1) / kRows;
     const int64_t inputs = tiles > 1 && last - first <= kFewRows ? kInputsOfFewRows : kInputsAtOnce;
     for (int64_t begin = 0; begin < product.inputs; begin += inputs) {
         const int64_t end = std::min(product.inputs, begin + inputs);
-        // Several tiles share what comes behind the piece. A single one is through with its piece too soon for that.
+        // Several tiles share the prefetch of the next piece. A single tile finishes its piece too soon for that.
         const int64_t fetched = tiles > 1 ? end : begin + 2 * kPairsAhead;
         const bf16* behind = product.panels + (panel * product.inputs + fetched) * kPanel;
         const int64_t ahead = 2 * kPanel / tiles;

@@ -1,6 +1,5 @@
-// linear.h where the processor has no bf16 dot products: a bf16 is the upper half of a float, so a pair of inputs is two floats
-// after a shift and after a mask. Weights stay bf16 in memory, of which they are half as many bytes as floats. Vectors are GCC's
-// own: one source for every instruction set.
+// linear.h without bf16 dot products. A bf16 is the upper half of a float, so a shift and a mask make two floats of a pair of
+// inputs. Weights stay bf16 in memory, half the bytes of floats. Vectors are GCC's: one source for every instruction set.
 
 #ifndef __AVX512BF16__
 #include <cstring>
@@ -12,14 +11,14 @@ namespace kvrelay {
 namespace {
 
 #ifdef __AVX512F__
-constexpr int64_t kFloats = 16, kTall = 8, kWide = 3;  // a tile's rows, and its vectors of outputs: sums for 32 registers
+constexpr int64_t kFloats = 16, kTall = 8, kWide = 3;  // rows and vectors of a tile: sums for 32 registers
 #else
-constexpr int64_t kFloats = 8, kTall = 6, kWide = 2;  // for 16
+constexpr int64_t kFloats = 8, kTall = 6, kWide = 2;  // for 16 registers
 #endif
-constexpr int64_t kFewRows = 4;  // up to which each weight is expanded where it is used; for more, once for all
-constexpr int64_t kDeep = 256;   // inputs that are expanded at a time: what the first-level cache keeps of a tile's outputs
-constexpr int64_t kManyNumbers = 32 * 1024;  // that are worth waking other threads to expand them
-constexpr int64_t kPart = kWide * kFloats;  // outputs of a tile
+constexpr int64_t kFewRows = 4;              // up to this, weights are expanded where used; above, once for all rows
+constexpr int64_t kDeep = 256;               // inputs expanded at a time: a tile's weights fit the first-level cache
+constexpr int64_t kManyNumbers = 32 * 1024;  // from this size on, several threads expand rows
+constexpr int64_t kPart = kWide * kFloats;   // outputs of a tile
 
 typedef uint32_t bits __attribute__((vector_size(4 * kFloats)));
 typedef float fvec __attribute__((vector_size(4 * kFloats)));
@@ -30,10 +29,10 @@ typedef uint32_t loose_pair __attribute__((aligned(2), may_alias));
 inline fvec even(bits pairs) { return (fvec)(pairs << 16); }
 inline fvec odd(bits pairs) { return (fvec)(pairs & 0xffff0000u); }
 
-// All lanes alike. By way of integers: 0.0f + x is an addition, since it makes 0.0 of -0.0.
+// The same value in all lanes. It uses integers, because 0.0f + x is a real addition: it turns -0.0 into 0.0.
 inline bits all(uint32_t value) { return bits{} + value; }
 
-// R rows from `row` with V vectors of a panel's outputs, from `output` on. Weights and rows are expanded where they are used.
+// Multiplies R rows from `row` with V vectors of a panel's outputs, from `output` on. Expands weights and rows where it uses them.
 template <int R, int V>
 void multiply_few(const Product& product, int64_t row, int64_t panel, int64_t output, float* sums) {
     fvec sum[R][V] = {};
@@ -56,7 +55,7 @@ void multiply_few(const Product& product, int64_t row, int64_t panel, int64_t ou
         for (int v = 0; v < V; ++v) *(loose_fvec*)(sums + r * kPanel + output + v * kFloats) = sum[r][v];
 }
 
-// R = `rows` rows; one or two take all of a panel at once, which is then read from its beginning to its end.
+// Multiplies R = `rows` rows. One or two rows take all of a panel at once, so it is read in order.
 template <int R>
 void multiply_few_rows(int64_t rows, const Product& product, int64_t row, int64_t panel, float* sums) {
     if (rows == R) {
@@ -66,7 +65,7 @@ void multiply_few_rows(int64_t rows, const Product& product, int64_t row, int64_
         multiply_few_rows<R - 1>(rows, product, row, panel, sums);
 }
 
-// R expanded rows of `depth` inputs, `stride` floats apart, with expanded weights [depth, kPart], on top of `sums`.
+// Adds to `sums` R expanded rows of `depth` inputs, `stride` floats apart, times expanded weights [depth, kPart].
 template <int R>
 void multiply_tile(const uint32_t* hidden, int64_t stride, const float* weights, int64_t depth, float* sums) {
     fvec sum[R][kWide];
@@ -92,7 +91,7 @@ void multiply_rows(int64_t rows, const uint32_t* hidden, int64_t stride, const f
         multiply_rows<R - 1>(rows, hidden, stride, weights, depth, sums);
 }
 
-// `depth` inputs of a panel, from `from` on, to weights [kPanel / kPart, kDeep, kPart].
+// Expands `depth` inputs of a panel, from `from` on, to weights [kPanel / kPart, kDeep, kPart].
 void expand_weights(const bf16* from, int64_t depth, float* weights) {
     for (int64_t input = 0; input < depth; input += 2, from += 2 * kPanel)
         for (int64_t part = 0; part < kPanel; part += kPart)

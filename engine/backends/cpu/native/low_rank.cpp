@@ -1,5 +1,5 @@
-// What adapters (LoRA) add to a product's outputs: scaling * B (A x), each row with its own adapter. Rows of one adapter are a
-// group, whose matrices are read once for up to four rows. Each sum has one order, whatever else is in the step.
+// Adds adapters (LoRA) to a product's outputs: scaling * B (A x), each row with its own adapter. Rows of one adapter form a group,
+// whose matrices are read once for up to four rows. Each sum has one order, whatever else is in the step.
 
 #include <algorithm>
 #include <memory>
@@ -9,17 +9,17 @@
 
 namespace {
 
-constexpr int64_t kOutputs = 32;      // of B that lie together
-constexpr int64_t kInputs = 32;       // of A that lie together
-constexpr int64_t kTile = 4;          // rows, and ranks, at once
-constexpr int64_t kParallel = 32768;  // multiplications that are worth a second thread
+constexpr int64_t kOutputs = 32;      // outputs of B in one panel
+constexpr int64_t kInputs = 32;       // inputs of A in one stretch
+constexpr int64_t kTile = 4;          // rows, and ranks, of a tile
+constexpr int64_t kParallel = 32768;  // multiplications from which several threads pay off
 
 }  // namespace
 
-// Of one adapter, for some outputs of a product. kvrelay.engine.backends.cpu.low_rank fills it.
+// One adapter's matrices for some outputs of a product. kvrelay.engine.backends.cpu.low_rank fills it.
 struct LowRankPart {
-    const bf16* a;  // [ceil(rank / kTile), ceil(inputs / kInputs), kTile, kInputs], zeros behind both ends; null: the adapter has none
-    const bf16* b;  // [ceil(outputs / kOutputs), rank, kOutputs], zeros behind the last output
+    const bf16* a;  // [ceil(rank / kTile), ceil(inputs / kInputs), kTile, kInputs], zero-padded; null: the adapter has none
+    const bf16* b;  // [ceil(outputs / kOutputs), rank, kOutputs], zero-padded
     int64_t rank, first, outputs;
     double scaling;
 };
@@ -28,13 +28,13 @@ namespace {
 
 struct Task {
     const LowRankPart* part;
-    const int64_t* rows;  // of the group, `num_rows`
+    const int64_t* rows;  // the group's rows, `num_rows` of them
     int64_t num_rows;
     float* lowered;  // [num_rows, rank]
     int64_t first;   // rank, or panel of outputs
 };
 
-// One stretch of inputs of R rows with kTile ranks, which lie one behind the other: memory is read from its beginning to its end.
+// Multiplies one stretch of inputs of R rows with kTile ranks. The ranks' stretches are adjacent, so memory is read in order.
 template <int R>
 inline void multiply(const bf16* const (&rows)[R], const bf16* a, vec (&sums)[R][kTile]) {
 #ifdef __AVX512BF16__
@@ -57,7 +57,7 @@ inline void multiply(const bf16* const (&rows)[R], const bf16* a, vec (&sums)[R]
 #endif
 }
 
-// R rows with kTile ranks from task.first on.
+// Multiplies R rows with kTile ranks, from task.first on.
 template <int R>
 void lower_rows(const Task& task, const bf16* hidden, int64_t inputs, int64_t row) {
     const bf16* of[R];
@@ -84,7 +84,7 @@ void lower_rows(const Task& task, const bf16* hidden, int64_t inputs, int64_t ro
             task.lowered[(row + r) * task.part->rank + task.first + k] = sum(sums[r][k]) * static_cast<float>(task.part->scaling);
 }
 
-// R rows with one panel of outputs, on top of what is there.
+// Adds to R rows of `out` their products with one panel of outputs.
 template <int R>
 void raise(const Task& task, bf16* out, int64_t width, int64_t row) {
     const LowRankPart& part = *task.part;
@@ -92,9 +92,9 @@ void raise(const Task& task, bf16* out, int64_t width, int64_t row) {
     vec sums[R][2] = {};
     for (int64_t rank = 0; rank < part.rank; ++rank, b += kOutputs) {
         const vec low = load(b), high = load(b + kLanes);
-        __builtin_prefetch(b + 2 * part.rank * kOutputs);  // the panel behind the next one
+        __builtin_prefetch(b + 2 * part.rank * kOutputs);  // the panel after the next one
         for (int r = 0; r < R; ++r) {
-            uint32_t bits;  // 0.0f + x would be an addition, since it makes 0.0 of -0.0
+            uint32_t bits;  // 0.0f + x would be a real addition, since it turns -0.0 into 0.0
             std::memcpy(&bits, task.lowered + (row + r) * part.rank + rank, sizeof bits);
             const vec value = (vec)(uvec{} + bits);
             sums[r][0] += value * low;
@@ -116,7 +116,7 @@ void raise(const Task& task, bf16* out, int64_t width, int64_t row) {
 
 extern "C" {
 
-// out [rows, width] += what the adapters of `table` [slots, num_parts] make of hidden [rows, inputs]. Group g has the rows
+// out [rows, width] += products of hidden [rows, inputs] with the adapters of `table` [slots, num_parts]. Group g has the rows
 // rows[starts[g]] .. rows[starts[g + 1] - 1] and the adapter in slots[g].
 void kvrelay_add_low_rank(const LowRankPart* table, int64_t num_parts, const int64_t* slots, const int64_t* starts,
                           const int64_t* rows, int64_t num_groups, const bf16* hidden, int64_t inputs, bf16* out, int64_t width) {

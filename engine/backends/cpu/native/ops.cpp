@@ -1,7 +1,7 @@
-// What stands between a decoder's matrix products and attention, for bf16 on the CPU: some dozens of tiny operations per layer, each of
-// which costs more to call than to compute in torch. Here a norm, a rotation or an activation is one call.
+// The operations between a decoder's matrix products and attention, for bf16 on the CPU. In torch these are dozens of tiny
+// operations per layer, and a call costs more than its computation. Here a norm, a rotation or an activation is one call.
 //
-// All sums run in fp32. Results are rounded to bf16 where the torch operations round (kvrelay.engine.backends.cpu.ops).
+// All sums are fp32. Results are rounded to bf16 where the torch operations round (kvrelay.engine.backends.cpu.ops).
 
 #include <algorithm>
 
@@ -9,7 +9,7 @@
 
 namespace {
 
-// Elements below which a second thread costs more than it does.
+// Below this number of elements, a second thread costs more than it saves.
 constexpr int64_t kParallelElements = 16384;
 
 }  // namespace
@@ -49,7 +49,7 @@ void kvrelay_silu_mul(const bf16* gate_up, bf16* out, int64_t rows, int64_t widt
     }
 }
 
-// out = (up + 1) * gate * sigmoid(alpha * gate), gates up to limit and ups within it, of [rows, 2 * width], width a multiple of 16.
+// out = (up + 1) * gate * sigmoid(alpha * gate) of [rows, 2 * width], gate <= limit, |up| <= limit, width a multiple of 16.
 void kvrelay_clamped_swiglu(const bf16* gate_up, bf16* out, int64_t rows, int64_t width, float alpha, float limit) {
     const vec high = vec{} + limit, low = -high;
 #pragma omp parallel for if (rows * width > kParallelElements)
@@ -64,7 +64,7 @@ void kvrelay_clamped_swiglu(const bf16* gate_up, bf16* out, int64_t rows, int64_
     }
 }
 
-// tokens[row]: where the row of [rows, width] is greatest, the first of equals. NaN is never greatest.
+// tokens[row]: the index of the greatest logit of [rows, width], the first one if several are equal. NaN is never greatest.
 void kvrelay_argmax(const bf16* logits, int64_t* tokens, int64_t rows, int64_t width) {
 #pragma omp parallel for if (rows * width > kParallelElements)
     for (int64_t row = 0; row < rows; ++row) {
@@ -101,7 +101,7 @@ void kvrelay_argmax(const bf16* logits, int64_t* tokens, int64_t rows, int64_t w
     }
 }
 
-// Rotates q into rotated [num_tokens, q_heads, head_dim] and k and v, the former rotated, into the pool. Strides are per token.
+// Writes q, rotated, to rotated [num_tokens, q_heads, head_dim], and k, rotated, and v to the pool. Strides are per token.
 void kvrelay_rotary_kv_write(const Step* step, int64_t layer, const bf16* query, const bf16* key, const bf16* value,
                              int64_t query_stride, int64_t key_stride, int64_t value_stride, bf16* rotated) {
     const int64_t dim = step->key_size, half = dim / 2, values = step->value_size;
@@ -122,7 +122,7 @@ void kvrelay_rotary_kv_write(const Step* step, int64_t layer, const bf16* query,
                 const int64_t other = at < half ? at + half : at - half;
                 const vec turned = rounded(load(from + at) * load(cos + at)) + rounded(load(from + other) * load(sin + at));
                 hvec bits = narrow(turned);
-                // A broken sequence's NaN stays out of the pool: what is computed of it would say nothing, and be cached all the same.
+                // NaN and infinity are written as 0: later steps would use them, and the prefix cache would keep them.
                 if (is_key) bits = (bits & 0x7f80) == 0x7f80 ? hvec{} : bits;
                 std::memcpy(to + at, &bits, sizeof bits);
             }

@@ -1,5 +1,5 @@
-// Vectors of sixteen floats and their bf16 halves, for the kernels beside this file, and what they all get of a step. Vectors are
-// GCC's own: one source for every instruction set.
+// Vectors of sixteen floats, conversion to bf16, and the step that all kernels receive. Vectors are GCC's, for every instruction
+// set.
 
 #pragma once
 
@@ -30,7 +30,7 @@ inline vec load(const bf16* from) {
 }
 
 #ifndef __AVX512BF16__
-// The bits of the nearest bf16, even if there are two, in the upper half of each lane, and nothing in the lower one; a NaN stays one.
+// The nearest bf16, rounded half to even, in the upper half of each lane; the lower half is 0. A NaN stays NaN.
 inline uvec nearest(vec wide) {
     uvec bits;
     std::memcpy(&bits, &wide, sizeof bits);
@@ -40,12 +40,12 @@ inline uvec nearest(vec wide) {
 }
 #endif
 
-// Round to nearest even; a NaN stays one. The instruction makes zeros of what is too small to be normal (1e-38).
+// Rounds half to even; a NaN stays NaN. The AVX-512 instruction flushes subnormal numbers (below 1e-38) to zero.
 inline hvec narrow(vec wide) {
 #ifdef __AVX512BF16__
     return (hvec)_mm512_cvtneps_pbh((__m512)wide);
 #elif defined(__AVX2__) && !defined(__AVX512F__)
-    // GCC makes sixteen single moves of what two instructions do.
+    // Two instructions. From generic code GCC makes sixteen single moves.
     const uvec halves = nearest(wide) >> 16;
     __m256i low, high;
     std::memcpy(&low, &halves, sizeof low);
@@ -87,12 +87,12 @@ inline float greatest(vec wide) {
     return found;
 }
 
-// A block's rows of one head are a short run of memory, far from the next block's: no hardware prefetcher sees that coming.
+// A head's rows in a block are a short run of memory, far from the next block's, so hardware prefetchers do not help.
 inline void prefetch(const bf16* from, int64_t elements) {
     for (int64_t at = 0; at < elements; at += 32) __builtin_prefetch(from + at);
 }
 
-// exp by 2^n * p(r), |r| <= ln2 / 2; p is the Taylor polynomial of degree 6: within 2 ulp. The argument is clamped to what fp32 holds.
+// exp by 2^n * p(r), |r| <= ln2 / 2, within 2 ulp; p is the Taylor polynomial of degree 6. x is clamped to the range of fp32.
 inline vec exponential(vec x) {
     const vec low = vec{} - 87.0f, high = vec{} + 88.0f;
     x = x > low ? x : low;
@@ -116,16 +116,17 @@ inline vec exponential(vec x) {
 
 }  // namespace
 
-// What is the same in all layers of a step. Addresses are of contiguous memory. kvrelay.engine.backends.cpu.native.library has the same fields.
+// The values that all layers share. Addresses are of contiguous memory. kvrelay.engine.backends.cpu.native.library has the same
+// fields.
 struct Step {
-    bf16* pool;                   // blocks, in them layers, in these keys [kv_heads, block_size, key_size], then values
+    bf16* pool;                   // blocks of layers; a layer: keys [kv_heads, block_size, key_size], then values
     const bf16* cos;              // [max_model_len, key_size]
     const bf16* sin;              // the first half negative
     const int64_t* positions;     // [num_tokens]
     const int64_t* slots;         // [num_tokens]: block * block_size + offset
     const int64_t* block_tables;  // [num_rows, max_blocks]
     const int64_t* seq_lens;      // [num_rows], this step's tokens included
-    const int64_t* query_starts;  // [num_rows + 1]: each row's first token, and the end
+    const int64_t* query_starts;  // [num_rows + 1]: each row's first token, then the end
     int64_t num_tokens, num_rows, max_blocks;
     int64_t block_stride, q_heads, kv_heads, block_size, key_size, value_size;  // block_stride in elements
 };
