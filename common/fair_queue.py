@@ -114,10 +114,7 @@ class FairQueue:
         one.tags.came = past[0][1] if past else 0.0
 
     def is_ahead(self, one: Waiting, now_s: float) -> bool:
-        """Whether the request's key has had as much as any other key, while others ask too.
-
-        After ``begin``: the answer at that time.
-        """
+        """Whether its key has had as much as any other, while others ask too. After ``begin``: the answer at that time."""
         flow, tags = one.flow, one.tags
         if tags.start is not None:
             return tags.was_ahead
@@ -185,8 +182,7 @@ class FairQueue:
 def seniority(one: Waiting) -> float:
     """A sort key. Of requests that hold something, the one with the largest gives it up first: it is of a lower class, or younger.
 
-    One place of priority counts as :data:`AGEING_S` of age. The value never changes, so the request with the smallest is never
-    stopped.
+    One place of priority counts as :data:`AGEING_S` of age. The value never changes, so the smallest is never interrupted.
     """
     return one.arrival_s + AGEING_S * one.flow.priority
 

@@ -51,10 +51,7 @@ class BatchBlocks(SequenceBlocks):
         return found
 
     def may_find(self, sequence: Sequence) -> bool:
-        """Whether ``find`` may succeed.
-
-        False if it failed, and since then neither more blocks came free nor more of it was cached.
-        """
+        """False if ``find`` failed for it, and since then no blocks came free and no more of the prompt was cached."""
         if self._found_none is None or self._found_none[0] is not sequence:
             return True
         _, num_before, missing = self._found_none

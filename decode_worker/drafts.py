@@ -107,10 +107,7 @@ class Drafts:
         return drafts
 
     def may_draft(self, sequences: Iterable[Sequence], room: Room) -> bool:
-        """Whether one of ``sequences``, whose next token is pending, may get a draft after that token.
-
-        It may if a drafter's guess is longer than the pending token, or has to be computed first.
-        """
+        """Whether a sequence may get a draft after its pending token: a guess is longer than that, or must be computed."""
         limits = {one: self._most(one, room.num_places + 1) for one in sequences}
         asked = {one: min(limit, room.num_places) for one, limit in limits.items()}
         for place, drafter in enumerate(self._drafters):

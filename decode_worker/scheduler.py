@@ -2,15 +2,15 @@
 
 A step first takes one token of every decoding sequence. Then complete sequences that were handed over join. The rest of its time
 (:mod:`kvrelay.worker.scheduling.step_cost`) goes to prompts: local prefill, and preempted sequences that are computed again. If no
-sequence generates, prompts get whole steps.
+sequence generates, prompts get whole steps. Waiting prompts get their turn in fair order (:mod:`kvrelay.common.fair_queue`), even
+before running prompts whose keys are ahead. A much shorter prompt may overtake (:mod:`kvrelay.worker.scheduling.overtaking`).
 
-Waiting prompts get their turn in fair order (:mod:`kvrelay.common.fair_queue`). They even come before running prompts whose keys
-are ahead. A much shorter prompt may overtake another (:mod:`kvrelay.worker.scheduling.overtaking`).
+:mod:`kvrelay.decode_worker.batch_blocks` decides which sequence gets blocks, and which is preempted when they run out.
 
-Other modules decide parts of this: :mod:`kvrelay.decode_worker.batch_blocks` which sequence gets blocks or is preempted, and
-:mod:`kvrelay.engine.beams` which sequences form a beam search and are preempted and removed together. With speculation, a step
-without prompts may get drafts (:mod:`kvrelay.decode_worker.drafts`). They fill free places of the batch, in blocks that no other
-sequence needs next.
+With speculation, a step without prompts may get drafts (:mod:`kvrelay.decode_worker.drafts`). They fill free places of the batch,
+in blocks that no other sequence needs next.
+
+:mod:`kvrelay.engine.beams` knows which sequences form a beam search, and are preempted and removed together.
 
 Runs on the model thread alone. Uses no sockets and no clock.
 """
@@ -203,10 +203,7 @@ class DecodeScheduler(Scheduler):
         )
 
     def _would_begin(self, prompt: Sequence, running: Seq[StepRow], budget: int) -> bool:
-        """Whether a step has tokens for ``prompt`` or another waiting one, beside ``running`` rows.
-
-        ``budget``: its prompt tokens.
-        """
+        """Whether a step with ``budget`` for prompts has tokens for ``prompt`` or another waiting one, beside ``running``."""
         num_left = [row.num_tokens for row in running]
         are_ahead = any(self._places.fair.is_ahead(row.sequence, self._places.now_s) for row in running)
         if sum(num_left) < budget or (are_ahead and not self._places.fair.is_ahead(prompt, self._places.now_s)):

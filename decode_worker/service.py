@@ -318,8 +318,7 @@ class DecodeService(Service[DecodeEntry]):
             entry = self.entries[new.key]
             if entry.phase is Phase.CLOSING:
                 continue
-            # otherwise its blocks go back
-            entry.model_holds = new.failure is None and new.finish_reason is None
+            entry.model_holds = new.failure is None and new.finish_reason is None  # else its blocks go back
             if new.failure is not None:
                 self.close(entry, guide_failed(entry.key, new.failure))
                 continue

@@ -171,8 +171,7 @@ class DecodeLinks:
             self._peers[address] = peer
             peer.client.start()
         peer.asked_s = self._clock()
-        # The process there stays connected and sends no second Welcome, so no other event would follow.
-        if peer.unfit is not None:
+        if peer.unfit is not None:  # no second Welcome will come, so nothing else would follow
             asyncio.get_running_loop().call_soon(self.handler.on_link_down, address, None, *peer.unfit)
         return peer.link
 

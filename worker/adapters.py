@@ -161,10 +161,7 @@ class AdapterStore:
         return None
 
     def _make_room(self, nbytes: int, slots: AdapterSlots, settings: AdapterSettings) -> list[int] | None:
-        """Slots of idle adapters to unload, so that a slot and ``nbytes`` are free. Forgets these adapters.
-
-        None if too many are in use.
-        """
+        """Forget idle adapters until a slot and ``nbytes`` are free. Returns their slots; None if too many are in use."""
         idle = [digest for digest, one in self._loaded.items() if one.num_users == 0]
         used = sum(one.nbytes for one in self._loaded.values())
         in_use = used - sum(self._loaded[digest].nbytes for digest in idle)

@@ -66,8 +66,7 @@ class Canary:
         return self._sequence is not None
 
     def step(self) -> bool | None:
-        """Run one step of the canary, if it has begun or is due. After the last step: whether the answer is the first one; else
-        None.
+        """Run a step of the canary, if it has begun or is due. After the last: whether the answer is the first one; else None.
 
         Begins only if half of the pool's blocks stay allocatable. Raises the engine's exceptions; the canary is then over.
         """

@@ -245,8 +245,7 @@ class ModelWorker:
         self._metrics.failed_steps.inc()
         rows: list[StepRow] = []
         for launched in self._launched:
-            # Failed or not, the step has ended and writes to no blocks.
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception):  # failed or not, the step has ended
                 if launched.step is not None:
                     launched.step.wait()
             self._scheduler.abandon(launched.plan.rows)

@@ -115,10 +115,7 @@ class Service(ABC, Generic[E]):
         return refusal_of(request, self.identity, self.status(), is_known=is_known, decodes=decodes)
 
     def add(self, entry: E) -> Add:
-        """The command that gives the entry to the model thread.
-
-        Raises ValueError if its guide forbids a token of the output so far.
-        """
+        """The command that gives the entry to the model thread. Raises ValueError if its guide forbids a token so far."""
         return Add(entry.sequence)
 
     def on_started(self, entry: E) -> None:

@@ -182,10 +182,7 @@ class Worker(ABC, Generic[S]):
         await asyncio.to_thread(self._engine.close)
 
     def _call_on_loop(self, function: Callable[..., object], *args: Any) -> None:
-        """From any thread, once started: call ``function`` on the asyncio loop, in order.
-
-        After the loop's end calls are dropped.
-        """
+        """From any thread, once started: call ``function`` on the asyncio loop, in order. Dropped after the loop's end."""
         assert self._asyncio_loop is not None, "calls come when the worker has started"
         if not self._asyncio_loop.is_closed():
             self._asyncio_loop.call_soon_threadsafe(function, *args)

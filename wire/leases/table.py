@@ -315,10 +315,7 @@ class LeaseTable:
             self._verdict.notify_all()
 
     def _doubt(self, lease: Lease, refusal: BlockRefusedError) -> None:
-        """A frame failed a check. Without seals this ends the lease.
-
-        With seals the frame is dropped; a block may then be missing.
-        """
+        """A frame failed a check. Without seals this ends the lease. With seals the frame is dropped."""
         if lease.opener is None:
             self._doom(lease, FailureCode.INTEGRITY, f"{refusal.cause_name}: {refusal}")
             return

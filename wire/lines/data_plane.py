@@ -175,7 +175,7 @@ class TcpLine:
 
 
 class _Buffers:
-    """Memory for sealed or copied payloads. It is reused once ZeroMQ has read it, because fresh memory would fault for every block.
+    """Memory for sealed or copied payloads, reused once ZeroMQ has read it: fresh memory would fault for every block.
 
     There are as many buffers as ZeroMQ held at a time. Each block that needs none frees one.
     """

@@ -15,10 +15,7 @@ from itertools import accumulate
 
 
 def in_the_way(num_left: Seq[int], num_tokens: int) -> int | None:
-    """Index of the first prompt that a step of ``num_tokens`` does not finish; None if it finishes all.
-
-    ``num_left``: per prompt, in order.
-    """
+    """Index of the first prompt that a step of ``num_tokens`` does not finish; None if it finishes all. ``num_left``: of each."""
     return next((place for place, end in enumerate(accumulate(num_left)) if end > num_tokens), None)
 
 

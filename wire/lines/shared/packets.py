@@ -65,10 +65,7 @@ def pack_block(slot: int, frame: bytes) -> bytes:
 
 
 def split_block(packet: bytes) -> tuple[int, bytes]:
-    """The slot number and the header's frame, both unchecked.
-
-    Raises BlockRefusedError (``bad_header``) if the packet is too short.
-    """
+    """Slot number and header frame, both unchecked. Raises BlockRefusedError (``bad_header``) if the packet is too short."""
     if len(packet) < _SLOT.size:
         raise BlockRefusedError("bad_header", f"a packet of {len(packet)} bytes")
     return _SLOT.unpack_from(packet)[0], packet[_SLOT.size :]

@@ -1,11 +1,9 @@
 """The place where two workers on one host find each other: a unix socket with a random name.
 
-The decode worker makes a new name with 128 random bits at every start, and sends it to prefill workers in ``Welcome``.
-
-- ``@kvrelay-…`` is in the abstract namespace of the decode worker's network namespace (one machine, or one pod). It leaves no file.
-- ``kvrelay-….sock`` is a file in a directory that both workers can access, perhaps under different paths.
-
-A prefill worker accepts only these two forms, and looks only in its own configured place, whatever a peer sends.
+The decode worker makes a new name with 128 random bits at every start, and sends it to prefill workers in ``Welcome``. A name like
+``@kvrelay-…`` is in the abstract namespace of its network namespace (one machine, or one pod), and leaves no file. A name like
+``kvrelay-….sock`` is a file in a directory that both workers can access, perhaps under different paths. A prefill worker accepts
+only these two forms, and looks only in its own configured place, whatever a peer sends.
 """
 
 from __future__ import annotations

@@ -131,10 +131,7 @@ class SharedReceiver:
             self._close()
 
     def take_turns(self, patience_s: float | None) -> float | None:
-        """Wait for at most ``patience_s`` seconds (None: without bound), then give every ready connection a turn.
-
-        Returns the number of seconds until the next timer is due; None if no timer runs.
-        """
+        """Wait ``patience_s`` at most (None: no bound), then give each ready connection a turn. Returns the next such wait."""
         for descriptor, _ in self._epoll.poll(patience_s):
             if descriptor == self._listener.fileno():
                 self._accept()
@@ -265,7 +262,10 @@ class SharedReceiver:
         peer.close()
 
     def _pass_time(self) -> float | None:
-        """Drop strangers whose time is up, and accept again after a pause. Returns the same as ``take_turns``."""
+        """Drop strangers whose time is up, and accept again after a pause.
+
+        Returns the seconds until the next of these; None: none.
+        """
         now_s = time.monotonic()
         while self._strangers and (oldest := next(iter(self._strangers.values()))).until_s <= now_s:
             self._drop(oldest)

@@ -29,8 +29,7 @@ from kvrelay.wire.lines.shared.ring import Ring, RingShape, make_ring
 from kvrelay.wire.metrics import WireMetrics
 
 _GONE = "the decode worker's end of the shared memory is gone"
-# How long to wait for the answer: a stopped decode worker gives none, and its link notices that by itself.
-_ANSWER_S = 5.0
+_ANSWER_S = 5.0  # a stopped decode worker gives no answer; its link notices that by itself
 
 
 @dataclass(frozen=True, slots=True)
