@@ -1,7 +1,7 @@
-"""The blocks of the running batch: which sequence gets a block, which one is preempted for it, and what stays reserved.
+"""The blocks of the running batch: which sequence gets a block, which is preempted for it, and what stays reserved.
 
-When blocks run out, the youngest sequence of the lowest class gives up its blocks and waits to be recomputed. So the most
-senior sequence is always served. While a sequence waits for blocks, hand-offs leave as many free as it needs
+When blocks run out, the youngest sequence of the lowest class loses its blocks and waits to be computed again. So the most senior
+sequence always advances. While a sequence waits for blocks, hand-offs leave as many allocatable as it needs
 (``BlockManager.set_aside``).
 """
 
@@ -20,29 +20,29 @@ from kvrelay.worker.scheduling.sequence_blocks import SequenceBlocks, owner_of
 
 
 class BatchBlocks(SequenceBlocks):
-    """Of the sequences in ``places``, some of which are beams of one of the ``searches``."""
+    """The blocks of the sequences in ``places``. Some of these are beams of one of the ``searches``."""
 
     def __init__(
         self, blocks: BlockManager, places: Places, searches: BeamSearches, on_preempted: Callable[[Sequence], None]
     ) -> None:
-        """``on_preempted``: of each sequence that has just given its blocks up, beams too."""
+        """``on_preempted``: called with each sequence, also each beam, that has just lost its blocks."""
         super().__init__(blocks)
         self._places = places
         self._searches = searches
         self._on_preempted = on_preempted
-        # Whose prompt found no blocks, among how many, and the first of its hashes that was not cached.
+        # The prompt that found no blocks, how many there were, and the first of its hashes that was not cached.
         self._found_none: tuple[Sequence, int, list[bytes]] | None = None
 
     # -- for prompts that begin ------------------------------------------------------------------------------------
 
     @property
     def num_left_over(self) -> int:
-        """Blocks that whoever joins may have."""
+        """Blocks that a joining sequence may have."""
         return self._blocks.num_allocatable - self._blocks.num_next
 
     def find(self, sequence: Sequence) -> bool:
-        """Give a prompt its blocks; False if there are none."""
-        # Without a spare one the next that needs a block would take it from this one, which would have been computed for nothing.
+        """Give a prompt its blocks. False if there are too few."""
+        # Without spare blocks, the next sequence in need would preempt this one, whose computation would be lost.
         found = self.allocate(sequence, spare=self._blocks.num_next)
         if not found:
             hashes = self.reusable_hashes(sequence)
@@ -51,8 +51,7 @@ class BatchBlocks(SequenceBlocks):
         return found
 
     def may_find(self, sequence: Sequence) -> bool:
-        """Whether there may be blocks for a prompt: not if there were none when it last looked, and neither have become more
-        since nor is more of it cached."""
+        """False if ``find`` failed for it, and since then no blocks came free and no more of the prompt was cached."""
         if self._found_none is None or self._found_none[0] is not sequence:
             return True
         _, num_before, missing = self._found_none
@@ -61,13 +60,13 @@ class BatchBlocks(SequenceBlocks):
         return num_blocks > num_before or self._blocks.num_cached_prefix(missing) > 0
 
     def look_again(self) -> None:
-        """Forget failed searches for blocks, because a new step is scheduled."""
+        """Forget failed ``find``s, because a new step is scheduled."""
         self._found_none = None
 
     # -- for those that run ----------------------------------------------------------------------------------------
 
     def extend(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Give a sequence blocks for ``num_tokens`` in all; False if there are none."""
+        """Give a sequence blocks for ``num_tokens`` in all. False if there are too few."""
         num_blocks = self._blocks.num_blocks_for(num_tokens)
         if num_blocks > sequence.num_blocks:
             fresh = self._blocks.extend(owner_of(sequence), num_blocks)
@@ -77,9 +76,9 @@ class BatchBlocks(SequenceBlocks):
         return True
 
     def make_room(self, sequence: Sequence, num_tokens: int, plan: Schedule, choice: Choice) -> bool:
-        """Give a running sequence the blocks that it writes to until it has ``num_tokens``; False if it gave way itself.
+        """Give a running sequence writable blocks for ``num_tokens`` tokens, preempting less senior ones. False if it got none.
 
-        Or if the one that should give way is in a step that still runs: then it waits for that.
+        It gets none if it was itself preempted, or if the victim is in a running step, which it must wait for.
         """
         while not (self.extend(sequence, num_tokens) and self._searches.unshare(sequence, plan.copies)):
             victim = self.least_senior_holder()
@@ -92,18 +91,18 @@ class BatchBlocks(SequenceBlocks):
         return True
 
     def num_left(self, sequence: Sequence) -> int:
-        """Tokens more that the sequence's blocks hold."""
+        """How many more tokens the sequence's blocks hold."""
         return sequence.num_blocks * self._blocks.block_size - sequence.num_tokens
 
     # -- for the most senior, from the least ----------------------------------------------------------------------
 
     def least_senior_holder(self) -> Sequence | None:
-        """The sequence that is preempted next; None if no sequence holds blocks."""
+        """The sequence to preempt next; None if no sequence holds blocks."""
         holders = self._places.running + [sequence for sequence in self._places.waiting if sequence.block_tables]
         return max(holders, key=seniority, default=None)
 
     def preempt(self, victim: Sequence, plan: Schedule) -> None:
-        """Take the blocks of a sequence, or of all of its search; it waits to be computed again."""
+        """Take the blocks of a sequence, or of its whole search. It waits to be computed again."""
         together = self._searches.restart(victim)
         for sequence in together:
             self._give_way(sequence, plan)
@@ -115,8 +114,8 @@ class BatchBlocks(SequenceBlocks):
         self.set_aside()
 
     def _give_way(self, sequence: Sequence, plan: Schedule) -> None:
-        # A row of this step may already be the victim's, if it decodes while a more senior one prefills: it must not
-        # compute into blocks that it no longer owns.
+        # The victim may have a row in this step, if it decodes while a more senior one prefills. It no longer owns its
+        # blocks.
         plan.rows[:] = [row for row in plan.rows if row.sequence is not sequence]
         plan.copies.pop(sequence, None)
         self._on_preempted(sequence)
@@ -127,24 +126,24 @@ class BatchBlocks(SequenceBlocks):
             sequence.set_status(SequenceStatus.WAITING)
 
     def release(self, sequence: Sequence) -> None:
-        """It holds none any more."""
+        """Release the sequence's blocks."""
         self._blocks.release(owner_of(sequence), sequence.retention)
         sequence.block_tables = []
 
     # -- for those that wait ---------------------------------------------------------------------------------------
 
     def set_aside(self) -> None:
-        """Keep free what the first that waits needs: hand-offs would take each block. To be called when that may be another."""
+        """Reserve what the first waiting sequence needs, which hand-offs would take. Call this when the first may have changed."""
         self._blocks.set_aside = self._num_awaited
 
     def check_integrity(self) -> None:
-        """Assert that so many are kept as should be."""
+        """Assert that the right number of blocks is set aside."""
         found = self._blocks.set_aside
         assert found == self._num_awaited, f"{found} blocks set aside, not {self._num_awaited}"
 
     @property
     def _num_awaited(self) -> int:
-        """Blocks of the first that waits to be computed, its next ones too."""
+        """Blocks that the first waiting sequence needs to be computed, with one more in each group."""
         first = next((sequence for sequence in self._places.waiting if not sequence.block_tables), None)
         if first is None:
             return 0
@@ -152,5 +151,5 @@ class BatchBlocks(SequenceBlocks):
         return num_blocks + self._blocks.num_groups
 
     def _slides(self, sequence: Sequence) -> bool:
-        """See SequenceBlocks. Another beam may."""
+        """See SequenceBlocks. False for a beam search: another beam may continue from an earlier token."""
         return sequence.sampling.beam_search is None

@@ -1,13 +1,12 @@
-"""The drafter that asks a smaller model of the same tokens, which computes in the decode worker beside its own.
+"""The drafter that asks a smaller model with the same tokens. It computes in the decode worker, beside the worker's model.
 
-It has an engine, a pool and blocks of its own (:mod:`kvrelay.decode_worker.draft_sequences`), of which nothing is in a
-fingerprint or a hand-off. So it first computes each text for itself, prompt included: in chunks beside steps, in the time that
-prompts may take. Only a sequence whose text is nearly computed gets a draft. Each token of the drafts takes one step of the
-draft model, for all sequences together. A draft is sampled as the model's own tokens are, with the same noise (Leviathan et
-al., "Fast Inference from Transformers via Speculative Decoding", 2023, accepts drafts by chance instead; ours are right or
-wrong).
+It has its own engine, pool and blocks (:mod:`kvrelay.decode_worker.draft_sequences`). No fingerprint and no hand-off includes them.
+So it first computes each text itself, prompt included, in chunks beside steps and within the time that prompts may take. Only a
+sequence whose text is nearly computed gets a draft. Each token of the drafts takes one step of the draft model, for all sequences
+together. Drafts are sampled like the model's own tokens, with the same noise. So a draft token is right or wrong, unlike in
+Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", 2023, which accepts drafts by chance.
 
-Steps of the draft model and of the worker's own never overlap. A failure costs drafts, but no request. Model thread only.
+Steps of the draft model never overlap with the worker's. A failure costs drafts, but no request. Model thread only.
 """
 
 from __future__ import annotations
@@ -32,13 +31,11 @@ from kvrelay.worker.scheduling.step_cost import StepCosts
 
 logger = logging.getLogger(__name__)
 
-_NUM_LACKING = 8  # tokens at most that are computed with the first token of a draft
-_FEWEST_TOKENS = 8  # of a chunk: texts move on, whatever the budget
-_UNKNOWN_TOKENS = 32  # of the first chunks
-_GROWTH = 1.25  # from the largest chunk so far to what is tried
-_NUM_IDLE = (
-    2000  # steps without a draft, after which drafts cost what they did at the start: the machine may have been busy
-)
+_NUM_LACKING = 8  # most text tokens that are computed with a draft's first token
+_FEWEST_TOKENS = 8  # least tokens of a chunk, so that texts always advance
+_UNKNOWN_TOKENS = 32  # tokens of the first chunks
+_GROWTH = 1.25  # largest chunk to try, relative to those measured
+_NUM_IDLE = 2000  # after so many steps without a draft, costs are reset to those at the start
 _MAX_FAILURES = 3  # in a row; then there are no drafts any more
 
 
@@ -51,7 +48,7 @@ class DraftModel:
     def __init__(
         self, engine: Engine, vocab_size: int, max_step_tokens: int, clock: Clock, metrics: DraftMetrics
     ) -> None:
-        """``engine``: the draft model's. ``vocab_size``: of the model that it drafts for. ``max_step_tokens``: of a chunk."""
+        """``engine``: the draft model's. ``vocab_size``: of the worker's model. ``max_step_tokens``: most tokens of a chunk."""
         card = engine.card
         windows = card.layout.geometry.windows
         self.blocks = BlockManager(card.num_blocks * len(windows), card.layout.block_size, clock, windows=windows)
@@ -63,12 +60,12 @@ class DraftModel:
         self._metrics = metrics
         self._chunk_costs = StepCosts()
         self._cost = RowCost()
-        self._first_cost = RowCost()  # at the start
+        self._first_cost = RowCost()  # measured at the start
         self._num_idle = 0  # steps since the last draft
         self._num_failures = 0  # in a row
 
     def measure(self) -> None:
-        """Draft for nobody, so that what drafts cost is known before the first: they may not be worth it. Takes a second or so."""
+        """Measure the cost of drafts with a dummy sequence, before the first real draft. Takes about a second."""
         num_tokens = _UNKNOWN_TOKENS + _NUM_LACKING
         nobody = Sequence(
             "nobody", 0, [0] * num_tokens, num_tokens, SamplingParams(max_tokens=99, temperature=0.0), 0.0
@@ -92,7 +89,7 @@ class DraftModel:
         self._sequences.forget(sequence)
 
     def check_integrity(self) -> None:
-        """Assert that the books agree: after every test."""
+        """Assert that the books agree. Called after every test."""
         self._sequences.check_integrity()
 
     def propose(self, wanted: Wanted) -> Mapping[Sequence, tuple[int, ...]]:
@@ -120,7 +117,8 @@ class DraftModel:
         return self._num_failures >= _MAX_FAILURES
 
     def _propose(self, wanted: Wanted) -> Mapping[Sequence, tuple[int, ...]]:
-        ready: dict[Sequence, tuple[Sequence, int]] = {}  # its own of each, and how many tokens it gets
+        # For each: the draft model's sequence, and its number of draft tokens.
+        ready: dict[Sequence, tuple[Sequence, int]] = {}
         lacking: list[Sequence] = []
         num_places = wanted.num_places
         for sequence, most in wanted.num_tokens.items():
@@ -136,18 +134,18 @@ class DraftModel:
         return self._draft(ready)
 
     def _num_fitting(self, own: Sequence, most: int) -> int:
-        """How many tokens of a draft have room. The last one's K/V are not computed."""
+        """The number of draft tokens, ``most`` at most, that have room. The last one's K/V are not computed."""
         most = min(most, self._leader.engine.card.max_model_len - own.num_tokens)
         if most > 0 and not self._sequences.make_room(own, own.num_tokens + most - 1):
             most = own.num_blocks * self.blocks.block_size - own.num_tokens + 1
         return max(0, most)
 
     def _catch_up(self, lacking: Seq[Sequence], spare_s: float | None) -> None:
-        """Compute what of texts there is time for, the most senior one's first."""
+        """Compute the texts of ``lacking``, the most senior first, as far as ``spare_s`` allows."""
         rows: list[StepRow] = []
         num_left = chunk_tokens(self._chunk_costs, spare_s, self._max_step_tokens)
         for own in lacking:
-            # Up to the last token: that one is computed when what comes behind it is wanted.
+            # Without the last token, which is computed together with the first draft token.
             if num_tokens := min(num_left, own.num_uncomputed_tokens - 1):
                 rows.append(StepRow(own, num_tokens))
                 num_left -= num_tokens
@@ -161,7 +159,7 @@ class DraftModel:
                 row.sequence.num_computed_tokens += row.num_tokens
 
     def _draft(self, ready: Mapping[Sequence, tuple[Sequence, int]]) -> Mapping[Sequence, tuple[int, ...]]:
-        """So many tokens for each; fewer, if one ends its text, or is none of the model's."""
+        """Compute drafts of the given lengths. A draft ends early at a stop token, or at a token that the worker's model lacks."""
         drafts: dict[Sequence, list[int]] = {sequence: [] for sequence in ready}
         drafting = list(ready)
         while drafting:
@@ -186,7 +184,7 @@ class DraftModel:
 
 
 def chunk_tokens(costs: StepCosts, spare_s: float | None, most: int) -> int:
-    """Tokens of texts that are computed in one step within ``spare_s``; a few at least, and ``most`` at most."""
+    """Text tokens that one step computes within ``spare_s``; at least a few, and ``most`` at most."""
     if spare_s == math.inf:
         return most
     cost = costs.cost

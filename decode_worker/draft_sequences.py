@@ -1,9 +1,8 @@
-"""What a draft model knows of each sequence: its tokens and guesses, as a sequence of its own with blocks in the draft model's
-pool.
+"""A draft model's state of each sequence: its text and guesses, as another sequence with blocks in the draft model's pool.
 
-A sequence is *followed* from the first draft of it until it is forgotten. Each time its text is compared with the guesses: K/V
-of right guesses stay, later K/V are overwritten. Full blocks of text are published under the hashes of the worker's own blocks,
-so that sequences with the same prompt, or one that comes back, find them.
+A sequence is *followed* from its first draft until it is forgotten. Before each draft its text is compared with the guesses. K/V of
+right guesses stay; later K/V are overwritten. Full blocks of text are published under the hashes of the worker's own blocks. So
+sequences with the same prompt find them, and so does a sequence that comes back.
 
 Only bookkeeping, no steps. Model thread only.
 """
@@ -22,25 +21,25 @@ from kvrelay.engine.step.sequence import Sequence, SequenceStatus
 
 @dataclass(slots=True)
 class _Followed:
-    """A sequence as the draft model has it."""
+    """The draft model's state of one sequence."""
 
-    own: Sequence  # with the draft model's blocks; its tokens are the text as it was last seen, and a guess behind it
+    own: Sequence  # with the draft model's blocks; its tokens are the last seen text, then a guess
     num_text_tokens: int
     num_published: int  # blocks
 
 
 class DraftSequences:
-    """``blocks``: the draft model's. Their size is that of the worker's blocks."""
+    """All followed sequences. ``blocks``: the draft model's, of the same size as the worker's."""
 
     def __init__(self, blocks: BlockManager, max_model_len: int, vocab_size: int) -> None:
-        """``max_model_len``, ``vocab_size``: of the draft model; a text beyond them is not followed."""
+        """``max_model_len``, ``vocab_size``: the draft model's limits. A text beyond them is not followed."""
         self._blocks = blocks
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
-        self._followed: dict[Sequence, _Followed | None] = {}  # None: never again
+        self._followed: dict[Sequence, _Followed | None] = {}  # None: never follow again
 
     def may_follow(self, sequence: Sequence) -> bool:
-        """Whether ``follow`` would find room for it now, behind a further token."""
+        """Whether ``follow`` would find room now, if the sequence had one more token."""
         followed = self._followed.get(sequence)
         if followed is None:
             num_spare = self._blocks.num_next
@@ -48,9 +47,9 @@ class DraftSequences:
         return self._num_missing(followed.own.num_blocks, sequence.num_tokens + 1, 0) <= 0
 
     def follow(self, sequence: Sequence) -> Sequence | None:
-        """The draft model's own sequence with all tokens of ``sequence``, of which at least the last is to be computed.
+        """Follow ``sequence``. Returns the draft model's own sequence with all its tokens; at least the last is not computed.
 
-        It is followed from now on. None: it has no room, or is beyond what the draft model takes.
+        None: there is no room, or the text is beyond the draft model's limits.
         """
         followed = self._followed.get(sequence)
         start = 0 if followed is None else followed.num_text_tokens
@@ -70,7 +69,7 @@ class DraftSequences:
         return own if self.make_room(own, sequence.num_tokens) else None
 
     def make_room(self, own: Sequence, num_tokens: int) -> bool:
-        """Blocks for so many tokens of the draft model's own sequence; False if there are none."""
+        """Give the draft model's sequence ``own`` blocks for ``num_tokens``. False if there are too few."""
         fresh = self._blocks.extend(sequence_owner(own.key), self._blocks.num_blocks_for(num_tokens))
         if fresh is None:
             return False
@@ -78,25 +77,25 @@ class DraftSequences:
         return True
 
     def forget(self, sequence: Sequence) -> None:
-        """Release what the draft model has of it. No step computes it."""
+        """Release the draft model's state of ``sequence``. No running step may use it."""
         followed = self._followed.pop(sequence, None)
         if followed is not None:
             followed.own.set_status(SequenceStatus.FINISHED)
             self._blocks.release(sequence_owner(followed.own.key))
 
     def forget_all(self) -> None:
-        """As ``forget``, of all."""
+        """Forget all sequences."""
         for sequence in list(self._followed):
             self.forget(sequence)
 
     def check_integrity(self) -> None:
-        """Assert that the books agree with the block manager's: after every test."""
+        """Assert that the books agree with the block manager's. Called after every test."""
         self._blocks.check_integrity()
         owners = {sequence_owner(one.own.key): one.own.num_blocks for one in self._followed.values() if one is not None}
         assert self._blocks.owners() == owners, f"{self._blocks.owners()} hold blocks, followed are {owners}"
 
     def _num_missing(self, num_blocks: int, num_tokens: int, num_spare: int) -> int:
-        """Physical blocks that are not there for so many tokens; 0 or less: there are enough."""
+        """Physical blocks that are missing for ``num_tokens`` tokens; 0 or less: enough."""
         num_fresh = max(0, self._blocks.num_blocks_for(num_tokens) - num_blocks)
         return num_fresh * self._blocks.num_groups + num_spare - self._blocks.num_allocatable
 
@@ -106,7 +105,7 @@ class DraftSequences:
     def _begin(self, sequence: Sequence) -> _Followed | None:
         num_tokens = sequence.num_tokens
         hashes = sequence.block_hashes((num_tokens - 1) // self._blocks.block_size)
-        # All of it, whatever windows the layers have: a guess that fails leads back to earlier tokens.
+        # Allocate all blocks, whatever windows the layers have: after a wrong guess, earlier tokens are needed again.
         allocation = self._blocks.allocate(
             sequence_owner(sequence.key),
             self._blocks.num_blocks_for(num_tokens),
@@ -116,8 +115,8 @@ class DraftSequences:
         )
         if allocation is None:
             return None
-        # A guess is right if it is what the model samples: so it is sampled by the same rules and the same noise. A guide's state
-        # is the worker's own, and goes on with its tokens alone.
+        # A guess is right if the model samples the same. So it uses the same sampling parameters and noise. The guide is
+        # left out, because its state is the worker's and advances only with the worker's tokens.
         sampling = msgspec.structs.replace(
             sequence.sampling, guide=None, processors=(), num_logprobs=None, num_prompt_logprobs=None
         )
@@ -144,16 +143,16 @@ class DraftSequences:
 
 
 def _with_text(own: Sequence, start: int, text: Seq[int]) -> Sequence:
-    """The draft model's sequence behind further tokens of the text, of which it had ``start``; another one if it had guessed wrong.
+    """The draft model's sequence with the text's tokens from ``start`` on. A new sequence if it had guessed wrong.
 
-    Another one, because tokens that an engine has heard of a sequence are never taken back.
+    New, because an engine never takes back a sequence's tokens.
     """
     guessed, came = own.token_ids[start:], text[start:]
     pairs = zip(guessed, came, strict=False)
     num_same = start + next(
         (place for place, (one, other) in enumerate(pairs) if one != other), min(len(guessed), len(came))
     )
-    # The last token is computed again if need be: what comes next is sampled behind it.
+    # The last token is computed again if necessary, because the next one is sampled after it.
     num_computed_tokens = min(own.num_computed_tokens, num_same, len(text) - 1)
     if num_same < own.num_tokens:
         own.set_status(SequenceStatus.FINISHED)

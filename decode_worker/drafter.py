@@ -1,6 +1,6 @@
 """The interface of drafters, which propose tokens for :mod:`kvrelay.decode_worker.drafts`.
 
-The rest of the worker sees proposed tokens, and not which drafter they come from.
+The rest of the worker does not know which drafter proposed a token.
 """
 
 from __future__ import annotations
@@ -15,42 +15,42 @@ from kvrelay.engine.step.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a step wants of a drafter."""
+    """A step's request to a drafter."""
 
-    num_tokens: Mapping[Sequence, int]  # at most, behind each sequence's last one; the most senior first
-    num_places: int  # tokens that are taken of all drafts together
-    spare_s: float | None  # what a drafter may compute of prompts beside the step (MixedSteps.spare_s)
+    num_tokens: Mapping[Sequence, int]  # most tokens after each sequence's last one; the most senior first
+    num_places: int  # most tokens of all drafts together
+    spare_s: float | None  # seconds that a drafter may compute texts for; see MixedSteps.spare_s
 
 
 class Drafter(Protocol):
-    """Guesses what comes next. Model thread only."""
+    """Guesses the next tokens of sequences. Model thread only."""
 
     @property
     def name(self) -> str:
-        """For metrics."""
+        """Label in metrics."""
 
     @property
     def num_trusted(self) -> int:
-        """Before it is known how a sequence's drafts go, as many tokens count as if they had come true."""
+        """How many draft tokens count as right for a sequence without drafts so far."""
 
     def step_s(self, num_sequences: int) -> float:
-        """Time that one more token takes in the drafts of so many sequences; 0: none, or not known yet."""
+        """Seconds for one more token in drafts of ``num_sequences``; 0: no time, or not known yet."""
 
     def propose(self, wanted: Wanted) -> Mapping[Sequence, tuple[int, ...]]:
-        """The tokens behind sequences' last ones; those of whom it has no idea may be left out.
+        """Tokens after the sequences' last ones. Sequences without a guess may be left out.
 
-        Called once for each step that may have drafts, also if nobody wants one: everybody waits for it.
+        Called once for each step that may have drafts, even if ``wanted`` is empty. All sequences wait for it.
         """
 
     def foresee(self, sequence: Sequence, max_tokens: int) -> tuple[int, ...] | None:
-        """What ``propose`` would say of the sequence as it is; None: it would have to compute something. Fast."""
+        """The guess of ``propose`` for the sequence as it is; None: it must be computed first. Fast."""
 
     def forget(self, sequence: Sequence) -> None:
-        """The sequence has ended or was preempted, or was never asked about."""
+        """The sequence has ended or was preempted. It may be unknown to the drafter."""
 
 
 class LookUp(ABC):
-    """A Drafter that computes nothing. It looks its guesses up in the text or in a guide."""
+    """A Drafter that computes nothing. It looks up guesses in the text or in a guide."""
 
     def step_s(self, num_sequences: int) -> float:
         """See Drafter."""
@@ -62,4 +62,4 @@ class LookUp(ABC):
 
     @abstractmethod
     def foresee(self, sequence: Sequence, max_tokens: int) -> tuple[int, ...]:
-        """See Drafter. None without an idea."""
+        """See Drafter. Empty without a guess."""

@@ -1,9 +1,9 @@
-"""Speculation: rows of sequences that generate get drafts, which the step computes and samples behind.
+"""Speculation: rows of generating sequences get drafts, which the step computes and samples after them.
 
-What a step samples does not depend on drafts (:mod:`kvrelay.engine.step.leader`), so they change the speed of a text, not the
-text. Each token of a draft costs the step a row, and perhaps its drafter some time. A pure policy (:func:`num_to_draft`)
-decides how many are worth it, from how often the sequence's drafts were right, and from the measured costs. Of several drafters
-(:mod:`kvrelay.decode_worker.drafter`) the first that proposes something is taken.
+The sampled tokens do not depend on drafts (:mod:`kvrelay.engine.step.leader`). So drafts change a text's speed, but not the text.
+Each draft token costs the step a row, and perhaps its drafter some time. A pure policy (:func:`num_to_draft`) decides how many are
+worth it, from how often the sequence's drafts were right, and from measured costs. Several drafters
+(:mod:`kvrelay.decode_worker.drafter`) are asked in order, and the first proposal is used.
 
 Model thread only.
 """
@@ -20,45 +20,44 @@ from kvrelay.decode_worker.metrics import DraftMetrics
 from kvrelay.decode_worker.row_cost import RowCost
 from kvrelay.engine.step.sequence import Sequence
 
-# A draft token that comes true less often is not worth its row, however cheap rows are.
+# Least chance of a draft token that is worth its row, however cheap rows are.
 _LEAST_CHANCE = 0.15
-# Rows cost more than their share of the step says: kernels take rows by the tile, and one too many costs a whole tile.
+# Rows cost more than their share of the step's time: kernels take rows in tiles, and one row too many costs a tile.
 _MARGIN = 2.5
-_KEPT = 0.9  # of what earlier drafts told, with each new one
-_KEPT_WITHOUT = 0.99  # … and with each step without one, so that one is tried again some day
+_KEPT = 0.9  # weight that earlier drafts keep with each new one …
+_KEPT_WITHOUT = 0.99  # … and with each step without a draft, so that one is tried again
 
 
 @dataclass(slots=True)
 class Record:
-    """How a sequence's drafts went. Old ones count less."""
+    """How often a sequence's drafts were right. Old drafts count less."""
 
-    num_right: float  # draft tokens
-    num_wrong: float = 0.0  # drafts of which a token was wrong
+    num_right: float  # draft tokens that were right
+    num_wrong: float = 0.0  # drafts with a wrong token
 
     def hear(self, num_drafted: int, num_accepted: int) -> None:
-        """Of a draft of so many tokens so many came true."""
+        """Record a draft of ``num_drafted`` tokens, of which the first ``num_accepted`` were right."""
         self.num_right = _KEPT * self.num_right + num_accepted
         self.num_wrong = _KEPT * self.num_wrong + (num_accepted < num_drafted)
 
     def skip(self) -> None:
-        """None was tried in a step."""
+        """Record a step without a draft."""
         self.num_right *= _KEPT_WITHOUT
         self.num_wrong *= _KEPT_WITHOUT
 
     @property
     def chance(self) -> float:
-        """That a draft token behind right ones is right (Laplace's rule of succession)."""
+        """The probability that a draft token is right if all before it are (Laplace's rule of succession)."""
         return (self.num_right + 1) / (self.num_right + self.num_wrong + 2)
 
 
 def num_to_draft(chance: float, row_share: float, draft_share: float, most: int) -> int:
-    """How many tokens of a draft are worth their rows, and what guessing them takes.
+    """How many draft tokens are worth their rows and the time to guess them.
 
-    ``chance``: that one is right if all before it are, below 1. ``row_share``: how much of the step's time is for its rows; the
-    rest any number of them would cost. A step that yields a token for each of ``n`` rows in ``t`` seconds, of which ``row_share``
-    is the rows', pays ``row_share * t / n`` for one more; at its rate of ``n / t`` that is worth ``row_share`` tokens.
-    ``draft_share``: by the same rate, what a drafter takes to guess the token: ``n * d / (m * t)``, if a guess for ``m`` sequences
-    at once takes ``d`` seconds.
+    ``chance``: below 1, that a token is right if all before it are. ``row_share``: the rows' share of the step's time; the rest is
+    fixed. A step yields one token for each of ``n`` rows in ``t`` seconds. One more row costs ``row_share * t / n`` seconds. At the
+    step's rate of ``n / t`` this time is worth ``row_share`` tokens. ``draft_share``: the drafter's time for the token at the same
+    rate. It is ``n * d / (m * t)`` if a guess for ``m`` sequences at once takes ``d`` seconds.
     """
     least = max(_LEAST_CHANCE, _MARGIN * row_share + draft_share)
     if chance < least:
@@ -68,29 +67,29 @@ def num_to_draft(chance: float, row_share: float, draft_share: float, most: int)
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What the step has for drafts."""
+    """A step's room for drafts."""
 
-    num_rows: int  # that it has without
-    num_places: int  # for more
+    num_rows: int  # rows without drafts
+    num_places: int  # places for draft tokens
     spare_s: float | None  # see MixedSteps.spare_s
 
 
 class Drafts:
-    """What a scheduler asks for drafts, and tells how they went."""
+    """Gives a scheduler drafts, and learns from it which were right."""
 
     def __init__(self, drafters: Seq[Drafter], max_tokens: int, metrics: DraftMetrics) -> None:
-        """``max_tokens``: of a draft."""
+        """``drafters``: in the order in which they are asked. ``max_tokens``: the most of a draft."""
         self._drafters = drafters
         self._max_tokens = max_tokens
         self._metrics = metrics
-        self._records: dict[Sequence, list[Record]] = {}  # of each drafter
-        self._asked: dict[Sequence, int] = {}  # whose draft it has in the step under way
-        self.row_cost = RowCost()  # its scheduler's to tell
+        self._records: dict[Sequence, list[Record]] = {}  # one per drafter
+        self._asked: dict[Sequence, int] = {}  # index of the drafter whose draft is in the running step
+        self.row_cost = RowCost()  # the scheduler records steps in it
 
     def draft(self, limits: Mapping[Sequence, int], room: Room) -> dict[Sequence, tuple[int, ...]]:
-        """The drafts that sequences get, of so many tokens at most each, and together of as many as there are places.
+        """Drafts for the sequences in ``limits``, which has each one's most tokens. Together they fill at most ``room.num_places``.
 
-        No token of a draft ends its sequence, and its guide allows all of them.
+        No draft token ends its sequence, and a guide allows all of them.
         """
         drafts: dict[Sequence, tuple[int, ...]] = {}
         num_places = room.num_places
@@ -108,7 +107,7 @@ class Drafts:
         return drafts
 
     def may_draft(self, sequences: Iterable[Sequence], room: Room) -> bool:
-        """Whether any whose next token is under way may get a draft behind that: the guess at it goes on, or is to be computed."""
+        """Whether a sequence may get a draft after its pending token: a guess is longer than that, or must be computed."""
         limits = {one: self._most(one, room.num_places + 1) for one in sequences}
         asked = {one: min(limit, room.num_places) for one, limit in limits.items()}
         for place, drafter in enumerate(self._drafters):
@@ -119,12 +118,12 @@ class Drafts:
         return False
 
     def _worth(self, place: int, asked: Mapping[Sequence, int], num_rows: int) -> dict[Sequence, int]:
-        """Who gets how many tokens of a drafter, so many at most; those who get any. See ``num_to_draft``."""
+        """The sequences that should get a draft from drafter ``place``, and its tokens, ``asked`` at most. See ``num_to_draft``."""
         row_share, step_s = self.row_cost.share(num_rows), self.row_cost.step_s(num_rows)
         chances = {one: self._records_of(one)[place].chance for one, most in asked.items() if most > 0}
         while chances:
             drafting_s = self._drafters[place].step_s(len(chances))
-            # All rows wait while tokens are guessed for some: the fewer these are, the dearer is each.
+            # All rows wait while tokens are guessed for some. The fewer these are, the more each costs.
             draft_share = 0.0 if step_s is None else drafting_s / step_s * num_rows / len(chances)
             worth = {one: num_to_draft(chance, row_share, draft_share, asked[one]) for one, chance in chances.items()}
             chances = {one: chance for one, chance in chances.items() if worth[one]}
@@ -139,20 +138,20 @@ class Drafts:
         return records
 
     def _most(self, sequence: Sequence, limit: int) -> int:
-        """Tokens that a draft of the sequence may have; none in front of its last one, or of a beam."""
+        """The most tokens of a draft of the sequence. It leaves room for the last token, and is 0 for a beam."""
         sampling = sequence.sampling
         if sampling.beam_search is not None:
             return 0
         return max(0, min(limit, self._max_tokens, sampling.max_tokens - sequence.num_output_tokens - 1))
 
     def hear(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
-        """Of a sequence's draft so many tokens came true."""
+        """Record that ``num_accepted`` tokens of the sequence's draft were right."""
         place = self._asked[sequence]
         self._metrics.count(self._drafters[place].name, num_drafted, num_accepted)
         self._records[sequence][place].hear(num_drafted, num_accepted)
 
     def forget(self, sequence: Sequence) -> None:
-        """The sequence has ended, or was preempted."""
+        """The sequence has ended, or was preempted: forget its records and its drafters' state."""
         self._records.pop(sequence, None)
         self._asked.pop(sequence, None)
         for drafter in self._drafters:
@@ -160,7 +159,7 @@ class Drafts:
 
 
 def _usable(sequence: Sequence, found: tuple[int, ...]) -> tuple[int, ...]:
-    """Of a guess what is in front of a stop token, and allowed by the guide."""
+    """The part of a guess before a stop token that the guide allows."""
     stops = sequence.sampling.stop_token_ids
     found = found[: next((place for place, token_id in enumerate(found) if token_id in stops), len(found))]
     if found and sequence.guide is not None:

@@ -1,6 +1,6 @@
-"""The drafter of guided output: text that a guide forces, as names and punctuation of a JSON schema, in the tokenizer's tokens.
+"""The drafter of guided output: text that a guide forces, such as names and punctuation of a JSON schema.
 
-It needs no model and no table. It is wrong only if the model splits the text into other tokens.
+It needs no model and no table. It splits the text with the tokenizer, and is wrong only if the model splits it differently.
 """
 
 from __future__ import annotations
@@ -20,4 +20,4 @@ class GuideDrafter(LookUp):
         return () if sequence.guide is None else sequence.guide.forced(max_tokens)
 
     def forget(self, sequence: Sequence) -> None:
-        """See Drafter. Nothing is kept."""
+        """See Drafter. There is no state."""

@@ -1,8 +1,7 @@
 """The drafter that asks an EAGLE-3 head, which reads the model's hidden states in the worker's own engine.
 
-A stream gets drafts once this worker has computed some of its tokens; after a hand-off these are generated ones. A draft is
-sampled by the request's own parameters and noise, as with a draft model. A failure costs drafts, but no request. Model thread
-only.
+A stream gets drafts once this worker has computed some of its tokens; after a hand-off these are generated ones. Drafts are sampled
+with the request's own parameters and noise, as with a draft model. A failure costs drafts, but no request. Model thread only.
 """
 
 from __future__ import annotations
@@ -19,9 +18,7 @@ from kvrelay.engine.step.sequence import Sequence
 
 logger = logging.getLogger(__name__)
 
-_NUM_IDLE = (
-    2000  # steps without a draft, after which it is not known any more what one costs: the machine may have been busy
-)
+_NUM_IDLE = 2000  # after so many steps without a draft, measured costs are forgotten
 _MAX_FAILURES = 3  # in a row; then there are no drafts any more
 
 
@@ -67,10 +64,10 @@ class HeadDrafter:
         return () if self._slot_if_ready(sequence, sequence.num_tokens + 1) is None else None
 
     def forget(self, sequence: Sequence) -> None:
-        """See Drafter. What the head has of it goes with the engine's slot."""
+        """See Drafter. The head's state of the sequence goes with the engine's slot."""
 
     def _slot_if_ready(self, sequence: Sequence, num_tokens: int) -> int | None:
-        """Where the engine has it, if the head can go on behind so many tokens."""
+        """The engine's slot of the sequence, if the head can draft after ``num_tokens`` tokens; else None."""
         slot = self._slot_of(sequence)
         if slot is None or self._num_failures >= _MAX_FAILURES or not self._head.can_draft(slot, num_tokens):
             return None

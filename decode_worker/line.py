@@ -1,4 +1,4 @@
-"""Which waiting sequences join the next step, and how many tokens prompts get. Pure policies; blocks and costs are elsewhere."""
+"""Which waiting sequences join the next step, and how many tokens prompts get. Pure policies, without blocks or costs."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from kvrelay.worker.scheduling.overtaking import overtaking
 class Line:
     """The waiting sequences that may join the next step."""
 
-    complete: list[Sequence]  # hold their blocks and K/V, and find places
-    prompt: Sequence | None  # the first that has to be computed, if any places are left for it …
-    has_places: bool  # … and whether they are as many as it takes
+    complete: list[Sequence]  # have blocks, K/V and places
+    prompt: Sequence | None  # the first one to be computed here, if any place is left …
+    has_places: bool  # … and whether there are enough places for it
 
 
 def shares(num_left: Seq[int], num_tokens: int) -> list[int]:
-    """How many tokens each of the prompts with ``num_left`` tokens, the next one first, gets of a step of ``num_tokens``."""
+    """How many tokens of a step each prompt gets. ``num_left``: tokens left of each prompt, the next prompt first."""
     found = [0] * len(num_left)
     for place, share in overtaking(num_left, num_tokens)[:1]:
         found[place] = share
@@ -32,10 +32,10 @@ def shares(num_left: Seq[int], num_tokens: int) -> list[int]:
 
 
 def share_of_stage(idle: list[Sequence], num_generating: int, num_stages: int) -> list[Sequence]:
-    """Who of ``idle``, which may generate, does so in this step: of several stages each has as many as the steps of the others.
+    """The part of ``idle`` that generates in this step. With several stages, each of their steps takes an equal part.
 
-    Who is left is in one of the next: none has more, so all of ``num_generating`` have places in as many steps as there are
-    stages. A beam search is in one step.
+    The rest is in one of the next steps. So all ``num_generating`` sequences are in as many steps as there are stages. A beam
+    search is not split.
     """
     if num_stages == 1:
         return idle
@@ -44,10 +44,10 @@ def share_of_stage(idle: list[Sequence], num_generating: int, num_stages: int) -
 
 
 def look_at(waiting: Seq[Sequence], num_places: int) -> Line:
-    """What ``waiting``, the next one first, has for a step with ``num_places`` free places; a beam search takes several.
+    """The sequences of ``waiting``, the next one first, that may join a step with ``num_places`` free places.
 
-    Complete sequences join at once, but the first prompt keeps its places from those behind it, also while it waits for blocks.
-    Else sequences that come complete would take each place that comes free, and those that are computed here would wait for ever.
+    A beam search takes several places. Complete sequences join at once. But the first prompt keeps its places from later sequences,
+    even while it waits for blocks. Otherwise complete sequences would take every free place, and prompts would wait for ever.
     """
     complete: list[Sequence] = []
     prompt: Sequence | None = None

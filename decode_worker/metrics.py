@@ -1,4 +1,4 @@
-"""A decode worker's own metrics: how its drafts went, and what a draft model took."""
+"""A decode worker's own metrics: how many draft tokens were right, and the time that drafting took."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from prometheus_client import CollectorRegistry, Counter
 
 
 class DraftMetrics:
-    """Tokens that were drafted, and those of them that came true, by drafter; the time that a draft model or a head computed."""
+    """Drafted and accepted tokens by drafter, and the computing time of a draft model or a head."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._drafted = Counter(
@@ -28,10 +28,10 @@ class DraftMetrics:
         )
 
     def count(self, drafter: str, num_drafted: int, num_accepted: int) -> None:
-        """One draft."""
+        """Count one draft."""
         self._drafted.labels(drafter).inc(num_drafted)
         self._accepted.labels(drafter).inc(num_accepted)
 
     def computed(self, work: str, step_s: float) -> None:
-        """A step of the draft model, for "drafts" or "text"."""
+        """Add a step of the draft model or the head. ``work``: "drafts" or "text"."""
         self._computed_s.labels(work).inc(step_s)

@@ -1,6 +1,6 @@
-"""The drafter that looks up: what came behind the last few tokens when they came before, in prompt or output.
+"""The drafter that looks up tokens: where the last few tokens occurred before in the text, it proposes what followed.
 
-Text that quotes, edits or repeats is drafted well, and nothing has to be computed for it (Saxena, "Prompt Lookup Decoding", 2023).
+Text that quotes, edits or repeats is drafted well, at no computing cost (Saxena, "Prompt Lookup Decoding", 2023).
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 from kvrelay.decode_worker.drafter import LookUp
 from kvrelay.engine.step.sequence import Sequence
 
-# Tokens that must have come before: the more, the likelier the same comes behind them. Two begin a quotation soonest.
+# Lengths of the match, tried in order. A longer match is more reliable; two tokens start a quotation soonest.
 _LENGTHS = (4, 2)
-_MAX_PLACES = 2**14  # of a sequence, that are remembered for each length: some 4 MB
+_MAX_PLACES = 2**14  # most remembered places of a sequence per length: about 4 MB
 
 
 class NgramDrafter(LookUp):
@@ -23,7 +23,7 @@ class NgramDrafter(LookUp):
         self._indices: dict[Sequence, list[_Index]] = {}
 
     def foresee(self, sequence: Sequence, max_tokens: int) -> tuple[int, ...]:
-        """See Drafter. What came behind the latest place of the same tokens; if that reaches the text's end, from there again."""
+        """See Drafter. The tokens after the latest match. If they reach the end of the text, they repeat from the match on."""
         indices = self._indices.get(sequence)
         if indices is None:
             indices = self._indices[sequence] = [_Index(length) for length in _LENGTHS]
@@ -43,19 +43,19 @@ class NgramDrafter(LookUp):
 
 
 class _Index:
-    """Where each ``length`` tokens of one sequence came last. Tokens are only ever appended to it.
+    """The latest place of each run of ``length`` tokens in one sequence, to which tokens are only appended.
 
-    Two tables, so that the oldest places go without a search for them: when the newer one is full, it takes the older one's place.
+    It has two tables, so that the oldest places can be dropped without a search. A full newer table replaces the older one.
     """
 
     def __init__(self, length: int) -> None:
         self._length = length
-        self._newer: dict[tuple[int, ...], int] = {}  # the place behind the tokens
+        self._newer: dict[tuple[int, ...], int] = {}  # run of tokens → the place after it
         self._older: dict[tuple[int, ...], int] = {}
-        self._next = length  # the first place that is not in them
+        self._next = length  # the first place that is not indexed
 
     def place_behind(self, token_ids: list[int]) -> int | None:
-        """The latest place behind the tokens that the text ends with, but for its end; None: they never came before."""
+        """The latest earlier place after the tokens that end the text; None if they did not occur before."""
         end = len(token_ids)
         self._next = max(self._next, end - _MAX_PLACES)
         tail = token_ids[self._next - self._length :] if self._next < end else []

@@ -1,6 +1,6 @@
 """What a decode worker refuses: prefill workers whose KV does not fit, and prompts of which too little is cached.
 
-Local prefill slows running sequences. A gateway's map of prefixes may be out of date. So a gateway that sends a prompt for its
+Local prefill slows running sequences. A gateway's map of cached prefixes may be outdated. So a gateway that sends a prompt for its
 cached prefix says how much may be missing. If more is missing, the worker refuses, and the gateway decides again.
 """
 
@@ -15,7 +15,7 @@ from kvrelay.worker.submit import Refusal
 
 
 def misfit(hello: Hello, mine: KvLayout, *, seals_kv: bool) -> HelloRefused | None:
-    """Why this worker can read no KV block of the prefill worker that says ``hello``; None if it can."""
+    """Why this worker cannot read the KV blocks of the prefill worker that sent ``hello``; None if it can."""
     if hello.layout is None or hello.layout.fingerprint() != mine.fingerprint():
         differences = ["no layout given"] if hello.layout is None else mine.differences(hello.layout)
         detail = f"KV layouts differ (decode / prefill): {'; '.join(differences)}"
@@ -27,14 +27,14 @@ def misfit(hello: Hello, mine: KvLayout, *, seals_kv: bool) -> HelloRefused | No
 
 
 def cache_miss(submit: Submit, blocks: BlockManager, chain: HashChain) -> Refusal | None:
-    """Why the request should not be computed here; None if it may be. ``chain``: of its blocks.
+    """Why the request should not be computed here; None if it may be. ``chain``: hashes its blocks.
 
-    A yes is no promise: what is cached now may be evicted while the request waits for its place.
+    None is no promise: blocks that are cached now may be evicted while the request waits.
     """
     num_tokens, most = len(submit.token_ids), submit.max_uncached_tokens
     if most is None or num_tokens <= most:
         return None
-    # The last token is always computed anew.
+    # The last token is always computed.
     hashes = chain.hashes(submit.token_ids, (num_tokens - 1) // blocks.block_size)
     num_uncached = num_tokens - blocks.num_cached_prefix(hashes) * blocks.block_size
     if num_uncached <= most:

@@ -1,19 +1,18 @@
-"""Which tokens to compute next: inflight batching, sequences join and leave at every step.
+"""Chooses the tokens of each step: inflight batching, where sequences join and leave at every step.
 
-A step takes one token of every decoding sequence first, lets sequences that were handed over complete join, and spends what
-is left of its time (:mod:`kvrelay.worker.scheduling.step_cost`) on prompts: local prefill, and preempted sequences that are
-computed again. Who waits gets its turn in fair order (:mod:`kvrelay.common.fair_queue`), also before prompts that compute already
-if their keys are ahead; a much shorter prompt may overtake another (:mod:`kvrelay.worker.scheduling.overtaking`). Where nobody
-generates, prompts have whole steps.
+A step first takes one token of every decoding sequence. Then complete sequences that were handed over join. The rest of its time
+(:mod:`kvrelay.worker.scheduling.step_cost`) goes to prompts: local prefill, and preempted sequences that are computed again. If no
+sequence generates, prompts get whole steps. Waiting prompts get their turn in fair order (:mod:`kvrelay.common.fair_queue`), even
+before running prompts whose keys are ahead. A much shorter prompt may overtake (:mod:`kvrelay.worker.scheduling.overtaking`).
 
-Who gets blocks, and who is preempted when they run out, is in :mod:`kvrelay.decode_worker.batch_blocks`.
+:mod:`kvrelay.decode_worker.batch_blocks` decides which sequence gets blocks, and which is preempted when they run out.
 
-With speculation a step without prompts may get drafts (:mod:`kvrelay.decode_worker.drafts`): as many more rows as there are places
-in the batch, and in blocks that nobody else needs next.
+With speculation, a step without prompts may get drafts (:mod:`kvrelay.decode_worker.drafts`). They fill free places of the batch,
+in blocks that no other sequence needs next.
 
-Which sequences belong to one beam search, and are preempted and removed together, :mod:`kvrelay.engine.beams` knows.
+:mod:`kvrelay.engine.beams` knows which sequences form a beam search, and are preempted and removed together.
 
-Runs on the model thread alone. Knows no sockets and no clock.
+Runs on the model thread alone. Uses no sockets and no clock.
 """
 
 from __future__ import annotations
@@ -51,24 +50,24 @@ class DecodeScheduler(Scheduler):
         drafts: Drafts | None = None,
         num_stages: int = 1,
     ) -> None:
-        """``drafts``: of speculation; None: there is none."""
+        """``drafts``: of speculation; None: no speculation."""
         super().__init__(settings, blocks, max_model_len, device_type, num_stages)
         self._drafts = drafts
         self._searches = BeamSearches(blocks, max_model_len)
         self._held = BatchBlocks(blocks, self._places, self._searches, self._forget_drafts)
-        # A sequence gets a token in one of as many steps.
+        # A sequence gets a token in one of ``num_stages`` steps.
         itl_budget_s = None if settings.itl_budget_ms is None else settings.itl_budget_ms / 1000 / num_stages
         self._steps = MixedSteps(itl_budget_s, self._max_batched_tokens, device_type)
-        self._choice = EVERYBODY  # of the step that is scheduled
+        self._choice = EVERYBODY  # candidates for the step that is being scheduled
 
     def add(self, sequence: Sequence, first: SampledToken | None = None) -> None:
-        """See Scheduler. One to prefill here, or a verified one: that holds its blocks and, unless it searches, a first token."""
+        """See Scheduler. A prompt, or a verified sequence with its blocks and, unless it is a beam search, a first token."""
         self._searches.add(sequence, first)
         self._places.wait(sequence)
         self._held.set_aside()
 
     def remove(self, key: Key) -> Sequence | None:
-        """Take a sequence, or all of a beam search, out and release the blocks. None if it is not (or no longer) here."""
+        """Remove a sequence, or a whole beam search, and release its blocks. None if it is not (or no longer) here."""
         found = self._searches.remove(key) or [one for one in self.waiting + self.running if one.key == key]
         for sequence in found:
             self._end(sequence)
@@ -76,21 +75,21 @@ class DecodeScheduler(Scheduler):
         return found[0] if found else None
 
     def drop(self, sequence: Sequence) -> None:
-        """Release a sequence that ``add`` could not take in."""
+        """Release a sequence after ``add`` raised."""
         self._searches.remove(sequence.key)
         self._end(sequence)
 
     def observe(self, rows: Seq[StepRow], step_s: float) -> None:
-        """The step of ``rows`` took so long: what the next one may take of prompts follows from it."""
+        """Learn the cost of steps, which bounds the prompt tokens of later steps."""
         num_prompt_tokens = sum(row.num_tokens for row in rows if row.num_tokens > 1)
-        # A token that is drafted costs what one costs that generates.
+        # A draft token costs as much as a generated one.
         num_generating = sum(1 + len(row.draft) for row in rows if row.num_tokens == 1)
         self._steps.observe(num_prompt_tokens, num_generating, step_s)
         if self._drafts is not None and num_prompt_tokens == 0:
             self._drafts.row_cost.observe(num_generating, step_s)
 
     def on_failed(self, rows: Seq[StepRow], group: frozenset[Key] | None) -> list[Sequence]:
-        """See Scheduler. A search begins anew: whether a block that its beams shared has been copied is not known."""
+        """See Scheduler. A beam search starts again, because it is not known whether its beams' shared blocks were copied."""
         suspects = super().on_failed(rows, group)
         for sequence in suspects:
             if sequence.sampling.beam_search is not None and sequence.status is SequenceStatus.RUNNING:
@@ -104,7 +103,7 @@ class DecodeScheduler(Scheduler):
         self._held.check_integrity()
 
     def schedule(self, now_s: float, choice: Choice = EVERYBODY) -> Schedule:
-        """Choose the next step's rows: allocates blocks, admits, preempts."""
+        """Choose the next step's rows. Allocates blocks, admits, and preempts."""
         plan = Schedule(rows=[])
         self._choice = choice
         self._places.sort(now_s)
@@ -112,8 +111,8 @@ class DecodeScheduler(Scheduler):
         self._held.look_again()
         budget = self._max_batched_tokens
         generating = [one for one in choice.among(self.running) if one.num_uncomputed_tokens == 1]
-        # Tokens that clients wait for come first: nobody's prompt may delay a sequence that generates, nor one that was
-        # handed over complete.
+        # Tokens that clients wait for come first. No prompt may delay a sequence that generates, or one that was handed
+        # over complete.
         num_generating = sum(one.num_uncomputed_tokens == 1 for one in self.running)
         generating = share_of_stage(generating, num_generating, self._num_stages)
         budget = self._continue_running(plan, budget, generating)
@@ -122,7 +121,7 @@ class DecodeScheduler(Scheduler):
         budget = self._let_overtake(plan, budget)
         in_step = {row.sequence for row in plan.rows}
         prompts = [one for one in choice.among(self.running) if one not in in_step and one.num_uncomputed_tokens > 1]
-        # Those of keys that are ahead of their share let others begin, too.
+        # Prompts whose keys are ahead let other prompts begin first.
         ahead = [one for one in prompts if self._places.fair.is_ahead(one, now_s)]
         budget = self._continue_running(plan, budget, [one for one in prompts if one not in ahead])
         if ahead and not plan.preempted:
@@ -135,7 +134,7 @@ class DecodeScheduler(Scheduler):
         return plan
 
     def _draft(self, plan: Schedule, drafts: Drafts) -> None:
-        """Give the rows drafts. Nobody is preempted for one."""
+        """Give the rows drafts. Preempts no sequence."""
         num_places = self._max_num_seqs - len(plan.rows)
         may_extend = self._held.num_left_over > 0
         limits = {
@@ -156,18 +155,18 @@ class DecodeScheduler(Scheduler):
                 plan.rows[place] = StepRow(sequence, 1, draft=draft)
 
     def _let_overtake(self, plan: Schedule, budget: int) -> int:
-        """A row for the prompt that overtakes others, if one does; returns what is left of the budget."""
+        """Add a row for the prompt that overtakes, if there is one. Returns what is left of the budget."""
         prompts = [one for one in self.running if one.num_uncomputed_tokens > 1]
         prompts = self._choice.among(prompts + [one for one in self.waiting if not one.block_tables])
-        # One alone: all that stand before the prompt that overtakes get their blocks, too.
+        # Only one, because all prompts before it in line get their blocks, too.
         for place, share in overtaking([one.num_uncomputed_tokens for one in prompts], budget)[:1]:
             self._admit_prompts(plan, 0, last=prompts[place])
-            if prompts[place].status is SequenceStatus.RUNNING:  # else there is no room
+            if prompts[place].status is SequenceStatus.RUNNING:  # otherwise there was no room
                 budget += self._continue_running(plan, share, [prompts[place]]) - share
         return budget
 
     def ahead(self, flying: Seq[StepRow]) -> Schedule | None:
-        """See Scheduler, and :mod:`kvrelay.decode_worker.run_ahead`. Nobody is preempted."""
+        """See Scheduler, and :mod:`kvrelay.decode_worker.run_ahead`. Preempts no sequence."""
         if self._drafts is not None and self._may_draft(flying, self._drafts):
             return None
         line = look_at(self.waiting, self._num_free_places())
@@ -194,17 +193,17 @@ class DecodeScheduler(Scheduler):
         return plan if plan.rows else None
 
     def _may_draft(self, flying: Seq[StepRow], drafts: Drafts) -> bool:
-        """Whether the step behind may get drafts, or has to wait for tokens of which it is not known how many come."""
+        """Whether the step after ``flying`` must wait, because it may get drafts or the number of pending tokens is not known."""
         if any(row.draft for row in flying):
             return True
         room = Room(len(flying), self._max_num_seqs - len(flying), None)
-        # Who has finished with the step before is in the one under way all the same, and forgotten.
+        # A sequence that finished with the previous step is still in the running one, and its drafts are forgotten.
         return drafts.may_draft(
             (row.sequence for row in flying if row.sequence.status is not SequenceStatus.FINISHED), room
         )
 
     def _would_begin(self, prompt: Sequence, running: Seq[StepRow], budget: int) -> bool:
-        """Whether a step with ``budget`` for prompts, of which ``running`` run, would have tokens for ``prompt`` or another."""
+        """Whether a step with ``budget`` for prompts has tokens for ``prompt`` or another waiting one, beside ``running``."""
         num_left = [row.num_tokens for row in running]
         are_ahead = any(self._places.fair.is_ahead(row.sequence, self._places.now_s) for row in running)
         if sum(num_left) < budget or (are_ahead and not self._places.fair.is_ahead(prompt, self._places.now_s)):
@@ -213,16 +212,16 @@ class DecodeScheduler(Scheduler):
         return any(place >= len(num_left) for place, _ in overtaking(num_left + waiting, budget)[:1])
 
     def abandon(self, rows: Seq[StepRow]) -> None:
-        """A step that ran ahead is over and yields nothing: release the blocks that only it still held."""
+        """A step that ran ahead has ended without results: release blocks that only it still held."""
         for row in rows:
             if row.sequence.status is SequenceStatus.FINISHED:
                 self._held.release(row.sequence)
 
     def postprocess(self, rows: Seq[StepRow], results: Seq[RowResult], behind: Seq[StepRow] = ()) -> list[Progress]:
-        """Advance the sequences by what was computed; finished ones leave and their blocks are released.
+        """Advance the sequences by the results. Finished ones leave, and their blocks are released.
 
-        ``behind``: the step that runs already. Who finishes and is in it keeps its blocks until that step is postprocessed or
-        abandoned: it writes to them.
+        ``behind``: rows of the step that runs already. A finished sequence in it keeps its blocks, to which that step writes, until
+        the step is postprocessed or abandoned.
         """
         progress: list[Progress] = []
         writes_on = {row.sequence for row in behind}
@@ -230,14 +229,14 @@ class DecodeScheduler(Scheduler):
         for row, result in zip(rows, results, strict=True):
             sequence = row.sequence
             if sequence.status is SequenceStatus.FINISHED:
-                continue  # with a token of the step before: this one is too many
+                continue  # finished with the previous step's token; this token is dropped
             self._held.advance(sequence, row.num_tokens)
             sequence.prompt_logprobs += result.prompt_logprobs
             if row.draft and self._drafts is not None:
                 self._drafts.hear(sequence, len(row.draft), len(result.tokens) - 1)
             for place, token in enumerate(result.tokens):
                 if place > 0:
-                    self._held.advance(sequence, 1)  # the one in front was drafted: its K/V are there
+                    self._held.advance(sequence, 1)  # the token before it was a draft token, whose K/V are computed
                 if sequence.sampling.beam_search is not None:
                     self._searches.hear(sequence, token)
                     continue
@@ -262,12 +261,12 @@ class DecodeScheduler(Scheduler):
         )
 
     def _continue_running(self, plan: Schedule, budget: int, sequences: Seq[Sequence]) -> int:
-        """Rows for running ``sequences``, the most senior first; returns what is left of the budget."""
+        """Add rows for running ``sequences``, the most senior first. Returns what is left of the budget."""
         for sequence in sequences:
             if budget == 0:
                 break
             if sequence.status is not SequenceStatus.RUNNING:
-                continue  # preempted by a more senior one in this very loop
+                continue  # preempted by a more senior one in this loop
             num_tokens = min(budget, sequence.num_uncomputed_tokens)
             if self._held.make_room(sequence, sequence.num_computed_tokens + num_tokens, plan, self._choice):
                 plan.rows.append(StepRow(sequence, num_tokens))
@@ -275,7 +274,7 @@ class DecodeScheduler(Scheduler):
         return budget
 
     def _admit_complete(self, plan: Schedule, budget: int, waiting: Seq[Sequence]) -> int:
-        """Let verified sequences join: they hold their blocks and need one token each, a beam search none yet."""
+        """Let verified sequences join. They hold their blocks and need one token each; a beam search needs none yet."""
         for sequence in look_at(waiting, self._num_free_places()).complete:
             if budget == 0:
                 break
@@ -289,7 +288,7 @@ class DecodeScheduler(Scheduler):
         last: Sequence | None = None,
         may: Callable[[Sequence], bool] = lambda one: True,
     ) -> int:
-        """Let prompts that ``may`` begin in order while there is budget for them, and as far as ``last`` without.
+        """Let prompts that ``may`` begin in order while there is budget, and without budget as far as ``last``.
 
         Returns what is left of the budget.
         """
@@ -300,8 +299,8 @@ class DecodeScheduler(Scheduler):
             if self._held.find(line.prompt):
                 budget -= self._admit(line.prompt, plan, budget)
                 continue
-            # Verified sequences that wait for a place in the batch hold blocks too. If they are all that stands
-            # between the first prompt and its blocks, nobody would ever move.
+            # Verified sequences that wait for a place hold blocks, too. If the first prompt lacks only these, none would
+            # ever advance.
             if self.running or (victim := self._held.least_senior_holder()) is None:
                 break
             self._held.preempt(victim, plan)
@@ -311,7 +310,7 @@ class DecodeScheduler(Scheduler):
         return self._max_num_seqs - len(self.running) - self._searches.num_reserved
 
     def _admit(self, sequence: Sequence, plan: Schedule, budget: int) -> int:
-        """Let a sequence with blocks run; returns the tokens that it computes in this step."""
+        """Let a sequence that has blocks run. Returns the tokens that it computes in this step."""
         self._places.begin(sequence, self._places.now_s)
         self._held.set_aside()
         plan.admitted.append(sequence)
@@ -321,7 +320,7 @@ class DecodeScheduler(Scheduler):
         return num_tokens
 
     def _end(self, sequence: Sequence, *, keeps_blocks: bool = False) -> None:
-        """Take a sequence out, wherever it is, and release its blocks, unless a step still writes to them."""
+        """Remove a sequence, waiting or running, and release its blocks, unless a step still writes to them."""
         self._places.leave(sequence)
         self._forget_drafts(sequence)
         if sequence.tags.start is not None:

@@ -1,7 +1,7 @@
-"""What a decode worker does with the hand-off: it grants a lease on blocks, verifies what comes, and lets the sequence join.
+"""A decode worker's side of the hand-off: it grants a lease on blocks, verifies received blocks, and lets the sequence join.
 
-LEASED blocks belong to the lease table, those of a sequence that runs to the model thread's scheduler. What the lease table says
-may come from a receiver thread; it is brought to the asyncio loop before anything is decided, so phases need no lock.
+The lease table owns the blocks of LEASED entries. The model thread's scheduler owns those of running sequences. The lease table may
+report from a receiver thread; its reports are moved to the asyncio loop before anything is decided, so phases need no lock.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class DataPorts:
-    """Where this worker takes KV blocks."""
+    """The sockets where this worker receives KV blocks."""
 
-    address: str  # of the data socket
-    token: str | None = None  # what both let connections in by; None: all
-    shared_memory: str | None = None  # name of the socket for senders on this host; None: they use the data socket, too
+    address: str  # address of the data socket
+    token: str | None = None  # token that both sockets ask for; None: none
+    shared_memory: str | None = None  # socket for senders on this host; None: they use the data socket, too
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -72,8 +72,8 @@ class DecodeEntry(Entry):
     """One attempt on a decode worker."""
 
     next_index: int  # output position of the next token to send
-    unsent: list[SampledToken] = field(default_factory=list)  # the committed first token, until the next one is there
-    first: SampledToken | None = None  # of a beam search that was handed over: the committed one, with its candidates
+    unsent: list[SampledToken] = field(default_factory=list)  # the committed first token, until the next token comes
+    first: SampledToken | None = None  # for a beam search that was handed over: the committed token with its candidates
     lease_id: int | None = None
     verified_s: float | None = None
     transfer_s: float | None = None
@@ -85,7 +85,7 @@ class DecodeEntry(Entry):
         return {"phase": self.phase.value, "lease_id": self.lease_id, "sent": self.next_index}
 
     def delta(self, new: Progress, now_s: float) -> TokenDelta:
-        """What to tell the gateway of a step, with what only the first message of an attempt says; it counts as told."""
+        """The message for the gateway after a step. The attempt's first message has more fields. Marks the tokens as sent."""
         tokens = self.unsent if new.token is None else [*self.unsent, new.token]
         self.unsent = []
         timings: Timings | None = None
@@ -116,14 +116,14 @@ class DecodeEntry(Entry):
 
 
 def _owners_of(entry: DecodeEntry) -> set[Owner]:
-    """All that may hold blocks for it; until the hand-over is heard of on the loop, its lease."""
+    """All owners that may hold blocks for the entry: its sequences and, until the loop hears of the hand-over, its lease."""
     beams = range(entry.sequence.sampling.num_sequences)
     lease = set() if entry.lease_id is None else {lease_owner(str(entry.lease_id))}
     return lease | {sequence_owner(entry.key, beam) for beam in beams}
 
 
 class DecodeService(Service[DecodeEntry]):
-    """Implements the wire's ServerHandler, and hears of leases."""
+    """Implements the wire's ServerHandler, and the lease table's LeaseHandler."""
 
     role = Role.DECODE
     peers = frozenset({Role.GATEWAY, Role.PREFILL})
@@ -132,14 +132,14 @@ class DecodeService(Service[DecodeEntry]):
 
     def __init__(self, identity: WorkerIdentity, blocks: BlockManager, clock: Callable[[], float]) -> None:
         super().__init__(identity, blocks, clock)
-        self._distrusted: set[str] = set()  # starts of prefill workers that computed wrongly, by their ``peer_id``
+        self._distrusted: set[str] = set()  # starts of prefill workers that computed wrongly: their ``peer_id``
 
     def attach(self, leases: LeaseTable, data: DataPorts) -> None:
-        """Connect the service to what it speaks through, before anything starts."""
+        """Connect the service to the lease table and the data sockets. Called before anything starts."""
         self._leases, self._data = leases, data
 
     def welcome(self, hello: Hello) -> Welcome | HelloRefused:
-        """Gateways, and prefill workers whose KV fits; only those learn where blocks are taken."""
+        """Accept gateways, and prefill workers whose KV fits. Only prefill workers get the addresses for blocks."""
         if hello.role is not Role.PREFILL:
             return super().welcome(hello)
         data = self._data
@@ -148,7 +148,7 @@ class DecodeService(Service[DecodeEntry]):
         )
 
     def status(self) -> Status:
-        """See Service. A beam search has several places, and running sequences are promised their next blocks."""
+        """See Service. A beam search has several places. The next blocks of running sequences do not count as free."""
         running = [entry for entry in self.entries.values() if not entry.is_waiting]
         return msgspec.structs.replace(
             super().status(),
@@ -158,7 +158,7 @@ class DecodeService(Service[DecodeEntry]):
         )
 
     def on_message(self, peer_id: str, role: Role, message: Message) -> None:
-        """A message from a gateway or a prefill worker."""
+        """Handle a message from a gateway or a prefill worker."""
         match role, message:
             case Role.GATEWAY, Distrust(peer_id=source):
                 self._on_distrust(source)
@@ -174,29 +174,29 @@ class DecodeService(Service[DecodeEntry]):
                 super().on_message(peer_id, role, message)
 
     def on_peer_lost(self, peer_id: str, role: Role) -> None:
-        """A gateway's requests have no reader any more; a prefill worker's hand-offs no writer."""
+        """End the requests of a lost gateway, or the leases of a lost prefill worker."""
         if role is Role.PREFILL:
             self._leases.abort_peer(peer_id)
         else:
             super().on_peer_lost(peer_id, role)
 
     def _on_distrust(self, source: str) -> None:
-        """A prefill worker computed wrongly: drop what it shipped, and end what goes on from that; the gateway asks again."""
+        """A prefill worker computed wrongly: drop its cached blocks, and end requests that use them. Gateways retry these."""
         if source in self._distrusted:
-            return  # each gateway says so
+            return  # every gateway reports it
         self._distrusted.add(source)
         self._leases.abort_peer(source)
         num_blocks, owners = self.blocks.distrust(source)
         logger.warning("prefill worker %s computed wrongly: %d cached KV blocks dropped", source, num_blocks)
         for entry in list(self.entries.values()):
             if not owners.isdisjoint(_owners_of(entry)):
-                self.close(entry, cancelled(entry.key))  # blames nobody: this worker is right
-        self.ports.loop.wake()  # a sequence may have waited for these blocks
+                self.close(entry, cancelled(entry.key))  # blames no worker: this one computes correctly
+        self.ports.loop.wake()  # a sequence may wait for these blocks
 
     # -- local prefill ---------------------------------------------------------------------------------------------
 
     def refusal(self, request: Submit | Offer, chain: HashChain) -> Refusal | None:
-        """See Service. What came for what is cached here must find it."""
+        """See Service. Also refuses a local prefill that was sent for its cached prefix, if too little of it is cached."""
         refusal = super().refusal(request, chain)
         if refusal is None and isinstance(request, Submit):
             return cache_miss(request, self.blocks, chain)
@@ -232,7 +232,7 @@ class DecodeService(Service[DecodeEntry]):
             entry = self.entry_of(offer, offer.gateway_id, self.sequence_of(offer, chain))
             entry.phase, entry.lease_id, entry.hand_off_holds = Phase.LEASED, answer.lease_id, True
             self.blocks.came_from(lease_owner(str(answer.lease_id)), peer_id)
-            self.take(entry)  # its guide compiles while the blocks travel
+            self.take(entry)  # its guide compiles while the blocks are sent
         return answer
 
     def _on_commit(self, peer_id: str, commit: Commit) -> None:
@@ -244,22 +244,22 @@ class DecodeService(Service[DecodeEntry]):
         self._leases.commit(peer_id, commit)
 
     def on_lease_verified(self, lease: VerifiedLease) -> None:
-        """Every block proved right. On any thread."""
+        """See LeaseHandler. On any thread."""
         self.ports.on_loop(self._on_verified, lease)
 
     def on_lease_rejected(self, lease_id: int, peer_id: str, key: Key, code: FailureCode, detail: str) -> None:
-        """A lease ended without a sequence; its blocks are back. On any thread."""
+        """See LeaseHandler. On any thread."""
         self.ports.on_loop(self._on_rejected, lease_id, peer_id, key, code, detail)
 
     def _on_verified(self, lease: VerifiedLease) -> None:
-        """The lease table no longer touches the blocks; they become the sequence's."""
+        """The lease's blocks become the sequence's, and the sequence is queued."""
         offer, commit = lease.offer, lease.commit
         entry = self.entries[(offer.request_id, offer.attempt)]
         entry.hand_off_holds = False
         self.ports.send(Role.PREFILL, lease.peer_id, Verified(lease_id=lease.lease_id, epoch=self.identity.epoch))
         if entry.phase is Phase.CLOSING:  # cancelled while the last block was on its way
             self.blocks.release(lease_owner(lease.lease_key))
-            self.ports.loop.wake()  # a sequence may have waited for these blocks
+            self.ports.loop.wake()  # a sequence may wait for these blocks
             self.finish(entry)
             return
         entry.advance(Phase.COMPILING)
@@ -270,7 +270,7 @@ class DecodeService(Service[DecodeEntry]):
         if offer.sampling.beam_search is None:
             entry.unsent.append(commit.first_token)
             sequence.token_ids.append(commit.first_token.token_id)
-        else:  # its first tokens are still to be chosen
+        else:  # the search chooses its first tokens itself
             entry.first = commit.first_token
         sequence.sampling = offer.sampling.after_prefill()
         sequence.block_tables = lease.block_tables
@@ -278,10 +278,10 @@ class DecodeService(Service[DecodeEntry]):
         self.queue_if_ready(entry)
 
     def _on_rejected(self, lease_id: int, peer_id: str, key: Key, code: FailureCode, detail: str) -> None:
-        """The prefill worker tells the gateway."""
+        """Tell the prefill worker, which tells the gateway, and forget the entry."""
         reject = Reject(lease_id=lease_id, epoch=self.identity.epoch, code=code, detail=detail)
         self.ports.send(Role.PREFILL, peer_id, reject)
-        self.ports.loop.wake()  # a sequence may have waited for these blocks
+        self.ports.loop.wake()  # a sequence may wait for these blocks
         entry = self.entries.get(key)
         if entry is not None and entry.lease_id == lease_id:
             entry.hand_off_holds = False
@@ -289,7 +289,7 @@ class DecodeService(Service[DecodeEntry]):
             self.finish(entry)
 
     def add(self, entry: DecodeEntry) -> Add:
-        """See Service. The first token came from the prefill worker."""
+        """See Service. The guide first takes the first token, which came from the prefill worker."""
         if (guide := entry.sequence.guide) is not None:
             try:
                 for token in entry.unsent:
@@ -299,9 +299,9 @@ class DecodeService(Service[DecodeEntry]):
         return Add(entry.sequence, entry.first)
 
     def on_closing(self, entry: DecodeEntry, was_in: Phase) -> None:
-        """See Service. A sequence that the model thread has never heard of may have its blocks already."""
+        """See Service. Also releases blocks that a verified sequence has before the model thread knows it."""
         if entry.hand_off_holds:
-            # Answered by on_lease_rejected, or by on_lease_verified if the last block won the race.
+            # ``on_lease_rejected`` follows, or ``on_lease_verified`` if the last block was faster.
             outcome = entry.outcome
             reason = (outcome.code, outcome.detail) if isinstance(outcome, Failed) else ()
             self._leases.cancel(*entry.key, *reason)
@@ -311,14 +311,14 @@ class DecodeService(Service[DecodeEntry]):
     # -- the output ------------------------------------------------------------------------------------------------
 
     def on_progress(self, report: Report) -> None:
-        """All new tokens of a step for one gateway travel in one message."""
+        """Send all new tokens of a step, one message per gateway."""
         now_s = self.clock()
         by_gateway: dict[str, list[TokenDelta]] = {}
         for new in report.progress:
             entry = self.entries[new.key]
             if entry.phase is Phase.CLOSING:
                 continue
-            entry.model_holds = new.failure is None and new.finish_reason is None  # else its blocks are back, or soon
+            entry.model_holds = new.failure is None and new.finish_reason is None  # else its blocks go back
             if new.failure is not None:
                 self.close(entry, guide_failed(entry.key, new.failure))
                 continue
@@ -330,13 +330,13 @@ class DecodeService(Service[DecodeEntry]):
                 self._on_unheard(items)
 
     def on_preempted(self, entry: DecodeEntry) -> None:
-        """Tell the gateway, which may do better elsewhere; a search would begin anew there."""
+        """Tell the gateway, which may continue the request elsewhere. Not for a beam search, which would start again there."""
         if entry.phase is not Phase.CLOSING and entry.sequence.sampling.beam_search is None:
             preempted = Preempted(request_id=entry.key[0], attempt=entry.key[1])
             self.ports.send(Role.GATEWAY, entry.gateway_id, preempted)
 
     def _on_unheard(self, items: list[TokenDelta]) -> None:
-        """These tokens reached nobody: the gateway is gone, or reads nothing. Without them the rest is worthless."""
+        """The gateway is gone or reads nothing. Fail the requests, because their streams have lost these tokens."""
         for item in items:
             entry = self.entries.get((item.request_id, item.attempt))
             if entry is not None:

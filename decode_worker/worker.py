@@ -1,4 +1,4 @@
-"""The decode worker, assembled: beside what every worker has, leases and the sockets that blocks come through."""
+"""The decode worker, assembled: the common worker with leases and the sockets that blocks come through."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ from kvrelay.worker.worker import Worker
 
 logger = logging.getLogger(__name__)
 
-_TICK_S = 0.2  # how late an expired lease may be reaped, or a request whose time is up
+_TICK_S = 0.2  # period at which expired leases and requests are ended
 
 
 class DecodeWorker(Worker[DecodeService]):
-    """Implements :class:`kvrelay.worker.process.run.Component`."""
+    """A decode worker. Implements :class:`kvrelay.worker.process.run.Component`."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class DecodeWorker(Worker[DecodeService]):
         drafters: Seq[Drafter] = (),
         draft_engine: Engine | None = None,
     ) -> None:
-        """``drafters``: empty: those that the settings ask for, if they do. ``draft_engine``: see ``load_drafting``."""
+        """``drafters``: empty: those of the settings. ``draft_engine``: see ``load_drafting``. Raises SettingsError, WireError."""
         card, network = engine.card, setup.network
         max_batched_tokens = prompt_step_tokens(settings.max_batched_tokens, card.device_type)
         max_num_seqs = sequences_at_a_time(settings.max_num_seqs, card.device_type)
@@ -145,7 +145,7 @@ class DecodeWorker(Worker[DecodeService]):
 
 
 def drafters_of(speculation: str, model: DraftModel | HeadDrafter | None) -> list[Drafter]:
-    """What the setting asks for, in the order in which they are asked. ``model``: what computes guesses, if anything does."""
+    """The drafters of the ``speculation`` setting, in the order of their use. ``model``: the one that computes, if any."""
     drafters: list[Drafter] = [GuideDrafter()]
     if speculation == "ngram":
         drafters.append(NgramDrafter())
@@ -157,9 +157,9 @@ def drafters_of(speculation: str, model: DraftModel | HeadDrafter | None) -> lis
 def load_drafting(
     settings: DecodeSchedulerSettings, model: ModelSettings, kv: KvSettings, fake: FakeSettings
 ) -> Engine | None:
-    """The draft model that the settings ask for, whose name is a directory by now. Raises ModelError or SettingsError.
+    """Load the draft model of the settings, if they ask for one; its name is a directory. Raises ModelError or SettingsError.
 
-    It is to be loaded before the model, whose pool then leaves it the memory that it has. A head is loaded behind the model.
+    Call this before the model is loaded, whose pool then leaves the draft model its memory. A head is only checked here.
     """
     if (settings.speculation in ("draft-model", "head")) != (settings.draft_model is not None):
         raise SettingsError(

@@ -1,1 +1,1 @@
-"""The prefill worker: chunked prefill under a token budget, blocks shipped while the next chunk computes."""
+"""The prefill worker: chunked prefill under a token budget. Blocks are sent while the next chunk computes."""

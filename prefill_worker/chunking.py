@@ -1,16 +1,14 @@
-"""How large a step is, and who computes in it: chunk sizes from a budget for the time to first token. Pure functions.
+"""The size of a step, and the prompts in it: chunk sizes from a budget for the time to first token. Pure functions.
 
-Two things keep short prompts from waiting for long ones, both from the budget and from what steps were measured to cost:
+Two rules keep short prompts from waiting for long ones. Both use the budget and the measured cost of steps:
 
-*Size.* A prompt that comes waits for the step under way before anything can be done for it. So a step takes a quarter of the
-budget at most. Small steps pay the fixed cost (launches, weights read once) more often; so they are never so small that it
-is more than a tenth of a step, whatever the budget says. What is not known is approached: the first steps are small, and none is
-more than a few times as large as the largest that was measured. So a slow GPU, whose steps may be as large as a fast one's by
-default, does not compute for seconds before it knows better.
+*Size.* A new prompt waits for the running step. So a step takes at most a quarter of the budget. Small steps pay the fixed cost
+(launches, reading weights) more often. So a step is never so small that the fixed cost is more than a tenth of it, whatever the
+budget. Unmeasured sizes are approached slowly: the first steps are small, and each is at most a few times as large as the largest
+measured one. So a slow GPU, which has the same default limit as a fast one, does not compute for seconds before its cost is known.
 
-*Order.* Prompts that would have their first token too late may overtake a longer one
-(:mod:`kvrelay.worker.scheduling.overtaking`). Only a prompt that has its blocks is overtaken. Else short
-prompts would take the room that a long one waits for.
+*Order.* Prompts whose first token would come too late may overtake a longer prompt (:mod:`kvrelay.worker.scheduling.overtaking`).
+They overtake only a prompt that has its blocks. Otherwise short prompts would take the blocks that a long one waits for.
 """
 
 from __future__ import annotations
@@ -24,23 +22,24 @@ from kvrelay.worker.scheduling.overtaking import in_the_way, overtaking
 from kvrelay.worker.scheduling.step_cost import StepCost
 
 _STEPS_IN_BUDGET = 4
-_UNKNOWN_TOKENS = 512  # of a step while nothing is known: enough that a GPU computes rather than waits for memory
-_GROWTH = 4  # from what was measured to what is tried
-_MAX_FIXED_SHARE = 0.1  # of a step's time
+# Tokens of a step while no cost is known: enough that a GPU computes rather than waits for memory.
+_UNKNOWN_TOKENS = 512
+_GROWTH = 4  # largest step to try, relative to those measured
+_MAX_FIXED_SHARE = 0.1  # largest share of a step's time that may be fixed cost
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """A prompt in line."""
 
-    num_tokens: int  # to be computed; what of a waiting prompt is expected to be cached does not count
+    num_tokens: int  # tokens left to compute, without those of a waiting prompt that are expected to be cached
     arrival_s: float
-    is_started: bool  # it has its blocks
+    is_started: bool  # whether it has its blocks
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Who is next in a step: the prompt at ``index`` of the line, with ``max_tokens`` if it overtakes, else with what is left."""
+    """The prompt at ``index`` of the line has its turn. ``max_tokens``: its bound if it overtakes; None: the rest of the step."""
 
     index: int
     max_tokens: int | None = None
@@ -49,10 +48,10 @@ class Turn:
 def step_tokens(
     ttft_budget_s: float, cost: StepCost | None, max_tokens: int, block_size: int, largest_step: int = 0
 ) -> int:
-    """Tokens of the next step, whole blocks unless the bound that is met is not. No budget (0): ``max_tokens``.
+    """Tokens of the next step: whole blocks, unless ``max_tokens`` is reached. With ``ttft_budget_s`` 0: ``max_tokens``.
 
-    ``largest_step``: of those that ``cost`` was learned from. Small steps are bound by memory and tell little of what a token costs
-    in a large one, so a step is at most a few times as large. No cost yet (None) is as if there had been none.
+    ``largest_step``: the largest that ``cost`` was learned from. Small steps are bound by memory, and predict little about a
+    token's cost in a large one. So a step is at most a few times as large. ``cost`` None: no step was measured yet.
     """
     if ttft_budget_s == 0:
         return max_tokens
@@ -68,7 +67,7 @@ def step_tokens(
 def turns(
     line: Seq[Prompt], num_tokens: int, now_s: float, ttft_budget_s: float, cost: StepCost | None, block_size: int
 ) -> list[Turn]:
-    """In which order the prompts of ``line``, the next one first, share a step of ``num_tokens``. Each comes once."""
+    """The order in which the prompts of ``line`` (the next one first) share a step of ``num_tokens``. Each prompt appears once."""
     in_order = [Turn(index) for index in range(len(line))]
     num_left = [prompt.num_tokens for prompt in line]
     first = in_the_way(num_left, num_tokens)
@@ -79,6 +78,6 @@ def turns(
         for place, num_ahead in enumerate(accumulate(num_left))
         if now_s - ttft_budget_s + cost.seconds(num_ahead, num_tokens) > line[place].arrival_s
     }
-    shares = dict(overtaking(num_left, num_tokens, late, block_size))  # blocks are shipped whole
+    shares = dict(overtaking(num_left, num_tokens, late, block_size))  # blocks are sent whole
     ahead = [Turn(place, share) for place, share in shares.items()]
     return in_order[:first] + ahead + [turn for turn in in_order[first:] if turn.index not in shares]

@@ -1,7 +1,7 @@
-"""Connections from a prefill worker to the decode workers that gateways name: made on demand, kept while they live.
+"""Connections from a prefill worker to the decode workers that gateways name. They are made on demand and kept while they live.
 
-A link is a control client plus, once the decode worker has said where its data port is, a block sender. A new epoch of
-the decode worker (it restarted) gets a new sender: frames queued for the old process are never delivered to the new one.
+A link is a control client and, once the decode worker has sent its data port, a block sender. A restarted decode worker has a new
+epoch and gets a new sender, so frames queued for its old process never reach the new one.
 """
 
 from __future__ import annotations
@@ -39,30 +39,30 @@ _MUTE = "KV blocks reach it no longer"
 
 
 class LinkHandler(Protocol):
-    """What the service hears of its links."""
+    """Receives the events of links. The service implements it."""
 
     def on_link_up(self, address: str, link: DecodeLink) -> None:
-        """Offers can be sent now."""
+        """Offers can be sent from now on."""
 
     def on_link_down(self, address: str, link: DecodeLink | None, code: FailureCode, detail: str) -> None:
-        """The peer is lost or refuses us; ``link`` is the one that was up, if one was."""
+        """The decode worker is lost, or refuses this worker. ``link`` was up until now, or is None."""
 
     def on_link_message(self, link: DecodeLink, message: Message) -> None:
-        """A message from the decode worker."""
+        """The decode worker sent a message."""
 
 
 class _Peer:
-    """One decode worker's address. Implements :class:`kvrelay.wire.control.client.ClientHandler`."""
+    """One decode worker's address, its link and its sender. Implements :class:`kvrelay.wire.control.client.ClientHandler`."""
 
     def __init__(self, address: str, links: DecodeLinks, on_mute: Callable[[], object]) -> None:
-        """``on_mute``: called, on any thread, when the link has become mute."""
+        """``on_mute``: called on any thread when the sender has ended by itself."""
         self.address = address
         self.link: DecodeLink | None = None
-        self.unfit: tuple[FailureCode, str] | None = None  # why this process there takes no blocks of ours, ever
-        self.asked_s = 0.0  # when a request last named this address
+        self.unfit: tuple[FailureCode, str] | None = None  # why the current process there will never take our blocks
+        self.asked_s = 0.0  # when a request last named the address
         self._links = links
         self._on_mute = on_mute
-        self._told = ""  # the last problem that was logged
+        self._told = ""  # last problem in the log
         self._sender: BlockSender | None = None
         card, setup, metrics = links.card, links.setup, links.metrics
         hello = Hello(
@@ -77,12 +77,12 @@ class _Peer:
 
     @property
     def is_mute(self) -> bool:
-        """Whether the link seems up, but no block would ever leave."""
+        """Whether the link seems to be up, but its sender has ended, so that no block would be sent."""
         return self._sender is not None and not self._sender.is_alive
 
     def on_welcome(self, welcome: Welcome) -> None:
-        """The decode worker takes offers from now on."""
-        if self.link is not None:  # what was promised before is void, and so is the sender that it was shipped through
+        """The decode worker accepts offers from now on."""
+        if self.link is not None:  # earlier promises are void, and the old sender with them
             self.fail(FailureCode.PEER_LOST, f"decode worker {self.address} said Welcome again")
         if welcome.data_address is None:
             self._refuse(FailureCode.INVALID, f"{self.address} is a {welcome.role} worker: it takes no KV blocks")
@@ -104,7 +104,7 @@ class _Peer:
         self._links.handler.on_link_up(self.address, self.link)
 
     def on_message(self, message: Message) -> None:
-        """Pass an answer on; a worker whose answers make no sense is not talked to any more."""
+        """Pass an answer on. If an answer makes no sense, end the link."""
         if self.link is None or isinstance(message, Status):
             return
         absurd = absurdity(message)
@@ -114,12 +114,12 @@ class _Peer:
             self._refuse(FailureCode.INTEGRITY, f"decode worker {self.address}: {absurd}")
 
     def on_lost(self, reason: str) -> None:
-        """The decode worker is gone or restarted."""
+        """The decode worker is lost or has restarted."""
         self.unfit = None
         self.fail(FailureCode.PEER_LOST, f"decode worker {self.address}: {reason}")
 
     def on_refused(self, refused: HelloRefused) -> None:
-        """The decode worker does not take our KV."""
+        """The decode worker does not take this worker's KV."""
         self.fail(refused.code, f"decode worker {self.address}: {refused.detail}")
 
     async def stop(self) -> None:
@@ -128,12 +128,12 @@ class _Peer:
         await self.client.stop()
 
     def fail(self, code: FailureCode, detail: str) -> None:
-        """Fence the decode worker off, and say why."""
-        if detail != self._told:  # a worker that refuses us says so at every try
+        """End the link and tell the handler why. No send reads this worker's blocks afterwards."""
+        if detail != self._told:  # a worker that refuses does so at every retry: log it once
             logger.warning("%s", detail)
         self._told = detail
         link, self.link = self.link, None
-        # Closing fences the peer off: no send in flight reads our blocks any more.
+        # After this no send in flight reads our blocks any more.
         self._close_sender()
         self._links.handler.on_link_down(self.address, link, code, detail)
 
@@ -148,7 +148,7 @@ class _Peer:
 
 
 class DecodeLinks:
-    """All links of a prefill worker, by control address. Lives on the asyncio loop."""
+    """All links of a prefill worker, by control address. Asyncio loop only."""
 
     def __init__(self, card: ModelCard, setup: Setup, handler: LinkHandler, metrics: WireMetrics) -> None:
         self.card = card
@@ -160,7 +160,7 @@ class DecodeLinks:
         self._stopping: set[asyncio.Task[None]] = set()
 
     def link_to(self, address: str) -> DecodeLink | None:
-        """The link to ``address`` if it is up; else None, and ``on_link_up`` or ``on_link_down`` will follow."""
+        """The link to ``address`` if it is up. Otherwise None; ``on_link_up`` or ``on_link_down`` will follow."""
         peer = self._peers.get(address)
         if peer is not None and peer.is_mute:
             self.reset(address, _MUTE)
@@ -171,12 +171,12 @@ class DecodeLinks:
             self._peers[address] = peer
             peer.client.start()
         peer.asked_s = self._clock()
-        if peer.unfit is not None:  # it is connected and will not say Welcome again: nothing else would follow
+        if peer.unfit is not None:  # no second Welcome will come, so nothing else would follow
             asyncio.get_running_loop().call_soon(self.handler.on_link_down, address, None, *peer.unfit)
         return peer.link
 
     def reset(self, address: str, reason: str) -> None:
-        """Fence a decode worker off that is connected, but not well: ``on_link_down`` now, a new link when it is asked for."""
+        """End a link that is connected but does not work: ``on_link_down`` now, and a new link at the next ``link_to``."""
         peer = self._peers.pop(address, None)
         if peer is not None:
             self.metrics.lost_peers.inc()
@@ -184,7 +184,7 @@ class DecodeLinks:
             self._stop_behind(peer)
 
     def sweep(self) -> None:
-        """Forget workers that are down and that no gateway has named for a while: pods come and go under new addresses."""
+        """Forget decode workers that are down and no longer named by requests: pods come back under new addresses."""
         for address, peer in list(self._peers.items()):
             if peer.is_mute:
                 self.reset(address, _MUTE)
@@ -197,7 +197,7 @@ class DecodeLinks:
         """Close all links."""
         await asyncio.gather(*self._stopping, *(peer.stop() for peer in self._peers.values()))
         self._peers.clear()
-        await asyncio.gather(*self._stopping)  # of links that broke in this moment
+        await asyncio.gather(*self._stopping)  # links that broke meanwhile
 
     def _stop_behind(self, peer: _Peer) -> None:
         task = asyncio.create_task(peer.stop())

@@ -1,11 +1,11 @@
-"""Which prompt tokens to compute next: chunked prefill under a token budget, in fair order (:mod:`kvrelay.common.fair_queue`).
+"""Chooses the prompt tokens of each step: chunked prefill under a token budget, in fair order (:mod:`kvrelay.common.fair_queue`).
 
-``step()`` of the prefill worker is schedule → run → postprocess. A prompt gets all its blocks when it is admitted, starts
-behind its cached prefix, and is computed in chunks; several prompts share a step. How large a step is, and who may overtake a
-long prompt, is decided in :mod:`kvrelay.prefill_worker.chunking`. A computed prompt leaves the scheduler
-with its blocks still held: its hand-off reads them, and whoever runs the hand-off releases them.
+``step()`` of the prefill worker is schedule → run → postprocess. An admitted prompt gets all its blocks, starts after its cached
+prefix, and is computed in chunks. Several prompts share a step. :mod:`kvrelay.prefill_worker.chunking` decides the size of a step,
+and which prompts overtake a long one. A computed prompt leaves the scheduler, but still holds its blocks: its hand-off reads them,
+and the service releases them afterwards.
 
-Runs on the model thread alone. Knows no sockets and no clock.
+Runs on the model thread alone. Uses no sockets and no clock.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvrelay.worker.scheduling.sequence_blocks import SequenceBlocks
 from kvrelay.worker.scheduling.step_cost import StepCosts
 from kvrelay.worker.scheduling.suspects import Key
 
-# Of a step, that prompts of keys which are ahead leave empty: whoever comes waits for the step under way.
+# The part of a step that prompts whose keys are ahead leave empty, because a new prompt waits for the running step.
 _PART_FOR_OTHERS = 0.5
 
 
@@ -44,7 +44,7 @@ class PrefillScheduler(Scheduler):
         self._held = SequenceBlocks(blocks)
         self._ttft_budget_s = settings.ttft_budget_ms / 1000
         self._costs = StepCosts()
-        self._num_cached: dict[Key, int] = {}  # of those that wait: leading tokens that were cached when they came
+        self._num_cached: dict[Key, int] = {}  # per waiting prompt: leading tokens that were cached when it came
 
     def add(self, sequence: Sequence, first: SampledToken | None = None) -> None:
         """Queue a prompt."""
@@ -53,12 +53,12 @@ class PrefillScheduler(Scheduler):
         self._places.wait(sequence)
 
     def observe(self, rows: Seq[StepRow], step_s: float) -> None:
-        """The step of ``rows`` took so long: what the next one's size follows from."""
+        """Learn the cost of steps, which sets the next step's size."""
         self._costs.observe(sum(row.num_tokens for row in rows), step_s)
         self.prompt_tokens_per_s = self._costs.tokens_per_s
 
     def remove(self, key: Key) -> Sequence | None:
-        """Take a prompt out, wherever it is; its blocks stay held. None if it is not (or no longer) here."""
+        """Remove a prompt, waiting or running; its blocks stay held. None if it is not (or no longer) here."""
         found = next((one for one in self.waiting + self.running if one.key == key), None)
         if found is not None:
             self._num_cached.pop(key, None)
@@ -66,7 +66,7 @@ class PrefillScheduler(Scheduler):
         return found
 
     def schedule(self, now_s: float, choice: Choice = EVERYBODY) -> Schedule:
-        """See Scheduler. Chunks of prompts, in fair order but for those that overtake; also behind chunks that are under way."""
+        """See Scheduler. Chunks in fair order, except for overtaking. Prompts that are in a running step may be continued."""
         ahead = choice.num_ahead
         in_order = self._places.fair.in_order(self.running + self.waiting, now_s)
         line = [one for one in choice.staying(in_order) if self._goes_on(one, ahead.get(one, 0))]
@@ -76,7 +76,7 @@ class PrefillScheduler(Scheduler):
         num_for_others = int(budget * _PART_FOR_OTHERS)
         plan = Schedule(rows=[])
         has_room = True
-        for sequence in self.running:  # whoever shared blocks with it may have let go of them
+        for sequence in self.running:  # a sequence that shared blocks with it may have released them
             if sequence.num_blocks < self._blocks.num_blocks_for(sequence.num_tokens):
                 self._held.slide(sequence)
         for turn in turns(prompts, budget, now_s, self._ttft_budget_s, cost, block_size):
@@ -91,7 +91,7 @@ class PrefillScheduler(Scheduler):
             if share == 0 or (num_tokens == 0 and plan.rows):
                 continue
             if sequence.status is SequenceStatus.WAITING:
-                # Nobody starts before one that has no room: it would wait for ever.
+                # No prompt starts before one that finds no room, which would otherwise wait for ever.
                 has_room = has_room and len(self.running) < self._max_num_seqs and self._admit(sequence, now_s)
                 if not has_room:
                     continue
@@ -104,7 +104,7 @@ class PrefillScheduler(Scheduler):
         return plan
 
     def postprocess(self, rows: Seq[StepRow], results: Seq[RowResult], behind: Seq[StepRow] = ()) -> list[Progress]:
-        """Advance the sequences by what was computed; computed prompts leave."""
+        """Advance the sequences by the results. Computed prompts leave."""
         computed: list[Progress] = []
         for row, result in zip(rows, results, strict=True):
             sequence = row.sequence
@@ -115,7 +115,7 @@ class PrefillScheduler(Scheduler):
             if token is not None:
                 num_ready_blocks = self._blocks.num_blocks_for(sequence.num_computed_tokens)
                 self.running.remove(sequence)
-                # A beam search's first tokens are chosen by the decode worker, from the candidates that come with this one.
+                # The decode worker chooses a beam search's first tokens, from the candidates that come with this token.
                 if sequence.sampling.beam_search is None:
                     sequence.append(token, self._max_model_len)
                 sequence.set_status(SequenceStatus.FINISHED)
@@ -124,7 +124,7 @@ class PrefillScheduler(Scheduler):
 
     @staticmethod
     def _goes_on(sequence: Sequence, num_ahead: int) -> bool:
-        """Whether it has more to compute behind what is under way. Log probabilities of a prompt count what is there already."""
+        """Whether tokens are left after the running steps. With log probabilities of the prompt it waits for these steps."""
         if num_ahead and sequence.sampling.num_prompt_logprobs is not None:
             return False
         return num_ahead < sequence.num_uncomputed_tokens
@@ -136,20 +136,18 @@ class PrefillScheduler(Scheduler):
         return Prompt(num_tokens - self._num_cached[sequence.key], sequence.arrival_s, is_started=False)
 
     def _chunk(self, num_left: int, start: int, share: int) -> int:
-        """How many of ``share`` tokens to compute, of ``num_left`` from ``start`` on: to the end, or else to a block's.
+        """How many of ``share`` tokens to compute, of ``num_left`` from ``start`` on: all left, or else up to a block's end.
 
-        For blocks are shipped whole.
-
-        A prompt that would only get a piece of a block gets nothing: it would hold all its blocks for that.
+        Blocks are sent whole. A prompt that would get only part of a block gets nothing: it would hold all its blocks for that.
         """
         if share >= num_left:
             return num_left
         num_past = (start + share) % self._blocks.block_size
-        # With blocks that are large for a step it would cost too much of it.
+        # If blocks are large relative to a step, this would waste too much of it.
         return max(0, share - num_past) if 8 * num_past <= self._max_batched_tokens else share
 
     def _admit(self, sequence: Sequence, now_s: float) -> bool:
-        """Let a waiting prompt run; False if there are no blocks for it."""
+        """Give a waiting prompt its blocks and let it run. False if there are too few."""
         if not self._held.allocate(sequence):
             return False
         del self._num_cached[sequence.key]

@@ -1,8 +1,7 @@
-"""What a prefill worker does with the hand-off: it offers a prompt that begins, ships its blocks, and commits its first token.
+"""A prefill worker's side of the hand-off: it offers a prompt that begins, sends its blocks, and commits its first token.
 
-A prompt is offered when its first step begins, so that the offer travels while that computes. If the link to its decode worker is
-not up, the offer waits for it, and so does the commit. Blocks are released when neither the model thread nor a send in flight
-touches them.
+A prompt is offered when its first step begins, so that the offer is sent while the step computes. If the link to its decode worker
+is not up, the offer and the commit wait for it. Blocks are released when neither the model thread nor a send in flight uses them.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ from kvrelay.worker.scheduling.suspects import Key
 from kvrelay.worker.service import Service
 from kvrelay.worker.submit import WorkerIdentity, guide_failed
 
-_SEND_TIMEOUT_S = 5.0  # for what ZeroMQ has of an entry that nobody wants any more to leave this process
-_LINK_TIMEOUT_S = 10.0  # a decode worker that did not say Welcome by then is as good as gone
+_SEND_TIMEOUT_S = 5.0  # most time until ZeroMQ has sent the blocks of an entry that has ended
+_LINK_TIMEOUT_S = 10.0  # most time until a decode worker's Welcome; then it counts as lost
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -42,15 +41,15 @@ class PrefillEntry(Entry):
     """One attempt on a prefill worker."""
 
     submit: Submit
-    block_hashes: list[bytes]  # of all blocks of the submitted tokens, the last one maybe partial
-    decode_address: str  # of the worker that it is handed over to
+    block_hashes: list[bytes]  # for all blocks of the submitted tokens; the last block may be partial
+    decode_address: str  # the decode worker that takes it over
     num_ready_blocks: int = 0
-    awaits_link: bool = False  # started, but the link to that worker is not up
-    commit: SampledToken | None = None  # computed, for a link that is not up yet
+    awaits_link: bool = False  # started, but the link to the decode worker is not up
+    commit: SampledToken | None = None  # the first token, while the link is not up
 
     @property
     def num_earlier_tokens(self) -> int:
-        """Output of earlier attempts; the sequence may have a token more, which the model thread appends."""
+        """Output tokens of earlier attempts. The sequence may have one more, which the model thread appends."""
         return len(self.submit.token_ids) - self.submit.num_prompt_tokens
 
 
@@ -66,11 +65,11 @@ class PrefillService(Service[PrefillEntry]):
         self._transfers: TransferTable
 
     def attach(self, links: DecodeLinks, transfers: TransferTable) -> None:
-        """Connect the service to what it speaks through, before anything starts."""
+        """Connect the service to its links and transfers. Called before anything starts."""
         self._links, self._transfers = links, transfers
 
     def longest_wait_s(self) -> float:
-        """Of the prompts that have not begun: what the next one adds to its time to first token, at least."""
+        """Seconds that the oldest prompt which has not begun has waited; 0 if there is none."""
         arrivals = [entry.sequence.arrival_s for entry in self.entries.values() if entry.phase is Phase.QUEUED]
         return self.clock() - min(arrivals) if arrivals else 0.0
 
@@ -94,10 +93,10 @@ class PrefillService(Service[PrefillEntry]):
     # -- offer, ship, commit ---------------------------------------------------------------------------------------
 
     def on_started(self, entry: PrefillEntry) -> None:
-        """Offer the prompt before its first chunk computes."""
+        """Offer the prompt before its first chunk computes. Asks for a link if there is none."""
         sampling = entry.submit.sampling
         if entry.num_earlier_tokens + 1 >= sampling.max_tokens and sampling.beam_search is None:
-            return  # the first token will be the last: nothing to hand over
+            return  # the first token will be the last, so there is no hand-off
         link = self._links.link_to(entry.decode_address)
         if link is None:
             entry.awaits_link = True
@@ -130,7 +129,7 @@ class PrefillService(Service[PrefillEntry]):
             self._commit(entry, entry.commit)
 
     def on_progress(self, report: Report) -> None:
-        """Ship what is computed."""
+        """Send computed blocks."""
         for new in report.progress:
             entry = self.entries[new.key]
             if entry.phase is not Phase.CLOSING:
@@ -146,7 +145,7 @@ class PrefillService(Service[PrefillEntry]):
             self._on_first_token(entry, new, new.token)
 
     def _on_first_token(self, entry: PrefillEntry, new: Progress, token: SampledToken) -> None:
-        """Tell the gateway at once, and commit."""
+        """Send the first token to the gateway at once, then commit."""
         sequence = entry.sequence
         if new.failure is not None:
             return self.close(entry, guide_failed(entry.key, new.failure))
@@ -175,28 +174,28 @@ class PrefillService(Service[PrefillEntry]):
     # -- decode workers: LinkHandler and TransferHandler -----------------------------------------------------------
 
     def on_link_up(self, address: str, link: DecodeLink) -> None:
-        """Offer what waited for this link."""
+        """Offer the entries that waited for this link."""
         for entry in self._linkless(address):
             self._offer(entry, link)
 
     def on_link_down(self, address: str, link: DecodeLink | None, code: FailureCode, detail: str) -> None:
-        """Fail what was on this link or waited for it."""
+        """Fail the entries that used this link or waited for it."""
         if link is not None:
             self._transfers.on_link_lost(link)
         for entry in self._linkless(address):
             self.fail(entry, code, detail)
 
     def _linkless(self, address: str | None = None) -> list[PrefillEntry]:
-        """Those that wait for a link, to one decode worker or to any."""
+        """Entries that wait for a link to ``address``; None: to any decode worker."""
         waiting = [one for one in self.entries.values() if one.awaits_link and one.phase is not Phase.CLOSING]
         return [one for one in waiting if address in (None, one.decode_address)]
 
     def on_link_message(self, link: DecodeLink, message: Message) -> None:
-        """An answer from a decode worker."""
+        """Pass a decode worker's answer to the transfers."""
         self._transfers.on_message(link, message)
 
     def on_verified(self, key: Key) -> None:
-        """The decode worker owns the request now."""
+        """The decode worker owns the request from now on."""
         self.close(self.entries[key], HandedOver(request_id=key[0], attempt=key[1]))
 
     def on_failed(self, key: Key, code: FailureCode, detail: str, retry_after_s: float | None) -> None:
@@ -212,7 +211,7 @@ class PrefillService(Service[PrefillEntry]):
     # -- the end ---------------------------------------------------------------------------------------------------
 
     def on_closing(self, entry: PrefillEntry, was_in: Phase) -> None:
-        """Take the offer back, unless the decode worker has all of it."""
+        """Abort the hand-off, unless the decode worker has verified it."""
         if entry.hand_off_holds and not isinstance(entry.outcome, HandedOver):
             self._transfers.abort(entry.key, type(entry.outcome).__name__)
 
@@ -221,16 +220,16 @@ class PrefillService(Service[PrefillEntry]):
         self.release(entry)
 
     def tick(self) -> None:
-        """Let time pass for transfers; give up on decode workers that are silent, or take no blocks."""
+        """Advance time for transfers. Give up on decode workers that do not answer or take no blocks."""
         self._transfers.tick()
         super().tick()
         now_s = self.clock()
         holding = [entry for entry in self.entries.values() if entry.hand_off_holds]
         stuck = [entry for entry in holding if now_s - (entry.closed_s or now_s) > _SEND_TIMEOUT_S]
         for entry in stuck:
-            entry.closed_s = now_s  # the reset ends the sends soon, but not at once
+            entry.closed_s = now_s  # the reset ends these sends soon, but not at once
         for address in {entry.decode_address for entry in stuck}:
-            # The control link lives, so nothing else would ever end these sends and give their blocks back.
+            # The control link lives, so only this ends the sends and releases their blocks.
             self._links.reset(address, f"took no KV blocks for {_SEND_TIMEOUT_S:g} s")
         for entry in self._linkless():
             if now_s - (entry.started_s or now_s) > _LINK_TIMEOUT_S:

@@ -1,4 +1,4 @@
-"""The prefill worker, assembled: beside what every worker has, links to decode workers and transfers over them."""
+"""The prefill worker, assembled: the common worker with links to decode workers and transfers over them."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from kvrelay.worker.main import serve_worker
 from kvrelay.worker.setup import Setup
 from kvrelay.worker.worker import Worker
 
-_SWEEP_S = 5.0  # how often links are looked through for those that nobody needs
-_TICK_S = 0.05  # how long blocks may stay held after the last send that reads them
+_SWEEP_S = 5.0  # period of ``DecodeLinks.sweep``
+_TICK_S = 0.05  # most time that blocks stay held after the last send that reads them
 
 
 class PrefillWorker(Worker[PrefillService]):
-    """Implements :class:`kvrelay.worker.process.run.Component`."""
+    """A prefill worker. Implements :class:`kvrelay.worker.process.run.Component`."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class PrefillWorker(Worker[PrefillService]):
 
 
 def _add_load_gauges(service: PrefillService, registry: CollectorRegistry) -> None:
-    """What the pool of prefill workers is scaled by."""
+    """Metrics that the pool of prefill workers is scaled by."""
     tokens = Gauge("kvrelay_waiting_prompt_tokens", "Prompt tokens accepted and not computed yet", registry=registry)
     tokens.set_function(lambda: service.status().num_waiting_tokens)
     waited = Gauge("kvrelay_longest_wait_seconds", "Longest wait of a prompt that has not begun", registry=registry)

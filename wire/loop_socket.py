@@ -1,10 +1,10 @@
-"""A ZeroMQ socket on an asyncio loop: a callback per message, sending that never blocks.
+"""A ZeroMQ socket on an asyncio loop: one callback per message, and sends that never block.
 
-pyzmq's own asyncio sockets make futures, and register and unregister the socket's descriptor, for every message and every
-poll. With a token per message that was a good part of a token's way; here a message costs a callback.
+pyzmq's own asyncio sockets make futures, and register and unregister the descriptor, for every message and poll. With a message per
+token this was a large part of a token's latency. Here a message costs one callback.
 
-The descriptor of a ZeroMQ socket signals edges: it says once that something has changed, and any use of the socket may
-swallow that. So after each callback *and after each send* the socket is asked whether messages are left.
+The descriptor of a ZeroMQ socket is edge-triggered: it signals a change once, and any use of the socket may consume the signal. So
+after each callback *and each send* this class asks the socket whether it holds more messages.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import zmq
 
 logger = logging.getLogger(__name__)
 
-# As plain numbers: each operation on an enum's members takes longer than sending a message.
+# Plain numbers, because an operation on an enum's members takes longer than sending a message.
 _DONTWAIT, _EVENTS, _POLLIN = int(zmq.DONTWAIT), int(zmq.EVENTS), int(zmq.POLLIN)
-_MESSAGES_AT_ONCE = 8  # before others on the loop get their turn: one may bring a token for each of hundreds of streams
+_MESSAGES_AT_ONCE = 8  # then other callbacks get a turn: one message may bring tokens of hundreds of streams
 
 
 class LoopSocket:
     """Owns ``socket``. ``start`` once on the running loop, ``close`` once.
 
-    ``on_message`` gets the frames of each message on the loop. What it raises is logged, and costs no other message.
+    ``on_message`` gets each message's frames, on the loop. Its exceptions are logged, and later messages still arrive.
     """
 
     def __init__(
@@ -34,17 +34,17 @@ class LoopSocket:
         on_message: Callable[[list[bytes]], None],
         receive: Callable[[zmq.Socket[bytes]], list[bytes]] | None = None,
     ) -> None:
-        """``receive`` gets one message without waiting, or raises zmq.Again; default: its frames."""
+        """``receive`` returns one message without waiting, or raises zmq.Again. By default it returns the frames."""
         self._socket = socket
         self._on_message = on_message
         self._receive_one = receive or _receive_frames
         self._loop: asyncio.AbstractEventLoop | None = None
         self._descriptor = -1
-        self._is_due = False  # a look at the socket is scheduled
+        self._is_due = False  # a call of ``_receive_due`` is scheduled
         self._is_alive = False
 
     def start(self) -> None:
-        """Begin to receive, on the running loop."""
+        """Begin to receive on the running loop."""
         self._loop = asyncio.get_running_loop()
         self._descriptor = self._socket.FD
         self._loop.add_reader(self._descriptor, self._receive)
@@ -57,11 +57,11 @@ class LoopSocket:
         return self._is_alive
 
     def send(self, frames: Sequence[bytes]) -> bool:
-        """Queue a message; False if it cannot be queued, or the socket is closed."""
+        """Queue a message. False if the socket is closed, its queue is full, or there is no such peer."""
         if self._socket.closed:
             return False
         try:
-            if len(frames) == 1:  # by a shorter way
+            if len(frames) == 1:  # the faster way
                 self._socket.send(frames[0], _DONTWAIT)
             else:
                 self._socket.send_multipart(frames, _DONTWAIT)
@@ -73,7 +73,7 @@ class LoopSocket:
         return True
 
     def close(self, linger_ms: int) -> None:
-        """Close; what is queued has ``linger_ms`` to leave."""
+        """Close the socket. Queued messages have ``linger_ms`` to leave."""
         self._end()
         self._socket.close(linger=linger_ms)
 
@@ -89,7 +89,7 @@ class LoopSocket:
     def _receive(self) -> None:
         for _ in range(_MESSAGES_AT_ONCE):
             if not self._is_alive:
-                return  # closed since this look was scheduled
+                return  # closed since this call was scheduled
             try:
                 frames = self._receive_one(self._socket)
             except zmq.Again:
@@ -111,7 +111,7 @@ class LoopSocket:
         try:
             return bool(int(self._socket.get(_EVENTS)) & _POLLIN)
         except zmq.ZMQError:
-            return True  # the next look finds out, and ends
+            return True  # the next receive finds the error and ends
 
     def _end(self) -> None:
         if self._is_alive:

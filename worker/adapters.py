@@ -1,7 +1,7 @@
-"""A worker's adapters: loaded when a request asks for one, kept under a budget of memory, the least recently used out first.
+"""A worker's adapters. They load when a request needs one, and stay within a memory budget; the least recently used go first.
 
-Adapters are loaded beside steps, one at a time; only requests for the loading one wait. An adapter in use stays. A request
-names the digest of its adapter, and the directory is read then. So changed files are another adapter.
+Adapters load one at a time, beside steps. Only requests for the loading adapter wait. Adapters in use stay. A request names its
+adapter's digest, and the directory is read only then. So changed files count as another adapter.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ _RETRY_AFTER_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class AdapterSettings:
-    """The directory of adapters, and their budget of memory."""
+    """The directory of adapters, and their memory budget."""
 
     directory: Path
     max_bytes: int
 
     @classmethod
     def of(cls, model: ModelSettings) -> AdapterSettings | None:
-        """None: none are served."""
+        """The settings; None if no adapters are served."""
         return None if model.adapters is None else cls(Path(model.adapters), model.adapter_memory_mb * 2**20)
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterRefusal:
-    """Why a request does not get its adapter."""
+    """Why a request does not get its adapter, and when to retry."""
 
     code: FailureCode
     detail: str
@@ -54,7 +54,7 @@ class AdapterRefusal:
 
 
 Take = Callable[[int | AdapterRefusal], None]
-"""Hears the slot, which is the caller's until ``release``, or the refusal. Raises nothing."""
+"""Called with the slot, which the request uses until ``release``, or with the refusal. Must not raise."""
 
 
 @dataclass(slots=True)
@@ -65,23 +65,23 @@ class _Loaded:
 
 
 class AdapterStore:
-    """Asyncio loop only; files are read on another thread."""
+    """The loaded adapters and their users. Asyncio loop only; files are read on another thread."""
 
     def __init__(self, slots: AdapterSlots | None, settings: AdapterSettings | None) -> None:
-        """``slots``: the engine's; without them, or without ``settings``, every adapter is refused."""
+        """``slots``: the engine's. If it or ``settings`` is None, every adapter is refused."""
         self._slots = slots
         self._settings = settings
         self._loaded: dict[str, _Loaded] = {}  # by digest, least recently used first
         self._waiting: dict[AdapterRef, list[Take]] = {}
-        self._loading: asyncio.Task[None] | None = None  # while anybody waits
+        self._loading: asyncio.Task[None] | None = None  # running while requests wait
 
     @property
     def loaded(self) -> list[str]:
-        """Digests of the adapters that are there."""
+        """Digests of the loaded adapters."""
         return list(self._loaded)
 
     def acquire(self, ref: AdapterRef, take: Take) -> None:
-        """``take`` hears where the adapter lies: at once if it does, else when it is loaded."""
+        """Call ``take`` with the adapter's slot: at once if it is loaded, otherwise after loading."""
         if ref.digest in self._loaded:
             take(self._use(ref.digest))
             return
@@ -107,7 +107,7 @@ class AdapterStore:
         }
 
     async def stop(self) -> None:
-        """Load no more."""
+        """Stop loading."""
         if self._loading is not None:
             self._loading.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -151,7 +151,7 @@ class AdapterStore:
             return AdapterRefusal(FailureCode.NO_ADAPTER, str(error), _RETRY_AFTER_S)
         except AdapterError as error:
             return AdapterRefusal(FailureCode.INVALID, str(error))
-        except Exception as error:  # memory that is not there, for instance: it must end these requests alone
+        except Exception as error:  # out of memory, for instance: only these requests may fail
             logger.exception("adapter %s could not be loaded", ref.name)
             return AdapterRefusal(
                 FailureCode.INTERNAL, f"adapter {ref.name!r} could not be loaded: {type(error).__name__}"
@@ -161,7 +161,7 @@ class AdapterStore:
         return None
 
     def _make_room(self, nbytes: int, slots: AdapterSlots, settings: AdapterSettings) -> list[int] | None:
-        """Slots to unload for a free one, and memory for so much; None if what is there is in use."""
+        """Forget idle adapters until a slot and ``nbytes`` are free. Returns their slots; None if too many are in use."""
         idle = [digest for digest, one in self._loaded.items() if one.num_users == 0]
         used = sum(one.nbytes for one in self._loaded.values())
         in_use = used - sum(self._loaded[digest].nbytes for digest in idle)
@@ -187,7 +187,7 @@ def _read(root: Path, ref: AdapterRef) -> AdapterFiles:
 
 
 def _replace(slots: AdapterSlots, freed: Sequence[int], slot: int, directory: Path, digest: str) -> None:
-    """Not on the loop: memory goes back to the system, and other ranks are told, who may be behind."""
+    """Not on the loop: it frees memory, and tells other ranks, which may be behind."""
     for one in freed:
         slots.unload(one)
     slots.load(slot, directory, digest)

@@ -1,13 +1,13 @@
-"""The canary: an idle worker computes a known prompt again and again, and compares the result with its first one.
+"""The canary: an idle worker computes a known prompt from time to time, and compares the result with its first one.
 
-A step computes the prompt, further ones a token each: greedy, of the base model, without a draft. What is digested is every byte
-of K/V that they wrote, in all groups of layers and of all ranks, and the tokens with the bits of their log probabilities. So a
-wrong bit shows in whatever these steps read and write; not one in the embedding of another token, or in an expert that none of
-these tokens goes to. A processor's rounding is its own: the first answer of this process is what later ones are compared with.
-The steps have the same shape each time, so that they round alike.
+One step computes the prompt, and each further step one token: greedy, with the base model, without a draft. The digest covers every
+byte of K/V that the steps wrote, in all groups of layers and of all ranks, and the tokens with the bits of their log probabilities.
+So it shows a wrong bit in all memory that these steps use. It does not show one in another token's embedding, or in an expert that
+none of these tokens use. Rounding differs between processors, so later answers are compared with this process's first. All steps
+have the same shape each time, so that they round alike.
 
-The canary has blocks of its own: it neither looks in the prefix cache nor publishes there. They are zeroed first. So bytes that
-no layer writes are the same each time. Whoever has work for the engine calls ``abandon`` first. So a request waits for at most one
+The canary has its own blocks: it neither reads nor publishes prefix-cache blocks. They are zeroed first, so that bytes that no
+layer writes are the same each time. A caller with work for the engine first calls ``abandon``. So a request waits for at most one
 step of the canary.
 
 Model thread only. The worker decides what follows from a wrong answer.
@@ -30,7 +30,7 @@ from kvrelay.engine.step.sequence import Sequence, SequenceStatus
 
 _PROMPT_TOKENS = 32  # at most: one small step
 _NUM_LOGPROBS = 5
-_READ_S = 10.0  # for a block's bytes to come from a device
+_READ_S = 10.0  # most time for a block's bytes to come from a device
 _MULTIPLIER = 2_654_435_761  # Knuth's: spreads the prompt over the vocabulary
 
 
@@ -38,16 +38,16 @@ _MULTIPLIER = 2_654_435_761  # Knuth's: spreads the prompt over the vocabulary
 class CanaryPlan:
     """The work of a canary and its period."""
 
-    period_s: float  # between two ends of it, if the worker is idle
+    period_s: float  # from one end to the next start, if the worker is idle
     max_step_tokens: int
-    num_tokens: int  # sampled; 1: what a prefill worker does for a request
+    num_tokens: int  # sampled tokens; 1 on a prefill worker, as for a request
 
 
 class Canary:
-    """``step`` it while the engine has nothing else to do."""
+    """Call ``step`` while the engine has no other work."""
 
     def __init__(self, plan: CanaryPlan, leader: Leader, blocks: BlockManager, clock: Clock) -> None:
-        """Due at once: the sooner the first answer, the less has had time to go wrong."""
+        """The first canary is due at once: the earlier the first answer, the less time for something to break before it."""
         self._plan = plan
         self._leader = leader
         self._blocks = blocks
@@ -57,18 +57,18 @@ class Canary:
         self._prompt = [(index + 1) * _MULTIPLIER % card.vocab_size for index in range(num_prompt_tokens)]
         self._first: bytes | None = None
         self._due_s = clock()
-        self._sequence: Sequence | None = None  # while it is computed
+        self._sequence: Sequence | None = None  # set while a canary is unfinished
         self._tokens: list[SampledToken] = []
 
     @property
     def is_under_way(self) -> bool:
-        """Whether it has begun and is not over."""
+        """Whether a canary has begun and is unfinished."""
         return self._sequence is not None
 
     def step(self) -> bool | None:
-        """Begin if it is due, or go on, by one step. None unless it ends with that: then whether the answer is the first one's.
+        """Run a step of the canary, if it has begun or is due. After the last: whether the answer is the first one; else None.
 
-        Nothing happens while half of the pool's blocks are in use. Raises what the engine raises, then it is over.
+        Begins only if half of the pool's blocks stay allocatable. Raises the engine's exceptions; the canary is then over.
         """
         if self._sequence is None and (self._clock() < self._due_s or not self._begin()):
             return None
@@ -86,7 +86,7 @@ class Canary:
         return digest == self._first
 
     def abandon(self) -> None:
-        """Release its blocks. An unfinished canary begins anew at the next ``step``."""
+        """Release the canary's blocks. An unfinished canary starts again at the next ``step``."""
         if self._sequence is not None:
             self._sequence.set_status(SequenceStatus.FINISHED)
             self._blocks.release(sequence_owner(self._sequence.key))
@@ -95,7 +95,7 @@ class Canary:
     def _begin(self) -> bool:
         num_blocks = self._blocks.num_blocks_for(len(self._prompt) + self._plan.num_tokens)
         sequence = Sequence(
-            request_id="canary of this worker",  # no request's: those have no spaces
+            request_id="canary of this worker",  # unlike every request id, it has spaces
             attempt=0,
             token_ids=list(self._prompt),
             num_prompt_tokens=len(self._prompt),
@@ -117,7 +117,7 @@ class Canary:
         return True
 
     def _compute(self) -> bool:
-        """One step; True if it was the last one."""
+        """Run one step. True if it was the last."""
         assert self._sequence is not None, "a canary that has not begun has no step"
         sequence = self._sequence
         row = StepRow(sequence, sequence.num_uncomputed_tokens)
@@ -140,7 +140,7 @@ class Canary:
                 digest.update(struct.pack("<qd", token_id, 0.0 if logprob is None else logprob))
         geometry = self._leader.engine.card.layout.geometry
         for group, block_ids in enumerate(self._sequence.block_tables):
-            # A small group leaves a physical block's end unused, which may read as anything.
+            # A small group leaves the end of a physical block unused, with arbitrary bytes.
             nbytes = geometry.block_size * geometry.groups[group].token_nbytes
             for block_id in block_ids:
                 content = store.open_read(block_id, group)
@@ -158,6 +158,6 @@ class Canary:
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
-    """Implements :class:`kvrelay.common.late_bytes.Reader`. The block is closed when it is read, and not before."""
+    """Implements :class:`kvrelay.common.late_bytes.Reader`. The block is closed only after it is read."""
 
     is_done: bool = False

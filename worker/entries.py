@@ -17,12 +17,12 @@ Outcome = HandedOver | Tokens | Withdrawn | Failed | Cancelled
 class Phase(enum.Enum):
     """Where an entry stands."""
 
-    LEASED = "leased"  # decode only: its blocks are on their way here
-    COMPILING = "compiling"  # waits for its guide; an entry without a guide leaves this phase at once
-    QUEUED = "queued"  # with the model thread, and in no step yet
-    WITHDRAWING = "withdrawing"  # its gateway wants it back; the model thread decides whether it has begun
-    RUNNING = "running"  # it has been in a step; it may wait again if it was preempted
-    HANDING_OVER = "handing_over"  # prefill only: computed; the transfer goes on
+    LEASED = "leased"  # decode only: the entry's blocks are on their way here
+    COMPILING = "compiling"  # waits for its guide and adapter; an entry without them leaves this phase at once
+    QUEUED = "queued"  # handed to the model thread, but in no step yet
+    WITHDRAWING = "withdrawing"  # the gateway asks for it back; the model thread decides whether it has begun
+    RUNNING = "running"  # has been in a step; may wait again after a preemption
+    HANDING_OVER = "handing_over"  # prefill only: computed; the transfer is not over
     CLOSING = "closing"  # the outcome is decided; blocks are still in use
 
 
@@ -35,21 +35,21 @@ _TRANSITIONS: dict[Phase, frozenset[Phase]] = {
     Phase.HANDING_OVER: frozenset({Phase.CLOSING}),
     Phase.CLOSING: frozenset(),
 }
-BEGINNING = frozenset({Phase.QUEUED, Phase.WITHDRAWING})  # phases in front of the first step
-WAITING = frozenset({Phase.LEASED, Phase.COMPILING, Phase.QUEUED, Phase.WITHDRAWING})  # without a place in the batch
+BEGINNING = frozenset({Phase.QUEUED, Phase.WITHDRAWING})  # phases before the first step
+WAITING = frozenset({Phase.LEASED, Phase.COMPILING, Phase.QUEUED, Phase.WITHDRAWING})  # no place in the batch
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Entry:
-    """One attempt on a worker. A role adds what its hand-off needs to know."""
+    """One attempt on a worker. Each role adds the state of its hand-off."""
 
-    sequence: Sequence  # the model thread's, from QUEUED on
+    sequence: Sequence  # from QUEUED on only the model thread changes it
     gateway_id: str
     deadline_s: float  # when the client's time is up
-    adapter: AdapterRef | None = None  # what computes it
+    adapter: AdapterRef | None = None  # LoRA adapter; None: the base model
     phase: Phase = Phase.COMPILING
-    started_s: float | None = None  # when it was first in a step
-    outcome: Outcome | None = None  # that its gateway is told; None: it knows already, or hears it from another
+    started_s: float | None = None  # when its first step began
+    outcome: Outcome | None = None  # message for its gateway; None: the gateway knows, or another worker tells it
     closed_s: float | None = None  # when the outcome was decided
     model_holds: bool = False  # the model thread may still touch the blocks
     hand_off_holds: bool = False  # sends in flight may still read the blocks, or a lease owns them
@@ -61,31 +61,31 @@ class Entry:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it takes no place in the batch yet."""
+        """Whether the entry takes no place in the batch yet."""
         return self.phase in WAITING
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Of its prompt, as far as this worker computes it; the model thread goes on meanwhile. 0 once it generates."""
+        """Prompt tokens that this worker must still compute; 0 once it generates. The model thread changes it meanwhile."""
         if not self.model_holds and self.phase is not Phase.COMPILING:
             return 0
         num_tokens = self.sequence.num_uncomputed_tokens
         return num_tokens if num_tokens > 1 else 0
 
     def advance(self, phase: Phase) -> None:
-        """Move on. Raises ValueError if the table has no such transition."""
+        """Enter ``phase``. Raises ValueError if the table has no such transition."""
         if phase not in _TRANSITIONS[self.phase]:
             raise ValueError(f"request {self.key}: no transition {self.phase.name} -> {phase.name}")
         self.phase = phase
 
     @property
     def log_context(self) -> dict[str, Any]:
-        """What a log line about it carries."""
+        """Extra fields for log lines about the entry."""
         trace = self.sequence.trace
         return {"request_id": self.key[0], "attempt": self.key[1], "trace_id": "" if trace is None else trace.trace_id}
 
     def prefill_timings(self, now_s: float) -> Timings:
-        """Its prompt has been computed, by this worker."""
+        """The timings of a prompt that this worker has just finished computing, at ``now_s``."""
         sequence, started_s = self.sequence, now_s if self.started_s is None else self.started_s
         chunks = [] if sequence.trace is None else sequence.trace.chunks
         return Timings(

@@ -1,7 +1,7 @@
 """Passes each gateway's token counts of API keys on to the other gateways, which cannot reach each other.
 
 A gateway reports to one worker at a time, and that worker tells all other gateways at once. At its first report a gateway gets all
-earlier reports that the worker knows, with their ages. So a new gateway knows the use at gateways that are gone.
+earlier reports that the worker knows, with their ages. So a new gateway also learns the counts of gateways that are gone.
 """
 
 from __future__ import annotations
@@ -12,32 +12,32 @@ import msgspec
 
 from kvrelay.wire.messages import KeyTokens
 
-_MAX_GATEWAYS = 256  # that are remembered; the last ones heard of
+_MAX_GATEWAYS = 256  # most gateways to remember, the latest reports
 
 
 class KeyTokensBoard:
-    """One worker's. Asyncio loop only."""
+    """One worker's reports. Asyncio loop only."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._has_told: dict[str, bool] = {}  # by ``peer_id``: the gateways that are connected
-        self._told: dict[str, tuple[KeyTokens, float]] = {}  # by gateway's process, the latest last; and when it came
+        self._has_told: dict[str, bool] = {}  # connected gateways by ``peer_id``: whether each has reported
+        self._told: dict[str, tuple[KeyTokens, float]] = {}  # by gateway process, latest last: (report, when it came)
 
     @property
     def gateways(self) -> list[str]:
-        """Those that are connected, by ``peer_id``."""
+        """The ``peer_id`` of each connected gateway."""
         return list(self._has_told)
 
     def join(self, peer_id: str) -> None:
-        """A gateway is connected."""
+        """A gateway has connected."""
         self._has_told[peer_id] = False
 
     def leave(self, peer_id: str) -> None:
-        """It is gone. What it told stays."""
+        """A gateway is gone. Its reports stay."""
         self._has_told.pop(peer_id, None)
 
     def take(self, peer_id: str, told: KeyTokens, send: Callable[[str, KeyTokens], object]) -> None:
-        """Keep what a gateway tells; ``send`` it to the others, and to itself what it missed."""
+        """Keep a gateway's report and ``send`` it to the others. At its first report, also ``send`` it the known ones."""
         now_s = self._clock()
         for other in self._has_told:
             if other != peer_id:

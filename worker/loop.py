@@ -1,12 +1,12 @@
-"""The model loop: one thread that computes, fed by commands, never touching the network.
+"""The model loop: one thread that computes, fed by commands. It never touches the network.
 
-``post`` puts a command into the loop's inbox from any thread. The loop takes all commands there are, then lets the
-worker run one step; with nothing to compute it lets the worker check itself, and waits for the next command. What a step
-yields leaves through the worker's own callbacks. ``problems`` says if the loop has not come round for long; readiness watches it.
+``post`` puts a command into the loop's inbox, from any thread. The loop takes all waiting commands, then lets the worker run one
+step. Without work it lets the worker check itself, and waits for the next command. Results leave through the worker's own
+callbacks. ``problems`` reports a loop that has made no turn for long; readiness checks it.
 
-A step or a command that fails ends what it was about, and the loop goes on. Two things end the loop: the worker says that it
-cannot go on, since its state cannot be trusted any more or its device has failed, or one step after the other fails. It is not
-alive then, and the process must be started anew.
+A failed step or command ends the requests that it concerned, and the loop continues. Two things end the loop: the worker raises,
+because its state cannot be trusted or its device has failed, or too many steps fail in a row. The loop is then not alive, and the
+process must be restarted.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from kvrelay.worker.model_worker import Command, ModelWorker
 
 logger = logging.getLogger(__name__)
 
-_IDLE_TICK_S = 1.0  # how long an idle loop waits before it shows that it is alive
-# In a row. A device that answers every step with an error would draw all traffic and fail it fast.
+_IDLE_TICK_S = 1.0  # how long an idle loop waits before it ticks again
+# Most failures in a row. A device that fails every step would do so fast, and attract all traffic.
 _MAX_FAILED_STEPS = 10
 
 
@@ -41,11 +41,11 @@ class ModelLoop:
         self._thread.start()
 
     def post(self, command: Command) -> None:
-        """Hand a command to the loop; from any thread, never blocks."""
+        """Hand a command to the loop. From any thread; never blocks."""
         self._inbox.put(command)
 
     def wake(self) -> None:
-        """Make the loop look for work, for instance because blocks came free; from any thread."""
+        """Make the loop look for work, for instance because blocks were released. From any thread."""
         self._inbox.put(None)
 
     @property
@@ -54,14 +54,14 @@ class ModelLoop:
         return self._thread.is_alive()
 
     def problems(self, bound_s: float) -> list[str]:
-        """Reasons against a loop that died, or has not come round for ``bound_s``."""
+        """Why the loop is not healthy: it died, or made no turn for ``bound_s`` seconds. Empty if healthy."""
         if not self.is_alive:
             return ["the model loop is dead"]
         silent_s = self._clock() - self._last_tick_s
         return [f"the model loop has not ticked for {silent_s:.0f} s"] if silent_s > bound_s else []
 
     def stop(self, timeout_s: float = 30.0) -> bool:
-        """End the loop after the step that runs; False if it did not end in time."""
+        """End the loop after the running step. False if it did not end in time."""
         self._stopping.set()
         self.wake()
         if self._thread.ident is not None:

@@ -1,4 +1,4 @@
-"""A worker's process, whatever its role: logs, keys and model, then the worker until a signal ends it."""
+"""The process of a worker of either role: sets up logs, keys and model, then runs the worker until a signal."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def serve_worker(
     make: Callable[[Engine, Setup], Component],
     load_before: Callable[[], None] = lambda: None,
 ) -> int:
-    """Run what ``make`` puts together until SIGTERM or SIGINT; returns the exit code. Raises KvrelayError if it cannot start.
+    """Run the worker that ``make`` builds until SIGTERM or SIGINT. Returns the exit code. Raises KvrelayError if it cannot start.
 
-    ``load_before``: whatever is to have its memory before the model takes what is left.
+    ``load_before``: loads what must get its memory before the model's KV pool takes the rest.
     """
     configure_logs(settings.log_level, settings.log_format)
     place = place_of(settings.nodes, settings.model.num_ranks)

@@ -1,4 +1,4 @@
-"""A worker's own metrics: what its scheduler and its pool do. Under vLLM's names too where Kubernetes gateways expect them."""
+"""A worker's own metrics: its scheduler and its pool. Also under vLLM's names where Kubernetes gateways expect these."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _STEP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2
 
 
 class EngineMetrics:
-    """Gauges read their values when they are scraped; counters are incremented by the worker."""
+    """Gauges are computed when they are scraped; the worker increments the counters."""
 
     def __init__(
         self,

@@ -1,11 +1,11 @@
-"""What runs on a worker's model thread: schedule → run → postprocess, fed by commands.
+"""The work of a worker's model thread: schedule → run → postprocess, fed by commands.
 
-With an engine that runs ahead, step N+1 is scheduled and launched before step N's tokens are fetched, if the scheduler knows it by
-then (:mod:`kvrelay.decode_worker.run_ahead`); sending, scheduling and building batches then cost the device no time.
-If it cannot be sampled without them, it is told to sample once step N is postprocessed, before step N+2 is launched.
+If the engine runs ahead, step N+1 is scheduled and launched before step N's tokens are fetched, unless the scheduler needs them
+first (:mod:`kvrelay.decode_worker.run_ahead`). Sending, scheduling and building batches then cost the device no time. If sampling
+in step N+1 needs step N's tokens, it starts once step N is postprocessed, before step N+2 is launched.
 
-With an engine of several stages, as many steps are under way as it has stages, each of other sequences. What a step brings is
-taken in before the next one is scheduled, so that a sequence goes on behind its token.
+If the engine has several stages, as many steps run at once, each of different sequences. A step's results are taken in before the
+next step is scheduled, so that its sequences can continue.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """Take a sequence in."""
+    """Take in a sequence."""
 
     sequence: Sequence
-    first: SampledToken | None = None  # of a beam search that was handed over: what the prefill worker sampled
+    first: SampledToken | None = None  # for a beam search that was handed over: the prefill worker's sample
 
 
 @dataclass(frozen=True, slots=True)
 class Remove:
-    """Take a sequence out; answered by ``removed`` in a report, also if it is not there."""
+    """Remove a sequence. A report answers with ``removed``, even if the sequence is not there."""
 
     key: Key
 
 
 @dataclass(frozen=True, slots=True)
 class TakeBack:
-    """Take a sequence out if nothing of it is computed and it holds no blocks; answered by ``taken_back`` then, and only then."""
+    """Remove a sequence if nothing of it is computed and it holds no blocks. Only then a report answers with ``taken_back``."""
 
     key: Key
 
@@ -57,16 +57,16 @@ Command = Add | Remove | TakeBack
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What happened on the model thread: before a step, after it, or on a removal."""
+    """Events of the model thread: before a step, after it, or on a removal."""
 
     started: tuple[Key, ...] = ()
     preempted: tuple[Key, ...] = ()
     progress: tuple[Progress, ...] = ()
     removed: tuple[Key, ...] = ()
     taken_back: tuple[Key, ...] = ()
-    failed: tuple[Key, ...] = ()  # whom a failed step took down; the model thread is done with their blocks
+    failed: tuple[Key, ...] = ()  # ended by a failed step; the model thread no longer uses their blocks
     detail: str = ""
-    computes_wrongly: bool = False  # its canary's answer has changed; no step follows
+    computes_wrongly: bool = False  # the canary's answer changed; no step follows
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class _Launched:
 
 
 class ModelWorker:
-    """What :class:`kvrelay.worker.loop.ModelLoop` runs. ``emit`` is called on the model thread and must not block."""
+    """The worker that :class:`kvrelay.worker.loop.ModelLoop` runs. It calls ``emit``, which must not block, on the model thread."""
 
     def __init__(
         self,
@@ -96,13 +96,13 @@ class ModelWorker:
         self._canary = canary
         self._computes_wrongly = False
         self._launched: list[_Launched] = []  # steps whose tokens are not fetched yet, oldest first
-        self._taking_in: tuple[Key, ...] = ()  # whose tokens are there, and are being taken in
+        self._taking_in: tuple[Key, ...] = ()  # sequences whose tokens are being taken in
         self._suspects = Suspects()
-        self._removals: list[Key] = []  # asked for while they are in a step
-        self._since_s = 0.0  # when the device began with the oldest, as far as the host can tell
+        self._removals: list[Key] = []  # removals that wait for a running step
+        self._since_s = 0.0  # start of the oldest step on the device, as far as the host knows
 
     def handle(self, command: Command) -> None:
-        """Take a command in."""
+        """Carry out a command."""
         match command:
             case Add(sequence, first):
                 self._scheduler.add(sequence, first)
@@ -114,23 +114,23 @@ class ModelWorker:
                     self._emit(Report(taken_back=(key,)))
 
     def has_work(self) -> bool:
-        """Whether any sequence waits or runs, or a step is under way. A worker that computes wrongly has none."""
+        """Whether a sequence waits or runs, or a step is running. Always False for a worker that computes wrongly."""
         has_any = bool(self._launched or self._scheduler.waiting or self._scheduler.running)
         return has_any and not self._computes_wrongly
 
     @property
     def is_checking(self) -> bool:
-        """Whether a canary is under way, so that ``idle`` should be called again at once."""
+        """Whether a canary is unfinished, so that ``idle`` should be called again at once."""
         return self._canary is not None and self._canary.is_under_way
 
     def idle(self) -> None:
-        """There is no work: one step of the canary, if it is due. Raises DeviceFailedError if no step can succeed any more."""
+        """Without work, run one step of the canary if it is due. Raises DeviceFailedError if no step can succeed any more."""
         if self._canary is None or self._computes_wrongly:
             return
         try:
             is_same = self._canary.step()
         except Exception:
-            # What ended it says nothing of the answers before; a device that has failed is found out.
+            # The error says nothing about earlier answers. ``check_device`` notices a failed device.
             logger.exception("the canary could not be computed")
             self._metrics.canaries.labels("failed").inc()
             self._engine.check_device()
@@ -143,13 +143,13 @@ class ModelWorker:
             self._emit(Report(computes_wrongly=True))
 
     def step(self) -> bool:
-        """One step of the batch; False if no sequence could get room, so that the loop waits for news."""
+        """Run one step of the batch. False if no sequence got blocks; the loop then waits for news."""
         if self._canary is not None:
             self._canary.abandon()
         is_changed = self._fill()
         if not self._launched:
             return is_changed
-        # Whoever is to be removed must not write to its blocks any more.
+        # A sequence that is about to be removed must not write to its blocks in another step.
         if self._engine.runs_ahead and not self._removals and self._suspects.group is None:
             ahead = self._scheduler.ahead(self._launched[0].plan.rows)
             if ahead is not None:
@@ -159,11 +159,11 @@ class ModelWorker:
         self._finish(self._launched.pop(0).plan, results)
         self._remove()
         if self._launched and (behind := self._launched[0].step) is not None and behind.is_deferred:
-            behind.sample()  # the sequences have what it waited for; the next step goes on from its tokens
+            behind.sample()  # the sequences have the tokens that it waited for; the next step needs its own
         return True
 
     def _fill(self) -> bool:
-        """Launch as many steps as the engine has stages. Whether the books changed, perhaps by a preemption alone."""
+        """Launch as many steps as the engine has stages. Returns whether the books changed, perhaps only by a preemption."""
         while not self._launched or len(self._launched) < self._num_at_once:
             plan = self._schedule()
             if plan.preempted:
@@ -179,7 +179,7 @@ class ModelWorker:
 
     @property
     def _num_at_once(self) -> int:
-        """Steps under way, of different sequences. Suspects are tried one step after the other."""
+        """How many steps may run at once. With suspects only one."""
         return 1 if self._suspects.group is not None else self._engine.num_stages
 
     def _schedule(self) -> Schedule:
@@ -193,7 +193,7 @@ class ModelWorker:
 
     @property
     def _flying(self) -> list[StepRow]:
-        """Rows of all steps under way."""
+        """Rows of all running steps."""
         return [row for launched in self._launched for row in launched.plan.rows]
 
     def _launch(self, plan: Schedule) -> None:
@@ -201,7 +201,7 @@ class ModelWorker:
             if sequence.num_preemptions == 0:
                 self._metrics.prompt_tokens.inc(sequence.num_prompt_tokens)
                 self._metrics.cached_tokens.inc(min(sequence.num_cached_tokens, sequence.num_prompt_tokens))
-        if plan.admitted:  # told before they compute, so that the offer of a prompt travels meanwhile
+        if plan.admitted:  # reported before the step, so that a prompt's offer is sent while it computes
             self._emit(Report(started=tuple(sequence.key for sequence in plan.admitted)))
         if plan.copies:
             self._engine.copy_blocks([pair for pairs in plan.copies.values() for pair in pairs])
@@ -237,15 +237,15 @@ class ModelWorker:
                 self._emit(Report(removed=(key,)))
 
     def on_step_failed(self, error: Exception) -> None:
-        """Let everybody compute again whose token was in the step, or behind it, and end who breaks it alone.
+        """Let the sequences of the failed steps compute again, and end a sequence that fails alone.
 
-        A step that fails when its tokens are there ends all in it: who has taken his token in is not known. Raises AssertionError
-        if the books do not agree afterwards, DeviceFailedError if no step can succeed any more.
+        If the failure came while tokens were being taken in, all sequences of that step end, because it is not known which have
+        taken theirs. Raises AssertionError if the books disagree afterwards, DeviceFailedError if no step can succeed any more.
         """
         self._metrics.failed_steps.inc()
         rows: list[StepRow] = []
         for launched in self._launched:
-            with contextlib.suppress(Exception):  # whatever it says, it has ended: nobody writes to its blocks any more
+            with contextlib.suppress(Exception):  # failed or not, the step has ended
                 if launched.step is not None:
                     launched.step.wait()
             self._scheduler.abandon(launched.plan.rows)
@@ -262,14 +262,14 @@ class ModelWorker:
         self._emit(Report(failed=ended, detail=f"the model step failed: {type(error).__name__}"))
         self._remove()
         self._scheduler.check_integrity()
-        self._engine.check_device()  # one that has failed for good would draw all traffic, and fail it fast
+        self._engine.check_device()  # a broken device would fail fast, and so attract all traffic
 
     def on_command_failed(self, command: Command, error: Exception) -> None:
-        """End the command's sequence. Raises AssertionError if the books do not agree afterwards."""
+        """End the command's sequence. Raises AssertionError if the books disagree afterwards."""
         match command:
             case Add(sequence):
                 self._scheduler.drop(sequence)
                 self._emit(Report(failed=(sequence.key,), detail=f"not taken in: {type(error).__name__}"))
             case Remove() | TakeBack():
-                pass  # a removal is reported, however it went; who is not taken back goes on
+                pass  # a removal is reported in any case; a sequence that is not taken back continues
         self._scheduler.check_integrity()

@@ -1,7 +1,7 @@
-"""A worker on several nodes: the processes of its other nodes, and what all its nodes share.
+"""A worker on several nodes: the processes of its other nodes, and the data that all nodes share.
 
-On node 0 the process is the worker (:mod:`kvrelay.worker.main`). On every other node it runs ranks for it; gateways never hear of
-these nodes, so their processes have neither sockets of the wire nor a model, only health and metrics.
+On node 0 the process is the worker (:mod:`kvrelay.worker.main`). On every other node the process runs ranks for it. Gateways never
+connect to these nodes, so their processes have no wire sockets and no model, only health and metrics.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class Leaving:
         self._event = threading.Event()
 
     def because(self, reason: str) -> None:
-        """It is."""
+        """Set it, and log the first reason."""
         if not self._event.is_set():
             logger.info("%s, and so this worker", reason)
         self._event.set()
 
     def is_set(self) -> bool:
-        """Whether one is."""
+        """Whether a node was asked to end."""
         return self._event.is_set()
 
 
@@ -67,7 +67,7 @@ def serve_ranks(role: Role, settings: WorkerSettings, place: NodePlace) -> int:
 
 
 class _Ranks:
-    """Implements :class:`kvrelay.worker.process.run.Component`."""
+    """The ranks of one node. Implements :class:`kvrelay.worker.process.run.Component`."""
 
     def __init__(self, place: NodePlace, secret: bytes, directories: HostDirectories) -> None:
         self._start = partial(RankHost, place, secret, directories)
@@ -83,7 +83,7 @@ class _Ranks:
         self._host = self._start()
 
     async def drain(self) -> None:
-        """See Component. The worker ends with this node, and gets the time to finish what it has."""
+        """See Component. The worker ends with this node. It gets time to finish its requests."""
         assert self._host is not None
         self._host.leave()
         while not self._host.wait(0):  # noqa: ASYNC110 - threads end without a word
@@ -95,13 +95,13 @@ class _Ranks:
             await asyncio.to_thread(self._host.close)
 
     def not_live(self) -> list[str]:
-        """See Component. Ranks that end are started anew here."""
+        """See Component. Ranks that end are restarted here; reported are those that cannot be."""
         return [] if self._host is None else self._host.not_live()
 
     def not_ready(self) -> list[str]:
-        """See Component. Whether the worker takes requests is its own to tell."""
+        """See Component. Only node 0 reports whether the worker takes requests."""
         return []
 
     def debug_kv(self) -> dict[str, Any]:
-        """See Component. Blocks are the worker's."""
+        """See Component. Node 0 has the blocks, this node only its ranks."""
         return {"ranks": {} if self._host is None else self._host.pids}

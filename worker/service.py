@@ -1,18 +1,18 @@
-"""A worker's life of a request, on the asyncio loop: between gateways, guides, the model thread and the hand-off.
+"""The life of a request on a worker: between gateways, guides, the model thread and the hand-off. Runs on the asyncio loop.
 
-An entry goes through these phases; its outcome is decided once and told once, when nothing of it is left::
+An entry goes through these phases. Its outcome is decided once, and sent once the worker holds nothing of it any more::
 
     (LEASED) ──▶ COMPILING ──▶ QUEUED ─────────────────▶ RUNNING ──▶ (HANDING_OVER) ──▶ CLOSING ──▶ (gone, outcome told)
         │            │           ├──▶ (WITHDRAWING) ──▶─────┤                             ▲
         └────────────┴───────────┴───────────┴──────────────┴─────────────────────────────┘
 
-CLOSING waits for both users of the entry's blocks: the model thread and the hand-off. An entry that asked for its sequence's
-removal stays until that is answered, whatever comes before: no later attempt of that name may get the answer.
+CLOSING waits for both users of the entry's blocks: the model thread and the hand-off. An entry that has posted a removal stays
+until the model thread answers. Otherwise a later attempt with the same key would get the answer.
 
-A gateway may want a request back that waits (``Withdraw``). It gets it if the model thread has not begun with it; else the
-request goes on, and the gateway hears nothing.
+A gateway may ask for a waiting request back (``Withdraw``). It gets the request if the model thread has not begun it. Otherwise the
+request continues, and the gateway gets no answer.
 
-A role is a subclass: what it does with the hand-off. LEASED is the decode worker's, HANDING_OVER the prefill worker's.
+Each role is a subclass that implements its side of the hand-off. Only decode workers use LEASED, only prefill workers HANDING_OVER.
 """
 
 from __future__ import annotations
@@ -66,18 +66,18 @@ E = TypeVar("E", bound=Entry)
 
 @dataclass(slots=True)
 class Ports:
-    """What a service speaks through. Filled once by whoever assembles the worker."""
+    """The service's connections to other parts of the worker. The code that assembles the worker fills them once."""
 
     send: Callable[[Role, str, Message], bool]
     loop: ModelLoop
-    on_loop: Callable[..., None]  # makes another thread's call on the asyncio loop: the function, then its arguments
+    on_loop: Callable[..., None]  # from any thread: calls the function with the arguments on the asyncio loop
     guides: GuideCompiler
-    prompt_tokens_per_s: Callable[[], float | None]  # what prompts would get now, as in Status
+    prompt_tokens_per_s: Callable[[], float | None]  # see Status
     adapters: AdapterStore
 
 
 class Service(ABC, Generic[E]):
-    """Of entries ``E``. Implements the wire's ServerHandler; asyncio loop only, never blocks."""
+    """Holds entries of type ``E``. Implements the wire's ServerHandler; asyncio loop only, never blocks."""
 
     role: Role
     peers: frozenset[Role]  # who may connect
@@ -89,48 +89,48 @@ class Service(ABC, Generic[E]):
         self.fingerprint = identity.card.layout.fingerprint()
         self.entries: dict[Key, E] = {}  # attempts that are not over
         self.state = WorkerState.READY
-        self.wrong_since_s: float | None = None  # when its canary's answer changed
-        self.has_work = asyncio.Event()  # there are entries: ``tick`` must be called
-        self.ports: Ports  # there before the first message
-        self._drained = asyncio.Event()  # draining, and the last entry is gone
+        self.wrong_since_s: float | None = None  # when the canary's answer changed
+        self.has_work = asyncio.Event()  # set while there are entries; ``tick`` must then be called
+        self.ports: Ports  # set before the first message comes
+        self._drained = asyncio.Event()  # set when a draining worker has no entries left
         self._key_tokens = KeyTokensBoard(clock)
 
     # -- what a role does ------------------------------------------------------------------------------------------
 
     @abstractmethod
     def entry_of(self, submit: Submit, gateway_id: str, sequence: Sequence) -> E:
-        """The entry of a request that is taken in."""
+        """Make the entry of an accepted request."""
 
     @abstractmethod
     def on_progress(self, report: Report) -> None:
-        """What a step brought; a CLOSING entry hears nothing: its removal is asked for, and answered in any case."""
+        """Handle the progress that a step brought. Skip CLOSING entries: the model thread answers their removal in any case."""
 
     @abstractmethod
     def on_closing(self, entry: E, was_in: Phase) -> None:
-        """The outcome is decided. Make the hand-off let go of the blocks, if it holds them."""
+        """The entry's outcome is decided. If the hand-off holds its blocks, make it release them."""
 
     def refusal(self, request: Submit | Offer, chain: HashChain) -> Refusal | None:
-        """Why the worker does not take the request now, or ever; None if it does. ``chain``: of its blocks."""
+        """Why the worker does not take the request, now or ever; None if it does. ``chain``: hashes the request's blocks."""
         is_known, decodes = (request.request_id, request.attempt) in self.entries, self.role is Role.DECODE
         return refusal_of(request, self.identity, self.status(), is_known=is_known, decodes=decodes)
 
     def add(self, entry: E) -> Add:
-        """What the model thread is to take in, once the guide is there. Raises ValueError if the guide does not allow it."""
+        """The command that gives the entry to the model thread. Raises ValueError if its guide forbids a token so far."""
         return Add(entry.sequence)
 
     def on_started(self, entry: E) -> None:
-        """It is in its first step, which begins now."""
+        """The entry is in its first step, which begins now."""
 
     def on_preempted(self, entry: E) -> None:
-        """It has lost its blocks, and will be computed again."""
+        """The entry has lost its blocks, and will be computed again."""
 
     def on_gone(self, entry: E) -> None:
-        """Neither the model thread nor the hand-off touches its blocks any more."""
+        """Neither the model thread nor the hand-off uses the entry's blocks any more."""
 
     # -- peers: ServerHandler --------------------------------------------------------------------------------------
 
     def welcome(self, hello: Hello) -> Welcome | HelloRefused:
-        """Gateways; a role says who else."""
+        """Accept gateways; roles override this to accept other peers."""
         if hello.role is not Role.GATEWAY:
             detail = f"a {self.role} worker takes no Hello of a {hello.role} worker"
             return HelloRefused(code=FailureCode.INVALID, detail=detail)
@@ -138,7 +138,7 @@ class Service(ABC, Generic[E]):
         return self.greeting(hello)
 
     def greeting(self, hello: Hello) -> Welcome:
-        """Who this worker is, in the newest protocol that both speak."""
+        """This worker's Welcome, in the newest protocol that both sides speak."""
         protocol = common_protocol(hello)
         assert protocol is not None, f"the control server refuses {hello}"
         return Welcome(
@@ -151,7 +151,7 @@ class Service(ABC, Generic[E]):
         )
 
     def status(self) -> Status:
-        """What routing sees."""
+        """The worker's state for routing."""
         num_waiting = sum(entry.is_waiting for entry in self.entries.values())
         return Status(
             state=self.state,
@@ -166,7 +166,7 @@ class Service(ABC, Generic[E]):
         )
 
     def on_message(self, peer_id: str, role: Role, message: Message) -> None:
-        """A message from a peer. What another role says counts for nothing."""
+        """Handle a message from a peer. Messages that its role may not send are logged and ignored."""
         match role, message:
             case Role.GATEWAY, Submit():
                 self._on_submit(peer_id, message)
@@ -180,7 +180,7 @@ class Service(ABC, Generic[E]):
                 logger.debug("unexpected %s of a %s", type(message).__name__, role, extra={"peer_id": peer_id})
 
     def on_peer_lost(self, peer_id: str, role: Role) -> None:
-        """A gateway is gone: nobody waits for its requests any more."""
+        """A gateway is lost: end its requests, because no client waits for them any more."""
         self._key_tokens.leave(peer_id)
         for entry in [entry for entry in self.entries.values() if entry.gateway_id == peer_id]:
             self.close(entry, cancelled(entry.key))
@@ -198,7 +198,7 @@ class Service(ABC, Generic[E]):
 
     def _on_cancel(self, peer_id: str, key: Key) -> None:
         entry = self.entries.get(key)
-        if entry is None or entry.gateway_id != peer_id:  # nobody takes back what another gateway asked for
+        if entry is None or entry.gateway_id != peer_id:  # a gateway cannot cancel another gateway's request
             self.ports.send(Role.GATEWAY, peer_id, cancelled(key))
         else:
             self.close(entry, cancelled(key))
@@ -213,12 +213,12 @@ class Service(ABC, Generic[E]):
     # -- the way in ------------------------------------------------------------------------------------------------
 
     def chain_of(self, request: Submit | Offer) -> HashChain:
-        """What makes the hashes of the request's blocks."""
+        """The hash chain of the request's blocks."""
         block_size = self.identity.card.layout.block_size
         return HashChain(self.fingerprint, block_size, cache_salt=request.cache_salt, adapter=request.adapter)
 
     def sequence_of(self, request: Submit | Offer, chain: HashChain) -> Sequence:
-        """The request's sequence, which arrives now; nothing of it is computed."""
+        """A new sequence for the request, with arrival time now and no token computed."""
         now_s = self.clock()
         return Sequence(
             request_id=request.request_id,
@@ -235,7 +235,7 @@ class Service(ABC, Generic[E]):
         )
 
     def take(self, entry: E) -> None:
-        """Know the entry from now on, and ask for its adapter, and for its guide's state behind the output so far."""
+        """Register the entry, and ask for its adapter, and for its guide's state after the output so far."""
         self.entries[entry.key] = entry
         self.has_work.set()
         sequence = entry.sequence
@@ -246,7 +246,7 @@ class Service(ABC, Generic[E]):
             self.ports.guides.start(sequence.sampling, output, partial(self.ports.on_loop, self._on_guide, entry))
 
     def _on_adapter(self, entry: E, result: int | AdapterRefusal) -> None:
-        """The slot where the entry's adapter lies, for its use; or why there is none."""
+        """``result``: the slot of the entry's adapter, which the entry now uses; or why there is none."""
         if isinstance(result, AdapterRefusal):
             self.fail(entry, result.code, result.detail, result.retry_after_s)
         elif entry.phase is Phase.CLOSING:
@@ -267,7 +267,7 @@ class Service(ABC, Generic[E]):
             self.queue_if_ready(entry)
 
     def queue_if_ready(self, entry: E) -> None:
-        """Hand the sequence to the model thread if everything of it is there, its guide and its adapter, too."""
+        """Hand the sequence to the model thread once its guide and its adapter are there."""
         sequence = entry.sequence
         if entry.adapter is not None and not sequence.adapter:
             return
@@ -284,12 +284,12 @@ class Service(ABC, Generic[E]):
     # -- the model thread ------------------------------------------------------------------------------------------
 
     def on_report(self, report: Report) -> None:
-        """What the model thread did; called on the asyncio loop, in order."""
+        """Handle what the model thread did. Called on the asyncio loop, in order."""
         if report.computes_wrongly:
             self._on_computes_wrongly()
         for key in report.started:
             entry = self.entries[key]
-            if entry.phase in BEGINNING:  # otherwise it ends, or starts again after a preemption
+            if entry.phase in BEGINNING:  # otherwise it is closing, or starts again after a preemption
                 entry.advance(Phase.RUNNING)
                 entry.started_s = self.clock()
                 self.guarded(self.on_started, entry)
@@ -302,7 +302,7 @@ class Service(ABC, Generic[E]):
             self.finish(entry)
         for key in report.taken_back:
             entry = self.entries[key]
-            if entry.phase is Phase.WITHDRAWING:  # otherwise its removal is asked for, and answered in any case
+            if entry.phase is Phase.WITHDRAWING:  # otherwise its removal was posted, and will be answered
                 entry.model_holds = False
                 self.close(entry, Withdrawn(request_id=key[0], attempt=key[1]))
         for key in report.failed:
@@ -312,15 +312,15 @@ class Service(ABC, Generic[E]):
                 self.fail(entry, FailureCode.INTERNAL, report.detail)
 
     def _on_computes_wrongly(self) -> None:
-        """Take nothing new, and tell all gateways at once; each ping is answered with the same."""
+        """Take no new requests, and send all gateways the new state at once. Pings get the same state."""
         logger.critical("%s; the process ends soon", COMPUTES_WRONGLY)
         self.state, self.wrong_since_s = WorkerState.WRONG, self.clock()
-        self._drained.set()  # what is left is not computed any more
+        self._drained.set()  # the remaining requests are not computed any more
         for gateway_id in self._key_tokens.gateways:
             self.ports.send(Role.GATEWAY, gateway_id, self.status())
 
     def guarded(self, handle: Callable[..., None], entry: E, *args: Any) -> None:
-        """One request's trouble, as with a link that breaks in this moment, costs no other in the report its news."""
+        """Call ``handle``. If it raises, for instance because a link breaks, only this entry fails; others still get their news."""
         try:
             handle(entry, *args)
         except Exception as error:
@@ -330,13 +330,13 @@ class Service(ABC, Generic[E]):
     # -- the end ---------------------------------------------------------------------------------------------------
 
     def tick(self) -> None:
-        """End what is out of time."""
+        """End the entries whose deadline has passed."""
         now_s = self.clock()
         for entry in [entry for entry in self.entries.values() if entry.deadline_s <= now_s]:
             self.fail(entry, FailureCode.DEADLINE, "the request's time is up")
 
     async def drain(self) -> None:
-        """Take nothing new; return when nothing is left."""
+        """Take no new requests, and return when no entry is left."""
         if self.state is WorkerState.READY:
             self.state = WorkerState.DRAINING
         if self.entries and self.state is WorkerState.DRAINING:
@@ -351,7 +351,7 @@ class Service(ABC, Generic[E]):
         self.close(entry, failed(entry.key, code, detail, retry_after_s))
 
     def close(self, entry: E, outcome: Outcome | None) -> None:
-        """Decide how the entry ends, unless that is decided. None: its gateway knows, or hears it from another worker."""
+        """Decide the entry's outcome, unless it is decided. None: its gateway knows it, or learns it from another worker."""
         if entry.phase is Phase.CLOSING:
             return
         was_in = entry.phase
@@ -363,30 +363,30 @@ class Service(ABC, Generic[E]):
         self.finish(entry)
 
     def finish(self, entry: E) -> None:
-        """Forget the entry and tell its outcome, if nothing holds its blocks any more."""
+        """Forget the entry and send its outcome, once neither the model thread nor the hand-off holds its blocks."""
         if entry.phase is not Phase.CLOSING or entry.model_holds or entry.hand_off_holds:
             return
         if self.entries.get(entry.key) is not entry:
-            return  # the hand-off let go while the entry was being closed
+            return  # the hand-off released the blocks during ``close``, and the entry is gone already
         del self.entries[entry.key]
         if not self.entries:
             self.has_work.clear()
             if self.state is WorkerState.DRAINING:
                 self._drained.set()
         self.on_gone(entry)
-        if entry.sequence.adapter:  # else it is released when it comes
+        if entry.sequence.adapter:  # otherwise it is released when it is loaded
             self._release_adapter(entry)
         if entry.outcome is not None:
             self.ports.send(Role.GATEWAY, entry.gateway_id, entry.outcome)
 
     def release(self, entry: E) -> None:
-        """Give the sequence's blocks back; another may have waited for them."""
+        """Release the sequence's blocks, and wake the model loop: another sequence may wait for them."""
         self.blocks.release(sequence_owner(entry.key), entry.sequence.retention)
         self.ports.loop.wake()
 
 
 def failed(key: Key, code: FailureCode, detail: str, retry_after_s: float | None = None) -> Failed:
-    """The end of an attempt by an error."""
+    """The outcome of an attempt that ended with an error."""
     return Failed(request_id=key[0], attempt=key[1], code=code, detail=detail, retry_after_s=retry_after_s)
 
 

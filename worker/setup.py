@@ -1,4 +1,4 @@
-"""The parts that a worker of either role is built from, beside its engine and its scheduler's settings."""
+"""The common parts of both roles' workers, besides the engine and the scheduler's settings."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from kvrelay.worker.loop import ModelLoop
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """An entry point fills it from settings; the executor, tests and the simulation by hand."""
+    """Filled from settings by entry points; by hand in the executor, tests and the simulation."""
 
     worker_id: str
     epoch: int  # differs for every start of the process
     address: str  # of the control socket
     registry: CollectorRegistry
-    network: Network  # which the worker closes
+    network: Network  # the worker closes it
     model_loop: type[ModelLoop] = ModelLoop
     link_settings: LinkSettings = field(default_factory=LinkSettings)
     seal_kv: bool = False
     keys: WireKeys | None = None
-    shared_memory: SharedPlace | None = None  # where workers on this host find each other; None: nowhere
+    shared_memory: SharedPlace | None = None  # where to find workers on this host; None: not used
     max_retained_share: float = 0.5
     guides: GuideCompiler = field(default_factory=NoGuides)
     adapters: AdapterSettings | None = None
-    canary_period_s: float = 0.0  # how often an idle worker checks that it still computes the same; 0: never
-    model: str = ""  # name in the API that gateways are told; "": none
+    canary_period_s: float = 0.0  # how often an idle worker checks itself; 0: never
+    model: str = ""  # name in the API, sent to gateways; "": none

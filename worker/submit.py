@@ -1,4 +1,4 @@
-"""Whether a worker takes a request: the checks that both kinds of worker make before anything else."""
+"""Whether a worker takes a request: the checks that workers of both roles make first."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvrelay.wire.messages import ABOUT_GUIDE, Failed, FailureCode, Offer, Statu
 
 @dataclass(frozen=True, slots=True)
 class WorkerIdentity:
-    """Who a worker is, and what it serves."""
+    """A worker's name, and the model and limits that it serves with."""
 
     worker_id: str
     epoch: int  # differs for every start of the process
@@ -37,7 +37,7 @@ def refusal_of(
     request: Submit | Offer, identity: WorkerIdentity, status: Status, *, is_known: bool, decodes: bool
 ) -> Refusal | None:
     """Why the worker does not take the request; None if it does. ``decodes``: whether it would generate the output."""
-    # A prefill worker's own checks are not enough for an offer: a step that breaks on one sequence ends all in the batch.
+    # Offers are checked again here: a step that breaks on one sequence can end all sequences in the batch.
     invalid = invalid_submit(request, identity.card)
     if invalid is None and decodes:
         invalid = unfit_beams(request.sampling, request.num_prompt_tokens, identity.card, identity.max_running)
@@ -47,7 +47,7 @@ def refusal_of(
         invalid = f"attempt {request.attempt} of request {request.request_id} is already here"
     if invalid is not None:
         return Refusal(FailureCode.INVALID, invalid)
-    if request.timeout_s is not None and not request.timeout_s > 0:  # not a number: late, too
+    if request.timeout_s is not None and not request.timeout_s > 0:  # NaN counts as late
         return Refusal(FailureCode.DEADLINE, f"came with {request.timeout_s} s left: nobody waits for it any more")
     if status.state is WorkerState.DRAINING:
         return Refusal(FailureCode.DRAINING, f"worker {identity.worker_id} is shutting down")
@@ -59,18 +59,18 @@ def refusal_of(
 
 
 def guide_failed(key: tuple[str, int], detail: str, *, is_invalid: bool = True) -> Failed:
-    """The end of the attempt ``key`` by its guide; ``is_invalid``: it is the guide's own fault, and no other worker would do."""
+    """The outcome of attempt ``key`` when its guide fails. ``is_invalid``: the guide is wrong, so other workers would fail too."""
     code = FailureCode.INVALID if is_invalid else FailureCode.INTERNAL
     return Failed(request_id=key[0], attempt=key[1], code=code, detail=detail, about=ABOUT_GUIDE)
 
 
 def deadline_of(request: Submit | Offer, now_s: float) -> float:
-    """When the request's time is up, on the clock of ``now_s``."""
+    """The request's deadline, on the clock of ``now_s``."""
     return math.inf if request.timeout_s is None else now_s + request.timeout_s
 
 
 def invalid_submit(submit: Submit | Offer, card: ModelCard) -> str | None:
-    """Why the request can never be computed by a worker with this card, naming value and limit; None if it can."""
+    """Why no worker with this card can ever compute the request, naming value and limit; None if it can."""
     num_tokens = len(submit.token_ids)
     if not 0 < submit.num_prompt_tokens <= num_tokens:
         return f"num_prompt_tokens is {submit.num_prompt_tokens}; it must be 1 to {num_tokens}"

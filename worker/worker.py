@@ -1,6 +1,6 @@
-"""A worker, assembled as far as both roles are the same: model thread, service, control socket, health.
+"""The parts that workers of both roles share, assembled: model thread, service, control socket, health.
 
-A role's subclass makes its scheduler and its service, and adds what its hand-off goes through.
+A role's subclass makes its scheduler and its service, and adds the connections of its hand-off.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from kvrelay.worker.submit import WorkerIdentity
 
 _READY_TICK_S = 30.0  # a chunk on a slow CPU takes seconds; half a minute without a step is not normal
 _LIVE_TICK_S = 300.0
-WRONG_EXIT_CODE = 3  # of a process whose canary has changed
-_CANARY_TOKENS = 4  # that a decode worker's canary generates
-_TELL_S = 3.0  # between the verdict that a worker computes wrongly and its end: three pings of every gateway
+WRONG_EXIT_CODE = 3  # exit code of a process whose canary's answer changed
+_CANARY_TOKENS = 4  # tokens that a decode worker's canary generates
+_TELL_S = 3.0  # how long a worker that computes wrongly still answers: three pings of every gateway
 
 S = TypeVar("S", bound=Service[Any])
 
 
 class Worker(ABC, Generic[S]):
-    """Implements :class:`kvrelay.worker.process.run.Component`."""
+    """One worker of either role. Implements :class:`kvrelay.worker.process.run.Component`. Owns its engine, network and guides."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Worker(ABC, Generic[S]):
     ) -> None:
         """``leader``: of the engine that computes all steps.
 
-        ``make_scheduler``: of settings, blocks, the longest sequence, what computes, and ``num_stages``.
+        ``make_scheduler``: called with settings, blocks, the longest sequence's tokens, the device type, and ``num_stages``.
         """
         engine, network = leader.engine, setup.network
         card = engine.card
@@ -74,7 +74,7 @@ class Worker(ABC, Generic[S]):
         self._engine = engine
         self.address = setup.address
         self._network = network
-        self._asyncio_loop: asyncio.AbstractEventLoop | None = None  # from the start on
+        self._asyncio_loop: asyncio.AbstractEventLoop | None = None  # set by ``start``
         metrics = EngineMetrics(
             setup.registry,
             self.blocks,
@@ -113,15 +113,15 @@ class Worker(ABC, Generic[S]):
 
     @abstractmethod
     def tickers(self) -> list[asyncio.Task[None]]:
-        """What is done again and again, started."""
+        """Start the role's periodic tasks and return them."""
 
     def dead_sockets(self) -> list[str]:
-        """What has ended, and nothing in this process would open again."""
+        """Reasons why a socket has ended and will not reopen in this process; empty if all live."""
         return [] if self._server.is_alive else ["the control socket is dead"]
 
     @abstractmethod
     async def stop_hand_off(self) -> None:
-        """Close what blocks travel through."""
+        """Close the connections that blocks are sent through."""
 
     # -- Component -------------------------------------------------------------------------------------------------
 
@@ -133,7 +133,7 @@ class Worker(ABC, Generic[S]):
         self._tickers = self.tickers()
 
     def not_live(self) -> list[str]:
-        """See Component. A worker that computes wrongly stays for as long as gateways may need to hear of it."""
+        """See Component. A worker that computes wrongly stays live until gateways have had time to learn of it."""
         reasons = self._engine.not_live() + self.dead_sockets() + self._loop.problems(_LIVE_TICK_S)
         wrong_s = self.service.wrong_since_s
         if wrong_s is not None and self._network.clock() - wrong_s >= _TELL_S:
@@ -165,11 +165,11 @@ class Worker(ABC, Generic[S]):
         }
 
     async def drain(self) -> None:
-        """Refuse new requests; return when nothing is left of those that there are."""
+        """Refuse new requests, and return when the accepted ones are over."""
         await self.service.drain()
 
     async def stop(self) -> None:
-        """Close everything, whatever is still running."""
+        """Close everything, even if requests are still running."""
         for ticker in self._tickers:
             ticker.cancel()
         await asyncio.gather(*self._tickers, return_exceptions=True)
@@ -182,7 +182,7 @@ class Worker(ABC, Generic[S]):
         await asyncio.to_thread(self._engine.close)
 
     def _call_on_loop(self, function: Callable[..., object], *args: Any) -> None:
-        """From any thread, once started: call it on the asyncio loop, in order. What comes behind the loop's end is dropped."""
+        """From any thread, once started: call ``function`` on the asyncio loop, in order. Dropped after the loop's end."""
         assert self._asyncio_loop is not None, "calls come when the worker has started"
         if not self._asyncio_loop.is_closed():
             self._asyncio_loop.call_soon_threadsafe(function, *args)

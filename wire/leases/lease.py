@@ -29,7 +29,7 @@ class BlockReservations(Protocol):
         """Give the lease's blocks back."""
 
     def publish(self, lease_key: str, index: int, block_hash: bytes) -> None:
-        """Tell that the lease's block ``index`` is complete and verified."""
+        """Make the lease's block ``index`` shareable: it is complete and verified."""
 
 
 class WritableStore(Protocol):
@@ -60,7 +60,7 @@ class LeaseHandler(Protocol):
     """Hears how leases end. Called on the network or the receiver thread, never with a lock held."""
 
     def on_lease_verified(self, lease: VerifiedLease) -> None:
-        """The blocks are the handler's now."""
+        """The handler owns the blocks from now on."""
 
     def on_lease_rejected(
         self, lease_id: int, peer_id: str, key: tuple[str, int], code: FailureCode, detail: str
@@ -77,7 +77,7 @@ class LeaseSettings:
     block_size: int
     pieces: tuple[Piece, ...]  # of each block, by index
     ttl_s: float
-    seals_kv: bool = False  # whether every lease gets a key, and takes sealed blocks only
+    seals_kv: bool = False  # every lease gets a key and takes only sealed blocks
 
 
 @dataclass(slots=True, eq=False)

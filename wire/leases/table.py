@@ -74,7 +74,7 @@ class LeaseTable:
         self._metrics = metrics
         self._clock = clock
         self._lock = threading.RLock()
-        self._verdict = threading.Condition(self._lock)  # on a piece that was being written
+        self._verdict = threading.Condition(self._lock)  # notified when the write of a piece ends
         self._leases: dict[int, Lease] = {}
         self._by_key: dict[tuple[str, int], Lease] = {}
 
@@ -86,7 +86,7 @@ class LeaseTable:
     # -- the network thread ----------------------------------------------------------------------------------------
 
     def offer(self, peer_id: str, offer: Offer) -> Grant | Refuse:
-        """Reserve blocks for what is offered, and for the first token behind it."""
+        """Reserve blocks for the offered tokens, and for the first token after them."""
         key = (offer.request_id, offer.attempt)
 
         def refuse(code: FailureCode, detail: str, retry_after_s: float | None = None) -> Refuse:
@@ -127,7 +127,7 @@ class LeaseTable:
         )
 
     def commit(self, peer_id: str, commit: Commit) -> None:
-        """The sender has sent everything; the lease is verified now or with the last block."""
+        """The sender has sent everything. The lease is verified now, or with its last block."""
         with self._lock:
             lease = self._live(peer_id, commit.lease_id, commit.epoch)
             if lease is None or lease.commit is not None:
@@ -144,14 +144,14 @@ class LeaseTable:
         self._end(lambda lease: lease is self._live(peer_id, lease_id, epoch), FailureCode.INTEGRITY, detail)
 
     def renew(self, peer_id: str, renew: Renew) -> None:
-        """The sender still computes."""
+        """The sender still computes: extend the lease."""
         with self._lock:
             lease = self._live(peer_id, renew.lease_id, renew.epoch)
             if lease is not None:
                 self._touch(lease)
 
     def abort(self, peer_id: str, abort: Abort) -> None:
-        """The sender gives up."""
+        """The sender gives up: end the lease."""
         self._end(
             lambda lease: lease is self._live(peer_id, abort.lease_id, abort.epoch),
             FailureCode.CANCELLED,
@@ -165,15 +165,15 @@ class LeaseTable:
         code: FailureCode = FailureCode.CANCELLED,
         detail: str = "cancelled by the gateway",
     ) -> None:
-        """End the lease, because nobody waits for the request any more."""
+        """End the lease, because no client waits for the request any more."""
         self._end(lambda lease: lease.key == (request_id, attempt), code, detail)
 
     def abort_peer(self, peer_id: str) -> None:
-        """The sender is gone."""
+        """The sender is lost: end all its leases."""
         self._end(lambda lease: lease.peer_id == peer_id, FailureCode.PEER_LOST, f"prefill worker {peer_id} is lost")
 
     def reap(self) -> None:
-        """End the leases whose time is up."""
+        """End the leases whose time is over. Call it regularly."""
         now_s = self._clock()
         self._end(
             lambda lease: lease.expires_s <= now_s and lease.is_doubted,
@@ -268,7 +268,7 @@ class LeaseTable:
             raise refusal
 
     def count_bad_header(self) -> None:
-        """Count a frame that is no block at all."""
+        """Count a frame without a valid block header."""
         self._metrics.refused_blocks.labels("bad_header").inc()
 
     # -- inside ----------------------------------------------------------------------------------------------------
@@ -298,7 +298,7 @@ class LeaseTable:
         return refusal
 
     def _live(self, peer_id: str, lease_id: int, epoch: int) -> Lease | None:
-        """The lease, if it is live and ``peer_id``'s: nobody speaks for another worker's hand-off."""
+        """The lease, if it is live and belongs to ``peer_id``. A worker cannot act on another worker's lease."""
         lease = self._leases.get(lease_id)
         if lease is None or lease.state.is_over or lease.peer_id != peer_id or epoch != self._settings.epoch:
             return None
@@ -315,12 +315,12 @@ class LeaseTable:
             self._verdict.notify_all()
 
     def _doubt(self, lease: Lease, refusal: BlockRefusedError) -> None:
-        """A frame did not hold. Without seals that is the end; with seals it is forgotten, unless a block will be missing."""
+        """A frame failed a check. Without seals this ends the lease. With seals the frame is dropped."""
         if lease.opener is None:
             self._doom(lease, FailureCode.INTEGRITY, f"{refusal.cause_name}: {refusal}")
             return
         lease.has_dropped = True
-        if lease.is_doubted:  # further frames give it no more time
+        if lease.is_doubted:  # further bad frames do not extend its time
             lease.expires_s = min(lease.expires_s, self._clock() + _DOUBT_S)
 
     def _end(self, concerns: Callable[[Lease], bool], code: FailureCode, detail: str) -> None:
@@ -336,7 +336,7 @@ class LeaseTable:
         lease.advance(HandoffState.ABORTING)
 
     def _settle(self, lease: Lease) -> None:
-        """Bring a lease to its end if it has reached one; exactly one caller gets to tell the handler."""
+        """Finish a lease that has reached its end. Exactly one caller tells the handler."""
         verified: VerifiedLease | None = None
         with self._lock:
             if lease.lease_id not in self._leases or lease.writing:

@@ -1,1 +1,1 @@
-"""Ways for KV blocks: TCP between hosts, shared memory within one."""
+"""Transports of KV blocks: TCP between hosts, shared memory within one host."""

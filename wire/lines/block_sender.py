@@ -1,12 +1,12 @@
-"""The sending side of one data link: a queue of blocks, and the thread that proves or seals them and gives them to a line.
+"""The sending side of one data link: a queue of blocks, and the thread that gives them, with checksums or sealed, to a line.
 
-A thread of its own, so that neither checksums nor seals are computed on the network thread, nor greetings waited for. It opens
-a line through shared memory if the decode worker names a place for it (:mod:`kvrelay.wire.lines.shared.sender`), and where
-there is none in common, which is what two hosts look like, over TCP (:mod:`kvrelay.wire.lines.data_plane`). It waits until its line
-has room, and only then takes the next block.
+It has its own thread, so that the network thread neither computes checksums and seals nor waits for greetings. If the decode worker
+names a socket for shared memory, the sender opens a line through it (:mod:`kvrelay.wire.lines.shared.sender`). Otherwise, or if
+that fails, as it does between two hosts, it uses TCP (:mod:`kvrelay.wire.lines.data_plane`). It takes a block only when its line
+has room.
 
-When the line fails the sender ends, and its link with it: the requests on it are tried again at once. A TCP connection that
-breaks is such a failure, as nobody knows which blocks were lost with it. It is noticed also while no block waits.
+When the line fails the sender ends, and its link with it, so that its requests are retried at once. A broken TCP connection is such
+a failure, because nobody knows which blocks it lost. The sender notices it also while no block waits.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class BlockSender:
-    """The connection to a decode worker's pool, and its thread. Called on the network thread; never blocks long."""
+    """The connection to a decode worker's pool, and its thread. Called on the network thread; never blocks for long."""
 
     def __init__(
         self,
@@ -42,10 +42,11 @@ class BlockSender:
         shared: SharedTarget | None = None,
         on_end: Callable[[], object] | None = None,
     ) -> None:
-        """``address``: of the data port. ``token``: what the decode worker lets data connections in by; None: everybody.
+        """``address``: the data port. ``token``: what the decode worker's data port asks for; None: nothing.
 
         ``shared``: where to try shared memory first; None: nowhere.
         ``on_end``: called on the sender's thread when it has ended without being closed.
+        Raises OSError without a free descriptor.
         """
         self._address = address
         self._token = token
@@ -73,9 +74,9 @@ class BlockSender:
     def send(
         self, header: BlockHeader, payload: memoryview | LateBytes, sealer: BlockSealer | None = None
     ) -> SendTicket:
-        """Queue a block, sealed if there is a sealer. The payload's memory must not change until the ticket is done.
+        """Queue a block, and seal it if there is a sealer. The payload's memory must not change until the ticket is done.
 
-        Raises WireError on a sender that is closed, ValueError if ``sealer`` had this piece before.
+        Raises WireError if the sender is closed, ValueError if ``sealer`` had this piece before.
         """
         if not self.is_alive:
             raise WireError("this block sender is closed: its decode worker is lost")
@@ -83,28 +84,28 @@ class BlockSender:
             sealer.claim(header)
         ticket = SendTicket()
         self._jobs.put(SendJob(ticket, header, payload, sealer))
-        if self._has_ended:  # meanwhile, and perhaps without having seen this job
+        if self._has_ended:  # the thread ended meanwhile, and may not have seen this job
             self._end_queued()
         return ticket
 
     @property
     def is_alive(self) -> bool:
-        """Whether blocks that are queued will be sent."""
+        """Whether queued blocks will be sent."""
         return not self._is_closed and not self._has_ended
 
     def give_up(self) -> None:
-        """What was sent does not seem to arrive, although no line broke: end soon, as if one had. A second time does nothing."""
+        """End soon, as if the line had broken: blocks that were sent do not seem to arrive. A second call does nothing."""
         if self.is_alive:
             self._has_ended = True
             self._wakeup.set()
 
     def close(self) -> None:
-        """Drop what is queued and close; every ticket is done soon after, whether or not the peer ever existed."""
+        """Drop queued blocks, and end the thread. Every ticket is done soon after, whether or not the peer exists."""
         if self._is_closed:
             return
         self._is_closed = True
         self._wakeup.set()
-        self._thread.join()  # it is busy with one block at the most
+        self._thread.join()  # the thread finishes one block at most
         self._wakeup.close()
         self._jobs.close()
 
@@ -131,7 +132,7 @@ class BlockSender:
                 self._on_end()
 
     def _next(self, line: Line) -> SendJob | None:
-        """Wait for a block for a line that has room; None: the sender ends. Raises PeerLostError if the line breaks."""
+        """Wait for a block. ``line`` has room. None: the sender ends. Raises PeerLostError if the line breaks."""
         while not self._wakeup.is_set:
             if (job := self._jobs.take()) is not None:
                 return job
@@ -139,7 +140,7 @@ class BlockSender:
         return None
 
     def _open_line(self) -> Line:
-        """Shared memory if it can be, else TCP; which one is logged once for each link."""
+        """Open shared memory if possible, else TCP. Logs the choice once for each link."""
         assert self._shared is not None
         try:
             line = SharedLine.connect(self._shared, self._metrics, self._wakeup)
@@ -159,6 +160,6 @@ class BlockSender:
         return line
 
     def _end_queued(self) -> None:
-        """Nobody will send what is in the queue. On any thread."""
+        """End the tickets of all queued blocks, which nobody will send. On any thread."""
         while (job := self._jobs.take()) is not None:
             job.ticket.end()

@@ -1,14 +1,14 @@
-"""The data sockets: KV blocks as raw frames, from the sender's pool into the receiver's pool, over TCP.
+"""The data sockets: KV blocks over TCP as raw frames, from the sender's pool into the receiver's pool.
 
-A block is one multipart message: header (:mod:`kvrelay.wire.blocks.frames`), payload. The sending side is the line of a
-:mod:`kvrelay.wire.lines.block_sender`. It gives ZeroMQ the pool's memory itself, or what a sealer made of it; a ticket says
-when the pool's memory is no longer read. It works on few blocks at a time: what it has just read for the checksum is still in the
-cache when the kernel copies it.
+A block is one multipart message: header (:mod:`kvrelay.wire.blocks.frames`), payload. The sending side is a line of a
+:mod:`kvrelay.wire.lines.block_sender`. It gives ZeroMQ the pool's memory itself, or a copy, sealed or plain. A ticket says when
+ZeroMQ no longer reads the pool's memory. The line works on few blocks at a time, so that the bytes just read for the checksum are
+still in the cache when the kernel copies them.
 
 The receiver is one port and one thread. It takes a message off the socket, asks the lease table whether the block has a place, and
-gives it the payload. What has no place is dropped, so one bad frame never blocks the good ones behind it.
+gives the table the payload. It drops a block without a place, so one bad frame never blocks good frames after it.
 
-Between workers on one host there is a faster way beside this one: :mod:`kvrelay.wire.lines.shared.ring`.
+Workers on one host have a faster way: :mod:`kvrelay.wire.lines.shared.ring`.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from kvrelay.wire.sockets import bound_strangers, close_dead_connections
 
 logger = logging.getLogger(__name__)
 
-_SEND_AHEAD_MESSAGES = 32  # proved or sealed, and not yet in the kernel
+_SEND_AHEAD_MESSAGES = 32  # blocks with checksum or seal that the kernel has not taken yet
 _READ_AHEAD_MESSAGES = 32  # per sender
-_LOOK_S = 0.01  # how often a line that never waits looks at its connection
-_DEAD_AFTER_S = 10.0  # of a connection without traffic whose other machine is gone
+_LOOK_S = 0.01  # period at which a busy line checks its connection
+_DEAD_AFTER_S = 10.0  # an idle connection is closed this long after its other machine vanished
 
 
 class TcpLine:
     """One connection to a decode worker's data socket. Implements :class:`kvrelay.wire.blocks.send_job.Line`.
 
-    ZeroMQ tries until it is connected. A connection that breaks later is made anew, too, but not by us any more: blocks that
-    ZeroMQ had taken are lost with it, and it does not say which.
+    ZeroMQ retries until it is connected. It also reconnects later, but this line then ends: blocks that ZeroMQ had taken are lost,
+    and it does not say which.
     """
 
     def __init__(
@@ -56,13 +56,13 @@ class TcpLine:
         wakeup: Wakeup,
         token: str | None = None,
     ) -> None:
-        """``token``: what the decode worker lets data connections in by; None: it lets everybody in."""
+        """``token``: what the decode worker's data port asks for; None: nothing. Raises zmq.ZMQError on a bad address."""
         self._blocks_sent = metrics.blocks_sent.labels("tcp")
         self._bytes_sent = metrics.bytes_sent.labels("tcp")
         self._wakeup = wakeup
         self._address = address
         self._looked_s = time.monotonic()
-        self._is_up = False  # the handshake is over: until then no block is lost if the connection ends
+        self._is_up = False  # the handshake is over; before it a lost connection loses no block
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDHWM, _SEND_AHEAD_MESSAGES)
@@ -70,7 +70,7 @@ class TcpLine:
         if token is not None:
             show_token(self._socket, token)
         try:
-            # Before it connects: each event is told once.
+            # Before ``connect``, because each event is reported only once.
             self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
             try:
                 self._socket.connect(address)
@@ -103,9 +103,9 @@ class TcpLine:
         self._socket.close()
 
     def has_room(self) -> bool:
-        """See Line: ZeroMQ takes a message."""
+        """See Line: True when ZeroMQ takes a message."""
         while not self._wakeup.is_set:
-            # To look, or to poll, costs as much as all the rest here: the latter is only done to wait.
+            # To check the connection, or to poll, costs as much as everything else here. So poll only to wait.
             if time.monotonic() >= self._looked_s + _LOOK_S:
                 self._look()
             if int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLOUT:
@@ -118,7 +118,7 @@ class TcpLine:
         self._wait(self._poller_for(jobs.fileno(), zmq.POLLIN))
 
     def _poller_for(self, for_what: zmq.Socket[bytes] | int, events: int) -> zmq.Poller:
-        """Waits for it, or the wakeup, or news of the connection."""
+        """A poller for ``for_what``, the wakeup, and events of the connection."""
         poller = zmq.Poller()
         poller.register(for_what, events)
         poller.register(self._wakeup.fileno(), zmq.POLLIN)
@@ -130,16 +130,16 @@ class TcpLine:
             self._look()
 
     def _look(self) -> None:
-        """Read what happened to the connection. Raises PeerLostError if it broke."""
+        """Read the connection's events. Raises PeerLostError if it broke."""
         self._looked_s = time.monotonic()
         while int(self._monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             event = parse_monitor_message(self._monitor.recv_multipart())["event"]
-            if self._is_up:  # it can only have ended
+            if self._is_up:  # the only event that can follow
                 raise PeerLostError(f"the connection for KV blocks to {self._address} broke")
             self._is_up = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
 
     def _prepared(self, job: SendJob, plain: memoryview) -> tuple[bytes, memoryview]:
-        """Header and payload frame, proved or sealed. The latter is ``plain``, or a buffer of ours."""
+        """The header with checksum or seal, and the payload frame: ``plain``, or a buffer of ``_buffers``."""
         if job.sealer is not None:
             payload = self._buffers.take(len(plain) + TAG_NBYTES)
             header = job.sealer.seal(job.header, plain, payload)
@@ -149,13 +149,13 @@ class TcpLine:
         else:
             self._buffers.give_up()
             return job.header.pack(plain), plain
-        job.ticket.end()  # ZeroMQ reads the buffer, nobody the pool
+        job.ticket.end()  # ZeroMQ reads the buffer, and no longer the pool
         return header, payload
 
     def _sent(self, job: SendJob, header: bytes, payload: memoryview, *, is_ours: bool) -> bool:
-        """Give both frames to ZeroMQ; False if it takes none, because the connection broke since it said that it had room.
+        """Give both frames to ZeroMQ. False if it takes none, because the connection broke after it had reported room.
 
-        ``is_ours``: the payload is a buffer of ours.
+        ``is_ours``: the payload is one of ``_buffers``.
         """
         try:
             self._socket.send(header, zmq.SNDMORE | zmq.DONTWAIT)
@@ -175,15 +175,16 @@ class TcpLine:
 
 
 class _Buffers:
-    """Memory for payloads that are sealed or copied, used again when ZeroMQ has read it: fresh memory would be faulted in for every
-    block. There are as many buffers as ZeroMQ had of the line at a time, and fewer with every block that needs none.
+    """Memory for sealed or copied payloads, reused once ZeroMQ has read it: fresh memory would fault for every block.
+
+    There are as many buffers as ZeroMQ held at a time. Each block that needs none frees one.
     """
 
     def __init__(self) -> None:
         self._in_use: deque[tuple[memoryview, zmq.MessageTracker]] = deque()
 
     def take(self, nbytes: int) -> memoryview:
-        """A buffer of ``nbytes``; ``give`` brings it back."""
+        """A buffer of ``nbytes``. Hand it to ``give`` once ZeroMQ has it."""
         if self._in_use and self._in_use[0][1].done:
             buffer, _ = self._in_use.popleft()
             if len(buffer) == nbytes:
@@ -191,11 +192,11 @@ class _Buffers:
         return memoryview(bytearray(nbytes))
 
     def give(self, buffer: memoryview, tracker: zmq.MessageTracker) -> None:
-        """The buffer is free when ``tracker`` is done."""
+        """Keep the buffer for reuse. It is free when ``tracker`` is done."""
         self._in_use.append((buffer, tracker))
 
     def give_up(self) -> None:
-        """Let go of a buffer that ZeroMQ has read, if there is one."""
+        """Drop one buffer that ZeroMQ has read, if there is one."""
         if self._in_use and self._in_use[0][1].done:
             self._in_use.popleft()
 
@@ -212,12 +213,12 @@ class BlockReceiver:
         context: zmq.Context[zmq.Socket[bytes]],
         gate: PeerGate | None = None,
     ) -> None:
-        """Listens from now on. ``gate``: who may connect, once it is started (not here); None: everybody."""
+        """Listens at once. ``gate``: decides who may connect, once the caller starts it; None: everybody. Raises WireError."""
         self._leases = leases
         self._block_nbytes = block_nbytes
         self._socket = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
-        # What is read ahead lies in memory beside the pool, and soon not in the cache: keep it to a few blocks. TCP holds the
+        # ZeroMQ reads ahead into memory beside the pool, which soon leaves the cache. So keep it to a few blocks; TCP holds
         # senders back.
         self._socket.setsockopt(zmq.RCVHWM, _READ_AHEAD_MESSAGES)
         self._socket.setsockopt(zmq.MAXMSGSIZE, max(block_nbytes, HEADER_NBYTES) + 1024)
@@ -243,7 +244,7 @@ class BlockReceiver:
         self._warnings = RareWarnings(logger, time.monotonic)  # a flood of bad frames must not become a flood of logs
 
     def start(self) -> None:
-        """Start receiving. A process that does so for long should keep freed memory (:mod:`kvrelay.common.system`)."""
+        """Start receiving. A process that receives for long should keep freed memory (:mod:`kvrelay.common.system`)."""
         self._thread.start()
 
     @property
@@ -252,14 +253,14 @@ class BlockReceiver:
         return self._thread.is_alive()
 
     def stop(self) -> None:
-        """End the thread behind the block that it has, and close the socket. A second time does nothing."""
+        """End the thread after its current block, and close the socket. A second call does nothing."""
         if self._is_stopped:
             return
         self._is_stopped = True
         self._wakeup.set()
         if self._thread.ident is not None:
             self._thread.join()
-        self._socket.close()  # for a thread that never started
+        self._socket.close()  # if the thread never started, only this closes it
         self._wakeup.close()
         self._file.remove()
 
@@ -271,7 +272,7 @@ class BlockReceiver:
             self._socket.close()  # senders must not wait for a port that nobody reads
 
     def _has_message(self) -> bool:
-        """Wait for a message; False: the receiver is stopped."""
+        """Wait for a message. False: the receiver is stopped."""
         while not self._wakeup.is_set:
             if int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
                 return True
@@ -279,7 +280,7 @@ class BlockReceiver:
         return False
 
     def _receive(self) -> tuple[bytes, list[zmq.Frame]]:
-        """One message: its header, and what comes behind it, of which two frames are kept, one more than there should be."""
+        """One message: its header, and the frames after it. Two of these are kept at most, one more than a valid message has."""
         self._socket.recv()  # the sender's routing id
         header = self._socket.recv() if self._socket.getsockopt(zmq.RCVMORE) else b""
         payloads: list[zmq.Frame] = []
@@ -290,13 +291,13 @@ class BlockReceiver:
         return header, payloads
 
     def _take(self, frame: bytes, payloads: list[zmq.Frame]) -> None:
-        """Land a block, or refuse it."""
+        """Give a block to the lease table, or count and log its refusal."""
         try:
             header = parse_header(frame)
             if not payloads:
                 raise BlockRefusedError("bad_header", "a header without a payload")
             self._leases.begin_piece(header)
-            # More parts than two: not one of ours.
+            # A message of more than two parts is none of ours.
             self._leases.finish_piece(header, payloads[0].buffer if len(payloads) == 1 else None)
         except BlockRefusedError as error:
             if error.cause_name == "bad_header":

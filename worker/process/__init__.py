@@ -1,1 +1,1 @@
-"""A worker process: its life from start to exit, and its small HTTP side for probes and metrics."""
+"""A worker process: its life from start to exit, and its small HTTP server for probes and metrics."""

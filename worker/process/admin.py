@@ -1,6 +1,6 @@
-"""A worker's small HTTP side: ``/health``, ``/health/live``, ``/health/ready``, ``/metrics``, ``/debug/kv``.
+"""A worker's small HTTP server: ``/health``, ``/health/live``, ``/health/ready``, ``/metrics``, ``/debug/kv``.
 
-It runs on the worker's asyncio loop, so a loop that hangs also fails its probes. Not for user traffic.
+It runs on the worker's asyncio loop, so that probes fail if the loop hangs. Not for user traffic.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvrelay.common.errors import SettingsError
 
 
 class AdminProbe(Protocol):
-    """What the admin server asks of the component."""
+    """The questions that the admin server asks the component."""
 
     def not_live(self) -> list[str]:
         """Reasons to restart the process; empty if there are none."""
@@ -92,12 +92,12 @@ class AdminServer:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> int:
-        """Listen; returns the port. Raises SettingsError if the address cannot be had."""
+        """Listen, and return the port. Raises SettingsError if the address is not available."""
         listener = socket.socket()
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((self._host, self._port))
-            listener.listen()  # here, not in uvicorn's task: probes wait instead of being refused, a taken port raises
+            listener.listen()  # here and not in uvicorn's task: probes wait, and a taken port raises
         except OSError as error:
             listener.close()
             raise SettingsError(

@@ -1,9 +1,9 @@
 """The life of a worker process: admin port up, model loaded, sockets up, ready; on SIGTERM drained, stopped, exit 0.
 
-The admin server answers from the first moment, so that a probe sees "loading" and not a refused connection. A second
-SIGTERM or SIGINT during the drain ends the process without waiting for requests. A component that is not live any more cannot
-finish what it has: the process ends with the component's exit code, its peers notice at once, and whoever started it starts it
-anew. What it runs on may be about to end instead (``is_leaving``): it is drained, then, as at a SIGTERM.
+The admin server answers from the first moment, so that a probe sees "loading" and not a refused connection. A second SIGTERM or
+SIGINT during the drain ends the process without waiting for requests. If the component is no longer live, the process ends with the
+component's exit code. Its peers notice at once, and its supervisor restarts it. If another part of the worker is about to end
+(``is_leaving``), the process drains as after SIGTERM.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class Component(AdminProbe, Protocol):
 
     @property
     def exit_code(self) -> int:
-        """That of a process that ends because the component is not live any more."""
+        """The exit code of a process that ends because the component is no longer live."""
 
     async def start(self) -> None:
         """Open the sockets and start the model loop."""
 
     async def drain(self) -> None:
-        """Take nothing new; return when nothing is left."""
+        """Take no new requests, and return when none is left."""
 
     async def stop(self) -> None:
         """Close everything."""
@@ -51,18 +51,16 @@ class Component(AdminProbe, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ProcessSettings:
-    """How the process is run."""
+    """The admin server's address, and how the process ends."""
 
     admin_host: str
     admin_port: int
     drain_s: float
-    is_leaving: Callable[[], bool] = lambda: (
-        False
-    )  # whether to drain and end though no signal says so; any thread sets it
+    is_leaving: Callable[[], bool] = lambda: False  # whether to drain and end without a signal; any thread may set it
 
 
 class _Probe:
-    """What the admin server sees before, while and after the component runs."""
+    """The admin server's view of the component, before, while and after it runs."""
 
     def __init__(self) -> None:
         self.component: Component | None = None
@@ -83,11 +81,11 @@ class _Probe:
 def serve_process(
     load: Callable[[], Component], settings: ProcessSettings, registry: CollectorRegistry, name: str
 ) -> int:
-    """Run a worker process from its entry point; returns the exit code, or leaves with it if a thread cannot be ended."""
+    """Run a worker process from its entry point. Returns the exit code, or exits with it if a daemon thread does not end."""
 
     def load_and_freeze() -> Component:
         component = load()
-        # What is loaded stays. Left among what the collector walks through, it stops all threads for up to 0.1 s a time.
+        # Loaded objects stay. Unfrozen, they make each garbage collection stop all threads for up to 0.1 s.
         gc.collect()
         gc.freeze()
         keep_freed_memory()
@@ -98,8 +96,8 @@ def serve_process(
     code = asyncio.run(run_process(load_and_freeze, settings, registry, name))
     busy = [thread.name for thread in threading.enumerate() if thread.daemon]
     if busy:
-        # Still reading weights, or in a step that does not end. The interpreter's own end would tear a thread down inside of
-        # torch, which aborts the process; nothing of a stopped worker needs that end.
+        # These threads still read weights, or are in a step that does not end. The interpreter's normal exit would stop
+        # them inside torch, which aborts the process. A stopped worker needs nothing of that exit.
         logger.info("%s: leaving without waiting for %s", name, ", ".join(busy))
         logging.shutdown()
         os._exit(code)
@@ -109,9 +107,9 @@ def serve_process(
 async def run_process(
     load: Callable[[], Component], settings: ProcessSettings, registry: CollectorRegistry, name: str
 ) -> int:
-    """Run a component until a signal ends it; returns the exit code. What ``load`` raises is raised here.
+    """Run a component until a signal ends it, and return the exit code. Exceptions of ``load`` are raised here.
 
-    ``load`` runs on a daemon thread; a signal does not wait for it.
+    ``load`` runs on a daemon thread, so a signal ends the process without waiting for it.
     """
     probe = _Probe()
     admin = AdminServer(settings.admin_host, settings.admin_port, probe, registry)
@@ -157,7 +155,7 @@ async def run_process(
 
 
 async def _first(*works: Awaitable[T]) -> T:
-    """The result of the work that is done first, of the first named if several are. The others are cancelled."""
+    """The result of the work that is done first; of several, of the first argument. Cancels the others."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -173,14 +171,14 @@ async def _after(event: asyncio.Event, result: T) -> T:
 
 
 async def _when(condition: Callable[[], bool], event: asyncio.Event) -> None:
-    """Sets ``event`` once the condition holds."""
+    """Set ``event`` once the condition holds."""
     while not condition():  # noqa: ASYNC110 - other threads know
         await asyncio.sleep(_WATCH_S)
     event.set()
 
 
 async def _failure(component: Component) -> str:
-    """Returns why the component is not live, once it is not."""
+    """Wait until the component is no longer live, and return why."""
     while not (reasons := component.not_live()):  # noqa: ASYNC110 - a thread that dies or hangs tells nobody
         await asyncio.sleep(_WATCH_S)
     return "; ".join(reasons)
@@ -192,9 +190,9 @@ async def _drained(component: Component) -> str:
 
 
 def _in_thread(call: Callable[[], T], name: str) -> asyncio.Future[T]:
-    """The result of ``call`` on a daemon thread of its own: an executor's thread would be waited for at the end."""
+    """Run ``call`` on its own daemon thread and return its result. At exit the process would wait for an executor's thread."""
     future: Future[T] = Future()
-    future.set_running_or_notify_cancel()  # who gives up waiting does not end the thread
+    future.set_running_or_notify_cancel()  # a cancelled wait does not end the thread
 
     def run() -> None:
         try:

@@ -1,1 +1,1 @@
-"""Which tokens come next, as far as roles share it: places, blocks, what steps cost. Model thread only; no sockets."""
+"""The scheduling that both roles share: places, blocks, and the cost of steps. Model thread only; no sockets."""

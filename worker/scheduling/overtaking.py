@@ -1,10 +1,10 @@
 """Which prompts overtake a longer one in a step. A pure policy.
 
-Served one behind the other, a prompt of 100 tokens behind one of 32,000 waits for all of them. The first prompt in line that a
-step does not finish is in the way of all behind it. Those with at most half as much left may overtake it. They have half of what
-it would get among themselves, the shortest first: shortest remaining time first (Schrage 1968) makes the mean wait smallest, but
-alone it starves the long. The other half goes on in order, so nobody waits more than twice as long as if no one overtook. Prompts
-that are alike do not overtake each other: it would only make the first ones late, too.
+In strict order, a prompt of 100 tokens behind one of 32,000 waits for all of them. The first prompt in line that a step does not
+finish blocks all prompts after it. Prompts with at most half as many tokens left may overtake it. They share half of its tokens in
+the step, the shortest first: shortest remaining time first (Schrage 1968) makes the mean wait smallest, but alone it starves long
+prompts. The other half is used in order, so no prompt waits more than twice as long as without overtaking. Similar prompts do not
+overtake each other, because that would only delay the first ones too.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from itertools import accumulate
 
 
 def in_the_way(num_left: Seq[int], num_tokens: int) -> int | None:
-    """Which of the prompts with ``num_left`` tokens, the next one first, a step of ``num_tokens`` is the first not to finish."""
+    """Index of the first prompt that a step of ``num_tokens`` does not finish; None if it finishes all. ``num_left``: of each."""
     return next((place for place, end in enumerate(accumulate(num_left)) if end > num_tokens), None)
 
 
 def overtaking(
     num_left: Seq[int], num_tokens: int, allowed: Collection[int] | None = None, unit: int = 1
 ) -> list[tuple[int, int]]:
-    """Who overtakes the prompt in the way, by place, with its tokens of the step, the shortest first. ``allowed``: None: all.
+    """The prompts that overtake the blocking one, as (index, tokens in the step), the shortest first.
 
-    Whoever does not finish gets whole ``unit``s of tokens.
+    ``allowed``: indices that may overtake; None: all. A prompt that the step does not finish gets a multiple of ``unit`` tokens.
     """
     first = in_the_way(num_left, num_tokens)
     if first is None:

@@ -1,6 +1,6 @@
-"""What a scheduler is, and what both roles' share: books of who waits and who runs must agree with the block manager's.
+"""The interface of schedulers, and the parts that both roles share: the books of waiting and running sequences.
 
-Which tokens are computed next is each role's own. Runs on the model thread alone. Knows no sockets and no clock.
+Each role decides by itself which tokens are computed next. Runs on the model thread alone. Uses no sockets and no clock.
 """
 
 from __future__ import annotations
@@ -25,35 +25,33 @@ from kvrelay.worker.settings import SchedulerSettings
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What a step brought one request, as its service hears of it: values, for the sequence goes on."""
+    """What a step brought one request, for its service. Holds copies of values, because the sequence changes meanwhile."""
 
     key: Key
-    token: (
-        SampledToken | None
-    )  # None: a chunk of its prompt; of a beam search, that it has begun or, with its ``beams``, ended
+    token: SampledToken | None  # None: a chunk of the prompt; in a beam search, its begin or, with ``beams``, its end
     finish_reason: FinishReason | None
-    num_cached_tokens: int  # of its prompt
-    num_ready_blocks: int  # leading ones whose K/V are complete; all of them once the prompt is computed
+    num_cached_tokens: int  # cached tokens of the prompt
+    num_ready_blocks: int  # leading blocks with complete K/V; all blocks once the prompt is computed
     beams: tuple[FinishedBeam, ...] = ()
-    failure: str | None = None  # why it ended without a reason to finish: the token does not count
-    prompt_logprobs: list[SampledToken] | None = None  # if the sequence was prefilled here and asks for them
+    failure: str | None = None  # why the request failed; its token does not count
+    prompt_logprobs: list[SampledToken] | None = None  # if this worker prefilled the sequence and it asks for them
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """One step's rows, and what must be copied before; ``admitted`` start with it, ``preempted`` lost their blocks.
+    """One step's rows, and the blocks to copy before it. ``admitted`` sequences start with it, ``preempted`` ones lost blocks.
 
-    Of a beam search the leader is admitted or preempted. One that was handed over is admitted without a row.
+    For a beam search its leader is listed. A beam search that was handed over is admitted without a row.
     """
 
     rows: list[StepRow]
-    copies: dict[Sequence, list[tuple[int, int]]] = field(default_factory=dict)  # of blocks, as (source, target)
+    copies: dict[Sequence, list[tuple[int, int]]] = field(default_factory=dict)  # pairs of blocks, (source, target)
     admitted: list[Sequence] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
 
 
 class Scheduler(ABC):
-    """Schedules, takes in what was computed, and learns what it cost: one step after the other."""
+    """Schedules steps, takes in their results, and learns their cost: one step after the other."""
 
     def __init__(
         self,
@@ -63,78 +61,77 @@ class Scheduler(ABC):
         device_type: str,
         num_stages: int = 1,
     ) -> None:
-        """``device_type``: what computes, "cpu" or "cuda": how large a step may be if the settings do not say. ``num_stages``: the
-        engine's."""
+        """``device_type``: "cpu" or "cuda", for defaults of the largest step. ``num_stages``: of the engine."""
         self._num_stages = num_stages
         self._max_num_seqs = sequences_at_a_time(settings.max_num_seqs, device_type)
         self._max_batched_tokens = prompt_step_tokens(settings.max_batched_tokens, device_type)
         self._blocks = blocks
         self._max_model_len = max_model_len
         self._places = Places()
-        # What prompts would get now, beside those that generate; 0: nothing is left for them. None: not known yet.
+        # See Status.prompt_tokens_per_s.
         self.prompt_tokens_per_s: float | None = None
 
     @property
     def waiting(self) -> list[Sequence]:
-        """Those that wait, the next one first."""
+        """Waiting sequences, the next one first."""
         return self._places.waiting
 
     @property
     def running(self) -> list[Sequence]:
-        """Those that run, the most senior first."""
+        """Running sequences, the most senior first."""
         return self._places.running
 
     @abstractmethod
     def add(self, sequence: Sequence, first: SampledToken | None = None) -> None:
-        """Queue a sequence. ``first``: of a beam search that was handed over, what the prefill worker sampled."""
+        """Queue a sequence. ``first``: for a beam search that was handed over, the prefill worker's sample."""
 
     @abstractmethod
     def remove(self, key: Key) -> Sequence | None:
-        """Take a sequence out, wherever it is. None if it is not (or no longer) here."""
+        """Remove and return a sequence, waiting or running. None if it is not (or no longer) here."""
 
     def take_back(self, key: Key) -> bool:
-        """Take a sequence out of which nothing is computed, and which holds no blocks; False if there is none of that name."""
+        """Remove a sequence if it waits, holds no blocks and was never preempted. False if there is none with this key."""
         waiting = (one for one in self.waiting if one.key == key)
         return (
             any(not one.block_tables and one.num_preemptions == 0 for one in waiting) and self.remove(key) is not None
         )
 
     def drop(self, sequence: Sequence) -> None:  # noqa: B027 - a prefill worker has nothing to give up
-        """Give up a sequence that ``add`` could not take in."""
+        """Give up a sequence after ``add`` raised."""
 
     @abstractmethod
     def schedule(self, now_s: float, choice: Choice = EVERYBODY) -> Schedule:
-        """Choose the next step, at ``now_s`` on the clock of the sequences' ``arrival_s``. No rows: nothing waits, or no room.
+        """Choose the next step, at ``now_s`` on the clock of ``arrival_s``. No rows: nothing waits, or there is no room.
 
-        ``choice``: who may be in it.
+        ``choice``: the candidates.
         """
 
     def ahead(self, flying: Seq[StepRow]) -> Schedule | None:
-        """The step behind one that still runs, with no tokens of that known. None if there is none to launch before they are."""
+        """The step after one that still runs, without knowing its tokens. None if the next step must wait for them."""
         return None
 
     @abstractmethod
     def observe(self, rows: Seq[StepRow], step_s: float) -> None:
-        """The step of ``rows`` took so long: what later ones may take follows from it."""
+        """Learn the cost of steps from the step of ``rows``, which took ``step_s``."""
 
     @abstractmethod
     def postprocess(self, rows: Seq[StepRow], results: Seq[RowResult], behind: Seq[StepRow] = ()) -> list[Progress]:
-        """Advance the sequences by what was computed. ``behind``: the step that runs already."""
+        """Advance the sequences by the results. ``behind``: rows of the next step, if it runs already."""
 
     def abandon(self, rows: Seq[StepRow]) -> None:  # noqa: B027 - nor does it run ahead
-        """A step that ran ahead is over and yields nothing."""
+        """A step that ran ahead has ended without results."""
 
     def on_failed(self, rows: Seq[StepRow], group: frozenset[Key] | None) -> list[Sequence]:
-        """A step of ``rows`` failed before its tokens came: who was in it computes again. Returns who may have broken it.
+        """A step of ``rows`` failed before its tokens came. Returns the sequences that may have caused it; they compute again.
 
-        No rows: it could not even be scheduled, for ``group``.
+        No rows: the scheduling for ``group`` failed.
         """
         if not rows:
             return Choice(group).among(self.running + self.waiting[:1])
         return [row.sequence for row in rows if row.sequence.status is not SequenceStatus.FINISHED]
 
     def check_integrity(self) -> None:
-        """Assert that places, statuses and the block manager's books agree: after every test, and after a failure."""
+        """Assert that places, statuses and the block manager's books agree. Called after every test and after a failure."""
         self._blocks.check_integrity()
         for place, status in ((self.waiting, SequenceStatus.WAITING), (self.running, SequenceStatus.RUNNING)):
             for sequence in place:
@@ -152,7 +149,7 @@ class Scheduler(ABC):
 def progress_of(
     sequence: Sequence, token: SampledToken | None, num_ready_blocks: int, beams: tuple[FinishedBeam, ...] = ()
 ) -> Progress:
-    """Of a sequence that has its token already; of a beam search, the leader."""
+    """The progress of a sequence, to which ``token`` was already appended. For a beam search: of its leader."""
     return Progress(
         key=sequence.key,
         token=token,

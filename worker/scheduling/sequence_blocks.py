@@ -1,4 +1,4 @@
-"""The blocks of a worker's sequences: taken behind what is cached, published when full, and given back."""
+"""The blocks of a worker's sequences: allocated after the cached prefix, published when full, and released."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ class SequenceBlocks:
         self._blocks = blocks
 
     def reusable_hashes(self, sequence: Sequence) -> list[bytes]:
-        """Of the leading blocks that may be found in the prefix cache."""
+        """Hashes of the leading blocks that may come from the prefix cache."""
         return sequence.block_hashes(sequence.num_cacheable_tokens // self._blocks.block_size)
 
     def allocate(self, sequence: Sequence, spare: int = 0) -> bool:
-        """Give a sequence blocks for all its tokens, behind what of it is cached; False if there are none, beside ``spare``."""
+        """Give a sequence blocks for all its tokens, cached ones included. False if there are too few, beside ``spare`` ones."""
         num_blocks = self._blocks.num_blocks_for(sequence.num_tokens)
         hashes = self.reusable_hashes(sequence)
         is_whole = self._blocks.has_windows and not self._slides(sequence)
-        if is_whole:  # another beam may share no more than the prompt
+        if is_whole:  # another beam may share only the prompt
             hashes = hashes[: sequence.num_prompt_tokens // self._blocks.block_size]
         allocation = self._blocks.allocate(owner_of(sequence), num_blocks, hashes, spare=spare, is_whole=is_whole)
         if allocation is None:
@@ -34,7 +34,7 @@ class SequenceBlocks:
         return True
 
     def advance(self, sequence: Sequence, num_tokens: int) -> None:
-        """So many more tokens are computed; publish the blocks that are full by that, and give back what no later one sees."""
+        """``num_tokens`` more tokens are computed: publish blocks that are full now, and ``slide``."""
         num_full_before = sequence.num_computed_tokens // self._blocks.block_size
         sequence.num_computed_tokens += num_tokens
         num_full = sequence.num_computed_tokens // self._blocks.block_size
@@ -45,15 +45,15 @@ class SequenceBlocks:
         self.slide(sequence)
 
     def slide(self, sequence: Sequence) -> None:
-        """Give back what no later token sees, and take what it needs instead."""
+        """Release blocks that no later token sees, and take the blocks that the sequence needs next."""
         if self._blocks.has_windows and self._slides(sequence):
             sequence.append_blocks(self._blocks.slide(owner_of(sequence), sequence.num_computed_tokens))
 
     def _slides(self, sequence: Sequence) -> bool:
-        """Whether nobody else goes on from an earlier token of it."""
+        """Whether no other sequence continues from an earlier token of it."""
         return True
 
 
 def owner_of(sequence: Sequence) -> Owner:
-    """Who holds its blocks."""
+    """The owner under which the sequence holds blocks."""
     return sequence_owner(sequence.key, sequence.beam)

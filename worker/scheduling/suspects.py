@@ -1,8 +1,7 @@
-"""Who broke a step that failed: those who were in it compute again in ever smaller groups, until one fails alone.
+"""Finds the request that breaks steps: the requests of a failed step compute again in ever smaller groups, until one fails alone.
 
-Groups are halved and tried in turn, so one culprit among ``n`` costs about ``2 * log2(n)`` steps. Successful steps lie between
-failed ones, so that a loop that gives up after several failures in a row does not. Whoever computes well in a group is cleared.
-Pure state.
+Groups are halved and tried in turn, so one culprit among ``n`` costs about ``2 * log2(n)`` steps. Successful steps are between
+failed ones, so the loop's limit of consecutive failures is not reached. A group whose step succeeds is cleared. Pure state.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ class Suspects:
 
     @property
     def group(self) -> frozenset[Key] | None:
-        """Who alone may be in the next step; None: everybody."""
+        """The only requests that may be in the next step; None: all."""
         return frozenset(self._groups[0]) if self._groups else None
 
     def blame(self, keys: Iterable[Key]) -> Key | None:
-        """The next step failed with ``keys`` in it. Returns the culprit, if there was only one; else they are tried again."""
+        """The next step failed with ``keys`` in it. Returns the culprit if there was only one. Otherwise they are tried again."""
         self.clear()
         suspects = tuple(dict.fromkeys(keys))  # the beams of a search share a key
         if len(suspects) == 1:

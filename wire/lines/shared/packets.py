@@ -1,9 +1,9 @@
-"""What is said on the unix socket beside a ring: packets of SOCK_SEQPACKET, each whole or not at all.
+"""The packets on the unix socket beside a ring. The socket is SOCK_SEQPACKET: each packet arrives whole or not at all.
 
     sender → receiver    greeting in msgpack, and the ring's descriptor   once
-    receiver → sender    answer: b"+", or b"-" and why not           once
-    sender → receiver    slot number, block header                   for each block, behind its bytes
-    receiver → sender    slot numbers                                they are free again, whatever became of their blocks
+    receiver → sender    answer: b"+", or b"-" and the reason        once
+    sender → receiver    slot number, block header                   for each block, once its bytes are in the slot
+    receiver → sender    slot numbers                                these slots are free again, also after a refused block
 
 Little endian. The block header is that of the data socket (:mod:`kvrelay.wire.blocks.frames`).
 """
@@ -22,23 +22,23 @@ from kvrelay.wire.lines.shared.ring import RingShape
 _SLOT = struct.Struct("<I")
 _YES, _NO = b"+", b"-"
 MAX_GREETING_NBYTES = 512
-MAX_PACKET_NBYTES = _SLOT.size + HEADER_NBYTES + 1  # one more than one may have: longer ones show
+MAX_PACKET_NBYTES = _SLOT.size + HEADER_NBYTES + 1  # one byte more than a valid packet has: reveals longer ones
 MAX_ANSWER_NBYTES = 512
 
 
 class Greeting(msgspec.Struct, frozen=True):
-    """How a sender introduces its ring."""
+    """A sender's first packet: the shape of its ring."""
 
     shape: RingShape
-    token: bytes = b""  # that of the data socket, if it asks for one
+    token: bytes = b""  # the data socket's token, if it asks for one
 
     def pack(self) -> bytes:
-        """The packet."""
+        """The greeting as a packet."""
         return msgspec.msgpack.encode(self)
 
 
 def parse_greeting(packet: bytes) -> Greeting:
-    """The greeting in a packet. Raises GreetingRefusedError."""
+    """Decode a greeting. Raises GreetingRefusedError if the packet holds none."""
     try:
         return msgspec.msgpack.decode(packet, type=Greeting)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
@@ -46,12 +46,12 @@ def parse_greeting(packet: bytes) -> Greeting:
 
 
 def pack_answer(refusal: str | None) -> bytes:
-    """The packet for a yes, or for a no and its reason."""
+    """The packet that accepts a greeting (``refusal`` is None) or refuses it with a reason."""
     return _YES if refusal is None else (_NO + refusal.encode())[:MAX_ANSWER_NBYTES]
 
 
 def refusal_in(packet: bytes) -> str | None:
-    """Why the answer is a no; None if it is a yes."""
+    """The reason in an answer that refuses; None if the answer accepts."""
     if packet == _YES:
         return None
     if packet[:1] == _NO:
@@ -65,17 +65,17 @@ def pack_block(slot: int, frame: bytes) -> bytes:
 
 
 def split_block(packet: bytes) -> tuple[int, bytes]:
-    """Slot number and the header's frame, both unchecked. Raises BlockRefusedError (``bad_header``) on a packet too short."""
+    """Slot number and header frame, both unchecked. Raises BlockRefusedError (``bad_header``) if the packet is too short."""
     if len(packet) < _SLOT.size:
         raise BlockRefusedError("bad_header", f"a packet of {len(packet)} bytes")
     return _SLOT.unpack_from(packet)[0], packet[_SLOT.size :]
 
 
 def pack_slots(slots: Sequence[int]) -> bytes:
-    """The packet by which slots come back."""
+    """The packet that gives slots back."""
     return b"".join(map(_SLOT.pack, slots))
 
 
 def parse_slots(packet: bytes) -> list[int]:
-    """The slots that come back; none if the packet is not one that says so."""
+    """The slots that a packet gives back; empty if the packet is malformed."""
     return [] if len(packet) % _SLOT.size else [slot for (slot,) in _SLOT.iter_unpack(packet)]

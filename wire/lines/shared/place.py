@@ -1,9 +1,9 @@
-"""Where two workers on one host find each other: the name of a unix socket, and the places that both look in.
+"""The place where two workers on one host find each other: a unix socket with a random name.
 
-The decode worker makes a name at every start, with 128 random bits, and tells it to prefill workers in ``Welcome``. ``@kvrelay-…``
-is in the abstract namespace of its network namespace: one machine, or one pod, and nothing is left behind. ``kvrelay-….sock``
-is a file in a directory that both were given, maybe under different paths: pods on one node that mount the same. A prefill
-worker looks for nothing else, and nowhere else, whatever a peer says.
+The decode worker makes a new name with 128 random bits at every start, and sends it to prefill workers in ``Welcome``. A name like
+``@kvrelay-…`` is in the abstract namespace of its network namespace (one machine, or one pod), and leaves no file. A name like
+``kvrelay-….sock`` is a file in a directory that both workers can access, perhaps under different paths. A prefill worker accepts
+only these two forms, and looks only in its own configured place, whatever a peer sends.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from kvrelay.wire.settings import SameHostSettings
 
 _NAME = re.compile(r"@kvrelay-[A-Za-z0-9_-]{1,64}|kvrelay-[A-Za-z0-9_-]{1,64}\.sock")
 _RANDOM_NBYTES = 16
-_MAX_PATH_NBYTES = 107  # sun_path, without its end
+_MAX_PATH_NBYTES = 107  # size of sun_path without its final zero
 _BACKLOG = 128
 _CREDENTIALS = struct.Struct("iII")  # struct ucred: pid, uid, gid
-_STALE_AFTER_S = 60.0  # a socket file is younger than this between bind and listen
+_STALE_AFTER_S = 60.0  # longer than any pause between bind and listen
 
 
 @dataclass(frozen=True, slots=True)
 class SharedPlace:
-    """What a worker was told about shared memory, if it was not told to do without."""
+    """Where sockets for shared memory are. A worker with ``--shared-memory off`` has no such place."""
 
     directory: Path | None = None  # None: the abstract namespace
 
     @classmethod
     def of(cls, settings: SameHostSettings) -> SharedPlace | None:
-        """The place that settings name; None for ``off``. Raises SettingsError if there cannot be sockets in it."""
+        """The place that the settings name; None for ``off``. Raises SettingsError if no socket can be made there."""
         if settings.shared_memory in ("auto", "off"):
             return cls() if settings.shared_memory == "auto" else None
         place = cls(Path(settings.shared_memory))
@@ -54,12 +54,12 @@ class SharedPlace:
         return place
 
     def new_name(self) -> str:
-        """A name for a socket here that nobody has and nobody guesses."""
+        """A fresh random name for a socket here, which nobody can guess."""
         random = f"kvrelay-{secrets.token_urlsafe(_RANDOM_NBYTES)}"
         return f"@{random}" if self.directory is None else f"{random}.sock"
 
     def address(self, name: str) -> str:
-        """What a socket binds or connects to. Raises NoSharedMemoryError if ``name`` is not one for this place."""
+        """The address that a socket binds or connects to. Raises NoSharedMemoryError if ``name`` does not fit this place."""
         if _NAME.fullmatch(name) is None:
             raise NoSharedMemoryError(f"{name[:80]!r} is no name of a decode worker's socket")
         if name.startswith("@") is not (self.directory is None):
@@ -68,7 +68,7 @@ class SharedPlace:
         return f"\0{name[1:]}" if self.directory is None else str(self.directory / name)
 
     def listen(self, name: str) -> tuple[socket.socket, SocketFile]:
-        """A socket of that name, which senders can connect to, and its file. Raises WireError."""
+        """Listen under ``name``. Returns the socket, which does not block, and its file; the caller owns both. Raises WireError."""
         address = self.address(name)
         shown = address.replace("\0", "@")
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -85,7 +85,7 @@ class SharedPlace:
         return listener, SocketFile(f"ipc://{shown}")
 
     def sweep(self) -> None:
-        """Remove the socket files of decode workers that were killed. Side effects: the file system only."""
+        """Remove the socket files of decode workers that were killed. Changes nothing but the file system."""
         if self.directory is None:
             return
         for path in self.directory.glob("kvrelay-*.sock"):
@@ -96,7 +96,7 @@ class SharedPlace:
 
 
 def is_trusted(connection: socket.socket) -> bool:
-    """Whether a process of our user, or root's, connected. What others pass is not even received."""
+    """Whether the process at the other end belongs to our user or to root. From other processes nothing is read."""
     uid = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))[1]
     return uid in (0, os.geteuid())
 
@@ -104,5 +104,5 @@ def is_trusted(connection: socket.socket) -> bool:
 def _remove_if_dead(path: Path) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
         probe.setblocking(False)
-        if probe.connect_ex(str(path)) == errno.ECONNREFUSED:  # nobody has it open any more
+        if probe.connect_ex(str(path)) == errno.ECONNREFUSED:  # no process listens on it any more
             path.unlink()

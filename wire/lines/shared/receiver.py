@@ -1,14 +1,14 @@
-"""The receiving end of shared memory: a door that all senders of this host come to, and the thread that takes blocks from them.
+"""The receiving end of shared memory: the socket that all senders of this host connect to, and the thread that takes their blocks.
 
-A sender connects, shows its ring (:mod:`kvrelay.wire.lines.shared.packets`), and is told yes or no. From then on each packet
-names a slot and has a block's header; the block is written from the slot into the pool and proved there, by the lease table, as
-any other. A sender whose packets are not ours is dropped at once, and one that is gone with its process.
+A sender connects, passes its ring (:mod:`kvrelay.wire.lines.shared.packets`), and gets a yes or a no. After a yes each of its
+packets names a slot and holds a block's header. The lease table writes the block from the slot into the pool and verifies it there,
+as it does every block. A sender with malformed packets is dropped at once. When a sender's process ends, its connection ends too.
 
-All connections wait on one epoll instance. Each that has something to say has a turn of a few blocks, then the next one has; a
-sender that says nothing costs a descriptor. Who comes to the door has a turn, too; that is short.
+One epoll instance waits for all connections. Each connection with packets gets a turn of a few blocks before the next one. An idle
+sender costs only a descriptor. The listening socket gets a turn, too, which is short.
 
-Nobody is waited for. Who connects and does not greet is dropped after a while, or earlier, when many do so at a time. Only
-processes of the same user, and root's, may connect. With keys a sender must also show the token of the data socket.
+The thread never waits for one peer. A *stranger* is a connection that has not greeted. It is dropped after a while, or earlier if
+there are many. Only processes of the same user or of root may connect. With keys a sender must also show the data socket's token.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ from kvrelay.wire.metrics import WireMetrics
 
 logger = logging.getLogger(__name__)
 
-_MAX_SENDERS = 1024  # connections; each costs a descriptor, and the memory of its ring is its own
-_MAX_STRANGERS = 64  # connected and silent; one more, and the oldest goes
+_MAX_SENDERS = 1024  # connections; each costs a descriptor here, and ring memory at the sender
+_MAX_STRANGERS = 64  # connections without a greeting; with one more, the oldest is dropped
 _STRANGER_S = 5.0
-_PAUSE_S = 1.0  # without a descriptor left
-_TURN_BLOCKS = 8  # of one connection, before the others are looked at
+_PAUSE_S = 1.0  # pause in accepting when no descriptor is left
+_TURN_BLOCKS = 8  # most blocks of one connection per turn
 
 
 @dataclass(slots=True, eq=False)
 class SharedPeer:
-    """One connection: a stranger's until it has greeted. ``close`` once."""
+    """One connection: a stranger until it has greeted, then a sender. ``close`` once."""
 
     connection: socket.socket  # does not block
-    until_s: float  # as a stranger
-    ring: Ring | None = None  # a sender's
+    until_s: float  # a stranger is dropped at this time
+    ring: Ring | None = None  # None: a stranger
 
     def close(self) -> None:
         """Hang up and unmap the ring."""
@@ -65,7 +65,7 @@ class SharedPeer:
 
 
 class SharedReceiver:
-    """The door and the thread. ``start`` once, ``stop`` once."""
+    """The listening socket and the thread. ``start`` once, ``stop`` once."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class SharedReceiver:
         token: str | None = None,
         stranger_s: float = _STRANGER_S,
     ) -> None:
-        """Listens from now on, under ``name``. ``token``: what senders must show; None: nothing. Raises WireError."""
+        """Listens at once, under ``name``. ``token``: what senders must show; None: nothing. Raises WireError."""
         self._leases = leases
         self._block_nbytes = block_nbytes
         self._metrics = metrics
@@ -86,9 +86,9 @@ class SharedReceiver:
         place.sweep()
         self.name = place.new_name()
         self._listener, self._file = place.listen(self.name)
-        self._accepts_from_s: float | None = None  # None: it accepts
-        self._peers: dict[int, SharedPeer] = {}  # by descriptor; one goes before its descriptor is anybody else's
-        self._strangers: dict[int, SharedPeer] = {}  # of these, in the order in which they connected
+        self._accepts_from_s: float | None = None  # None: it accepts connections
+        self._peers: dict[int, SharedPeer] = {}  # by descriptor; removed before the descriptor is closed
+        self._strangers: dict[int, SharedPeer] = {}  # subset of ``_peers``, oldest first
         self._wakeup = Wakeup()
         self._epoll = select.epoll()
         for waited in (self._wakeup, self._listener):
@@ -102,16 +102,16 @@ class SharedReceiver:
 
     @property
     def is_alive(self) -> bool:
-        """Whether senders are let in, and blocks received."""
+        """Whether the thread accepts senders and receives blocks."""
         return self._thread.is_alive()
 
     @property
     def num_connections(self) -> int:
-        """Senders, and who is not known to be one."""
+        """The number of connections, strangers included."""
         return len(self._peers)
 
     def stop(self) -> None:
-        """End the thread behind the turn that it gives, close the sockets and unmap the rings."""
+        """End the thread after its current turn, close the sockets and unmap the rings."""
         self._wakeup.set()
         if self._thread.ident is None:
             self._close()
@@ -131,11 +131,11 @@ class SharedReceiver:
             self._close()
 
     def take_turns(self, patience_s: float | None) -> float | None:
-        """Wait for somebody, so long at the most, and give all who came a turn; returns how long nothing else needs to be done."""
+        """Wait ``patience_s`` at most (None: no bound), then give each ready connection a turn. Returns the next such wait."""
         for descriptor, _ in self._epoll.poll(patience_s):
             if descriptor == self._listener.fileno():
                 self._accept()
-            elif (peer := self._peers.get(descriptor)) is None:  # the wakeup, or who was dropped in this round
+            elif (peer := self._peers.get(descriptor)) is None:  # the wakeup, or a connection dropped in this round
                 continue
             elif peer.ring is None:
                 self._greet(peer)
@@ -150,11 +150,11 @@ class SharedReceiver:
         self._listener.close()
 
     def take_blocks(self, sender: SharedPeer) -> bool:
-        """Take a few blocks of one connection; False if it is to be closed."""
+        """Take a few blocks of one connection. False if the connection must be closed."""
         assert sender.ring is not None
         slots = sender.ring.slots
         done: list[int] = []
-        # Slots go back together, so that it is not woken for each, and early enough for it to fill them meanwhile.
+        # Slots go back together, so that the sender is woken rarely, and early enough that it can refill them meanwhile.
         for _ in range(min(_TURN_BLOCKS, len(slots) // 2) or 1):
             try:
                 packet = sender.connection.recv(MAX_PACKET_NBYTES)
@@ -163,7 +163,7 @@ class SharedReceiver:
             except OSError:
                 return False
             if not packet:
-                return False  # it has closed, or its process is gone
+                return False  # the sender closed, or its process ended
             try:
                 slot, frame = split_block(packet)
                 header = parse_header(frame)
@@ -174,7 +174,7 @@ class SharedReceiver:
                 self._warnings.warn(f"refused a KV block and its sender: {error}", error.cause_name)
                 return False
             try:
-                self._leases.begin_piece(header)  # from here on its size is that of the pool's blocks
+                self._leases.begin_piece(header)  # the size is checked from here on
                 nbytes = header.payload_nbytes + (TAG_NBYTES if header.is_sealed else 0)
                 self._leases.finish_piece(header, slots[slot][:nbytes])
             except BlockRefusedError as error:
@@ -182,14 +182,14 @@ class SharedReceiver:
             done.append(slot)
         return not done or _sent(sender.connection, pack_slots(done))
 
-    # -- the door --------------------------------------------------------------------------------------------------
+    # -- new connections -----------------------------------------------------------------------------------------------
 
     def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
-        except (BlockingIOError, ConnectionAbortedError):  # who connected has left already
+        except (BlockingIOError, ConnectionAbortedError):  # the peer has left already
             return
-        except OSError as error:  # no descriptor left: else this would be asked for over and over
+        except OSError as error:  # no descriptor left; without a pause epoll would report it again and again
             self._warnings.warn(f"cannot accept a connection for shared memory: {error.strerror}", "accept")
             self._accepts_from_s = time.monotonic() + _PAUSE_S
             self._epoll.modify(self._listener, 0)
@@ -203,17 +203,17 @@ class SharedReceiver:
         self.meet(connection)
 
     def meet(self, connection: socket.socket) -> None:
-        """Somebody has connected."""
+        """Take in a new connection, which must not block, as a stranger. The receiver owns it from then on."""
         stranger = SharedPeer(connection, time.monotonic() + self._stranger_s)
         self._peers[connection.fileno()] = self._strangers[connection.fileno()] = stranger
         self._epoll.register(connection, select.EPOLLIN)
-        # An honest sender has greeted by now or does so next; a crowd of silent ones must not shut it out.
+        # A real sender has greeted already or does so next. Many silent connections must not shut it out.
         self._greet(stranger)
         if len(self._strangers) > _MAX_STRANGERS:
             self._drop(next(iter(self._strangers.values())))
 
     def _greet(self, stranger: SharedPeer) -> None:
-        """Take a greeting if one is there, and answer it: a sender stands in line from then on, anybody else is dropped."""
+        """Read and answer a greeting, if one is there. A valid one makes the stranger a sender; any other drops it."""
         try:
             packet, descriptors, flags, _ = socket.recv_fds(
                 stranger.connection, MAX_GREETING_NBYTES, 1, socket.MSG_CMSG_CLOEXEC
@@ -238,7 +238,7 @@ class SharedReceiver:
             self._drop(stranger)
 
     def _ring_of(self, packet: bytes, descriptors: list[int], *, is_cut: bool) -> Ring:
-        """The memory that a greeting brings, mapped. Raises GreetingRefusedError."""
+        """Map the memory that a greeting passes. Raises GreetingRefusedError."""
         greeting = parse_greeting(packet)
         if self._token is not None and not hmac.compare_digest(greeting.token, self._token.encode()):
             self._metrics.refused_tokens.inc()
@@ -262,7 +262,10 @@ class SharedReceiver:
         peer.close()
 
     def _pass_time(self) -> float | None:
-        """Drop who has been silent for too long, and accept again behind a pause; returns how long nothing needs to be done."""
+        """Drop strangers whose time is up, and accept again after a pause.
+
+        Returns the seconds until the next of these; None: none.
+        """
         now_s = time.monotonic()
         while self._strangers and (oldest := next(iter(self._strangers.values()))).until_s <= now_s:
             self._drop(oldest)
@@ -275,7 +278,7 @@ class SharedReceiver:
 
 
 def _sent(connection: socket.socket, packet: bytes) -> bool:
-    """Send it; False if that cannot be done now: who takes nothing back is no sender of ours."""
+    """Send without waiting. False if the socket takes no packet: a real sender always reads its answers."""
     try:
         connection.send(packet)
     except OSError:

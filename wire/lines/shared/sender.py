@@ -1,9 +1,9 @@
-"""The sending end of shared memory: a line (:mod:`kvrelay.wire.blocks.send_job`) through a ring of the sender's.
+"""The sending end of shared memory: a line (:mod:`kvrelay.wire.blocks.send_job`) through a ring that the sender makes.
 
-``connect`` finds the decode worker's socket, passes the ring and waits for the answer, all on the sender's thread and within a
-bound. Whatever is not as it must be is a :class:`NoSharedMemoryError`, and the blocks go over TCP. Afterwards a block costs a
-free slot, one pass for its checksum and one to copy it (or one to seal it), and one packet; its pool memory is free before the
-packet leaves.
+``connect`` finds the decode worker's socket, passes the ring and waits for the answer for a bounded time. It runs on the sender's
+thread. Any problem raises :class:`NoSharedMemoryError`, and the blocks go over TCP instead. Afterwards each block takes a free
+slot, one pass for its checksum and one to copy it (or one pass to seal it), and one packet. The pool's memory is free before the
+packet is sent.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ from kvrelay.wire.lines.shared.ring import Ring, RingShape, make_ring
 from kvrelay.wire.metrics import WireMetrics
 
 _GONE = "the decode worker's end of the shared memory is gone"
-_ANSWER_S = 5.0  # a decode worker that is stopped answers nothing; its link will notice in its own time
+_ANSWER_S = 5.0  # a stopped decode worker gives no answer; its link notices that by itself
 
 
 @dataclass(frozen=True, slots=True)
 class SharedTarget:
-    """Where a decode worker takes shared memory, and what it takes."""
+    """A decode worker's socket for shared memory, and the size of its blocks."""
 
-    name: str | None  # of its socket, as it says; None: it takes none
-    place: SharedPlace | None  # where this worker looks for it; None: it was told not to
+    name: str | None  # the socket's name from ``Welcome``; None: it has none
+    place: SharedPlace | None  # where this worker looks for the socket; None: ``--shared-memory off``
     block_nbytes: int
-    token: str | None = None  # that of its data socket
+    token: str | None = None  # the decode worker's data token
 
 
 class SharedLine:
     """A ring and the socket beside it. Implements :class:`kvrelay.wire.blocks.send_job.Line`."""
 
     def __init__(self, connection: socket.socket, ring: Ring, metrics: WireMetrics, wakeup: Wakeup) -> None:
-        """``connection`` and ``ring`` are the line's from now on. The receiver has said yes."""
+        """The line owns ``connection`` and ``ring`` from now on. The receiver has accepted the ring."""
         self._blocks_sent = metrics.blocks_sent.labels("shared_memory")
         self._bytes_sent = metrics.bytes_sent.labels("shared_memory")
         self._connection = connection
         self._ring = ring
         self._wakeup = wakeup
-        # The slot that came back last is used first: it is in the cache.
+        # The slot that came back last is used first, because it is still in the cache.
         self._free = list(range(ring.shape.num_slots))
         self._readable = _poll_for(connection, select.POLLIN, wakeup)
         self._writable = _poll_for(connection, select.POLLOUT, wakeup)
@@ -63,9 +63,9 @@ class SharedLine:
 
     @classmethod
     def connect(cls, target: SharedTarget, metrics: WireMetrics, wakeup: Wakeup) -> SharedLine:
-        """Reach the decode worker and pass it a new ring; blocks for its answer, some seconds at most.
+        """Reach the decode worker and pass it a new ring. Blocks until the answer comes, for some seconds at most.
 
-        Raises NoSharedMemoryError, which says why blocks must take another way.
+        Raises NoSharedMemoryError with the reason why blocks must take another way.
         """
         if target.place is None:
             raise NoSharedMemoryError("--shared-memory is off")
@@ -96,13 +96,13 @@ class SharedLine:
         return False
 
     def wait_for(self, jobs: JobQueue) -> None:
-        """See Line. A connection that ends is noticed; slots that come back lie there until they are needed."""
+        """See Line. Notices the end of the connection. Slots that come back stay in the socket until they are needed."""
         poll = _poll_for(self._connection, 0, self._wakeup)
         poll.register(jobs.fileno(), select.POLLIN)
         self._check(poll, None)
 
     def _look(self) -> None:
-        """Raises PeerLostError if the connection has ended."""
+        """Check the connection. Raises PeerLostError if it has ended."""
         self._check(_poll_for(self._connection, 0, self._wakeup), 0)
 
     def _check(self, poll: select.poll, timeout_ms: int | None) -> None:
@@ -127,22 +127,22 @@ class SharedLine:
         return self._send(pack_block(slot, frame))
 
     def close(self) -> None:
-        """See Line. The receiver finishes what it has been told of; the memory is its own by then."""
+        """See Line. The receiver still takes the blocks that it was told of; its own mapping keeps the memory."""
         self._connection.close()
         self._ring.close()
 
     def _take_back(self) -> None:
-        """Take the slots that one packet brings. Raises PeerLostError."""
+        """Take the slots that one packet gives back. Raises PeerLostError."""
         try:
             slots = parse_slots(self._connection.recv(MAX_ANSWER_NBYTES))
         except OSError as error:
             raise PeerLostError(f"{_GONE}: {error.strerror}") from error
         if not slots or max(slots) >= self._ring.shape.num_slots or len({*slots}) < len(slots):
             raise PeerLostError(f"{_GONE}: the connection has ended")
-        self._free += slots  # asked for when there were none left: it cannot be there already
+        self._free += slots  # called only with no free slot left, so none of these is free already
 
     def _send(self, packet: bytes) -> bool:
-        """Send it; False if the wakeup comes before there is room in the socket. Raises PeerLostError."""
+        """Send a packet. False if the wakeup comes before the socket has room. Raises PeerLostError."""
         while not self._wakeup.is_set:
             try:
                 self._connection.send(packet)
@@ -155,12 +155,12 @@ class SharedLine:
 
 
 def _reach(address: str) -> socket.socket:
-    """A connection to a unix socket. Raises NoSharedMemoryError, as between two hosts."""
+    """Connect to a unix socket. Raises NoSharedMemoryError, for instance between two hosts."""
     try:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     except OSError as error:  # no descriptor left, or a system without such sockets
         raise NoSharedMemoryError(f"no socket for it here: {error.strerror}") from error
-    connection.setblocking(False)  # a full backlog is no reason to wait either
+    connection.setblocking(False)  # do not wait for a full backlog either
     try:
         connection.connect(address)
     except BlockingIOError as error:
@@ -176,7 +176,7 @@ def _reach(address: str) -> socket.socket:
 
 
 def _introduce(connection: socket.socket, greeting: Greeting, descriptor: int, wakeup: Wakeup) -> None:
-    """Pass the ring and wait for the answer. Raises NoSharedMemoryError if it is not a yes."""
+    """Pass the ring and wait for the answer. Raises NoSharedMemoryError unless the decode worker accepts."""
     deadline_s = time.monotonic() + _ANSWER_S
     poll = _poll_for(connection, select.POLLIN, wakeup)
     try:
