@@ -37,6 +37,7 @@ from kvrelay.engine.ranks.messages import (
     LoadAdapter,
     Loaded,
     Logged,
+    Profile,
     Ready,
     Sample,
     ToRank,
@@ -44,7 +45,7 @@ from kvrelay.engine.ranks.messages import (
 )
 from kvrelay.engine.ranks.nodes import HostDirectories
 from kvrelay.engine.ranks.stages import LastStage
-from kvrelay.engine.step.interface import Engine, LaunchedStep
+from kvrelay.engine.step.interface import LaunchedStep
 from kvrelay.engine.step.plan import StepPlan
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
 
     from kvrelay.engine.config.cut import Cut
     from kvrelay.engine.ranks.group import RankGroup
+    from kvrelay.engine.torch_engine import TorchEngine
 
 logger = logging.getLogger(__name__)
 
@@ -171,7 +173,7 @@ def main(arguments: list[str]) -> NoReturn:
     os._exit(code)  # a normal exit would wait for collectives that no rank joins any more
 
 
-def _load(ends: Ends) -> tuple[Engine, Cut, RankAdapters | None]:
+def _load(ends: Ends) -> tuple[TorchEngine, Cut, RankAdapters | None]:
     """The rank's part of the model, its cut, and its adapters."""
     link = ends.link
 
@@ -213,7 +215,7 @@ def _load(ends: Ends) -> tuple[Engine, Cut, RankAdapters | None]:
     return engine, cut, adapters
 
 
-def _serve(engine: Engine, cut: Cut, adapters: RankAdapters | None, link: Link[ToRank]) -> None:
+def _serve(engine: TorchEngine, cut: Cut, adapters: RankAdapters | None, link: Link[ToRank]) -> None:
     def receive(timeout_s: float | None = None) -> ToRank | None:
         """The next message that is not about adapters, which are handled here."""
         while isinstance(message := link.receive(timeout_s), LoadAdapter | UnloadAdapter):
@@ -237,6 +239,8 @@ def _serve(engine: Engine, cut: Cut, adapters: RankAdapters | None, link: Link[T
                     step.sample(inputs)
                 case Copy(pairs):
                     engine.copy_blocks(pairs)
+                case Profile(num_steps):
+                    engine.profiler.ask(num_steps, cut.number)
         except Exception as error:
             link.send(Failed(str(error)))
             if not isinstance(receive(AGREE_S), Failed):

@@ -48,6 +48,7 @@ from kvrelay.engine.sampling.sampler import sample
 from kvrelay.engine.step.batch import Batch, build_batch
 from kvrelay.engine.step.interface import AdapterSlots, BlockStore, DeviceFailedError, LaunchedStep
 from kvrelay.engine.step.plan import SamplingInputs, StepPlan
+from kvrelay.engine.step.profile import StepProfiler
 from kvrelay.engine.step.slots import Slots
 from kvrelay.engine.torch_step import Deferred, TorchStep
 from kvrelay.engine.weights.checkpoint import load_weights, weights_digest
@@ -92,6 +93,7 @@ class TorchEngine:
         # The last sampled token of each slot: the next step reads it before the host knows it.
         self._sampled_tokens = torch.zeros(options.max_num_seqs, dtype=torch.int64, device=self._device)
         self._head: HeadBesideModel | None = None
+        self._profiler = StepProfiler()
 
     @classmethod
     def load(
@@ -187,6 +189,11 @@ class TorchEngine:
         return self._adapters
 
     @property
+    def profiler(self) -> StepProfiler:
+        """See Engine. It records this process only."""
+        return self._profiler
+
+    @property
     def blocks(self) -> torch.Tensor:
         """See KvPool.blocks; for engines with several ranks."""
         return self._pool.blocks
@@ -240,6 +247,13 @@ class TorchEngine:
         """See Engine."""
         if torch.get_num_threads() != self._options.num_threads:
             torch.set_num_threads(self._options.num_threads)  # the setting is per calling thread
+        with self._profiler.step():
+            step = self._compute(plan)
+        if not step.is_deferred:
+            self._profiler.end()
+        return step
+
+    def _compute(self, plan: StepPlan) -> TorchStep:
         self._slots.apply(plan)
         if self._head is not None:
             self._head.apply(plan)
@@ -268,7 +282,9 @@ class TorchEngine:
     def _sample_deferred(self, batch: Batch, there: _There, logits: torch.Tensor, inputs: SamplingInputs) -> Sampled:
         """Sample when all tokens are known."""
         self._slots.learn(inputs.new_tokens)
-        return self._sample(batch, there, logits, inputs, None)
+        sampled = self._sample(batch, there, logits, inputs, None)
+        self._profiler.end()
+        return sampled
 
     def _sample(
         self, batch: Batch, there: _There, logits: torch.Tensor, inputs: SamplingInputs, under_way: UnderWay | None

@@ -73,6 +73,8 @@ class ModelLoop:
             self._turn()
         except Exception:
             logger.critical("the model loop ends: the worker cannot go on", exc_info=True)
+        finally:
+            self._worker.leave()
 
     def _turn(self) -> None:
         could_compute, num_failed = True, 0

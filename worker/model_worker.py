@@ -113,6 +113,11 @@ class ModelWorker:
                 if self._scheduler.take_back(key):
                     self._emit(Report(taken_back=(key,)))
 
+    def leave(self) -> None:
+        """The model thread ends. Steps that are being recorded for people leave no trace."""
+        if self._engine.profiler is not None:
+            self._engine.profiler.give_up()
+
     def has_work(self) -> bool:
         """Whether a sequence waits or runs, or a step is running. Always False for a worker that computes wrongly."""
         has_any = bool(self._launched or self._scheduler.waiting or self._scheduler.running)

@@ -105,3 +105,8 @@ class _Ranks:
     def debug_kv(self) -> dict[str, Any]:
         """See Component. Node 0 has the blocks, this node only its ranks."""
         return {"ranks": {} if self._host is None else self._host.pids}
+
+    @property
+    def profiler(self) -> None:
+        """See Component. The worker tells all its ranks."""
+        return None

@@ -15,6 +15,7 @@ from kvrelay.common.clock import Clock
 from kvrelay.engine.kv.block_manager import BlockManager
 from kvrelay.engine.kv.books import ledger_json, unbalanced
 from kvrelay.engine.settings import prompt_step_tokens, sequences_at_a_time
+from kvrelay.engine.step.interface import Profiler
 from kvrelay.engine.step.leader import Leader
 from kvrelay.wire.control.server import ControlServer
 from kvrelay.wire.messages import Role
@@ -163,6 +164,11 @@ class Worker(ABC, Generic[S]):
             "requests": self.service.debug(),
             "adapters": self._adapters.debug(),
         }
+
+    @property
+    def profiler(self) -> Profiler | None:
+        """See Component."""
+        return self._engine.profiler
 
     async def drain(self) -> None:
         """Refuse new requests, and return when the accepted ones are over."""

@@ -165,6 +165,7 @@ class FakeEngine:
         self._adapters = FakeAdapters()
         self.adapters = self._adapters if has_adapters else None
         self.num_slots = _NUM_SLOTS
+        self.profiler = None
         self._slots = FakeSlots(len(self._windows))
         self._launched: FakeStep | None = None  # the last launched step
 

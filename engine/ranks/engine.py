@@ -52,10 +52,11 @@ from kvrelay.engine.ranks.messages import (
 )
 from kvrelay.engine.ranks.nodes import OtherNodes
 from kvrelay.engine.ranks.process import RankProcess
+from kvrelay.engine.ranks.profile import RankedProfiler
 from kvrelay.engine.ranks.rank import Rank
 from kvrelay.engine.ranks.remote import RemoteRank
 from kvrelay.engine.ranks.stages import StagedStep
-from kvrelay.engine.step.interface import AdapterSlots, BlockStore, DeviceFailedError, LaunchedStep
+from kvrelay.engine.step.interface import AdapterSlots, BlockStore, DeviceFailedError, LaunchedStep, Profiler
 from kvrelay.engine.step.plan import RowResult, SamplingInputs, StepPlan
 from kvrelay.engine.torch_engine import TorchEngine
 
@@ -194,6 +195,7 @@ class RankedEngine:
         self._group = group
         self._store = store
         self._adapters = None if own.adapters is None else RankedAdapters(own.adapters, ranks.others)
+        self._profiler = RankedProfiler(own.profiler, ranks.tell)
 
     @classmethod
     def load(
@@ -242,6 +244,11 @@ class RankedEngine:
         return self._adapters
 
     @property
+    def profiler(self) -> Profiler:
+        """See Engine."""
+        return self._profiler
+
+    @property
     def runs_ahead(self) -> bool:
         """See Engine. With stages, steps of other sequences are launched instead."""
         return self._own.runs_ahead and self._num_stages == 1
@@ -258,6 +265,7 @@ class RankedEngine:
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """See Engine. Raises DeviceFailedError if a rank is lost."""
+        self._profiler.pass_on()
         step = self._together(Launch(plan), lambda: self._own.launch(plan))
         return _RankedStep(step, self) if self._num_stages == 1 else StagedStep(step, self._results)
 

@@ -52,6 +52,12 @@ class Copy(msgspec.Struct, frozen=True, tag=True):
     pairs: tuple[tuple[int, int], ...]
 
 
+class Profile(msgspec.Struct, frozen=True, tag=True):
+    """Record the next steps. There is no answer."""
+
+    num_steps: int
+
+
 class Stepped(msgspec.Struct, frozen=True, tag=True):
     """From the last stage's first rank: a step's results, or why its tokens could not be sampled. In the order of steps."""
 
@@ -147,5 +153,5 @@ class Leave(msgspec.Struct, frozen=True, tag=True):
 
 FromLeader = Welcome | Refused
 ToHost = Alive | Logged
-ToRank = Load | Go | Launch | Sample | Copy | LoadAdapter | UnloadAdapter | Failed
+ToRank = Load | Go | Launch | Sample | Copy | LoadAdapter | UnloadAdapter | Profile | Failed
 FromRank = Ready | Loaded | Alive | Logged | Stepped | AdapterLoaded | Failed | Leaving

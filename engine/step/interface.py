@@ -170,8 +170,26 @@ class DraftHead(Protocol):
         """Stop drafting: steps keep nothing for the head from now on."""
 
 
+class Profiler(Protocol):
+    """Records what steps take, for people."""
+
+    def ask(self, num_steps: int) -> str | None:
+        """Record the next ``num_steps`` steps on all ranks, once there are any. Any thread; never waits.
+
+        Each rank writes a trace to a fresh directory of its host, and logs its path. Returns the pattern of these paths; None while
+        a recording is under way.
+        """
+
+    def give_up(self) -> None:
+        """Stop a recording that is under way, without a trace. On the thread that computes, when no step follows."""
+
+
 class Engine(Protocol):
     """A loaded model with its KV pool."""
+
+    @property
+    def profiler(self) -> Profiler | None:
+        """What records steps; None for an engine without torch."""
 
     @property
     def adapters(self) -> AdapterSlots | None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -310,3 +312,18 @@ def test_a_device_that_answers_nothing_any_more_is_told_from_a_step_that_failed(
     fail_with(RuntimeError("CUDA error: an illegal memory access was encountered"))
     with pytest.raises(DeviceFailedError, match="cpu does not even read a number back: CUDA error: an illegal"):
         engine.check_device()
+
+
+def test_a_trace_has_the_steps_that_were_asked_for(
+    llama: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    engine = load(llama[0])
+    assert engine.profiler.ask(2) is not None
+    row = sequence(tokens(1, 20), [5, 9])
+    for count in (12, 8, 1):
+        run(engine, [(row, count)])
+    (path,) = tmp_path.glob("kvrelay-profile-*/rank-0.json")
+    names = [event.get("name") for event in json.loads(path.read_text())["traceEvents"] if event.get("ph") == "X"]
+    assert names.count("step") == 2
+    assert any(str(name).startswith("aten::") for name in names), "no operation is in the trace"

@@ -13,6 +13,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from kvrelay.common.errors import SettingsError
+from kvrelay.engine.step.interface import Profiler
 from kvrelay.worker.process.admin import AdminServer, admin_app
 
 
@@ -22,6 +23,7 @@ class Probe:
     def __init__(self) -> None:
         self.live_reasons: list[str] = []
         self.ready_reasons: list[str] = []
+        self.profiler: Profiler | None = None
 
     def not_live(self) -> list[str]:
         return self.live_reasons
@@ -31,6 +33,17 @@ class Probe:
 
     def debug_kv(self) -> dict[str, Any]:
         return {"num_blocks": 3, "owners": {"lease 1": 2}}
+
+
+class OneAtATime:
+    """A profiler whose recording never ends."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    def ask(self, num_steps: int) -> str | None:
+        self.asked.append(num_steps)
+        return "/tmp/traces-*" if len(self.asked) == 1 else None
 
 
 @pytest.fixture
@@ -79,6 +92,18 @@ async def test_the_ledger_is_shown_and_nothing_else_exists(client: httpx.AsyncCl
     assert (await client.get("/debug/kv")).json() == {"num_blocks": 3, "owners": {"lease 1": 2}}
     assert (await client.get("/v1/models")).status_code == 404
     assert (await client.post("/health/ready")).status_code == 405
+
+
+async def test_a_profile_is_asked_for_once_at_a_time(client: httpx.AsyncClient, probe: Probe) -> None:
+    assert (await client.post("/debug/profile")).status_code == 501
+    probe.profiler = profiler = OneAtATime()
+    for steps in ("0", "101", "-1", "", "x", "9" * 5000):
+        assert (await client.post("/debug/profile", params={"steps": steps})).status_code == 400
+    answer = await client.post("/debug/profile")
+    assert (answer.status_code, answer.json()) == (202, {"num_steps": 20, "traces": "/tmp/traces-*"})
+    assert (await client.post("/debug/profile?steps=100")).status_code == 409
+    assert profiler.asked == [20, 100]
+    assert (await client.get("/debug/profile")).status_code == 405
 
 
 async def test_a_started_server_listens_at_once(probe: Probe, registry: CollectorRegistry) -> None:

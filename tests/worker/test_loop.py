@@ -66,6 +66,9 @@ class Scripted:
         self.num_left -= 1
         return True
 
+    def leave(self) -> None:
+        self.threads.add(threading.get_ident())
+
     def on_step_failed(self, error: Exception) -> None:
         self.num_left = 0
         self.error = self.next_error

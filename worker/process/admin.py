@@ -1,4 +1,5 @@
-"""A worker's small HTTP server: ``/health``, ``/health/live``, ``/health/ready``, ``/metrics``, ``/debug/kv``.
+"""A worker's small HTTP server: ``/health``, ``/health/live``, ``/health/ready``, ``/metrics``, ``/debug/kv``, and
+``POST /debug/profile``.
 
 It runs on the worker's asyncio loop, so that probes fail if the loop hangs. Not for user traffic.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import socket
 from collections.abc import Iterator
 from typing import Any, Protocol
@@ -20,6 +22,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from kvrelay.common.errors import SettingsError
+from kvrelay.engine.step.interface import Profiler
+
+_MAX_PROFILE_STEPS = 100  # a step of 30 layers is 2 MB of trace, and the worker waits while it is written
 
 
 class AdminProbe(Protocol):
@@ -33,6 +38,10 @@ class AdminProbe(Protocol):
 
     def debug_kv(self) -> dict[str, Any]:
         """Every block's place and owner, as JSON-able data."""
+
+    @property
+    def profiler(self) -> Profiler | None:
+        """What records steps; None if this process leads none, or cannot record them."""
 
 
 def admin_app(probe: AdminProbe, registry: CollectorRegistry) -> Starlette:
@@ -55,6 +64,16 @@ def admin_app(probe: AdminProbe, registry: CollectorRegistry) -> Starlette:
     async def debug_kv(_: Request) -> Response:
         return JSONResponse(probe.debug_kv())
 
+    async def profile(request: Request) -> Response:
+        steps = request.query_params.get("steps", "20")
+        if not (re.fullmatch("[0-9]{1,3}", steps) and 1 <= int(steps) <= _MAX_PROFILE_STEPS):
+            return JSONResponse({"error": f"steps is 1 to {_MAX_PROFILE_STEPS}"}, 400)
+        if (profiler := probe.profiler) is None:
+            return JSONResponse({"error": "a model on torch must be loaded in this process"}, 501)
+        if (traces := profiler.ask(int(steps))) is None:
+            return JSONResponse({"error": "a recording is under way"}, 409)
+        return JSONResponse({"num_steps": int(steps), "traces": traces}, 202)
+
     return Starlette(
         routes=[
             Route("/health", ready),
@@ -62,6 +81,7 @@ def admin_app(probe: AdminProbe, registry: CollectorRegistry) -> Starlette:
             Route("/health/ready", ready),
             Route("/metrics", metrics),
             Route("/debug/kv", debug_kv),
+            Route("/debug/profile", profile, methods=["POST"]),
         ]
     )
 

@@ -23,6 +23,7 @@ from typing import Any, Protocol, TypeVar
 from prometheus_client import CollectorRegistry
 
 from kvrelay.common.system import keep_freed_memory, raise_descriptor_limit, return_freed_memory
+from kvrelay.engine.step.interface import Profiler
 from kvrelay.worker.process.admin import AdminProbe, AdminServer
 
 logger = logging.getLogger(__name__)
@@ -76,6 +77,10 @@ class _Probe:
 
     def debug_kv(self) -> dict[str, Any]:
         return {"state": "loading"} if self.component is None else self.component.debug_kv()
+
+    @property
+    def profiler(self) -> Profiler | None:
+        return None if self.component is None else self.component.profiler
 
 
 def serve_process(

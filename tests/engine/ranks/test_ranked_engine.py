@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -207,6 +209,29 @@ def test_blocks_of_one_rank_continue_on_two_and_back(engine: Any, model: Path) -
         assert next_token is not None
         assert expected is not None
         assert_same_tokens([next_token], [expected])
+
+
+def test_each_rank_writes_a_trace_of_the_same_steps(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    engine: Any = load_ranks(model, 2)
+    try:
+        pattern = engine.profiler.ask(2)
+        assert pattern is not None
+        assert engine.profiler.ask(1) is None
+        run(engine)
+        wait_until(lambda: len(list(tmp_path.glob("kvrelay-profile-*/rank-1.json"))) == 1, "no trace of rank 1")
+        run(engine)  # behind the writing of the first rank
+        traces = sorted(tmp_path.glob("kvrelay-profile-*/rank-*.json"), key=lambda path: path.name)
+        assert [path.name for path in traces] == ["rank-0.json", "rank-1.json"]
+        for path in traces:
+            names = [event.get("name") for event in json.loads(path.read_text())["traceEvents"]]
+            assert names.count("step") == 2, path
+        assert engine.profiler.ask(1) is not None
+    finally:
+        engine.close()
 
 
 def test_a_step_that_no_rank_can_compute_ends_nothing(engine: Any, model: Path) -> None:
