@@ -4,7 +4,7 @@ python client.py URL STREAMS MAX_TOKENS [API_KEY]
 
 Every finished request is a JSON line: which stream, what came (a digest of the text, the number of chunks), what went wrong if
 anything did, how long the first text took (prompts ahead of it included) and the longest silence behind that. A stream always asks
-the same, with the same seed: its answers must not differ, whatever happens meanwhile.
+the same: its answers must not differ, whatever happens meanwhile.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ def ask(url: urllib.parse.SplitResult, stream: int, max_tokens: int) -> dict[str
     body = {
         "messages": [{"role": "user", "content": content}],
         "max_tokens": max_tokens,
-        "temperature": 1,
-        "seed": stream,
+        "temperature": 0,
         "stream": True,
     }
     connection = http.client.HTTPConnection(url.hostname or "", url.port or 80)
