@@ -24,7 +24,8 @@ from kvrelay.engine.models.transformers_adapters import adapt_layers, adaptable_
 from kvrelay.engine.models.transformers_check import MakeOps, check_model, plain_logits
 from kvrelay.engine.models.transformers_cut import LinearCut, cut_model, sum_outputs
 from kvrelay.engine.models.transformers_model import load_model
-from kvrelay.engine.torch_engine import TorchEngine, card_of, make_pool, max_model_len_of
+from kvrelay.engine.pool_and_card import card_of, make_pool, max_model_len_of
+from kvrelay.engine.torch_engine import TorchEngine
 from kvrelay.engine.weights.checkpoint import weights_digest
 
 

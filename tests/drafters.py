@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 
 from kvrelay.decode_worker.drafter import LookUp
-from kvrelay.engine.fake.engine import next_token, token_digests
+from kvrelay.engine.fake.language import next_token, token_digests
 from kvrelay.engine.fake.step import FakeSequence
 from kvrelay.engine.step.sequence import Sequence
 

@@ -21,7 +21,8 @@ from kvrelay.decode_worker.metrics import DraftMetrics
 from kvrelay.decode_worker.scheduler import DecodeScheduler
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.engine.beams.search import FinishedBeam, Search, advance
-from kvrelay.engine.fake.engine import FakeEngine, FakePace, candidates, fake_card, token_digests
+from kvrelay.engine.fake.engine import FakeEngine, FakePace, fake_card
+from kvrelay.engine.fake.language import candidates, token_digests
 from kvrelay.engine.fake.step import FakeSlots
 from kvrelay.engine.kv.block_manager import BlockManager
 from kvrelay.engine.kv.leased_blocks import lease_owner

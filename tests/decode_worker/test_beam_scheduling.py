@@ -8,7 +8,8 @@ from __future__ import annotations
 import pytest
 
 from kvrelay.common.sampling import FinishReason, SamplingParams
-from kvrelay.engine.fake.engine import FakeEngine, expected_output, fake_card
+from kvrelay.engine.fake.engine import FakeEngine, fake_card
+from kvrelay.engine.fake.language import expected_output
 from kvrelay.engine.kv.owners import Owner, OwnerKind
 from kvrelay.engine.step.sequence import SequenceStatus
 from tests.decode_worker.rig import Rig, beams, expected_beams, greedy

@@ -7,7 +7,7 @@ import math
 import msgspec
 import pytest
 
-from kvrelay.engine.fake.engine import expected_output
+from kvrelay.engine.fake.language import expected_output
 from kvrelay.wire.messages import Failed, FailureCode, Grant, Message, Refuse, Reject, Role
 
 from .service_rig import CARD, Rig, offer, submit

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvrelay.engine.fake.engine import expected_output
+from kvrelay.engine.fake.language import expected_output
 from kvrelay.engine.kv.leased_blocks import lease_owner
 from kvrelay.wire.messages import Abort, Distrust, FailureCode, Grant, Refuse, Role
 from tests.decode_worker.service_rig import BLOCK, CARD, EPOCH, Rig, offer, submit

@@ -14,7 +14,8 @@ from kvrelay.decode_worker.draft_model import DraftModel, chunk_tokens
 from kvrelay.decode_worker.drafter import LookUp, Wanted
 from kvrelay.decode_worker.drafts import Drafts, Room
 from kvrelay.decode_worker.metrics import DraftMetrics
-from kvrelay.engine.fake.engine import FakeEngine, FakePace, expected_output, fake_card
+from kvrelay.engine.fake.engine import FakeEngine, FakePace, fake_card
+from kvrelay.engine.fake.language import expected_output
 from kvrelay.engine.step.interface import Engine
 from kvrelay.engine.step.sequence import Sequence
 from kvrelay.worker.scheduling.step_cost import StepCosts

@@ -12,7 +12,8 @@ from kvrelay.decode_worker.drafts import Drafts, Record, Room, num_to_draft
 from kvrelay.decode_worker.forced import GuideDrafter
 from kvrelay.decode_worker.metrics import DraftMetrics
 from kvrelay.decode_worker.ngram import NgramDrafter
-from kvrelay.engine.fake.engine import FakeEngine, FakePace, expected_output, fake_card
+from kvrelay.engine.fake.engine import FakeEngine, FakePace, fake_card
+from kvrelay.engine.fake.language import expected_output
 from kvrelay.engine.step.interface import StepRow
 from kvrelay.engine.step.planner import Planner
 from tests.decode_worker.rig import Rig, beams, expected_beams, greedy

@@ -6,7 +6,7 @@ import msgspec
 
 from kvrelay.common.block_hash import HashChain
 from kvrelay.common.sampling import SampledToken, SamplingParams
-from kvrelay.engine.fake.engine import token_digests, with_logprobs
+from kvrelay.engine.fake.language import token_digests, with_logprobs
 from kvrelay.wire.leases.lease import VerifiedLease
 from kvrelay.wire.messages import Commit, Grant, Offer, Role, Submit
 from tests.decode_worker.rig import Rig as ModelRig

@@ -10,7 +10,8 @@ import pytest
 from kvrelay.common.block_hash import HashChain
 from kvrelay.common.sampling import BeamSearch, SamplingParams, Watermark
 from kvrelay.decode_worker.run_ahead import GoingOn, who_goes_on
-from kvrelay.engine.fake.engine import FakeEngine, expected_output, fake_card
+from kvrelay.engine.fake.engine import FakeEngine, fake_card
+from kvrelay.engine.fake.language import expected_output
 from kvrelay.engine.kv.owners import Owner, OwnerKind
 from kvrelay.engine.step.interface import StepRow
 from kvrelay.engine.step.leader import Leader

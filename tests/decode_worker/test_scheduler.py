@@ -11,7 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from kvrelay.common.kv_geometry import Chunk
 from kvrelay.common.sampling import SamplingParams
-from kvrelay.engine.fake.engine import FakeEngine, FakePace, expected_output, fake_card
+from kvrelay.engine.fake.engine import FakeEngine, FakePace, fake_card
+from kvrelay.engine.fake.language import expected_output
 from kvrelay.engine.kv.owners import Owner, OwnerKind
 from kvrelay.engine.step.sequence import SequenceStatus
 from kvrelay.worker.model_worker import Remove

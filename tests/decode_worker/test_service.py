@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from kvrelay.common.sampling import FinishReason, SampledToken, SamplingParams
-from kvrelay.engine.fake.engine import expected_output
+from kvrelay.engine.fake.language import expected_output
 from kvrelay.engine.kv.owners import Owner, OwnerKind, sequence_owner
 from kvrelay.engine.step.sequence import Sequence
 from kvrelay.wire.messages import (

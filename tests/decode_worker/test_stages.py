@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from kvrelay.engine.fake.engine import FakeEngine, expected_output, fake_card
+from kvrelay.engine.fake.engine import FakeEngine, fake_card
+from kvrelay.engine.fake.language import expected_output
 from kvrelay.worker.model_worker import Remove
 from tests.decode_worker.rig import Rig, beams, expected_beams, greedy, token_lists
 from tests.decode_worker.test_drafts import FakeOracle

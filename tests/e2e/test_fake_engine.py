@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.engine.fake.engine import expected_output
+from kvrelay.engine.fake.language import expected_output
 from kvrelay.launcher.client import counter_values
 from kvrelay.launcher.local.deployment import LocalDeployment
 from kvrelay.launcher.settings import LocalSettings

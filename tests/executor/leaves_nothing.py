@@ -21,7 +21,8 @@ from pathlib import Path
 import psutil
 
 from kvrelay.common.settings import build
-from kvrelay.engine.fake.engine import FakeEngine, expected_output, fake_card
+from kvrelay.engine.fake.engine import FakeEngine, fake_card
+from kvrelay.engine.fake.language import expected_output
 from kvrelay.executor.executor import Executor
 from kvrelay.executor.local import LocalBackend, LocalSettings
 from kvrelay.executor.request import Request

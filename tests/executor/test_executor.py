@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.engine.fake.engine import expected_output
+from kvrelay.engine.fake.language import expected_output
 from kvrelay.engine.fake.step import Share
 from kvrelay.executor.errors import ShutDownError, WorkerDiedError
 from kvrelay.executor.executor import Executor, Stats, Submitted

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from kvrelay.common.errors import KvrelayError, ModelError, SettingsError
-from kvrelay.engine.fake.engine import expected_output
+from kvrelay.engine.fake.language import expected_output
 from kvrelay.executor import LLM, Chat, InvalidRequestError, Prompt, Request, SamplingParams, UnavailableError
 from kvrelay.gateway.errors import RequestTimeoutError
 

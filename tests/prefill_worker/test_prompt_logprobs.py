@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from kvrelay.common.sampling import SampledToken, SamplingParams
-from kvrelay.engine.fake.engine import token_digests, with_logprobs
+from kvrelay.engine.fake.language import token_digests, with_logprobs
 from kvrelay.wire.messages import Submit, TokenDelta, Tokens
 from tests.prefill_worker.service_rig import CARD, PROMPT, Rig, submit
 from tests.prefill_worker.test_scheduler import Rig as SchedulerRig

@@ -6,7 +6,7 @@ from typing import cast
 
 import pytest
 
-from kvrelay.engine.fake.engine import expected_output
+from kvrelay.engine.fake.language import expected_output
 from kvrelay.wire.messages import Cancel, Cancelled, FailureCode, HandedOver, Tokens
 from kvrelay.wire.transfers import DecodeLink
 from kvrelay.worker.model_worker import Report

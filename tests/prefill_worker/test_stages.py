@@ -7,7 +7,8 @@ from collections.abc import Sequence as Seq
 import pytest
 
 from kvrelay.common.sampling import SamplingParams
-from kvrelay.engine.fake.engine import FakeEngine, expected_output, fake_card
+from kvrelay.engine.fake.engine import FakeEngine, fake_card
+from kvrelay.engine.fake.language import expected_output
 from kvrelay.engine.step.plan import PlanRow
 from kvrelay.worker.model_worker import Remove
 from tests.decode_worker.rig import Watched

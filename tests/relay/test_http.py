@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kvrelay.engine.fake.engine import expected_output
+from kvrelay.engine.fake.language import expected_output
 
 from .gate import Gate
 from .http_gateway import VOCAB, Deployment, deployment, write_model

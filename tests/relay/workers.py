@@ -13,7 +13,8 @@ from kvrelay.common.model_card import ModelCard
 from kvrelay.common.sampling import SamplingParams
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.decode_worker.worker import DecodeWorker
-from kvrelay.engine.fake.engine import FakeEngine, expected_output, fake_card
+from kvrelay.engine.fake.engine import FakeEngine, fake_card
+from kvrelay.engine.fake.language import expected_output
 from kvrelay.engine.fake.step import Share
 from kvrelay.gateway.metrics import GatewayMetrics
 from kvrelay.gateway.relay.relay import Relay

@@ -16,7 +16,8 @@ from kvrelay.common.sampling import SamplingParams
 from kvrelay.decode_worker.scheduler import DecodeScheduler
 from kvrelay.decode_worker.service import DataPorts, DecodeService
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
-from kvrelay.engine.fake.engine import FakeEngine, fake_card, token_digests
+from kvrelay.engine.fake.engine import FakeEngine, fake_card
+from kvrelay.engine.fake.language import token_digests
 from kvrelay.engine.guides.guidance import NoGuides
 from kvrelay.engine.kv.block_manager import BlockManager
 from kvrelay.engine.kv.leased_blocks import LeasedBlocks

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from kvrelay.common.sampling import SampledToken
-from kvrelay.engine.fake.engine import expected_output
+from kvrelay.engine.fake.language import expected_output
 from kvrelay.engine.kv.owners import sequence_owner
 from kvrelay.wire.codec import Codec
 from kvrelay.wire.errors import MalformedMessageError

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import httpx
 
-from kvrelay.engine.fake.engine import expected_output
+from kvrelay.engine.fake.language import expected_output
 
 from ..relay.http_gateway import VOCAB, write_model
 from .fleet import Fleet, fleet

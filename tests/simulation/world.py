@@ -22,7 +22,8 @@ from kvrelay.common.sampling import SamplingParams, Watermark
 from kvrelay.decode_worker.draft_model import DraftModel
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.decode_worker.worker import DecodeWorker
-from kvrelay.engine.fake.engine import FakeEngine, FakePace, expected_output
+from kvrelay.engine.fake.engine import FakeEngine, FakePace
+from kvrelay.engine.fake.language import expected_output
 from kvrelay.engine.fake.step import Share
 from kvrelay.gateway.errors import ApiError
 from kvrelay.gateway.metrics import GatewayMetrics

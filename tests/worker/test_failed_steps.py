@@ -10,7 +10,8 @@ import numpy.typing as npt
 import pytest
 
 from kvrelay.common.sampling import SamplingParams
-from kvrelay.engine.fake.engine import FakeEngine, expected_output, fake_card
+from kvrelay.engine.fake.engine import FakeEngine, fake_card
+from kvrelay.engine.fake.language import expected_output
 from kvrelay.engine.fake.step import Share
 from kvrelay.engine.step.interface import DeviceFailedError
 from kvrelay.engine.step.plan import StepPlan

@@ -10,7 +10,8 @@ import msgspec
 import pytest
 
 from kvrelay.common.sampling import FinishReason, Guide, GuideKind
-from kvrelay.engine.fake.engine import expected_output, fake_card
+from kvrelay.engine.fake.engine import fake_card
+from kvrelay.engine.fake.language import expected_output
 from kvrelay.engine.guides.guidance import NoGuides
 from kvrelay.wire.messages import (
     ABOUT_GUIDE,

@@ -65,7 +65,7 @@ from pathlib import Path
 
 import torch
 
-from kvrelay.engine import torch_engine
+from kvrelay.engine import pool_and_card, torch_engine
 from kvrelay.engine.backends.cuda.build import compile_adapters, decode_graphs
 from kvrelay.engine.backends.cuda.low_rank import AdaptedSteps
 from kvrelay.engine.backends.cuda.ops import CudaOps
@@ -115,7 +115,7 @@ def load():
 held = []
 expected = [generate(loaded(load()), slots) for slots in CASES]
 torch_engine.cpu_ops = lambda options, *of: CudaOps(*of, options.max_num_seqs)
-torch_engine.KvPool = lambda *of, num_spare, staging, shared_memory: KvPool(*of, num_spare=1)
+pool_and_card.KvPool = lambda *of, num_spare, staging, shared_memory: KvPool(*of, num_spare=1)
 engine = load()
 products = engine._adapters._products
 adapted = AdaptedSteps(engine._adapters, products)

@@ -32,7 +32,7 @@ from kvrelay.common.sampling import SamplingParams
 from kvrelay.engine.backends.cuda import build as cuda
 from kvrelay.engine.backends.cuda import ops as ops_cuda
 from kvrelay.engine.backends.cuda.low_rank import AdaptedSteps
-from kvrelay.engine import torch_engine
+from kvrelay.engine import pool_and_card, torch_engine
 from kvrelay.engine.backends.options import EngineOptions
 from kvrelay.engine.step.interface import StepRow
 from kvrelay.engine.step.leader import Leader
@@ -71,7 +71,7 @@ def pool_with_a_spare_block(*of, num_spare, staging, shared_memory):
     return KvPool(*of, num_spare=1)
 
 
-torch_engine.KvPool = pool_with_a_spare_block
+pool_and_card.KvPool = pool_with_a_spare_block
 torch_engine.cpu_ops = lambda options, *of: CudaOps(*of, options.max_num_seqs)
 engine = torch_engine.TorchEngine.load(options, lambda done, total: None)
 config = load_config(options.model_dir)

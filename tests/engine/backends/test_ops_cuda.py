@@ -88,7 +88,7 @@ import numpy as np
 import torch
 
 from kvrelay.common.sampling import SamplingParams
-from kvrelay.engine import torch_engine
+from kvrelay.engine import pool_and_card, torch_engine
 from kvrelay.engine.step import uploads
 from kvrelay.engine.backends.cuda.build import compile_sampling, compile_steps, decode_graphs, run_largest_step, trial_model
 from kvrelay.engine.backends.options import EngineOptions
@@ -157,7 +157,7 @@ def pool_with_a_spare_block(geometry, num_blocks, device, num_spare, staging, sh
 def outputs(with_graphs):
     if with_graphs:
         torch_engine.cpu_ops = lambda options, *of: CudaOps(*of, options.max_num_seqs)
-        torch_engine.KvPool = pool_with_a_spare_block
+        pool_and_card.KvPool = pool_with_a_spare_block
     engine = torch_engine.TorchEngine.load(options, lambda done, total: None)
     if with_graphs:
         config, device = load_config(options.model_dir), torch.device("cpu")

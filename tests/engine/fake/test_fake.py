@@ -6,13 +6,8 @@ import time
 
 import pytest
 
-from kvrelay.engine.fake.engine import (
-    FakeEngine,
-    FakePace,
-    KvMismatchError,
-    expected_output,
-    fake_card,
-)
+from kvrelay.engine.fake.engine import FakeEngine, FakePace, KvMismatchError, fake_card
+from kvrelay.engine.fake.language import expected_output
 from kvrelay.engine.step.interface import StepRow
 from kvrelay.engine.step.sequence import Sequence
 from tests.engine.conftest import sequence, tokens

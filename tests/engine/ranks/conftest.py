@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import pytest
+import transformers
 
 from kvrelay.engine.factory import load_engine
 from kvrelay.engine.ranks.nodes import OtherNodes
 from kvrelay.engine.settings import FakeSettings, KvSettings, ModelSettings
 from kvrelay.engine.step.interface import Engine
+from tests.engine.conftest import SIZES, save_model
+
+from .rig import is_alive, pids
 
 
 def load_ranks(
@@ -35,3 +42,21 @@ def load_ranks(
         progress=lambda done, total: None,
         nodes=nodes,
     )
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory: Path = tmp_path_factory.mktemp("llama")
+    save_model(directory, transformers.LlamaConfig(**SIZES))
+    return directory
+
+
+@pytest.fixture
+def engine(model: Path) -> Iterator[Any]:
+    """Of two ranks, which may die."""
+    loaded = load_ranks(model, 2)
+    started = pids()
+    assert len(started) == 1
+    yield loaded
+    loaded.close()
+    assert not any(map(is_alive, started)), "a rank outlives its engine"

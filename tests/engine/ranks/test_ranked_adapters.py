@@ -23,8 +23,7 @@ from tests.engine.led import step
 from tests.engine.models.test_adapters import PATTERN, generate
 
 from .conftest import load_ranks
-
-ROUNDING = 2e-5  # as in test_ranked_engine.py
+from .rig import ROUNDING
 
 MODELS: dict[str, tuple[Any, int, dict[str, Any]]] = {  # how many ranks of a stage, and how they are cut
     "llama-2": (transformers.LlamaConfig(**{**SIZES, "attention_bias": True, "mlp_bias": True}), 2, {}),

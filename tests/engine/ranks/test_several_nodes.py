@@ -35,7 +35,7 @@ from kvrelay.engine.step.interface import DeviceFailedError
 from tests.engine.conftest import SIZES, VOCAB, assert_same_tokens, load, save_model
 
 from .conftest import load_ranks
-from .test_ranked_engine import SOON_S, is_alive, run, wait_until
+from .rig import SOON_S, is_alive, run, wait_until
 
 SECRET = secrets.token_bytes(32)
 ROOT = Path(__file__).parents[3]

@@ -22,7 +22,7 @@ from tests.engine.conftest import SIZES, VOCAB, assert_same_tokens, load, save_m
 from tests.engine.led import step
 
 from .conftest import load_ranks
-from .test_ranked_engine import ROUNDING, SOON_S, is_alive, pids, run, wait_until
+from .rig import ROUNDING, SOON_S, is_alive, pids, run, wait_until
 
 
 @pytest.fixture(scope="module")
