@@ -31,6 +31,13 @@ def rendered(*arguments: str) -> str:
     return ended.stdout
 
 
+def refusal(values: str) -> str:
+    """What helm says of values that the chart refuses."""
+    ended = helm("template", RELEASE, str(CHART), "--set", values)
+    assert ended.returncode != 0, f"{values} is taken"
+    return ended.stderr
+
+
 @functools.cache
 def objects(*arguments: str) -> dict[tuple[str, str], Manifest]:
     """By kind and name. Rendered once for all tests."""
