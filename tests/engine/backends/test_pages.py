@@ -6,6 +6,7 @@ import mmap
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -32,6 +33,16 @@ def mapped_at(address: int) -> dict[str, int]:
     return found
 
 
+def num_present(tensor: torch.Tensor) -> int:
+    """Pages of a tensor that have memory."""
+    first, num_pages = tensor.data_ptr() // mmap.PAGESIZE, tensor.nbytes // mmap.PAGESIZE
+    with open("/proc/self/pagemap", "rb") as file:
+        file.seek(8 * first)
+        entries = np.frombuffer(file.read(8 * num_pages), dtype=np.uint64)
+    assert len(entries) == num_pages
+    return int((entries >> np.uint64(63)).sum())
+
+
 def test_tensors_share_no_byte_and_begin_at_a_cache_line() -> None:
     pages = LargePages()
     shapes = [(3, 5), (1,), (2, 48, 7), (2**25,), (2**26 + 1,), (9,)]
@@ -50,9 +61,11 @@ def test_what_is_written_to_lies_in_large_pages() -> None:
     if "[never]" in WHICH.read_text():
         pytest.skip("this machine gives no large pages")
     tensor = LargePages().empty((2**24,), torch.bfloat16)
-    assert mapped(tensor)["Rss"] < mmap.PAGESIZE * 8, "nobody has written to it"
+    assert num_present(tensor) < 8, "nobody has written to it"
+    before = mapped(tensor)["AnonHugePages"]  # of other memory, which Linux may tell of together with this
     tensor.fill_(1)
-    assert mapped(tensor)["AnonHugePages"] > 2**24
+    assert num_present(tensor) == tensor.nbytes // mmap.PAGESIZE
+    assert mapped(tensor)["AnonHugePages"] - before > 2**24
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux tells what is mapped")

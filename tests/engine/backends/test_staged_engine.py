@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvrelay.common.sampling import SampledToken
-from kvrelay.engine import torch_engine
+from kvrelay.engine import pool_and_card
 from kvrelay.engine.kv.copies import StagingPlan
 from kvrelay.engine.kv.pool import KvPool
 from kvrelay.engine.step.interface import StepRow
@@ -38,7 +38,7 @@ def staged(llama: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> Any:
             return KvPool(*args, **{**options, "staging": StagingPlan(device, STAGING_NBYTES)})
 
         with monkeypatch.context() as patched:
-            patched.setattr(torch_engine, "KvPool", pool)
+            patched.setattr(pool_and_card, "KvPool", pool)
             return load(llama[0], **options)
 
     return make

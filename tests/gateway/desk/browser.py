@@ -114,7 +114,8 @@ def page(origin: str, directory: Path) -> Iterator[Page]:
     command = [PROGRAM, *flags, *quiet, f"--user-data-dir={directory / 'profile'}", "about:blank"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         try:
-            port = _awaited((directory / "profile" / "DevToolsActivePort").read_text).splitlines()[0]
+            told = directory / "profile" / "DevToolsActivePort"  # empty for a moment
+            port = _awaited(lambda: int(told.read_text().partition("\n")[0]))
             tabs = _awaited(lambda: json.load(urllib.request.urlopen(f"http://127.0.0.1:{port}/json/list")))
             address = next(tab["webSocketDebuggerUrl"] for tab in tabs if tab["type"] == "page")
             with closing(websocket.create_connection(address, timeout=_PATIENCE_S, suppress_origin=True)) as connection:
