@@ -90,9 +90,9 @@ def limits_of(info: SettingInfo) -> str:
     if info.unit is not None:
         limits.append(f"in {info.unit}")
     if info.minimum is not None:
-        limits.append(f"at least {info.minimum:g}")
+        limits.append(f"at least {info.minimum:.12g}")
     if info.maximum is not None:
-        limits.append(f"at most {info.maximum:g}")
+        limits.append(f"at most {info.maximum:.12g}")
     return info.help + (f" ({'; '.join(limits)})" if limits else "")
 
 
