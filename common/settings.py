@@ -172,7 +172,9 @@ def _check_one(info: SettingInfo, value: Any, source: str) -> Any:
         raise SettingsError(f"{source}: {info.flag} is {converted!r}; it must be one of {', '.join(info.choices)}")
     unit = f" {info.unit}" if info.unit else ""
     if info.minimum is not None and converted < info.minimum:
-        raise SettingsError(f"{source}: {info.flag} is {converted}{unit}; it must be at least {info.minimum:.12g}{unit}")
+        raise SettingsError(
+            f"{source}: {info.flag} is {converted}{unit}; it must be at least {info.minimum:.12g}{unit}"
+        )
     if info.maximum is not None and converted > info.maximum:
         raise SettingsError(f"{source}: {info.flag} is {converted}{unit}; it must be at most {info.maximum:.12g}{unit}")
     return converted
