@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -40,13 +39,17 @@ class FakeSequence:
 
         With a ``draft`` after its tokens it is another sequence, with its own memory.
         """
-        copied = copy.copy(self)
-        copied.token_ids = [*self.token_ids, *draft]
-        copied.block_tables = [list(table) for table in self.block_tables]
+        memory = self.memory
         if draft:
-            known = self.memory
-            copied.memory = Memory(bytearray(known.digests), known.verified_blocks, known.num_verified)
-        return copied
+            memory = Memory(bytearray(memory.digests), memory.verified_blocks, memory.num_verified)
+        return FakeSequence(
+            self.name,
+            [*self.token_ids, *draft],
+            self.num_prompt_tokens,
+            self.sampling,
+            [list(table) for table in self.block_tables],
+            memory,
+        )
 
 
 class FakeSlots:
