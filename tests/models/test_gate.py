@@ -12,7 +12,6 @@ import pytest
 import tokenizers
 import tokenizers.models
 import torch
-from safetensors.torch import load_file, save_file
 
 from kvrelay.common.errors import ModelError
 from kvrelay.common.kv_geometry import Chunk
@@ -22,6 +21,7 @@ from kvrelay.engine.models import transformers_model
 from kvrelay.engine.models.ops import PagedStep, Scores
 from kvrelay.engine.torch_engine import TorchEngine
 
+from ..engine.weights.conftest import edit
 from .test_types import engine_of, saved
 from .tiny import VOCAB
 
@@ -97,17 +97,6 @@ def no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         return from_pretrained(directory, dtype, device_map)
 
     monkeypatch.setattr(transformers_model, "_from_pretrained", refuse)
-
-
-def edit(directory: Path, **tensors: torch.Tensor | None) -> None:
-    """Change tensors of a checkpoint; None takes one out. Dots are written as ``__``."""
-    file = directory / "model.safetensors"
-    held = load_file(file)
-    for name, tensor in tensors.items():
-        held.pop(name.replace("__", "."), None)
-        if tensor is not None:
-            held[name.replace("__", ".")] = tensor
-    save_file(held, file, metadata={"format": "pt"})
 
 
 def configure(directory: Path, **fields: Any) -> None:

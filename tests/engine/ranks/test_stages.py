@@ -25,13 +25,6 @@ from .conftest import load_ranks
 from .rig import ROUNDING, SOON_S, is_alive, pids, run, wait_until
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory: Path = tmp_path_factory.mktemp("llama")
-    save_model(directory, transformers.LlamaConfig(**SIZES))
-    return directory
-
-
 @pytest.fixture
 def engine(model: Path) -> Iterator[Any]:
     """Of three stages, which may die."""

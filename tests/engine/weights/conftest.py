@@ -33,7 +33,7 @@ def edit(directory: Path, **tensors: torch.Tensor | None) -> None:
         held.pop(name.replace("__", "."), None)
         if tensor is not None:
             held[name.replace("__", ".")] = tensor
-    save_file(held, path)
+    save_file(held, path, metadata={"format": "pt"})  # transformers asks for it
 
 
 class Device:
