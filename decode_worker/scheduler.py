@@ -117,7 +117,7 @@ class DecodeScheduler(Scheduler):
         generating = share_of_stage(generating, num_generating, self._num_stages)
         budget = self._continue_running(plan, budget, generating)
         budget = self._admit_complete(plan, budget, choice.among(self.waiting))
-        budget = min(budget, self._steps.prompt_tokens(len(plan.rows)))
+        budget = min(budget, self._steps.prompt_tokens(len(plan.rows), self._num_behind(len(plan.rows))))
         budget = self._let_overtake(plan, budget)
         in_step = {row.sequence for row in plan.rows}
         prompts = [one for one in choice.among(self.running) if one not in in_step and one.num_uncomputed_tokens > 1]
@@ -176,7 +176,8 @@ class DecodeScheduler(Scheduler):
         if going_on is None:
             return None
         num_generating = len(going_on.generating) + len(line.complete)
-        budget = min(self._max_batched_tokens - num_generating, self._steps.prompt_tokens(num_generating))
+        num_tokens = self._steps.prompt_tokens(num_generating, self._num_behind(num_generating))
+        budget = min(self._max_batched_tokens - num_generating, num_tokens)
         if budget < 0:
             return None
         num_left = [row.num_tokens for row in going_on.prompts]
@@ -256,9 +257,13 @@ class DecodeScheduler(Scheduler):
         return progress
 
     def _tell_speed(self) -> None:
-        self.prompt_tokens_per_s = self._steps.tokens_per_s(
-            sum(1 for one in self.running if one.num_uncomputed_tokens == 1)
-        )
+        num_generating = sum(1 for one in self.running if one.num_uncomputed_tokens == 1)
+        self.prompt_tokens_per_s = self._steps.tokens_per_s(num_generating, self._num_behind(num_generating))
+
+    def _num_behind(self, num_generating: int) -> int:
+        """Prompts behind the first one that the batch has places for, if ``num_generating`` of the sequences here generate."""
+        num_here = min(len(self.running) + len(self.waiting), self._max_num_seqs)
+        return max(0, num_here - num_generating - 1)
 
     def _continue_running(self, plan: Schedule, budget: int, sequences: Seq[Sequence]) -> int:
         """Add rows for running ``sequences``, the most senior first. Returns what is left of the budget."""

@@ -132,8 +132,30 @@ def test_sequences_that_join_are_no_cost_of_prompts() -> None:
     ],
 )
 def test_prompts_get_what_a_budget_leaves(budget_s: float | None, num_tokens: int) -> None:
-    assert tokens_beside(0.031, 1e-3, budget_s) == num_tokens
-    assert tokens_beside(0.0, 1e-3, 1e-9) == 1
+    assert tokens_beside(0.031, 0.031, 1e-3, budget_s) == num_tokens
+    assert tokens_beside(0.0, 0.0, 1e-3, 1e-9) == 1
+
+
+def test_prompts_that_wait_count_as_if_they_generated() -> None:
+    """Four sequences generate in 18 ms, and 16 would in 42 ms. A set budget stays as it is."""
+    token_s, steps, bounded = 1e-4, MixedSteps(None, 1000, "cpu"), MixedSteps(0.025, 1000, "cpu")
+    for one in (steps, bounded):
+        for num_generating in (2, 4, 8, 4) * 8:
+            one.observe(0, num_generating, 0.01 + 0.002 * num_generating)
+        for num_tokens in (32, 40, 50, 62, 77, 96, 120, 150, 187, 233, 291, 363, 453):
+            one.observe(num_tokens, 4, 0.018 + token_s * num_tokens)
+    num_tokens = {num_behind: steps.prompt_tokens(4, num_behind) for num_behind in (0, 4, 12)}
+    assert num_tokens == {0: pytest.approx(72, abs=1), 4: pytest.approx(184, abs=2), 12: pytest.approx(408, abs=4)}
+    assert {bounded.prompt_tokens(4, num_behind) for num_behind in (0, 4, 12)} == {70}
+    speeds = [steps.tokens_per_s(4, num_behind) for num_behind in (0, 12)]
+    assert speeds == [pytest.approx(72 / 0.0252, rel=0.02), pytest.approx(408 / 0.0588, rel=0.02)]
+    # Steps of one size alone say little of larger ones, and nothing says that a sequence costs more than those there are.
+    lone = MixedSteps(None, 1000, "cpu")
+    for _ in range(20):
+        lone.observe(0, 4, 0.018)
+    for num_tokens in (32, 40, 50, 62, 77, 96, 120, 150, 187, 233, 291, 363, 453, 566, 707, 883):
+        lone.observe(num_tokens, 4, 0.018 + token_s * num_tokens)
+    assert 72 < lone.prompt_tokens(4, 12) < 1.4 * 4 * 180 - 180
 
 
 def test_nobody_sees_a_fast_device_take_ten_milliseconds() -> None:

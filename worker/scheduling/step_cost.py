@@ -18,7 +18,8 @@ _MIN_STEPS = 3  # steps before there is a cost, so that the first step, which co
 _REFIT_STEPS = 4  # a fit takes 0.1 ms
 
 # For steps that prompts share with generating sequences:
-_AUTO_FACTOR = 1.4  # with no budget set, such a step may take this many times as long as one without prompts …
+# With no budget set, such a step may take this many times as long as one in which all sequences generate that are here …
+_AUTO_FACTOR = 1.4
 _AUTO_LEAST_S = 0.010  # … and at least this long: no reader notices a stutter at 100 tokens/s
 _MIN_PROMPT_SHARE = 0.25  # least share of a step without prompts that prompts get, so that they always advance
 _NUM_BARE = 12  # remembered steps without prompts; few, because batches change
@@ -142,10 +143,11 @@ class MixedSteps:
                 added_s = max(step_s - bare_s, step_s / 100)
                 self._added.append((num_prompt_tokens, added_s / num_prompt_tokens))
 
-    def prompt_tokens(self, num_generating: int) -> int:
+    def prompt_tokens(self, num_generating: int, num_behind: int = 0) -> int:
         """Prompt tokens for the next step, beside ``num_generating`` sequences.
 
-        Now and then 0, to measure the step without prompts.
+        ``num_behind``: prompts behind the first one that the batch has places for. Now and then 0, to measure the step without
+        prompts.
         """
         if num_generating == 0 or self._itl_budget_s == 0:
             return self._max_tokens
@@ -154,7 +156,7 @@ class MixedSteps:
             return 0
         if bare_s is None or token_s is None:
             return min(self._max_tokens, _UNKNOWN_TOKENS)
-        num_tokens = self._tokens_beside(bare_s, token_s)
+        num_tokens = self._tokens_beside(bare_s, self._full_s(bare_s, num_generating, num_behind), token_s)
         largest = int(_GROWTH * max((num for num, _ in self._added), default=0)) or _UNKNOWN_TOKENS
         return min(num_tokens, self._max_tokens, max(self._least_tokens, largest))
 
@@ -163,10 +165,13 @@ class MixedSteps:
         if num_generating == 0 or self._itl_budget_s == 0:
             return math.inf
         bare_s = self._without_prompts_s(num_generating)
-        return None if bare_s is None else spare_beside(bare_s, self._itl_budget_s)
+        return None if bare_s is None else spare_beside(bare_s, bare_s, self._itl_budget_s)
 
-    def tokens_per_s(self, num_generating: int) -> float | None:
-        """Prompt tokens/s within the budget beside ``num_generating`` sequences; 0: none are computed. None: not known yet."""
+    def tokens_per_s(self, num_generating: int, num_behind: int = 0) -> float | None:
+        """Prompt tokens/s within the budget beside ``num_generating`` sequences; 0: none are computed. None: not known yet.
+
+        ``num_behind``: as in ``prompt_tokens``.
+        """
         bare_s, token_s = self._without_prompts_s(num_generating), self._token_s
         if num_generating == 0 and (alone := self._alone.cost) is not None:
             num_tokens = min(self._max_tokens, max(_UNKNOWN_TOKENS, int(_GROWTH * self._alone.largest_step)))
@@ -177,9 +182,10 @@ class MixedSteps:
             return None
         num_tokens = self._max_tokens
         if self._itl_budget_s != 0:
-            if budget_beside(bare_s, self._itl_budget_s) <= bare_s:
+            full_s = self._full_s(bare_s, num_generating, num_behind)
+            if budget_beside(full_s, self._itl_budget_s) <= bare_s:
                 return 0.0
-            num_tokens = min(num_tokens, self._tokens_beside(bare_s, token_s))
+            num_tokens = min(num_tokens, self._tokens_beside(bare_s, full_s, token_s))
         return num_tokens / (bare_s + num_tokens * token_s)
 
     def _without_prompts_s(self, num_generating: int) -> float | None:
@@ -192,8 +198,15 @@ class MixedSteps:
             return sorted(alike)[(len(alike) - 1) // 4]
         return self._bare.cost.step_s(num_generating)
 
-    def _tokens_beside(self, bare_s: float, token_s: float) -> int:
-        return max(self._least_tokens, tokens_beside(bare_s, token_s, self._itl_budget_s))
+    def _full_s(self, bare_s: float, num_generating: int, num_behind: int) -> float:
+        """Seconds of a step without prompts in which ``num_behind`` more sequences generate; never more per sequence than now."""
+        if self._bare.cost is None or num_behind <= 0:
+            return bare_s
+        num_all = num_generating + num_behind
+        return max(bare_s, min(self._bare.cost.step_s(num_all), bare_s * num_all / num_generating))
+
+    def _tokens_beside(self, bare_s: float, full_s: float, token_s: float) -> int:
+        return max(self._least_tokens, tokens_beside(bare_s, full_s, token_s, self._itl_budget_s))
 
     @property
     def _token_s(self) -> float | None:
@@ -204,16 +217,21 @@ class MixedSteps:
         return None if self._alone.cost is None else self._alone.cost.token_s
 
 
-def budget_beside(bare_s: float, itl_budget_s: float | None) -> float:
-    """Longest step with prompts, if one without takes ``bare_s``. ``itl_budget_s``: the set bound; None: the default rule."""
-    return max(_AUTO_FACTOR * bare_s, _AUTO_LEAST_S) if itl_budget_s is None else itl_budget_s
+def budget_beside(full_s: float, itl_budget_s: float | None) -> float:
+    """Longest step with prompts. ``itl_budget_s``: the set bound; None: the default rule.
+
+    ``full_s``: seconds of a step without prompts in which all sequences generate, those whose prompts wait included. By the
+    sequences that generate now, a busy worker would bound itself to ever fewer: the fewer there are, the shorter are the steps, the
+    less is left for the prompts of others.
+    """
+    return max(_AUTO_FACTOR * full_s, _AUTO_LEAST_S) if itl_budget_s is None else itl_budget_s
 
 
-def spare_beside(bare_s: float, itl_budget_s: float | None) -> float:
+def spare_beside(bare_s: float, full_s: float, itl_budget_s: float | None) -> float:
     """The budget's rest for prompts beside a step of ``bare_s``, and at least a quarter of ``bare_s``."""
-    return max(budget_beside(bare_s, itl_budget_s) - bare_s, _MIN_PROMPT_SHARE * bare_s)
+    return max(budget_beside(full_s, itl_budget_s) - bare_s, _MIN_PROMPT_SHARE * bare_s)
 
 
-def tokens_beside(bare_s: float, token_s: float, itl_budget_s: float | None) -> int:
-    """Prompt tokens that fill the budget of a step of ``bare_s``, if each adds ``token_s``; at least one."""
-    return max(1, int(spare_beside(bare_s, itl_budget_s) / token_s))
+def tokens_beside(bare_s: float, full_s: float, token_s: float, itl_budget_s: float | None) -> int:
+    """Prompt tokens that fill the budget beside a step of ``bare_s``, if each adds ``token_s``; at least one."""
+    return max(1, int(spare_beside(bare_s, full_s, itl_budget_s) / token_s))
