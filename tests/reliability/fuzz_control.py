@@ -1,8 +1,8 @@
 """Fuzzes the control sockets of a decode and a prefill worker with frames from welcomed peers and strangers.
 
 A batch begins an honest hand-off. Other peers then send well-formed messages with absurd values, and broken frames, while the
-worker runs. At the end the honest hand-off must have the right bytes and tokens. Then the other peers leave, and the worker may hold
-nothing of them.
+worker runs. At the end the honest hand-off must have the right bytes and tokens. Then the other peers leave, and the worker may
+hold nothing of them.
 """
 
 from __future__ import annotations
