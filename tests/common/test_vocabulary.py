@@ -1,4 +1,4 @@
-"""Block hashes, model cards and log lines."""
+"""Block hashes, fingerprints of layouts, and log lines."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def test_one_link_that_breaks_in_the_middle_of_a_report_costs_no_other_its_token
     rig.ask(submit("a"))
     rig.ask(submit("b", max_tokens=1))
     rig.finish()
-    assert rig.failures() == []  # its sends may still read the blocks
+    assert rig.failures() == []  # "a" has not failed yet: its sends may still read the blocks
     assert rig.transfers.aborted == [("a", 1)]
     assert len(rig.told(Tokens)) == 1
     rig.release_sends()

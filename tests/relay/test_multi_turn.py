@@ -41,7 +41,7 @@ class Cluster:
 
     prefills: list[PrefillWorker]
     decodes: list[DecodeWorker]
-    registries: list[CollectorRegistry]  # of the prefill workers, then of the decode workers
+    registries: list[CollectorRegistry]  # prefill workers first
     relay: Relay
     metrics: GatewayMetrics
 

@@ -11,8 +11,9 @@ Every question is answered once before, without faults. Each later answer must b
 and log probabilities. Half of the questions are greedy, half sampled with a seed; some have stop strings. Half go to one of two
 adapters.
 
-Decode workers speculate: by look-up, with ``--draft-layers`` by a draft model of the model's first layers, with ``--head`` by an
-EAGLE-3 head that was trained on the answers. Few tokens of the draft model are accepted. Draft model and head need few clients.
+Decode workers speculate by look-up. With ``--draft-layers`` they have a draft model of the model's first layers, and with
+``--head`` an EAGLE-3 head that was trained on the answers. Few tokens of the draft model are accepted. Draft model and head need
+few clients.
 
 A client whose gateway is killed sees its connection break, as on a cluster, and asks again. Clients may notice no other fault.
 """

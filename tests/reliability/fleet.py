@@ -60,7 +60,7 @@ class Cable:
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:
-        """Cut all connections and stop to listen."""
+        """Cut all connections and stop listening."""
         self.cut()
         if self._server is not None:
             self._server.close()

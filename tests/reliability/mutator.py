@@ -1,8 +1,8 @@
 """Broken frames made from valid ones: bits flipped, ends cut, halves joined, lengths changed, parts inserted or repeated.
 
-Atheris (libFuzzer for Python) is not used. It is guided by the lines of Python that run, but frames are decoded in C (msgspec,
-struct, xxhash, OpenSSL), so it would see one branch. It is also a dependency of 35 MB and takes over the end of the process. A
-seeded mutator, together with messages from the schema (:mod:`.absurd`), reaches the code behind the decoder.
+Atheris (libFuzzer for Python) is not used. It is guided by the lines of Python that run. Frames are decoded in C (msgspec, struct,
+xxhash, OpenSSL), so it would see one branch. It is also a dependency of 35 MB and takes over the end of the process. A seeded
+mutator, together with messages from the schema (:mod:`.absurd`), reaches the code behind the decoder.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Closed loops in virtual time: a prefill and a decode worker of one core each, compared with workers that do both.
 
-Two devices can be split in three ways (:class:`Split`): two pools, one worker on both devices, or two workers that do both on one
-device each. One worker on both devices is the hardest to match: it computes each prompt twice as fast as a single device.
+Two devices can be split in three ways (:class:`Split`): two pools, one worker on both devices, or a worker that does both on each
+device. One worker on both devices is the hardest to match: it computes each prompt twice as fast as a single device.
 
 The loads are those of ``benchmarks/split.py`` that fit a fake engine's 4,096 tokens. The results show routing and scheduling alone,
 without a machine's noise. A step takes about as long as the demo model's on a core.

@@ -195,7 +195,7 @@ class SimSocket:
         self.monitor: SimSocket | None = None
 
     def setsockopt(self, option: int, value: Any) -> None:
-        """Only the routing id matters here."""
+        """Set the routing id; other options have no effect."""
         if option == zmq.ROUTING_ID:
             self.routing_id = value
 
@@ -209,7 +209,7 @@ class SimSocket:
         self.wires.listen(address, self)
 
     def connect(self, address: str) -> None:
-        """Connect, now or when somebody listens."""
+        """Connect, now or when a worker listens."""
         self.wires.connect(self, address)
 
     def get_monitor_socket(self, _events: int) -> SimSocket:

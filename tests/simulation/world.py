@@ -168,7 +168,7 @@ class World:
         if machines.checks_books:
             self.loop.after_event = self._check_books
 
-    # -- who is there ----------------------------------------------------------------------------------------------
+    # -- members ---------------------------------------------------------------------------------------------------
 
     def start(self, name: str) -> None:
         """Start a member's process, for the first time or anew."""
@@ -343,7 +343,7 @@ class World:
         while self.loop.now_s < begun_s + QUIET_S and self.left_over():
             self.advance(1.0)
 
-    # -- what must hold --------------------------------------------------------------------------------------------
+    # -- checks ----------------------------------------------------------------------------------------------------
 
     def left_over(self) -> list[str]:
         """What running processes still hold of requests; empty when every request has ended everywhere."""

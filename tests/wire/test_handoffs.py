@@ -67,7 +67,7 @@ def test_blocks_go_out_as_they_get_ready(rig: Rig) -> None:
     key, _ = rig.granted()
     rig.transfers.blocks_ready(key, 1)
     assert rig.next_block() == "ok"
-    rig.transfers.blocks_ready(key, 1)  # said twice, sent once
+    rig.transfers.blocks_ready(key, 1)  # the same report again sends no block
     rig.transfers.blocks_ready(key, 2)
     assert rig.next_block() == "ok"
     assert rig.ends.verified.empty()

@@ -86,7 +86,7 @@ def test_the_recorded_version_finds_its_fields_in_what_this_build_says(recorded:
 def with_news(value: Any) -> Any:
     """The value with an unknown field in each of its maps."""
     if isinstance(value, dict):
-        more = {key: value[key] if key == "used" else with_news(value[key]) for key in value}  # by names, not fields
+        more = {key: value[key] if key == "used" else with_news(value[key]) for key in value}  # by API key, not fields
         return {**more, "of_tomorrow": [{"x": 1}]}
     return [with_news(one) for one in value] if isinstance(value, list) else value
 

@@ -64,7 +64,7 @@ async def test_a_name_that_could_not_be_logged_is_refused(net: Net, peer_id: str
 
 
 async def test_refusals_are_short_and_told_once(net: Net, caplog: pytest.LogCaptureFixture) -> None:
-    """A peer can choose the text that a refusal quotes. The answer and the log line stay short, and are logged once."""
+    """A peer can choose the text that a refusal quotes. The answer and the log line stay short, and there is one log line."""
     worker = Worker()
     worker.refusal = HelloRefused(code=FailureCode.LAYOUT_MISMATCH, detail="differs: " + "x" * 100_000)
     with net.raw(await net.server(worker).start()) as socket:
