@@ -1,4 +1,4 @@
-"""What of PEFT's files is read, and that whatever else would be computed is refused by name."""
+"""Reading PEFT's adapter files: supported settings are read, and settings that are not supported are refused by name."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def change_tensors(directory: Path, change: Callable[[dict[str, torch.Tensor]], 
 
 
 def test_layers_have_their_ranks_and_scalings(tmp_path: Path) -> None:
-    """Patterns name the ends of modules' names, as PEFT matches them."""
+    """A pattern matches the end of a module's name, as in PEFT."""
     write_adapter(tmp_path / "a", SHAPES, rank=4, alpha=8, ranks={"mlp.down_proj": 2}, alpha_pattern={"q_proj": 1})
     files = AdapterFiles.read(tmp_path / "a")
     q, down = files.layers
@@ -154,7 +154,7 @@ def test_names_and_links_do_not_lead_outside(tmp_path: Path) -> None:
     for name in ("linked", "half"):
         with pytest.raises(AdapterError, match="leads outside"):
             adapter_directory(root, name)
-    (root / "inside").symlink_to(root / "formal")  # as Kubernetes lays volumes out
+    (root / "inside").symlink_to(root / "formal")  # Kubernetes' volumes use such links
     assert adapter_directory(root, "inside").name == "inside"
 
 

@@ -1,4 +1,4 @@
-"""Whose turn it is: classes that age, keys that share by tokens, deadlines within a key."""
+"""The order of requests in a fair queue: classes that age, keys that share by tokens, deadlines within a key."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Request:
 
 
 def turns(queue: FairQueue, requests: Sequence[Request], now_s: float = 0.0) -> str:
-    """Who is served, one behind the other, when all have come."""
+    """The names of all requests in the order in which they are served."""
     for request in requests:
         queue.come(request)
     line, served = list(requests), ""
@@ -60,7 +60,7 @@ def test_a_weight_of_two_is_twice_the_tokens() -> None:
 
 
 def serve(queue: FairQueue, requests: Sequence[Request]) -> None:
-    """One a second, each when it has come."""
+    """Serve one request a second, each as it arrives."""
     for second, request in enumerate(requests):
         request.arrival_s = float(second)
         queue.come(request)
@@ -122,7 +122,7 @@ def test_a_class_that_is_passed_over_for_long_gets_a_turn_and_no_more() -> None:
     for request in low:
         queue.come(request)
     line, served = low, ""
-    for second in range(25):  # one turn a second, and somebody better always waits
+    for second in range(25):  # one turn a second, while a request of a better class always waits
         better = Request("-", arrival_s=second)
         queue.come(better)
         line = queue.in_order([*line, better], float(second))
@@ -168,7 +168,10 @@ def test_what_workers_refuse(flow: Flow, problem: str | None) -> None:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_nobody_waits_more_than_four_times_its_fair_share(seed: int) -> None:
-    """One worker, ten keys of several weights, of which one floods; beside each key a server of its own with its share."""
+    """One worker serves ten keys of several weights, of which one floods. A request may wait four times its fair time.
+
+    The fair time is that on a server for the key alone, with the key's share of the speed.
+    """
     chance = random.Random(seed)
     weights = {f"k{number}": chance.choice((1.0, 1.0, 2.0, 4.0)) for number in range(10)}
     speed, total = 1000.0, sum(weights.values())
@@ -191,7 +194,7 @@ def test_nobody_waits_more_than_four_times_its_fair_share(seed: int) -> None:
         line.remove(first)
         now_s += first.num_tokens / speed
         first.began_s = now_s
-    largest_s = 180 / speed * len(weights)  # one of each other key, at most, is in anybody's way
+    largest_s = 180 / speed * len(weights)  # a request waits for one request of each other key at most
     free_s = dict.fromkeys(weights, 0.0)
     for one in requests:
         key = one.flow.key

@@ -1,4 +1,4 @@
-"""Warnings of which there may be a flood."""
+"""Warnings that may come in a flood are logged once a second."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Retention hints: their limits, and that they cost nothing on the wire when nobody gives any."""
+"""Retention hints: their limits, and that default hints take no bytes in a message."""
 
 from __future__ import annotations
 

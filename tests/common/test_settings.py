@@ -1,4 +1,4 @@
-"""Settings: one name everywhere, checked once, errors that name value and limit."""
+"""Settings: one name everywhere, checked once, and errors that name the value and the limit."""
 
 from __future__ import annotations
 

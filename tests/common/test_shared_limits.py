@@ -1,4 +1,4 @@
-"""What every one of several workers can do."""
+"""The limits that all of several workers share."""
 
 from __future__ import annotations
 

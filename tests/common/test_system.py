@@ -1,4 +1,4 @@
-"""The limit on descriptors: raised as far as it may be, never lowered."""
+"""The limit on descriptors is raised as far as allowed, and never lowered."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Block hashes, model cards and log lines."""
+"""Block hashes, fingerprints of layouts, and log lines."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_hashes_agree_exactly_as_far_as_the_tokens_do(first: list[int], second: 
 def test_a_chain_gives_the_same_hashes_however_it_is_asked(
     tokens: list[int], size: int, steps: list[tuple[int, bool]]
 ) -> None:
-    """In pieces, one by one and not to the end, with a copy that goes on with other tokens."""
+    """Hashes are asked for in parts, lazily and from a copy with other tokens. They equal those of a new chain."""
     whole, chain = hashes_of(tokens, size), HashChain(b"model", size)
     for num_tokens, is_lazy in steps:
         some = tokens[:num_tokens]
@@ -80,7 +80,7 @@ def test_fingerprints_are_equal_exactly_for_equal_layouts() -> None:
 
 
 def others() -> Iterator[tuple[list[str], KvLayout]]:
-    """Every layout that differs from ours in one fact, and the names of what differs."""
+    """Layouts that each differ from ``LAYOUT`` in one field, with the names of the differences."""
     replace, geometry = msgspec.structs.replace, LAYOUT.geometry
     for name in ("model_id", "weights_digest", "rope", "kv_scales"):
         yield [name], replace(LAYOUT, **{name: getattr(LAYOUT, name) + "x"})
@@ -100,7 +100,7 @@ def test_bytes_follow_from_the_geometry() -> None:
     assert (GROUP.token_nbytes, other.token_nbytes) == (2 * 1 * (64 + 32) * 2, 3 * 4 * (8 + 8) * 4)
     geometry = KvGeometry(groups=(GROUP, other), block_size=16)
     assert geometry.token_nbytes == GROUP.token_nbytes + other.token_nbytes
-    assert geometry.physical_nbytes == 16 * other.token_nbytes  # of the larger group
+    assert geometry.physical_nbytes == 16 * other.token_nbytes  # the larger group's
     assert geometry.block_nbytes == 2 * geometry.physical_nbytes
 
 
@@ -189,6 +189,6 @@ def test_a_partial_block_has_a_hash_of_its_own() -> None:
 
 
 def test_hashes_are_fixed_for_ever() -> None:
-    # Workers of different versions exchange blocks by them: these may never change.
+    # These may never change, because workers of different versions exchange blocks by them.
     assert hashes_of([1, 2, 3], 4)[0].hex() == "532d334796c6d0f9043259ca4159f08d"
     assert LAYOUT.fingerprint().hex() == "b90352c8efe595ef2cf9f41096d212e2"

@@ -1,4 +1,4 @@
-"""The decode worker's model thread without the thread: what it tells, and who owns which block, checked at every step."""
+"""The decode worker's model worker without its thread. Its reports and the ownership of blocks are checked at every step."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def token_lists(found: Seq[FinishedBeam]) -> list[list[int]]:
 
 
 def expected_beams(prompt: Seq[int], sampling: SamplingParams, vocab_size: int) -> list[list[int]]:
-    """What a fake engine's beams must come to: the search alone, without blocks, batches and schedulers."""
+    """The beams that a fake engine must find: those of the search alone, without blocks, batches and a scheduler."""
     search = Search()
     while not search.is_over:
         told = []
@@ -89,7 +89,7 @@ class WatchedStep:
 
 
 class Watched:
-    """An engine that notes what is launched, and how many steps are under way then. Implements Engine."""
+    """An engine that notes each launched step, and how many steps are under way at that time. Implements Engine."""
 
     def __init__(self, engine: Engine, on_launch: Callable[[Seq[PlanRow]], None]) -> None:
         self.depths: list[int] = []
@@ -159,7 +159,7 @@ def beside(engine: Engine) -> Engine:
 
 
 class Rig:
-    """A model worker over an engine, and a lease that takes and scribbles over what is free."""
+    """A model worker over an engine, and a lease that takes free blocks and overwrites them."""
 
     def __init__(
         self,
@@ -172,13 +172,13 @@ class Rig:
         head: DraftHead | None = None,
         **settings: int | float,
     ) -> None:
-        """``num_blocks``: of the pool, if not the engine's; without an engine, of a fake one. ``pace``: how long steps take.
+        """``num_blocks``: size of the pool, by default the engine's. Without ``engine`` there is a fake one.
 
-        ``drafter``: of speculation, which then drafts what guides force, too.
+        ``pace``: how long steps take. ``windows``: those of a fake engine's groups of layers.
 
-        ``head``: the engine's, which drafts instead.
+        ``drafter``: drafts tokens, in addition to those that guides force.
 
-        ``windows``: of a fake engine's groups of layers.
+        ``head``: the engine's head, which drafts instead of ``drafter``.
         """
         card = fake_card(num_blocks=num_blocks or 64, windows=windows)
         engine = engine or FakeEngine(card, reads_back_once=pace is not None)
@@ -207,7 +207,7 @@ class Rig:
             drafts = Drafts([GuideDrafter(), drafter], of_scheduler.speculation_tokens, DraftMetrics(self.registry))
         self.scheduler = DecodeScheduler(of_scheduler, self.blocks, max_model_len, "cpu", drafts, engine.num_stages)
         self.outputs: dict[str, list[int]] = {}
-        self.sampled: dict[str, list[SampledToken]] = {}  # the same here, with their log probabilities
+        self.sampled: dict[str, list[SampledToken]] = {}  # tokens sampled here, with their log probabilities
         self.beams: dict[str, tuple[FinishedBeam, ...]] = {}  # of searches that have ended
         self.begun: list[str] = []  # searches that have begun
         self.ends: dict[str, str] = {}
@@ -216,13 +216,13 @@ class Rig:
         self.most_running = 0
         metrics = EngineMetrics(self.registry, self.blocks, num_running=lambda: 0, num_waiting=lambda: 0)
         self.worker = ModelWorker(leader, self.scheduler, metrics, self._hear, lambda: self.now_s)
-        self._scribble = b"\x42" * engine.store.block_nbytes  # as floats they are far from all keys and values
+        self._scribble = b"\x42" * engine.store.block_nbytes  # as floats, unlike any key or value
         self._lease: dict[int, memoryview] = {}
         self._num_added = 0
 
     @property
     def names(self) -> list[str]:
-        """Who waits or runs."""
+        """The requests that wait or run."""
         return [one.request_id for one in self.scheduler.waiting + self.scheduler.running]
 
     def count(self, metric: str) -> float:
@@ -230,14 +230,14 @@ class Rig:
         return self.registry.get_sample_value(f"kvrelay_{metric}_total") or 0.0
 
     def drafted(self, metric: str = "draft") -> float:
-        """Tokens that were drafted, or "accepted_draft"."""
+        """The number of drafted tokens, or of accepted ones with "accepted_draft"."""
         name = f"kvrelay_{metric}_tokens_total"
         return sum(
             sample.value for family in self.registry.collect() for sample in family.samples if sample.name == name
         )
 
     def drafted_by(self, drafter: str) -> float:
-        """Tokens that one drafter drafted."""
+        """The number of tokens that one drafter drafted."""
         return self.registry.get_sample_value("kvrelay_draft_tokens_total", {"drafter": drafter}) or 0.0
 
     @property
@@ -266,7 +266,7 @@ class Rig:
                 assert name not in self.ends
                 self.ends[name] = new.finish_reason.value
         for key in report.removed:
-            # By now nobody may write to its blocks.
+            # No step may write to its blocks any more.
             assert not self.blocks.owned_blocks(sequence_owner(key))
             self.ends.setdefault(key[0], "removed")
         self.failed += [key[0] for key in report.failed]
@@ -282,22 +282,22 @@ class Rig:
         priority: int = 0,
         key: str = "",
     ) -> bool:
-        """A request: with its prompt's K/V in place, or to be computed here. False if there is no room for what is in place."""
+        """Add a request, with its prompt's K/V in place if ``handed_over``. Returns False if there are no blocks for that K/V."""
         self._num_added += 1
-        self.ends.pop(name, None)  # of a request of that name before it
+        self.ends.pop(name, None)  # the end of an earlier request with this name
         arrival_s, chain = float(self._num_added), HashChain(self._fingerprint, self.blocks.block_size)
         sequence = Sequence(name, 1, list(prompt), len(prompt), sampling, arrival_s, guide=guide, chain=chain)
         sequence.flow = Flow(key, priority)
         first = None
         if handed_over:
             lease = lease_owner(name)
-            # Whole, as the prompt is computed in this very pool.
+            # All blocks of windowed groups are needed, because the prompt is computed in this pool.
             num_blocks, spare = len(prompt) // self.blocks.block_size + 1, self.blocks.num_promised
             given = self.blocks.allocate(lease, num_blocks, spare=spare, is_whole=True)
             if given is None:
                 return False
             first = self._compute(sequence, lease, given.block_tables)
-            if sequence.is_over:  # the service adds no such sequence
+            if sequence.is_over:  # the service does not add a sequence that is over
                 self.outputs[name], self.ends[name] = [first.token_id], str(sequence.finish_reason)
                 self.blocks.release(sequence_owner(sequence.key))
                 return True
@@ -308,11 +308,11 @@ class Rig:
         return True
 
     def local(self, name: str, prompt: list[int], sampling: SamplingParams, key: str = "") -> None:
-        """A request to be computed here."""
+        """Add a request whose prompt is computed here."""
         self.add(name, prompt, sampling, handed_over=False, key=key)
 
     def _compute(self, sequence: Sequence, lease: Owner, block_tables: list[list[int]]) -> SampledToken:
-        """As a prefill worker and a hand-off do."""
+        """Compute and publish a prompt's blocks, as a prefill worker and a hand-off do. Returns the first token."""
         sequence.block_tables = block_tables
         if self._prefill is None:
             self._prefill = Leader(beside(self._own))
@@ -329,7 +329,7 @@ class Rig:
         return first
 
     def scribble(self, count: int) -> None:
-        """A lease takes ``count`` free blocks, as a hand-off does at any time, and their bytes are another's from then on."""
+        """A lease takes ``count`` free blocks, as a hand-off may at any time, and overwrites their bytes."""
         given = self.blocks.allocate(Owner(OwnerKind.LEASE, "scribbler"), count)
         if given is not None:
             taken = [block_id for table in given.block_tables for block_id in table]
@@ -338,7 +338,7 @@ class Rig:
                 view[:] = self._scribble
 
     def let_go(self) -> None:
-        """The lease's bytes are still its own; it ends."""
+        """Check that nothing overwrote the lease's bytes, and end it."""
         for block_id, view in self._lease.items():
             assert bytes(view) == self._scribble
             self.engine.store.close_write(block_id)
@@ -346,7 +346,7 @@ class Rig:
         self._lease = {}
 
     def step(self, *, breaks: bool = False) -> list[tuple[str, int]]:
-        """One turn of the model thread; (name, tokens) of the rows it launched. ``breaks``: a step may fail."""
+        """Run one turn of the model worker. Returns (name, tokens) of the rows that it launched. With ``breaks`` it may fail."""
         num_before = len(self.engine.rows)
         if self.worker.has_work():
             try:
@@ -359,7 +359,7 @@ class Rig:
         return [row for rows in self.engine.rows[num_before:] for row in rows]
 
     def run(self, *, breaks: bool = False) -> dict[str, list[int] | list[list[int]]]:
-        """Until nothing is left; then every block is free or cached. Returns all outputs: tokens, or those of the beams."""
+        """Run until no work is left, and check that every block is free or cached. Returns all outputs, as tokens or beams."""
         for _ in range(5000):
             if not self.worker.has_work():
                 break

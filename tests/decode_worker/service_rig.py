@@ -1,4 +1,4 @@
-"""The decode worker's service with its model thread and its leases played by hand."""
+"""The decode worker's service. The test plays the model thread and the prefill workers."""
 
 from __future__ import annotations
 

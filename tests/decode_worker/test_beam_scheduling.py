@@ -1,6 +1,6 @@
-"""Beam searches in the decode scheduler: blocks shared and copied, places, preemption as a whole, beside everything else.
+"""Beam searches in the decode scheduler: shared and copied blocks, places in the batch, preemption, and mixed batches.
 
-The fake engine reads every position's bytes back before each token: a copy that is missing, late or of the wrong block is an error.
+The fake engine reads all K/V back before each token. So a missing, late or wrong copy of a block fails the step.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ def test_full_blocks_are_shared_and_the_last_one_is_copied_where_beams_part() ->
     rig.local("a", tokens(0, 10), beams(4, stops=()))
     assert rig.step() == [("a", 10)]
     assert len(rig.scheduler.running) == 4
-    assert rig.blocks.ledger().num_running == 3  # all four in the prompt's blocks
+    assert rig.blocks.ledger().num_running == 3  # all four beams share the prompt's blocks
     assert rig.step() == [("a", 1)] * 4
-    assert rig.engine.num_copies == 3  # the fourth keeps the block that the others left
+    assert rig.engine.num_copies == 3  # three beams get a copy, and the fourth keeps the block
     tables = [beam.block_tables[0] for beam in rig.scheduler.running]
     assert len({tuple(table[:2]) for table in tables}) == 1
     assert rig.blocks.ledger().num_running <= 2 + 4
@@ -105,7 +105,7 @@ def test_widths_mix_in_one_batch_and_beside_ordinary_sequences() -> None:
 
 
 def crowd(rig: Rig) -> Owner:
-    """Lease all blocks that are free, and compute until somebody is preempted for want of one."""
+    """Lease all free blocks, and run steps until a sequence is preempted because there is no block."""
     lease = Owner(OwnerKind.LEASE, "crowd")
     assert rig.blocks.allocate(lease, rig.blocks.num_allocatable) is not None
     for _ in range(20):
@@ -116,7 +116,7 @@ def crowd(rig: Rig) -> Owner:
 
 
 def test_a_search_is_preempted_as_a_whole_and_goes_on_where_it_was() -> None:
-    """Nothing of the search may be lost or doubled, and what it shared before it shares again."""
+    """All beams of a search are preempted together. Later it continues, and finds the same beams."""
     rig, prompt, sampling = Rig(), tokens(1, 9), beams(4, max_tokens=16, stops=())
     rig.local("old", tokens(0, 10), greedy(40))
     rig.local("search", prompt, sampling)
@@ -179,7 +179,7 @@ def test_a_search_takes_all_its_places_from_the_start() -> None:
 
 
 def test_those_that_come_later_do_not_take_the_places_that_a_search_waits_for() -> None:
-    """Short sequences keep coming, complete; each place that comes free would be taken, and six at once never be free."""
+    """A search waits for six places while short handed-over sequences keep coming. They must not take every free place."""
     rig = Rig(num_blocks=256, max_num_seqs=8)
     for index in range(8):
         rig.add(f"g{index}", tokens(index, 5), greedy(4 + index))

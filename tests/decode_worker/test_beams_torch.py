@@ -1,4 +1,4 @@
-"""Beams on the real engine: those of transformers, alone and in a batch of everything, after a preemption, handed over or not."""
+"""Beam searches on the real engine find the beams of transformers: alone, in a mixed batch, preempted, handed over or not."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.decode_worker.rig import Rig, greedy
 from tests.engine.conftest import SIZES, VOCAB, load, save_model, tokens
 
 ONE_STOP = (2,)
-MANY_STOPS = tuple(range(0, VOCAB, 9))  # so that beams end at all lengths
+MANY_STOPS = tuple(range(0, VOCAB, 9))  # many stop tokens, so that beams end at all lengths
 EARLY: dict[bool | None, bool | str] = {True: True, False: False, None: "never"}
 PROMPT_LEN = 19
 
@@ -61,7 +61,7 @@ def reference(model: Any, prompt: list[int], sampling: SamplingParams) -> tuple[
     return [row[:end] for row, end in zip(outputs, ends, strict=True)], found.sequences_scores.tolist()
 
 
-@pytest.mark.parametrize(  # every width with every way to stop; what all settings do to a search is told in test_search.py
+@pytest.mark.parametrize(  # every width with every way to stop; test_search.py has all settings of a search
     ("width", "length_penalty", "early_stopping"),
     [
         (2, -1.0, True), (2, 1.0, False), (2, 2.0, None), (4, 0.0, True), (4, 0.5, False), (4, -1.0, None),
@@ -119,7 +119,7 @@ def test_the_best_few_are_returned_with_log_probabilities(tiny: tuple[TorchEngin
 
 
 def everything() -> dict[str, tuple[list[int], SamplingParams]]:
-    """Sixteen sequences' places: searches of four widths with ordinary sequences between them."""
+    """Searches of four widths and three ordinary sequences."""
     wanted = {f"b{width}": (tokens(width, PROMPT_LEN + width), search(width)) for width in (1, 2, 4, 8)}
     return wanted | {f"g{index}": (tokens(20 + index, 5 + 7 * index), greedy(20)) for index in range(3)}
 
@@ -144,7 +144,7 @@ def test_different_widths_and_ordinary_sequences_in_one_batch_are_as_alone(tiny:
 
 @pytest.mark.parametrize("num_steps", [4, 17])
 def test_a_preempted_search_finds_the_same_beams(tiny: tuple[TorchEngine, Any], num_steps: int) -> None:
-    """A lease takes all that is free, step by step, until the search has given way."""
+    """A lease takes all free blocks, step by step, until the search is preempted. The search still finds the same beams."""
     engine, model = tiny
     prompt, sampling = tokens(9, PROMPT_LEN), search(4, ONE_STOP)
     rig = Rig(engine, num_blocks=12)
@@ -182,7 +182,7 @@ def test_the_demo_model_s_beams_are_those_of_transformers(demo: tuple[TorchEngin
 
 @pytest.fixture(scope="module")
 def demo() -> tuple[TorchEngine, Any]:
-    """The demo model in fp32, ours and transformers'."""
+    """The demo model in fp32, in our engine and in transformers."""
     directory: Path = resolve_model("demo")
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     return load(directory, dtype="float32", block_size=16), model

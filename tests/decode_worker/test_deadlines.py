@@ -1,4 +1,4 @@
-"""Nobody computes what nobody waits for: a request's time travels with it to the decode worker."""
+"""The decode worker ends a request, a sequence or a lease when the request's time is up."""
 
 from __future__ import annotations
 

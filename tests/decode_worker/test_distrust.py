@@ -1,4 +1,4 @@
-"""A gateway says that a prefill worker computed wrongly: what a decode worker does with what that one shipped."""
+"""A gateway reports that a prefill worker computed wrongly. The decode worker drops that worker's blocks and ends its users."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from tests.decode_worker.service_rig import BLOCK, CARD, EPOCH, Rig, offer, subm
 
 WRONG = "prefill-1"
 NUM_TOKENS = 6
-TOKENS = list(range(NUM_TOKENS))  # as ``submit`` has them
+TOKENS = list(range(NUM_TOKENS))  # the prompt of ``submit``
 
 
 def shipped(rig: Rig, peer_id: str = WRONG) -> int:
-    """This prefill worker's blocks of ``TOKENS`` arrive; returns their lease."""
+    """Blocks of ``TOKENS`` arrive from prefill worker ``peer_id``. Returns the lease's id."""
     offered = offer("shipped", TOKENS)
     rig.ask(offered, peer_id, Role.PREFILL)
     [grant] = rig.told(Grant)
     assert isinstance(grant, Grant)
     owner = lease_owner(str(grant.lease_id))
-    # What lies in them is wrong: a step that read it would fail.
+    # The blocks hold no K/V of these tokens: a step that read them would fail.
     for index, block_hash in enumerate(offered.block_hashes[: NUM_TOKENS // BLOCK]):
         rig.blocks.publish(owner, index, block_hash)
     return grant.lease_id
 
 
 def left_in_cache(rig: Rig, lease_id: int) -> None:
-    """The hand-off breaks; its blocks that were there stay as cache."""
+    """The prefill worker aborts the hand-off, and its full blocks stay in the cache."""
     rig.ask(Abort(lease_id=lease_id, epoch=EPOCH, reason="the prompt was taken back"), WRONG, Role.PREFILL)
     rig.finish()
     assert rig.blocks.ledger().num_cached == NUM_TOKENS // BLOCK
@@ -61,7 +61,7 @@ def test_requests_that_use_its_blocks_end_so_that_the_gateway_asks_again_and_oth
     rig.ask(submit("uses"))
     rig.ask(submit("other", num_tokens=BLOCK - 1, max_tokens=9))
     rig.handle()
-    rig.model._schedule()  # blocks are given, nothing is computed yet
+    rig.model._schedule()  # the sequence has its blocks, and nothing is computed yet
     assert rig.blocks.ledger().num_cached == 0, "it does not use them"
     rig.ask(Distrust(peer_id=WRONG))
     rig.finish()

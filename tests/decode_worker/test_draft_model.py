@@ -1,4 +1,4 @@
-"""A draft model beside fake engines, which read back all K/V: the texts stay, drafts come true, and its blocks come back."""
+"""A draft model beside a fake engine, which reads all K/V back. Tokens stay the same, and the draft model frees its blocks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,10 @@ def fake_rig(drafter: DraftModel | None, num_blocks: int = 64, *, runs_ahead: bo
 
 @pytest.mark.parametrize("seed", range(40))
 def test_everybody_gets_the_tokens_that_come_without_drafts(seed: int) -> None:
-    """Preempted, guided, cancelled, run ahead where nobody drafts, in a draft model's pool with and without room for all."""
+    """Random requests are guided, preempted or cancelled, and the draft model's pool may be too small for all of them.
+
+    They get the same tokens as on a worker without drafts.
+    """
     draws = random.Random(seed)
     windows = draws.choice(((None,), (None,), (None, 6)))
     drafter = CheckedDraftModel(
@@ -93,7 +96,7 @@ def test_a_draft_model_that_is_always_wrong_is_hardly_asked() -> None:
 
 
 def test_a_long_text_is_read_in_chunks_and_nothing_drafted_until_then() -> None:
-    """Whose end is not read yet waits for nobody: others draft."""
+    """The draft model reads a long prompt in chunks of 32 tokens. Meanwhile that sequence has no drafts, and the short one has."""
     steps: list[list[int]] = []
     engine = FakeEngine(
         fake_card(num_blocks=256, vocab_size=VOCAB),
@@ -132,7 +135,7 @@ def test_who_has_the_same_prompt_is_not_read_again() -> None:
 
 
 def test_who_finds_no_room_gets_no_drafts_and_gets_them_when_there_is_some() -> None:
-    """A worker that runs ahead does so meanwhile."""
+    """The draft model has 8 blocks. A sequence without room generates without drafts, and steps then run ahead."""
     drafter = CheckedDraftModel(draft_engine(8), VOCAB)  # 32 tokens
     rig = fake_rig(drafter, 256, runs_ahead=True, speculation_tokens=3)
     rig.add("fits", tokens(0, 9), greedy(20))
@@ -157,7 +160,7 @@ def test_beams_are_not_followed() -> None:
 
 @pytest.mark.parametrize("vocab_size", [VOCAB - 20, VOCAB + 40])
 def test_embeddings_of_another_size_harm_nobody(vocab_size: int) -> None:
-    """Tokens that the draft model does not have end its help; those that the model does not have are never drafted."""
+    """The draft model has fewer or more tokens than the model. All sequences still get the right tokens."""
     drafter = CheckedDraftModel(draft_engine(vocab_size=vocab_size), VOCAB)
     rig = fake_rig(drafter)
     for index in range(3):
@@ -206,7 +209,7 @@ def test_a_draft_model_that_fails_costs_drafts_and_no_request(
 
 
 class Clock:
-    """Of steps that take time."""
+    """A clock that moves with each step of the draft model."""
 
     def __init__(self, token_s: float, fixed_s: float) -> None:
         self.now_s = 0.0
@@ -220,7 +223,7 @@ class Clock:
 
 
 def test_what_takes_as_long_as_the_model_itself_is_not_asked() -> None:
-    """It is measured before the first request; and drafts of one that is fast come as ever."""
+    """The draft model is measured before the first request. A fast one drafts; one as slow as the model hardly drafts."""
     num_drafted = {}
     for fixed_s in (0.001, 0.02):
         clock = Clock(0.0, fixed_s)
@@ -234,11 +237,11 @@ def test_what_takes_as_long_as_the_model_itself_is_not_asked() -> None:
         assert rig.outputs["a"] == expected_output(tokens(0, 9), 60, VOCAB)
         num_drafted[fixed_s] = rig.drafted()
     assert num_drafted[0.001] > 40
-    assert num_drafted[0.02] < 8  # until a step of the model has been measured
+    assert num_drafted[0.02] < 8  # only until a step of the model is measured
 
 
 def test_who_guesses_alone_beside_many_is_not_worth_their_time() -> None:
-    """All rows wait for the guesses of one. If most of them guess, it is worth it."""
+    """Every row waits for the draft model. Drafting stops if only one of eight sequences would get right drafts."""
     drafts = Drafts([Slow()], 7, DraftMetrics(CollectorRegistry()))
     sequences = [sequence(tokens(seed, 9), []) for seed in range(8)]
     limits, room = dict.fromkeys(sequences, 9), Room(8, 99, None)
@@ -254,7 +257,7 @@ def test_who_guesses_alone_beside_many_is_not_worth_their_time() -> None:
 
 
 class Slow(LookUp):
-    """Takes a fifth of a step, for any number of sequences."""
+    """A drafter that takes a fifth of a step, for any number of sequences."""
 
     name = "slow"
     num_trusted = 8

@@ -1,4 +1,4 @@
-"""A draft model beside the real engine: random requests get the tokens, and the log probabilities, that they get without it."""
+"""A draft model beside the real engine: random requests get the same tokens and log probabilities as without it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WIDE = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TorchEngine]:
-    """A model, one that knows it by heart, and a small one that knows nothing of it, with windows."""
+    """A model, a shallow draft model that guesses its tokens right, and an unrelated small draft model with windows."""
     deep, shallow, strange = (tmp_path_factory.mktemp(name) for name in ("deep", "shallow", "strange"))
     save_pair(deep, shallow, 4, **WIDE)
     windows = {"sliding_window": 8, "num_hidden_layers": 2, "layer_types": ["full_attention", "sliding_attention"]}
@@ -45,7 +45,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TorchEngine]:
 def test_every_request_gets_the_bits_that_it_gets_alone(
     engines: dict[str, TorchEngine], draft_model: str, seed: int
 ) -> None:
-    """Greedy, at random, penalised, guided, of a request with n, preempted; with log probabilities."""
+    """Random requests with all kinds of sampling, guides and preemptions. Their tokens and log probabilities are bit-equal."""
     draws = random.Random(seed)
     wishes: dict[str, Wish] = {}
     alone: dict[str, Rig] = {}
@@ -55,7 +55,7 @@ def test_every_request_gets_the_bits_that_it_gets_alone(
         name, handed_over, guided = f"r{index}", draws.random() < 0.6, draws.choice((0, 0, 0, 0, 5, 40))
         wishes[name] = Wish(prompt, params, handed_over, guided)
         alone[name] = wishes[name].alone(Rig(engines["deep"]), name)
-    # The model may be its own draft model, in a pool of its own.
+    # The model may be its own draft model, with a second pool.
     drafter = CheckedDraftModel(
         engines[draft_model] if draft_model != "deep" else beside_itself(engines["deep"]), VOCAB
     )
@@ -75,7 +75,7 @@ def test_every_request_gets_the_bits_that_it_gets_alone(
 
 
 def beside_itself(engine: TorchEngine) -> TorchEngine:
-    """The same model with another pool."""
+    """A second engine with the same model and its own pool."""
     return load(engine._options.model_dir, **OPTIONS)
 
 
@@ -83,7 +83,7 @@ def beside_itself(engine: TorchEngine) -> TorchEngine:
 def test_drafts_come_true_as_far_as_the_models_agree(
     engines: dict[str, TorchEngine], draft_model: str, least: float, most: float
 ) -> None:
-    """Also at random: both models sample by the same noise. What a guide forces is not asked of the draft model."""
+    """Most drafts of the shallow model are accepted, also with random sampling, because both models use the same noise."""
     requests = {
         "greedy": SamplingParams(max_tokens=100, temperature=0.0),
         "random": SamplingParams(max_tokens=100, temperature=0.9, seed=5, top_p=0.9),

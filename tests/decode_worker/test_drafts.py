@@ -1,4 +1,4 @@
-"""Speculation under the decode scheduler: the same tokens in fewer steps; how many are drafted, and for whom."""
+"""Speculation in the decode scheduler: the same tokens in fewer steps, and the number of drafted tokens for each sequence."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def fake_rig(num_blocks: int = 64, *, runs_ahead: bool = False, num_right: int =
 
 @pytest.mark.parametrize("seed", range(40))
 def test_everybody_gets_the_tokens_that_come_without_drafts(seed: int) -> None:
-    """Preempted, guided, cancelled, run ahead where nobody drafts; every block that is read back is the tokens'."""
+    """Random requests are guided, preempted or cancelled. They get the same tokens as on a worker without drafts."""
     draws = random.Random(seed)
     rig = fake_rig(
         draws.choice((14, 20, 64)),
@@ -57,14 +57,14 @@ def test_a_text_that_is_guessed_comes_in_fewer_steps() -> None:
         rig.add("a", tokens(0, 9), greedy(65))
         rig.run()
         assert rig.outputs["a"] == expected_output(tokens(0, 9), 65, VOCAB)
-        # The first from the hand-off; then guesses of 1, 2 and 4 tokens as trust grows, and of 7; none behind the last token.
+        # The first token comes with the hand-off. Then drafts grow from 1, 2 and 4 to 7 tokens, and end at the last token.
         assert len(rig.engine.rows) < 15
         assert rig.drafted() == rig.drafted("accepted_draft") == 65 - 1 - len(rig.engine.rows)
         assert rig.count("sampled_tokens") == 64
 
 
 def test_what_a_guide_forces_comes_in_fewer_steps() -> None:
-    """With nothing else to guess from, and with log probabilities; the guide's own drafts, not those of its next one in line."""
+    """The guide drafts the tokens that it forces; the other drafter is always wrong. Log probabilities stay the same."""
     params = greedy(40, num_logprobs=2)
     forced = [*range(10, 40), 7, 7, 7]
     plain = Rig(FakeEngine(fake_card(vocab_size=VOCAB)))
@@ -87,7 +87,7 @@ def test_the_first_drafter_with_an_idea_is_taken_and_each_has_a_record_of_its_ow
     assert drafts.draft(limits, room) == {one: (5, 6)}
     drafts.hear(one, 2, 0)
     one.guide = None
-    assert len(drafts.draft(limits, room)[one]) == 2  # of the other one nothing is known yet
+    assert len(drafts.draft(limits, room)[one]) == 2  # the other drafter has no record yet
     drafts.hear(one, 2, 2)
     assert len(drafts.draft(limits, room)[one]) > 2
     assert (accepted(registry, "guide"), accepted(registry, "oracle")) == (0, 2)
@@ -157,7 +157,7 @@ def test_a_step_that_fails_loses_no_token() -> None:
 
 
 def test_many_who_are_guessed_wrong_are_hardly_drafted() -> None:
-    """Where rows cost half of a step, texts of which one guess in two is right are left alone, but for a try now and then."""
+    """Rows cost half of a step and every other guess is wrong. Each sequence then has fewer drafts than one with good guesses."""
     rig = fake_rig(256, num_right=1, pace=FakePace(0.01, 0.001), max_num_seqs=32)
     for index in range(16):
         rig.add(f"s{index}", tokens(index, 9), greedy(100))

@@ -1,4 +1,4 @@
-"""Speculation under the real engine: random requests get the tokens, and the log probabilities, that they get without drafts."""
+"""Speculation on the real engine: random requests get the same tokens and log probabilities as without drafts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engines(directory: Path) -> dict[str, TorchEngine]:
-    """One that runs ahead where nobody drafts, and one that does not."""
+    """Two engines with the same model: one runs ahead in steps without drafts, and one never does."""
     options: dict[str, Any] = {
         "dtype": "float32", "num_blocks": NUM_BLOCKS, "block_size": 8, "processors": {"unlike": unlike_the_last}
     }  # fmt: skip
@@ -47,7 +47,7 @@ def test_every_request_gets_the_tokens_that_it_gets_alone_and_without_drafts(
     alone: dict[str, Rig] = {}
     for index in range(8):
         prompt, params = [draws.randrange(VOCAB) for _ in range(draws.randint(1, 30))], sampling(draws)
-        params = msgspec.structs.replace(params, choice=index % 3)  # of a request with n
+        params = msgspec.structs.replace(params, choice=index % 3)  # as of a request with n
         name, handed_over, guided = f"r{index}", draws.random() < 0.6, draws.choice((0, 0, 0, 0, 5, 40))
         wishes[name] = Wish(prompt, params, handed_over, guided)
         alone[name] = wishes[name].alone(Rig(engines["off"]), name)

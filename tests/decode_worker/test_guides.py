@@ -1,4 +1,4 @@
-"""Sequences whose output must match a guide: local and handed over, waiting for it, preempted, at a dead end, and taken back."""
+"""Sequences with a guide: local and handed over, waiting for the guide, preempted, and ended while they wait."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PROMPT = list(range(6))
 
 class GuidedRig(Rig):
     def hand_over(self, made: Offer, first: int) -> None:
-        """The offer is granted, and all of it comes and is verified."""
+        """Grant the offer and verify its lease."""
         self.grant(made)
         self.verify(made, first)
 
@@ -50,7 +50,7 @@ class GuidedRig(Rig):
             first_token=SampledToken(first),
             num_cached_tokens=0,
         )
-        # As if every block had come: what is looked at is the sequence that is made of it.
+        # No block is sent: the tests look only at the sequence that the verified lease becomes.
         owner = next(owner for owner in self.blocks.owners() if owner.kind == "lease")
         chain = HashChain(FINGERPRINT, BLOCK)
         lease = (

@@ -1,4 +1,4 @@
-"""An EAGLE-3 head in the real engine: random requests get the bits that they get without; a head that knows the text is right."""
+"""An EAGLE-3 head in the real engine: random requests get the same bits as without it, and good drafts are accepted."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OPTIONS: dict[str, Any] = {"dtype": "bfloat16", "cpu_kernels": "native", "num_bl
 
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
-    """Models with heads: one that knows it by heart, one that is wrong now and then, and one that knows nothing."""
+    """Models, each with a head: one head is always right, one is sometimes wrong, and one is random."""
     pairs = {
         name: (tmp_path_factory.mktemp(name), tmp_path_factory.mktemp("head")) for name in ("known", "nearly", "random")
     }
@@ -47,7 +47,7 @@ def engine_of(directory: Path, run_ahead: str = "off") -> TorchEngine:
 def test_every_request_gets_the_bits_that_it_gets_alone(
     directories: dict[str, tuple[Path, Path]], pair: str, seed: int
 ) -> None:
-    """Greedy, at random, penalised, guided, of a request with n, preempted, from a cached prompt; with log probabilities."""
+    """Random requests with all kinds of sampling, guides and preemptions. Their tokens and log probabilities are bit-equal."""
     draws = random.Random(seed)
     model, head = directories[pair]
     plain = engine_of(model)
@@ -80,7 +80,7 @@ def test_every_request_gets_the_bits_that_it_gets_alone(
 def test_drafts_come_true_as_far_as_the_head_knows_the_text(
     directories: dict[str, tuple[Path, Path]], pair: str, least: float, most: float
 ) -> None:
-    """Also at random: both sample by the same noise. One that knows nothing is hardly asked."""
+    """Also with random sampling drafts are accepted, because model and head use the same noise. The random head drafts little."""
     requests = {
         "greedy": SamplingParams(max_tokens=100, temperature=0.0),
         "random": SamplingParams(max_tokens=100, temperature=0.9, seed=5, top_p=0.9),
@@ -105,7 +105,7 @@ def test_drafts_come_true_as_far_as_the_head_knows_the_text(
 def test_a_head_that_fails_is_not_asked_any_more(
     directories: dict[str, tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And then steps run ahead as without."""
+    """The head is called three times and fails. All tokens still come, and steps then run ahead."""
     model, directory = directories["known"]
     engine = engine_of(model, "on")
     head = engine.load_head(directory, KV_BYTES)

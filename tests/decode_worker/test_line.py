@@ -1,4 +1,4 @@
-"""Who finds places in the next step, and which prompt goes first."""
+"""Which waiting sequences join the next step, and which prompt is computed first."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_search_keeps_its_places_from_younger_ones() -> None:
         waiting("p", has_blocks=False),
     )
     assert look_at([search, one, prompt], 4) == Line([one], search, has_places=True)
-    # All that are left are kept, but they are not enough yet.
+    # The search keeps all free places, which are not enough yet.
     assert look_at([search, one, prompt], 2) == Line([], search, has_places=False)
     assert look_at([search, one, prompt], 3) == Line([], search, has_places=True)
 

@@ -1,4 +1,4 @@
-"""What is looked up: against a search through the whole text."""
+"""The drafter that looks n-grams up, compared with a search through the whole text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.engine.conftest import sequence
 
 
 def found_by_search(token_ids: list[int], max_tokens: int) -> tuple[int, ...]:
-    """As the drafter's docstring has it."""
+    """The tokens that the drafter's docstring promises, found by a plain search."""
     for length in (4, 2):
         for place in range(len(token_ids) - 1, length - 1, -1):
             if token_ids[place - length : place] == token_ids[-length:]:
@@ -38,7 +38,7 @@ def test_what_came_behind_the_latest_place_of_the_last_tokens_is_proposed(seed: 
 
 
 def quoted(num_between: int) -> Sequence:
-    """Five tokens, others, and the first three of the five."""
+    """A sequence that begins with five tokens and, after others, ends with the first three of them."""
     return sequence([1, 2, 3, 4, 5, *range(10, 10 + num_between), 1, 2, 3], [])
 
 

@@ -1,4 +1,4 @@
-"""Prompt log probabilities on a decode worker: of local prefill only, once, whatever is preempted."""
+"""Prompt log probabilities on a decode worker: only of prompts that it computes, and only once, even after a preemption."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_prompt_that_was_handed_over_has_told_them() -> None:
     )
     made = asking(offer("a", tokens))
     assert isinstance(made, Offer)
-    # As if every block had come: what is looked at is the sequence that is made of it.
+    # No block is sent: the test looks only at the sequence that the verified lease becomes.
     lease_key, block_ids = next(
         (owner.key, rig.blocks.owned_blocks(owner)) for owner in rig.blocks.owners() if owner.kind == "lease"
     )

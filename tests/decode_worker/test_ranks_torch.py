@@ -1,4 +1,4 @@
-"""Several ranks and stages under the real scheduler: random requests get the tokens that one rank gives them alone."""
+"""Several ranks and stages with the real scheduler: random requests get the tokens that one rank gives them alone."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ FAMILIES: dict[str, tuple[Any, int] | tuple[Any, int, int]] = {  # and how many 
 def engines(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Engine, Engine]]:
-    """The same model on several ranks, and on one."""
+    """The same model on several ranks and on one rank."""
     config, num_ranks, *num_stages = FAMILIES[request.param]
     directory: Path = tmp_path_factory.mktemp("model")
     save_model(directory, config)
@@ -87,7 +87,7 @@ def engines(
 
 
 def sampling(draws: random.Random) -> SamplingParams:
-    """Some of everything but an operator's processors. Few tokens come for most, so that penalties meet them again."""
+    """Random sampling without processors and beams. Often few tokens are allowed, so that penalties meet repeated ones."""
     few = tuple(sorted(draws.sample(range(VOCAB), draws.choice((4, 9)))))
     return SamplingParams(
         max_tokens=draws.randint(1, 30),
@@ -106,7 +106,7 @@ def sampling(draws: random.Random) -> SamplingParams:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_every_request_gets_the_tokens_that_one_rank_gives_it(engines: tuple[Engine, Engine], seed: int) -> None:
-    """Chunked, batched, preempted, guided."""
+    """Random requests, some with guides, run in chunks and batches, in a small pool whose free blocks are overwritten."""
     ranked, one_rank = engines
     draws = random.Random(seed)
     rig = Rig(ranked, draws.choice((12, 20)), max_num_seqs=6, max_batched_tokens=16)

@@ -1,4 +1,4 @@
-"""Whether a decode worker has what a gateway counts on."""
+"""A decode worker refuses a request if it has fewer of its tokens cached than the gateway expects."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def submit(num_tokens: int, most: int | None) -> Submit:
 
 @pytest.fixture
 def blocks() -> BlockManager:
-    """Five blocks of the prompt ``range(20)`` are cached."""
+    """A pool with five cached blocks, of the prompt ``range(20)``."""
     manager, owner = BlockManager(16, 4, lambda: 0.0), Owner(OwnerKind.SEQUENCE, "a")
     manager.allocate(owner, 5)
     for index, block_hash in enumerate(chain().hashes(range(20), 5)):

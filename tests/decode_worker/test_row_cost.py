@@ -1,4 +1,4 @@
-"""What rows cost is found whatever disturbs steps, and kept while nothing tells it."""
+"""The cost of rows is learned although steps are disturbed, and kept while steps do not differ."""
 
 from __future__ import annotations
 

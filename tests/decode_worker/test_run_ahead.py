@@ -1,4 +1,4 @@
-"""Steps launched before the tokens of the step before them are known: the same output, no block given away too early."""
+"""Steps that are launched before the previous step's tokens are known: the output stays, and no block is freed too early."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_steady_decoding_always_has_a_step_under_way() -> None:
     rig.step()
     rig.add("c", [9, 1], greedy(20))
     rig.run()
-    # The first step has none before it; c joined while one was under way.
+    # Only the first step has no other step under way; c joins while one is.
     assert watched.depths == [0] + [1] * (len(watched.depths) - 1)
     assert len(rig.outputs["c"]) == 20
 
@@ -68,7 +68,7 @@ def test_tokens_that_came_too_many_are_not_counted() -> None:
     rig.add("a", [1, 2, 3], greedy(30, stop_token_ids=tuple(range(0, VOCAB, 2))))
     rig.run()
     assert rig.ends == {"a": "stop"}
-    assert rig.count("sampled_tokens") == len(rig.outputs["a"]) - 1  # the first came with the hand-off
+    assert rig.count("sampled_tokens") == len(rig.outputs["a"]) - 1  # the first token came with the hand-off
 
 
 def test_who_ended_keeps_its_blocks_until_the_step_that_writes_to_them_is_over() -> None:
@@ -122,7 +122,7 @@ def made(name: str, num_tokens: int = 5, **sampling: object) -> Sequence:
 
 
 def going_on(*sequences: Sequence) -> GoingOn:
-    """They generate behind a step that samples a token of each."""
+    """These sequences generate in the step after one that samples a token of each."""
     return GoingOn([StepRow(one, 1, 1) for one in sequences], [])
 
 
@@ -159,7 +159,7 @@ def test_a_row_that_the_host_samples_defers_the_sampling_of_a_step_behind_anothe
 
     assert not is_deferred(ahead[1:])
     assert is_deferred(ahead)
-    # One that joins has all its tokens, but the host may have to wait for the device to sample.
+    # A sequence that joins knows all its tokens, but the host may have to sample its row later.
     assert is_deferred([rows[0], ahead[1]])
 
 
@@ -184,7 +184,7 @@ def test_a_guide_is_not_asked_behind_its_end_nor_behind_a_stop_token() -> None:
     assert rig.ends == {"ends": "stop", "stays": "length", "stops": "stop"}
     assert rig.outputs["ends"] == [7, 8, 9]
     assert rig.outputs["stops"] == output
-    # Nobody waited for anybody's end, and the steps behind it were launched.
+    # No step waited for the end of a sequence.
     assert rig.engine.depths == [0] + [1] * 28
 
 
@@ -216,12 +216,12 @@ def test_a_step_waits_for_one_that_makes_room_for_somebody() -> None:
     assert who_goes_on(flying, [stays, ends], [], 100) == going_on(stays)
     assert who_goes_on(flying, [stays, ends], [], 100, awaits_room=True) is None
     assert who_goes_on(flying[:1], [stays], [], 100, awaits_room=True) == going_on(stays)
-    # It came to its end with a token of the step before: it still holds its blocks in this one.
+    # "ends" has ended with the step before: it holds its blocks until this step is over.
     assert who_goes_on(flying, [stays], [], 100, awaits_room=True) is None
 
 
 def crowded(ends: SamplingParams) -> tuple[Rig, Watched]:
-    """A pool of 11 blocks of which two sequences hold 5, and grow, and a prompt of 6 that waits for one of them to end."""
+    """In a pool of 11 blocks two growing sequences hold 5. A prompt that needs 6 waits until one of them ends."""
     rig = fake_rig(11, runs_ahead=True)
     rig.add("stays", [1, 2, 3], greedy(13))
     rig.add("ends", list(range(15)), ends)
@@ -234,7 +234,7 @@ def test_who_waits_for_blocks_holds_nobody_up_and_gets_them_when_they_are_there(
     while "ends" not in rig.ends:
         rig.step()
         assert not rig.outputs["waits"]
-    # Every step had one behind it but the last, which was known to make room.
+    # Every step had a next one launched behind it, except the last: its end was known to free blocks.
     assert watched.depths == [0, 1, 1, 1, 1]
     rig.step()
     assert len(rig.outputs["waits"]) == 1
@@ -249,7 +249,7 @@ def test_who_waits_for_blocks_gets_those_of_a_sequence_that_stopped_one_step_lat
     while "ends" not in rig.ends:
         rig.step()
     assert watched.depths == [0, 1, 1, 1]
-    rig.step()  # the one that was launched before anybody knew
+    rig.step()  # the step that was launched before the stop token was known
     assert not rig.outputs["waits"]
     rig.step()
     assert len(rig.outputs["waits"]) == 1
@@ -268,7 +268,7 @@ def test_who_waits_for_blocks_gets_those_that_a_lease_lets_go() -> None:
         rig.step()
     assert watched.depths == [0, 1, 1, 1]
     rig.let_go()
-    rig.step()  # the one that is under way; none is launched behind it
+    rig.step()  # the step that is under way; no other is launched behind it
     assert watched.depths == [0, 1, 1, 1]
     rig.step()
     assert len(rig.outputs["waits"]) == 1
@@ -324,7 +324,7 @@ def test_chunks_of_prompts_run_ahead_beside_streams_and_alone() -> None:
     rig.step()
     rig.local("prompt", prompt, greedy(6))
     rig.run()
-    # The prompt begins between two steps: its blocks might have been somebody's.
+    # The prompt begins between two steps, because its blocks might still be written to.
     assert watched.depths.count(0) == 2
     assert [row for row in watched.rows[3] if row[0] == "prompt"] == [("prompt", 32)]
     assert rig.outputs["prompt"] == expected_output(prompt, 6, VOCAB)
@@ -343,7 +343,7 @@ def test_prompts_that_wait_for_their_turn_hold_no_step_up() -> None:
     for number, prompt in enumerate(prompts):
         rig.local(f"prompt{number}", prompt, greedy(4))
     rig.run()
-    # Each begins between two steps, and what is left of a step when one ends is known then.
+    # Each prompt begins between two steps: only then is it known how much of a step the one before leaves.
     assert watched.depths.count(0) <= 6 < len(watched.depths) / 2
     assert [rig.outputs[f"prompt{number}"] for number in range(3)] == [
         expected_output(prompt, 4, VOCAB) for prompt in prompts
@@ -351,7 +351,7 @@ def test_prompts_that_wait_for_their_turn_hold_no_step_up() -> None:
 
 
 def test_a_prompt_whose_prefix_is_cached_meanwhile_is_looked_at_again() -> None:
-    """A lease's blocks are published, and it keeps them: no block is free that was not, but the prompt needs fewer now."""
+    """A prompt waits for blocks. A lease publishes blocks of its prefix and keeps them. The prompt now fits and starts."""
     rig = fake_rig(16, runs_ahead=True)
     block_size = rig.blocks.block_size
     prompt = [index % VOCAB for index in range(10 * block_size - 2)]
@@ -369,6 +369,6 @@ def test_a_prompt_whose_prefix_is_cached_meanwhile_is_looked_at_again() -> None:
     for _ in range(3):
         if rig.scheduler.waiting != waiting:
             break
-        with suppress(AssertionError):  # the fake engine finds no K/V in blocks that nobody wrote; admitted it was
+        with suppress(AssertionError):  # the lease's blocks hold no K/V, so the admitted prompt's step fails
             rig.step()
     assert not rig.scheduler.waiting

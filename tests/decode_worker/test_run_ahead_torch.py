@@ -1,4 +1,4 @@
-"""The real engine under the real scheduler, a step ahead: random requests get the tokens that they get one step after the other."""
+"""The real engine and scheduler run a step ahead: random requests get the same tokens as without."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ NUM_BLOCKS = 80
 
 
 def unlike_the_last(logits: torch.Tensor, token_ids: Seq[Seq[int]]) -> None:
-    """A processor: no token comes twice in a row, nor beside itself."""
+    """A processor that forbids the last token and its two neighbours."""
     for row, seen in zip(logits, token_ids, strict=True):
         row[max(0, seen[-1] - 1) : seen[-1] + 2] = -torch.inf
 
 
 class BrokenOnceAsked:
-    """A processor that cannot say what comes behind some number of tokens."""
+    """A processor that fails for a sequence with a certain number of tokens."""
 
     def __init__(self, num_tokens: int) -> None:
         self._num_tokens = num_tokens
@@ -40,7 +40,7 @@ class BrokenOnceAsked:
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TorchEngine]:
-    """The same model twice, in blocks of 8."""
+    """Two engines with the same model: one runs ahead, the other does not."""
     directory: Path = tmp_path_factory.mktemp("llama")
     save_model(directory, transformers.LlamaConfig(**SIZES))
     processors = {"unlike": unlike_the_last, "broken": BrokenOnceAsked(6)}
@@ -51,7 +51,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TorchEngine]:
 
 
 def sampling(draws: random.Random) -> SamplingParams:
-    """Some of everything but beams. Few tokens come for most, so that penalties and bad words meet them again."""
+    """Random sampling without beams. Often few tokens are allowed, so that penalties and bad words meet repeated ones."""
     few = tuple(sorted(draws.sample(range(VOCAB), draws.choice((4, 9)))))
     return SamplingParams(
         max_tokens=draws.randint(1, 30),

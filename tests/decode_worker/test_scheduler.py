@@ -1,4 +1,4 @@
-"""The decode scheduler: inflight batching, local prefill, preemption, and that everybody moves on."""
+"""The decode scheduler: inflight batching, local prefill, preemption, and no sequence that waits for ever."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_who_is_of_a_lower_class_gives_way_before_the_youngest() -> None:
 
 
 def test_verified_sequences_that_wait_give_their_blocks_to_the_oldest() -> None:
-    """The batch holds one; two more hold blocks while they wait; the oldest still gets what it needs."""
+    """The batch has one place, and two waiting sequences hold blocks. The oldest one gets blocks and finishes first."""
     rig = Rig(num_blocks=13, max_num_seqs=1)
     rig.add("old", tokens(0, 11), greedy(30))
     rig.add("b", tokens(1, 11), greedy(4))
@@ -183,7 +183,7 @@ PACE = FakePace(step_s=0.018, token_s=3e-4)  # the demo model with four streams,
 
 
 def durations(rig: Rig, is_over: Callable[[], bool]) -> list[float]:
-    """How long the steps take until ``is_over``."""
+    """Run steps until ``is_over``. Returns how long each took."""
     found: list[float] = []
     while not is_over():
         begun_s = rig.now_s
@@ -211,7 +211,7 @@ def test_prompts_do_not_stall_those_who_generate_and_move_on_beside_them(max_gap
         if max_gap_ms is None:
             assert max(gaps_s) <= 1.6 * PACE.step_s
             assert sum(gaps_s) <= 3.5 * (2 * PACE.step_s + 1000 * PACE.token_s)
-        elif number:  # before, a token's cost was not known
+        elif number:  # the first prompt runs before a token's cost is known
             assert max(gaps_s) <= 1.1 * max_gap_ms / 1000
     rig.run()
 
@@ -244,14 +244,14 @@ def test_a_short_prompt_does_not_wait_for_a_long_one_and_both_move_on() -> None:
     assert rig.step() == [("long", 64)]
     rig.local("middle", tokens(1, 600), greedy(2))
     rig.local("short", tokens(2, 80), greedy(1))
-    # The short one has its blocks behind the one that came before it, which begins without tokens.
+    # "middle" came before "short": it has its blocks, and no tokens yet.
     assert [rig.step() for _ in range(3)] == [
         [("short", 32), ("long", 32)],
         [("short", 32), ("long", 32)],
         [("short", 16), ("long", 48)],
     ]
     assert list(rig.ends) == ["short"]
-    # The middle one is more than half as long as what is left of the long one.
+    # "middle" is more than half as long as the rest of "long".
     assert rig.step() == [("long", 64)]
     rig.run()
     assert list(rig.ends) == ["short", "long", "middle"]
@@ -296,7 +296,7 @@ def test_it_is_told_what_prompts_would_get() -> None:
 
 
 class Everything(RuleBasedStateMachine):
-    """All kinds of requests come, compute and go in a pool that is too small for them; leases take room away meanwhile."""
+    """All kinds of requests run in a pool that is too small for them, while a lease takes blocks now and then."""
 
     rig: Rig
 
@@ -322,7 +322,7 @@ class Everything(RuleBasedStateMachine):
         self.num_made = 0
 
     @rule(
-        seed=st.integers(0, 3),  # few heads: prefixes are found again
+        seed=st.integers(0, 3),  # few seeds: prompts share prefixes
         length=st.integers(1, 40),
         width=st.sampled_from([0, 0, 1, 2, 3, 5]),
         max_tokens=st.integers(2, 14),

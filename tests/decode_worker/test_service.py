@@ -1,4 +1,4 @@
-"""The decode worker's service with its model thread and its leases played by hand: what comes twice, late, wrong or never."""
+"""The decode worker's service: messages that come twice, late or with wrong values. The test plays the model thread."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.decode_worker.service_rig import BLOCK, CARD, EPOCH, Rig, offer, subm
 
 
 def test_a_cancel_that_crosses_the_last_token_keeps_the_name_until_the_removal_is_answered() -> None:
-    """Else the answer, which is still on its way, would end the next request of that name under the model thread's feet."""
+    """A cancel and the last token cross. The name stays taken until the removal is answered: the answer could end a new request."""
     rig = Rig()
     rig.ask(submit("a", max_tokens=1))
     rig.handle()
@@ -86,7 +86,7 @@ def test_books_that_do_not_agree_after_a_failure_end_the_loop() -> None:
 
 
 def test_tokens_that_reach_nobody_end_their_sequences() -> None:
-    """As after a gateway's death, if the offer came in behind it: nobody would ever take the sequence back."""
+    """Sending tokens to a lost gateway fails. Its sequence ends, because no peer would cancel it. The other one goes on."""
     rig = Rig()
     rig.ask(submit("a", max_tokens=100), "gone")
     rig.ask(submit("b", max_tokens=30))
@@ -132,7 +132,7 @@ def test_an_offer_is_checked_like_a_submit(offered: Offer, detail: str) -> None:
 
 @pytest.mark.parametrize("token_id", [-1, CARD.vocab_size])
 def test_a_first_token_that_the_model_does_not_have_ends_the_lease(token_id: int) -> None:
-    """It would break the step that looks it up, and with it every sequence in the batch."""
+    """The service rejects such a commit, because the token would break a step and every sequence in its batch."""
     rig = Rig()
     offered = offer("a", [1, 2, 3])
     rig.ask(offered, "prefill", Role.PREFILL)

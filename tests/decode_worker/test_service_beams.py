@@ -1,4 +1,4 @@
-"""Beam searches in the decode worker's service, played by hand: what counts as running, what a commit must bring, what is told."""
+"""Beam searches in the decode worker's service: how they are counted, what a commit must contain, and which messages are sent."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_nothing_is_told_of_a_search_but_that_it_began_and_its_end() -> None:
     ],
 )
 def test_a_commit_without_candidates_ends_the_lease(first: SampledToken, detail: str) -> None:
-    """A prefill worker that sends what no search can begin with: another attempt may find a better one."""
+    """A commit has no or wrong candidates for the first token. It is rejected, so that the gateway may try another worker."""
     rig = Rig()
     offered = offered_search("a", beams(2))
     rig.ask(offered, "prefill", Role.PREFILL)

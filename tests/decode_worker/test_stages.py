@@ -1,4 +1,4 @@
-"""As many steps under way as an engine has stages: the same output, and every stage has something to do."""
+"""With several stages, one step for each stage is under way. The output stays the same, and every stage has a step."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def prompt_of(index: int) -> list[int]:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_the_output_is_that_of_one_stage(seed: int) -> None:
-    """Preempted, guided, drafted, cancelled, as searches, beside leases; every block that is read back is the tokens'."""
+    """Random requests are guided, drafted, preempted or cancelled, also beside a beam search. They get the tokens of one stage."""
     draws = random.Random(seed)
     card = fake_card(num_blocks=draws.choice((14, 20, 64)), vocab_size=VOCAB)
     drafter = draws.choice((None, None, FakeOracle(VOCAB, 4)))
@@ -105,7 +105,7 @@ def test_who_is_removed_keeps_its_blocks_until_its_step_is_over_and_stops_no_oth
 
 
 def test_who_must_give_way_does_so_behind_its_step() -> None:
-    """Two streams, whose last tokens do not fit together; the younger one is in a step when the older one needs a block."""
+    """The pool is too small for the ends of two sequences. The younger one is preempted, and both get the right tokens."""
     rig = fake_rig(2, 6)
     rig.local("old", prompt_of(1), greedy(15))
     rig.local("young", prompt_of(2), greedy(13))

@@ -1,4 +1,4 @@
-"""The assembled decode worker's health: what only a restart mends, and that it can still be stopped then."""
+"""The assembled decode worker's health: dead sockets are reported as a reason to restart, and the worker still stops."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ async def test_a_dead_kv_port_is_a_reason_to_restart_and_stops_like_any_other(
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 async def test_a_dead_receiver_of_shared_memory_is_one_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its senders notice at once: they do not wait for slots that never come back."""
+    """The thread of shared memory dies. Liveness reports it, and its sender ends instead of waiting for slots."""
     worker = decode_worker(SharedPlace())
 
     def begin_piece(header: BlockHeader) -> None:
@@ -86,7 +86,7 @@ async def test_a_dead_receiver_of_shared_memory_is_one_too(monkeypatch: pytest.M
     payload = memoryview(bytes(8))
     header = BlockHeader(lease_id=1, epoch=1, block_index=0, payload_nbytes=8, block_hash=bytes(16))
     tickets: list[SendTicket] = []
-    with suppress(WireError):  # once the sender has noticed
+    with suppress(WireError):  # raised once the sender has noticed
         tickets.extend(sender.send(header, payload) for _ in range(100))
     await asyncio.to_thread(receiver._thread.join, WAIT_S)
     assert worker.not_live() == worker.not_ready() == ["the shared memory's socket is dead"]

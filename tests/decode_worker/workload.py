@@ -1,4 +1,4 @@
-"""The same requests for two workers: one that is disturbed in all ways, and a plain one, whose tokens the other must give, too."""
+"""The same random requests for two workers: a disturbed one must give the tokens of a plain one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ VOCAB = 50
 
 
 def workload(seed: int) -> list[tuple[str, list[int], SamplingParams, bool, int]]:
-    """Requests of all kinds: (name, prompt, sampling, whether it was handed over, tokens of its guide)."""
+    """Random requests: (name, prompt, sampling, whether it is handed over, tokens of its guide)."""
     draws = random.Random(seed)
     made = []
     for index in range(draws.randint(3, 10)):
@@ -37,8 +37,9 @@ def workload(seed: int) -> list[tuple[str, list[int], SamplingParams, bool, int]
 
 
 def add_all(rig: Rig, plain: Rig, seed: int, draws: random.Random, most_steps: int) -> set[str]:
-    """Both get the ``workload``, ``plain`` room for all of it. ``rig`` steps between two requests, has blocks that come free
-    overwritten, and loses some of the requests: returns which. Then ``plain`` runs to its end.
+    """Add the ``workload`` to both workers, and run ``plain`` to its end. Returns the requests that were removed from ``rig``.
+
+    ``rig`` runs steps between two requests, a lease overwrites its free blocks, and some of its requests are removed.
     """
     removed = set()
     for name, prompt, sampling, handed_over, guided in workload(seed):
@@ -61,7 +62,7 @@ def add_all(rig: Rig, plain: Rig, seed: int, draws: random.Random, most_steps: i
 
 
 def assert_same(rig: Rig, plain: Rig, removed: set[str]) -> None:
-    """Assert that ``rig`` gave the tokens of ``plain``, of ``removed`` as many as it came to, and failed nobody."""
+    """Assert that ``rig`` gave the tokens of ``plain`` (for removed requests, the first ones) and that no request failed."""
     for name, output in plain.outputs.items():
         found = rig.outputs[name]
         if name in removed:
@@ -73,27 +74,27 @@ def assert_same(rig: Rig, plain: Rig, removed: set[str]) -> None:
 
 @dataclass(frozen=True)
 class Wish:
-    """A request, and how a worker comes by it."""
+    """A request, and whether it is handed over and has a guide."""
 
     prompt: list[int]
     sampling: SamplingParams
     handed_over: bool
-    guided: int  # tokens of its guide; 0: it has none
+    guided: int  # tokens of its guide; 0: no guide
 
     def add_to(self, rig: Rig, name: str) -> bool:
-        """Whether there was room for it."""
+        """Add the request to a worker. Returns whether there was room for it."""
         guide = ChainState(self.guided) if self.guided else None
         return rig.add(name, self.prompt, self.sampling, handed_over=self.handed_over, guide=guide)
 
     def alone(self, rig: Rig, name: str) -> Rig:
-        """``rig``, which had nothing else to do, when all tokens are there."""
+        """Run the request alone on ``rig``, which is returned."""
         self.add_to(rig, name)
         rig.run()
         return rig
 
 
 def run_disturbed(rig: Rig, wishes: Mapping[str, Wish], draws: random.Random) -> None:
-    """``rig`` steps between two requests, and has blocks that come free overwritten."""
+    """Run all requests. ``rig`` runs steps between two of them, and a lease overwrites its free blocks."""
     for name, wish in wishes.items():
         while not wish.add_to(rig, name):
             rig.let_go()
@@ -106,6 +107,6 @@ def run_disturbed(rig: Rig, wishes: Mapping[str, Wish], draws: random.Random) ->
 
 
 def assert_as_alone(rig: Rig, alone: Mapping[str, Rig]) -> None:
-    """Assert that each request's tokens and end are those that it had ``alone``; log probabilities are the caller's."""
+    """Assert that each request has the tokens and the end that it had ``alone``. Log probabilities are not compared."""
     for name, one in alone.items():
         assert (rig.outputs[name], rig.ends.get(name)) == (one.outputs[name], one.ends.get(name)), name

@@ -28,7 +28,7 @@ CHAT_TEMPLATE = (
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A byte-level tokenizer of ``VOCAB`` ids, a chat template, and a config that a fake engine reads its sizes from."""
+    """A directory with a byte-level tokenizer of ``VOCAB`` ids, a chat template, and a config with a fake engine's sizes."""
     directory = tmp_path_factory.mktemp("model") / "tiny"
     directory.mkdir()
     write_model(directory)
@@ -39,7 +39,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def private_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where temporary directories are made in this test, and no others."""
+    """A directory that holds only this test's temporary directories."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return tmp_path
 
@@ -59,7 +59,7 @@ class Gate:
             assert self._is_open.wait(timeout=60), "the test never opened the gate"
 
     def open(self) -> None:
-        """Let everything pass from now on."""
+        """Let all steps run from now on."""
         self._is_open.set()
 
 
@@ -88,7 +88,7 @@ def make_executor(tiny_model: Path) -> Iterator[MakeExecutor]:
 
 
 def wait_until_free(worker: DecodeWorker, timeout_s: float = 10.0) -> None:
-    """Until the worker knows of no request; then every block must be free or cached."""
+    """Wait until the worker knows no request, and check that every block is free or cached."""
     deadline_s = time.monotonic() + timeout_s
     while worker.service.entries:
         assert time.monotonic() < deadline_s, worker.debug_kv()

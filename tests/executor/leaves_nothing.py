@@ -2,8 +2,7 @@
 
     python -P tests/executor/leaves_nothing.py MODEL_DIRECTORY
 
-In the tests' own process others open and close sockets meanwhile, such as a supervisor that asks whether its workers are ready.
-Temporary directories are to lie in ``TMPDIR``, which must be empty.
+It needs its own process because other tests' threads may open and close sockets at any time. ``TMPDIR`` must be an empty directory.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _VOCAB_SIZE = 512
 
 
 def run(model: Path) -> None:
-    """One executor's life, with eight requests."""
+    """Start an executor, run eight requests, and shut it down."""
     engine = FakeEngine(fake_card(vocab_size=_VOCAB_SIZE, num_blocks=256))
     executor = Executor(LocalBackend(engine, model, build(LocalSettings, {"model": str(model)})))
     executor.start()
@@ -48,17 +47,17 @@ def run(model: Path) -> None:
 
 
 def open_descriptors() -> Counter[str]:
-    """What this process's descriptors lead to; those without a name are counted by kind, their numbers differ each time."""
+    """Counts this process's open descriptors by target. Sockets and pipes count by kind, because their numbers differ."""
     leads_to: Counter[str] = Counter()
     for descriptor in Path("/proc/self/fd").iterdir():
-        with suppress(FileNotFoundError):  # the one that reads this directory
+        with suppress(FileNotFoundError):  # the descriptor of this listing
             leads_to[re.sub(r"\[\d+\]", "", os.readlink(descriptor))] += 1
     return leads_to
 
 
 def main(model: Path) -> None:
-    """Raises AssertionError, which names what was left."""
-    run(model)  # what is made once per process is there now
+    """Run executors. Raises AssertionError that names what is left."""
+    run(model)  # makes the things that a process makes once
     gc.collect()
     threads, descriptors = set(threading.enumerate()), open_descriptors()
     for _ in range(3):

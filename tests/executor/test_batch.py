@@ -1,4 +1,4 @@
-"""Batches against a server of few places: order, bounds, and what happens to those that find no room."""
+"""Batches against a server with few places: order, bounds, refusals and errors."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from kvrelay.gateway.errors import ApiError, InvalidRequestError, UnavailableErr
 
 
 class Server:
-    """Takes ``num_places`` requests at a time and refuses others. The last comer is served first, when all places are taken."""
+    """Takes ``num_places`` requests and refuses others. When all places are taken, it serves the latest request first."""
 
     def __init__(self, num_places: int, num_taken: int = 0) -> None:
         self.num_places = num_places
-        self.num_taken = num_taken  # by others
+        self.num_taken = num_taken  # places taken by other clients
         self.running: list[tuple[Request, Progress]] = []
         self.num_submits = 0
         self.aborted: list[object] = []

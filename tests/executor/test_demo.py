@@ -1,4 +1,4 @@
-"""The demo model: in this process as over HTTP, and in every example of docs/executor.md and docs/speculation.md."""
+"""The demo model gives the same answers in this process and over HTTP, and the examples of two documents run with it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OPTIONS = {"device": "cpu", "dtype": "float32", "threads": 1, "kv_memory_mb": 25
 
 
 def test_here_and_over_http_the_model_says_the_same() -> None:
-    """Alone, in a batch, over the hand-off: the texts and ends of a seed are equal. Nothing stays."""
+    """Texts and finish reasons are equal in a batch, alone, and over HTTP with a hand-off. No thread or process is left."""
     before, processes = set(threading.enumerate()), psutil.Process().children()
     pattern = r"(Paris|Rome), [0-9]{2}!"
     requests = [
@@ -77,7 +77,7 @@ def test_the_documents_examples_run(example: int) -> None:
 
 
 def test_an_interpreter_that_exits_within_a_step(tmp_path: Path) -> None:
-    """Torch computes while the interpreter goes: nothing hangs, nothing aborts, no file stays."""
+    """The interpreter exits while torch computes. It does not hang or abort, and leaves no file."""
     program = (
         "from kvrelay.executor import LLM, SamplingParams\n"
         "llm = LLM('demo', device='cpu', threads=1, kv_memory_mb=256)\n"

@@ -1,4 +1,4 @@
-"""A draft model in this process: the same texts, what it takes is told, and one that does not fit is refused by name."""
+"""A draft model in this process: texts stay the same, its memory is logged, and one that does not fit is refused."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "bfloat16", "threads": 1, "
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """A model of many layers, and one of one layer that knows it by heart, with a tokenizer."""
+    """A model of many layers, and a draft model of one layer that guesses its tokens, both with a tokenizer."""
     directories = [tmp_path_factory.mktemp(name) for name in ("deep", "shallow")]
     save_pair(*directories, 12, vocab_size=VOCAB, hidden_size=64, num_attention_heads=4, head_dim=32)
     for directory in directories:
@@ -46,7 +46,7 @@ def test_the_texts_are_those_without(pair: tuple[str, str], caplog: pytest.LogCa
     caplog.set_level(logging.INFO, logger="kvrelay")
     drafting = {"speculation": "draft-model", "draft_model": pair[1], "draft_kv_memory_mb": 2}
     with LLM(pair[0], **drafting, **OPTIONS) as llm:
-        # One by one, too: then drafts are worth it on any machine.
+        # Also one by one: alone, a request gets drafts on any machine.
         told = [llm.generate(requests), [llm.submit(request).result(60) for request in requests]]
         ledger = cast("LocalBackend", llm._executor._backend).worker.debug_kv()["draft_model"]
     for outputs in told:

@@ -1,4 +1,4 @@
-"""The executor over a worker in this process: many threads, ends of all kinds, and nothing left behind."""
+"""The executor over a worker in this process: many threads, aborts, errors, shutdown, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ def test_hundreds_of_submits_from_many_threads(make_executor: MakeExecutor) -> N
 
 
 def test_admission_bounds_what_waits(make_executor: MakeExecutor) -> None:
-    """With the batch held and the line full, whoever comes is refused at once, and nobody else suffers."""
+    """The batch is held and the queue is full. Further requests are refused at once, and all others finish."""
     gate = Gate(1)
     executor, backend = make_executor(gate, max_queued=5, max_num_seqs=4)
     submitted = [executor.submit(Request([5, 6, index + 1], GREEDY), stream=False) for index in range(50)]
     refused = 0
-    # Nothing ends while the gate is shut, so whatever is over was refused.
+    # No request can finish while the gate is shut, so a request that is over was refused.
     while refused < 50 - 5 - (4 + 4 // 4 + 4):
         refused = sum(one.progress.over.done() for one in submitted)
     gate.open()
@@ -94,7 +94,7 @@ def test_an_abort_frees_blocks_and_keeps_what_has_come(make_executor: MakeExecut
 
 
 def test_aborts_at_every_moment(make_executor: MakeExecutor) -> None:
-    """Right after the submit, in the line, on the worker: all blocks come back, and every other answer is right."""
+    """Requests are aborted right after submit, in a queue or on the worker. Their blocks are freed, and other answers are right."""
     executor, backend = make_executor(
         max_num_seqs=4, max_queued=10_000, room_timeout_s=10_000, request_timeout_s=10_000
     )
@@ -119,7 +119,7 @@ def test_aborts_at_every_moment(make_executor: MakeExecutor) -> None:
 def test_a_model_thread_that_dies_ends_everything_honestly(make_executor: MakeExecutor) -> None:
     def die(rows: Sequence[Share]) -> None:
         if any(row.sequence.num_output_tokens >= 3 for row in rows):
-            raise SystemExit  # what no step may raise: the loop does not survive it
+            raise SystemExit  # ends the model thread
 
     executor, _ = make_executor(die)
     results = [result_of(executor, executor.submit(Request([1, 2, n + 1], LONG), stream=True)) for n in range(5)]
@@ -165,7 +165,7 @@ def test_shutdown_ends_what_runs_and_what_comes(make_executor: MakeExecutor) -> 
 
 
 def test_shutdown_leaves_nothing(tiny_model: Path, socket_directory: Path) -> None:
-    """No thread, no process, no port, no descriptor, no file."""
+    """A program starts and shuts down executors. No thread, process, port, descriptor or file is left."""
     program = Path(__file__).with_name("leaves_nothing.py")
     done = subprocess.run(
         [sys.executable, "-P", str(program), str(tiny_model)],
@@ -175,7 +175,7 @@ def test_shutdown_leaves_nothing(tiny_model: Path, socket_directory: Path) -> No
 
 
 class BrokenBackend:
-    """Fails where it is told to."""
+    """A backend that fails at its start, at its stop, or for the prompt "bug"."""
 
     def __init__(self, *, at_start: bool = False, at_stop: bool = False) -> None:
         self.at_start, self.at_stop = at_start, at_stop
@@ -239,7 +239,7 @@ def test_a_thread_that_dies_fails_what_is_open() -> None:
 def test_a_forked_process_leaves_it_alone(make_executor: MakeExecutor) -> None:
     executor, _ = make_executor()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12: a process with threads forks
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns when a process with threads forks
         child = os.fork()
     if child == 0:
         executor.shutdown()

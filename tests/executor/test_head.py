@@ -1,4 +1,4 @@
-"""An EAGLE-3 head in this process: the same texts, and what does not go together is refused by name."""
+"""An EAGLE-3 head in this process: texts stay the same, and settings that do not fit are refused."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "bfloat16", "threads": 1, "
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """A model with a tokenizer, and a head of it that knows nothing, without one."""
+    """A model with a tokenizer, and a random head for it without one."""
     model, shallow, head = (tmp_path_factory.mktemp(name) for name in ("deep", "shallow", "head"))
     save_pair(model, shallow, 12, vocab_size=VOCAB, hidden_size=64, num_attention_heads=4, head_dim=32)
     write_model(model)

@@ -1,4 +1,4 @@
-"""The class that users have, over a model in this process: sync and async, one and many, and the end of it all."""
+"""The class LLM over a model in this process: sync and async use, single requests and batches, and shutdown."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_what_is_wrong_comes_out_of_the_result(llm: LLM, prompt: Prompt, params:
 
 
 def test_the_best_of_several_and_beams(llm: LLM) -> None:
-    """Which choices are told is known at the end; a stream's last output holds them."""
+    """The best two of four choices, or of three beams, are returned, numbered from 0."""
     for params in (
         SamplingParams(seed=3, n=2, best_of=4, max_tokens=6, logprobs=2),
         SamplingParams(use_beam_search=True, beam_width=3, n=2, max_tokens=6, temperature=0),
@@ -177,7 +177,7 @@ def test_a_long_temporary_directory_is_no_obstacle(
 
 
 def test_nobody_knows_it_any_more(tiny_model: Path, private_tmp: Path) -> None:
-    """Forgotten it shuts itself down; as long as a result is known, it is not forgotten."""
+    """An LLM without references shuts itself down. A result keeps its LLM alive."""
     before = set(threading.enumerate())
     llm = LLM(str(tiny_model), engine="fake", fake_step_ms=1)
     known = weakref.ref(llm)
@@ -208,7 +208,7 @@ print("going", flush=True)
 
 @pytest.mark.parametrize("end", ["raise SystemExit(3)", "del llm, result"])
 def test_an_interpreter_that_exits_does_not_hang(tiny_model: Path, tmp_path: Path, end: str) -> None:
-    """Without a shutdown, in the middle of a request: it ends at once, with its own code, quietly, and leaves no file."""
+    """The program exits during a request without a shutdown. It ends with its own exit code, no error message and no file left."""
     program = PROGRAM.format(model=str(tiny_model), step_ms=50, end=end)
     done = subprocess.run(
         [sys.executable, "-P", "-c", program],

@@ -1,4 +1,4 @@
-"""What grows on one thread and is read on others: nothing lost, nothing twice, and everybody hears the end."""
+"""Progress of a request, written on one thread and read on others: readers lose nothing, repeat nothing, and see the end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameters as a body: what is said, and nothing else; and the gateway's schema understands all of it."""
+"""Sampling parameters as a request body: only given values are sent, and the gateway's schema understands all of them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvrelay.gateway.relay.request import GenerationSpec
 
 
 def spec_of(params: SamplingParams, *, stream: bool = False) -> GenerationSpec:
-    """As the gateway reads them."""
+    """The parameters as the gateway reads them."""
     body = parse_body(CompletionBody, None, encode_body(Request("x", params).body("x", stream=stream)))
     return body.spec(max_tokens=body.max_tokens, num_logprobs=body.logprobs)
 

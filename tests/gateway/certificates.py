@@ -1,4 +1,4 @@
-"""Certificates for localhost, signed by themselves."""
+"""Self-signed certificates for localhost."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NOW = datetime.datetime.now(datetime.UTC)
 
 
 def write_pair(directory: Path, name: str, passphrase: bytes | None = None) -> tuple[Path, Path]:
-    """A certificate for localhost whose subject is ``name``, and its key; files of that name are replaced, not rewritten."""
+    """Write a certificate for localhost with subject ``name``, and its key. Returns both paths."""
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
     certificate = (
@@ -43,11 +43,11 @@ def write_pair(directory: Path, name: str, passphrase: bytes | None = None) -> t
 
 
 def replace(old: tuple[Path, Path], new: tuple[Path, Path]) -> None:
-    """As cert-manager's files are, at one stroke each."""
+    """Replace the files of a pair, each atomically, as cert-manager does."""
     for to, of in zip(old, new, strict=True):
         os.replace(of, to)
 
 
 def trusting(cert: Path) -> ssl.SSLContext:
-    """A client's context that takes this certificate and no other."""
+    """A client's context that accepts only this certificate."""
     return ssl.create_default_context(cafile=str(cert))

@@ -1,10 +1,10 @@
-"""Time that passes when a test says so."""
+"""A clock that a test moves."""
 
 from __future__ import annotations
 
 
 class Clock:
-    """For what takes a clock."""
+    """A clock that returns ``now_s``."""
 
     def __init__(self) -> None:
         self.now_s = 100.0

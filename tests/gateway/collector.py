@@ -1,4 +1,4 @@
-"""An OpenTelemetry collector for tests: takes OTLP over HTTP on a port of this machine, and decodes the protobuf."""
+"""An OpenTelemetry collector for tests: receives OTLP over HTTP on a local port, and decodes the protobuf."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span as SpanProto
 
 @dataclass(frozen=True)
 class Told:
-    """One span as it came."""
+    """One received span."""
 
     proto: SpanProto
     resource: dict[str, Any]
@@ -38,7 +38,7 @@ class Told:
 
 
 class Collector:
-    """``spans`` is complete once the gateway has ended: it sends what it has then."""
+    """Collects all spans. ``spans`` is complete when the gateway has ended, because it sends its last spans then."""
 
     def __init__(self) -> None:
         self.spans: list[Told] = []
@@ -56,26 +56,26 @@ class Collector:
             self.spans += [Told(span, resource) for scope in one.scope_spans for span in scope.spans]
 
     def traces(self) -> dict[str, list[Told]]:
-        """By trace id."""
+        """All spans by trace id."""
         found: dict[str, list[Told]] = {}
         for span in self.spans:
             found.setdefault(span.proto.trace_id.hex(), []).append(span)
         return found
 
     def below(self, parent: Told) -> list[Told]:
-        """Its children, in the order in which they began."""
+        """The children of a span, in the order in which they began."""
         children = [one for one in self.spans if one.proto.parent_span_id == parent.proto.span_id]
         return sorted(children, key=lambda one: (one.proto.start_time_unix_nano, one.proto.end_time_unix_nano))
 
     def root(self, request_id: str) -> Told:
-        """The whole of a request."""
+        """The root span of a request."""
         [found] = [one for one in self.spans if one.attributes.get("kvrelay.request_id") == request_id]
         return found
 
 
 @contextmanager
 def collector() -> Iterator[Collector]:
-    """One that listens until the end."""
+    """A collector that listens until the end of the block."""
     found = Collector()
 
     class Handler(BaseHTTPRequestHandler):

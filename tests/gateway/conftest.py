@@ -1,4 +1,4 @@
-"""A model directory without weights."""
+"""Fixtures of the gateway's tests: event loops, a model directory without weights, and an application."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from .http_app import CHAT_TEMPLATE, App, app_for, saying
 
 
 def pytest_asyncio_loop_factories(item: pytest.Item) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """What touches sockets is tested on the loop that gateways run on, too: its transports are not asyncio's.
+    """Tests of sockets also run on uvloop, which gateways use and which has its own transports.
 
-    The line of waiting requests is tested in virtual time.
+    Tests of admission run in virtual time.
     """
     if item.path.stem == "test_admission":
         return {"simulated": lambda: SimLoop(0)}
@@ -37,7 +37,7 @@ def pytest_asyncio_loop_factories(item: pytest.Item) -> Mapping[str, Callable[[]
 
 @pytest.fixture
 def clock() -> Clock:
-    """Of one test."""
+    """A clock that the test moves."""
     return Clock()
 
 
@@ -49,14 +49,14 @@ def tokenizer(model_directory: Path) -> Callable[[], Tokenizer]:
 
 @pytest.fixture
 async def app(model_directory: Path) -> AsyncIterator[App]:
-    """An application in front of a worker that says "x" to everything."""
+    """An application in front of a worker that answers "x" to every request."""
     async with app_for(model_directory, saying("x")) as made:
         yield made
 
 
 @pytest.fixture(scope="session")
 def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A byte-level tokenizer of a few hundred ids, and a chat template."""
+    """A directory with a byte-level tokenizer of 300 ids and a chat template."""
     directory = tmp_path_factory.mktemp("tiny")
     backend = tokenizers.Tokenizer(tokenizers.models.BPE())
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -82,7 +82,7 @@ THINKING = (
 
 @pytest.fixture
 def thinking_directory(model_directory: Path, tmp_path: Path) -> Path:
-    """A model whose answers begin with thoughts."""
+    """The directory of a model whose answers begin with thoughts."""
     directory = tmp_path / "thinking"
     shutil.copytree(model_directory, directory)
     (directory / "chat_template.jinja").write_text(THINKING)

@@ -1,4 +1,4 @@
-"""The gateway's application in this process, in front of players: no real worker, no TCP port for HTTP."""
+"""The gateway's application in this process, in front of played workers and without a TCP port for HTTP."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TEXT = "/v1/completions"
 
 @dataclass
 class App:
-    """What a test talks to."""
+    """An application with its client and the worker behind it."""
 
     asgi: ASGIApp
     client: httpx.AsyncClient
@@ -39,13 +39,13 @@ class App:
     tokenizer: Tokenizer
 
     async def post(self, path: str, status: int = 200, **body: Any) -> Any:
-        """The JSON answer, its status checked."""
+        """Send a body, check the status, and return the JSON answer."""
         response = await self.client.post(path, json=body)
         assert response.status_code == status, response.text
         return response.json()
 
     async def events(self, path: str, **body: Any) -> list[Any]:
-        """A stream's events without [DONE], which is checked: OpenAI's routes have it, TGI's do not."""
+        """The events of a stream. On OpenAI's routes the final [DONE] is checked and left out."""
         response = await self.client.post(path, json={**body, "stream": True})
         assert response.status_code == 200, response.text
         assert response.headers["content-type"].startswith("text/event-stream")
@@ -65,7 +65,7 @@ class App:
 async def app_for(
     directory: Path, script: Script, *, num_blocks: int = 128, card: ModelCard | None = None, **settings: Any
 ) -> AsyncIterator[App]:
-    """The app in front of one decode player, whose pool has blocks of four tokens; connected."""
+    """An application connected to one played decode worker, whose pool has blocks of four tokens."""
     card = card or fake_card(vocab_size=300, num_blocks=num_blocks)
     async with apps_for(directory, {"": script}, {"": card}, served_model_name="tiny", **settings) as apps:
         yield apps[""]
@@ -75,7 +75,7 @@ async def app_for(
 async def apps_for(
     directory: Path, scripts: Mapping[str, Script], cards: Mapping[str, ModelCard], **settings: Any
 ) -> AsyncIterator[dict[str, App]]:
-    """The app in front of a decode player for each model, all connected. One model alone may have no name."""
+    """An application connected to a played decode worker for each model. A single model may have no name."""
     network, tokenizer = Network.open(), Tokenizer.load(directory)
     players = {name: Player(Role.DECODE, script, network, cards[name]) for name, script in scripts.items()}
     for name, player in players.items():
@@ -103,7 +103,7 @@ async def apps_for(
 
 
 def http_only(app: ASGIApp) -> ASGIApp:
-    """``app``, which runs already, for a server that would start it."""
+    """``app`` without its lifespan: for a server in front of an application that is started already."""
 
     async def ask(scope: Scope, receive: Receive, send: Send) -> None:
         assert scope["type"] == "http"
@@ -114,7 +114,7 @@ def http_only(app: ASGIApp) -> ASGIApp:
 
 @asynccontextmanager
 async def lifespan(app: ASGIApp) -> AsyncIterator[None]:
-    """Start and stop an application as a server does."""
+    """Start an application, and stop it afterwards, as a server does."""
     to_app: asyncio.Queue[Message] = asyncio.Queue()
     from_app: asyncio.Queue[Message] = asyncio.Queue()
     task = asyncio.create_task(_run(app, to_app, from_app))
@@ -135,9 +135,9 @@ async def _run(app: ASGIApp, to_app: asyncio.Queue[Message], from_app: asyncio.Q
 def saying(
     text: str, *, per_message: int = 1, end: FinishReason | None = FinishReason.STOP, has_eos: bool = False
 ) -> Script:
-    """Generates ``text``, ``per_message`` tokens at a time, then ``end`` (None: stays silent).
+    """A script that sends ``text``, ``per_message`` tokens at a time, and then ``end`` (None: nothing).
 
-    ``has_eos``: with the end-of-text token. The prompt's log probabilities are told, too, if asked for.
+    ``has_eos`` adds the end-of-text token. The prompt's log probabilities are sent if the request asks for them.
     """
 
     def script(player: Player, submit: Submit) -> None:
@@ -161,6 +161,6 @@ def saying(
 
 
 def tokens_of(tokenizer: Tokenizer, text: str, *, has_eos: bool = False) -> Sequence[SampledToken]:
-    """The tokens of a text, with log probabilities."""
+    """The sampled tokens of a text, with log probabilities."""
     ids = tokenizer.encode(text, add_special_tokens=False) + list(tokenizer.eos_ids[:has_eos])
     return [SampledToken(token_id, -0.5, ((token_id, -0.5), (5, -2.0))) for token_id in ids]

@@ -1,4 +1,4 @@
-"""The gateway's HTTP port in front of any ASGI application, and clients that write bytes."""
+"""The gateway's HTTP server in front of any ASGI application, and clients that write bytes."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from kvrelay.gateway.metrics import GatewayMetrics, Reason, Refusals
 from kvrelay.gateway.settings import HttpLimits
 
 GET = b"GET /first HTTP/1.1\r\nhost: x\r\n\r\n"
-POST = b"POST /first HTTP/1.1\r\nhost: x\r\n"  # the rest of it is the test's
+POST = b"POST /first HTTP/1.1\r\nhost: x\r\n"  # a test adds the rest
 
 
 class Recorder:
-    """An application that notes what reaches it, and answers with it. ``held``: what it waits for before that."""
+    """An application that notes each request, and answers with its path once ``held`` is set."""
 
     def __init__(self) -> None:
         self.paths: list[str] = []
@@ -64,7 +64,7 @@ class Recorder:
 
 
 class Talker:
-    """An application that answers without an end, as fast as it may."""
+    """An application that answers without end, as fast as it can."""
 
     def __init__(self) -> None:
         self.num_disconnects = 0
@@ -85,13 +85,13 @@ class Talker:
 
 
 class Flow:
-    """As uvicorn's, as far as writing is concerned."""
+    """Stands in for uvicorn's flow control of writes."""
 
     write_paused = False
 
 
 class Connection:
-    """uvicorn's cycle and its transport; ``log`` has what is written to all connections."""
+    """Stands in for uvicorn's cycle and its transport. ``log`` holds the writes to all connections."""
 
     def __init__(self, name: str, log: list[tuple[str, bytes]]) -> None:
         self.name = name
@@ -116,26 +116,26 @@ class Connection:
 
 @dataclass
 class Port:
-    """What a test talks to."""
+    """A server on a port, and its metrics."""
 
     number: int
     server: uvicorn.Server
     registry: CollectorRegistry
 
     def refused(self) -> dict[str, float]:
-        """How often for which reason, without those that are 0."""
+        """The number of refused connections by reason, without zeros."""
         name = "kvrelay_refused_connections_total"
         counts = {reason: self.registry.get_sample_value(name, {"reason": reason}) for reason in Reason}
         return {str(reason): count for reason, count in counts.items() if count}
 
     async def connect(self, tls: ssl.SSLContext | None = None) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """A client."""
+        """Connect a client."""
         name = "localhost" if tls else None
         return await asyncio.open_connection("127.0.0.1", self.number, ssl=tls, server_hostname=name)
 
     @contextmanager
     def deaf(self) -> Iterator[socket.socket]:
-        """A client that has asked, and for whom the kernel keeps little."""
+        """A client that has sent a request and reads nothing; its receive buffer is small."""
         with socket.socket() as client:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             client.connect(("127.0.0.1", self.number))
@@ -143,7 +143,7 @@ class Port:
             yield client
 
     async def talk(self, *sent: bytes, tls: ssl.SSLContext | None = None) -> bytes:
-        """All that a client gets that sends this and then reads until the connection ends."""
+        """Send these bytes, and return everything that arrives until the connection ends."""
         reader, writer = await self.connect(tls)
         try:
             with suppress(ConnectionError):  # the server may close while the client still sends
@@ -156,7 +156,7 @@ class Port:
 
 
 async def all_of(reader: asyncio.StreamReader) -> bytes:
-    """What comes until the end, also if that is a reset."""
+    """Everything that arrives until the connection ends or is reset."""
     received = b""
     with suppress(ConnectionError):
         while data := await asyncio.wait_for(reader.read(2**16), 20):
@@ -165,18 +165,18 @@ async def all_of(reader: asyncio.StreamReader) -> bytes:
 
 
 async def pestered(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, more: bytes) -> bytes:
-    """All that comes until the connection ends, of a client that sends ``more`` again and again."""
+    """Send ``more`` again and again, and return everything that arrives until the connection ends."""
     end = asyncio.create_task(all_of(reader))
     async with asyncio.timeout(20):
         while not end.done():
             writer.write(more)
-            await asyncio.sleep(0.005)  # polls for a state: the server has had enough
+            await asyncio.sleep(0.005)  # polls until the server ends the connection
     await close(writer)
     return await end
 
 
 async def answer(reader: asyncio.StreamReader, end: bytes = b"\r\n0\r\n\r\n") -> bytes:
-    """One answer of a connection that goes on: chunked, unless ``end`` says otherwise."""
+    """One answer of a connection that stays open: chunked, unless ``end`` is another end."""
     return await asyncio.wait_for(reader.readuntil(end), 20)
 
 
@@ -188,24 +188,24 @@ async def close(writer: asyncio.StreamWriter) -> None:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Polls for a state, bounded."""
+    """Poll until the condition holds, for 20 seconds at most."""
     async with asyncio.timeout(20):
         while not condition():
             await asyncio.sleep(0.005)
 
 
 def told(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
-    """What an operator sees who looks for trouble; how much else is logged, other tests decide, too."""
+    """The logged warnings and errors. Other tests in the process may change which other lines are logged."""
     return [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 def error_of(answer: bytes, status: int) -> Any:
-    """The error of an answer that ends its connection; that it is one is checked."""
+    """Check that an answer has this status and ends its connection, and return its error."""
     head, _, body = answer.partition(b"\r\n\r\n")
     assert head.startswith(f"HTTP/1.1 {status} ".encode()), answer
     assert b"connection: close" in head
     error = json.loads(body)["error"]
-    named = {"request_id"} if b"x-request-id" in head else set()  # what is no request has no id
+    named = {"request_id"} if b"x-request-id" in head else set()  # bytes that are no request get no id
     assert set(error) == {"message", "type", "param", "code"} | named
     return error
 
@@ -218,7 +218,7 @@ async def serving(
     send_buffer_bytes: int | None = None,
     **limits: Any,
 ) -> AsyncIterator[Port]:
-    """``app``, which need not know of lifespans, on a port of its own; stopped, and its end checked, afterwards."""
+    """``app`` on its own port. It needs no lifespan. Afterwards the server is stopped, and no connection or task may be left."""
     registry = CollectorRegistry()
     refusals = Refusals(GatewayMetrics(registry).refused_connections, time.monotonic)
     server = make_http_server(app, HttpLimits(**limits), refusals, certificate=certificate, drain_s=5)

@@ -1,4 +1,4 @@
-"""Workers that play a script on real control sockets, and a relay over them."""
+"""Workers that play a script on real control sockets, and a relay in front of them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ Script = Callable[["Player", Submit], None]
 class Player:
     """A worker that plays ``script`` on every Submit. Implements ServerHandler."""
 
-    tokenizer: Tokenizer  # of the application in front of it, if there is one
+    tokenizer: Tokenizer  # that of the application in front, if there is one
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class Player:
         self.cancelled: asyncio.Queue[tuple[str, int]] = asyncio.Queue()
         self.state = WorkerState.READY
         self.gateway_id = ""
-        self.model = ""  # that it says it serves
+        self.model = ""  # the model that its Welcome names
         metrics = WireMetrics(CollectorRegistry())
         self.server = ControlServer("tcp://127.0.0.1:*", self, links, metrics=metrics, network=network)
         self.address = ""
@@ -138,7 +138,7 @@ class Player:
 
 
 class Stage:
-    """A relay over players."""
+    """A relay in front of players."""
 
     def __init__(self, relay: Relay, pool: WorkerPool, players: list[Player], metrics: GatewayMetrics) -> None:
         self.relay = relay
@@ -158,7 +158,7 @@ class Stage:
     async def deltas(
         self, request: GenerationRequest, on_delta: Callable[[TokenDelta], object] = lambda _: None
     ) -> list[TokenDelta]:
-        """All of a request's output; ``on_delta`` hears of each as it comes."""
+        """Run a request and return all its deltas. ``on_delta`` is called with each as it arrives."""
         taken: list[TokenDelta] = []
 
         def take(delta: TokenDelta) -> bool:
@@ -172,14 +172,14 @@ class Stage:
 
 
 def asking(max_tokens: int = 4, request_id: str = "r", **more: Any) -> GenerationRequest:
-    """A request for some tokens behind ``PROMPT``; what it has ``more``, as the fields of either struct."""
+    """A request with prompt ``PROMPT``. ``more`` are further sampling parameters, or ``timeout_s``."""
     timeout_s = more.pop("timeout_s", math.inf)
     sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, seed=9, **more)
     return GenerationRequest(request_id, PROMPT, sampling, RequestTimings(0.0), timeout_s=timeout_s)
 
 
 async def until(pool: WorkerPool, holds: Callable[[], bool]) -> None:
-    """Returns when that is so of the pool's workers."""
+    """Wait until a condition on the pool's workers holds."""
     async with asyncio.timeout(20):
         while not holds():
             pool.changed.clear()
@@ -193,7 +193,7 @@ async def stage(
     needs_prefill_workers: bool = False,
     **settings: float,
 ) -> AsyncIterator[Stage]:
-    """One decode player per script, and the prefill players there are in front of them; all connected."""
+    """A relay connected to a decode player for each script, and to a prefill player for each script of ``prefill``."""
     network = Network.open()
     prefill_scripts = [prefill] if callable(prefill) else prefill
     prefills = [Player(Role.PREFILL, script, network) for script in prefill_scripts]
@@ -218,7 +218,7 @@ async def stage(
 
 
 def good(player: Player, submit: Submit) -> None:
-    """Counts on from what is there: token i is 100 + i."""
+    """Sends the rest of the output: token i is 100 + i."""
     done = len(submit.token_ids) - submit.num_prompt_tokens
     rest = list(range(100 + done, 100 + submit.sampling.max_tokens))
     player.tokens(submit, done, rest[:1])
@@ -226,7 +226,7 @@ def good(player: Player, submit: Submit) -> None:
 
 
 def failing(code: FailureCode, after: int = 0, times: int = 1000, retry_after_s: float | None = None) -> Script:
-    """Sends ``after`` tokens, then fails; ``times`` times, then plays well."""
+    """A script that sends ``after`` tokens and fails, ``times`` times. Then it plays ``good``."""
     left = iter(range(times))
 
     def script(player: Player, submit: Submit) -> None:
@@ -241,7 +241,7 @@ def failing(code: FailureCode, after: int = 0, times: int = 1000, retry_after_s:
 
 
 def in_turn(*scripts: Script) -> Script:
-    """Plays one script after the other, the last one for ever."""
+    """A script that plays one script for each request in turn, and the last one for all others."""
     return lambda player, submit: scripts[min(len(player.submits), len(scripts)) - 1](player, submit)
 
 

@@ -1,4 +1,4 @@
-"""A world to wait in: workers that take time, a line in front of them, clients that keep coming; on a loop in virtual time."""
+"""A simulated queue in virtual time: workers that take time, the admission in front of them, and clients."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NUM_BLOCKS = 100_000
 
 @dataclass
 class Work:
-    """One request's."""
+    """The token counts of one request."""
 
     num_prompt_tokens: int
     num_output_tokens: int
@@ -34,17 +34,17 @@ class Work:
 
 @dataclass
 class Machines:
-    """How fast workers are."""
+    """The speed and the room of the workers."""
 
     prompt_tokens_per_s: float = 737.0
-    step_s: float = 0.02  # of a decode batch, whatever is in it
+    step_s: float = 0.02  # of a decode batch of any size
     max_running: int = 8
     num_blocks: int = _NUM_BLOCKS
 
 
 @dataclass
 class Waited:
-    """What came of one estimate."""
+    """One estimated wait, and the real one."""
 
     expected_s: float
     came_s: float
@@ -54,7 +54,7 @@ Client = Callable[["World"], Coroutine[Any, Any, None]]
 
 
 class World:
-    """One prefill worker, which computes prompts one behind the other, one decode worker, and the admission in front."""
+    """A prefill worker that computes one prompt after the other, a decode worker, and the admission in front of them."""
 
     def __init__(self, machines: Machines, *, room_timeout_s: float = 60.0) -> None:
         self.loop = SimLoop(0)
@@ -65,7 +65,7 @@ class World:
         self.refused: list[str] = []
         self.num_served = 0
         self._changed = asyncio.Event()
-        self._prompts: list[list[float]] = []  # tokens left to compute, the first one's under way
+        self._prompts: list[list[float]] = []  # tokens left of each prompt; the first one is being computed
         self._computing = asyncio.Lock()
         self._batch = asyncio.Semaphore(machines.max_running)
         self._number = 0
@@ -73,7 +73,7 @@ class World:
         self.admission = Admission(1024, room_timeout_s, self._changed, metrics, self._supply, self.loop.time)
 
     def run(self, *clients: Client, for_s: float) -> None:
-        """Let clients come for so long."""
+        """Run the clients for ``for_s`` seconds."""
 
         async def story() -> None:
             tasks = [asyncio.ensure_future(client(self)) for client in clients]
@@ -87,7 +87,7 @@ class World:
         self.loop.close()
 
     def view(self, load: Load) -> WorkerView:
-        """As routing sees it."""
+        """A worker as routing sees it."""
         return WorkerView(
             address="w",
             fingerprint=b"",
@@ -101,7 +101,7 @@ class World:
         )
 
     async def ask(self, work: Work, timeout_s: float = 600.0) -> None:
-        """One request, from its coming to its end."""
+        """Run one request from its arrival to its end."""
         self._number += 1
         key = (f"r{self._number}", 1)
         asked = Asked(work.num_prompt_tokens, work.max_tokens, work.num_prompt_tokens)
@@ -174,7 +174,7 @@ class World:
 
 @dataclass
 class Mix:
-    """What clients ask for: one of these, drawn anew each time."""
+    """A mix of requests, from which one is drawn each time."""
 
     works: list[Work]
     chance: random.Random = field(default_factory=lambda: random.Random(5))
@@ -184,7 +184,7 @@ class Mix:
 
 
 def closed(mix: Mix) -> Client:
-    """A client that asks again when it has its answer."""
+    """A client that sends its next request when the last one has ended."""
 
     async def client(world: World) -> None:
         await asyncio.sleep(mix.chance.random())
@@ -198,7 +198,7 @@ def closed(mix: Mix) -> Client:
 
 
 def open_loop(mix: Mix, per_s: float) -> Client:
-    """Requests that come whatever the others get."""
+    """Requests that arrive as a Poisson process."""
 
     async def clients(world: World) -> None:
         tasks: set[asyncio.Task[None]] = set()

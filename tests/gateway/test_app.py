@@ -1,4 +1,4 @@
-"""HTTP in, OpenAI objects out: shapes, limits, errors, metrics; the worker behind it plays a script."""
+"""OpenAI's routes over HTTP, with a worker that plays a script: shapes, limits, errors and metrics."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ async def test_log_probabilities(model_directory: Path) -> None:
 
 
 async def test_a_stop_string_over_tokens_ends_the_work(model_directory: Path) -> None:
-    """The worker would say more; it is told to stop, and nothing of the stop string is seen."""
+    """A stop string spans several tokens. The client sees nothing of it, and the worker gets a cancel."""
     async with app_for(model_directory, saying(SAID, end=None)) as app:
         for run in (1, 2):
             if run == 1:
@@ -103,7 +103,7 @@ async def test_a_stop_string_over_tokens_ends_the_work(model_directory: Path) ->
     [
         (CHAT, {"messages": USER, "max_completion_tokens": 7, "max_tokens": 9}, 7),
         (CHAT, {"messages": USER, "max_tokens": 9}, 9),
-        (CHAT, {"messages": USER}, None),  # what fits
+        (CHAT, {"messages": USER}, None),  # as many as fit
         (TEXT, {"prompt": [5, 6]}, 16),
     ],
 )
@@ -146,13 +146,13 @@ async def test_bodies(model_directory: Path) -> None:
         assert (response.status_code, response.headers["allow"]) == (405, "POST")
         assert response.json()["error"]["code"] == "method_not_allowed"
         assert (await app.client.get("/nowhere")).json()["error"]["code"] == "not_found"
-        for path in ("/v1/completions%0A", "/v1/chat/completions%0A", "/generate%0A"):  # the framework would call them
+        for path in ("/v1/completions%0A", "/v1/chat/completions%0A", "/generate%0A"):  # the framework accepts them
             answer = await app.client.post(path, json={"prompt": "x", "inputs": "x", "messages": []})
             assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
 
 
 async def test_nothing_in_a_request_chooses_a_worker_a_path_or_an_address(model_directory: Path) -> None:
-    """What no route knows is ignored, wherever it stands: the same goes to the same worker as without it."""
+    """Fields and headers with addresses and paths are ignored. The worker gets the same request as without them."""
     evil = "tcp://evil.example:1"
     fields = {"decode": {"address": evil}, "address": evil, "worker": evil, "data_address": evil, "attempt": 7}
     fields |= {"request_id": "../../etc/passwd", "adapter": "/etc/passwd", "tokenizer": "/etc/passwd", "lora": evil}

@@ -1,4 +1,4 @@
-"""What clients see when something fails behind the API, and what is left behind when they leave."""
+"""Failures behind the API as clients see them, and the cleanup after clients that leave."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ async def test_an_unexpected_error_is_logged_and_not_told(
 async def test_too_much_that_a_client_does_not_take_ends_the_request(
     model_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its worker is free before the client has taken anything."""
+    """A client takes nothing of a long stream. The attempt is given up, and later the client gets the events and an error."""
     monkeypatch.setattr("kvrelay.gateway.http.sse.MAX_WAITING_BYTES", 2000)
     incoming: list[Message] = [
         {"type": "http.request", "body": b'{"prompt": "x", "max_tokens": 90, "stream": true}', "more_body": False}

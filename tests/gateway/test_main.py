@@ -38,14 +38,14 @@ GET = b"GET /health/live HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
 
 @dataclass
 class Gateway:
-    """A process, and the lines that it logged before it listened."""
+    """A gateway's process, and the lines that it logged before it listened."""
 
     process: subprocess.Popen[str]
     began: str
     port: int
 
     def ends_well(self, number: signal.Signals = signal.SIGTERM) -> str:
-        """All that it logged, once the signal has ended it."""
+        """Send a signal and check that the process ends without an error. Returns its whole log."""
         assert self.process.stderr is not None
         self.process.send_signal(number)
         code = self.process.wait(timeout=20)
@@ -76,13 +76,13 @@ def test_who_looks_on_does_not_keep_a_gateway_that_ends(model_directory: Path) -
     with gateway(model_directory) as running, _connected(running.port) as connection:
         connection.sendall(b"GET /debug/live HTTP/1.1\r\nhost: x\r\n\r\n")
         assert b"event: roster" in connection.recv(2**16)
-        running.ends_well()  # before requests would be cancelled
+        running.ends_well()  # waits less than the 30 s after which requests are cancelled
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_is_a_good_end(model_directory: Path, number: signal.Signals) -> None:
     with gateway(model_directory) as running:
-        with _connected(running.port) as connection:  # then the signals are taken over
+        with _connected(running.port) as connection:  # an answer shows that the signal handlers are set
             connection.sendall(GET)
             assert b"200 OK" in connection.recv(1000)
         running.ends_well(number)
@@ -101,7 +101,7 @@ def test_over_tls_it_starts_answers_probes_and_stops(model_directory: Path, tmp_
 
 
 def test_connections_that_do_not_fit_the_descriptors_are_not_promised(model_directory: Path) -> None:
-    """With 400 files, 144 of them clients; the 145th is told so, and the process goes on."""
+    """With a limit of 400 files there is room for 144 clients. The 145th gets a 503, and the first is still served."""
     with gateway(model_directory, num_files="400") as running, ExitStack() as held:
         assert "--max-connections is 10000" in running.began
         assert "may open 400 files; 144 connections are served" in running.began

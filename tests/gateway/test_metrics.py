@@ -1,4 +1,4 @@
-"""Metrics that are counted by hand."""
+"""Metrics that the gateway counts without prometheus_client's own types."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_the_meter_tells_what_prometheus_own_histogram_would() -> None:
     theirs = Histogram("kvrelay_inter_token_latency_seconds", text, ["model"], buckets=BUCKETS, registry=other).labels(
         "tiny"
     )
-    meter.on_tokens(3, None)  # a request's first have no gap
+    meter.on_tokens(3, None)  # the first tokens of a request have no gap
     for gap_s in GAPS_S:
         meter.on_tokens(2, gap_s)
         theirs.observe(gap_s)

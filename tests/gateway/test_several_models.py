@@ -1,4 +1,4 @@
-"""Several models behind one gateway, over HTTP: who answers, what is told of each, and what happens when one is down."""
+"""Several models behind one gateway, over HTTP: which one answers, how they are listed, and one that is down."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ALIASES = ("chat=large", "canary=small:3+large:1")
 
 
 def two_models(directory: Path, **settings: Any) -> AbstractAsyncContextManager[dict[str, App]]:
-    """Models that say their own names, each with a player; all connected."""
+    """Applications of two models, each with a played worker that answers its model's name."""
     names = ("small", "large")
     cards = {name: fake_card(vocab_size=300, num_blocks=128, model_id=name) for name in names}
     return apps_for(directory, {name: saying(name) for name in names}, cards, alias=ALIASES, **settings)
@@ -60,7 +60,7 @@ async def test_models_and_aliases_are_listed(model_directory: Path) -> None:
         assert entries["canary"]["split"] == {"small": 0.75, "large": 0.25}
         assert all(entry["max_model_len"] == entries["small"]["max_model_len"] for entry in entries.values())
         assert (await client.get("/v1/models/canary")).json() == entries["canary"]
-        assert (await apps["small"].post(CHAT, messages=USER))["model"] == "large"  # the default
+        assert (await apps["small"].post(CHAT, messages=USER))["model"] == "large"  # the default model
 
 
 @pytest.mark.parametrize("field", ["prompt_cache_key", "user", "messages"])
@@ -80,7 +80,7 @@ async def test_a_conversation_stays_with_its_share(model_directory: Path, field:
             turns = {await ask(number, turn) for turn in range(2)}
             assert len(turns) == 1
             counts.update(turns)
-        assert 5 <= counts["large"] <= 28  # of 64, a quarter; each with a chance of 1 in 1,000 to be missed
+        assert 5 <= counts["large"] <= 28  # a quarter of 64; each bound fails with a chance of 1 in 1,000
 
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
@@ -89,7 +89,7 @@ SHAPES = {"model.layers.0.self_attn.q_proj": (12, 8)}
 
 @pytest.fixture
 def with_adapters(tmp_path: Path) -> dict[str, Any]:
-    """Settings: each of both models has an adapter of its own, and one of a name that the other's has, too."""
+    """Settings with adapters: each of two models has its own one, one with a name that both have, and one named as an alias."""
     for number, name in enumerate(("small", "large")):
         for adapter in (f"of-{name}", "of-both", "chat"):
             write_adapter(tmp_path / name / adapter, SHAPES, seed=number)

@@ -1,4 +1,4 @@
-"""The prefill worker's model thread without the thread: prompts, steps, and what is told of them."""
+"""The prefill worker's model worker without its thread: prompts, steps and reports."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvrelay.worker.model_worker import Add, ModelWorker, Report
 
 
 class ModelRig:
-    """A model worker over an engine. Computed prompts give their blocks back at once."""
+    """A model worker over an engine. A computed prompt's blocks are released at once."""
 
     def __init__(self, engine: Engine, clock: Clock = lambda: 0.0, **settings: int) -> None:
         card = engine.card
@@ -27,7 +27,7 @@ class ModelRig:
         self.scheduler = PrefillScheduler(
             PrefillSchedulerSettings(**settings), self.blocks, card.max_model_len, "cpu", engine.num_stages
         )
-        self.tokens: dict[str, int] = {}  # the first one of each prompt
+        self.tokens: dict[str, int] = {}  # the first token of each prompt
         self.failed: list[str] = []
         self.reports: list[Report] = []
         self._fingerprint = card.layout.fingerprint()
@@ -44,13 +44,13 @@ class ModelRig:
             self.blocks.release(sequence_owner(key))
 
     def local(self, name: str, prompt: list[int], sampling: SamplingParams, arrival_s: float = 0.0) -> None:
-        """A prompt to compute."""
+        """Add a prompt to compute."""
         chain = HashChain(self._fingerprint, self.blocks.block_size)
         sequence = Sequence(name, 1, list(prompt), len(prompt), sampling, arrival_s, chain=chain)
         self.worker.handle(Add(sequence))
 
     def run(self, *, breaks: bool = False) -> None:
-        """Until nothing is left. ``breaks``: a step may fail."""
+        """Run steps until no work is left. With ``breaks`` a step may fail."""
         for _ in range(1000):
             if not self.worker.has_work():
                 break

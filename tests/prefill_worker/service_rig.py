@@ -1,4 +1,4 @@
-"""The prefill worker's service with model thread, links and transfers played by hand."""
+"""The prefill worker's service. The test plays the model thread, links and transfers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def submit(name: str, max_tokens: int = 3, address: str = DECODE) -> Submit:
 
 
 class PlayedTransfers:
-    """Every transfer is granted and committed at once; it ends when the test says so."""
+    """Transfers that are granted and committed at once, and end when the test says so."""
 
     def __init__(self) -> None:
         self.open_keys: list[tuple[str, int]] = []
@@ -59,7 +59,7 @@ class PlayedTransfers:
 
 
 class PlayedLinks:
-    """Links are up, unless the test says otherwise."""
+    """Links that are up, unless the test says otherwise."""
 
     def __init__(self) -> None:
         self.down: set[str] = set()

@@ -1,4 +1,4 @@
-"""Sizes of steps, who overtakes whom, and what that does to everybody: random arrivals in virtual time."""
+"""Step sizes, the order of prompts, and their effect on times to first token, with random arrivals in virtual time."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
 from kvrelay.worker.scheduling.step_cost import StepCost
 
 BLOCK = 16
-COST = StepCost(0.008, 3e-4)  # a core computes the demo model about so
+COST = StepCost(0.008, 3e-4)  # about that of the demo model on a core
 
 
 @pytest.mark.parametrize(
     ("budget_s", "cost", "tokens"),
     [
         (0.0, COST, 512),  # no budget
-        (1.0, None, 512),  # nothing known yet
+        (1.0, None, 512),  # no cost known yet
         (10.0, COST, 512),
         (0.5, COST, 400),  # (125 ms - 8 ms) / 0.3 ms = 390 tokens
-        (0.02, StepCost(0.009, 3e-4), 272),  # 9 * 9 ms / 0.3 ms = 270: else it would be more than a tenth of the step
+        (0.02, StepCost(0.009, 3e-4), 272),  # 9 * 9 ms / 0.3 ms = 270: the fixed part is at most a tenth of a step
         (0.02, StepCost(0.0, 3e-4), 32),
         (0.02, StepCost(0.0, 1.0), 16),
         (0.02, StepCost(1.0, 1e-5), 512),
@@ -46,12 +46,12 @@ def test_a_step_takes_a_quarter_of_the_budget_unless_that_is_not_worth_it(
 @pytest.mark.parametrize(
     ("cost", "largest_step", "tokens"),
     [
-        (None, 0, 512),  # the first steps of a GPU that may be a slow one
+        (None, 0, 512),  # the first steps of a GPU, which may be slow
         (None, 512, 512),
-        (StepCost(0.0, 3e-5), 512, 2048),  # the budget buys 8,333, but nothing so large was measured
+        (StepCost(0.0, 3e-5), 512, 2048),  # the budget allows 8,333, but no such large step was measured
         (StepCost(0.0, 3e-5), 2048, 8192),
         (StepCost(0.0, 1e-3), 2048, 256),
-        (StepCost(0.02, 1e-6), 16, 512),  # small steps cost the same whatever their size: a token's cost is a guess
+        (StepCost(0.02, 1e-6), 16, 512),  # only small steps were measured, which say little about a token's cost
     ],
 )
 def test_a_large_bound_is_approached_and_a_small_cost_not_believed(
@@ -82,7 +82,7 @@ def test_a_gpus_steps_grow_to_what_the_budget_buys(token_s: float, reached: int)
 
 
 def test_steps_of_short_prompts_do_not_buy_a_step_of_thousands() -> None:
-    """They cost a GPU the same whatever their size, so each token seems to cost nothing."""
+    """On a GPU small steps cost the same whatever their size, so tokens seem to cost nothing. Steps stay at 512 tokens."""
     blocks = BlockManager(1024, BLOCK, lambda: 0.0)
     scheduler = PrefillScheduler(PrefillSchedulerSettings(), blocks, 1024 * BLOCK, "cuda")
     prompt = Sequence("a", 1, list(range(10_000)), 10_000, SamplingParams(max_tokens=8), 0.0)
@@ -98,7 +98,7 @@ def line(*lengths: int, started: int = 1, arrival_s: float = 0.0) -> list[Prompt
 
 
 def order(prompts: list[Prompt], *, now_s: float = 0.0, budget_s: float = 1.0, num_tokens: int = 512) -> list[Turn]:
-    """Every prompt has one turn."""
+    """The turns of these prompts; checks that each prompt has exactly one."""
     found = turns(prompts, num_tokens, now_s, budget_s, COST, BLOCK)
     assert sorted(turn.index for turn in found) == list(range(len(prompts)))
     return found
@@ -113,13 +113,13 @@ def test_the_late_behind_a_long_prompt_share_half_of_its_step_the_shortest_first
 @pytest.mark.parametrize(
     ("prompts", "now_s", "budget_s"),
     [
-        (line(600, 600, 600, 600, 600), 0.0, 1.0),  # alike
+        (line(600, 600, 600, 600, 600), 0.0, 1.0),  # equal lengths
         (line(1000, 501), 0.0, 0.1),
-        (line(2000, 100), 0.0, 1.0),  # in time without it
-        (line(100, 50, 300), 0.0, 0.001),  # all in this step
-        (line(32_000, 100, started=0), 0.0, 1.0),  # nobody takes blocks that the first one needs
+        (line(2000, 100), 0.0, 1.0),  # the short prompt is in time without overtaking
+        (line(100, 50, 300), 0.0, 0.001),  # all fit in this step
+        (line(32_000, 100, started=0), 0.0, 1.0),  # the first prompt has no blocks yet, and needs them first
         (line(32_000, 100), 0.0, 0.0),  # no budget
-        (line(512, 32_000, 100, started=2), 0.0, 1.0),  # the first one fills the step: there is nothing to share
+        (line(512, 32_000, 100, started=2), 0.0, 1.0),  # the first prompt fills the step
     ],
 )
 def test_nobody_overtakes(prompts: list[Prompt], now_s: float, budget_s: float) -> None:
@@ -135,7 +135,7 @@ def test_who_waits_becomes_late() -> None:
 
 @dataclass(slots=True)
 class Served:
-    """What became of a load."""
+    """The times to first token of a load, and the worker's busy time."""
 
     ttft_s: dict[str, float] = field(default_factory=dict)
     busy_s: float = 0.0
@@ -171,7 +171,7 @@ def serve(
         assert number < 1_000_000, "a prompt is never served"
         while coming and coming[0].at_s <= now_s:
             arrival = coming.pop(0)
-            tokens = [len(coming), *range(1, arrival.length)]  # unlike all others: none has a cached prefix
+            tokens = [len(coming), *range(1, arrival.length)]  # a different first token: no prefix is cached
             params = SamplingParams(max_tokens=8, temperature=0.0)
             made = Sequence(arrival.name, 1, tokens, arrival.length, params, arrival.at_s)
             made.chain = HashChain(b"model", BLOCK)
@@ -192,7 +192,7 @@ def serve(
         assert 0 < num_tokens <= 512
         assert len({row.sequence.key for row in rows}) == len(rows)
         step_s = COST.fixed_s + COST.token_s * num_tokens
-        if ttft_budget_ms > 0:  # other programs; the others' times stay as they are, to be compared
+        if ttft_budget_ms > 0:  # noise in the observed times, as from other programs; virtual time has none
             scheduler.observe(rows, step_s * (5 if chance.random() < 0.05 else chance.uniform(0.95, 1.05)))
         now_s += step_s
         served.busy_s += step_s
@@ -208,7 +208,7 @@ def serve(
 
 
 def random_load(seed: int, span_s: float = 90.0) -> list[Arrival]:
-    """Two thirds of what a worker can compute: long prompts now and then, short ones all the time."""
+    """A load of two thirds of what a worker can compute: few long prompts and many short ones."""
     chance = random.Random(seed)
     arrivals: list[Arrival] = []
     for kind, mean_gap_s, lengths in (("long", 12.0, (8000, 20_000)), ("short", 0.4, (50, 400))):
@@ -221,7 +221,7 @@ def random_load(seed: int, span_s: float = 90.0) -> list[Arrival]:
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("num_blocks", [8192, 2600])  # 2,600: two long prompts do not fit beside each other
+@pytest.mark.parametrize("num_blocks", [8192, 2600])  # with 2,600 two long prompts do not fit at a time
 def test_short_prompts_do_not_wait_for_long_ones_and_long_ones_lose_little(seed: int, num_blocks: int) -> None:
     arrivals = random_load(seed)
     before = serve(arrivals, 0.0, num_blocks=num_blocks, seed=seed)
@@ -237,11 +237,11 @@ def test_short_prompts_do_not_wait_for_long_ones_and_long_ones_lose_little(seed:
 def test_a_budget_that_nothing_could_keep_costs_less_than_a_tenth_of_the_throughput() -> None:
     arrivals = random_load(0, span_s=40.0)
     busy_s = serve(arrivals, 20.0).busy_s / serve(arrivals, 0.0).busy_s
-    assert 1.01 < busy_s < 1.1  # steps are small, as small as they may be
+    assert 1.01 < busy_s < 1.1  # steps have the smallest allowed size
 
 
 def test_a_long_prompt_keeps_half_of_every_step_whoever_comes() -> None:
-    """More short prompts than a worker can compute: the long one ends all the same, in twice the time."""
+    """Short prompts flood the worker. The long prompt ends after about twice the time that it takes alone."""
     flood = [Arrival(f"short{index}", 0.5 + 0.03 * index, 200) for index in range(1000)]
     alone = serve([Arrival("long", 0.0, 16_000)], 1000.0).ttft_s["long"]
     flooded = serve([Arrival("long", 0.0, 16_000), *flood], 1000.0)

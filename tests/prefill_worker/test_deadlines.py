@@ -1,4 +1,4 @@
-"""Nobody computes what nobody waits for: a request's time travels with it to the prefill worker."""
+"""A hand-off ends when its request's time is up, and an offer carries the remaining time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Links to decode workers: where data goes, and what becomes of workers that never come back."""
+"""Links to decode workers: how they come up, break and are made anew, and how lost workers are forgotten."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from tests.reliability.fleet import Cable
     ],
 )
 async def test_a_worker_whose_answers_make_no_sense_is_not_talked_to(message: Message) -> None:
-    """Its numbers would go into block headers, or choose other blocks than those that were offered."""
+    """A grant with negative numbers, or a message that no decode worker sends, ends the link."""
     async with decode_port() as (port, server, address, made, heard):
         assert made.link_to(address) is None
         link, _ = await heard.next("up")
@@ -57,7 +57,7 @@ async def test_a_worker_whose_answers_make_no_sense_is_not_talked_to(message: Me
 
 
 class Silent:
-    """A handler that hears nothing of interest."""
+    """A handler that fails on any link that comes up or breaks."""
 
     def on_link_up(self, address: str, link: DecodeLink) -> None:
         raise AssertionError("nobody is there")
@@ -85,7 +85,7 @@ async def test_a_worker_that_is_gone_is_forgotten(monkeypatch: pytest.MonkeyPatc
 
 
 class DecodePort:
-    """A decode worker that welcomes everybody and hears nothing."""
+    """A decode worker that welcomes every peer and fails on any message."""
 
     def __init__(self) -> None:
         self.data_address: str | None = "tcp://127.0.0.1:1"
@@ -121,7 +121,7 @@ class DecodePort:
 
 
 class Heard:
-    """What becomes of links, in order."""
+    """A handler that keeps the links' events in order."""
 
     def __init__(self) -> None:
         self.events: asyncio.Queue[tuple[str, DecodeLink | None, str]] = asyncio.Queue()
@@ -161,7 +161,7 @@ async def decode_port() -> AsyncIterator[tuple[DecodePort, ControlServer, str, D
 
 
 async def test_a_second_welcome_voids_what_went_over_the_first_link() -> None:
-    """Its sender is closed: a hand-off that stayed on it would find out in the middle of shipping."""
+    """A decode worker says Welcome twice. The first link goes down, and a second one comes up."""
     async with decode_port() as (port, server, address, made, heard):
         assert made.link_to(address) is None
         first, _ = await heard.next("up")
@@ -175,7 +175,7 @@ async def test_a_second_welcome_voids_what_went_over_the_first_link() -> None:
 
 
 async def test_a_link_whose_sender_cannot_be_made_is_told_of_and_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a descriptor left, for instance: a link that is up and leads nowhere would hold every request for it."""
+    """Making the block sender fails because no descriptor is left. The handler is told, and the next try brings the link up."""
     errors = [OSError(24, "Too many open files")]
     pipe = os.pipe
 
@@ -195,7 +195,7 @@ async def test_a_link_whose_sender_cannot_be_made_is_told_of_and_tried_again(mon
 
 
 async def test_a_worker_that_takes_no_blocks_is_told_of_at_every_request() -> None:
-    """It is connected and says Welcome once: the second request would wait for news that never come."""
+    """A decode worker is connected but takes no KV blocks. Each request for a link is told so, not only the first."""
     async with decode_port() as (port, _, address, made, heard):
         port.data_address = None
         for _ in range(2):
@@ -220,7 +220,7 @@ async def test_a_link_whose_sender_has_died_is_made_anew() -> None:
 
 
 async def test_a_link_whose_sender_has_died_is_found_by_the_sweep_too() -> None:
-    """Its hand-offs under way need not wait until somebody offers another one."""
+    """No request asks for the link. The sweep finds the dead sender, and the handler is told."""
     async with decode_port() as (_, _, address, made, heard):
         assert made.link_to(address) is None
         first, _ = await heard.next("up")
@@ -236,7 +236,7 @@ async def test_a_link_whose_sender_has_died_is_found_by_the_sweep_too() -> None:
 async def test_a_link_that_is_up_is_not_forgotten_however_long_nobody_asked_for_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Long hand-offs may still be under way on it."""
+    """Hand-offs may still be under way on a link that no request asks for."""
     monkeypatch.setattr(links, "_FORGET_S", -1.0)
     async with decode_port() as (_, _, address, made, heard):
         assert made.link_to(address) is None
@@ -247,7 +247,7 @@ async def test_a_link_that_is_up_is_not_forgotten_however_long_nobody_asked_for_
 
 async def test_a_link_that_is_reset_comes_up_anew_when_it_is_asked_for() -> None:
     async with decode_port() as (_, _, address, made, heard):
-        made.reset(address, "of no interest")  # nobody is there yet
+        made.reset(address, "of no interest")  # there is no link yet
         assert made.link_to(address) is None
         first, _ = await heard.next("up")
         made.reset(address, "took no KV blocks for 30 s")
@@ -260,7 +260,7 @@ async def test_a_link_that_is_reset_comes_up_anew_when_it_is_asked_for() -> None
 
 
 async def test_a_data_connection_that_the_network_breaks_ends_the_link_at_once() -> None:
-    """Between two workers that live, and talk. Nobody looks at the link, and no block is sent afterwards."""
+    """The data connection is cut while both workers and the control link live. The handler is told, and a new link works."""
     async with decode_port() as (port, _, address, made, heard):
         with zmq.Context() as context, context.socket(zmq.ROUTER) as blocks:
             blocks.linger = 0

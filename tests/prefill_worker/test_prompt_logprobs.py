@@ -1,4 +1,4 @@
-"""Prompt log probabilities on a prefill worker: nothing from the cache, all of them with the first token."""
+"""Prompt log probabilities on a prefill worker: the prompt is computed without the cache, and all come with the first token."""
 
 from __future__ import annotations
 

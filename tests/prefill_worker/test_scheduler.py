@@ -1,4 +1,4 @@
-"""The prefill scheduler alone: budget, order, cached prefixes, room. No threads, no sockets, no clock."""
+"""The prefill scheduler alone: budget, order, cached prefixes and free blocks, without threads, sockets and a clock."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class Rig:
         self.scheduler = PrefillScheduler(of_scheduler, self.blocks, num_blocks * BLOCK, "cpu")
 
     def learn(self, token_s: float) -> None:
-        """Steps have taken so long for each of their tokens."""
+        """Let the scheduler observe steps that take ``token_s`` for each token."""
         for num_tokens in (4, 8, 16, 32):
             self.scheduler.observe([StepRow(sequence("any", [1]), num_tokens)], num_tokens * token_s)
 
     def step(self, token: int = 7, now_s: float = 0.0) -> tuple[list[tuple[str, int]], list[Progress]]:
-        """(name, tokens) of the rows, and what came of them."""
+        """Schedule a step and pretend to compute it. Returns (name, tokens) of its rows, and the scheduler's progress."""
         rows = self.scheduler.schedule(now_s).rows
         shares = [(row.sequence.request_id, row.num_tokens) for row in rows]
         results = [RowResult((SampledToken(token),) if row.samples else ()) for row in rows]
@@ -61,7 +61,7 @@ def test_a_long_prompt_is_computed_in_chunks_and_tells_its_ready_blocks() -> Non
 
 
 def test_a_beam_search_needs_no_more_room_than_any_prompt() -> None:
-    """Its beams are the decode worker's. If it had to have all its blocks here, it would wait for ever, and all behind it."""
+    """A prefill worker computes only the prompt of a search, not its beams. It starts in a pool too small for all its blocks."""
     rig = Rig(16, windows=(None, 8), max_batched_tokens=8)
     search = sequence("search", list(range(40)))
     search.sampling = SamplingParams(max_tokens=8, temperature=0.0, beam_search=BeamSearch(width=2, num_return=1))
@@ -76,7 +76,7 @@ def test_keys_share_and_a_better_class_comes_before_all_of_a_lower_one() -> None
     for place, (name, key, priority) in enumerate(names):
         rig.scheduler.add(sequence(name, [place] * 16, place / 100, Flow(key, priority)))
     assert [rig.step(now_s=0.1)[0] for _ in range(3)] == [[(name, 16)] for name in ("h1", "f1", "a1")]
-    # The flood has had as much as any, and others ask: its steps are half as large.
+    # "flood" has had its share, so its prompts get half of each step while others may come.
     assert [rig.step(now_s=0.2)[0] for _ in range(4)] == [[(name, 8)] for name in ("f2", "f2", "f3", "f3")]
 
 
@@ -199,7 +199,7 @@ def test_what_is_cached_does_not_count_for_who_is_short() -> None:
 
 
 def test_a_long_prompt_that_waits_for_room_gets_it_before_short_ones() -> None:
-    """While another long one is overtaken, short ones take blocks. When its turn comes they do not."""
+    """Short prompts may overtake "a" and take blocks. Once "b" is next, they do not take the blocks that it waits for."""
     rig = Rig(num_blocks=64, max_batched_tokens=16, ttft_budget_ms=1000)
     rig.learn(0.05)
     rig.scheduler.add(sequence("a", [1] * 120))
@@ -212,9 +212,9 @@ def test_a_long_prompt_that_waits_for_room_gets_it_before_short_ones() -> None:
         computed_at |= {item.key: number for item in computed if item.token is not None}
         overtook += any(name.startswith("short") for name, _ in shares)
         for key in [key for key, ended in computed_at.items() if ended == number - 4]:
-            rig.blocks.release(sequence_owner(key))  # its hand-off ends, and the next short prompts wait already
+            rig.blocks.release(sequence_owner(key))  # the hand-off ends while more short prompts wait
     assert ("b", 1) in computed_at
-    # Four steps until the room of "a" is free, then 200 tokens in halves of a step of eight.
+    # Four steps until the blocks of "a" are free, then 200 tokens at four tokens a step.
     assert computed_at["b", 1] - computed_at["a", 1] <= 4 + 200 / 4 + 2
     assert overtook > 5
 

@@ -1,4 +1,4 @@
-"""The prefill worker's service with its hand-offs played by hand: what comes twice, late or never."""
+"""The prefill worker's service: cancels, lost links and failed steps during hand-offs, which the test plays."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.prefill_worker.service_rig import CARD, DECODE, PROMPT, Rig, submit
 
 
 def test_a_cancel_that_crosses_the_token_keeps_the_name_until_the_removal_is_answered() -> None:
-    """Else its answer would say of the next request of that name that the model thread is done with its blocks."""
+    """A cancel and the first token cross. The name stays taken until the removal is answered, which could hit a new request."""
     rig = Rig()
     rig.ask(submit("a"))
     rig.handle()
@@ -58,7 +58,7 @@ def test_one_link_that_breaks_in_the_middle_of_a_report_costs_no_other_its_token
     rig.ask(submit("a"))
     rig.ask(submit("b", max_tokens=1))
     rig.finish()
-    assert rig.failures() == []  # its sends may still read the blocks
+    assert rig.failures() == []  # "a" has not failed yet: its sends may still read the blocks
     assert rig.transfers.aborted == [("a", 1)]
     assert len(rig.told(Tokens)) == 1
     rig.release_sends()
@@ -67,7 +67,7 @@ def test_one_link_that_breaks_in_the_middle_of_a_report_costs_no_other_its_token
 
 
 def test_a_decode_worker_that_takes_no_blocks_is_fenced_off() -> None:
-    """Cancelled, but sends in flight still read the blocks, on a link whose control side is well."""
+    """A request is cancelled, but sends on a healthy link still read its blocks after five seconds. The link is reset once."""
     rig = Rig()
     rig.ask(submit("a"))
     rig.finish()
@@ -78,7 +78,7 @@ def test_a_decode_worker_that_takes_no_blocks_is_fenced_off() -> None:
     assert rig.links.resets == []
     rig.now_s += 2.0
     rig.service.tick()
-    rig.service.tick()  # the sends end soon, not at once: the new link must not be reset with the old one
+    rig.service.tick()  # the sends end a little later: the new link must not be reset, too
     assert rig.links.resets == [DECODE]
     rig.release_sends()
     rig.assert_nothing_left()

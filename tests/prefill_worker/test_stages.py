@@ -1,4 +1,4 @@
-"""Prompts on an engine of several stages: chunks follow each other before they are computed."""
+"""Prompts on an engine of several stages: a chunk is launched before the chunks in front of it are computed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0)
 
 
 def staged(num_stages: int, **settings: int) -> tuple[ModelRig, Watched, list[list[tuple[int, int]]]]:
-    """And (start, tokens) of each row that is launched."""
+    """A rig on several stages, its engine, and (start, tokens) of each launched row by step."""
     launched: list[list[tuple[int, int]]] = []
 
     def note(rows: Seq[PlanRow]) -> None:

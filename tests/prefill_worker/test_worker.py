@@ -1,4 +1,4 @@
-"""The assembled worker's own metrics: how much it has still to compute, and how long that has waited."""
+"""The assembled prefill worker: metrics of waiting prompts, and the largest step for a device."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def test_what_waits_is_told_in_tokens_and_seconds() -> None:
                 attempt=1,
                 token_ids=list(range(30)),
                 num_prompt_tokens=30,
-                sampling=SamplingParams(max_tokens=1),  # the first token is the last: nobody to hand over to is needed
+                sampling=SamplingParams(max_tokens=1),  # the first token is the last: no hand-off is needed
                 decode=DecodeTarget(address="tcp://127.0.0.1:1"),
             )
             worker.service.on_message("gateway", Role.GATEWAY, submit)

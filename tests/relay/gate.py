@@ -1,4 +1,4 @@
-"""Holds a fake engine's model loop at a certain output length, so that no test races against it."""
+"""Holds a fake engine's steps at a certain output length, so that no test races against the model loop."""
 
 from __future__ import annotations
 
@@ -21,5 +21,5 @@ class Gate:
             assert self._is_open.wait(timeout=60), "the test never opened the gate"
 
     def open(self) -> None:
-        """Let everything pass from now on."""
+        """Let all steps run from now on."""
         self._is_open.set()

@@ -1,4 +1,4 @@
-"""The whole of kvrelay over HTTP in one process: the gateway's app on a real port, real workers on fake engines behind it."""
+"""All of kvrelay over HTTP in one process: the gateway's app on a real port, and real workers on fake engines behind it."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def write_model(directory: Path) -> Path:
 
 @dataclass
 class Deployment:
-    """What a test talks to."""
+    """A gateway, its URL and its two workers."""
 
     url: str
     client: httpx.AsyncClient
@@ -92,8 +92,8 @@ async def deployment(
     traces: TraceSettings | None = None,
     chunk_tokens: int | None = None,
 ) -> AsyncIterator[Deployment]:
-    """Everything up and ready; stopped afterwards. ``gate`` (of the decode worker) and ``prefill_gate`` see every step's rows;
-    without ``hands_over`` the gateway knows no prefill worker; ``chunk_tokens``: of prompts that one step computes at most."""
+    """A deployment that is ready; it is stopped afterwards. ``gate`` (decode) and ``prefill_gate`` see every step's rows.
+    Without ``hands_over`` the gateway knows no prefill worker. ``chunk_tokens`` bounds the prompt tokens of a step."""
     card = fake_card(vocab_size=VOCAB, num_blocks=128)
     num_seqs = 64 if chunk_tokens is None else min(64, chunk_tokens)
     decode_settings = DecodeSchedulerSettings(max_batched_tokens=chunk_tokens, max_num_seqs=num_seqs)

@@ -1,6 +1,6 @@
-"""Adapters through the whole relay, on fake engines whose K/V and tokens depend on the adapter, and which read all K/V back.
+"""Adapters through the whole relay. The fake engines' K/V and tokens depend on the adapter, and the engines read all K/V back.
 
-So a block of one adapter that is used for another, on either worker or in the hand-off, fails its request.
+So a request fails if a worker or a hand-off gives it a block of another adapter.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.adapters import write_adapter
 from tests.relay.workers import decode_worker, gateway, generate, prefill_worker
 
 SHAPES = {"model.layers.0.self_attn.q_proj": (16, 16)}
-NBYTES = 4 * (16 + 16) * 2  # of each of these adapters, in a fake engine
+NBYTES = 4 * (16 + 16) * 2  # size of each adapter in a fake engine
 PROMPT = list(range(100, 123))
 HAND_OFF = RelaySettings(local_prefill="fallback", room_timeout_s=5.0)
 
@@ -43,7 +43,7 @@ def loaded(worker: PrefillWorker | DecodeWorker) -> set[str]:
 
 
 async def test_no_block_of_one_adapter_is_used_for_another(tmp_path: Path, refs: list[AdapterRef]) -> None:
-    """The same prompt, by the base and by two adapters, over one pair: each finds its own blocks again, and nobody else's."""
+    """The base model and two adapters each compute the same prompt twice. Each finds only its own blocks in the cache."""
     prefill, decode = prefill_worker(**settings_of(tmp_path)), decode_worker(**settings_of(tmp_path))
     async with gateway([prefill], [decode], HAND_OFF) as relay:
         cached = {}
@@ -78,7 +78,7 @@ async def test_the_same_files_under_another_name_share_blocks(tmp_path: Path, re
 
 
 async def test_a_few_places_serve_many_adapters_in_turns(tmp_path: Path, refs: list[AdapterRef]) -> None:
-    """The least recently used goes; what is asked for beside a full house waits, and is served."""
+    """The workers have room for two adapters. The least recently used one is evicted, and requests for four all finish."""
     prefill, decode = prefill_worker(**settings_of(tmp_path, 2)), decode_worker(**settings_of(tmp_path, 2))
     async with gateway([prefill], [decode], HAND_OFF) as relay:
         for turn, index in enumerate((0, 1, 0, 2)):
@@ -138,7 +138,7 @@ async def test_a_broken_adapter_is_refused_by_name_and_disturbs_nobody(tmp_path:
 
 
 async def test_an_adapter_that_no_worker_has_is_waited_for(tmp_path: Path, refs: list[AdapterRef]) -> None:
-    """A gateway may see a volume's change before a worker does. If it never comes, the client is told in time."""
+    """A gateway may see a volume's change before a worker does. The request waits; it fails if the adapter never appears."""
     hidden = tmp_path / "hidden"
     (tmp_path / refs[0].name).rename(hidden)
     prefill, decode = prefill_worker(**settings_of(tmp_path)), decode_worker(**settings_of(tmp_path))
@@ -153,7 +153,7 @@ async def test_an_adapter_that_no_worker_has_is_waited_for(tmp_path: Path, refs:
 
 
 async def test_an_adapter_that_is_still_copied_to_workers_is_waited_for(tmp_path: Path, refs: list[AdapterRef]) -> None:
-    """Half of a file says nothing of the adapter: no client hears that it cannot be served."""
+    """The weights file is incomplete at first. The request waits for the whole file instead of failing."""
     path = tmp_path / refs[0].name / WEIGHTS_FILE
     whole = path.read_bytes()
     path.write_bytes(whole[:-8])

@@ -1,4 +1,4 @@
-"""A prefill worker begins to compute wrongly: its canary finds it out, and no answer depends on what it shipped.
+"""A prefill worker begins to compute wrongly. Its canary finds that, and no answer depends on the wrong blocks.
 
 Real workers on fake engines, real sockets, and the gateway's own relay on top.
 """
@@ -27,7 +27,7 @@ NAME = "request"
 
 
 class Breaks:
-    """For ``on_step``: breaks its engine before the first step that is not a canary's."""
+    """Passed as ``on_step``: breaks its engine before the first step with a request of the test."""
 
     def __init__(self) -> None:
         self.engine = BreakableEngine(fake_card(), self)
@@ -37,7 +37,7 @@ class Breaks:
 
 
 async def test_a_request_that_got_wrong_kv_is_answered_right() -> None:
-    """The decode worker has taken the blocks in, and into its cache, before anybody knows that they are wrong."""
+    """The decode worker receives wrong blocks before the canary fails. It drops them, and the request is computed again."""
     registry, decode_registry, metrics = CollectorRegistry(), CollectorRegistry(), GatewayMetrics(CollectorRegistry())
     breaks, gate = Breaks(), Gate(num_tokens=0)
     prefill = PrefillWorker(

@@ -1,4 +1,4 @@
-"""Several choices of one prompt, through the whole relay: computed once, shipped once, shared; each with its own noise."""
+"""Several choices of one prompt, through the whole relay: the prompt is computed once, and each choice samples by itself."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ async def test_choices_are_the_same_however_they_are_computed(model: Path) -> No
 
 @pytest.mark.parametrize("max_tokens", [1, 2])
 async def test_choices_that_end_before_there_is_anything_to_share(model: Path, max_tokens: int) -> None:
-    """The first one's K/V never reach a decode worker: the others take the way that anybody takes."""
+    """The first choice may end before its blocks can be shared. The other choices get all their tokens, too."""
     async with deployment(model) as up:
         fields = {**SEEDED, "max_tokens": max_tokens, "n": 3}
         body = (await up.client.post("/v1/completions", json=fields)).json()

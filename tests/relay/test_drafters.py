@@ -1,4 +1,4 @@
-"""A draft model or a head behind the whole relay, on real engines: no hand-off, preemption or failover changes a token."""
+"""Speculation by a draft model or a head, through the whole relay on real engines. Preemption and failover change no token."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Told = dict[str, list[SampledToken]]
 
 @dataclass(frozen=True)
 class Pair:
-    """A model, and what guesses its tokens."""
+    """A model, and the draft model or head that guesses its tokens."""
 
     drafter: str
     model: Path
@@ -52,13 +52,13 @@ class Pair:
 
 @pytest.fixture(autouse=True)
 def worth_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every draft. Whether it is depends on how fast this machine is at the moment; ``decode_worker/test_drafts.py`` has that."""
+    """Always draft as many tokens as possible: the real number depends on time (see ``decode_worker/test_drafts.py``)."""
     monkeypatch.setattr(drafts, "num_to_draft", lambda chance, row_share, draft_share, most: most)
 
 
 @pytest.fixture(scope="module", params=["draft-model", "head"])
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    """A model of many layers, and one of one layer that knows it by heart, or a head that errs now and then."""
+    """A model of many layers, with a draft model of one layer that guesses its tokens, or a head that is sometimes wrong."""
     pair = Pair(request.param, tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("guesser"))
     if pair.drafter == "head":
         save_known_pair(pair.model, pair.guesser, mistakes=0.03, num_hidden_layers=NUM_LAYERS)
@@ -95,7 +95,7 @@ async def ask(relay: Relay, name: str, told: Told, heard: asyncio.Event | None =
 
 @pytest.fixture(scope="module")
 def expected(pair: Pair) -> Told:
-    """Each alone, without drafts."""
+    """The tokens of each request when it runs alone and without drafts."""
 
     async def told() -> Told:
         told: Told = {}
@@ -120,7 +120,7 @@ async def test_the_tokens_are_those_of_a_worker_without(pair: Pair, expected: To
     worker = decode_worker(pair, registry, "d", drafts=True, num_blocks=num_blocks)
     async with gateway([prefill_worker(pair)], [worker]) as relay:
         await asyncio.gather(*(ask(relay, name, told) for name in WISHES))
-        # Alone it has drafts for all of its answer.
+        # A request that runs alone has drafts for its whole answer.
         await ask(relay, "greedy", alone := {})
     assert told == expected
     assert alone["greedy"] == expected["greedy"]

@@ -1,4 +1,4 @@
-"""Lies on the data socket: each is refused before a token is sampled, counted, and the request still ends well.
+"""A wrong block, and workers that do not fit each other: the fault is refused and the request still finishes.
 
 Real workers on fake engines (which check every byte of K/V before they sample), real sockets, and the gateway's own relay on top.
 """
@@ -26,13 +26,13 @@ Sealer = BlockSealer | None
 
 
 def four_prompts(seed: int) -> dict[str, list[int]]:
-    """Prompts by name that have nothing in common: no worker is preferred for what it has cached."""
+    """Prompts by name. They share no prefix, so that no worker is preferred for its cache."""
     source = random.Random(seed)
     return {name: source.choices(range(VOCAB), k=30) for name in "abcd"}
 
 
 class Liar:
-    """For ``BlockSender.send``: changes one bit of one block, which is right by its header, then tells the truth."""
+    """Replaces ``BlockSender.send``: one block gets a wrong bit, or is sealed by a wrong key. All other blocks are right."""
 
     def __init__(self) -> None:
         self.has_lied = False
@@ -64,7 +64,7 @@ class Proved:
         return self._frame
 
 
-WAYS: dict[str, dict[str, Any]] = {  # of blocks, as workers' arguments
+WAYS: dict[str, dict[str, Any]] = {  # the path of blocks: arguments of both workers
     "tcp": {},
     "shared_memory": {"shared_memory": SharedPlace()},
 }
@@ -79,7 +79,7 @@ def sent_over(registry: CollectorRegistry) -> set[str]:
 @pytest.mark.parametrize("seal_kv", [False, True], ids=["plain", "sealed"])
 @pytest.mark.parametrize("way", ["tcp", *(pytest.param(way, marks=pytest.mark.full) for way in WAYS if way != "tcp")])
 async def test_a_lie_is_refused_counted_and_survived(way: str, seal_kv: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All others are told in tests/wire/leases/test_lease_lies.py."""
+    """One decode worker refuses and counts one wrong block. The rest is in tests/wire/leases/test_lease_lies.py."""
     liar = Liar()
 
     def send(sender: BlockSender, header: BlockHeader, payload: Any, sealer: Sealer) -> SendTicket:
@@ -101,7 +101,7 @@ async def test_a_lie_is_refused_counted_and_survived(way: str, seal_kv: bool, mo
 
 
 async def test_a_worker_with_the_other_seal_is_refused_by_name(caplog: pytest.LogCaptureFixture) -> None:
-    """The request ends well on the decode worker that agrees, and the log says what differs."""
+    """Requests finish on the decode worker with the same setting, and the log names the setting that differs."""
     prompts = four_prompts(5)
     registries = [CollectorRegistry() for _ in range(3)]
     decodes = [

@@ -1,4 +1,4 @@
-"""HTTP in, tokens out, through the whole relay: formats, bad input, clients that leave, neighbours that must not notice."""
+"""Requests over HTTP through the whole relay: formats, bad input, and clients that leave."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ async def up(model: Path) -> AsyncIterator[Deployment]:
 
 
 async def events(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> list[Any]:
-    """The events of a stream, parsed; [DONE] checked and left out."""
+    """The parsed events of a stream, without the final [DONE], which is checked."""
     async with client.stream("POST", path, json={**body, "stream": True}) as response:
         assert response.status_code == 200, await response.aread()
         assert response.headers["content-type"].startswith("text/event-stream")
@@ -57,7 +57,7 @@ async def test_a_completion_is_what_the_engine_says(up: Deployment) -> None:
         assert await up.metric(name) == value, name
 
 
-# What the gateway counts for two completions of 37 prompt and 20 output tokens, the second of them from the cache.
+# The gateway's metrics after two completions of 37 prompt and 20 output tokens.
 COUNTED_FOR_TWO = {
     "kvrelay_attempts_total": 2,
     "kvrelay_gateway_prompt_tokens_total": 74,
@@ -65,7 +65,7 @@ COUNTED_FOR_TWO = {
     "kvrelay_time_to_first_token_seconds_count": 2,
     "kvrelay_request_duration_seconds_count": 2,
     "kvrelay_ttft_part_seconds_count": 10,  # accept, queue, prefill, transfer, first step
-    "kvrelay_requests_in_flight": 1,  # the one that asks
+    "kvrelay_requests_in_flight": 1,  # the request for /metrics
     "kvrelay_workers_up": 2,
     "kvrelay_client_disconnects_total": 0,
 }
@@ -100,7 +100,7 @@ async def test_a_client_that_leaves_takes_its_request_along(model: Path, stream:
 
 
 async def test_a_gateway_that_cannot_wait_any_longer_says_so(model: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """In the stream and in an answer that has not begun: never a silent cut, and nothing stays behind on the workers."""
+    """A stream and a plain answer run when the drain time ends. Both get the error, and the workers hold nothing."""
     gate = Gate(num_tokens=20)
     async with deployment(model, gate=gate, drain_s=1) as up:
         body = {**GREEDY, "prompt": [5] * 40, "max_tokens": 400}

@@ -1,4 +1,4 @@
-"""A chat's next turn: where it goes, what is computed for it, what it says of that, and how long its KV stays.
+"""A chat's next turn: the worker that gets it, the tokens it finds cached, and how long its blocks are kept.
 
 Real workers on fake engines (which check every byte of K/V before they sample), real sockets, and the gateway's own relay on top.
 """
@@ -41,7 +41,7 @@ class Cluster:
 
     prefills: list[PrefillWorker]
     decodes: list[DecodeWorker]
-    registries: list[CollectorRegistry]  # of the prefill workers, then of the decode workers
+    registries: list[CollectorRegistry]  # prefill workers first
     relay: Relay
     metrics: GatewayMetrics
 
@@ -52,17 +52,17 @@ class Cluster:
         return await generate(self.relay, name, prompt, max_tokens, spec=spec)
 
     def values(self, name: str, **labels: str) -> list[float]:
-        """A metric of each worker, those of prefill first."""
+        """A metric of each worker, prefill workers first."""
         return [registry.get_sample_value(name, labels) or 0.0 for registry in self.registries]
 
     async def settled(self) -> None:
-        """Until no worker knows any request."""
+        """Wait until no worker knows any request."""
         async with asyncio.timeout(20):
             while any(worker.service.entries for worker in [*self.prefills, *self.decodes]):
                 await asyncio.sleep(0.005)  # polls for a state, bounded by the timeout above
 
     async def know_their_speed(self) -> None:
-        """Until all prefill workers have reported one: before that, prompts are handed over."""
+        """Wait until all prefill workers have reported their speed. Before that, the gateway hands every prompt over."""
         pool = self.relay.pool
         async with asyncio.timeout(20):
             while not all(w.status and w.status.prompt_tokens_per_s for w in pool.prefills.values()):
@@ -72,7 +72,7 @@ class Cluster:
 
 @asynccontextmanager
 async def cluster(num_prefills: int, num_decodes: int, settings: RelaySettings) -> AsyncIterator[Cluster]:
-    """Everything up; afterwards every block must be free or cached."""
+    """Workers and a relay that are ready. Afterwards every block must be free or cached."""
     card = fake_card(num_blocks=512, block_size=BLOCK)
     registries = [CollectorRegistry() for _ in range(num_prefills + num_decodes)]
     prefills = [prefill_worker(registries[index], card, name=f"prefill-{index}") for index in range(num_prefills)]
@@ -85,7 +85,7 @@ async def cluster(num_prefills: int, num_decodes: int, settings: RelaySettings) 
 
 
 def full_blocks(num_tokens: int) -> int:
-    """So many of so many tokens lie in full blocks."""
+    """The number of these tokens that lie in full blocks."""
     return num_tokens // BLOCK * BLOCK
 
 
@@ -107,7 +107,7 @@ async def test_a_prefix_is_found_by_requests_of_the_same_salt_only(num_prefills:
 
 
 async def test_the_second_turn_of_each_chat_goes_where_its_prefix_lies() -> None:
-    """Eight chats at a time over two workers of each kind; all are handed over."""
+    """Eight chats run at a time over two workers of each role, and every prompt is handed over."""
     async with cluster(2, 2, RelaySettings(local_prefill="fallback")) as c:
         prompts = {f"chat{index}": tokens(index, 101 + 3 * index) for index in range(8)}
         firsts = await asyncio.gather(*(c.generate(f"{name}-1", prompt, 12) for name, prompt in prompts.items()))
@@ -120,7 +120,7 @@ async def test_the_second_turn_of_each_chat_goes_where_its_prefix_lies() -> None
             for (name, prompt), (output, _) in zip(prompts.items(), firsts, strict=True)
         }
         seconds = await asyncio.gather(*(c.generate(f"{name}-2", prompt, 12) for name, prompt in turns.items()))
-        # A prefill worker has the first prompt; the decode worker its output too, but for the last token: no block is sent twice.
+        # The prefill worker has cached the prompt. The decode worker has also cached the output but its last token.
         assert [num_cached for _, num_cached in seconds] == [full_blocks(len(prompt)) for prompt in prompts.values()]
         reused = sum(c.values("kvrelay_kv_blocks_reused_total")) - reused_before
         assert reused == sum((len(prompt) + 12 - 1) // BLOCK for prompt in prompts.values())
@@ -152,7 +152,7 @@ async def test_without_prefill_workers_a_turn_finds_its_decode_worker() -> None:
 
 
 async def test_who_has_a_prompt_no_more_as_was_thought_refuses_it() -> None:
-    """The gateway's map is of the past: what would really have to be computed is another reason to go one way or the other."""
+    """The gateway's prefix map is stale: the decode worker has evicted the prompt. It refuses, and a second attempt finishes."""
     async with cluster(1, 1, RelaySettings()) as c:
         prompt = tokens(1, 100)
         output, _ = await c.generate("a", prompt, 12)
@@ -178,12 +178,12 @@ async def test_the_other_policy_knows_no_prefixes() -> None:
         await c.settled()
         await c.generate("b", [*prompt, *output, *tokens(2, 3)], 12)
         await c.settled()
-        assert sum(c.values("kvrelay_handoffs_total", outcome="verified")) == 4  # two, counted on both sides
+        assert sum(c.values("kvrelay_handoffs_total", outcome="verified")) == 4  # both workers count both hand-offs
 
 
 @pytest.mark.parametrize("local", [False, True])
 async def test_a_request_s_blocks_stay_as_long_as_it_asks(local: bool) -> None:
-    """On both workers, for prompt and output; a block that others use, too, keeps the higher priority."""
+    """Both workers retain the blocks of prompt and output. A block of two requests keeps the higher priority."""
     async with cluster(0 if local else 1, 1, RelaySettings(local_prefill="fallback")) as c:
         shared = tokens(1, 40)
         await c.generate("kept", [*shared, *tokens(2, 20)], 9, Retention(priority=80))
@@ -199,7 +199,7 @@ async def test_a_request_s_blocks_stay_as_long_as_it_asks(local: bool) -> None:
         assert c.values("kvrelay_retained_blocks") == [len(one.blocks.retained()) for one in [*c.prefills, *c.decodes]]
         blocks_of = c.decodes[0].blocks
         others = Owner(OwnerKind.LEASE, "others")
-        # All but what is retained is taken: the others' prefixes go, and nothing of the retained one.
+        # Another owner takes all blocks but the retained ones. That evicts only prefixes without retention.
         assert blocks_of.allocate(others, blocks_of.num_allocatable - len(blocks_of.retained())) is not None
         fingerprint = fake_card(block_size=BLOCK).layout.fingerprint()
         kept = HashChain(fingerprint, BLOCK).hashes_of_all([*shared, *tokens(2, 20)])

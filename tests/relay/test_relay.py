@@ -1,4 +1,4 @@
-"""The whole relay on fake engines, over real sockets: right tokens, blocks back. Faults are simulated (``tests/simulation``)."""
+"""The whole relay on fake engines over real sockets: tokens are right and blocks are freed. Faults are in ``tests/simulation``."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ async def test_a_search_is_told_once_at_its_end(is_handed_over: bool) -> None:
 
 
 async def test_blocks_are_shipped_while_the_next_chunk_computes() -> None:
-    """The prefill worker stands still in its third chunk; the blocks of the first two are with the decode worker by then."""
+    """The prefill worker stops in its third chunk. The decode worker receives the blocks of the first two chunks meanwhile."""
     is_open = threading.Event()
 
     def stop_in_third_chunk(rows: Sequence[Share]) -> None:
@@ -70,6 +70,6 @@ async def test_blocks_are_shipped_while_the_next_chunk_computes() -> None:
             while not any(lease["received"] == 8 for lease in decode.leases.snapshot()):
                 await asyncio.sleep(0.005)  # polls for a state, bounded by the timeout above
         assert [lease["state"] for lease in decode.leases.snapshot()] == ["shipping"]
-        assert decode.blocks.ledger().num_leased == 16  # 60 tokens and the first one behind them
+        assert decode.blocks.ledger().num_leased == 16  # blocks of 4 for 60 prompt tokens and the first output token
         is_open.set()
         await running

@@ -1,4 +1,4 @@
-"""A trace of what real workers did: every span and field, and the same seconds that the metrics count."""
+"""Traces of requests on real workers: all spans and fields, and the same times as in the metrics."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..gateway.collector import Collector, Told, collector
 from .http_gateway import deployment, write_model
 
 PROMPT = list(range(3, 103))
-NUM_CACHED = 48  # of its hundred tokens: those of a prompt that came before
+NUM_CACHED = 48  # of the hundred prompt tokens: an earlier prompt has left them in the cache
 BODY = {"prompt": PROMPT, "max_tokens": 6, "temperature": 0, "ignore_eos": True, "seed": 5}
 
 
@@ -32,7 +32,7 @@ def heard() -> Iterator[Collector]:
 
 
 async def ask(model: Path, heard: Collector, *, hands_over: bool) -> tuple[dict[str, float], list[str]]:
-    """One traced request behind one that is not; returned are the metrics that it moved, and its workers' addresses."""
+    """Send a warm-up request and a traced one. Returns the changes of metrics by the latter, and its workers' addresses."""
     parts = ("accept", "queue", "prefill", "transfer", "first_step")
     names = {
         "ttft": 'kvrelay_time_to_first_token_seconds_sum{model="tiny"}',
@@ -58,7 +58,7 @@ async def ask(model: Path, heard: Collector, *, hands_over: bool) -> tuple[dict[
 
 
 def shape(heard: Collector, span: Told) -> Any:
-    """Names of a span and all below it."""
+    """The names of a span and all spans below it."""
     children = [shape(heard, one) for one in heard.below(span)]
     return (span.name, children) if children else span.name
 
@@ -102,7 +102,7 @@ async def test_a_hand_off_step_by_step(model: Path, heard: Collector) -> None:
     assert all(one.proto.status.code == one.proto.status.STATUS_CODE_UNSET for one in heard.spans)
     assert not root.proto.events
 
-    # The parts are those of the metrics, and with what lies between them they add up to the time to the first token.
+    # Spans and metrics have the same times. With the gap between accept and queue they add up to the time to first token.
     for part, name in (
         ("accept", "accept"),
         ("queue", "queue"),

@@ -37,7 +37,7 @@ EPOCHS = itertools.count(1)
 
 
 def worker_setup(name: str, registry: CollectorRegistry | None = None, **options: Any) -> Setup:
-    """On loopback, with links that notice soon. ``options``: further ones of the setup."""
+    """A setup on loopback, with short ping intervals. ``options`` are further arguments of Setup."""
     network = Network.open()
     epoch = next(EPOCHS)
     return Setup(name, epoch, ADDRESS, registry or CollectorRegistry(), network, link_settings=LINKS, **options)
@@ -53,7 +53,7 @@ def prefill_worker(
     transfer_settings: TransferSettings | None = None,
     **options: Any,
 ) -> PrefillWorker:
-    """``options``: further ones of the setup."""
+    """A prefill worker on a fake engine. ``options`` are further arguments of Setup."""
     engine = FakeEngine(card or fake_card(), on_step or (lambda rows: None), has_adapters="adapters" in options)
     setup = worker_setup(name, registry, **options)
     return PrefillWorker(engine, settings or PrefillSchedulerSettings(), setup, transfer_settings)
@@ -68,7 +68,7 @@ def decode_worker(
     settings: DecodeSchedulerSettings | None = None,
     **options: Any,
 ) -> DecodeWorker:
-    """The same."""
+    """A decode worker on a fake engine. ``options`` are further arguments of Setup."""
     engine = FakeEngine(card or fake_card(), on_step or (lambda rows: None), has_adapters="adapters" in options)
     return DecodeWorker(engine, settings or DecodeSchedulerSettings(), ADDRESS, worker_setup(name, registry, **options))
 
@@ -89,7 +89,7 @@ async def gateway(
     metrics: GatewayMetrics | None = None,
     dead: Collection[DecodeWorker] = (),
 ) -> AsyncIterator[Relay]:
-    """Everything started, the gateway connected to all; stopped afterwards, every block of who is not ``dead`` checked."""
+    """A relay connected to all workers. Afterwards all is stopped, and blocks of workers that are not ``dead`` are checked."""
     settings = settings or RelaySettings(local_prefill="fallback")
     metrics = metrics or GatewayMetrics(CollectorRegistry())
     workers = [*decodes, *prefills]
@@ -115,7 +115,7 @@ async def gateway(
 async def generate(
     relay: Relay, name: str, prompt: list[int], max_tokens: int, **request_fields: Any
 ) -> tuple[list[int], int]:
-    """Greedy output, checked, and how much of the prompt nobody computed: all of its workers say the same."""
+    """Run a greedy request and check its tokens. Returns them, and the number of cached prompt tokens that was reported."""
     sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
     request = GenerationRequest(name, prompt, sampling, RequestTimings(0.0), **request_fields)
     output: list[int] = []

@@ -1,7 +1,7 @@
-"""Messages that are well formed and make no sense: every field of the schema has the right type, and any value of it.
+"""Well-formed messages with absurd values: every field has the right type and any value of it.
 
-Made from the messages' own types (msgspec knows them), so that a new message or field is fuzzed from the day it exists. ``known``
-names values by field that get a message past the first check: ids of what is under way, right hashes, right epochs.
+They are made from the messages' own types, which msgspec describes, so that new messages and fields are fuzzed, too. ``known`` has
+values by field that pass a worker's first checks: ids of running requests, right hashes and epochs.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ _Maker = Callable[[random.Random, Known], Any]
 
 
 class AbsurdMessages:
-    """Makes messages of all kinds, as the values that msgpack would carry."""
+    """Makes messages of all kinds, as plain values for msgpack."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
         self._makers = {kind.__name__: _maker(inspect.type_info(kind)) for kind in get_args(Message)}
 
     def make(self, known: Known, kinds: Sequence[str] = ()) -> dict[str, Any]:
-        """One message of one of ``kinds``; default: of any kind."""
+        """A message of one of ``kinds``, or of any kind."""
         made: dict[str, Any] = self._makers[self._rng.choice(kinds or list(self._makers))](self._rng, known)
         return made
 
     def frame(self, known: Known, kinds: Sequence[str] = ()) -> bytes:
-        """The same as a control frame."""
+        """Such a message as a control frame."""
         return msgspec.msgpack.encode(self.make(known, kinds))
 
 

@@ -1,18 +1,21 @@
-"""Half an hour's worth of trouble in minutes: real processes on the demo model, seeded random faults, and clients who compare
-every answer.
+"""Random faults in a fleet of real processes on the demo model, while clients compare every answer with the right one.
 
     python -m tests.reliability.chaos [--seconds 240] [--seed 1] [--clients 16] [--questions 24] [--dtype bfloat16]
         [--draft-layers 1 | --head]
 
-Two gateways and two workers of each role. Workers and gateways are killed (SIGKILL), stopped (SIGSTOP) and drained (SIGTERM),
-and their connections cut or held, at random moments; one member of a role at a time, so that there is always a spare one. Who
-ends is started anew. Every question was answered once before, without faults; whatever an answer says afterwards must be the
-same: text, token ids, finish reason, usage, and log probabilities. Half of the questions are greedy, half sampled with a seed;
-some have stop strings. Half of them are put to one of two adapters, and decode workers speculate: by look-up,
-with ``--draft-layers`` by a draft model that is so many of the model's first layers, with ``--head`` by an EAGLE-3 head that was
-trained on the questions' answers. Few guesses of the draft model come true, and all but look-ups take few clients.
+There are two gateways and two workers of each role. At random moments a member is killed (SIGKILL), stopped (SIGSTOP) or drained
+(SIGTERM), or a worker's connections are cut or held. Only one member of a role is struck at a time, so that there is a spare one. A
+process that ends is started anew.
 
-A client whose gateway is killed sees its connection break, as it would on a cluster, and asks again; all else must be invisible.
+Every question is answered once before, without faults. Each later answer must be the same: text, token ids, finish reason, usage
+and log probabilities. Half of the questions are greedy, half sampled with a seed; some have stop strings. Half go to one of two
+adapters.
+
+Decode workers speculate by look-up. With ``--draft-layers`` they have a draft model of the model's first layers, and with
+``--head`` an EAGLE-3 head that was trained on the answers. Few tokens of the draft model are accepted. Draft model and head need
+few clients.
+
+A client whose gateway is killed sees its connection break, as on a cluster, and asks again. Clients may notice no other fault.
 """
 
 from __future__ import annotations
@@ -37,21 +40,21 @@ from .drafts import Drafter, DraftWatch, first_layers, known_head, look_up
 from .fleet import MODEL_NAME, Fleet, Life, Member, fleet
 from .questions import ANSWER_S, Answer, HonestError, Question, StreamCutError, ask, questions, reference
 
-FAULTS = {"kill": 5, "drain": 3, "pause": 2, "freeze": 1, "cut": 4, "hold": 2}  # how often, relative to each other
-PAUSE_S = (0.5, 4.0)  # a stop that nobody needs to notice
-FREEZE_S = (11.0, 13.0)  # one that everybody must
+FAULTS = {"kill": 5, "drain": 3, "pause": 2, "freeze": 1, "cut": 4, "hold": 2}  # relative frequencies
+PAUSE_S = (0.5, 4.0)  # a stop that is shorter than peers' time-outs
+FREEZE_S = (11.0, 13.0)  # a stop that is longer than peers' time-outs
 BETWEEN_S = (0.2, 2.5)
 MODEL_OPTIONS = ["--threads", "1", "--kv-memory-mb", "512", "--device", "cpu"]
 ADAPTERS = ("first", "second")
 MODELS = (MODEL_NAME, ADAPTERS[0], MODEL_NAME, ADAPTERS[1])
-IDLE_S = 45.0  # after the last fault: a stopped worker's leases and sends take their time to run out
+IDLE_S = 45.0  # after the last fault: time for a stopped worker's leases and sends to run out
 
 
 class Chaos:
     """Clients and faults over one fleet."""
 
     def __init__(self, up: Fleet, seed: int, report: Report, well_s: float) -> None:
-        """``well_s``: how long all of a role must have been well before one of them is struck."""
+        """``well_s``: how long all members of a role must have been ready before one of them is struck."""
         self._fleet = up
         self._well_s = well_s
         self._chance = random.Random(seed)
@@ -60,7 +63,7 @@ class Chaos:
         self._aside: set[asyncio.Task[None]] = set()
 
     async def run(self, asked: list[Question], num_clients: int, seconds: float) -> None:
-        """Ask and disturb for so long; what was begun is finished."""
+        """Send questions and cause faults for ``seconds``, and wait until all questions are answered."""
         clients = [asyncio.create_task(self._client(asked, index)) for index in range(num_clients)]
         until_s = time.monotonic() + seconds
         while time.monotonic() < until_s:
@@ -71,7 +74,7 @@ class Chaos:
         await asyncio.gather(*clients)
 
     async def roll(self, asked: list[Question], num_clients: int) -> None:
-        """Drain every member, one after the other, each when the one before is well again; what was begun is finished."""
+        """Drain every member in turn, each when all are ready again, and wait until all questions are answered."""
         clients = [asyncio.create_task(self._client(asked, index)) for index in range(num_clients)]
         for member in self._fleet.members.values():
             while not all(self._is_whole(role) for role in ("prefill", "decode", "gateway")):
@@ -86,7 +89,7 @@ class Chaos:
         await asyncio.gather(*clients)
 
     async def run_calmly(self, asked: list[Question]) -> None:
-        """Ask each question once, all at a time."""
+        """Ask each question once, all at the same time, without faults."""
         async with httpx.AsyncClient(timeout=ANSWER_S, trust_env=False) as http:
             answers = await asyncio.gather(*(self._answer(http, one, self._chance) for one in asked))
         for question, answer in zip(asked, answers, strict=True):
@@ -95,7 +98,7 @@ class Chaos:
 
     async def _client(self, asked: list[Question], index: int) -> None:
         chance = random.Random(index)
-        limits = httpx.Limits(max_keepalive_connections=0)  # as behind a Service: any gateway may be the next
+        limits = httpx.Limits(max_keepalive_connections=0)  # any gateway may get the next question, as behind a Service
         async with httpx.AsyncClient(timeout=ANSWER_S, limits=limits, trust_env=False) as http:
             while not self._is_over:
                 question = chance.choice(asked)
@@ -110,7 +113,10 @@ class Chaos:
                     self._report.different.append(f"{question.body['prompt'][-60:]!r}: {difference}")
 
     async def _answer(self, http: httpx.AsyncClient, question: Question, chance: random.Random) -> Answer | None:
-        """As a client of a Service would get it: who is not there is not asked, and who breaks is asked again, somewhere."""
+        """The answer that a client of a Service gets: it asks a ready gateway, and asks again if the connection breaks.
+
+        Returns None if the gateway reports an error.
+        """
         while True:
             gateways = [one for one in self._fleet.of("gateway") if one.ready_s is not None]
             if not gateways:
@@ -135,7 +141,7 @@ class Chaos:
     # -- faults ----------------------------------------------------------------------------------------------------
 
     async def _disturb(self) -> None:
-        """One fault, of a role whose members are all well."""
+        """Cause one fault in a role whose members are all ready."""
         fault = self._chance.choices(list(FAULTS), weights=list(FAULTS.values()))[0]
         roles = [role for role in ("prefill", "decode", "gateway") if self._is_whole(role)]
         if fault in ("cut", "hold", "freeze", "pause"):
@@ -161,7 +167,7 @@ class Chaos:
                 self._begin(self._hold(member, self._chance.uniform(*PAUSE_S)))
 
     def _is_whole(self, role: str) -> bool:
-        """Whether all are well and have been for a moment, so that those who lost them have found them again."""
+        """Whether all members of a role have been ready for ``well_s``, so that their peers have linked to them again."""
         now_s = time.monotonic()
         return all(one.ready_s is not None and one.ready_s < now_s - self._well_s for one in self._fleet.of(role))
 
@@ -192,16 +198,16 @@ async def chaos(
     well_s: float = 2.0,
     drafter: Drafter = look_up,
 ) -> Report:
-    """The whole run; ``seconds`` None: one rolling restart of everything instead of faults.
+    """The whole run. With ``seconds`` None there is one rolling restart of all members instead of faults.
 
-    Raises AssertionError if the fleet does not come up, or holds something at the end.
+    Raises AssertionError if the fleet does not come up, or if a worker holds blocks or requests at the end.
     """
     report = Report()
     with tempfile.TemporaryDirectory() as directory:
         keys, adapters = Path(directory) / "keys", Path(directory) / "adapters"
         make_keys(keys)
         for number, name in enumerate(ADAPTERS):
-            # Small, so that answers are words still.
+            # The adapters are small, so that answers are still words.
             write_adapter(adapters / name, linear_shapes(model), rank=8 * (number + 1), seed=number, size=0.15)
         both = ["--adapters", str(adapters), "--drain-s", str(ANSWER_S)]
         bodies = questions(num_questions, random.Random(seed), MODELS)
@@ -226,7 +232,7 @@ async def chaos(
             await (trouble.roll(asked, num_clients) if seconds is None else trouble.run(asked, num_clients, seconds))
             await up.wait_ready()
             report.idle_after_s = await up.wait_idle(IDLE_S)
-            # Everybody, also who has just come up, has talked to everybody before it is measured again.
+            # All members, also those that have just started, open their connections before they are measured again.
             calm = Chaos(up, seed, Report(), well_s)
             await calm.run_calmly(asked)
             report.errors += calm.report.errors
@@ -239,7 +245,7 @@ async def chaos(
             after = await up.calm_figures(before)
             report.figures = {name: (before[name], after[name]) for name in up.members}
             for member in up.members.values():
-                # Killed by us, or drained with 0; nobody ends by itself.
+                # A member may end by our SIGKILL, or with 0 after a drain.
                 report.bad_exits += [
                     f"{member.name}: {code}" for code in member.exit_codes if code not in (0, -signal.SIGKILL)
                 ]
@@ -247,13 +253,13 @@ async def chaos(
 
 
 def main() -> int:
-    """Print what happened; 1 if anything of it must not be."""
+    """Print the reports. Returns 1 if there are problems."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, default=200.0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--questions", type=int, default=24)
-    # bf16 takes half as long, and keeps its words where our own kernels do all of it (docs/reliability.md).
+    # bf16 takes half as long, and gives equal answers if only our own kernels are used (docs/reliability.md).
     parser.add_argument("--dtype", default="float32")
     drafters = parser.add_mutually_exclusive_group()
     drafters.add_argument(

@@ -1,4 +1,4 @@
-"""What happened in a run of chaos, and what of it must not be."""
+"""The report of a chaos run, and its problems."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from .fleet import Figures
 
 @dataclass
 class Report:
-    """What happened."""
+    """The figures of a run."""
 
     same: int = 0
-    cut: int = 0  # streams that broke with their gateway; each was asked again
-    refused_connections: int = 0  # a gateway that was not there; the next one was asked
+    cut: int = 0  # streams that broke with their gateway; the client asked again
+    refused_connections: int = 0  # connections that a missing gateway refused; the client asked another one
     errors: list[str] = field(default_factory=list)
     different: list[str] = field(default_factory=list)
     faults: Counter[str] = field(default_factory=Counter)
     longest_s: float = 0.0
     idle_after_s: float = 0.0
-    drafts: tuple[float, float] = (0.0, 0.0)  # tokens that decode workers drafted, and those of them that came true
+    drafts: tuple[float, float] = (0.0, 0.0)  # tokens that decode workers drafted, and the accepted ones
     bad_exits: list[str] = field(default_factory=list)
-    figures: dict[str, tuple[Figures, Figures]] = field(default_factory=dict)  # before and after, by member
+    figures: dict[str, tuple[Figures, Figures]] = field(default_factory=dict)  # by member: before, after
 
     def problems(self, max_growth_mib: float) -> list[str]:
-        """What must not be; empty if nothing of it is."""
+        """All problems of the run; empty if there are none."""
         problems = [f"another answer: {one}" for one in self.different] + [f"an error: {one}" for one in self.errors]
         problems += [f"a bad end: {one}" for one in self.bad_exits]
         for name, (before, after) in self.figures.items():
@@ -38,7 +38,7 @@ class Report:
         return problems
 
     def lines(self) -> list[str]:
-        """For people."""
+        """The report as lines of text."""
         faults = ", ".join(f"{count} {fault}" for fault, count in sorted(self.faults.items()))
         lines = [
             f"faults: {faults or 'none'}",

@@ -1,6 +1,6 @@
-"""All of a worker behind its control socket, but threads and sockets: frames go in, and everything happens when the caller says so.
+"""A worker behind its control socket, without threads and sockets. The caller passes frames and runs each step.
 
-What LoopSocket, the model loop and a lease's events would catch and log in a worker is raised here: it counts as a finding.
+Exceptions that LoopSocket, the model loop or lease events would catch and log are raised here, and count as findings.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ MAX_SENT = 2000
 
 
 def offer_of(request_id: str, token_ids: list[int], gateway_id: str, max_tokens: int) -> Offer:
-    """An honest prefill worker's offer."""
+    """The offer of an honest prefill worker."""
     return Offer(
         request_id=request_id,
         attempt=1,
@@ -66,14 +66,14 @@ def offer_of(request_id: str, token_ids: list[int], gateway_id: str, max_tokens:
 
 
 def kv_blocks(token_ids: list[int]) -> list[bytes]:
-    """What an honest fake engine computes: the bytes of every block, zeros behind the last token."""
+    """The bytes of every block that an honest fake engine computes, with zeros after the last token."""
     size = CARD.layout.geometry.token_nbytes
     kv = b"".join((digest * size)[:size] for digest in token_digests(token_ids))
     return [kv[start : start + BLOCK_NBYTES].ljust(BLOCK_NBYTES, b"\0") for start in range(0, len(kv), BLOCK_NBYTES)]
 
 
 class _Server(ControlServer):
-    """A control server whose answers are kept instead of sent, once they are found to fit into a frame."""
+    """A control server that keeps its answers instead of sending them. It checks that they fit into a frame."""
 
     def __init__(self, handler: Any, network: Network) -> None:
         metrics = WireMetrics(CollectorRegistry())
@@ -82,14 +82,14 @@ class _Server(ControlServer):
         self._encoder = Codec()
 
     def _answer(self, routing_id: bytes, message: Message) -> bool:
-        """As to a peer that reads."""
+        """Keep an answer. All peers seem to read."""
         assert len(self._encoder.encode(message)) <= MAX_CONTROL_FRAME_NBYTES
         self.sent.append((routing_id.decode(errors="replace"), message))
         return True
 
 
 class _Rig:
-    """What both have."""
+    """The common parts of both rigs."""
 
     def __init__(self) -> None:
         self.network = Network.open()
@@ -112,26 +112,26 @@ class _Rig:
         return Ports(self.server.send, cast("Any", self), self.call, NoGuides(), lambda: None, AdapterStore(None, None))
 
     def call(self, function: Callable[..., object], *args: Any) -> None:
-        """As OnLoop."""
+        """See OnLoop."""
         function(*args)
 
     def post(self, command: Any) -> None:
-        """As ModelLoop."""
+        """See ModelLoop."""
         self.commands.append(command)
 
     def wake(self) -> None:
-        """As ModelLoop."""
+        """See ModelLoop."""
 
     def hear(self, routing_id: bytes, frame: bytes) -> None:
-        """A frame from a peer."""
+        """Receive a frame from a peer."""
         self.server._on_frames([routing_id, frame])
 
     def say(self, routing_id: str, message: Message) -> None:
-        """An honest peer's message."""
+        """Receive a message from an honest peer."""
         self.hear(routing_id.encode(), self._codec.encode(message))
 
     def turn(self, num_steps: int) -> None:
-        """The model thread takes its commands and makes steps, and the network thread hears of them."""
+        """Handle commands, run a step and deliver its reports, ``num_steps`` times."""
         for _ in range(num_steps):
             while self.commands:
                 self.model.handle(self.commands.popleft())
@@ -141,12 +141,12 @@ class _Rig:
                 self.service.on_report(self.reports.popleft())
 
     def check(self) -> None:
-        """The books."""
+        """Check that all blocks are accounted for."""
         self.blocks.check_integrity()
         assert self.blocks.ledger().balances, self.blocks.ledger()
 
     def close(self) -> None:
-        """The only socket that there is."""
+        """Close the only socket."""
         self.server._router.close(linger=0)
         self.network.close()
 
@@ -172,7 +172,7 @@ class DecodeRig(_Rig):
         self.service.attach(self.leases, DataPorts("tcp://nowhere:1"))
 
     def land(self, lease_id: int, offer: Offer, index: int, block: bytes) -> None:
-        """An honest block arrives."""
+        """Receive a right block."""
         draft = BlockHeader(lease_id, EPOCH, index, BLOCK_NBYTES, offer.block_hashes[index])
         header = parse_header(draft.pack(memoryview(block)))
         self.leases.begin_piece(header)
@@ -180,7 +180,7 @@ class DecodeRig(_Rig):
 
 
 class PlayedLink:
-    """Both connections to a decode worker: what is said and shipped is kept."""
+    """Both connections to a decode worker. It keeps all messages and blocks."""
 
     def __init__(self) -> None:
         self.said: deque[Message] = deque(maxlen=MAX_SENT)
@@ -188,7 +188,7 @@ class PlayedLink:
         self.link = DecodeLink(self, cast("Any", _PlayedData(self)))
 
     def send(self, message: Message) -> bool:
-        """As ControlClient."""
+        """See ControlClient."""
         self.said.append(message)
         return True
 
@@ -198,7 +198,7 @@ class _PlayedData:
         self._played = played
 
     def send(self, header: BlockHeader, payload: memoryview, sealer: Any = None) -> SendTicket:
-        """As BlockSender: packs the header, and is done with the block."""
+        """See BlockSender. The block is packed and its ticket ends at once."""
         header.pack(payload)
         self._played.shipped.append((header, bytes(payload)))
         ticket = SendTicket()
@@ -224,10 +224,10 @@ class PrefillRig(_Rig):
         self.service.attach(cast("DecodeLinks", self), transfers)
 
     def link_to(self, address: str) -> DecodeLink | None:
-        """As DecodeLinks; no link but these two ever comes up."""
+        """See DecodeLinks. There are only these two links."""
         played = {self.honest_address: self.honest_link, self.fuzz_address: self.fuzz_link}.get(address)
         return None if played is None else played.link
 
     def reset(self, address: str, reason: str) -> None:
-        """As DecodeLinks: the link is lost, and would be made anew."""
+        """See DecodeLinks. The link is lost."""
         self.service.on_link_down(address, self.link_to(address), FailureCode.PEER_LOST, reason)

@@ -1,4 +1,4 @@
-"""The ports of workers that anybody can reach, and what crowds do to them: many connections at once that say nothing."""
+"""The workers' ports that strangers can reach, and crowds at them: many silent connections at a time."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import psutil
 from .figures import cpu_s, wait_until
 from .fleet import Fleet, Member
 
-TURNED_AWAY_S = 12.0  # ZeroMQ gives a handshake 5 s; a busy machine the rest
-MAX_GROWTH_MIB = 24.0  # of a worker, whoever came
-MAX_CONNECTION_MIB = 0.06  # of a worker, for each connection that is open
+TURNED_AWAY_S = 12.0  # ZeroMQ gives a handshake 5 s; the rest is for a busy machine
+MAX_GROWTH_MIB = 24.0  # of a worker, without crowds
+MAX_CONNECTION_MIB = 0.06  # of a worker, for each open connection
 
 
 @dataclass(frozen=True)
 class Door:
-    """One port that anybody can reach."""
+    """One port of a worker that strangers can reach."""
 
     worker: Member
     name: str
@@ -30,17 +30,17 @@ class Door:
         return f"tcp://127.0.0.1:{self.worker.ports[self.name]}"
 
     def knock(self) -> socket.socket:
-        """A bare connection."""
+        """Open a bare TCP connection."""
         return socket.create_connection(("127.0.0.1", self.worker.ports[self.name]), timeout=TURNED_AWAY_S)
 
 
 def doors_of(up: Fleet, keys: Path | None) -> list[Door]:
-    """Every port: control of both workers, data of the decode worker."""
+    """All ports: control of both workers, and data of the decode worker."""
     return [Door(worker, name, keys) for worker in up.workers for name in worker.ports]
 
 
 def crowd(door: Door, num_connections: int) -> str:
-    """Connections at once that say nothing; every one must be hung up on. Returns what the worker needed for them."""
+    """Open many silent connections; the worker must close nearly all of them. Returns what they cost the worker."""
     before_mib = door.worker.figures().rss_mib
     connections: list[socket.socket] = []
     started_s = time.monotonic()
@@ -52,7 +52,7 @@ def crowd(door: Door, num_connections: int) -> str:
         growth_mib = door.worker.figures().rss_mib - before_mib
         allowed_mib = MAX_GROWTH_MIB + num_connections * MAX_CONNECTION_MIB
         assert growth_mib < allowed_mib, f"{growth_mib:.0f} MiB for {num_connections} connections"
-        # The crowd does not leave: the worker hangs up.
+        # The connections stay open here: the worker must close them.
         gone_s = wait_until(
             lambda: (
                 door.worker.figures().num_descriptors < peak - 0.9 * min(num_connections, peak)
@@ -75,7 +75,10 @@ def _is_empty(door: Door, connections: list[socket.socket]) -> bool:
 
 
 def exhaust(door: Door, num_connections: int) -> str:
-    """More connections than the worker may have: it must live, and let honest peers in when the crowd has gone."""
+    """Open more connections than the worker may have descriptors. Returns what they cost the worker.
+
+    The worker must live, and free the descriptors when the connections are closed.
+    """
     process = psutil.Process(door.worker.pid)
     limit = door.worker.figures().num_descriptors + 50
     usual = process.rlimit(psutil.RLIMIT_NOFILE)
@@ -86,7 +89,7 @@ def exhaust(door: Door, num_connections: int) -> str:
             lambda: door.worker.figures().num_descriptors >= limit - 1, TURNED_AWAY_S, f"{limit} descriptors are in use"
         )
         used_s = cpu_s(door.worker.pid)
-        time.sleep(1.0)  # what is measured is the processor time of a second
+        time.sleep(1.0)  # measures the processor time of one second
         used_s = cpu_s(door.worker.pid) - used_s
     finally:
         for connection in connections:

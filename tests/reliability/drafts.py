@@ -1,4 +1,4 @@
-"""What decode workers of a fleet draft with, and how it went: they, with their counters, come and go."""
+"""The drafters of a fleet's decode workers, and the sums of draft counters over all processes, ended ones included."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ Drafter = Callable[[Path, Path, Sequence[dict[str, Any]]], list[str]]
 
 
 def look_up(*_: object) -> list[str]:
-    """No model drafts."""
+    """Speculation by look-up: there is no draft model."""
     return ["--speculation", "ngram"]
 
 
 def first_layers(num_layers: int) -> Drafter:
-    """A draft model that is so many of the model's first layers."""
+    """A draft model of the model's first ``num_layers`` layers."""
     return functools.partial(_first_layers, num_layers)
 
 
@@ -34,7 +34,7 @@ def _first_layers(num_layers: int, model: Path, directory: Path, _: Sequence[dic
 
 
 def known_head(model: Path, directory: Path, bodies: Sequence[dict[str, Any]]) -> list[str]:
-    """An EAGLE-3 head that knows by heart what the model answers without an adapter."""
+    """An EAGLE-3 head that is trained on the model's answers without an adapter."""
     from known_head import save_known_head  # noqa: PLC0415 - seconds to import
 
     from kvrelay.executor import LLM, SamplingParams  # noqa: PLC0415
@@ -48,20 +48,20 @@ def known_head(model: Path, directory: Path, bodies: Sequence[dict[str, Any]]) -
 
 
 class DraftWatch:
-    """Reads the counters of all decode workers again and again; a process's last ones count."""
+    """Reads the counters of all decode workers periodically, and keeps the last ones of each process."""
 
     def __init__(self, up: Fleet) -> None:
         self._fleet = up
-        self._seen: dict[int, tuple[float, float]] = {}  # by process: tokens drafted, and those that came true
+        self._seen: dict[int, tuple[float, float]] = {}  # by process: drafted and accepted tokens
 
     async def run(self) -> None:
-        """Cancel to end it."""
+        """Read the counters until cancelled."""
         while True:
             await self.look()
             await asyncio.sleep(_LOOK_S)
 
     async def look(self) -> None:
-        """Now. Who does not answer has told before what it did, but for the last second."""
+        """Read the counters now. A worker that does not answer keeps those of the last reading."""
         for member in self._fleet.of("decode"):
             pid = member.pid
             if member.ready_s is not None and await asyncio.to_thread(member.fetch, "/metrics", 1.0) is not None:
@@ -74,6 +74,6 @@ class DraftWatch:
 
     @property
     def totals(self) -> tuple[float, float]:
-        """Tokens drafted, and those that came true."""
+        """Drafted and accepted tokens."""
         drafted, accepted = zip(*self._seen.values(), strict=True) if self._seen else ((), ())
         return sum(drafted), sum(accepted)

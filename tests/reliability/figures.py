@@ -1,4 +1,4 @@
-"""What the system says of a process, and how a script tells its results."""
+"""Figures of a process (memory, processor time, descriptors), and how a script prints its results."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ def rss_mib() -> float:
 
 
 def cpu_s(pid: int) -> float:
-    """Processor time that a process has used."""
+    """The processor time that a process has used."""
     times = psutil.Process(pid).cpu_times()
     return float(times.user + times.system)
 
 
 def all_descriptors() -> int:
-    """Raise this process's limit on descriptors to all it may have; returns it."""
+    """Raise this process's limit on descriptors as far as allowed. Returns the limit."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return hard
 
 
 def wait_until(is_so: Callable[[], bool], timeout_s: float, what: str) -> float:
-    """Seconds until a state was reached. Raises AssertionError naming ``what`` after ``timeout_s``."""
+    """Wait for a state and return the seconds that took. Raises AssertionError naming ``what`` after ``timeout_s``."""
     started_s = time.monotonic()
     while not is_so():
         waited_s = time.monotonic() - started_s
@@ -42,7 +42,7 @@ def wait_until(is_so: Callable[[], bool], timeout_s: float, what: str) -> float:
 
 
 def run_all(runs: Sequence[tuple[str, Callable[[], str]]]) -> int:
-    """Run every one, print its line, and return the exit code: 1 if any failed."""
+    """Make all runs and print a line for each. Returns the exit code: 1 if any failed."""
     code = 0
     for name, run in runs:
         started_s = time.monotonic()

@@ -1,4 +1,4 @@
-"""What a fuzzing run found: exceptions that nobody documented, each kind once, with how to get there again."""
+"""The findings of a fuzzing run: undocumented exceptions, with one input for each kind."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _WARM_UP_SHARE = 0.15
 
 
 class Findings:
-    """Calls what is fuzzed, and keeps what it raises."""
+    """Calls the fuzzed code and keeps its exceptions."""
 
     def __init__(self) -> None:
         self._kinds: dict[tuple[str, str], list[str]] = {}
 
     def of(self, call: Callable[[], object], what: Callable[[], str]) -> None:
-        """Call; an exception is a finding. ``what`` tells the input, and is asked the first time only."""
+        """Call; an exception is a finding. ``what`` describes the input, and is called for the first of each kind only."""
         try:
             call()
         except Exception as error:
@@ -33,13 +33,13 @@ class Findings:
                 self._kinds[key].append("")
 
     def check(self) -> None:
-        """Raises AssertionError naming every kind."""
+        """Raises AssertionError with all kinds of findings."""
         lines = [f"{len(found)} times {found[0]}" for found in self._kinds.values()]
         assert not lines, f"{len(lines)} kinds of exceptions that nobody documented:\n  " + "\n  ".join(lines)
 
 
 def run_batches(batch: Callable[[], int], num_frames: int) -> str:
-    """Run batches until ``num_frames`` frames are through; returns the figures. Raises AssertionError if memory grows."""
+    """Run batches until ``num_frames`` frames are sent. Returns the figures. Raises AssertionError if memory grows."""
     started_s = time.monotonic()
     done, warm_mib = 0, 0.0
     while done < num_frames:

@@ -1,7 +1,7 @@
-"""Gateways and workers as processes of their own, which can be killed, stopped, drained and cut off, and start anew.
+"""Gateways and workers as separate processes, which can be killed, stopped, drained, cut off and started anew.
 
-The connections to every worker's control socket go through a proxy of this process, so that the network between any two can
-break or hold still. As on a cluster, something starts each process anew when it has ended: :meth:`Fleet.keep`.
+Connections to a worker's control socket go through a proxy of this process, which can cut or hold them. As on a cluster, a process
+that has ended is started anew (:meth:`Fleet.keep`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _LOOK_S = 0.1
 
 
 class Life(enum.Enum):
-    """What a member does, as far as we have told it to."""
+    """The state of a member after the last signal that we sent."""
 
     RUNNING = "running"
     STOPPED = "stopped"
@@ -60,7 +60,7 @@ class Cable:
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:
-        """No more."""
+        """Cut all connections and stop listening."""
         self.cut()
         if self._server is not None:
             self._server.close()
@@ -72,7 +72,7 @@ class Cable:
             writer.transport.abort()  # type: ignore[attr-defined]
 
     async def hold(self, seconds: float) -> None:
-        """Let nothing through for a while, and nobody know."""
+        """Let nothing through for a while. The connections stay open."""
         self._flows.clear()
         await asyncio.sleep(seconds)
         self._flows.set()
@@ -109,12 +109,12 @@ class Member:
     command: list[str]
     url: str  # of health and metrics
     log: Path
-    cable: Cable | None = None  # to its control socket
-    ports: Mapping[str, int] = field(default_factory=dict)  # a worker's: control, and of a decode worker data
+    cable: Cable | None = None  # the proxy in front of its control socket
+    ports: Mapping[str, int] = field(default_factory=dict)  # a worker's: control, and data of a decode worker
     life: Life = Life.DEAD
     process: subprocess.Popen[bytes] | None = None
     exit_codes: list[int] = field(default_factory=list)
-    ready_s: float | None = None  # since when, by the monotonic clock
+    ready_s: float | None = None  # since when it is ready, by the monotonic clock
 
     @property
     def role(self) -> str:
@@ -123,12 +123,12 @@ class Member:
 
     @property
     def pid(self) -> int:
-        """Of the running process."""
+        """The process id."""
         assert self.process is not None, f"{self.name} was never started"
         return self.process.pid
 
     def start(self) -> None:
-        """A new process."""
+        """Start a new process."""
         with self.log.open("ab") as file:
             self.process = subprocess.Popen(
                 self.command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=_environment()
@@ -142,7 +142,7 @@ class Member:
             os.kill(self.pid, number)
 
     def fetch(self, path: str, timeout_s: float = 5.0) -> str | None:
-        """The body of an answer of 200; None if there is no such."""
+        """The body of a 200 answer, or None."""
         try:
             with urllib.request.urlopen(self.url + path, timeout=timeout_s) as answer:
                 body: bytes = answer.read()
@@ -151,11 +151,11 @@ class Member:
             return None
 
     async def is_ready(self) -> bool:
-        """Whether it says so."""
+        """Whether the member reports that it is ready."""
         return await asyncio.to_thread(self.fetch, "/health/ready", 1.0) is not None
 
     def ledger(self) -> dict[str, Any]:
-        """Of a worker that runs."""
+        """The ledger of a running worker's blocks, and its number of requests."""
         body = self.fetch("/debug/kv", 30.0)
         assert body is not None, f"{self.name} does not tell its ledger; its log is {self.log}"
         state: dict[str, Any] = json.loads(body)
@@ -167,14 +167,14 @@ class Member:
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.split("{")[0].split(" ")[0] == name)
 
     def figures(self) -> Figures:
-        """What the process takes now."""
+        """The resources that the process holds now."""
         process = psutil.Process(self.pid)
         return Figures(process.memory_info().rss / MIB, process.num_fds(), process.num_threads())
 
 
 @dataclass(frozen=True)
 class Figures:
-    """What one process takes."""
+    """The resources that one process holds."""
 
     rss_mib: float
     num_descriptors: int
@@ -189,7 +189,7 @@ class Fleet:
         self._keeper: asyncio.Task[None] | None = None
 
     def of(self, *roles: str) -> list[Member]:
-        """Members by role."""
+        """The members of these roles."""
         return [member for member in self.members.values() if member.role in roles]
 
     @property
@@ -198,7 +198,7 @@ class Fleet:
         return self.of("prefill", "decode")
 
     async def wait_ready(self, members: Iterable[Member] | None = None) -> None:
-        """Until all are ready."""
+        """Wait until all members are ready."""
         waiting = list(self.members.values() if members is None else members)
         until_s = time.monotonic() + READY_S
         while any(member.ready_s is None for member in waiting):
@@ -206,7 +206,7 @@ class Fleet:
             await asyncio.sleep(_LOOK_S)
 
     async def keep(self) -> None:
-        """See who is ready, and start anew who has ended."""
+        """Note which members are ready, and start ended ones anew."""
         while True:
             for member in self.members.values():
                 assert member.process is not None
@@ -219,7 +219,7 @@ class Fleet:
             await asyncio.sleep(_LOOK_S)
 
     async def wait_idle(self, timeout_s: float) -> float:
-        """Until no worker holds anything of any request; the seconds it took."""
+        """Wait until no worker holds anything of a request. Returns the seconds that took."""
         begun_s = time.monotonic()
         while True:
             ledgers = {one.name: await asyncio.to_thread(one.ledger) for one in self.workers}
@@ -234,9 +234,9 @@ class Fleet:
             await asyncio.sleep(_LOOK_S)
 
     async def calm_figures(self, before: Mapping[str, Figures] | None = None) -> dict[str, Figures]:
-        """What each process takes once the connections of clients that are gone are closed: its descriptors stay the same.
+        """The figures of all processes, once their numbers of descriptors are stable: connections of ended clients are closed.
 
-        With ``before`` it may take as long as a keep-alive does until they are no more than then.
+        With ``before`` it also waits until no process has more descriptors than then, up to ``CALM_S``.
         """
         until_s = time.monotonic() + CALM_S
         last: dict[str, Figures] = {}
@@ -267,7 +267,7 @@ async def fleet(
     decode_options: Sequence[str] = (),
     keys: Path | None = None,
 ) -> AsyncIterator[Fleet]:
-    """All up and ready; ended afterwards. Logs lie in ``directory``. ``decode_options``: of decode workers beside all workers'."""
+    """A fleet that is ready; it is ended afterwards. Logs are in ``directory``. ``decode_options`` are for decode workers only."""
     security = [] if keys is None else ["--keys", str(keys)]
     ports = iter(free_ports(2 * num_prefills + 3 * num_decodes + num_gateways))
     members: list[Member] = []
@@ -307,7 +307,7 @@ async def fleet(
 
 
 async def _end(members: list[Member]) -> None:
-    """Gateways first, so that nobody waits for what nobody will ask."""
+    """End all processes, gateways first, so that no gateway waits for a worker."""
     for member in sorted(members, key=lambda one: one.role != "gateway"):
         assert member.process is not None
         member.signal(signal.SIGCONT, Life.ENDING)

@@ -1,8 +1,8 @@
-"""Frames at the control sockets of a decode and a prefill worker, as from peers that were let in and have gone mad.
+"""Fuzzes the control sockets of a decode and a prefill worker with frames from welcomed peers and strangers.
 
-A batch begins an honest hand-off, lets strangers and welcomed peers say what they like (well-formed messages of absurd values, and
-frames that are almost messages), lets the worker work meanwhile, and ends the honest hand-off: its bytes and its tokens must be the
-right ones. Then everybody else leaves, and nothing of them may stay.
+A batch begins an honest hand-off. Other peers then send well-formed messages with absurd values, and broken frames, while the
+worker runs. At the end the honest hand-off must have the right bytes and tokens. Then the other peers leave, and the worker may
+hold nothing of them.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from .mutator import Mutator
 NUM_OUTPUT = 6
 _TURN_EVERY = 40  # frames
 _CORPUS = 300
-_MAX_TURNS = 400  # until everything is over
+_MAX_TURNS = 400  # at most, until all requests have ended
 HONEST_GATEWAY, HONEST_PREFILL = "honest-gateway", "honest-prefill"
 _ANSWERS = ("Grant", "Refuse", "Verified", "Reject")
 
 
 class _Fuzz:
-    """What both workers' fuzzing has in common."""
+    """The common parts of both workers' fuzzing."""
 
     def __init__(self, rig: Any, rng: random.Random, peers: dict[str, Role]) -> None:
         self.rig = rig
@@ -66,12 +66,12 @@ class _Fuzz:
         return [Hello(role=role, peer_id=name, layout=CARD.layout) for name, role in self.peers.items()]
 
     def prompt(self) -> list[int]:
-        """Tokens that no batch had before."""
+        """A new prompt, unlike those of earlier batches."""
         self.number += 1
         return [self.number % VOCAB, self.number // VOCAB, *(self.rng.randrange(VOCAB) for _ in range(15))]
 
     def known(self, lease_ids: Sequence[int], offers: Sequence[Offer]) -> dict[str, Sequence[Any]]:
-        """Values by which a message gets past the first check."""
+        """Values that pass a worker's first checks, by field."""
         sampling = {"max_tokens": 5, "temperature": 0.0}
         return {
             "request_id": ["f1", "f2", "f3", *(offer.request_id for offer in offers)],
@@ -94,7 +94,7 @@ class _Fuzz:
         }
 
     def frames(self, num_frames: int, known: dict[str, Sequence[Any]]) -> None:
-        """Frames from everybody who is not honest."""
+        """Send frames from all peers that are not honest, and from strangers."""
         names = [name.encode() for name in self.peers]
         for number in range(num_frames):
             chance = self.rng.random()
@@ -112,15 +112,15 @@ class _Fuzz:
                 self.findings.of(self.rig.check, lambda: "the books")
 
     def between(self, known: dict[str, Sequence[Any]]) -> None:
-        """What else happens now and then."""
+        """Called between frames, for other events."""
 
     def greet(self) -> None:
-        """Everybody comes, and is welcomed."""
+        """All peers say Hello."""
         for hello in self.hellos():
             self.rig.say(hello.peer_id, hello)
 
     def leave(self) -> None:
-        """Everybody but the honest goes, and nothing of theirs stays."""
+        """All peers that are not honest leave. Checks that the worker holds nothing more."""
         for routing_id in list(self.rig.server._peers):
             if not routing_id.startswith(b"honest"):
                 self.findings.of(functools.partial(self.rig.server._drop, routing_id), lambda: "a peer leaves")
@@ -137,16 +137,16 @@ class _Fuzz:
         self.rig.server.sent.clear()
 
     def settle(self) -> None:
-        """Time passes for what only time ends."""
+        """Let a second pass."""
         self.rig.now_s += 1.0
 
     def answer_to(self, peer_id: str, kind: type[Any], request_id: str) -> Any:
-        """What an honest peer was told."""
+        """The last message of this kind to an honest peer about this request."""
         said = [message for name, message in self.rig.server.sent if name == peer_id and isinstance(message, kind)]
         return next(message for message in reversed(said) if message.request_id == request_id)
 
     def _keep(self, frame: bytes) -> None:
-        """A frame for others to be made of; the first few of a batch stay."""
+        """Keep a frame for the mutator. The first few frames of a batch stay."""
         if len(self.corpus) < _CORPUS:
             self.corpus.append(frame)
         else:
@@ -168,14 +168,14 @@ class DecodeFuzz(_Fuzz):
             self.rig.say(name, Hello(role=role, peer_id=name, layout=CARD.layout))
 
     def on_lease_verified(self, lease: VerifiedLease) -> None:
-        """As LeaseHandler: whoever's lease it is, its memory must be what an honest worker computes for these tokens."""
+        """See LeaseHandler. Checks that the lease's blocks hold what an honest worker computes for its tokens."""
         for block_id, block in zip(lease.block_tables[0], kv_blocks(list(lease.offer.token_ids)), strict=False):
             assert bytes(self.rig.engine.store.block(block_id)) == block, f"lease {lease.lease_id}: other bytes"
         self.num_verified += 1
         self.rig.service.on_lease_verified(lease)
 
     def on_lease_rejected(self, *told: Any) -> None:
-        """As LeaseHandler."""
+        """See LeaseHandler."""
         self.rig.service.on_lease_rejected(*told)
 
     def batch(self, num_frames: int = 400) -> int:
@@ -274,7 +274,7 @@ class PrefillFuzz(_Fuzz):
             b"".join(payload for _, payload in mine),
             len(prompt) * CARD.layout.geometry.token_nbytes,
         )
-        # Behind the last token lies what was there before.
+        # After the last token a block holds old bytes.
         assert shipped_kv[:kv_nbytes] == b"".join(kv_blocks(prompt))[:kv_nbytes], "other bytes were shipped"
         (commit,) = [
             message for message in said if isinstance(message, Commit) and message.lease_id == lease["lease_id"]
@@ -290,10 +290,10 @@ class PrefillFuzz(_Fuzz):
         return num_frames
 
     def between(self, known: dict[str, Sequence[Any]]) -> None:
-        """A mad decode worker answers, and the transfers' time passes a little."""
+        """The fuzzed decode worker sends absurd answers, and the transfers' time-outs are checked."""
         for _ in range(8):
             message = self.codec.decode(self.absurd.frame(known, _ANSWERS))
-            if absurdity(message) is not None:  # the link goes down
+            if absurdity(message) is not None:  # such a message would end the link
                 continue
             answer = functools.partial(self.rig.service.on_link_message, self.rig.fuzz_link.link, message)
             self.findings.of(answer, functools.partial("a decode worker said {}".format, message))
@@ -315,7 +315,7 @@ def _commit_of(grant: Grant, offer: Offer, first_token: int) -> Commit:
 
 
 def _shown(frame: bytes) -> str:
-    """A frame, as a report names it."""
+    """A frame as a report shows it."""
     try:
         return str(Codec().decode(frame))
     except MalformedMessageError:

@@ -1,7 +1,7 @@
-"""Requests at the gateway's HTTP port: made from its own OpenAPI document (schemathesis), and bytes that are no requests.
+"""Fuzzes the gateway's HTTP port with requests from its OpenAPI document (by schemathesis), and with bytes that are no requests.
 
-No answer is a 500, every answer is documented (status, content type, shape; errors are objects of OpenAI's or of TGI's shape), the
-gateway lives and does not grow, and a neighbour's streams beside it have every token right.
+No answer may be a 500. Every answer must be documented: its status, content type and shape. The gateway must live, and its memory
+may not grow. A neighbour's streams must have the right tokens meanwhile.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _CHECKS = [status_code_conformance, content_type_conformance, response_schema_co
 
 
 def fuzz_openapi(url: str, seed: int, num_examples: int) -> str:
-    """Requests that follow the document, and requests that do not; ``num_examples`` of each for every operation."""
+    """Send ``num_examples`` valid requests to each operation, and as many invalid ones."""
     document = httpx.get(f"{url}/openapi.json", timeout=_ANSWER_S).json()
     schema = schemathesis.openapi.from_dict(document)
     statuses: collections.Counter[int] = collections.Counter()
@@ -45,8 +45,8 @@ def fuzz_openapi(url: str, seed: int, num_examples: int) -> str:
     for operation in operations:
         for mode in (schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE):
             if mode is schemathesis.GenerationMode.NEGATIVE and not operation.body:
-                continue  # there is nothing to get wrong
-            # What has no parameters is asked a few times.
+                continue  # without a body no request can be invalid
+            # An operation without parameters gets three requests.
             _run(operation, mode, url, seed, num_examples if operation.body else 3, statuses)
     told = ", ".join(f"{number} times {status}" for status, number in sorted(statuses.items()))
     return f"{sum(statuses.values())} requests to {len(operations)} operations: {told}"
@@ -63,7 +63,7 @@ def _run(operation: Any, mode: Any, url: str, seed: int, num_examples: int, stat
     )
     @hypothesis.given(case=operation.as_strategy(generation_mode=mode))
     def each(case: Any) -> None:
-        # Any other model's name is answered with 404 before anything else is looked at.
+        # With another model's name the answer would be a 404, and the rest of the body not be checked.
         if isinstance(case.body, dict) and isinstance(case.body.get("model"), str) and len(case.body["model"]) % 2:
             case.body["model"] = "model"
         response = case.call(base_url=url, timeout=_ANSWER_S)
@@ -86,14 +86,14 @@ def _flat(error: BaseException) -> str:
 
 
 def fuzz_bytes(port: int, seed: int, num_connections: int) -> str:
-    """Connections with garbage, one after another."""
+    """Send garbage on many connections, one after another."""
     rng = random.Random(seed)
     kinds = collections.Counter(send_garbage(port, rng) for _ in range(num_connections))
     return f"{sum(kinds.values())} connections with garbage of {len(kinds)} kinds"
 
 
 async def fuzz(directory: Path, seed: int, num_examples: int, num_connections: int) -> str:
-    """Both beside a neighbour; raises AssertionError if the gateway's memory grows, or if anybody logged an error."""
+    """Run both kinds of fuzzing beside a neighbour. Raises AssertionError if the gateway grows or a log has a traceback."""
     async with small_fleet(directory) as up, neighbour_of(up) as neighbour:
         gateway = up.members["gateway-0"]
         calls = [
@@ -115,7 +115,7 @@ async def fuzz(directory: Path, seed: int, num_examples: int, num_connections: i
 
 
 def main() -> int:
-    """See the module; one line."""
+    """See the module. Prints one line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=struct.unpack("<I", os.urandom(4))[0])
     parser.add_argument("--examples", type=int, default=800, help="per operation, right and wrong each")

@@ -1,8 +1,8 @@
-"""A million frames at the control servers of both workers; every one from a seed.
+"""Fuzzes the control servers of both workers with a million frames, all from one seed.
 
-Nothing may be raised but what is documented; the books must balance after every batch; no lease is verified whose memory is not
-what the honest sender computed; honest hand-offs in between get the right bytes and tokens; memory does not grow. Frames of blocks
-are hypothesis's: :mod:`tests.reliability.test_lying_frames`.
+Only documented exceptions may be raised, and the books must balance after every batch. A lease is only verified if its blocks hold
+what an honest sender computes. Honest hand-offs in between get the right bytes and tokens, and memory does not grow.
+:mod:`tests.reliability.test_lying_frames` fuzzes the frames of blocks by hypothesis.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TARGETS: dict[str, Callable[[random.Random], DecodeFuzz | PrefillFuzz]] = {
 
 
 def fuzz(target: str, seed: int, num_frames: int) -> str:
-    """Send so many frames to one of ``TARGETS``; returns the figures. Raises AssertionError with what was found."""
+    """Send frames to one of ``TARGETS``. Returns the figures. Raises AssertionError with all findings."""
     made = TARGETS[target](random.Random(f"{seed} {target}"))
     try:
         figures = run_batches(made.batch, num_frames)
@@ -40,7 +40,7 @@ def fuzz(target: str, seed: int, num_frames: int) -> str:
 
 @contextmanager
 def without_logs() -> Iterator[None]:
-    """Strangers are logged, once each; here they are all there is."""
+    """Disable logs: workers log each refused peer, and here there are very many."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -50,7 +50,7 @@ def without_logs() -> Iterator[None]:
 
 
 def main() -> int:
-    """See the module; prints one line per target."""
+    """See the module. Prints one line per target."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=struct.unpack("<I", os.urandom(4))[0])
     parser.add_argument("--frames", type=int, default=600_000, help="for each worker")

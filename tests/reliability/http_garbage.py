@@ -1,4 +1,4 @@
-"""Bytes for an HTTP port that no client would send: nonsense, halves, absurd headers, other protocols, pipelines."""
+"""Bytes for an HTTP port that no honest client sends: noise, partial requests, absurd headers, other protocols, pipelines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BODY = json.dumps({"prompt": [5, 6, 7], "max_tokens": 3}).encode()
 
 
 def request(body: bytes = _BODY, path: bytes = b"/v1/completions", more: bytes = b"", method: bytes = b"POST") -> bytes:
-    """A right request, unless the arguments say otherwise."""
+    """A valid request, unless the arguments change it."""
     head = b"%s %s HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n%scontent-length: %d\r\n\r\n"
     return head % (method, path, more, len(body)) + body
 
@@ -97,9 +97,9 @@ WAYS: tuple[Callable[[random.Random], bytes], ...] = (
 
 
 def send_garbage(port: int, rng: random.Random) -> str:
-    """Send one kind of it, and read the answer to its end. Returns the kind.
+    """Send one kind of garbage, and read the answer to its end. Returns the kind.
 
-    Raises AssertionError if what came back is not HTTP, or says that the server itself failed, or if nothing ends the connection.
+    Raises AssertionError if the answer is not HTTP or a 500, or if the connection stays open.
     """
     way = rng.choice(WAYS)
     sent = way(rng)
@@ -113,7 +113,7 @@ def send_garbage(port: int, rng: random.Random) -> str:
                     answer += part
         except TimeoutError:
             raise AssertionError(f"the connection stayed open after {sent[:300]!r}") from None
-        except OSError:  # hung up on in the middle
+        except OSError:  # the server closed the connection
             with contextlib.suppress(OSError):
                 connection.close()
     statuses = [int(status) for status in _STATUS.findall(answer)]

@@ -1,8 +1,8 @@
-"""Frames that are almost right: valid ones with bits flipped, ends cut, halves joined, lengths changed, parts put in or repeated.
+"""Broken frames made from valid ones: bits flipped, ends cut, halves joined, lengths changed, parts inserted or repeated.
 
-Why not atheris (libFuzzer for Python): what it steers by is which lines of Python ran, and what decodes here is C (msgspec, struct,
-xxhash, OpenSSL) behind a few lines of it. It would see one branch, take the process's end over, and be 35 MB of a dependency. A
-seeded mutator beside values made from the schema (:mod:`.absurd`) reaches the states behind the decoder, where the branches are.
+Atheris (libFuzzer for Python) is not used. It is guided by the lines of Python that run. Frames are decoded in C (msgspec, struct,
+xxhash, OpenSSL), so it would see one branch. It is also a dependency of 35 MB and takes over the end of the process. A seeded
+mutator, together with messages from the schema (:mod:`.absurd`), reaches the code behind the decoder.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ _LENGTHS = (0, 1, 2, 7, 15, 16, 31, 32, 127, 128, 255, 256, 65535, 65536, 2**31 
 _MSGPACK_HEADS = bytes(
     (0xC0, 0xC1, 0xC6, 0xC9, 0xCA, 0xCB, 0xCF, 0xD3, 0xDB, 0xDC, 0xDD, 0xDE, 0xDF, 0x80, 0x90, 0xA0, 0xFF)
 )
-_MAX_NBYTES = 4096  # of what repeating makes
+_MAX_NBYTES = 4096  # of a frame with repeated parts
 
 
 class Mutator:
-    """Makes frames out of frames. Everything it does follows from ``rng``."""
+    """Makes frames out of frames. All chance comes from ``rng``."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng

@@ -1,4 +1,4 @@
-"""A client that streams one answer after another through a fleet's gateway and knows every token: whom nobody may disturb."""
+"""An honest client that streams answers through a fleet's gateway and checks every token, while others disturb the fleet."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from .fleet import Fleet, fleet
 ANSWER_S = 30.0
 NUM_PROMPT, NUM_OUTPUT = 50, 12
 WORKER_OPTIONS = ["--engine", "fake", "--fake-step-ms", "0", "--num-blocks", "512"]
-# With one attempt a link that breaks is an error, and not a pause.
+# With one attempt a broken link becomes an error of the request instead of a delay.
 GATEWAY_OPTIONS = ["--local-prefill", "fallback", "--max-attempts", "1", "--max-body-bytes", "100000"]
 
 _T = TypeVar("_T")
 
 
 class Neighbour:
-    """Asks in turn; ``latencies_s`` has how long each right answer took."""
+    """Sends one request after another. ``latencies_s`` holds the times of the answers."""
 
     def __init__(self, client: httpx.AsyncClient) -> None:
         self._client = client
@@ -38,13 +38,13 @@ class Neighbour:
         self.latencies_s: list[float] = []
 
     async def ask(self) -> None:
-        """One request through both workers. Raises AssertionError if a single token is not what it must be."""
+        """Send one request through both workers. Raises AssertionError if a token is wrong."""
         prompt = [self._numbers.randrange(VOCAB) for _ in range(NUM_PROMPT)]
         body = {"prompt": prompt, "max_tokens": NUM_OUTPUT, "temperature": 0, "ignore_eos": True, "stream": True}
         started_s = time.monotonic()
         async with self._client.stream("POST", "/v1/completions", json=body | {"return_token_ids": True}) as response:
             assert response.status_code == 200, await response.aread()
-            # By bytes: httpx's aiter_lines also ends a line at U+0085 and U+2028, which are a part of the text.
+            # Bytes, because httpx's aiter_lines would also split at U+0085 and U+2028, which the text may contain.
             whole = b"".join([part async for part in response.aiter_bytes()])
         *events, done = [line.removeprefix(b"data: ") for line in whole.split(b"\n") if line]
         assert done == b"[DONE]", whole[-500:]
@@ -56,7 +56,7 @@ class Neighbour:
         self.latencies_s.append(time.monotonic() - started_s)
 
     async def beside(self, calls: Sequence[Callable[[], _T]]) -> list[_T]:
-        """The results of ``calls``, all at a time, each on a thread, while the neighbour asks; at least once."""
+        """Run ``calls`` at the same time, each on a thread, while the neighbour sends requests. Returns their results."""
         with ThreadPoolExecutor(len(calls)) as threads:
             loop = asyncio.get_running_loop()
             running = asyncio.gather(*(loop.run_in_executor(threads, call) for call in calls))
@@ -66,7 +66,7 @@ class Neighbour:
             return await running
 
     def told(self) -> str:
-        """How many, and how long they took."""
+        """The number of answers and their latencies, as text."""
         median_s, longest_s = statistics.median(self.latencies_s), max(self.latencies_s)
         return (
             f"{len(self.latencies_s)} honest answers, median {median_s * 1e3:.1f} ms, longest {longest_s * 1e3:.0f} ms"
@@ -75,7 +75,7 @@ class Neighbour:
 
 @asynccontextmanager
 async def neighbour_of(up: Fleet) -> AsyncIterator[Neighbour]:
-    """A new client, who has had a first answer: every link is up."""
+    """A new client that has had a first answer, so that all links are up."""
     async with httpx.AsyncClient(base_url=up.members["gateway-0"].url, timeout=ANSWER_S, trust_env=False) as client:
         neighbour = Neighbour(client)
         await neighbour.ask()
@@ -84,7 +84,7 @@ async def neighbour_of(up: Fleet) -> AsyncIterator[Neighbour]:
 
 @asynccontextmanager
 async def small_fleet(directory: Path, *, keys: Path | None = None, log_level: str = "info") -> AsyncIterator[Fleet]:
-    """One process of each kind, on fake engines; none may end by itself, and no request may leave anything behind."""
+    """A gateway, a prefill and a decode worker on fake engines. Checks that none ends by itself or holds anything at the end."""
     model = directory / "model"
     model.mkdir()
     write_model(model)

@@ -1,10 +1,10 @@
-"""More requests than there is room for: how many are answered in time, as the load grows to many times the capacity.
+"""Overload: how many requests are answered in time, as the load grows to many times the capacity.
 
     python -m tests.reliability.overload [--seconds 20] [--seed 1]
 
-Gateway and workers are processes on fake engines of a steady pace, so that the capacity is known; requests come at random
-(Poisson), at multiples of it, whether or not earlier ones have been answered. Each says by X-Request-Timeout how long its
-client waits. *Goodput* is what was answered whole within that time; what was refused was refused with Retry-After, and soon.
+Gateway and workers are processes, and the fake engines have a steady pace, so that the capacity is known. Requests are a Poisson
+process at multiples of the capacity. Each request has an X-Request-Timeout. *Goodput* counts the requests that are answered in full
+within that time.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ OUTPUT_TOKENS = 40
 PROMPT_TOKENS = 60
 MAX_NUM_SEQS = 16
 STEP_MS = 20.0
-CAPACITY = MAX_NUM_SEQS / (OUTPUT_TOKENS * STEP_MS / 1000)  # requests a second, if no step ever has a gap
+CAPACITY = MAX_NUM_SEQS / (OUTPUT_TOKENS * STEP_MS / 1000)  # requests per second, if all steps are full
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one load."""
+    """The figures of one load."""
 
     factor: float
     offered: int
     good: int
     refused: int
-    late: int  # the gateway gave up after it had begun, or the answer came too late
+    late: int  # requests that timed out, or whose answer came too late
     other: Counter[str]
     refusal_p99_s: float
-    goodput: float  # a second
+    goodput: float  # requests per second
     gateway_mib: float
 
     def line(self) -> str:
-        """For people."""
+        """The figures as a line of text."""
         other = f", else {dict(self.other)}" if self.other else ""
         return (
             f"{self.factor:4.1f} x capacity: {self.offered} offered, {self.good} in time ({self.goodput:.1f}/s), "
@@ -57,7 +57,7 @@ class Outcome:
 
 
 async def offer(up: Fleet, factor: float, seconds: float, seed: int) -> Outcome:
-    """Poisson arrivals at ``factor`` times the capacity for ``seconds``."""
+    """Send requests as a Poisson process at ``factor`` times the capacity for ``seconds``."""
     chance = random.Random(seed)
     gateway = up.members["gateway-0"]
     headers = {"x-request-timeout": str(CLIENT_WAITS_S)}
@@ -77,7 +77,7 @@ async def offer(up: Fleet, factor: float, seconds: float, seed: int) -> Outcome:
     await client.close()
     kinds = Counter(_kind(answer) for answer in answers)
     refusals = sorted(one.finished_s - one.sent_s for one in answers if _kind(one) == "refused")
-    # In a steady state: what the first clients find empty, and the last leave behind, is not goodput of this load.
+    # Goodput of the steady state: the first quarter is left out, in which the workers are still empty.
     middle = [one for one in answers if begun_s + seconds / 4 <= one.sent_s < begun_s + seconds]
     return Outcome(
         factor=factor,
@@ -103,7 +103,7 @@ def _kind(answer: Answer) -> str:
 
 
 async def run(model: Path, factors: list[float], seconds: float, seed: int) -> list[Outcome]:
-    """One fleet, the loads one after the other; checks that nothing is left."""
+    """Run all loads on one fleet, one after the other. Checks that the workers hold nothing at the end."""
     outcomes: list[Outcome] = []
     options = ["--engine", "fake", "--fake-step-ms", str(STEP_MS), "--fake-token-us", "50"]
     options += ["--num-blocks", "512", "--max-num-seqs", str(MAX_NUM_SEQS)]
@@ -117,7 +117,7 @@ async def run(model: Path, factors: list[float], seconds: float, seed: int) -> l
             worker_options=options,
             gateway_options=["--local-prefill", "fallback"],
         ) as up:
-            await offer(up, 1.0, min(3.0, seconds), seed)  # so that all is warm, and the gateway has learnt its pace
+            await offer(up, 1.0, min(3.0, seconds), seed)  # warms up; the gateway learns how long requests take
             for factor in factors:
                 outcomes.append(await offer(up, factor, seconds, seed))
                 sys.stdout.write(outcomes[-1].line() + "\n")
@@ -127,7 +127,7 @@ async def run(model: Path, factors: list[float], seconds: float, seed: int) -> l
 
 
 def verdict(outcomes: list[Outcome], *, at_least: float) -> list[str]:
-    """What is wrong; empty if nothing is."""
+    """All problems; empty if there are none."""
     best = max(outcome.goodput for outcome in outcomes)
     problems = [
         f"goodput at {outcome.factor:g} x is {outcome.goodput / best:.2f} of its maximum; it must be {at_least:g}"

@@ -1,4 +1,4 @@
-"""Questions to a deployment, and the whole of their answers, down to the last log probability."""
+"""Questions to a deployment, and their whole answers, log probabilities included."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 
 LOGPROB_TOLERANCE = 1e-3
-ANSWER_S = 120.0  # the longest that an answer may take on a busy machine: who drains waits so long for it
+ANSWER_S = 120.0  # the longest time of an answer on a busy machine; a drain waits as long
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Question:
 
 @dataclass
 class Answer:
-    """All that a stream says."""
+    """The content of a stream."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -34,7 +34,7 @@ class Answer:
     usage: dict[str, Any] | None = None
 
     def differs(self, other: Answer) -> str | None:
-        """How it differs from ``other``; None if it does not."""
+        """The first difference from ``other``, or None."""
         for name in ("text", "token_ids", "finish_reason"):
             if (mine := getattr(self, name)) != (theirs := getattr(other, name)):
                 return f"{name} is {mine!r}, was {theirs!r}"
@@ -46,15 +46,15 @@ class Answer:
 
 
 class StreamCutError(Exception):
-    """The connection broke: its gateway is gone."""
+    """The connection to the gateway broke."""
 
 
 class HonestError(Exception):
-    """The gateway said that it failed."""
+    """The gateway reported an error, or ended the stream without [DONE]."""
 
 
 async def ask(http: httpx.AsyncClient, url: str, body: dict[str, Any]) -> Answer:
-    """The whole answer. Raises StreamCutError and HonestError."""
+    """Send a request and return its whole answer. Raises StreamCutError and HonestError."""
     answer = Answer()
     is_done = False
     try:
@@ -86,10 +86,9 @@ def _take(chunk: dict[str, Any], answer: Answer) -> None:
 
 
 def questions(num: int, chance: random.Random, models: Sequence[str]) -> list[dict[str, Any]]:
-    """Bodies: half greedy, half seeded; of many lengths; with and without stop strings, log probabilities, shared beginnings;
-    some that repeat themselves.
+    """Bodies of ``num`` questions: half greedy and half seeded, of many lengths, some with stop strings or log probabilities.
 
-    ``models``: whom they are put to, in turns, two each.
+    Some share a prefix, and some repeat themselves. Each of ``models`` gets two questions in turn.
     """
     topics = [
         "the sea",
@@ -109,13 +108,13 @@ def questions(num: int, chance: random.Random, models: Sequence[str]) -> list[di
             "model": models[index // 2 % len(models)],
             "prompt": f"{filler}Question {index}: tell me about {topic}.\nAnswer:",
             "max_tokens": chance.randrange(8, 48),
-            "min_tokens": 8,  # else the demo model ends most of its answers at once
+            "min_tokens": 8,  # the demo model would end most answers at once
             "temperature": 0.0 if index % 2 == 0 else 0.9,
             "seed": 1000 + index,
             "return_token_ids": True,
             "stream_options": {"include_usage": True},
         }
-        if index % 6 == 0:  # what comes next is easily guessed
+        if index % 6 == 0:  # a repetitive prompt, for which drafts are easy
             body["prompt"] = f"Question {index}: " + "red, green, blue, " * chance.randrange(4, 20)
         if index % 2 == 1:
             body["top_p"] = 0.9
@@ -128,9 +127,9 @@ def questions(num: int, chance: random.Random, models: Sequence[str]) -> list[di
 
 
 async def reference(urls: Sequence[str], bodies: list[dict[str, Any]], num_clients: int, base: str) -> list[Question]:
-    """Every question's answer without faults, the same at two gateways and under load.
+    """All questions with their answers without faults. Checks that the gateways at ``urls`` answer the same, under load.
 
-    ``base``: the model's name; others are adapters, each of which must change an answer.
+    ``base`` is the model's name. All other names are adapters, and each must change an answer.
     """
     room = asyncio.Semaphore(num_clients)
     async with httpx.AsyncClient(timeout=ANSWER_S, trust_env=False) as http:

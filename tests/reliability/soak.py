@@ -1,10 +1,10 @@
-"""Minutes of mixed load with many cancellations: what every process holds must not grow, and no block may stay behind.
+"""Minutes of mixed load with many cancellations: the memory of no process may grow, and no block may stay held.
 
     python -m tests.reliability.soak [--seconds 600] [--seed 1] [--clients 8]
 
-Clients ask short and long questions, stream or do not, leave before the first token or in the middle of an answer, or send what
-is refused. Resident memory is read every few seconds; its slope is the median of the slopes between all pairs of readings
-(Theil and Sen), without the first third, in which caches fill.
+Clients send short and long prompts, stream or not, leave before the first token or during an answer, or send invalid requests.
+Resident memory is read every few seconds. Its slope is the median of the slopes between all pairs of readings (Theil and Sen). The
+first third is left out, because caches fill in it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MODEL_OPTIONS = ["--threads", "1", "--kv-memory-mb", "256", "--device", "cpu"]
 
 @dataclass
 class Report:
-    """What happened."""
+    """The figures of a run."""
 
     ends: Counter[str] = field(default_factory=Counter)
     readings: dict[str, list[tuple[float, float]]] = field(default_factory=dict)  # by member: seconds, MiB
@@ -42,11 +42,11 @@ class Report:
     idle_after_s: float = 0.0
 
     def slopes(self) -> dict[str, float]:
-        """MiB a minute, by member."""
+        """The growth of each member in MiB per minute."""
         return {name: 60 * slope(readings[len(readings) // 3 :]) for name, readings in self.readings.items()}
 
     def problems(self, max_slope: float) -> list[str]:
-        """What must not be."""
+        """All problems of the run; empty if there are none."""
         problems = [f"{name} grows by {one:.2f} MiB a minute" for name, one in self.slopes().items() if one > max_slope]
         for name, (before, after) in self.descriptors.items():
             if after > before + 8:
@@ -55,7 +55,7 @@ class Report:
         return problems
 
     def lines(self) -> list[str]:
-        """For people."""
+        """The report as lines of text."""
         lines = ["requests: " + ", ".join(f"{count} {end}" for end, count in sorted(self.ends.items()))]
         for name, per_minute in self.slopes().items():
             begun, ended = self.readings[name][0][1], self.readings[name][-1][1]
@@ -69,7 +69,7 @@ class Report:
 
 
 def slope(readings: Sequence[tuple[float, float]]) -> float:
-    """The median of the slopes between all pairs; 0 for less than two readings."""
+    """The median of the slopes between all pairs of readings; 0 for fewer than two readings."""
     pairs = itertools.combinations(readings, 2)
     return statistics.median([(b[1] - a[1]) / (b[0] - a[0]) for a, b in pairs] or [0.0])
 
@@ -125,7 +125,7 @@ async def _load(up: Fleet, report: Report, seconds: float, seed: int, num_client
 
 
 async def _one(http: httpx.AsyncClient, chance: random.Random) -> str:
-    """One request of some kind; how it ended."""
+    """Send a random request. Returns how it ended."""
     num_words = chance.choice([3, 20, 60, 200])
     words = " ".join(chance.choice(["sea", "light", "bread", "rain", "seven", "wind"]) for _ in range(num_words))
     body: dict[str, Any] = {
@@ -152,7 +152,7 @@ async def _one(http: httpx.AsyncClient, chance: random.Random) -> str:
 
 
 async def _leave(http: httpx.AsyncClient, body: dict[str, Any], after_s: float, after_events: int) -> str:
-    """Stream, and hang up after some time or some events, whatever comes first."""
+    """Stream an answer, and close the connection after some time or some events."""
     num_events = 0
     try:
         async with asyncio.timeout(after_s):
@@ -169,7 +169,7 @@ async def _leave(http: httpx.AsyncClient, body: dict[str, Any], after_s: float, 
 
 
 def main() -> int:
-    """Print what was seen; 1 if something grows or stays behind."""
+    """Print the report. Returns 1 if there are problems."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--seed", type=int, default=1)

@@ -1,18 +1,19 @@
-"""Strangers at the ports of real workers: they get nothing, take no more than their share, and nobody is disturbed by them.
+"""Strangers at the ports of real workers: they get no answer, cost a bounded amount, and do not disturb an honest client.
 
-For every port (control of both workers, data of the decode worker), with keys and without, while an honest gateway goes on asking
-and compares every token:
+Each stranger visits every port (control of both workers, data of the decode worker), with keys and without. Meanwhile an honest
+client sends requests through the gateway and checks every token.
 
-    no key            a ZeroMQ peer without keys that says Hello, and sends what might be a block
-    wrong key         CURVE with keys of its own making; on the data port PLAIN with a token of its own
+    no key            a ZeroMQ peer without keys that says Hello, and sends a block
+    wrong key         CURVE with its own keys; on the data port PLAIN with its own token
     garbage           bytes from a seed, on the bare connection
     half greeting     a part of ZMTP's first 64 bytes, then silence
     half frame        a whole greeting, then a part of a frame, then silence
-    huge frame        a frame, or a command, that announces 2 GiB to 2^64 - 1 bytes
-    endless message   parts of a message that never ends (with keys only: without, libzmq knows no bound on a message's parts)
-    crowd             thousands of connections at once that say nothing
+    huge frame        a frame or a command that announces 2 GiB to 2^64 - 1 bytes
+    endless message   parts of a message that never ends (only with keys, because libzmq has no bound on parts without them)
+    crowd             thousands of silent connections at a time
 
-Bounds: resident memory, log lines, the honest gateway's latency, and afterwards the descriptors that the workers held before.
+There are bounds on resident memory, log lines and the honest client's latency. Afterwards the workers have as many descriptors as
+before.
 """
 
 from __future__ import annotations
@@ -46,14 +47,14 @@ from .neighbour import Neighbour, neighbour_of, small_fleet
 
 MAX_LATENCY_S = 5.0
 MAX_LOG_LINES = 60  # of a worker, for all that a single test does to it
-_OWN_DESCRIPTORS = 500  # of this process, for all else
+_OWN_DESCRIPTORS = 500  # of this process, for everything but strangers
 
 
 Stranger = Callable[[Door, random.Random], None]
 
 
 def no_key(door: Door, rng: random.Random) -> None:
-    """Says what anybody could say who has read the code."""
+    """A peer without keys sends well-formed messages and a block. With keys in use it must get no answer."""
     peer_id = f"stranger-{rng.randrange(10**6)}"
     with zmq.Context() as context, _peer(context) as dealer:
         dealer.setsockopt(zmq.ROUTING_ID, peer_id.encode())
@@ -64,7 +65,7 @@ def no_key(door: Door, rng: random.Random) -> None:
 
 
 def wrong_key(door: Door, rng: random.Random) -> None:
-    """Has keys, or a token, but not ours."""
+    """A peer has keys or a token, but wrong ones. It must be counted, and get no answer."""
     assert door.keys is not None
     counter = "kvrelay_refused_tokens_total" if door.name == "data" else "kvrelay_refused_keys_total"
     before = door.worker.counted(counter)
@@ -84,15 +85,15 @@ def wrong_key(door: Door, rng: random.Random) -> None:
 
 
 def garbage(door: Door, rng: random.Random) -> None:
-    """Bytes that are nothing, also behind a right beginning."""
+    """Random bytes, also after a valid greeting."""
     for number in range(30):
-        with door.knock() as connection, contextlib.suppress(OSError):  # it hangs up in the middle
+        with door.knock() as connection, contextlib.suppress(OSError):  # the worker may close the connection
             connection.sendall((b"", zmtp.SIGNATURE, zmtp.greeting(), zmtp.greeting() + zmtp.ready())[number % 4])
             connection.sendall(rng.randbytes(rng.randrange(1, 200_000)))
 
 
 def half_greeting(door: Door, rng: random.Random) -> None:
-    """Falls silent in the middle of the greeting, and must be hung up on."""
+    """A part of the greeting, then silence. The worker must close the connection."""
     connections = [door.knock() for _ in range(20)]
     for connection in connections:
         connection.sendall(zmtp.greeting(b"CURVE")[: rng.randrange(1, 64)])
@@ -100,7 +101,7 @@ def half_greeting(door: Door, rng: random.Random) -> None:
 
 
 def half_frame(door: Door, rng: random.Random) -> None:
-    """A right greeting, then a part of a frame. Without keys it is a peer by then, and leaves by itself."""
+    """A valid greeting, then a part of a frame. With keys in use the worker must close the connection."""
     connections = [door.knock() for _ in range(20)]
     for connection in connections:
         with contextlib.suppress(OSError):
@@ -114,20 +115,20 @@ def half_frame(door: Door, rng: random.Random) -> None:
 
 
 def huge_frame(door: Door, rng: random.Random) -> None:
-    """Announces more than there is memory, and sends a little of it."""
+    """A frame or a command that announces more bytes than there is memory. The worker must close the connection."""
     connections: list[socket.socket] = []
     for nbytes in (2**31, 2**31 + 1, 2**62, 2**63 - 1, 2**63, 2**64 - 1):
         for is_command in (False, True):
             connections.append(door.knock())
             head = zmtp.frame_head(nbytes, is_command=is_command)
             with contextlib.suppress(OSError):
-                # A command ends the handshake; a frame comes behind it.
+                # A frame comes after the handshake, a command within it.
                 connections[-1].sendall(zmtp.greeting() + (b"" if is_command else zmtp.ready()) + head + bytes(100_000))
     _all_hung_up_on(connections)
 
 
 def endless_message(door: Door, rng: random.Random) -> None:
-    """Parts of one message, up to half a gigabyte: each within the bound, the message never whole."""
+    """Up to half a gigabyte of parts of one message, each within the size limit. The worker must close the connection."""
     part = zmtp.frame(rng.randbytes(60_000), has_more=True) * 16
     with door.knock() as connection, contextlib.suppress(OSError):
         connection.sendall(zmtp.greeting() + zmtp.ready())
@@ -144,7 +145,7 @@ def _peer(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
 
 def _say_everything(dealer: zmq.Socket[bytes]) -> None:
     codec = Codec()
-    hello = codec.encode(Hello(role=Role.GATEWAY, peer_id=""))  # no name: never welcome
+    hello = codec.encode(Hello(role=Role.GATEWAY, peer_id=""))  # without a name no peer is welcome
     header = BlockHeader(lease_id=1, epoch=1, block_index=0, payload_nbytes=512, block_hash=bytes(16))
     for frames in (
         [hello],
@@ -153,7 +154,7 @@ def _say_everything(dealer: zmq.Socket[bytes]) -> None:
         [header.pack(memoryview(bytes(512))), bytes(512)],
         [b"", b"", b""],
     ):
-        with contextlib.suppress(zmq.Again):  # refused already: libzmq has no connection to send it on
+        with contextlib.suppress(zmq.Again):  # the connection may be refused already
             dealer.send_multipart(frames, zmq.DONTWAIT)
     dealer.poll(100)
 
@@ -168,7 +169,7 @@ def _all_hung_up_on(connections: list[socket.socket]) -> None:
                     pass
             except TimeoutError:
                 raise AssertionError(f"a stranger was still connected after {TURNED_AWAY_S} s") from None
-            except OSError:  # reset: what it had sent was not read
+            except OSError:  # the worker reset the connection with data unread
                 pass
 
 
@@ -187,7 +188,7 @@ NEED_KEYS = ("wrong key", "endless message")
 async def visit(
     up: Fleet, neighbour: Neighbour, seed: int, num_connections: int, doors: list[Door], crowded: list[Door]
 ) -> str:
-    """Every stranger at all of ``doors``, then crowds at ``crowded``, one at a time; returns the figures.
+    """Send every stranger to all ``doors`` at the same time, then a crowd to each of ``crowded``. Returns the figures.
 
     Raises AssertionError at the first bound that does not hold.
     """
@@ -209,7 +210,7 @@ async def visit(
         what = f"the {worker.role} worker's descriptors are {at_first.num_descriptors} again"
         await asyncio.to_thread(wait_until, is_back, TURNED_AWAY_S, what)
         now = worker.figures()
-        allowed_mib = MAX_GROWTH_MIB + num_connections * MAX_CONNECTION_MIB  # the allocator keeps what it had
+        allowed_mib = MAX_GROWTH_MIB + num_connections * MAX_CONNECTION_MIB  # the allocator keeps freed memory
         growth_mib = now.rss_mib - at_first.rss_mib
         assert growth_mib < allowed_mib, f"the {worker.role} worker grew by {growth_mib:.0f} MiB"
         num_new = _told(worker) - num_lines
@@ -230,14 +231,14 @@ async def visit(
 async def visit_workers(
     directory: Path, keys: Path | None, seed: int, num_connections: int, num_too_many: int = 300
 ) -> str:
-    """Start workers and a neighbour, and send everybody to them."""
+    """Start workers and a neighbour, and send all strangers to them."""
     async with small_fleet(directory, keys=keys) as up:
         doors = doors_of(up, keys)
         async with neighbour_of(up) as neighbour:
             figures = await visit(up, neighbour, seed, num_connections, doors, doors)
             exhausted = [functools.partial(exhaust, door, num_too_many) for door in doors[:2]]
             told = [f"{figure}; " for visiting in exhausted for figure in await neighbour.beside([visiting])]
-        async with neighbour_of(up):  # whoever comes afterwards is let in
+        async with neighbour_of(up):  # after the crowd an honest client is served
             return "".join(told) + figures
 
 
@@ -246,12 +247,12 @@ def _holds_at_most(worker: Member, descriptors: int) -> bool:
 
 
 def _told(worker: Member) -> int:
-    """Lines that are not for debugging."""
+    """The number of a worker's log lines, without debug lines."""
     return sum(" DEBUG " not in line for line in worker.log.read_text(errors="replace").splitlines())
 
 
 def main() -> int:
-    """See the module; one line for workers with keys and one for workers without."""
+    """See the module. Prints one line for workers with keys and one for workers without."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=struct.unpack("<I", os.urandom(4))[0])
     parser.add_argument("--connections", type=int, default=10_000)

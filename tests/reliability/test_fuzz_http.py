@@ -1,7 +1,7 @@
-"""The fuzzing of the gateway's HTTP port, in short.
+"""A short run of the fuzzing of the gateway's HTTP port.
 
-In a process of its own: in pytest's, schemathesis is a plugin whose modules are rewritten when they are first used, beside
-hypothesis that reads its strategies' sources on another thread; CPython 3.11 cannot build two syntax trees at a time.
+It has its own process. In pytest's process schemathesis is a plugin whose modules are rewritten at their first use, while
+hypothesis reads its strategies' sources on another thread. CPython 3.11 cannot build two syntax trees at a time.
 """
 
 from __future__ import annotations
@@ -31,6 +31,6 @@ def test_whatever_is_sent_gets_a_documented_answer_and_hurts_no_neighbour() -> N
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "FAILED" not in done.stdout
-    assert "times 200" in done.stdout  # some of them were served
+    assert "times 200" in done.stdout  # some requests were served
     assert "times 400" in done.stdout
     assert "600 connections with garbage" in done.stdout

@@ -1,4 +1,4 @@
-"""The fuzzing of control messages, in short: a fixed seed, so that what fails fails again."""
+"""A short run of the fuzzing of control messages, with a fixed seed, so that a failure repeats."""
 
 from __future__ import annotations
 

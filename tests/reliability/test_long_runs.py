@@ -1,6 +1,6 @@
-"""Chaos, overload and soak in short, on fake engines: that they run, and that what must hold at any length holds at this one.
+"""Short runs of chaos, overload and soak on fake engines. They check what must hold for a run of any length.
 
-How much goodput is left and how flat memory is cannot be told in seconds on a busy machine: ``make chaos`` and ``make soak`` tell.
+Goodput and the growth of memory cannot be measured in seconds on a busy machine. ``make chaos`` and ``make soak`` measure them.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Frames at a lease table as no honest sender would send them, in any order of events: changed, cut, of two leases, nonsense.
+"""Wrong frames at a lease table, under random events: changed, cut, mixed from two leases, or random bytes.
 
-Whoever sends them has no key and recomputes no checksum. The machine of :mod:`tests.wire.leases.test_leases_at_random` checks
-after each event that the books balance, that every lease ends once, and that a verified lease has the bytes that its sender
-computed.
+Their sender has no key and computes no new checksum. The machine of :mod:`tests.wire.leases.test_leases_at_random` checks after
+each event that the books balance, that every lease ends once, and that a verified lease has the right bytes.
 
-Workers of several ranks receive whole blocks, too, and take apart what is verified.
+Some machines have a worker of several ranks, each of which holds a part of each block.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ NONE = st.just(dict[int, int]())
 
 
 def changed(part: bytes, changes: Changes) -> bytes:
-    """``part`` with some bytes turned, by an exclusive or."""
+    """``part`` with some bytes changed by an exclusive or."""
     wrong = bytearray(part)
     for place, turned in changes.items():
         wrong[place % len(wrong)] ^= turned
@@ -36,7 +35,7 @@ def changed(part: bytes, changes: Changes) -> bytes:
 
 
 class LyingMachine(LeaseMachine):
-    """Plain leases."""
+    """Leases are plain."""
 
     num_rejected = 0
 
@@ -57,9 +56,9 @@ class LyingMachine(LeaseMachine):
     def lie(
         self, one: int, other: int, index: int, piece: int, changes: tuple[Changes, Changes], num_kept: int
     ) -> None:
-        """One lease's header with another's payload, changed and cut; nobody is in the middle of a block meanwhile."""
+        """A frame comes with one lease's header and another's payload, changed and cut. It is only taken if its bytes are right."""
         if self.open:
-            return  # a second thread would wait for the first one's verdict
+            return  # this thread would wait for the open write
         frame = changed(self.grants[one].frames(index, piece=piece)[0], changes[0])
         payload = changed(self.grants[other].frames(index, piece=piece)[1], changes[1])[:num_kept]
         num_rejected = self.num_rejected
@@ -81,22 +80,22 @@ class LyingMachine(LeaseMachine):
 
 
 class SealedLyingMachine(LyingMachine, SealedLeaseMachine):
-    """Sealed ones."""
+    """Leases are sealed."""
 
 
 class TwoGroupsLyingMachine(LyingMachine):
-    """Of a model with two groups of layers."""
+    """The model has two groups of layers."""
 
     pieces = TWO_GROUPS
 
 
 def group_of(layers: tuple[int, ...], size: int) -> KvGroup:
-    """Of four K/V heads."""
+    """A group with four K/V heads."""
     return KvGroup(kind=GroupKind.FULL, layers=layers, num_kv_heads=4, key_size=size, value_size=size, dtype="uint8")
 
 
 class RanksBench(LeaseBench):
-    """A worker of two ranks in each of two stages: each has a quarter of a block."""
+    """A bench of a worker with two ranks in each of two stages. Each rank has a quarter of a block."""
 
     def new_store(self, num_blocks: int) -> Any:
         groups = (group_of((0, 1), 8), group_of((2, 3), 7))
@@ -104,13 +103,13 @@ class RanksBench(LeaseBench):
 
 
 class RanksLyingMachine(TwoGroupsLyingMachine):
-    """Of a worker of several ranks, the same two groups."""
+    """The worker has several ranks, and the model two groups of layers."""
 
     bench_class = RanksBench
 
 
 class SealedRanksLyingMachine(RanksLyingMachine, SealedLeaseMachine):
-    """Sealed ones."""
+    """Leases are sealed, and the worker has several ranks."""
 
 
 TestLyingFramesToRanks = RanksLyingMachine.TestCase

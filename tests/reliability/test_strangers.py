@@ -1,4 +1,4 @@
-"""Strangers at every port of real workers, in short; and what nobody may ever read in a log."""
+"""A short run of strangers at every port of real workers, and a check that no log contains the data port's token."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from .neighbour import neighbour_of, small_fleet
 from .strangers import visit, visit_workers
 
 pytestmark = pytest.mark.timeout(120)
-FAKE_TOKEN_NBYTES = 1024  # what small_fleet() leaves as it is
+FAKE_TOKEN_NBYTES = 1024  # the default, which small_fleet() uses
 NUM_CONNECTIONS = 400
 NUM_TOO_MANY = 150
 
 
 async def test_with_keys_nobody_else_comes_in(tmp_path: Path) -> None:
-    """Logs at their most talkative: the token of the data port must not be in them."""
+    """Strangers visit all ports. Only a prefill worker gets the data port's token, and no log contains it at debug level."""
     keys = tmp_path / "keys"
     make_keys(keys)
     async with small_fleet(tmp_path, keys=keys, log_level="debug") as up:
@@ -52,7 +52,7 @@ async def test_without_keys_strangers_are_bounded(tmp_path: Path) -> None:
 
 
 def _welcome_of(door: Door, role: Role) -> Welcome:
-    """What the decode worker tells a peer of that role."""
+    """The decode worker's Welcome to a peer of this role."""
     assert door.keys is not None
     layout = fake_card(model_id="fake-model", block_size=16, token_nbytes=FAKE_TOKEN_NBYTES, vocab_size=VOCAB).layout
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:

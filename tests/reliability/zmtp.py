@@ -1,4 +1,4 @@
-"""ZMTP 3.1 (RFC 37) by hand, for peers that libzmq would not let us be: greetings, commands and frames as bytes."""
+"""Greetings, commands and frames of ZMTP 3.1 (RFC 37) as bytes, for peers that break the protocol as libzmq never does."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def frame(body: bytes, *, has_more: bool = False) -> bytes:
 
 
 def frame_head(nbytes: int, *, has_more: bool = False, is_command: bool = False) -> bytes:
-    """What announces a frame of ``nbytes``; from 256 bytes in the long form."""
+    """The head of a frame of ``nbytes``, in the long form from 256 bytes on."""
     flags = (_MORE if has_more else 0) | (_COMMAND if is_command else 0)
     return bytes([flags, nbytes]) if nbytes < 256 else bytes([flags | _LONG]) + struct.pack(">Q", nbytes)
 

@@ -1,1 +1,1 @@
-"""The whole of kvrelay in one thread and in virtual time: what happens, happens in an order that a seed decides and can repeat."""
+"""All of kvrelay in one thread and in virtual time. A seed decides the order of events, so that every run can be repeated."""

@@ -1,7 +1,7 @@
 """Virtual time, and processes that can be killed, stopped and continued between any two callbacks.
 
-An asyncio loop whose clock jumps to the next timer when nothing is left to do. Every callback belongs to the process in whose
-context it was scheduled; what a killed process has scheduled is never run, what a stopped one has scheduled waits.
+The clock of the asyncio loop jumps to the next timer when no callback is ready. Every callback belongs to the process in whose
+context it was scheduled. Callbacks of a killed process never run; callbacks of a stopped process wait until it resumes.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _THREAD_HOP_S = 0.002  # at most, from another thread to the loop's
 
 @contextlib.contextmanager
 def no_real_clock(problems: list[str]) -> Iterator[None]:
-    """Let whoever in kvrelay reads the real clock, or sleeps by it, fail. Others, as libraries, read it as ever.
+    """Make kvrelay's own code fail when it reads the real clock or sleeps by it. Libraries may still read it.
 
-    ``problems`` gets it as well, as the worker may take the failure for one of a step.
+    The failure is also added to ``problems``, because a worker may take the exception for a failed step.
     """
-    # A deployment that another test of this process left running has threads of its own, which live by the real clock.
+    # Threads that an earlier test left running may read the real clock.
     others = {thread.ident for thread in threading.enumerate()} - {threading.get_ident()}
 
     def guarded(name: str) -> Callable[..., Any]:
@@ -53,7 +53,7 @@ def no_real_clock(problems: list[str]) -> Iterator[None]:
 
 
 class ProcessState(enum.Enum):
-    """What a process does."""
+    """Whether a process runs."""
 
     RUNNING = "running"
     STOPPED = "stopped"  # SIGSTOP
@@ -68,18 +68,18 @@ class Process:
         self.state = ProcessState.RUNNING
         self.loop = loop
         self.hopped_s = 0.0  # when the last call from another thread arrives
-        self.ahead_s = 0.0  # how far the model's thread is in a step that takes time, while the loop stands still
-        self._told_s = 0.0  # when the last call from there arrives
+        self.ahead_s = 0.0  # how far the model thread is ahead of the loop, in a step that takes time
+        self._told_s = 0.0  # when the last call from such a step arrives
         self._parked: list[tuple[_Call, contextvars.Context]] = []
         self.context = contextvars.copy_context()
         self.context.run(_PROCESS.set, self)
 
     def clock(self) -> float:
-        """What its threads read."""
+        """The time that the process's threads read."""
         return self.loop.now_s + self.ahead_s
 
     def hop(self, delay_s: float) -> float:
-        """When a call from another thread arrives that takes so long: behind those before, but not behind a step under way."""
+        """Returns when a call from another thread arrives: after earlier calls, but it does not wait for a step under way."""
         if self.ahead_s > 0:
             self._told_s = max(self._told_s, self.clock() + delay_s) + 1e-9
             return self._told_s
@@ -87,34 +87,34 @@ class Process:
         return self.hopped_s
 
     def end_step(self) -> None:
-        """The time of the step has passed."""
+        """The step has taken its time: later calls arrive after those that the step made."""
         self.hopped_s = max(self.hopped_s, self._told_s)
 
     def kill(self) -> None:
-        """Nothing of it runs from now on."""
+        """The process runs no further callback."""
         self.state = ProcessState.DEAD
 
     def stop(self) -> None:
-        """It holds still."""
+        """The process runs no callback until it resumes."""
         if self.state is ProcessState.RUNNING:
             self.state = ProcessState.STOPPED
 
     def resume(self) -> None:
-        """It goes on with what came meanwhile."""
+        """A stopped process runs the callbacks that waited, and all later ones."""
         if self.state is ProcessState.STOPPED:
             self.revive()
 
     def revive(self) -> None:
-        """It goes on, even if it was killed: when a world ends, so that all its tasks can."""
+        """The process goes on, even if it was killed. At the end of a world all tasks must be able to end."""
         self.state = ProcessState.RUNNING
         parked, self._parked = self._parked, []
         for call, context in parked:
             self.loop.call_soon(self._run_parked, call, context=context)
 
     def run(self, call: _Call) -> None:
-        """Run a callback of this process: now, or when it goes on."""
+        """Run a callback of this process now, or keep it until the process resumes."""
         if self.state is ProcessState.RUNNING:
-            self.loop.count_event()  # what was to happen before it may be this process's end
+            self.loop.count_event()  # a trigger before this event may stop or kill this process
         if self.state is ProcessState.RUNNING:
             call.callback(*call.args)
             self.loop.after_event(self)
@@ -122,7 +122,7 @@ class Process:
             self._parked.append((call, contextvars.copy_context()))
 
     def _run_parked(self, call: _Call) -> None:
-        # What ran before it after the stop may have called it off.
+        # A callback that ran after the process resumed may have cancelled this one.
         if call.handle is None or not call.handle.cancelled():
             call.callback(*call.args)
             self.loop.after_event(self)
@@ -130,7 +130,7 @@ class Process:
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """A callback on its way."""
+    """A scheduled callback."""
 
     callback: Callable[..., Any]
     args: tuple[Any, ...]
@@ -148,7 +148,7 @@ def current_process() -> Process:
 
 
 class _JumpingSelector(selectors.DefaultSelector):
-    """Never waits: passes the time to wait to ``jump``."""
+    """Never waits: it passes the time it would wait to ``jump``."""
 
     def __init__(self, jump: Callable[[float | None], None]) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ class _JumpingSelector(selectors.DefaultSelector):
 
 
 class _InlineExecutor(ThreadPoolExecutor):
-    """Runs at once what would run on another thread."""
+    """Runs a call at once instead of on another thread."""
 
     def submit(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()
@@ -174,18 +174,18 @@ class _InlineExecutor(ThreadPoolExecutor):
 
 
 class SimLoop(asyncio.SelectorEventLoop):
-    """The loop. ``random`` decides all that is left to chance."""
+    """The loop of a world. All chance comes from its ``random``."""
 
     def __init__(self, seed: int) -> None:
         self.now_s = 1000.0
         self.random = random.Random(seed)
         self.step_s = 0.004  # of a model, at most
         self.num_events = 0
-        self.triggers: dict[int, Callable[[], None]] = {}  # by event: what happens right before it
+        self.triggers: dict[int, Callable[[], None]] = {}  # by number of the event: called right before it
         self.after_event: Callable[[Process], None] = lambda _: None
         super().__init__(_JumpingSelector(self._jump))
         self.set_default_executor(_InlineExecutor(1))
-        # All are kept: what a killed process was doing must not end when the garbage happens to be collected.
+        # All tasks are kept: else the garbage collector would end those of a killed process at some moment.
         self.tasks: list[asyncio.Task[Any]] = []
         self.set_task_factory(self._make_task)
 
@@ -204,7 +204,7 @@ class SimLoop(asyncio.SelectorEventLoop):
         return self.now_s
 
     def count_event(self) -> None:
-        """A callback of some process is about to run."""
+        """Count a callback that is about to run, and call the trigger of its number."""
         self.num_events += 1
         if (trigger := self.triggers.pop(self.num_events, None)) is not None:
             trigger()
@@ -236,7 +236,7 @@ class SimLoop(asyncio.SelectorEventLoop):
     def call_soon_threadsafe(
         self, callback: Callable[..., Any], *args: Any, context: contextvars.Context | None = None
     ) -> asyncio.Handle:
-        """See asyncio: a little later, as from another thread, in order."""
+        """See asyncio. The call arrives a little later, in order, as calls from another thread do."""
         process = (context or contextvars.copy_context()).get(_PROCESS)
         if process is None:
             return super().call_soon_threadsafe(callback, *args, context=context)

@@ -1,11 +1,11 @@
-"""Closed loops on a prefill and a decode worker of one core each, beside workers that do both, in virtual time.
+"""Closed loops in virtual time: a prefill and a decode worker of one core each, compared with workers that do both.
 
-Whoever has two devices may split them in three ways (:class:`Split`): two pools, one worker of both devices, or two workers that
-do both on a device each. One worker of both is the harder one to meet: it computes each prompt twice as fast as any one device can.
+Two devices can be split in three ways (:class:`Split`): two pools, one worker on both devices, or a worker that does both on each
+device. One worker on both devices is the hardest to match: it computes each prompt twice as fast as a single device.
 
-The loads of ``benchmarks/split.py`` that a fake engine's 4,096 tokens hold, in seconds instead of minutes: what routing and
-scheduling make of them, without what a machine adds. Steps take about what the demo model's take on a core. Run it for the table:
-``python -m tests.simulation.closed_loops``.
+The loads are those of ``benchmarks/split.py`` that fit a fake engine's 4,096 tokens. The results show routing and scheduling alone,
+without a machine's noise. A step takes about as long as the demo model's on a core.
+``python -m tests.simulation.closed_loops`` prints the table.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _WARM_UP_S = 3.0
 
 @dataclass(frozen=True)
 class Loop:
-    """So many clients, each with its next request behind its last one; means of normal lengths, which deviate by a quarter."""
+    """Each client sends its next request when the last one ends. Lengths are normal, with a deviation of a quarter of the mean."""
 
     num_clients: int
     num_requests: int
@@ -40,7 +40,7 @@ class Loop:
     answer_len: int
 
     def requests(self, chance: random.Random) -> list[Arrival]:
-        """What they ask for."""
+        """Draw the lengths of all requests."""
 
         def drawn(mean: int, most: int) -> int:
             return min(most, max(2, int(chance.gauss(mean, mean / 4))))
@@ -70,16 +70,16 @@ ONE_EACH = Split(0, 2)
 
 @dataclass(frozen=True)
 class Result:
-    """Of one loop."""
+    """What one loop measured."""
 
     ttft_p50_s: float
     gap_p99_s: float
     run_s: float
-    ways: dict[tuple[str, str], int]  # of prompts, and why
+    ways: dict[tuple[str, str], int]  # number of prompts by (way, reason)
 
 
 def run(loop: Loop, split: Split, itl_budget_ms: float | None, seed: int = 1) -> Result:
-    """One loop to its end."""
+    """Run one loop to its end."""
     speed = split.speed
     machines = Machines(
         num_blocks=4096,

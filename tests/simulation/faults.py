@@ -1,4 +1,4 @@
-"""What can go wrong in a world, by name."""
+"""The faults that can happen in a world."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def kill(name: str) -> Fault:
 
 
 def kill_ranks(name: str, *numbers: int) -> Fault:
-    """SIGKILL of some ranks of a worker that has several, and not of its leader."""
+    """SIGKILL of some ranks of a worker with several ranks. The leader lives on."""
     return _to_ranks(name, lambda ranks: ranks.kill(*numbers))
 
 
 def hang_ranks(name: str, *numbers: int) -> Fault:
-    """SIGSTOP of the same."""
+    """SIGSTOP of some ranks of a worker with several ranks."""
     return _to_ranks(name, lambda ranks: ranks.hang(*numbers))
 
 
@@ -56,7 +56,7 @@ def drain(name: str) -> Fault:
 
 
 def cut(one: str, other: str) -> Fault:
-    """A connection breaks, and both ends hear of it."""
+    """The control connection between two members breaks, and both ends notice it."""
 
     def fault(world: World) -> None:
         for connection in connections_between(world, one, other):
@@ -66,7 +66,7 @@ def cut(one: str, other: str) -> Fault:
 
 
 def freeze(one: str, other: str) -> Fault:
-    """Nothing gets through any more, and nobody hears of it."""
+    """The control connection between two members delivers nothing more, and neither end notices it."""
 
     def fault(world: World) -> None:
         for connection in connections_between(world, one, other):
@@ -76,7 +76,7 @@ def freeze(one: str, other: str) -> Fault:
 
 
 def senders_between(world: World, prefill: str, decode: str) -> list[SimSender]:
-    """Who sends KV blocks from one worker to another, by their names."""
+    """The block senders from a prefill worker to a decode worker, by the workers' names."""
     return [
         sender
         for sender in world.wires.senders
@@ -85,7 +85,7 @@ def senders_between(world: World, prefill: str, decode: str) -> list[SimSender]:
 
 
 def cut_blocks(prefill: str, decode: str) -> Fault:
-    """The connection for KV blocks breaks, and no other. The sending end hears of it."""
+    """Only the connection for KV blocks breaks, and the sender notices it."""
 
     def fault(world: World) -> None:
         for sender in senders_between(world, prefill, decode):
@@ -95,7 +95,7 @@ def cut_blocks(prefill: str, decode: str) -> Fault:
 
 
 def freeze_blocks(prefill: str, decode: str) -> Fault:
-    """No KV block gets through any more, all else does, and nobody hears of it."""
+    """Only the connection for KV blocks delivers nothing more, and neither end notices it."""
 
     def fault(world: World) -> None:
         for sender in senders_between(world, prefill, decode):

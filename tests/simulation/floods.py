@@ -1,7 +1,7 @@
-"""API keys flood a deployment; what becomes of the others' requests, and of their own.
+"""Floods from some API keys: how long their requests and those of other keys wait.
 
-All runs through the real gateways, workers and schedulers, in virtual time, at the pace of :mod:`.pools`. Floods begin when the
-others have been served for some seconds. Run it for the table: ``python -m tests.simulation.floods [seconds] [seeds]``.
+Requests run through the real gateways, workers and schedulers, in virtual time, at the pace of :mod:`.pools`. A flood begins after
+the warm-up. ``python -m tests.simulation.floods [seconds] [seeds]`` prints the table.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from .world import VOCAB, World, living
 
 NUM_PREFILLS, NUM_DECODES, NUM_GATEWAYS = 2, 4, 2
 OTHERS = ("a", "b", "c", "d")
-PROMPT_LEN, ANSWER_LEN = 400, 64  # on average, from half to one and a half of it
-WARM_UP_S = 5.0  # in which workers and gateways learn what they cost: not counted
-_STEP_TOKENS = 512  # of a prefill worker's full steps
+PROMPT_LEN, ANSWER_LEN = 400, 64  # means; lengths are between half and one and a half of them
+WARM_UP_S = 5.0  # not counted: workers and gateways learn what requests cost
+_STEP_TOKENS = 512  # of a prefill worker's full step
 PREFILL_TOKENS_PER_S = NUM_PREFILLS * _STEP_TOKENS / (PACE.step_s + _STEP_TOKENS * PACE.token_s)  # of all, at most
 
 
 @dataclass(frozen=True)
 class Client:
-    """Requests of one API key, as a Poisson process."""
+    """Requests of one API key, which arrive as a Poisson process."""
 
     key: str
     per_s: float
@@ -40,13 +40,13 @@ class Client:
 
     @property
     def floods(self) -> bool:
-        """Whether it alone asks for more than the workers compute."""
+        """Whether its prompts alone are more than all prefill workers can compute."""
         return self.per_s * PROMPT_LEN > PREFILL_TOKENS_PER_S
 
 
 @dataclass
 class Outcome:
-    """What came of one request."""
+    """One request and the time of its first token."""
 
     client: Client
     begun_s: float
@@ -61,7 +61,7 @@ class Outcome:
 
 @dataclass
 class Result:
-    """Of one run."""
+    """The outcomes of one run."""
 
     outcomes: list[Outcome] = field(default_factory=list)
 
@@ -79,10 +79,10 @@ class Result:
         return len(times) / (times[-1] - times[0])
 
     def shares(self) -> list[float]:
-        """Of each request its time to first token, as a multiple of its fair share.
+        """Each request's time to first token, as a multiple of its fair time.
 
-        That is what it would be on a worker of its key alone, which computes one prompt behind the other, and of what all prefill
-        workers do as much as the key's weight is of all weights.
+        The fair time is that on a worker for this key alone, which computes one prompt after the other. That worker has the key's
+        share (its weight over the sum of all weights) of all prefill workers' speed.
         """
         weights = {one.client.key: one.client.weight for one in self.outcomes}
         free_s = dict.fromkeys(weights, 0.0)
@@ -100,9 +100,9 @@ class Result:
 
 
 def run(clients: Sequence[Client], seconds: float, *, has_keys: bool = True, seed: int = 1) -> Result:
-    """Let them ask for so long; returns when all have an end. ``has_keys``: else the gateways know no keys, and no weights.
+    """Let clients send requests for ``seconds`` after the warm-up, and wait until all have ended.
 
-    Those who flood begin behind the warm-up, whose requests are not in the result.
+    Floods begin after the warm-up, whose requests are not in the result. Without ``has_keys`` the gateways know no keys or weights.
     """
     result = Result()
     with living(lambda: World(seed, NUM_PREFILLS, NUM_DECODES, NUM_GATEWAYS, MACHINES, RelaySettings())) as world:
@@ -156,7 +156,7 @@ async def _ask(
 
 
 def main(seconds: float = 30.0, seeds: float = 3) -> None:
-    """Print the table, of several runs together."""
+    """Print the table; each row joins the runs of all seeds."""
     print("| clients | whose requests | TTFT p50 | p90 | longest | first tokens/s | most of a fair share |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for name, clients, has_keys in CASES:

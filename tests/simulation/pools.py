@@ -1,7 +1,7 @@
-"""Two pools against one: how many requests meet a promise of latency with prompts handed over, colocated, or each its best way.
+"""Goodput of three policies: hand over every prompt, colocate prefill and decode, or choose the sooner way for each prompt.
 
-All runs through the real gateway, workers and schedulers, in virtual time; a step takes what the fake engine's pace says, 20 ms and
-0.4 ms for each token of a prompt. Run it for the table: ``python -m tests.simulation.pools``.
+A request counts if it meets the latency promise. Requests run through the real gateway, workers and schedulers, in virtual time.
+A step takes 20 ms, and 0.4 ms more for each prompt token. ``python -m tests.simulation.pools`` prints the table.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Mix:
-    """What clients ask for: so many requests a second for each worker there is, of such lengths on average."""
+    """A load: the rate of requests for each worker, and the mean lengths of prompts and answers."""
 
     name: str
     per_worker_s: float
     prompt_len: int
     answer_len: int
-    burst_every_s: float = 0.0  # besides, prompts that come together, one for each worker …
-    burst_prompt_len: int = 0  # … of this length, with the same answers
+    burst_every_s: float = 0.0  # period of bursts: one more prompt for each worker, all at the same moment
+    burst_prompt_len: int = 0  # mean length of the prompts in a burst
 
     def arrivals(self, num_workers: int, seconds: float, chance: random.Random) -> Iterator[Arrival]:
-        """A Poisson process, with lengths from half to one and a half of the mean, and the bursts."""
+        """A Poisson process and the bursts. Lengths are between half and one and a half of the mean."""
         at_s = 0.0
         while (at_s := at_s + chance.expovariate(self.per_worker_s * num_workers)) < seconds:
             yield self._drawn(at_s, self.prompt_len, chance)
@@ -83,7 +83,7 @@ MIXES = (
 
 @dataclass(frozen=True)
 class Pools:
-    """A way to divide workers."""
+    """A number of workers of each role, and the gateway's policy."""
 
     name: str
     num_prefills: int
@@ -92,7 +92,7 @@ class Pools:
 
 
 def ways(num_prefills: int, num_decodes: int) -> tuple[Pools, Pools, Pools]:
-    """All handed over, all colocated, and each prompt the way that is sooner; on as many workers."""
+    """The three policies on the same number of workers."""
     return (
         Pools("disaggregated", num_prefills, num_decodes, "fallback"),
         Pools("colocated", 0, num_prefills + num_decodes),
@@ -102,7 +102,7 @@ def ways(num_prefills: int, num_decodes: int) -> tuple[Pools, Pools, Pools]:
 
 @dataclass
 class Outcome:
-    """What came of one request."""
+    """The times of one request's tokens."""
 
     begun_s: float
     token_s: list[float] = field(default_factory=list)
@@ -119,21 +119,21 @@ class Outcome:
 
     @property
     def is_good(self) -> bool:
-        """Whether it met the promise."""
+        """Whether the request met the latency promise."""
         return self.is_finished and self.ttft_s <= TTFT_S and self.gap_p99_s <= GAP_P99_S
 
 
 @dataclass(frozen=True)
 class Result:
-    """Of one mix on one division of workers."""
+    """The outcomes of one mix under one policy."""
 
     outcomes: list[Outcome]
-    ways: dict[tuple[str, str], int]  # of prompts, and why
+    ways: dict[tuple[str, str], int]  # number of prompts by (way, reason)
     seconds: float
 
     @property
     def goodput(self) -> float:
-        """Requests a second that met the promise."""
+        """Requests per second that met the latency promise."""
         return sum(one.is_good for one in self.outcomes) / self.seconds
 
     def median(self, read: Callable[[Outcome], float]) -> float:
@@ -142,7 +142,7 @@ class Result:
 
 
 def run(pools: Pools, mix: Mix, seconds: float, seed: int = 1, machines: Machines = MACHINES) -> Result:
-    """Requests come for so long, to workers that have computed a few others; returns when all have ended."""
+    """Warm the workers up, send the mix's requests for ``seconds``, and wait until all have ended."""
     relay = RelaySettings(local_prefill=pools.local_prefill)
     with living(lambda: World(seed, pools.num_prefills, pools.num_decodes, 1, machines, relay)) as world:
         calm(world)
@@ -176,14 +176,14 @@ def run(pools: Pools, mix: Mix, seconds: float, seed: int = 1, machines: Machine
 
 
 def calm(world: World) -> None:
-    """A network and machines that have nothing against anybody."""
+    """Make all delays of the network and of threads short."""
     wires = world.wires
     world.loop.step_s = wires.message_s = wires.send_s = wires.receive_s = 0.0005
     wires.long_delays = 0.0
 
 
 async def ask(world: World, request_id: str, arrival: Arrival, outcome: Outcome) -> None:
-    """One request to the first gateway, with a prompt of its own, until its end."""
+    """Send one request with its own random prompt to gateway g0, and wait for its end."""
     chance = random.Random(request_id)
     prompt = chance.choices(range(VOCAB), k=arrival.prompt_len)
 
@@ -197,7 +197,7 @@ async def ask(world: World, request_id: str, arrival: Arrival, outcome: Outcome)
     request = GenerationRequest(request_id, prompt, sampling, RequestTimings(outcome.begun_s))
     relay = world.members["g0"].relay
     assert relay is not None
-    with contextlib.suppress(ApiError):  # it is not finished
+    with contextlib.suppress(ApiError):  # then ``is_finished`` stays False
         await relay.run(request, take)
 
 

@@ -1,9 +1,9 @@
-"""A worker of several ranks and stages in virtual time: each rank is a process with its pieces of all blocks, and may die or hang.
+"""A worker of several ranks and stages in virtual time. Each rank is a process that may die or hang.
 
-Real are the cut, fragments, the store that puts blocks together and takes them apart, plans as messages, and whoever schedules
-several steps at a time. A rank is a fake engine that keeps, and reads back, its own layers and heads only. Stages compute a step at
-moments of their own, at the latest when somebody waits for its tokens. A step that needs a rank which is gone does not end before
-the leader hears of that. Between workers blocks travel whole: the network knows nothing of ranks.
+The cut, the fragments, the gathered store, the plans' messages and the scheduling of several steps at a time are real code. A rank
+is a fake engine that writes and reads back only its own layers and heads. Stages compute a step at random moments, at the latest
+when the leader waits for its tokens. A step that needs a lost rank ends only when the leader notices the loss. Workers exchange
+whole blocks: the simulated network does not know ranks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _NUM_LAYERS = 4
 _NUM_HEADS = 2
 _TOKEN_NBYTES = 32  # of all layers of a group
 _STAGE_S = 0.004  # what a stage takes for a step, at most
-_NOTICE_S = 0.5  # how much later a leader hears of a rank's end, at most; of one that hangs after SILENT_S
+_NOTICE_S = 0.5  # a leader notices a dead rank within this time, and a hanging one after SILENT_S
 _MOMENT_S = 1e-6
 
 Bytes = npt.NDArray[np.uint8]
@@ -54,7 +54,7 @@ class Shape:
 
 
 def layered_card(*, num_blocks: int, block_size: int, vocab_size: int, windows: tuple[Window | None, ...]) -> ModelCard:
-    """A fake engine's card whose tokens have layers and heads, which can be cut; groups take layers in turns."""
+    """A fake engine's card whose K/V has layers and heads, so that it can be cut. Groups take the layers in turns."""
     card = fake_card(num_blocks=num_blocks, block_size=block_size, vocab_size=vocab_size, windows=windows)
     groups = []
     for number, window in enumerate(windows):
@@ -72,14 +72,14 @@ def layered_card(*, num_blocks: int, block_size: int, vocab_size: int, windows: 
 
 
 class PartEngine(FakeEngine):
-    """One rank's: of what a fake engine writes to a block, it has the bytes that are its own."""
+    """The engine of one rank. It keeps only the rank's own bytes of each block."""
 
     def __init__(self, card: ModelCard, cut: Cut) -> None:
         super().__init__(card)
         geometry = card.layout.geometry
         self._block_size = geometry.block_size
         self.own: Bytes = np.zeros((self.store.num_blocks, own_nbytes(geometry, cut)), dtype=np.uint8)
-        # By group: where each byte of a whole block lies in the rank's; -1: on another rank.
+        # By group: the place of each byte of a whole block in the rank's own bytes; -1 if another rank has it.
         self._places = [np.full(geometry.physical_nbytes, -1, dtype=np.int64) for _ in geometry.groups]
         for group, places in enumerate(self._places):
             for one in taken(geometry, cut, group):
@@ -108,7 +108,7 @@ class PartEngine(FakeEngine):
 
 @dataclass(frozen=True)
 class _OwnBytes:
-    """A rank's bytes of some positions, to be written."""
+    """A slice of some positions to which a fake engine writes; the rank stores only its own bytes."""
 
     own: Bytes
     places: npt.NDArray[np.int64]
@@ -122,7 +122,7 @@ class _Rank:
     cut: Cut
     engine: PartEngine
     process: Process
-    plans: list[bytes] = field(default_factory=list)  # all that it was sent
+    plans: list[bytes] = field(default_factory=list)  # all plans that it was sent
     num_computed: int = 0  # steps
 
 
@@ -145,17 +145,17 @@ class SimStep:
 
 
 class RankedSimEngine:
-    """Implements Engine: the leader's end of all ranks. The first one is in the leader's process."""
+    """Implements Engine: the leader's view of all ranks. Rank 0 is in the leader's process."""
 
     adapters = None
     runs_ahead = False
 
     def __init__(self, card: ModelCard, shape: Shape, leader: Process, problems: list[str]) -> None:
-        """``problems``: hears of K/V that is not its tokens'."""
+        """A rank that reads K/V of other tokens adds that to ``problems``."""
         self.card = card
         self.num_stages = shape.num_stages
         self.lost: str | None = None
-        self._hears_s = math.inf  # when the leader hears of the first rank that is gone
+        self._hears_s = math.inf  # when the leader notices the first lost rank
         self._loop = leader.loop
         self._leader = leader
         self._problems = problems
@@ -171,9 +171,9 @@ class RankedSimEngine:
         geometry = card.layout.geometry
         parts = [HostPart(rank.engine.own) for rank in self._ranks]
         self.store = GatheredStore(geometry, card.num_blocks * len(geometry.groups), parts, shape.num_stages)
-        self._results: list[list[RowResult]] = []  # by step, as the last stage tells them
+        self._results: list[list[RowResult]] = []  # by step, from the last stage
         self.num_launched = 0
-        self.most_at_once = 0  # steps that were under way
+        self.most_at_once = 0  # most steps under way at a time
 
     def launch(self, plan: StepPlan) -> SimStep:
         """See Engine."""
@@ -183,13 +183,13 @@ class RankedSimEngine:
             rank.plans.append(message)
         number, self.num_launched = self.num_launched, self.num_launched + 1
         self.most_at_once = max(self.most_at_once, number + 1 - len(self._results))
-        if not self._run_stage(0):  # it waits for its ranks, in a collective
+        if not self._run_stage(0):  # the first stage waits for its ranks in a collective
             self._fail()
         self._soon(1)
         return SimStep(self, number)
 
     def results(self, number: int) -> list[RowResult]:
-        """Of a step. Raises DeviceFailedError if a rank that it needs is gone."""
+        """The results of a step. Raises DeviceFailedError if the step needs a lost rank."""
         while len(self._results) <= number:
             if not any(map(self._run_stage, range(self.num_stages))):
                 self._fail()
@@ -215,13 +215,13 @@ class RankedSimEngine:
             rank.process.kill()
 
     def kill(self, *numbers: int) -> None:
-        """SIGKILL of these ranks. The leader hears of it a little later."""
+        """SIGKILL of these ranks. The leader notices it a little later."""
         for number in numbers:
             self._ranks[number].process.kill()
         self._hear(self._loop.random.uniform(0, _NOTICE_S))
 
     def hang(self, *numbers: int) -> None:
-        """SIGSTOP of these ranks. The leader hears nothing, until it takes that for an answer."""
+        """SIGSTOP of these ranks. The leader takes them for lost after ``SILENT_S``."""
         for number in numbers:
             self._ranks[number].process.stop()
         self._hear(SILENT_S)
@@ -235,13 +235,13 @@ class RankedSimEngine:
         self.lost = self.lost or f"rank {gone[0]} is gone"
 
     def _fail(self) -> NoReturn:
-        """A step waits for a rank that is gone, until the leader hears of that."""
+        """The step waits until the leader notices the lost rank, and fails."""
         assert self._hears_s < math.inf, "a step does not end, and all ranks are there"
         self._leader.ahead_s = max(self._leader.ahead_s, self._hears_s - self._loop.now_s + _MOMENT_S)
         raise DeviceFailedError("the step waited for a rank that is gone")
 
     def _soon(self, stage: int) -> None:
-        """At some moment a stage looks for a step that it can compute."""
+        """After a random delay the stage computes its next step if it can."""
         if stage < self.num_stages:
             process = next(rank.process for rank in self._ranks if rank.cut.stage == stage)
             when_s = self._loop.now_s + self._loop.random.uniform(0, _STAGE_S)
@@ -252,7 +252,7 @@ class RankedSimEngine:
             self._soon(stage + 1)
 
     def _run_stage(self, stage: int) -> bool:
-        """Compute its next step, if the stage in front has, and all of its ranks are there to meet."""
+        """Compute the stage's next step if the stage before has computed it and all ranks of this stage run."""
         ranks = [rank for rank in self._ranks if rank.cut.stage == stage]
         in_front = [rank for rank in self._ranks if rank.cut.stage == stage - 1]
         number = ranks[0].num_computed

@@ -1,4 +1,4 @@
-"""What the simulation's own clock promises."""
+"""Code of kvrelay that reads the real clock in virtual time is found."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A prefill and a decode worker of a device each, beside workers that do both: neither waits while the other has prompts."""
+"""Closed loops: a prefill and a decode worker on a device each are about as fast as workers that do both."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .closed_loops import LOOPS, ONE_EACH, ONE_OF_BOTH, POOLS, run
 
 @pytest.mark.parametrize(("name", "most_ttft", "most_run"), [("64x300", 2.0, 1.2), ("8x3000", 1.25, 1.2)])
 def test_without_a_budget_two_pools_come_near_one(name: str, most_ttft: float, most_run: float) -> None:
-    """A batch that seemed full by what was counted twice, or a decode worker that nobody tried, made it two to six times."""
+    """Tokens counted twice in a batch, or an idle decode worker, would make two pools two to six times as slow."""
     two, one = (run(LOOPS[name], split, itl_budget_ms=0) for split in (POOLS, ONE_OF_BOTH))
     assert two.ttft_p50_s <= most_ttft * one.ttft_p50_s
     assert two.run_s <= most_run * one.run_s

@@ -1,7 +1,6 @@
-"""One request, and one fault right before each single thing that happens while it runs.
+"""One request, and one fault right before each event of its life: queue, offer, grant, shipping, commit, verdict and decoding.
 
-The request passes queue, offer, grant, shipping, commit, verdict and decoding; with a spare worker of each role, no fault of a
-worker or of the network may cost more than time.
+There is a spare worker of each role. A fault of one worker or of the network may delay the request, but the client gets its answer.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from .world import Client, World, running
 PROMPT = list(range(1, 40))
 NUM_TOKENS = 12
 SEED = 7
-WINDOWS = (None, 10)  # of two groups of layers: blocks also fall out of a window
-AT_ONCE_S = 3.0  # of a request that needs another attempt; nothing of what waits for a time-out is over by then
+WINDOWS = (None, 10)  # two groups of layers, the second with a window that blocks fall out of
+AT_ONCE_S = 3.0  # enough for a request with a second attempt, and shorter than the time-outs of peers and verdicts
 NO_VERDICT_S = TransferSettings().verify_timeout_s
-# Every so many moments, by hypothesis's profile; each fault begins at another one.
+# Each fault is tried at every STRIDE-th event, by hypothesis's profile. Each fault begins at another event.
 STRIDE = {"fast": 60, "all": 20, "fuzz": 1}[settings.get_current_profile_name()]
 FULL_STRIDE = min(STRIDE, 20)  # of tests that count what they struck; `make test` leaves them out
 FAST = ("kill p0", "drain p0", "stop d0", "cut p0 d0", "freeze g0 d0", "cut blocks p0 d0")  # of the faults
@@ -40,7 +39,7 @@ WORKER_FAULTS: dict[str, Fault] = {
 
 @pytest.fixture(scope="module")
 def moments() -> range:
-    """The events of the undisturbed request."""
+    """The numbers of the events while an undisturbed request runs."""
     with running(SEED, windows=WINDOWS) as world:
         first = world.loop.num_events + 1
         client = world.submit("g0", PROMPT, NUM_TOKENS)
@@ -55,11 +54,11 @@ def moments() -> range:
 
 
 def struck(moment: int, fault: Fault, *, seal_kv: bool = False) -> tuple[World, Client]:
-    """The world after ``fault`` came right before event ``moment``, everything settled and checked."""
+    """Run a request with ``fault`` right before event ``moment``; settle and check the world."""
     with running(SEED, windows=WINDOWS, seal_kv=seal_kv) as world:
         world.loop.triggers[moment] = lambda: fault(world)
         client = world.submit("g0", PROMPT, NUM_TOKENS, defers=moment % 4 > 1)
-        world.advance(12.0)  # longer than silence is borne
+        world.advance(12.0)  # longer than a silent peer is tolerated
         assert moment not in world.loop.triggers, "the fault never came"
         world.settle()
         world.check()
@@ -79,7 +78,7 @@ def test_a_worker_or_a_connection_fails_and_the_client_sees_nothing(name: str, m
 
 @pytest.mark.full
 def test_a_broken_connection_for_blocks_is_noticed_at_once_and_no_worker_counts_as_lost(moments: range) -> None:
-    """Not by a time-out: all workers are well, and so are their links to the gateway."""
+    """All connections for KV blocks break. The request finishes within ``AT_ONCE_S``, and no gateway link is lost."""
     num_tried_again = 0
     for moment in moments[:: max(1, FULL_STRIDE // 4)]:
         with running(SEED, windows=WINDOWS, seal_kv=moment % 2 == 1, local_prefill="fallback") as world:
@@ -103,7 +102,10 @@ def test_a_broken_connection_for_blocks_is_noticed_at_once_and_no_worker_counts_
 
 @pytest.mark.full
 def test_a_connection_for_blocks_that_leads_nowhere_is_not_used_again(moments: range) -> None:
-    """Nobody hears of it: all that there is to see is that a verdict does not come. What comes later goes another way."""
+    """The only connection for KV blocks freezes, and the missing verdict is the only sign of it.
+
+    The request finishes after the verdict's time-out. The next request does not wait for a verdict again.
+    """
     num_waited = 0
     for moment in moments[:: max(1, FULL_STRIDE // 5)]:
         seal_kv = moment % 2 == 1
@@ -126,13 +128,13 @@ def test_a_connection_for_blocks_that_leads_nowhere_is_not_used_again(moments: r
     assert num_waited > 5, "hardly any fault came in the midst of a hand-off"
 
 
-SLOW_STEP_S = 0.1  # at most: the request takes seconds, if nobody ends it
+SLOW_STEP_S = 0.1  # at most: the request takes seconds if it is not cancelled
 SLOW_TOKENS = 60
 
 
 @pytest.fixture(scope="module")
 def slow_moments() -> range:
-    """The events of the undisturbed request on a slow model."""
+    """The numbers of the events while an undisturbed request runs on a slow model."""
     with running(SEED, windows=WINDOWS) as world:
         world.loop.step_s = SLOW_STEP_S
         first, begun_s = world.loop.num_events + 1, world.loop.now_s
@@ -168,7 +170,10 @@ def test_whose_client_or_gateway_is_gone_holds_no_block_after_a_second(name: str
 
 
 def test_blocks_are_not_written_again_while_they_are_being_sent(moments: range) -> None:
-    """The next prompt waits for just the blocks of the one that is taken back in the midst of its hand-off."""
+    """The client of a request leaves during its hand-off, and the next prompt waits for its blocks.
+
+    ``world.check`` fails if a block's memory changes while it is sent.
+    """
     num_finished = 0
     for moment in moments[:: max(1, STRIDE // 3)]:
         with running(SEED, windows=WINDOWS, num_prefills=1, num_decodes=1) as world:

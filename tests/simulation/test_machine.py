@@ -1,7 +1,7 @@
-"""Many requests and many faults in any order: hypothesis looks for the story that breaks kvrelay, and tells the shortest one.
+"""Many requests and faults in any order: hypothesis looks for a sequence that breaks kvrelay, and reports the shortest one.
 
-What must hold at every moment: the books of every block manager agree. At the end of every story: each request has ended once, with
-the right tokens or with one honest error; nobody holds anything; no step of any worker read KV that was not its tokens'.
+After every event the books of every block manager agree. At the end each request has ended once, with the right tokens or with one
+expected error. No process holds anything of a request, and no step read K/V of other tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ WORKERS = st.sampled_from(["p0", "p1", "d0", "d1"])
 MEMBERS = st.sampled_from(["p0", "p1", "d0", "d1", "g0", "g1"])
 GATEWAYS = st.sampled_from(["g0", "g1"])
 FAULTS = st.sampled_from(["kill", "stop", "drain"])
-SECONDS = st.sampled_from([0.001, 0.02, 0.3, 2.0, 8.0])  # shorter and longer than silence is borne
+SECONDS = st.sampled_from([0.001, 0.02, 0.3, 2.0, 8.0])  # shorter and longer than a silent peer is tolerated
 DROP = st.sampled_from([0.0, 0.02, 0.3])
 ODD = st.sampled_from([0.0, 0.05, 0.2])
 
@@ -26,7 +26,7 @@ HONEST_ENDS = {"finished", "cancelled", "gateway_killed", "unavailable", "timeou
 
 
 class Acts(RuleBasedStateMachine):
-    """Two gateways, two workers of each role, and everything that happens to them."""
+    """Two gateways and two workers of each role, with the requests and faults that happen to them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,14 +41,14 @@ class Acts(RuleBasedStateMachine):
 
     @rule(gateway=GATEWAYS, family=st.integers(0, 2), num_prompt=st.integers(1, 60), num_tokens=st.integers(1, 30))
     def submit(self, gateway: str, family: int, num_prompt: int, num_tokens: int) -> None:
-        """Prompts of a family share their beginning, so that caches matter."""
+        """Send a request. Prompts of a family share a prefix, so that caches matter."""
         if self.world.is_up(gateway):
             defers = (num_prompt + num_tokens) % 2 == 1
             self.world.submit(gateway, list(range(family, family + num_prompt)), num_tokens, defers=defers)
 
     @rule(gateway=GATEWAYS, num_requests=st.integers(2, 8), num_prompt=st.integers(20, 90))
     def burst(self, gateway: str, num_requests: int, num_prompt: int) -> None:
-        """More at a time than there is room for."""
+        """Send more requests at a time than the workers have blocks for."""
         for family in range(num_requests):
             self.submit(gateway, 10 * family, num_prompt, 5)
 
@@ -67,7 +67,7 @@ class Acts(RuleBasedStateMachine):
 
     @rule(num_events=st.integers(1, 60), fault=FAULTS, name=WORKERS, seconds=SECONDS)
     def strike_soon(self, num_events: int, fault: str, name: str, seconds: float) -> None:
-        """Between two callbacks, some of them from now."""
+        """The fault comes between two callbacks, ``num_events`` from now."""
         world = self.world
         world.loop.triggers[world.loop.num_events + num_events] = lambda: self.fault(fault, name, seconds)
 
@@ -85,7 +85,7 @@ class Acts(RuleBasedStateMachine):
     @precondition(lambda self: self.world.wires.senders)
     @rule(index=st.integers(0, 100), is_cut=st.booleans(), num_events=st.integers(0, 60), seconds=SECONDS)
     def disturb_blocks(self, index: int, is_cut: bool, num_events: int, seconds: float) -> None:
-        """A connection for KV blocks alone, some callbacks from now."""
+        """A connection for KV blocks breaks or freezes, ``num_events`` from now."""
         world = self.world
         sender = world.wires.senders[index % len(world.wires.senders)]
 
@@ -99,7 +99,7 @@ class Acts(RuleBasedStateMachine):
         world.loop.triggers[world.loop.num_events + 1 + num_events] = disturb
 
     def fault(self, fault: str, name: str, seconds: float) -> None:
-        """Something happens to a member that runs; after so many seconds it is back, or what comes after it."""
+        """Stop, drain or kill a running member. After ``seconds`` it resumes or is started anew."""
         world, member = self.world, self.world.members[name]
         if not world.is_up(name):
             return
@@ -130,7 +130,7 @@ class Acts(RuleBasedStateMachine):
 
 
 class Deployment(Acts):
-    """Over a network that is at least TCP."""
+    """The network keeps TCP's promises."""
 
     @initialize(seed=st.integers(0, 1000), seal_kv=st.booleans())
     def begin_here(self, seed: int, seal_kv: bool) -> None:
@@ -138,7 +138,7 @@ class Deployment(Acts):
 
 
 class HostileDeployment(Acts):
-    """The same over a network that also loses, doubles and reorders single messages and flips bits of KV blocks."""
+    """The network also loses, doubles and reorders single messages, and flips bits of KV blocks."""
 
     @initialize(seed=st.integers(0, 1000), seal_kv=st.booleans(), drop=DROP, double=ODD, reorder=ODD, flip=ODD)
     def begin_hostile(self, seed: int, seal_kv: bool, drop: float, double: float, reorder: float, flip: float) -> None:
@@ -151,12 +151,12 @@ class HostileDeployment(Acts):
         hostility.drop, hostility.double, hostility.reorder, hostility.flip = drop, double, reorder, flip
 
     def check_ends(self, outcomes: set[str]) -> None:
-        # A request that came twice is refused as known already: an end that no network of this world's kind would bring about.
+        # A doubled request is refused because the worker knows it already. TCP never doubles one.
         assert outcomes <= HONEST_ENDS | {"invalid_value"}, outcomes
 
 
 _SETTINGS = settings(
-    max_examples=settings().max_examples // 3,  # a story takes half a second
+    max_examples=settings().max_examples // 3,  # an example takes half a second
     stateful_step_count=40,
     suppress_health_check=list(HealthCheck),
 )

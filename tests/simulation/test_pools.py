@@ -1,4 +1,4 @@
-"""Two pools with each prompt its best way keep a promise of latency about as often as the better of two pools and one."""
+"""Choosing the sooner way for each prompt meets the latency promise about as often as the better fixed policy."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import pytest
 from .pools import MIXES, Mix, Pools, Result, run, ways
 
 SECONDS = 10.0
-WORST = 0.95  # of the better of the two, with one request more or less
+WORST = 0.95  # of the better fixed policy's goodput, less one request
 
 
 @cache
 def result(pools: Pools, mix: Mix) -> Result:
-    """All colocated is the same of either shape."""
+    """Cached: the colocated pools are the same for both shapes."""
     return run(pools, mix, SECONDS)
 
 

@@ -1,6 +1,6 @@
-"""Workers of several ranks and stages, of unlike shapes: one fault right before each single thing that happens.
+"""Workers of several ranks and stages, in different shapes: one fault right before each of many events.
 
-A rank, a whole stage or a leader is killed, or a rank hangs: nobody sees a wrong token, and nobody loses a request.
+A rank, a whole stage or a leader is killed, or a rank hangs. Every request still finishes with the right tokens.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from .world import Client, World, running
 # With two K/V heads, d1 has each of them twice.
 SHAPES = {"p0": Shape(2, 2), "p1": Shape(1, 3), "d0": Shape(1, 2), "d1": Shape(4, 1)}
 PROMPTS = [list(range(first, first + count)) for first, count in ((1, 25), (81, 12), (31, 30), (1, 9))]
-NUM_TOKENS = 24  # none of their outputs ends before that
-STEPS = 6 * STRIDE  # between the events that a fault comes before: these worlds are large
+NUM_TOKENS = 24  # no output ends before that
+STEPS = 6 * STRIDE  # a fault is tried at every STEPS-th event: these worlds are large
 
 FAULTS: dict[str, Fault] = {
     **{
@@ -38,7 +38,7 @@ def ask(world: World) -> list[Client]:
 
 @pytest.fixture(scope="module")
 def moments() -> range:
-    """The events of the undisturbed requests."""
+    """The numbers of the events while the undisturbed requests run."""
     with running(SEED, windows=WINDOWS, shapes=SHAPES) as world:
         first = world.loop.num_events + 1
         clients = ask(world)

@@ -1,6 +1,6 @@
-"""Hand-overs that come faster than a decode worker generates: whoever it computes itself moves on all the same.
+"""Hand-offs come faster than a decode worker generates. A request that the decode worker prefills itself still finishes.
 
-Real gateways hold requests back that a worker has no place for. The one here sends as many as the workers take.
+A real gateway holds back requests that a worker has no place for. The gateway here sends as many as the workers take.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from .clock import Process
 from .threads import sim_network
 from .world import LINKS, VOCAB, Member, World, running
 
-NUM_IN_FLIGHT = 32  # hand-overs at a time
+NUM_IN_FLIGHT = 32  # handed-over requests at a time
 
 
 class Flood:
-    """A gateway with links to all workers, which replaces each request that ends. Implements ClientHandler, for all links alike."""
+    """A gateway that replaces each request that ends by a new one. Implements ClientHandler for the links to all workers."""
 
     def __init__(self, world: World, prompt_len: int, max_tokens: int) -> None:
-        """``prompt_len``, ``max_tokens``: of those that are in everybody's way."""
+        """``prompt_len`` and ``max_tokens`` are those of the requests of the flood."""
         self._prompt_len, self._max_tokens = prompt_len, max_tokens
-        self.num_tokens: dict[str, int] = {}  # of the output, by request
+        self.num_tokens: dict[str, int] = {}  # output tokens, by request
         self.finished: list[str] = []
         self._requests: dict[str, tuple[str, Submit]] = {}
         self._world = world
@@ -55,13 +55,13 @@ class Flood:
             self._clients[name].start()
 
     def local(self, name: str, prompt: list[int], max_tokens: int) -> None:
-        """A request that the decode worker computes alone."""
+        """Send a request that the decode worker prefills itself."""
         self._world.loop.call_soon(
             lambda: self._submit("d0", name, prompt, max_tokens), context=self._member.process.context
         )
 
     def _feed(self) -> None:
-        """One more hand-over."""
+        """Send one more request to a prefill worker."""
         number = len(self._requests)
         prompt = [number % VOCAB, number // VOCAB, *range(self._prompt_len - 2)]
         prefills = self._world.prefill_names
@@ -91,7 +91,7 @@ class Flood:
                             self._feed()
             case Failed(request_id=name) if name.startswith("flood"):
                 self._feed()
-            case Failed(request_id=name):  # too many wait: it asks again, until it is taken
+            case Failed(request_id=name):  # the worker's queue is full: send it again until it is taken
                 worker, submit = self._requests[name]
                 self._clients[worker].send(submit)
             case _:
@@ -108,7 +108,7 @@ class Flood:
 
 
 def num_served_before(flood: Flood, world: World, name: str) -> int:
-    """How many hand-overs are finished from the moment that the decode worker takes the request until it is finished, too."""
+    """Counts the handed-over requests that finish between the moment d0 takes request ``name`` and its end."""
     begun_s = world.loop.now_s
     worker = world.members["d0"].worker
     assert worker is not None
@@ -133,14 +133,14 @@ def num_served_before(flood: Flood, world: World, name: str) -> int:
 def test_who_is_computed_here_waits_for_no_hand_over_that_comes_later(
     num_blocks: int, hand_over: tuple[int, int], local: tuple[int, int]
 ) -> None:
-    """Tokens of prompt and output are ``hand_over`` and ``local``. A choice of ``n`` is such a request, too."""
+    """``hand_over`` and ``local`` are the numbers of (prompt, output) tokens of the flood's requests and of the local one."""
     num_preemptions = 0.0
     for seed in (1, 2):
         with running(seed, num_prefills=4, num_decodes=1, num_gateways=0, num_blocks=num_blocks) as world:
             flood = Flood(world, *hand_over)
             num_prompt, num_output = local
             flood.local("local", [900 - place for place in range(num_prompt)], num_output)
-            # Those that came before, and those that are generated beside it, in the other two places.
+            # At most the requests before it finish, and those that run beside it in the other two places.
             assert num_served_before(flood, world, "local") <= NUM_IN_FLIGHT + 2 * num_output // hand_over[1]
             num_preemptions += world.count("kvrelay_preemptions_total")
             assert not world.problems

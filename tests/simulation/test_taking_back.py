@@ -1,7 +1,7 @@
-"""Prompts that are taken back from a prefill worker's queue, and one fault right before each thing that happens meanwhile.
+"""The gateway takes prompts back from prefill workers' queues, and one fault comes right before each event meanwhile.
 
-Two dozen prompts come before anybody knows a speed, so all are handed over. Once prefill workers have told theirs, decode
-workers are the sooner way for the last ones.
+24 prompts arrive before any worker has reported its speed, so all go to prefill workers. When prefill workers report their speed,
+decode workers are the sooner way for the last prompts.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def until(world: World, holds: Callable[[], bool]) -> None:
 
 @pytest.fixture(scope="module")
 def moments() -> range:
-    """Events around the first prompt that is taken back, of the undisturbed story."""
+    """The numbers of the events around the first prompt that is taken back, without a fault."""
     with crowded() as world:
         until(world, lambda: num_taken_back(world) > 0)
         moment = world.loop.num_events

@@ -1,4 +1,4 @@
-"""What workers have threads for (sending and receiving blocks, the model), in virtual time: each step at a moment of its own."""
+"""Stand-ins for workers' threads (block sender, block receiver, model loop) in virtual time. Each step takes a random time."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from kvrelay.wire.network import Network
 from .clock import SimLoop, current_process
 from .wires import SimContext, SimLoopSocket, Wires
 
-_KERNEL_BLOCKS = 2  # that leave although nothing gets through
+_KERNEL_BLOCKS = 2  # blocks that the kernel takes although the connection is frozen
 
 
 def sim_network(wires: Wires) -> Network:
-    """For :meth:`kvrelay.wire.network.Network.open`, in the process that runs."""
+    """Stands in for :meth:`kvrelay.wire.network.Network.open`, in the current process."""
     parts: Any = (SimContext(wires), SimLoopSocket, SimSender, SimReceiver)
     return Network(current_process().clock, *parts)
 
 
 class SimSender:
-    """For :class:`kvrelay.wire.lines.block_sender.BlockSender`: packs, reads and lets go of each block at different moments.
+    """Stands in for :class:`kvrelay.wire.lines.block_sender.BlockSender`: packs, reads and releases a block at different moments.
 
-    Its connection can break, or freeze, while both ends and the control link live. One that breaks is made anew at once, as ZeroMQ
-    does that, but what was on its way is lost; soon the sender hears of it, and ends.
+    Its connection can break or freeze while both ends and the control link live. When it breaks, blocks on their way are lost, and
+    the sender soon notices and ends.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class SimSender:
         self._is_closed = False
         self._has_ended = False
         self._generation = 0  # of the connection
-        self._held: list[tuple[bytes, bytes]] = []  # by the kernel, while the connection is frozen
+        self._held: list[tuple[bytes, bytes]] = []  # blocks in the kernel while the connection is frozen
         self._stuck: tuple[bytes, bytes | None] | None = None  # the block that the kernel has no room for
         self._arrives_s = 0.0
         self._wires.senders.append(self)
@@ -91,23 +91,26 @@ class SimSender:
     # -- what the network does -------------------------------------------------------------------------------------
 
     def break_off(self) -> None:
-        """The connection is gone, with all that was on its way. The sender hears of it soon."""
+        """The connection breaks, and blocks on their way are lost. The sender notices it soon."""
         self._generation += 1
         self._held.clear()
         self.thaw()
         self.on_peer_gone()
 
     def on_peer_gone(self) -> None:
-        """Who listened has closed the connection; what is on its way reaches whoever listens there next, if anybody does."""
+        """The receiver has closed the connection, and the sender notices it soon.
+
+        Blocks on their way reach the next receiver at this address, if there is one.
+        """
         when_s = self._wires.loop.now_s + self._wires.delay_s()
         self._wires.loop.call_at(when_s, self._hear, context=self.process.context)
 
     def freeze(self) -> None:
-        """Nothing gets through, and nobody hears of it."""
+        """No block gets through, and neither end notices it."""
         self.is_frozen = True
 
     def thaw(self) -> None:
-        """What was held up arrives, and the next blocks leave."""
+        """Held blocks arrive, and the next blocks leave."""
         self.is_frozen = False
         held, self._held = self._held, []
         for header, data in held:
@@ -117,7 +120,7 @@ class SimSender:
             self._later(self._read, *stuck)
 
     def _hear(self) -> None:
-        """The connection broke: no block is sent any more."""
+        """The sender notices that its connection broke, and ends."""
         if self.is_alive:
             self._has_ended = True
             self._end()
@@ -178,7 +181,7 @@ class SimSender:
             self._is_busy = False
 
     def _leave(self, header: bytes, data: bytes) -> None:
-        """A block is on its way."""
+        """Put a block on its way."""
         if self.is_frozen:
             self._held.append((header, data))
             return
@@ -186,11 +189,11 @@ class SimSender:
         arrives_s = wires.loop.now_s + wires.delay_s()
         if wires.loop.random.random() >= wires.hostility.reorder:
             arrives_s = self._arrives_s = max(arrives_s, self._arrives_s + 1e-9)
-        # On no process: the network goes on when the sender's stops, or ends.
+        # In no process's context: the network goes on when the sender's process stops or ends.
         wires.loop.call_at(arrives_s, self._arrive, self._generation, header, data, context=contextvars.Context())
 
     def _arrive(self, generation: int, header: bytes, data: bytes) -> None:
-        """Whoever listens there by now gets it."""
+        """The receiver that listens at the address now gets the block."""
         if generation != self._generation:
             return
         if self.is_frozen:
@@ -200,7 +203,7 @@ class SimSender:
 
 
 def _bytes_of(payload: memoryview | LateBytes) -> bytes:
-    """A block as it is now; of several ranks it is put together for that."""
+    """The present bytes of a block, gathered from all ranks if there are several."""
     if isinstance(payload, memoryview):
         return bytes(payload)
     found = payload.wait(SendTicket(), 0)
@@ -209,8 +212,7 @@ def _bytes_of(payload: memoryview | LateBytes) -> bytes:
 
 
 class SimReceiver:
-    """For :class:`kvrelay.wire.lines.data_plane.BlockReceiver`: the write of a block takes a moment, in which anything may
-    happen."""
+    """Stands in for :class:`kvrelay.wire.lines.data_plane.BlockReceiver`. A write takes time, in which other events may happen."""
 
     def __init__(
         self,
@@ -234,13 +236,13 @@ class SimReceiver:
         self._wires.receivers[self.address] = self
 
     def stop(self) -> None:
-        """No more."""
+        """Receive no more."""
         self.is_alive = False
         if self._wires.receivers.get(self.address) is self:
             self._wires.end_receiver(self.address)
 
     def take(self, header: bytes, data: bytes) -> None:
-        """A block has come."""
+        """Called when a block arrives."""
         self._inbox.append((header, data))
         if not self._is_busy:
             self._is_busy = True
@@ -268,9 +270,9 @@ class SimReceiver:
 
 
 class SimModelLoop:
-    """For :class:`kvrelay.worker.loop.ModelLoop`: steps take virtual time.
+    """Stands in for :class:`kvrelay.worker.loop.ModelLoop`: steps take virtual time.
 
-    It passes by chance before a step. An engine with a pace says itself how long its step takes (``Process.ahead_s``).
+    A random time passes before each step. An engine with a pace adds its own time (``Process.ahead_s``).
     """
 
     def __init__(self, worker: Any, name: str, clock: Clock) -> None:

@@ -1,8 +1,7 @@
-"""Sockets without a network: what ZeroMQ's sockets, our block sender and receiver do, in virtual time and under a hostile hand.
+"""A simulated network for control links, in virtual time: sockets that behave as ZeroMQ's do, without a real network.
 
-Between connect and break a connection delivers in order, each message once, after a delay, as TCP does. What is on its way when
-it breaks is lost in both directions. A wire may be *hostile* beyond that: it drops, doubles and reorders single messages and
-flips bits.
+A connection delivers each message once, in order, after a delay, as TCP does. A connection that breaks loses the messages on their
+way in both directions. A *hostile* network also drops, doubles and reorders single messages, and flips bits of KV blocks.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _LONG_DELAY_S = 0.3  # at most, of some messages
 
 @dataclass
 class Hostility:
-    """Probabilities, by message, of what no TCP does."""
+    """Probabilities, for each message, of faults that TCP prevents."""
 
     drop: float = 0.0
     double: float = 0.0
@@ -32,18 +31,18 @@ class Hostility:
 
 @dataclass(eq=False)
 class Connection:
-    """Between a client's socket and the worker's socket at an address."""
+    """A connection between a client's socket and the worker's socket at an address."""
 
     client: SimSocket
     routing_id: bytes
-    server: SimSocket | None = None  # None: nobody has answered yet, or it is broken
+    server: SimSocket | None = None  # None: no worker listens yet, or the connection is broken
     unsent: list[list[bytes]] = field(default_factory=list)
-    is_frozen: bool = False  # the network is cut, and nobody has noticed
+    is_frozen: bool = False  # nothing gets through, and neither end has noticed
     frozen: deque[tuple[SimSocket, list[bytes]]] = field(default_factory=deque)
     arrives_s: dict[bool, float] = field(
         default_factory=lambda: {True: 0.0, False: 0.0}
-    )  # the last message, by direction
-    generation: int = 0  # what is on its way in another one is lost
+    )  # arrival of the last message, by direction
+    generation: int = 0  # messages on their way in an earlier generation are lost
 
 
 class Wires:
@@ -54,28 +53,28 @@ class Wires:
         self.hostility = Hostility()
         self.listeners: dict[str, SimSocket] = {}
         self.receivers: dict[str, Any] = {}
-        self.senders: list[Any] = []  # of KV blocks, that are not closed
+        self.senders: list[Any] = []  # open senders of KV blocks
         self.connections: list[Connection] = []
         self.problems: list[str] = []
-        self.message_s = 0.004  # at most, of a message …
-        self.long_delays = 0.02  # … but of this part
-        self.send_s = 0.002  # at most, for each of the two steps of sending a block …
-        self.receive_s = 0.003  # … and for receiving it
+        self.message_s = 0.004  # longest delay of a message …
+        self.long_delays = 0.02  # … but for this share of messages
+        self.send_s = 0.002  # longest time of each of the two steps of sending a block
+        self.receive_s = 0.003  # longest time of receiving a block
 
     def delay_s(self) -> float:
-        """Of a message."""
+        """A random delay of a message."""
         chance = self.loop.random
         return chance.uniform(0, _LONG_DELAY_S if chance.random() < self.long_delays else self.message_s)
 
     def listen(self, address: str, socket: SimSocket) -> None:
-        """A worker is there; who has waited for it is connected."""
+        """A worker's socket listens; clients that wait for this address are connected."""
         self.listeners[address] = socket
         for connection in self.connections:
             if connection.server is None and connection.client.address == address:
                 self._open(connection)
 
     def connect(self, socket: SimSocket, address: str) -> None:
-        """A client wants to be connected."""
+        """Connect a client, now or when a worker listens at the address."""
         socket.address = address
         connection = socket.connection = Connection(socket, socket.routing_id)
         self.connections.append(connection)
@@ -90,7 +89,7 @@ class Wires:
             self.send(connection, frames, to_server=True)
 
     def send(self, connection: Connection, frames: list[bytes], *, to_server: bool) -> None:
-        """One message on its way."""
+        """Put one message on its way."""
         if connection.server is None:
             connection.unsent.append(frames)
             return
@@ -123,7 +122,7 @@ class Wires:
         self.loop.call_at(when_s, deliver, context=target.process.context)
 
     def break_off(self, connection: Connection) -> None:
-        """The connection is gone, both ends hear of it soon, and what was on its way is lost."""
+        """The connection breaks, and messages on their way are lost. Its client is told soon."""
         connection.generation += 1
         connection.frozen.clear()
         connection.is_frozen = False
@@ -137,25 +136,25 @@ class Wires:
             self.loop.call_at(self.loop.now_s + self.delay_s(), client.tell_broken, context=client.process.context)
 
     def freeze(self, connection: Connection) -> None:
-        """Nothing gets through, and nobody hears of it."""
+        """Nothing gets through, and neither end notices it."""
         connection.is_frozen = True
 
     def thaw(self, connection: Connection) -> None:
-        """What was held up arrives."""
+        """Held messages arrive."""
         connection.is_frozen = False
         held, connection.frozen = list(connection.frozen), deque()
         for target, message in held:
             self._deliver_at(self.loop.now_s + 0.001, connection, target, message)
 
     def end_receiver(self, address: str) -> None:
-        """Nobody takes KV blocks there any more, and who sends some hears of it."""
+        """The receiver of KV blocks at this address ends, and its senders notice it."""
         del self.receivers[address]
         for sender in self.senders:
             if sender.address == address:
                 sender.on_peer_gone()
 
     def on_killed(self, process: Process) -> None:
-        """The kernel closes what a process had open."""
+        """Close all sockets of a killed process, as the kernel does."""
         for address, socket in list(self.listeners.items()):
             if socket.process is process:
                 del self.listeners[address]
@@ -169,21 +168,21 @@ class Wires:
 
 
 class SimContext:
-    """For ``zmq.Context``: of the process that makes a socket."""
+    """Stands in for ``zmq.Context``. A socket belongs to the process that makes it."""
 
     def __init__(self, wires: Wires) -> None:
         self.wires = wires
 
     def socket(self, kind: int) -> SimSocket:
-        """For ``Context.socket``."""
+        """See ``Context.socket``."""
         return SimSocket(self.wires, current_process(), kind)
 
     def term(self) -> None:
-        """Nothing to wait for."""
+        """Nothing to do."""
 
 
 class SimSocket:
-    """For ``zmq.Socket``, as far as control links use one; see :class:`SimLoopSocket` for what it receives."""
+    """Stands in for ``zmq.Socket``, as far as control links use one. :class:`SimLoopSocket` receives."""
 
     def __init__(self, wires: Wires, process: Process, kind: int) -> None:
         self.wires, self.process, self.kind = wires, process, kind
@@ -196,7 +195,7 @@ class SimSocket:
         self.monitor: SimSocket | None = None
 
     def setsockopt(self, option: int, value: Any) -> None:
-        """Only the routing id matters here."""
+        """Set the routing id; other options have no effect."""
         if option == zmq.ROUTING_ID:
             self.routing_id = value
 
@@ -210,25 +209,25 @@ class SimSocket:
         self.wires.listen(address, self)
 
     def connect(self, address: str) -> None:
-        """Connect, now or when somebody listens."""
+        """Connect, now or when a worker listens."""
         self.wires.connect(self, address)
 
     def get_monitor_socket(self, _events: int) -> SimSocket:
-        """Where breaks are told."""
+        """The socket that reports breaks of the connection."""
         self.monitor = SimSocket(self.wires, self.process, zmq.PAIR)
         return self.monitor
 
     def disable_monitor(self) -> None:
-        """No more of it."""
+        """Report no more breaks."""
         self.monitor = None
 
     def tell_broken(self) -> None:
-        """The connection broke."""
+        """Report that the connection broke."""
         if self.monitor is not None and self.monitor.on_message is not None:
             self.monitor.on_message([struct.pack("=hi", zmq.EVENT_DISCONNECTED, 0), b""])
 
     def send(self, frames: Sequence[bytes]) -> bool:
-        """A ROUTER's first frame says to whom; False if there is no such peer."""
+        """A ROUTER's first frame is the peer's routing id. Returns False if there is no such peer."""
         if self.closed:
             return False
         if self.kind == zmq.ROUTER:
@@ -241,7 +240,7 @@ class SimSocket:
         return True
 
     def close(self) -> None:
-        """Gone; what was sent before still arrives, what comes is lost."""
+        """Close the socket. Messages it has sent still arrive; messages to it are lost."""
         self.closed = True
         if self.kind == zmq.ROUTER and self.wires.listeners.get(self.address) is self:
             del self.wires.listeners[self.address]
@@ -252,7 +251,7 @@ class SimSocket:
 
 
 class SimLoopSocket:
-    """For :class:`kvrelay.wire.loop_socket.LoopSocket`."""
+    """Stands in for :class:`kvrelay.wire.loop_socket.LoopSocket`."""
 
     def __init__(
         self, socket: SimSocket, on_message: Callable[[list[bytes]], None], receive: Callable[..., Any] | None = None

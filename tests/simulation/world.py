@@ -1,8 +1,7 @@
 """A whole deployment in virtual time: the real workers, gateways and clients over the sockets of :mod:`.wires`.
 
-Real are services, schedulers, block managers, lease and transfer tables, control servers and clients, routing, relay. Simulated
-are time, sockets, and the threads (model loop, block sender and receiver), whose work happens at moments of its own all the
-same.
+Services, schedulers, block managers, lease and transfer tables, control servers and clients, routing and relay are the real code.
+Time, sockets and the threads (model loop, block sender and receiver) are simulated. The threads' work takes random times.
 """
 
 from __future__ import annotations
@@ -46,16 +45,16 @@ from .wires import Wires
 
 VOCAB = 1000
 STOPS = tuple(range(0, VOCAB, 20))  # tokens that end an output
-NUM_BLOCKS = 28  # of each worker, if a story does not say
+NUM_BLOCKS = 28  # of each worker, by default
 LINKS = LinkSettings(ping_interval_s=1.0, peer_timeout_s=4.0, hello_timeout_s=2.0, reconnect_max_s=2.0)
-_LOOK_S = 0.2  # how soon a worker ends that has lost a rank
+_LOOK_S = 0.2  # a worker that has lost a rank ends within this time
 _RESTART_S = 1.0
 QUIET_S = 120.0  # this long after the last fault every time-out has passed
 
 
 @dataclass
 class Client:
-    """One request and what came of it."""
+    """One request, its tokens and its outcome."""
 
     gateway: str
     prompt: list[int]
@@ -68,7 +67,7 @@ class Client:
     task: asyncio.Task[None] | None = None
 
     def on_done(self, task: asyncio.Task[None]) -> None:
-        """Its task has ended, perhaps before it began."""
+        """Called when the request's task has ended, perhaps before it began."""
         if task.cancelled():
             self.outcome = self.outcome or "cancelled"
         elif (error := task.exception()) is not None:
@@ -76,7 +75,7 @@ class Client:
 
     @property
     def expected(self) -> list[int]:
-        """What any worker must generate."""
+        """The tokens that any worker must generate."""
         output = expected_output(self.prompt, self.max_tokens, VOCAB)
         stop = next((place for place, token in enumerate(output) if token in STOPS), len(output))
         return output[: stop + 1]
@@ -84,7 +83,7 @@ class Client:
 
 @dataclass
 class Member:
-    """A process of the world, with what runs in it."""
+    """A process of the world, and the worker or gateway in it."""
 
     process: Process
     worker: PrefillWorker | DecodeWorker | None = None
@@ -97,7 +96,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Machines:
-    """What the workers of a world are."""
+    """The settings of all workers of a world."""
 
     num_blocks: int = NUM_BLOCKS
     block_size: int = 4
@@ -112,18 +111,18 @@ class Machines:
         )
     )
     pace: FakePace | None = None  # None: steps take a moment by chance; else nothing runs ahead or is read back twice
-    drafts: bool = False  # decode workers speculate, and are wrong now and then: d0 by a draft model
-    checks_books: bool = True  # of every worker, after every event
-    shapes: Mapping[str, Shape] = field(default_factory=dict)  # by worker, of those that have several ranks
+    drafts: bool = False  # decode workers speculate (d0 by a draft model), and some drafts are wrong
+    checks_books: bool = True  # check every worker's blocks after each of its events
+    shapes: Mapping[str, Shape] = field(default_factory=dict)  # by worker; only those with several ranks
 
     def engine(self, name: str, process: Process, problems: list[str]) -> FakeEngine | RankedSimEngine:
-        """A worker's, in that process. ``problems``: hears of ranks whose K/V is not its tokens'."""
+        """The engine of worker ``name`` in ``process``. A rank that reads K/V of other tokens adds that to ``problems``."""
         card = layered_card(
             num_blocks=self.num_blocks, block_size=self.block_size, vocab_size=VOCAB, windows=self.windows
         )
         if (shape := self.shapes.get(name)) is not None:
             return RankedSimEngine(card, shape, process, problems)
-        # One of two decode workers, as on a GPU, has its next step under way before it knows the last one's tokens.
+        # d0 runs ahead, as on a GPU: it launches its next step before it knows the last step's tokens.
         runs_ahead = name == "d0"
         pace = self.pace
         if pace is None:
@@ -135,7 +134,7 @@ class Machines:
         return FakeEngine(card, take_time, reads_back_once=True)
 
     def draft_engine(self) -> FakeEngine:
-        """With room for some of what its worker generates."""
+        """A draft engine with fewer blocks than its worker may need."""
         return MistakenEngine(
             4, num_blocks=self.num_blocks // 2 + 12, block_size=self.block_size, vocab_size=VOCAB, windows=self.windows
         )
@@ -159,7 +158,7 @@ class World:
         self.members: dict[str, Member] = {}
         self.clients: list[Client] = []
         self.problems = self.wires.problems
-        self.ended: list[Member] = []  # workers of before: kept, so that nothing of theirs is collected in the midst
+        self.ended: list[Member] = []  # ended members, kept so that the garbage collector does not end their tasks
         self._machines = machines
         self._relay = relay
         self._epochs = itertools.count(1)
@@ -169,10 +168,10 @@ class World:
         if machines.checks_books:
             self.loop.after_event = self._check_books
 
-    # -- who is there ----------------------------------------------------------------------------------------------
+    # -- members ---------------------------------------------------------------------------------------------------
 
     def start(self, name: str) -> None:
-        """A process begins, for the first time or anew."""
+        """Start a member's process, for the first time or anew."""
         if (before := self.members.get(name)) is not None:
             self.ended.append(before)
         epoch = next(self._epochs)
@@ -216,7 +215,7 @@ class World:
     async def _watch(
         self, name: str, member: Member, worker: PrefillWorker | DecodeWorker, ranks: RankedSimEngine
     ) -> None:
-        """A worker that has lost a rank ends, and is started anew. See kvrelay.worker.process.run."""
+        """End a worker that has lost a rank, and start it anew. See kvrelay.worker.process.run."""
         while not ranks.not_live():
             await asyncio.sleep(_LOOK_S)
         await worker.stop()
@@ -238,7 +237,7 @@ class World:
                     client.outcome = "gateway_killed"
 
     def drain(self, name: str) -> None:
-        """SIGTERM: finish what there is, then end."""
+        """SIGTERM: the worker finishes its requests, then ends."""
         member = self.members[name]
         if member.worker is None or member.is_draining or not self.is_up(name):
             return
@@ -254,16 +253,16 @@ class World:
         self.loop.call_soon(lambda: asyncio.ensure_future(end()), context=member.process.context)
 
     def later(self, seconds: float, act: Callable[[], None]) -> None:
-        """Something that no process does, not even the one whose callback runs just now."""
+        """Call ``act`` after some seconds, in no process's context."""
         self.loop.call_at(self.loop.now_s + seconds, act, context=contextvars.Context())
 
     def start_anew(self, name: str, member: Member) -> None:
-        """Something starts a member that has ended, under the same address, as often as it takes."""
+        """Start a member anew under the same address, once its old process has ended."""
         if self.members[name] is not member:
             return
         if member.process.state is ProcessState.DEAD:
             self.start(name)
-        else:  # it drains still
+        else:  # it still drains
             self.later(0.5, lambda: self.start_anew(name, member))
 
     def is_up(self, name: str) -> bool:
@@ -273,7 +272,7 @@ class World:
     # -- clients ---------------------------------------------------------------------------------------------------
 
     def submit(self, gateway: str, prompt: list[int], max_tokens: int, *, defers: bool = False) -> Client:
-        """A request to a gateway that runs."""
+        """Send a request to a gateway that runs."""
         member = self.members[gateway]
         client = Client(member.process.name, prompt, max_tokens, defers)
         self.clients.append(client)
@@ -326,7 +325,7 @@ class World:
         self.loop.run_until_complete(asyncio.sleep(seconds))
 
     def settle(self) -> None:
-        """No more faults: everybody comes back, and time enough for all that waits for somebody passes."""
+        """End all faults, bring every member back, and wait up to ``QUIET_S`` until nothing is left over."""
         self.loop.triggers.clear()
         self.wires.hostility.drop = self.wires.hostility.double = 0
         self.wires.hostility.reorder = self.wires.hostility.flip = 0
@@ -344,10 +343,10 @@ class World:
         while self.loop.now_s < begun_s + QUIET_S and self.left_over():
             self.advance(1.0)
 
-    # -- what must hold --------------------------------------------------------------------------------------------
+    # -- checks ----------------------------------------------------------------------------------------------------
 
     def left_over(self) -> list[str]:
-        """What running processes still hold of requests; empty when everything has come to its end."""
+        """What running processes still hold of requests; empty when every request has ended everywhere."""
         left = [f"a client of {client.gateway} has no end" for client in self.clients if client.outcome is None]
         for name, member in self.members.items():
             if member.pool is not None and member.process.state is not ProcessState.DEAD:
@@ -368,7 +367,7 @@ class World:
         return left
 
     def _check_books(self, process: Process) -> None:
-        """Of the only one that can have changed: whatever a process did a moment ago, its blocks must add up."""
+        """Check the blocks of the process that has just run a callback; no other's can have changed."""
         for name, member in self.members.items():
             if member.process is process and member.worker is not None and process.state is not ProcessState.DEAD:
                 try:
@@ -382,11 +381,11 @@ class World:
     def _on_loop_error(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
         if isinstance(error, ApiError):
-            return  # a client's own, told already
+            return  # the client has been told this error
         self.problems.append(f"{context.get('message')}: {error!r}")
 
     def check(self) -> None:
-        """Of every moment so far, and with all faults over."""
+        """Check all requests and workers of a settled world, and that no problem was noted before."""
         assert not self.problems, self.problems[:3]
         for client in self.clients:
             what = f"{client.outcome} after {len(client.tokens)} of {client.max_tokens} tokens"
@@ -399,15 +398,15 @@ class World:
         for member in [*self.members.values(), *self.ended]:
             failed_steps = member.registry.get_sample_value("kvrelay_failed_steps_total") or 0
             if member.ranks is not None and member.ranks.lost is not None:
-                continue  # one failed for that; what else can fail one is among the problems
+                continue  # the lost rank failed a step; K/V of other tokens would be among the problems
             assert failed_steps == 0, f"{member.process.name}: a step read KV that was not its tokens'"
 
     def refused(self, cause: str) -> float:
-        """KV blocks refused for ``cause``, by all decode workers so far."""
+        """The number of KV blocks that decode workers have refused for ``cause``."""
         return self.count("kvrelay_refused_kv_blocks_total", cause=cause)
 
     def count(self, metric: str, **labels: str) -> float:
-        """A metric, over all members so far."""
+        """The sum of a metric over all members, ended ones included."""
         members = [*self.members.values(), *self.ended]
         return sum(
             member.registry.get_sample_value(metric, labels if member.relay is None else {**labels, "model": "tiny"})
@@ -430,7 +429,7 @@ def running(
     drafts: bool = False,
     shapes: Mapping[str, Shape] | None = None,
 ) -> Iterator[World]:
-    """A world with everybody up, whose steps take moments by chance."""
+    """A world with all members up, whose steps take random times."""
     relay = RelaySettings(local_prefill=local_prefill, request_timeout_s=60, room_timeout_s=20)
     machines = Machines(num_blocks=num_blocks, seal_kv=seal_kv, windows=windows, drafts=drafts, shapes=shapes or {})
     with living(lambda: World(seed, num_prefills, num_decodes, num_gateways, machines, relay)) as world:
@@ -443,7 +442,7 @@ def _draft_model_of(member: Member) -> DraftModel | None:
 
 @contextmanager
 def living(make: Callable[[], World]) -> Iterator[World]:
-    """The world that ``make`` makes, with everybody up."""
+    """The world that ``make`` returns, with all members up."""
     logging.disable(logging.CRITICAL)
     with ExitStack() as stack:
         stack.callback(logging.disable, logging.NOTSET)
@@ -459,14 +458,14 @@ def living(make: Callable[[], World]) -> Iterator[World]:
 
 
 def _end(world: World) -> None:
-    """Cancel everything, so that nothing is left to be complained about."""
+    """Cancel all tasks, so that asyncio does not warn about any."""
     world.loop.after_event = lambda _: None
     world.loop.triggers.clear()
     world.loop.set_exception_handler(lambda *_: None)
     for member in [*world.members.values(), *world.ended]:
         member.process.revive()
     for _ in range(10):
-        world.loop.run_until_complete(asyncio.sleep(0))  # a coroutine that never began would be complained about
+        world.loop.run_until_complete(asyncio.sleep(0))  # asyncio warns about a coroutine that never began
         tasks = asyncio.all_tasks(world.loop)
         if not tasks:
             break

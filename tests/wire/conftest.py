@@ -17,9 +17,9 @@ from .sending import NOWHERE, Sending
 
 @pytest.fixture
 def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
-    """Says which test leaves a socket open, and closes it: a failed test must not hang the run."""
+    """A context that fails the test if it leaves a socket open, and closes such sockets so that the run does not hang."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    # What both open for themselves is open from here on: the context, and pyzmq for frames that are not copied.
+    # The context and pyzmq (for frames without a copy) open their own descriptors here, before a test counts any.
     context.socket(zmq.PAIR).close()
     zmq.Frame(bytes(1), copy=False, copy_threshold=0)
     yield context
@@ -30,13 +30,13 @@ def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
 
 @pytest.fixture(params=["tcp", "shared_memory"])
 def path(request: pytest.FixtureRequest) -> str:
-    """How blocks go."""
+    """The path of KV blocks."""
     return str(request.param)
 
 
 @pytest.fixture
 def make_rig(context: zmq.Context[zmq.Socket[bytes]]) -> Iterator[Callable[..., Rig]]:
-    """Rigs that are closed behind the test, also if it fails: their threads would use sockets that are closed under them."""
+    """Makes rigs, and closes them after the test, even if it fails: their threads must end before the context does."""
     with ExitStack() as rigs:
 
         def make(**options: Any) -> Rig:
@@ -54,7 +54,7 @@ def rig(make_rig: Callable[..., Rig], path: str) -> Rig:
 
 @pytest.fixture
 def one_rig(make_rig: Callable[..., Rig]) -> Rig:
-    """Over TCP: for what no way of blocks makes a difference to, or what only a data socket can be sent."""
+    """A rig over TCP, for tests to which the path of blocks makes no difference or that need a data socket."""
     return make_rig()
 
 
@@ -65,7 +65,7 @@ def sealed_rig(make_rig: Callable[..., Rig], path: str) -> Rig:
 
 @pytest.fixture
 def sending(context: zmq.Context[zmq.Socket[bytes]]) -> Iterator[Callable[..., Sending]]:
-    """Makes senders, and closes them behind the test."""
+    """Makes block senders, and closes them after the test."""
     made: list[Sending] = []
 
     def make(address: str = NOWHERE, **options: Any) -> Sending:
@@ -79,7 +79,7 @@ def sending(context: zmq.Context[zmq.Socket[bytes]]) -> Iterator[Callable[..., S
 
 @pytest.fixture
 def peer(context: zmq.Context[zmq.Socket[bytes]]) -> Iterator[zmq.Socket[bytes]]:
-    """What a sender connects to, played. It reads little ahead."""
+    """A socket that plays a sender's decode worker, with small receive buffers."""
     with context.socket(zmq.ROUTER) as socket:
         socket.linger = 0
         socket.rcvhwm = 1

@@ -1,6 +1,6 @@
-"""The decode side of hand-offs: a lease table, its pool, and what became of its leases, on a clock that the test moves.
+"""The decode side of hand-offs: a lease table, its pool and the ends of its leases, on a clock that the test moves.
 
-Without sockets: frames are received by calls. :mod:`tests.wire.rig` adds the sockets, and the prefill side.
+There are no sockets: a test passes frames by calls. :mod:`tests.wire.rig` adds the sockets and the prefill side.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from kvrelay.wire.metrics import WireMetrics
 
 Key = tuple[str, int]
 Frames = tuple[bytes, bytes]  # header, payload
-WAIT_S = 10.0  # an event that has not come by then is a failure
+WAIT_S = 10.0  # the longest wait for an event
 BLOCK_SIZE = 4
 BLOCK_NBYTES = 512
 NUM_TOKENS = 10  # two full blocks and a partial one
@@ -45,7 +45,7 @@ TWO_GROUPS = (Piece(0, 0, BLOCK_NBYTES), Piece(0, 0, BLOCK_NBYTES - 64, group=1,
 
 
 class Clock:
-    """Time that passes when the test says so."""
+    """A clock that the test moves."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0
@@ -76,7 +76,7 @@ class LeaseBlocks:
 
 
 class CountingStore(MemoryStore):
-    """A pool that knows which views are open, and hands out a *different* view object each time, as a staging pool may."""
+    """A pool that counts open views. It returns a *different* view object each time, as a staging pool may."""
 
     def __init__(self, num_blocks: int) -> None:
         super().__init__(num_blocks, BLOCK_NBYTES)
@@ -101,7 +101,7 @@ class CountingStore(MemoryStore):
 
 
 class WatchedLeases(LeaseTable):
-    """A lease table that tells the test what became of every block, and can hold the receiver inside of a write."""
+    """A lease table that tells the test the fate of every block, and can hold the receiver inside a write."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)  # type: ignore[arg-type]
@@ -155,7 +155,7 @@ class LeaseEnds:
 
 
 class LeaseBench:
-    """A lease table, its pool, and what became of its leases."""
+    """A lease table, its pool, and the ends of its leases."""
 
     def __init__(
         self,
@@ -187,7 +187,7 @@ class LeaseBench:
         return Granted(offer, grant, self.pieces)
 
     def receive(self, frames: Frames) -> str:
-        """As a receiver's thread does; returns what became of the block."""
+        """Receive a block as a receiver's thread does. Returns "ok" or the refusal's cause."""
         try:
             header = parse_header(frames[0])
             self.table.begin_piece(header)
@@ -206,13 +206,13 @@ class LeaseBench:
         return self.counted("handoffs", outcome=outcome)
 
     def assert_verified(self, granted: Granted) -> None:
-        """The lease is, or will be at once, and the pool holds what its sender meant."""
+        """Wait until this lease is verified, and check that the pool holds the offered blocks."""
         lease = self.ends.verified.get(timeout=WAIT_S)
         assert lease.lease_id == granted.grant.lease_id
         self.assert_holds(lease)
 
     def assert_holds(self, lease: VerifiedLease) -> None:
-        """The pool has what was offered."""
+        """Check that the pool holds the offered blocks."""
         num_tokens = len(lease.offer.token_ids)
         for piece in self.pieces:
             for index in range(piece.first_block(num_tokens, BLOCK_SIZE), len(lease.offer.block_hashes)):
@@ -221,7 +221,7 @@ class LeaseBench:
                 assert found == content_of(lease.offer.block_hashes[index])[there]
 
     def assert_all_free(self) -> None:
-        """No lease holds anything, no view is open, the books balance."""
+        """Check that there is no lease, no open view and no held block."""
         assert self.table.snapshot() == []
         self.assert_books()
         assert self.manager.num_allocatable == self.manager.num_blocks
@@ -242,7 +242,7 @@ class Granted:
     def frames(
         self, index: int, payload: bytes | None = None, key: bytes | None = None, *, piece: int = 0, **changes: object
     ) -> Frames:
-        """A piece of block ``index``, proved or sealed as the lease wants it; with another content, key or header if so asked."""
+        """The frames of a piece of block ``index``, with a checksum or sealed as granted. Arguments change parts of them."""
         key = key or self.grant.seal_key
         whole = content_of(self.offer.block_hashes[min(index, len(self.offer.block_hashes) - 1)])
         part = self.pieces[piece]
@@ -258,7 +258,7 @@ class Granted:
         return frame, bytes(sealed) if payload is None else payload
 
     def header(self, index: int, **changes: object) -> BlockHeader:
-        """That of ``frames``."""
+        """The header of ``frames``."""
         return parse_header(self.frames(index, **changes)[0])  # type: ignore[arg-type]
 
     def commit(self, **changes: object) -> Commit:
@@ -273,7 +273,7 @@ class Granted:
 
 
 def offer_of(token_ids: list[int], request_id: str = "r", attempt: int = 1) -> Offer:
-    """What an honest prefill worker offers."""
+    """A correct offer for these tokens."""
     return Offer(
         request_id=request_id,
         attempt=attempt,
@@ -291,7 +291,7 @@ def content_of(block_hash: bytes) -> bytes:
 
 
 def until(is_so: Callable[[], object], what: str) -> None:
-    """Wait for it."""
+    """Wait until ``is_so`` holds; fail with ``what`` after ``WAIT_S``."""
     deadline_s = time.monotonic() + WAIT_S
     while not is_so():
         assert time.monotonic() < deadline_s, what

@@ -30,7 +30,7 @@ SOON_LOST = LinkSettings(ping_interval_s=0.02, peer_timeout_s=0.2, hello_timeout
 
 
 class Worker:
-    """A server's handler: everything it hears becomes an event."""
+    """A server's handler: every message and loss becomes an event."""
 
     def __init__(self, epoch: int = 1) -> None:
         self.epoch = epoch
@@ -107,13 +107,13 @@ class Raw(zmq.asyncio.Socket):
         return Codec().decode(await asyncio.wait_for(self.recv(), WAIT_S))
 
     async def ask(self, message: Message) -> Message:
-        """Say it; returns the answer."""
+        """Send a message and return the answer."""
         await self.say(message)
         return await self.hear()
 
 
 class Net:
-    """Makes servers and clients and closes them."""
+    """Makes servers and clients, and closes them."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         self.context = context
@@ -169,7 +169,7 @@ class Net:
         return socket
 
     def raw_server(self) -> tuple[Raw, str]:
-        """One that answers nothing by itself, and its address."""
+        """A server's socket that answers nothing by itself, and its address."""
         socket = self._raw(zmq.ROUTER)
         return socket, f"tcp://127.0.0.1:{socket.bind_to_random_port('tcp://127.0.0.1')}"
 

@@ -1,4 +1,4 @@
-"""Both sides of a hand-off over real data sockets, control messages passed by hand, on a clock that the test moves."""
+"""Both sides of a hand-off over real data sockets. The test passes the control messages and moves the clock."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class ControlLine:
 
 
 class Rig(LeaseBench):
-    """A prefill side and a decode side, joined by a data socket, or by shared memory, which the decode side has beside it."""
+    """A prefill side and a decode side, joined by a data socket or by shared memory. The decode side listens on both."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class Rig(LeaseBench):
             self.source, GEOMETRY, self.transfer_ends, TransferSettings(), self.prefill_metrics, self.clock
         )
         self.senders: list[BlockSender] = []
-        self.peers = ExitStack()  # others who send
+        self.peers = ExitStack()  # other senders
         self.link, self.line = self.new_link()
 
     def new_link(self, address: str | None = None) -> tuple[DecodeLink, ControlLine]:
@@ -123,7 +123,7 @@ class Rig(LeaseBench):
     # -- the prefill side ------------------------------------------------------------------------------------------
 
     def open(self, offer: Offer, link: DecodeLink | None = None) -> Key:
-        """A transfer of source blocks that each hold bytes which depend on their hash."""
+        """Open a transfer. The bytes of each source block depend on its hash."""
         key = (offer.request_id, offer.attempt)
         owner = Owner(OwnerKind.SEQUENCE, f"{offer.request_id}/{offer.attempt}")
         allocation = self.source_manager.allocate(owner, len(offer.block_hashes), ())
@@ -134,7 +134,7 @@ class Rig(LeaseBench):
         return key
 
     def granted(self, num_tokens: int = NUM_TOKENS, request_id: str = "r") -> tuple[Key, Grant]:
-        """A transfer that is granted; nothing is shipped yet."""
+        """A granted transfer, of which no block is sent yet."""
         key = self.open(offer_of(list(range(num_tokens)), request_id))
         (grant,) = self.pump()
         assert isinstance(grant, Grant)
@@ -144,12 +144,12 @@ class Rig(LeaseBench):
         self.transfers.commit(key, SampledToken(5), 0)
 
     def hand_over(self, num_tokens: int = NUM_TOKENS, request_id: str = "r") -> VerifiedLease:
-        """A whole hand-off; the verified lease's blocks are still leased."""
+        """Run a whole hand-off. The blocks of the verified lease are still leased."""
         key, _ = self.granted(num_tokens, request_id)
         return self.complete(key)
 
     def complete(self, key: Key) -> VerifiedLease:
-        """The rest of one that goes well."""
+        """Commit a granted transfer and wait until it is verified."""
         self.commit(key)
         self.pump()
         lease = self.verdict()
@@ -157,17 +157,17 @@ class Rig(LeaseBench):
         return lease
 
     def lose_link(self) -> None:
-        """Its sender has ended, and the prefill side notices."""
+        """Close the link's sender, and tell the prefill side that the link is lost."""
         self.senders[0].close()
         self.transfers.on_link_lost(self.link)
         self.settle()
 
     def send(self, *frames: bytes) -> None:
-        """Frames as any peer might send them; through shared memory always two of them."""
+        """Send frames as any peer might. Through shared memory there must be two frames."""
         if self.path == "shared_memory":
             peer = self.peers.enter_context(
                 SharedPeer(self.shared.name)
-            )  # open until the end: to close might take it back
+            )  # open until the end: closing could drop the packet
             assert peer.greet(BLOCK_NBYTES) is None
             peer.send(0, *frames)
             return
@@ -179,7 +179,7 @@ class Rig(LeaseBench):
     # -- between ---------------------------------------------------------------------------------------------------
 
     def pump(self) -> list[Message]:
-        """Deliver what the prefill side said and bring the answers back; returns the answers."""
+        """Deliver the prefill side's messages and the answers to them. Returns the answers."""
         answers: list[Message] = []
         while self.line.sent:
             message = self.line.sent.pop(0)

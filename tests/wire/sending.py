@@ -1,4 +1,4 @@
-"""A block sender by itself, whose peer the test plays."""
+"""A block sender alone; the test plays its peer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NOWHERE = "tcp://127.0.0.1:9"
 
 
 class Sending:
-    """A sender, what it counts, and whether it said that it has ended."""
+    """A sender, its metrics, and whether it has reported its end."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str = NOWHERE, **options: Any) -> None:
         self.registry = CollectorRegistry()
@@ -33,7 +33,7 @@ class Sending:
     def send(
         self, num_blocks: int = 1, nbytes: int = BLOCK_NBYTES, payload: Any = None, sealer: BlockSealer | None = None
     ) -> list[SendTicket]:
-        """Blocks of ``b"k"``, or of something else, numbered from 0 over all calls."""
+        """Send blocks of ``b"k"``, or ``payload``. Their numbers go on from call to call."""
         payload = payload or memoryview(b"k" * nbytes)
         tickets: list[SendTicket] = []
         for _ in range(num_blocks):
@@ -48,25 +48,25 @@ class Sending:
         return self.registry.get_sample_value("kvrelay_kv_blocks_sent_total", {"path": path}) or 0.0
 
     def assert_ends(self, tickets: Sequence[SendTicket]) -> None:
-        """Soon, and holds no block."""
+        """Check that the sender ends soon and releases all blocks."""
         assert self.has_told.wait(WAIT_S), "it does not notice"
         assert not self.sender.is_alive
         assert_all_done_soon(tickets)
 
 
 def header_for(payload: Any, index: int = 0) -> BlockHeader:
-    """For peers that do not look at it."""
+    """A header for peers that do not check it."""
     nbytes = payload.nbytes
     return BlockHeader(lease_id=1, epoch=1, block_index=index, payload_nbytes=nbytes, block_hash=b"h" * 16)
 
 
 def assert_all_done_soon(tickets: Sequence[SendTicket]) -> None:
-    """Wait until nobody reads the blocks' memory."""
+    """Wait until the sender reads none of the blocks any more."""
     until(lambda: all(ticket.is_done for ticket in tickets), "a ticket that is never done")
 
 
 class NeverThere:
-    """Bytes that do not come. Implements LateBytes."""
+    """Bytes that never arrive. Implements LateBytes."""
 
     nbytes = BLOCK_NBYTES
     is_scarce = False

@@ -1,4 +1,4 @@
-"""Either end of shared memory, played by a test, which may say anything; and what such ends leave behind."""
+"""Either end of shared memory, played by a test; and the descriptors and rings that are still open."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .lease_bench import WAIT_S
 
 
 class SharedPeer:
-    """A connection to a receiver, and a ring if it greets. Use it in ``with``."""
+    """A connection to a receiver, and a ring once it has greeted. Use it in ``with``."""
 
     def __init__(self, name: str, place: SharedPlace | None = None) -> None:
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -29,28 +29,28 @@ class SharedPeer:
         self.socket.close()
 
     def greet(self, block_nbytes: int, token: bytes = b"") -> str | None:
-        """As a sender does; returns the refusal."""
+        """Greet as a sender does. Returns the refusal, or None."""
         self.ring, descriptor = make_ring(RingShape.of(block_nbytes))
         refusal = self.introduce(Greeting(self.ring.shape, token).pack(), descriptor)
         os.close(descriptor)
         return refusal
 
     def introduce(self, packet: bytes, *descriptors: int) -> str | None:
-        """Any greeting; returns the refusal."""
+        """Send any greeting. Returns the refusal, or None."""
         socket.send_fds(self.socket, [packet], list(descriptors))
         return refusal_in(self.socket.recv(1000))
 
     def send(self, slot: int, frame: bytes, payload: bytes) -> None:
-        """A block through a slot."""
+        """Send a block through a slot."""
         self.ring.slots[slot][: len(payload)] = payload
         self.socket.send(pack_block(slot, frame))
 
     def slots_back(self) -> list[int]:
-        """Wait for slots; none if the connection is closed instead."""
+        """Wait for slots that come back; empty if the connection ends instead."""
         return parse_slots(self.ended_with())
 
     def ended_with(self) -> bytes:
-        """Wait for a packet; an empty one is the connection's end."""
+        """Wait for a packet; empty if the connection ends."""
         try:
             return self.socket.recv(1000)
         except ConnectionResetError:  # closed with packets unread
@@ -58,7 +58,7 @@ class SharedPeer:
 
 
 class SharedDoor:
-    """A decode worker's socket that answers what the test says, and gives no slot back by itself. Use it in ``with``."""
+    """A decode worker's socket. It answers what the test says, and gives no slot back by itself. Use it in ``with``."""
 
     def __init__(self) -> None:
         self.name = SharedPlace().new_name()
@@ -86,25 +86,25 @@ class SharedDoor:
         return self.connection
 
     def hang_up(self) -> None:
-        """As the end of the process would."""
+        """Close the connection and the memory, as the end of the process would."""
         if self.connection is not None:
             self.connection.close()
         self.let_go_of_memory()
 
     def let_go_of_memory(self) -> None:
-        """That of the sender who was accepted last."""
+        """Close the memory of the last accepted sender."""
         while self.descriptors:
             os.close(self.descriptors.pop())
 
 
 def open_descriptors() -> set[str]:
-    """What this process has open of what this path uses, by number and target. ZeroMQ opens others when it likes."""
+    """Open descriptors of the kinds that shared memory uses, by number and target. ZeroMQ opens other kinds at any time."""
     unix = {f"socket:[{line.split()[6]}]" for line in Path("/proc/self/net/unix").read_text().splitlines()[1:]}
     links: set[str] = set()
     for path in Path("/proc/self/fd").iterdir():
         try:
             target = str(path.readlink())
-        except FileNotFoundError:  # the one that lists
+        except FileNotFoundError:  # the descriptor of this listing
             continue
         if target in unix or target.startswith(("/memfd:", "pipe:", "anon_inode:[eventpoll]")):
             links.add(f"{path.name} {target}")
@@ -112,5 +112,5 @@ def open_descriptors() -> set[str]:
 
 
 def num_mapped_rings() -> int:
-    """Rings that are mapped in this process."""
+    """The number of rings that are mapped in this process."""
     return Path("/proc/self/maps").read_text().count("kvrelay-ring")

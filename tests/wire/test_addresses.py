@@ -1,4 +1,4 @@
-"""Addresses as a process reaches them."""
+"""How a process reaches an address."""
 
 from __future__ import annotations
 

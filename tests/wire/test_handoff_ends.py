@@ -1,4 +1,4 @@
-"""Hand-offs that end early, over real data sockets: either side gives up, falls silent or dies, and every block comes back."""
+"""Hand-offs that end early, over real data sockets. One side gives up, falls silent or dies, and all blocks are released."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def bench() -> LeaseBench:
 
 
 def grant_of(lease_id: int, request_id: str = "r", num_cached: int = 0) -> Grant:
-    """Of a decode worker that the test plays."""
+    """A grant of a decode worker that the test plays."""
     return Grant(
         request_id=request_id, attempt=1, lease_id=lease_id, epoch=EPOCH, num_cached_blocks=num_cached, ttl_s=TTL_S
     )
@@ -39,7 +39,7 @@ def test_abort_before_the_grant_frees_the_lease_that_comes_late(one_rig: Rig) ->
     one_rig.transfers.abort(key, "test")
     one_rig.settle()
     assert one_rig.transfer_ends.released == [key]
-    one_rig.pump()  # the offer is granted now; the answer to that is an abort, which the same pump delivers
+    one_rig.pump()  # the offer is granted now, and the prefill side answers with an abort
     assert one_rig.rejection().code is FailureCode.CANCELLED
     one_rig.assert_all_free()
 
@@ -65,10 +65,10 @@ def test_abort_after_the_commit_and_after_the_verdict_is_harmless(one_rig: Rig) 
     one_rig.commit(key)
     one_rig.pump()
     lease = one_rig.ends.verified.get(timeout=WAIT_S)
-    one_rig.transfers.abort(key, "test")  # COMMITTED here, VERIFIED there
+    one_rig.transfers.abort(key, "test")  # COMMITTED at the prefill side, VERIFIED at the decode side
     one_rig.pump()
     one_rig.settle()
-    one_rig.transfers.abort(key, "test")  # gone
+    one_rig.transfers.abort(key, "test")  # the transfer has ended
     assert one_rig.transfer_ends.released == [key]
     assert one_rig.ends.rejected.empty()
     assert len(one_rig.manager.owned_blocks(Owner(OwnerKind.LEASE, lease.lease_key))) == 3
@@ -76,7 +76,7 @@ def test_abort_after_the_commit_and_after_the_verdict_is_harmless(one_rig: Rig) 
 
 def test_blocks_are_not_reused_while_zmq_may_still_read_them(one_rig: Rig) -> None:
     rig = one_rig
-    link, line = rig.new_link("tcp://127.0.0.1:9")  # nobody is there: what is sent stays queued
+    link, line = rig.new_link("tcp://127.0.0.1:9")  # no listener: blocks stay in ZeroMQ's queue
     key = rig.open(offer_of(list(range(NUM_TOKENS))), link)
     rig.transfers.on_message(link, grant_of(1))
     rig.commit(key)
@@ -166,7 +166,7 @@ def test_traffic_and_renewals_put_the_end_off(bench: LeaseBench) -> None:
         step()
         table.reap()
         assert table.snapshot()[0]["expires_in_s"] == TTL_S
-    table.renew("p", Renew(lease_id=lease.grant.lease_id, epoch=EPOCH - 1))  # of another epoch: void
+    table.renew("p", Renew(lease_id=lease.grant.lease_id, epoch=EPOCH - 1))  # another epoch: has no effect
     bench.clock.now_s += TTL_S
     table.reap()
     assert bench.ends.rejected.get_nowait().code is FailureCode.LEASE_EXPIRED
@@ -187,7 +187,10 @@ def test_no_answer_to_an_offer(one_rig: Rig) -> None:
 
 
 def test_no_verdict_on_a_commit(rig: Rig) -> None:
-    """However long a slow network takes; only silence is a reason to give up."""
+    """The time-out of the verdict starts when the blocks have left, so a slow network does not end the transfer.
+
+    When no verdict comes by then, the transfer fails and its block sender is given up.
+    """
     key, _ = rig.granted()
     rig.commit(key)
     rig.wait_sent()
@@ -215,7 +218,7 @@ def test_a_ticket_can_be_called_off_until_it_is_taken() -> None:
 
 
 class Queue:
-    """A block sender whose thread is busy with others' gigabytes, or dead."""
+    """A block sender whose thread is busy with other blocks, or dead."""
 
     def __init__(self) -> None:
         self.tickets: list[SendTicket] = []
@@ -263,7 +266,10 @@ def test_a_sender_that_died_fails_the_transfer_and_leaves_no_block_open(one_rig:
 
 @pytest.mark.parametrize("moving", ["others", "nobody's", "cached"])
 def test_a_way_is_given_up_if_nothing_moves_on_it(one_rig: Rig, moving: str) -> None:
-    """Blocks that wait behind others', and a verdict that hangs on no block, say nothing of the way."""
+    """A transfer gets no verdict. The sender is given up only if it also sent no other block meanwhile.
+
+    It is kept if other blocks left, or if the transfer had no block to send.
+    """
     rig, queue = one_rig, Queue()
     busy = replace(rig.link, data=queue)
     for lease_id, name in ((1, "others"), (2, "mine")):
@@ -300,7 +306,7 @@ def test_a_lost_link_fails_its_transfers_and_gives_their_blocks_back(rig: Rig) -
     assert rig.transfer_ends.failures == [FailureCode.PEER_LOST]
     assert rig.transfer_ends.released == [key]
     assert not +rig.source.reads
-    rig.transfers.blocks_ready(key, 3)  # the model thread is not told at once
+    rig.transfers.blocks_ready(key, 3)  # the model thread may not know of the loss yet
     rig.commit(key)
 
 

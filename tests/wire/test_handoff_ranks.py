@@ -1,4 +1,4 @@
-"""Hand-offs between workers of one to four ranks each, in one or two stages, equal and unequal, plain and sealed, by every way."""
+"""Hand-offs between workers of one to four ranks and one or two stages, plain and sealed, over TCP and shared memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def geometry_of(num_heads: int) -> KvGeometry:
 
 
 class RanksStore(GatheredStore):
-    """For :class:`tests.wire.rig.CountingStore`, over the pools of some ranks."""
+    """Replaces :class:`tests.wire.lease_bench.CountingStore` by the pools of several ranks."""
 
     def __init__(self, num_blocks: int, geometry: KvGeometry, num_ranks: int, num_stages: int) -> None:
         assert geometry.physical_nbytes == BLOCK_NBYTES
@@ -36,7 +36,7 @@ class RanksStore(GatheredStore):
         super().__init__(geometry, num_blocks, [HostPart(part) for part in self.parts], num_stages)
         self.reads: Counter[int] = Counter()
         self.writes: Counter[int] = Counter()
-        self._groups: dict[int, int] = {}  # of each block, as it was written last
+        self._groups: dict[int, int] = {}  # by block: the group of its last write
 
     def block(self, block_id: int) -> Any:
         return _Block(self, block_id, self._groups.get(block_id, 0))
@@ -59,7 +59,7 @@ class RanksStore(GatheredStore):
 
 
 class _Block:
-    """A block of all ranks, as a rig writes and reads it."""
+    """A block of all ranks, with the interface that a rig writes and reads."""
 
     def __init__(self, store: RanksStore, block_id: int, group: int) -> None:
         self._store = store
@@ -75,12 +75,12 @@ class _Block:
 
 
 class RanksRig(Rig):
-    """Of the decode side's ranks, then the prefill side's."""
+    """A rig whose two pools have several ranks each."""
 
     def __init__(
         self, context: Any, geometry: KvGeometry, ranks: tuple[tuple[int, int], tuple[int, int]], **options: Any
     ) -> None:
-        """``ranks``: of each stage, and how many stages, of both sides."""
+        """``ranks``: (ranks of each stage, stages) of the decode side and of the prefill side."""
         self._geometry = geometry
         self._ranks = iter(ranks)
         super().__init__(context, **options)
@@ -92,7 +92,7 @@ class RanksRig(Rig):
 @pytest.mark.parametrize("seals_kv", [False, True], ids=["plain", "sealed"])
 @pytest.mark.parametrize("ranks", list(itertools.product((1, 2, 3, 4), repeat=2)))
 def test_any_ranks_hand_over_to_any_others(context: Any, path: str, ranks: tuple[int, int], seals_kv: bool) -> None:
-    """Four K/V heads; where there are three ranks, one head that all of them have."""
+    """There are four K/V heads. With three ranks on a side there is one head, which all ranks hold."""
     assert_hands_over(
         RanksRig(
             context, geometry_of(1 if 3 in ranks else 4), ((ranks[0], 1), (ranks[1], 1)), seals_kv=seals_kv, path=path

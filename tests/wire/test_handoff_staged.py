@@ -1,4 +1,4 @@
-"""Hand-offs between pools that the host reaches through a few slots only, over copies that are as late as they may be."""
+"""Hand-offs between pools that the host reaches only through a few staging slots. Copies to the device are delayed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NUM_TOKENS = 100  # 25 blocks and more than six times the slots
 
 
 class StagedStore:
-    """For :class:`tests.wire.rig.CountingStore`, over a late device."""
+    """Replaces :class:`tests.wire.lease_bench.CountingStore` by a staged pool on a device that copies late."""
 
     def __init__(self, num_blocks: int, device: LateDevice | None = None) -> None:
         self.num_blocks, self.block_nbytes = num_blocks, BLOCK_NBYTES
@@ -59,14 +59,14 @@ class StagedStore:
 
 
 class StagedRig(Rig):
-    """Both pools are staged."""
+    """A rig whose two pools are staged."""
 
     def new_store(self, num_blocks: int) -> Any:
         return StagedStore(num_blocks)
 
 
 class Holder:
-    """Somebody who reads blocks, and is not done."""
+    """A reader of blocks that is not done."""
 
     is_done = False
 
@@ -81,13 +81,13 @@ def rig(request: pytest.FixtureRequest, context: Any, path: str) -> Iterator[Any
 
 
 def assert_arrived(rig: Any, lease: Any) -> None:
-    """As a step that is launched now sees it."""
+    """Check the lease's blocks as a step sees them that is launched now."""
     rig.store.staging.order_steps()
     rig.assert_holds(lease)
 
 
 def hold_all(rig: Any) -> tuple[Holder, list[int]]:
-    """Somebody else reads as many blocks as there are slots."""
+    """Another reader takes all slots."""
     holder, block_ids = Holder(), list(range(70, 70 + NUM_SLOTS))
     for block_id in block_ids:
         assert rig.source.open_read(block_id).wait(holder, WAIT_S) is not None
@@ -96,7 +96,7 @@ def hold_all(rig: Any) -> tuple[Holder, list[int]]:
 
 @pytest.mark.parametrize("rig", [True], indirect=True, ids=["sealed"])
 def test_what_was_forged_is_overwritten_by_what_is_genuine(rig: Any) -> None:
-    """A forged block is copied to its place; the genuine one is copied behind it."""
+    """Forged blocks are copied to their place first. The genuine blocks are copied after them, and remain."""
     key, grant = rig.granted(NUM_TOKENS)
     lease = Granted(offer_of(list(range(NUM_TOKENS))), grant)
     for index in range(2 * NUM_SLOTS):
@@ -109,7 +109,7 @@ def test_a_long_prompt_passes_through_few_slots(rig: Any) -> None:
     told = rig.ends.on_lease_verified
 
     def verified(lease: Any) -> None:
-        # Else a step could be launched, and a block's copy behind it.
+        # A step that is launched before a block's copy would read old bytes.
         assert not +rig.store.writes, "a lease is verified before its last block is on its way"
         told(lease)
 
@@ -137,10 +137,10 @@ def test_a_sender_waits_for_a_slot_and_goes_on_when_one_is_free(rig: Any) -> Non
 
 @pytest.mark.parametrize("path", ["tcp"], indirect=True)
 def test_links_that_take_nothing_leave_slots_for_the_others(rig: Any) -> None:
-    """More links than there are slots, and more blocks for each; ZeroMQ keeps all of them."""
+    """There are more stuck links than slots, with several blocks each. ZeroMQ takes their blocks, and another hand-off works."""
     header, block_ids = BlockHeader(9, 1, 0, BLOCK_NBYTES, b"h" * 16), range(40, 70)
     tickets = []
-    with sockets.create_server(("127.0.0.1", 0), backlog=100) as deaf:  # a connection's handshake is never over
+    with sockets.create_server(("127.0.0.1", 0), backlog=100) as deaf:  # ZeroMQ's handshake never ends
         links = [rig.new_link(f"tcp://127.0.0.1:{deaf.getsockname()[1]}")[0] for _ in range(NUM_SLOTS + 1)]
         for block_id in block_ids:
             link = links[block_id % len(links)]
@@ -207,7 +207,7 @@ def test_a_failed_copy_is_not_sent_and_ends_the_link(rig: Any) -> None:
     assert rig.transfer_ends.released == [key]
     rig.table.abort_peer("p")
     outcomes = [rig.table.seen.get_nowait() for _ in range(rig.table.seen.qsize())]
-    # What was right before may have come behind the lease's end.
+    # Right blocks may also arrive after the lease has ended.
     assert set(outcomes) <= {"ok", "unknown_lease"}, "what the copy left was sent"
     assert len(outcomes) < 3
     assert rig.ends.verified.empty()

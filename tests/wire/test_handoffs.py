@@ -1,7 +1,7 @@
 """Hand-offs between a transfer table and a lease table over real data sockets and rings: what must work, offers, and garbage.
 
-``rig`` (see conftest) has a prefill side, a decode side and a way for blocks between them. Its teardown checks the books. All lies
-but those that a way matters to are told in test_lease_lies.
+``rig`` (see conftest) has a prefill side, a decode side and a path for blocks. Its teardown checks the books. Wrong blocks are
+tested in test_lease_lies, except those to which the path matters.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def test_blocks_go_out_as_they_get_ready(rig: Rig) -> None:
     key, _ = rig.granted()
     rig.transfers.blocks_ready(key, 1)
     assert rig.next_block() == "ok"
-    rig.transfers.blocks_ready(key, 1)  # said twice, sent once
+    rig.transfers.blocks_ready(key, 1)  # the same report again sends no block
     rig.transfers.blocks_ready(key, 2)
     assert rig.next_block() == "ok"
     assert rig.ends.verified.empty()
@@ -140,7 +140,7 @@ def test_a_frame_beyond_the_bound_costs_its_sender_the_connection_only(one_rig: 
 
 
 def test_the_same_blocks_over_both_ways_at_once(one_rig: Rig) -> None:
-    """A liar fills one lease over TCP and through shared memory. A block has one writer; the lease ends when both have left."""
+    """A sender fills one lease over TCP and shared memory. A block has one writer, and the lease ends after both writes."""
     rig = one_rig
     lease = rig.leased()
     rig.table.may_finish.clear()
@@ -217,7 +217,7 @@ def test_a_refusal_fails_the_transfer(one_rig: Rig) -> None:
 
 
 def test_the_answers_of_another_worker_are_not_ours(one_rig: Rig) -> None:
-    """Its refusal is nothing to us, and its grant is given back to it."""
+    """A refusal and a grant come from a worker that got no offer. The refusal has no effect, and the grant is aborted."""
     key = one_rig.open(offer_of(list(range(NUM_TOKENS))))
     other_link, other_line = one_rig.new_link()
     refuse = Refuse(request_id="r", attempt=1, code=FailureCode.NO_ROOM, detail="late answer of a lost worker")

@@ -1,4 +1,4 @@
-"""Hand-offs at random, over real data sockets and rings: each ends once, and every block comes back."""
+"""Random hand-offs over real data sockets and rings: each ends once, and all blocks are released."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .rig import Rig
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("seals_kv", [False, True], ids=["plain", "sealed"])
 def test_hand_offs_at_random(make_rig: Callable[..., Rig], path: str, seals_kv: bool, seed: int) -> None:
-    """Hand-offs at a time that end well, are given up on either side, meet blocks of another epoch, or lose their link."""
+    """Up to three hand-offs run at a time. They finish, are aborted by a side, get a block of another epoch, or lose their link."""
     rng = random.Random(seed)
     rig = make_rig(num_blocks=1024, seals_kv=seals_kv, path=path)
     opened: list[tuple[str, int]] = []
@@ -39,7 +39,7 @@ def test_hand_offs_at_random(make_rig: Callable[..., Rig], path: str, seals_kv: 
             elif fate == "abort":
                 rig.transfers.abort(opened[-1], "test")
             rig.pump()
-        if rng.random() < 0.3:  # the link breaks in the middle of whatever is on its way
+        if rng.random() < 0.3:  # the link breaks while blocks may be on their way
             rig.senders[-1].close()
             rig.transfers.on_link_lost(rig.link)
             rig.table.abort_peer("p")
@@ -53,7 +53,7 @@ def test_hand_offs_at_random(make_rig: Callable[..., Rig], path: str, seals_kv: 
 
 
 def await_ends(rig: Rig, fates: dict[int, str]) -> None:
-    """Each lease ends once: those that nobody gives up are verified, with the right bytes in the pool."""
+    """Check that each lease ends once. A lease is verified with the right bytes unless its fate allows a rejection."""
     until(lambda: rig.ends.verified.qsize() + rig.ends.rejected.qsize() == len(fates), "leases without an end")
     while not rig.ends.verified.empty():
         lease = rig.verdict()

@@ -1,4 +1,4 @@
-"""A ZeroMQ socket on the loop: nothing is left lying, whoever swallows the descriptor's edge."""
+"""A ZeroMQ socket on the asyncio loop: no message is missed, although its descriptor is edge-triggered."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WAIT_S = 10.0
 
 
 class Ear:
-    """Hears a socket's messages."""
+    """A handler that keeps a socket's messages."""
 
     def __init__(self) -> None:
         self.heard: list[bytes] = []
@@ -56,13 +56,13 @@ async def test_more_messages_than_one_turn_takes(pair: tuple[zmq.Socket[bytes], 
 
 
 async def test_a_message_that_came_while_we_sent_is_heard(pair: tuple[zmq.Socket[bytes], zmq.Socket[bytes]]) -> None:
-    """Sending takes the descriptor's edge away; without another look the answer would lie there until the next message."""
+    """Sending clears the descriptor's edge. The socket must look again, or an arrived message waits for the next one."""
     ear = Ear()
     socket = LoopSocket(pair[0], ear)
     socket.start()
     for number in range(200):
         pair[1].send(b"%d" % number)
-        while not pair[0].poll(1000):  # when it has arrived, the edge is gone; the loop did not run meanwhile
+        while not pair[0].poll(1000):  # clears the edge when the message arrives; the loop does not run meanwhile
             pass
         assert socket.send([b"x"])
         await ear.until(number + 1)
@@ -85,7 +85,7 @@ async def test_a_message_that_breaks_its_handler_costs_no_other(
 
 
 async def test_closed_means_closed(pair: tuple[zmq.Socket[bytes], zmq.Socket[bytes]]) -> None:
-    """Also in the middle of a turn, by the handler itself."""
+    """The handler closes the socket at the first of five messages. It gets no other message."""
 
     class Closing(Ear):
         def __call__(self, frames: list[bytes]) -> None:

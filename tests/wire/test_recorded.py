@@ -1,7 +1,7 @@
-"""What released versions say, recorded byte by byte, is understood by this build; and they understand what it says.
+"""Recorded messages and blocks of released versions: this build understands them, and those versions understand this build.
 
-A failure here means that workers and gateways of two versions would misunderstand each other (docs/compatibility.md). The way
-out is a field with a default, or a new protocol number; never another recording.
+A failure here means that workers and gateways of two versions would misunderstand each other (docs/compatibility.md). To repair it,
+give a field a default, or use a new protocol number. Never change a recording.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ BLOCKS = [
 
 
 def assert_holds(now: Any, then: Any) -> None:
-    """``now`` has all that ``then`` has; a map may have more keys."""
+    """Check that ``now`` equals ``then``, except that its maps may have more keys."""
     if isinstance(then, dict):
         assert isinstance(now, dict)
         assert then.keys() <= now.keys()
@@ -78,15 +78,15 @@ def test_a_recorded_message_is_understood(recorded: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("recorded", FRAMES)
 def test_the_recorded_version_finds_its_fields_in_what_this_build_says(recorded: dict[str, Any]) -> None:
-    """It ignores what it does not know, so it is enough that all that it knows is there, as it was."""
+    """The recorded version ignores unknown fields. So every field that it knows must be there, unchanged."""
     frame = Codec().encode(decoded(recorded["frame"]))
     assert_holds(msgspec.msgpack.decode(frame), msgspec.msgpack.decode(bytes.fromhex(recorded["frame"])))
 
 
 def with_news(value: Any) -> Any:
-    """Every message, and every part of one, has a field more."""
+    """The value with an unknown field in each of its maps."""
     if isinstance(value, dict):
-        more = {key: value[key] if key == "used" else with_news(value[key]) for key in value}  # by names, not fields
+        more = {key: value[key] if key == "used" else with_news(value[key]) for key in value}  # by API key, not fields
         return {**more, "of_tomorrow": [{"x": 1}]}
     return [with_news(one) for one in value] if isinstance(value, list) else value
 
@@ -114,7 +114,7 @@ def structs_in(value: Any) -> Iterator[msgspec.Struct]:
 
 
 def test_a_field_that_is_missing_has_its_default() -> None:
-    """As one that is new has for an older sender. Each is in use in some example, so none is missed here."""
+    """Each optional field is left out once, as by an older sender, and gets its default. The examples use every such field."""
     seen: set[tuple[type, str]] = set()
     optional: set[tuple[type, str]] = set()
     for struct in [one for message in MESSAGES for one in structs_in(message)]:
@@ -130,7 +130,7 @@ def test_a_field_that_is_missing_has_its_default() -> None:
             told = msgspec.msgpack.decode(msgspec.msgpack.encode(struct))
             del told[field.encode_name]
             assert getattr(msgspec.convert(told, kind), field.name) == default
-    always = {(Hello, "protocol_min"), (Hello, "protocol_max")}  # this build's own numbers, always told
+    always = {(Hello, "protocol_min"), (Hello, "protocol_max")}  # this build's own numbers are always sent
     assert optional - seen == always
 
 
@@ -186,7 +186,7 @@ def test_the_largest_protocol_number_that_both_speak_is_used(theirs: tuple[int, 
 
 @pytest.mark.parametrize("recorded", BLOCKS)
 def test_a_recorded_block_is_read_and_written_as_it_was(recorded: dict[str, Any]) -> None:
-    """A decode worker of another version proves it; so its bytes may not change at all, but under another version of the header."""
+    """Workers of two versions must agree on every byte of a block's frames, because the header's checksum or seal covers them."""
     header = parse_header(bytes.fromhex(recorded["header"]))
     payload, target = memoryview(bytes.fromhex(recorded["payload"])), bytearray(len(PAYLOAD))
     if header.is_sealed:
@@ -215,12 +215,12 @@ def test_packets_beside_shared_memory_are_as_they_were(version: str) -> None:
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_fingerprints_and_hashes_of_blocks_are_as_they_were(version: str) -> None:
-    """Workers of two versions hand over to each other exactly if these are equal."""
+    """Workers of two versions can only hand over to each other if their fingerprints and hashes are equal."""
     assert recording()["hashes"] == VERSIONS[version]["hashes"]
     assert VERSIONS[version]["hashes"]["fingerprint"] == LAYOUT.fingerprint().hex()
 
 
 def test_the_recording_of_this_version_is_what_it_says() -> None:
-    """Until it is released it may be recorded anew, by ``python -m tests.wire.recorded.examples``; from then on it is kept."""
+    """An unreleased version may be recorded again by ``python -m tests.wire.recorded.examples``. A released one is kept."""
     recorded = VERSIONS.get(kvrelay.__version__)
     assert recorded in (None, recording())

@@ -10,7 +10,7 @@ from kvrelay.engine.fake.step import Memory
 
 
 class BreakableEngine(FakeEngine):
-    """Once broken, one bit of each token's K/V that it writes is wrong. It does not notice: it expects what it would write."""
+    """Once broken, it writes each token's K/V with one wrong bit. Its own checks expect the same wrong bit and pass."""
 
     def __init__(self, card: ModelCard, *args: Any, **options: Any) -> None:
         super().__init__(card, *args, **options)

@@ -1,4 +1,4 @@
-"""A worker's service and what runs on its model thread, without threads and sockets: both roles' rigs are built on this."""
+"""A worker's service and model worker, without threads and sockets. The rigs of both roles are built on this."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ S = TypeVar("S", bound=Service[Any])
 
 
 class ServiceRig(Generic[S]):
-    """Commands and reports travel when the test says so, guides come when it answers. A role attaches its hand-off."""
+    """The test delivers commands and reports, and answers requests for guides. A role adds its side of hand-offs."""
 
-    max_told = 100  # tokens that this worker tells of one request
+    max_told = 100  # the most tokens that this role sends of one request
 
     def __init__(self, card: ModelCard, blocks: BlockManager, scheduler: Scheduler, service: type[S]) -> None:
         self.sent: list[tuple[str, Message]] = []
-        self.deaf: set[str] = set()  # peers that nothing can be sent to
+        self.deaf: set[str] = set()  # peers to which sending fails
         self.commands: list[Command] = []
         self.reports: list[Report] = []
         self.now_s = 1000.0
@@ -64,35 +64,35 @@ class ServiceRig(Generic[S]):
         return True
 
     def call(self, function: Callable[..., object], *args: Any) -> None:
-        """As OnLoop."""
+        """See OnLoop."""
         function(*args)
 
     def post(self, command: Command) -> None:
-        """As ModelLoop."""
+        """See ModelLoop."""
         self.commands.append(command)
 
     def wake(self) -> None:
-        """As ModelLoop."""
+        """See ModelLoop."""
 
     def submit(self, name: str, max_tokens: int = 3) -> Submit:
-        """A request that this role takes."""
+        """A request as this role gets it."""
         raise NotImplementedError
 
     def ask(self, message: Message, peer_id: str = "gateway", role: Role = Role.GATEWAY) -> None:
         self.service.on_message(peer_id, role, message)
 
     def handle(self) -> None:
-        """The model thread takes its commands."""
+        """The model worker handles all its commands."""
         while self.commands:
             self.model.handle(self.commands.pop(0))
 
     def hear(self) -> None:
-        """The asyncio loop hears of everything that the model thread did."""
+        """The service gets all reports of the model worker."""
         while self.reports:
             self.service.on_report(self.reports.pop(0))
 
     def finish(self) -> None:
-        """All goes on until nobody has anything to do."""
+        """Handle commands, run steps and deliver reports until there is nothing left to do."""
         for _ in range(200):
             self.handle()
             if self.model.has_work():
@@ -103,7 +103,7 @@ class ServiceRig(Generic[S]):
         raise AssertionError("it never ends")
 
     def settle(self) -> None:
-        """The same, and hand-offs succeed."""
+        """Finish all requests; a role's hand-offs succeed meanwhile."""
         self.finish()
 
     def deltas(self, name: str) -> list[TokenDelta]:

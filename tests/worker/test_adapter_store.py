@@ -1,4 +1,4 @@
-"""A worker's adapters and its asyncio loop. What requests see of them: ``tests/relay/test_adapters.py``."""
+"""A worker's adapter store and its asyncio loop. Requests with adapters are tested in ``tests/relay/test_adapters.py``."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from kvrelay.worker.adapters import AdapterRefusal, AdapterSettings, AdapterStor
 from tests.adapters import write_adapter
 
 SHAPES = {"model.layers.0.self_attn.q_proj": (16, 16)}
-NBYTES = 4 * (16 + 16) * 2  # of each of these adapters, in a fake engine
+NBYTES = 4 * (16 + 16) * 2  # size of each adapter in a fake engine
 
 
 class SlowToUnload(FakeAdapters):
-    """Goes on only when the loop says so."""
+    """Adapters whose unloading ends only when the asyncio loop allows it."""
 
     def __init__(self) -> None:
         super().__init__()

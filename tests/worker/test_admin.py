@@ -1,4 +1,4 @@
-"""The admin endpoints: verdicts, metrics, the ledger; and the server around them."""
+"""The admin endpoints (health, metrics, the ledger, profiles) and their server."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvrelay.worker.process.admin import AdminServer, admin_app
 
 
 class Probe:
-    """Says what the test tells it to."""
+    """A component whose health the test sets."""
 
     def __init__(self) -> None:
         self.live_reasons: list[str] = []
@@ -130,7 +130,10 @@ async def test_a_server_may_stop_at_once_or_without_a_start(probe: Probe, regist
 
 
 async def test_signals_are_the_processs_while_a_server_runs(probe: Probe, registry: CollectorRegistry) -> None:
-    """By a method of uvicorn's that it does not document: without it SIGTERM would end the server and not drain the worker."""
+    """A running server leaves the process's signal handlers alone, so that SIGTERM drains the worker.
+
+    The server overrides an undocumented method of uvicorn for that (``capture_signals``).
+    """
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     server = AdminServer("127.0.0.1", 0, probe, registry)
     port = await server.start()

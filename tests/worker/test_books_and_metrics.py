@@ -1,4 +1,4 @@
-"""What readiness, liveness, /debug/kv and /metrics say about a pool and a loop in a known state."""
+"""The ledger's balance, /debug/kv and /metrics for a pool in a known state."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_what_is_retained_is_shown(blocks: BlockManager) -> None:
     (held,) = [one for one in blocks.owners() if one.key == "b/1"]
     blocks.publish(held, 1, b"b" * 16)
     block_id = blocks.owned_blocks(held)[1]
-    blocks.release(held, Retention(priority=80))  # the first block is still another's, too
+    blocks.release(held, Retention(priority=80))  # a/1 still holds the first block
     registry = CollectorRegistry()
     EngineMetrics(registry, blocks, num_running=lambda: 0, num_waiting=lambda: 0)
     assert registry.get_sample_value("kvrelay_retained_blocks") == 1

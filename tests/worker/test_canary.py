@@ -1,4 +1,4 @@
-"""The canary finds a changed bit, disturbs nobody, and leaves nothing behind."""
+"""The canary finds a changed bit, gives way to requests, and leaves no blocks behind."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OTHER = Owner(OwnerKind.SEQUENCE, "other/1")
 
 
 class Rig:
-    """``run`` is one whole canary, if it is due."""
+    """A canary over a fake engine that can break. ``run`` computes one whole canary if one is due."""
 
     def __init__(self, windows: tuple[int | None, ...] = (None,), num_tokens: int = 4) -> None:
         self.now_s = 5.0
@@ -111,6 +111,6 @@ def test_a_step_that_fails_is_no_verdict() -> None:
     assert not rig.canary.is_under_way
     assert rig.blocks.ledger().num_free == 40
     rig.engine._on_step = rig._count
-    assert rig.run() is None  # not again and again
+    assert rig.run() is None  # the next one is due after a whole period
     rig.now_s += PERIOD_S
     assert rig.run() is True

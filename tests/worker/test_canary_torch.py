@@ -1,6 +1,6 @@
-"""On a real model: the answer is the same each time, whatever was computed between, and one flipped bit of a weight changes it.
+"""The canary on a real model: its answer is the same each time, and one flipped bit of a weight changes it.
 
-Also of a weight that is packed for its products, and of one that only another rank has.
+The bit may also be in a packed weight, or in the memory of another rank.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tests.engine.ranks.conftest import load_ranks
 
 @pytest.fixture(params=["bfloat16", "float32"])
 def engine(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TorchEngine:
-    """With weights as plain tensors: nobody reaches a bit of those that oneDNN has packed."""
+    """An engine whose weights are plain tensors, because a test cannot change a bit of a weight that oneDNN has packed."""
     monkeypatch.setattr(cpu_ops, "has_packed_linear", lambda dtype: False)
     save_model(tmp_path, transformers.LlamaConfig(**SIZES))
     return load(tmp_path, num_blocks=32, block_size=8, dtype=request.param)
@@ -50,7 +50,7 @@ class Rig:
         return verdict
 
     def compute_others(self) -> None:
-        """A batch of two, in blocks that are given back."""
+        """Compute two other sequences, and release their blocks."""
         rows = []
         for number in range(2):
             one = Sequence(str(number), 0, [5 + number] * 20, 20, SamplingParams(max_tokens=4, temperature=0.0), 0.0)
@@ -73,7 +73,7 @@ def test_the_answer_is_the_same_each_time(engine: TorchEngine) -> None:
 
 
 def test_a_flipped_bit_of_any_kind_of_weight_is_found(engine: TorchEngine) -> None:
-    """The top bit of an exponent, in one number of each tensor that every token meets."""
+    """The test flips the top bit of an exponent in one number of each tensor that every token meets."""
     rig = Rig(engine)
     assert rig.run() is True
     tensors = _tensors(engine)
@@ -88,7 +88,7 @@ def test_a_flipped_bit_of_any_kind_of_weight_is_found(engine: TorchEngine) -> No
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_flipped_bit_of_a_packed_weight_is_found(tmp_path: Path, dtype: str) -> None:
-    """oneDNN's memory is nobody's to write to: its weight is unpacked, and packed again with the bit flipped."""
+    """Memory of oneDNN cannot be changed, so the test unpacks such a weight, flips a bit and packs it again."""
     save_model(tmp_path, transformers.LlamaConfig(**SIZES))
     engine = load(tmp_path, num_blocks=32, block_size=8, dtype=dtype)
     rig = Rig(engine)
@@ -135,7 +135,7 @@ def test_a_bit_that_flips_in_the_memory_of_another_rank_is_found(tmp_path: Path)
             if "kvrelay.engine.rank_main" in " ".join(child.cmdline())
         ]
         content = norm.detach().numpy().tobytes()
-        for verdict in (False, True):  # flipped, and back
+        for verdict in (False, True):  # flipped, then flipped back
             assert flip_bit(rank, content, _EXPONENT_BIT) > 0
             content = _with_flipped(content, _EXPONENT_BIT)
             assert rig.run() is verdict
@@ -153,14 +153,14 @@ def _with_flipped(content: bytes, bit: int) -> bytes:
 
 
 def _flip(tensor: torch.Tensor) -> None:
-    """The top bit of an exponent, in the middle."""
+    """Flip the top exponent bit of the number in the middle."""
     size = tensor.element_size()
     bits = tensor.reshape(-1).view({2: torch.int16, 4: torch.int32}[size])
     bits[tensor.numel() // 2] ^= 1 << (8 * size - 2)
 
 
 def _tensors(engine: TorchEngine) -> dict[str, torch.Tensor]:
-    """All floating tensors of two numbers or more that the model reaches, without embeddings: only some tokens meet those."""
+    """The model's floating tensors with two numbers or more. Embeddings are left out, as only some tokens meet them."""
     found = {
         name: thing
         for thing, name in _things(engine._model)
@@ -171,7 +171,7 @@ def _tensors(engine: TorchEngine) -> dict[str, torch.Tensor]:
 
 
 def _things(model: object) -> list[tuple[object, str]]:
-    """All that a model consists of, and its names."""
+    """All objects that a model consists of, with their names."""
     found: dict[int, tuple[object, str]] = {}
 
     def visit(name: str, thing: object) -> None:

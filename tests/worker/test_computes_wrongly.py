@@ -1,4 +1,4 @@
-"""A worker that heard from its model thread that it computes wrongly."""
+"""A worker whose model thread has reported that it computes wrongly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A step that fails: whoever breaks it ends alone, on both kinds of worker; a device that has failed for good ends the loop."""
+"""A step that fails: only the request that breaks it fails, on both kinds of worker. A lost device ends the worker."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GREEDY = SamplingParams(max_tokens=9, temperature=0.0)
 
 
 class FailingEngine(FakeEngine):
-    """Steps fail that compute a sequence whose name begins with "bad"; with ``is_lost``, the device is gone then."""
+    """A step fails if it has a sequence whose name begins with "bad". With ``is_lost`` the device is then lost."""
 
     def __init__(self, *, runs_ahead: bool = False, is_lost: bool = False, num_stages: int = 1) -> None:
         super().__init__(CARD, self._look_at, runs_ahead=runs_ahead, num_stages=num_stages)
@@ -77,7 +77,7 @@ def test_one_bad_prompt_costs_no_other_its_token(num_stages: int) -> None:
 
 
 def test_a_sequence_that_cannot_even_be_scheduled_ends_alone() -> None:
-    """It would be the first to be scheduled at every step, for ever."""
+    """Scheduling the sequence raises. It fails alone instead of blocking every step."""
     rig = Rig(FakeEngine(CARD))
     rig.add("runs", prompt_of(0), GREEDY)
     rig.step()
@@ -89,14 +89,14 @@ def test_a_sequence_that_cannot_even_be_scheduled_ends_alone() -> None:
 
 
 class BreakingState(TokensState):
-    """A guide that is broken itself."""
+    """A guide that fails when it takes a token."""
 
     def accept(self, token_id: int) -> None:
         raise RuntimeError("the guide is out of order")
 
 
 def test_a_step_that_breaks_when_tokens_are_taken_in_ends_all_in_it() -> None:
-    """Some have their token, and nobody was told: an attempt that went on would leave it out."""
+    """A step fails while the worker takes in its tokens. All its sequences fail, because some would lose a token otherwise."""
     rig = Rig(FakeEngine(CARD), max_num_seqs=3)
     rig.add("first", prompt_of(0), GREEDY)
     rig.add("ends", prompt_of(1), SamplingParams(max_tokens=2, temperature=0.0))
@@ -108,7 +108,7 @@ def test_a_step_that_breaks_when_tokens_are_taken_in_ends_all_in_it() -> None:
 
 
 class MaskBreaker(TokensState):
-    """A guide that makes no mask for its fourth token."""
+    """A guide that fails to make the mask for its fourth token."""
 
     def fill(self, bitmask: npt.NDArray[np.int32]) -> None:
         if len(self.left) == 5:
@@ -118,7 +118,7 @@ class MaskBreaker(TokensState):
 
 @pytest.mark.parametrize("runs_ahead", [False, True])
 def test_a_guide_that_makes_no_mask_costs_no_other_its_answer(runs_ahead: bool) -> None:
-    """Also where the step waits for masks behind another one: what the engine was to be told with them is told again."""
+    """One guide fails to make its mask, also in a step that runs ahead. The other sequences get all their tokens."""
     rig = Rig(FakeEngine(CARD, runs_ahead=runs_ahead))
     for name, guide in (("good0", TokensState), ("bad", MaskBreaker), ("good1", TokensState)):
         rig.add(name, prompt_of(len(name)), GREEDY, handed_over=False, guide=guide(list(range(1, 9))))
@@ -139,7 +139,7 @@ def test_a_device_that_has_failed_for_good_ends_the_worker_at_once(role: str) ->
 
 
 def test_the_token_of_the_step_in_front_is_not_lost() -> None:
-    """Its step is under way when the one behind it cannot be launched; both are computed again, with the same tokens."""
+    """A launch fails while the step before it is under way. No sequence fails, and all get the right tokens."""
     engine = FailingEngine(runs_ahead=True)
     rig = Rig(engine)
     launch, num_launched = engine.launch, 0

@@ -1,4 +1,4 @@
-"""The model loop's thread: what wakes it, what it survives, how it ends."""
+"""The model loop's thread: what wakes it, which errors it survives, and how it ends."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BROKEN = -99  # a command after which the worker does not trust itself
 
 
 class Scripted:
-    """Each command is a number of steps to run; everything that happens is put into ``events``."""
+    """A worker whose commands are numbers of steps to run. It puts every call into ``events``."""
 
     def __init__(self) -> None:
         self.events: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -56,7 +56,7 @@ class Scripted:
 
     def step(self) -> bool:
         self.threads.add(threading.get_ident())
-        has_room, error = self.has_room, self.error  # read before anybody hears of the step and changes them
+        has_room, error = self.has_room, self.error  # read before the test sees the step and changes them
         self.events.put("step")
         assert self.may_step.wait(WAIT_S)
         if error is not None:
@@ -107,7 +107,7 @@ def test_commands_are_handled_and_steps_run_on_one_thread(worker: Scripted, loop
     assert not loop.is_alive
     loop.start()
     worker.expect("handle 1", "handle 2", "step", "step", "step")
-    loop.post(cast("Any", 1))  # it waits by now, or soon will
+    loop.post(cast("Any", 1))  # the loop waits by now, or soon will
     worker.expect("handle 1", "step")
     assert loop.is_alive
     assert len(worker.threads) == 1
@@ -132,7 +132,7 @@ def test_without_room_it_waits_for_news(worker: Scripted, loop: ModelLoop, monke
     loop.start()
     worker.expect("handle 1", "step")
     loop.wake()
-    worker.expect("step")  # looked once more, found no room, waits again
+    worker.expect("step")  # the loop tried once, found no room, and waits again
     worker.has_room = True
     loop.wake()
     worker.expect("step")
@@ -237,7 +237,7 @@ def test_a_worker_that_does_not_trust_itself_any_more_ends_the_loop(
 
 
 def test_steps_that_fail_one_after_the_other_end_the_loop(worker: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a device that answers everything with the same error: a worker that fails fast draws all requests."""
+    """Three failed steps in a row end the loop; a good step resets the count. A worker that fails fast would attract requests."""
     monkeypatch.setattr(loop_module, "_MAX_FAILED_STEPS", 3)
     loop = made(worker, "model", lambda: 0.0)
     worker.error = worker.next_error = RuntimeError("illegal access")
@@ -248,7 +248,7 @@ def test_steps_that_fail_one_after_the_other_end_the_loop(worker: Scripted, monk
         worker.expect(*failure)
     worker.error = worker.next_error = None
     loop.post(cast("Any", 1))
-    worker.expect("handle 1", "step")  # counted from 0 again
+    worker.expect("handle 1", "step")  # resets the count
     worker.error = worker.next_error = RuntimeError("illegal access")
     for _ in range(3):
         loop.post(cast("Any", 1))

@@ -1,4 +1,4 @@
-"""A worker on several nodes: what its processes refuse, and what those do that are not the worker."""
+"""A worker on several nodes: settings that are refused, the ranks' secret and addresses, and how it leaves."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _own_logs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("node_rank", [0, 1])
 def test_ranks_of_other_hosts_need_keys_or_a_word_of_the_operators(node_rank: int) -> None:
-    """On both ends: neither listens to, nor connects to, whoever is there."""
+    """Without keys both nodes refuse a leader address that other machines can reach."""
     with pytest.raises(
         SettingsError, match=r"tcp://10\.1\.2\.3:7202 can be reached from other machines, and without --keys"
     ):

@@ -1,4 +1,4 @@
-"""A worker process from start to SIGTERM, with a component that only plays one."""
+"""A worker process from start to SIGTERM, with a component that the test plays."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def free_port() -> int:
 
 
 class Played:
-    """Remembers what is asked of it."""
+    """A component that records its calls."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -61,16 +61,16 @@ class Played:
 
 
 async def until(client: httpx.AsyncClient, status: int) -> Any:
-    """Ask for readiness until it answers with ``status``; bounded by the test's timeout."""
+    """Poll readiness until the answer has this status. The test's timeout bounds it."""
     while True:
         try:
             response = await client.get("/health/ready")
         except httpx.TransportError:
-            await asyncio.sleep(0.01)  # polls for a state: the port is open
+            await asyncio.sleep(0.01)  # polls until the port is open
             continue
         if response.status_code == status:
             return response.json()
-        await asyncio.sleep(0.01)  # polls for a state: the status that is waited for
+        await asyncio.sleep(0.01)  # polls until the status is there
 
 
 @pytest.mark.timeout(60)
@@ -118,7 +118,7 @@ async def test_a_second_signal_does_not_wait_for_requests() -> None:
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("is_signal_first", [True, False])
 async def test_what_it_runs_on_may_ask_it_to_end_beside_a_signal_and_nobody_hurries(is_signal_first: bool) -> None:
-    """All pods of a worker are asked to end at about the same time."""
+    """SIGTERM and another node's request to end arrive one after the other. The second one does not cut the drain short."""
     port, played, asked = free_port(), Played(), threading.Event()
     settings = ProcessSettings("127.0.0.1", port, 3600.0, asked.is_set)
     running = asyncio.create_task(run_process(lambda: played, settings, CollectorRegistry(), "played"))
@@ -147,7 +147,7 @@ async def test_what_loading_raises_comes_out() -> None:
 
 
 def once_ready(played: Played, act: Callable[[], None]) -> Callable[[], Awaitable[None]]:
-    """``Played.start`` that also does something on the loop as soon as it may."""
+    """``played.start``, which also schedules ``act`` on the loop."""
     start = played.start
 
     async def started() -> None:
@@ -224,7 +224,7 @@ async def test_a_component_that_is_not_live_any_more_ends_the_process_at_once(mo
     played.start = once_ready(played, die)  # type: ignore[method-assign]
     settings = ProcessSettings("127.0.0.1", 0, 3600.0)
     assert await run_process(lambda: played, settings, CollectorRegistry(), "played") == 1
-    assert played.calls == ["start", "stop"]  # nothing that could be waited for would ever finish
+    assert played.calls == ["start", "stop"]  # it does not drain: no request could finish
 
 
 @pytest.mark.timeout(60)

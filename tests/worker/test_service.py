@@ -1,4 +1,4 @@
-"""What the services of both roles do with a request: who may take it back, when its time is up, what its guide says."""
+"""Requests in the services of both roles: cancels and withdrawals, deadlines, guides, and the exchange of API keys' tokens."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def with_guide(rig: ServiceRig[Any], name: str, text: str) -> Submit:
 
 
 def assert_told(rig: ServiceRig[Any], name: str, output: list[int]) -> None:
-    """As much of it as this role tells."""
+    """Check the output, as far as this role sends it."""
     assert rig.output(name) == output[: rig.max_told]
 
 
@@ -118,7 +118,7 @@ def test_a_request_that_has_begun_is_not_given_back(rig: ServiceRig[Any], is_hea
 
 @pytest.mark.parametrize("is_handled", [True, False], ids=["taken back already", "not taken back yet"])
 def test_a_cancel_that_crosses_a_withdrawal_is_answered_once(rig: ServiceRig[Any], is_handled: bool) -> None:
-    """And keeps the name until its removal is answered, too."""
+    """A request is withdrawn and then cancelled. Only the cancel is answered, and the name stays taken until then."""
     rig.ask(rig.submit("a"))
     rig.handle()
     rig.ask(WITHDRAW)
@@ -236,7 +236,7 @@ def test_what_ends_while_its_guide_compiles_is_told_once_and_its_name_is_free(ri
     assert not rig.service.entries
     rig.ask(guided(rig, "a", 9))
     assert not rig.commands
-    rig.guides.answer()  # to both of that name: the first hears nothing any more
+    rig.guides.answer()  # both requests' guides: the first request has ended and gets none
     rig.settle()
     assert len(rig.cancelled() + rig.failures()) == 1
     assert rig.output("a") == [9]
@@ -277,7 +277,7 @@ def test_an_entry_goes_no_way_that_its_table_does_not_have(rig: ServiceRig[Any])
 
 
 def test_no_more_of_a_prompt_is_told_to_be_cached_than_it_has(rig: ServiceRig[Any]) -> None:
-    """An attempt that replays a lost one finds output in the cache, too."""
+    """An attempt that repeats a lost one also finds output tokens cached. Only the prompt's cached tokens are reported."""
     plain = rig.submit("a")
     output = expected_output(PROMPT, 30, fake_card().vocab_size)
     for name in ("a", "b"):
@@ -316,7 +316,7 @@ def test_what_a_gateway_tells_of_api_keys_reaches_the_others_and_those_that_come
     rig.now_s += 3
     join("late")
     rig.sent.clear()
-    for _ in range(2):  # what it missed is told once
+    for _ in range(2):  # the new gateway gets what it missed once
         rig.ask(key_tokens("process-late", 1), "late")
     assert [message for peer, message in rig.sent if peer == "late"] == [key_tokens("process-a", 2, age_s=3.0)]
     assert [message for peer, message in rig.sent if peer == "b"] == 2 * [key_tokens("process-late", 1)]

@@ -1,4 +1,4 @@
-"""What steps cost, learned from steps that are disturbed, alike, or few."""
+"""The cost of steps, learned from steps that are disturbed, alike or few."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_steps_that_are_alike_keep_what_was_learned_of_the_fixed_part() -> None:
 
 
 def test_steps_that_become_dearer_are_dearer_as_a_whole() -> None:
-    """The later tokens of a long prompt look at more. Which part of a step that is in can then not be told."""
+    """Tokens become dearer, as the later tokens of a long prompt do. The cost of a whole step is learned right."""
     costs = StepCosts()
     for num_tokens in [64, 512, 256, 128] * 5:
         costs.observe(num_tokens, 0.02 + 1e-4 * num_tokens)
@@ -66,7 +66,7 @@ def test_steps_of_nearly_the_same_size_say_nothing_of_what_a_token_costs() -> No
 
 def test_nothing_is_told_before_a_few_steps_nor_by_a_clock_that_stands_still() -> None:
     assert learned([]) is None
-    assert learned([(512, 5.0), (512, 0.1)]) is None  # the first one compiled
+    assert learned([(512, 5.0), (512, 0.1)]) is None  # the first step is slow, as if it compiled
     assert learned([(512, 0.0)] * 50) is None
     cost = learned([(512, 5.0), (512, 0.1), (512, 0.1)])
     assert cost == StepCost(0.0, 0.1 / 512)
@@ -96,7 +96,7 @@ def test_prompts_in_small_steps_take_longer() -> None:
 
 
 def test_a_step_takes_its_budget_whatever_tokens_and_other_sequences_cost() -> None:
-    """Sequences come and go, a token's cost grows with a prompt; now and then a step shows what it takes without prompts."""
+    """The number of sequences and the cost of a token change. Steps keep the budget, and few of them run without prompts."""
     steps = MixedSteps(None, 512, "cpu")
     took: list[float] = []
     for number in range(600):
@@ -104,7 +104,7 @@ def test_a_step_takes_its_budget_whatever_tokens_and_other_sequences_cost() -> N
         num_tokens, others_s = steps.prompt_tokens(num_generating), fixed_s + 0.002 * num_generating
         step_s = others_s + token_s * num_tokens
         steps.observe(num_tokens, num_generating, step_s)
-        if number % 300 > 120:  # the change is known
+        if number % 300 > 120:  # by then the change must be learned
             took.append(step_s / others_s)
     bare = [ratio for ratio in took if ratio == 1.0]
     assert len(took) / 40 < len(bare) < len(took) / 25
@@ -112,7 +112,7 @@ def test_a_step_takes_its_budget_whatever_tokens_and_other_sequences_cost() -> N
 
 
 def test_sequences_that_join_are_no_cost_of_prompts() -> None:
-    """Steps without prompts are rare while prompts wait, so what they take is known by how many generate in them."""
+    """Sequences join one by one while prompts wait. Each step allows for the time of all sequences that generate in it."""
     steps = MixedSteps(None, 512, "cpu")
     for num_generating in (1, 2, 4, 8, 16, 8, 4, 2, 1):
         steps.observe(0, num_generating, 0.01 + 0.002 * num_generating)
@@ -128,7 +128,7 @@ def test_sequences_that_join_are_no_cost_of_prompts() -> None:
     [
         (None, 12),  # 0.4 of 31 ms / 1 ms
         (0.05, 19),
-        (0.01, 7),  # a quarter of 31 ms: prompts move on, whatever the budget
+        (0.01, 7),  # a quarter of 31 ms: the least that prompts get, whatever the budget
     ],
 )
 def test_prompts_get_what_a_budget_leaves(budget_s: float | None, num_tokens: int) -> None:
@@ -166,7 +166,7 @@ def test_nobody_sees_a_fast_device_take_ten_milliseconds() -> None:
 
 @pytest.mark.parametrize(("device_type", "least"), [("cuda", 64), ("cpu", 8)])
 def test_chunks_do_not_shrink_to_what_they_cost_whatever_is_in_them(device_type: str, least: int) -> None:
-    """Whatever of prompts is in a step, it takes 4 ms more: by their cost tokens would become ever fewer, and dearer."""
+    """Any prompt tokens add 4 ms to a step, so smaller chunks make tokens dearer. Chunks keep a least size all the same."""
     steps = MixedSteps(None, 512, device_type)
     for _ in range(20):
         steps.observe(0, 8, 0.0065)
@@ -180,7 +180,7 @@ def test_chunks_do_not_shrink_to_what_they_cost_whatever_is_in_them(device_type:
 
 
 def test_a_sequence_that_costs_a_step_half_its_time_is_no_cost_of_prompts_before_it_nor_after() -> None:
-    """As where a product of five rows takes other ways than one of four."""
+    """A fifth sequence costs much more than the others, as where a matrix product changes its kernel. Steps keep the budget."""
     steps = MixedSteps(None, 512, "cpu")
     took_s = {4: 0.014, 5: 0.022}
     for num_generating in [4] * 8 + [5] * 8 + [4] * 8:
@@ -196,7 +196,7 @@ def test_a_sequence_that_costs_a_step_half_its_time_is_no_cost_of_prompts_before
 
 
 def test_steps_that_a_prompts_arrival_disturbs_do_not_make_its_chunks_longer() -> None:
-    """Its bytes are read, and its blocks hashed, right before its first chunk; the next step without prompts comes much later."""
+    """A prompt's arrival slows the last steps without prompts. Later steps with its chunks must still keep the budget."""
     steps = MixedSteps(None, 512, "cpu")
     for _ in range(3):
         for number in range(60):
@@ -216,7 +216,7 @@ def test_what_tokens_cost_is_approached() -> None:
     sizes = []
     for _ in range(6):
         sizes.append(steps.prompt_tokens(4))
-        steps.observe(sizes[-1], 4, 0.01 + 1e-9 * sizes[-1])  # as if tokens cost nothing
+        steps.observe(sizes[-1], 4, 0.01 + 1e-9 * sizes[-1])  # tokens seem to cost nothing
     assert sizes == [40, 50, 62, 77, 96, 120]
 
 
@@ -233,7 +233,7 @@ def test_without_a_bound_or_anybody_who_generates_prompts_have_whole_steps() -> 
 
 
 def busy(budget_s: float | None) -> MixedSteps:
-    """Four sequences generate in 20 ms, and a token of a prompt adds 0.5 ms."""
+    """Steps of four sequences that take 20 ms, and 0.5 ms more for each prompt token."""
     steps = MixedSteps(budget_s, 512, "cpu")
     for _ in range(10):
         steps.observe(0, 4, 0.02)

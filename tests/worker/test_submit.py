@@ -1,4 +1,4 @@
-"""What a worker refuses before anything else sees it: values that would break a step, and with it everybody in the batch."""
+"""A worker refuses requests whose values would break a step, and with it every sequence in the batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who broke a failed step: found by steps with ever fewer, and nobody else is blamed."""
+"""The sequence that breaks a step is found by steps with fewer sequences, and no other one is blamed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapters over HTTP: names of models that come and go with a directory; who may bring and take them."""
+"""Adapters over HTTP: models that follow the contents of a directory, and the routes to load and unload them."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ async def test_only_adapters_are_taken_away(app: App, registry: Path) -> None:
 
 
 async def test_a_directory_that_is_away_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """And again when it has been there in between. What was in it stays known meanwhile."""
+    """The directory disappears twice. Each time there is one warning, and its adapters stay known."""
     there, away = tmp_path / "adapters", tmp_path / "away"
     write_adapter(there / "formal", SHAPES)
     registry = AdapterRegistry(there)
@@ -195,7 +195,7 @@ async def test_without_keys_or_a_directory_nobody_brings_adapters(model_director
 
 
 async def test_the_directory_is_watched(app: App, registry: Path) -> None:
-    """What is written there by others is seen; what cannot be served is left out, and disturbs nothing."""
+    """New adapters in the directory are served, and removed ones are not. Broken adapters and other files are left out."""
     write_adapter(registry / "broken", SHAPES, use_dora=True)
     write_adapter(registry / "informal", SHAPES, seed=2)
     (registry / "note.txt").write_text("not an adapter")

@@ -1,4 +1,4 @@
-"""What ``/openapi.json`` tells of every body."""
+"""The description of all bodies in ``/openapi.json``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Log probabilities by text, and by token id where texts do not tell tokens apart."""
+"""Log probabilities by token text, and by token id where several tokens have the same text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvrelay.gateway.text.tokenizer import Tokenizer
 
 
 def half_characters(tokenizer: Tokenizer) -> tuple[int, int]:
-    """Two tokens with one and the same text: each is a part of a character."""
+    """Two tokens with the same text, because each is a part of a character."""
     first, second = [one for one in range(tokenizer.vocab_size) if tokenizer.token_text(one) == "\ufffd"][:2]
     return first, second
 
@@ -22,7 +22,7 @@ def test_tokens_of_one_text_stay_apart_by_their_ids(model_directory: Path) -> No
     tokens = [SampledToken(first, -0.5, ((first, -0.5), (second, -math.inf)))]
     by_text = text_logprobs(tokenizer, tokens, 3)
     assert by_text["tokens"] == ["\ufffd"]
-    assert by_text["top_logprobs"] == [{"\ufffd": -9999.0}]  # OpenAI's form has room for one of them
+    assert by_text["top_logprobs"] == [{"\ufffd": -9999.0}]  # OpenAI's form can hold only one of them
     by_id = text_logprobs(tokenizer, tokens, 3, ids_as_tokens=True)
     assert by_id["tokens"] == [f"token_id:{first}"]
     assert by_id["top_logprobs"] == [{f"token_id:{first}": -0.5, f"token_id:{second}": -9999.0}]

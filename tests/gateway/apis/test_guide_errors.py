@@ -1,4 +1,4 @@
-"""A guide that no worker can follow is named by the field that the client gave it in, whichever API it speaks."""
+"""A worker refuses a guide. In every API the error names the field in which the client gave the guide."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
 
 
 def refusing(player: Player, submit: Submit) -> None:
-    """A worker that compiles no guide."""
+    """A worker that refuses every guide."""
     assert submit.sampling.guide is not None
     player.say(guide_failed((submit.request_id, submit.attempt), "too odd"))
 

@@ -1,4 +1,4 @@
-"""``/v1/messages`` with Anthropic's client: blocks, events, tools, thoughts, counting, and what is refused."""
+"""``/v1/messages`` with Anthropic's client: blocks, events, tools, thoughts, token counts and refusals."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ async def test_the_template_hears_how_to_think(thinking_directory: Path) -> None
 async def test_why_an_answer_ends(model_directory: Path) -> None:
     async with served(model_directory, saying("the bat", end=FinishReason.LENGTH)) as (app, client):
         assert (await client.messages.create(**ASKED)).stop_reason == "max_tokens"
-        more: Any = {**ASKED, "max_tokens": 10_000}  # than the model has room for
+        more: Any = {**ASKED, "max_tokens": 10_000}  # more than the model has room for
         assert (await client.messages.create(**more)).stop_reason == "model_context_window_exceeded"
         submit = app.player.submits[-1]
         assert len(submit.token_ids) + submit.sampling.max_tokens == 2048

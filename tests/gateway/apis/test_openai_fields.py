@@ -1,4 +1,4 @@
-"""What each field of OpenAI's routes becomes on its way to the workers, and what is wrong with those that are refused."""
+"""How each field of OpenAI's routes reaches the workers, and the errors of refused fields."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ async def test_fields_that_nobody_knows_are_named(
     assert len([one for one in caplog.records if "temprature" in one.getMessage()]) == 1
 
 
-# -- what the answer shows -----------------------------------------------------------------------------------------
+# -- fields of the answer ------------------------------------------------------------------------------------------
 
 
 async def test_the_stop_string_and_why_it_ended(model_directory: Path) -> None:
@@ -192,7 +192,7 @@ async def test_echo(model_directory: Path) -> None:
 
 
 async def test_no_output_at_all(model_directory: Path) -> None:
-    """How others' tools rate a text: its log probabilities, and nothing behind it."""
+    """With ``max_tokens`` 0 and ``echo`` the answer has the prompt's log probabilities and no output, as evaluation tools ask."""
     async with app_for(model_directory, saying("x", end=FinishReason.LENGTH)) as app:
         answer = await app.post(TEXT, prompt="hand over", echo=True, logprobs=1, max_tokens=0)
         assert answer["choices"][0]["text"] == "hand over"
@@ -268,7 +268,7 @@ async def test_choices_have_noise_of_their_own_and_one_seed(model_directory: Pat
 
 
 async def test_the_best_of_several(model_directory: Path) -> None:
-    """By log probability per token, so that length alone decides nothing."""
+    """``best_of`` sorts choices by their log probability per token, so that their length does not count."""
     texts, logprobs = ["a long one indeed", "two", "three"], [-0.5, -2.0, -0.1]
     async with app_for(model_directory, _by_choice(texts, logprobs)) as app:
         whole = await app.post(TEXT, prompt=["x", "y"], n=2, best_of=3)

@@ -1,4 +1,4 @@
-"""What is refused by name: what lies just outside a field's range, contradicts itself or the model, or is not served."""
+"""Fields that are refused by name: out of range, contradictory, not possible for the model, or not supported."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ OUTSIDE_RESPONSES: Mapping[str, Sequence[Any]] = {
     "input": ([],),
 }
 
-# Fields that a body of the path has beside the others, the one that is named, and what is said of it.
+# By path: fields that are added to a valid body, the field that the error names, and its text.
 Case = tuple[dict[str, Any], str, str]
 OF_TEXTS: list[Case] = [
     ({"n": 3, "best_of": 2}, "best_of", "less than n"),
@@ -256,7 +256,7 @@ async def test_what_anthropics_clients_are_refused(app: App, fields: dict[str, A
 
 
 def test_what_is_nested_beyond_what_can_be_written_is_refused() -> None:
-    """However deep a body's parser goes."""
+    """A guide's schema is nested 5,000 levels deep. It is refused by an error that names the field."""
     deep: dict[str, Any] = {}
     for _ in range(5000):
         deep = {"properties": {"a": deep}}

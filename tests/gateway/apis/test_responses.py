@@ -1,4 +1,4 @@
-"""``/v1/responses`` with OpenAI's client: items, events, calls, formats, and what is refused."""
+"""``/v1/responses`` with OpenAI's client: items, events, calls, formats and refusals."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ async def test_formats_and_log_probabilities(model_directory: Path) -> None:
 
 
 def test_items_follow_one_another_and_are_told_in_order() -> None:
-    """Also where the end of a call, another call and text come in one token."""
+    """One delta may hold the end of a call, another call and text. Items and events stay in order."""
     ids = iter("abcdefg")
     items = ResponseItems(lambda: next(ids))
     for parts in (

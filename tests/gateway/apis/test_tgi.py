@@ -1,4 +1,4 @@
-"""TGI's generate routes: what they answer, whole and in events; the worker behind them plays a script."""
+"""TGI's generate routes: whole answers and streams, in front of a worker that plays a script."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ async def test_an_event_for_each_token_however_they_come(model_directory: Path, 
         assert [event["index"] for event in events] == list(range(1, len(expected) + 1))
         assert [event["token"]["logprob"] for event in events] == [token.logprob for token in expected]
         assert [event["token"]["special"] for event in events] == [False] * (len(expected) - 1) + [True]
-        # The texts of tokens add up, a character of several tokens comes with its last one, special tokens have theirs.
+        # The tokens' texts add up. A character of several tokens is in the last one's text; special tokens have texts, too.
         assert "".join(event["token"]["text"] for event in events) == f"{SAID}<eos>"
         assert not any("\ufffd" in event["token"]["text"] for event in events)
         assert all([top["id"] for top in event["top_tokens"]][1] == 5 for event in events)
@@ -83,7 +83,7 @@ async def test_a_stop_string_is_part_of_the_text(model_directory: Path) -> None:
         events = await app.events("/generate_stream", **body)
         assert events[-1]["generated_text"] == "the baton, n"
         assert events[-1]["details"]["finish_reason"] == "stop_sequence"
-        # Nothing is held back of a token's text, though it may be the beginning of a stop string.
+        # Each token has its whole text, although that may be the beginning of a stop string.
         assert "".join(event["token"]["text"] for event in events) == "the baton, n"
         assert [event["token"] for event in events] == whole["details"]["tokens"]
         for submit in app.player.submits:
@@ -141,7 +141,7 @@ async def test_the_seed_that_was_drawn_is_told(model_directory: Path) -> None:
             ({"do_sample": True}, True),
             ({"seed": 2**64 - 1, "do_sample": True}, True),
             ({"top_k": 4}, True),
-            ({"seed": 3}, False),  # the likeliest token is taken, whatever the seed
+            ({"seed": 3}, False),  # greedy: the seed does not matter
         ):
             whole = await app.post("/generate", inputs="x", parameters={**parameters, "details": True})
             sampling = app.player.submits[-1].sampling
@@ -150,7 +150,7 @@ async def test_the_seed_that_was_drawn_is_told(model_directory: Path) -> None:
 
 
 async def test_an_end_that_comes_late_is_told_with_the_last_token(model_directory: Path) -> None:
-    """The word that it is over may come without a token: when the worker died that had it."""
+    """A worker fails after the last token, before it has sent the end. The last token's event tells the end."""
 
     def script(player: Player, submit: Submit) -> None:
         player.tokens(submit, 0, tokens_of(player.tokenizer, "one relay")[: submit.sampling.max_tokens])

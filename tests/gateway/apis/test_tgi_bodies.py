@@ -1,4 +1,4 @@
-"""TGI's parameters as wishes: when tokens are drawn, what a grammar is."""
+"""TGI's parameters as sampling settings: when tokens are sampled, and how grammars become guides."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def spec_of(parameters: dict[str, Any] | None, *, is_stream: bool = False) -> Ge
         (None, 1.0),  # TGI samples for a body without parameters
         ({"do_sample": False}, 0.0),
         ({"do_sample": True}, 1.0),
-        ({"temperature": 1.0}, 0.0),  # its default: asks for nothing
+        ({"temperature": 1.0}, 0.0),  # TGI's default: still greedy
         ({"temperature": 0.7}, 0.7),
         ({"temperature": 0.7, "do_sample": False}, 0.7),
         ({"top_k": 5}, 1.0),

@@ -1,4 +1,4 @@
-"""What TGI's routes refuse, and how: status, type and text; at the edge, too."""
+"""Errors of TGI's routes: status, type and text, also of errors at the gateway's edge."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ async def test_a_bad_body_is_422_in_tgis_shape(app: App) -> None:
         response = await app.client.post("/generate", content=content, headers={"content-type": "application/json"})
         assert (response.status_code, response.json()["error_type"]) == (422, "validation"), content
     assert (await app.client.post("/generate", content=b"x")).status_code == 422
-    # The same goes on being OpenAI's 400 on OpenAI's routes.
+    # On OpenAI's routes the same error is OpenAI's 400.
     assert (await app.client.post(CHAT, json={}, headers={})).status_code == 400
 
 

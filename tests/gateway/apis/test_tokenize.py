@@ -72,7 +72,7 @@ async def test_a_model_without_a_template(model_directory: Path, tmp_path: Path)
 
 
 async def test_who_is_refused_how(app: App) -> None:
-    """Each form as its server does it; a body that is of no form as TGI does it."""
+    """A body without a clear form gets TGI's 422. Bodies of vLLM's form get OpenAI's errors."""
     bodies: list[dict[str, Any]] = [{}, {"prompt": "x", "inputs": "y"}, {"prompt": "x", "messages": MESSAGES}]
     for body in bodies:
         assert "exactly one of inputs, prompt and messages" in (await app.post("/tokenize", 422, **body))["error"]

@@ -1,4 +1,4 @@
-"""Tools and thoughts over HTTP, with OpenAI's client: what goes to the model, and what comes back of its text."""
+"""Tools and thoughts over HTTP: what the gateway sends to the model, and how it reads the model's text."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ async def test_tool_choice(model_directory: Path, choice: Any, is_guided: bool) 
 
 
 async def test_thoughts_are_apart(thinking_directory: Path) -> None:
-    """The template opens them; the answer says where they end."""
+    """The chat template opens the thoughts, and the answer ends them. They are separate from the content."""
     async with app_for(thinking_directory, saying("Well, a < b.</think>\n\nThus: yes")) as app:
         message = (await app.post(CHAT, messages=USER))["choices"][0]["message"]
         assert message["reasoning_content"].strip() == "Well, a < b."

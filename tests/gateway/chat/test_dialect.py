@@ -1,4 +1,4 @@
-"""A model's tools and thoughts together, as the API uses them."""
+"""Dialects: a model's tools and thoughts together."""
 
 from __future__ import annotations
 

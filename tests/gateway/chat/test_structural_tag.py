@@ -1,4 +1,4 @@
-"""Every kind of guide can be a part of a structural tag, and means the same there."""
+"""Guides of every kind inside a structural tag mean the same as alone."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ _PATIENCE_S = 60.0
 
 
 class Page:
-    """One tab. ``problems`` has what a console would complain of, and every request that leaves the gateway."""
+    """One tab. ``problems`` holds errors of the browser's console, and requests to other servers than the gateway."""
 
     def __init__(self, connection: websocket.WebSocket, origin: str) -> None:
         self._connection = connection
@@ -31,7 +31,7 @@ class Page:
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **parameters: Any) -> Any:
-        """A command's result; what happens meanwhile is noted."""
+        """Send a command and return its result. Events that arrive meanwhile are noted."""
         self._number += 1
         self._connection.send(json.dumps({"id": self._number, "method": method, "params": parameters}))
         while True:
@@ -52,7 +52,7 @@ class Page:
                 self.problems.append(f"asks for {url}")
 
     def show(self, path: str, *, width: int = 1200, height: int = 900, dark: bool = False) -> None:
-        """Load a page of the gateway."""
+        """Load a page of the gateway, and wait until it is complete."""
         self.size(width, height)
         scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         self.call("Emulation.setEmulatedMedia", features=scheme)
@@ -60,39 +60,39 @@ class Page:
         self.until("document.readyState === 'complete'")
 
     def size(self, width: int, height: int) -> None:
-        """Of the window."""
+        """Set the size of the window."""
         metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
         self.call("Emulation.setDeviceMetricsOverride", **metrics)
 
     def value(self, expression: str) -> Any:
-        """Of a JavaScript expression, as JSON has it."""
+        """The value of a JavaScript expression, as JSON."""
         answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
     def until(self, expression: str) -> None:
-        """Returns when the expression is true."""
+        """Wait until a JavaScript expression is true."""
         until_s = time.monotonic() + _PATIENCE_S
         while not self.value(expression):
             assert time.monotonic() < until_s, f"{expression}; the page says: {self.value('document.body.innerText')}"
             time.sleep(0.05)  # polls for a state, bounded
 
     def text(self, selector: str) -> str:
-        """What an element says."""
+        """The text of an element."""
         return str(self.value(f"document.querySelector({json.dumps(selector)}).textContent"))
 
     def press(self, key: str, code: int) -> None:
-        """A key, where the focus is."""
+        """Press a key in the focused element."""
         for kind in ("keyDown", "keyUp"):
             text = "\r" if key == "Enter" and kind == "keyDown" else ""
             self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code, text=text)
 
     def type(self, text: str) -> None:
-        """Where the focus is."""
+        """Type text into the focused element."""
         self.call("Input.insertText", text=text)
 
     def picture(self, path: Path) -> None:
-        """All of the page, as PNG."""
+        """Save a picture of the whole page as PNG."""
         self.size(
             self.value("innerWidth"),
             max(self.value("innerHeight"), self.value("document.documentElement.scrollHeight")),
@@ -100,7 +100,7 @@ class Page:
         path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
 
     def accessible(self) -> list[tuple[str, str]]:
-        """Roles and names that a screen reader gets."""
+        """The roles and names that a screen reader gets."""
         nodes = self.call("Accessibility.getFullAXTree")["nodes"]
         return [(node["role"]["value"], node.get("name", {}).get("value", "")) for node in nodes if not node["ignored"]]
 

@@ -1,4 +1,4 @@
-"""What open consoles cost a gateway of its own process: without and with them in turns, beside played workers and requests.
+"""The cost of open consoles to a gateway in its own process, measured in turns with and without them, beside played workers.
 
 PYTHONPATH=. .venv/bin/python -m tests.gateway.desk.cost MODEL_DIRECTORY [--workers 100] [--requests 1000]
 """
@@ -28,14 +28,14 @@ NUM_CONSOLES = 10
 
 
 async def look(client: httpx.AsyncClient, num_bytes: list[int]) -> None:
-    """One console."""
+    """Follow the feed as one console does."""
     async with client.stream("GET", "/debug/live") as answer:
         async for part in answer.aiter_bytes():
             num_bytes[0] += len(part)
 
 
 async def measure(client: httpx.AsyncClient, gateway: psutil.Process, num_consoles: int) -> str:
-    """One turn."""
+    """Measure the gateway's load with some consoles for ``TURN_S``."""
 
     def cpu_s() -> float:
         times = gateway.cpu_times()
@@ -43,7 +43,7 @@ async def measure(client: httpx.AsyncClient, gateway: psutil.Process, num_consol
 
     num_bytes = [0]
     looking = [asyncio.create_task(look(client, num_bytes)) for _ in range(num_consoles)]
-    await asyncio.sleep(2)  # they have begun
+    await asyncio.sleep(2)  # until all consoles have begun
     bytes_before, cpu_before_s, begun_s = num_bytes[0], cpu_s(), time.monotonic()
     await asyncio.sleep(TURN_S)
     took_s = time.monotonic() - begun_s
@@ -60,7 +60,7 @@ async def main(model: Path, num_workers: int, num_requests: int) -> None:
     workers = [Worker(role, network, number, links=LinkSettings()) for number, role in enumerate(roles)]
     for worker in workers:
         worker.tokenizer, worker.address = tokenizer, await worker.server.start()
-        worker.script = lambda _player, _submit: None  # requests stay
+        worker.script = lambda _player, _submit: None  # requests never end
     listed = {role: ",".join(one.address for one in workers if one.role is role) for role in Role}
     [port] = free_ports(1)
     flags = (f"--model={model}", f"--port={port}", "--local-prefill=fallback", f"--max-queued={num_requests + 1}")
@@ -77,7 +77,7 @@ async def main(model: Path, num_workers: int, num_requests: int) -> None:
                 await asyncio.sleep(0.1)
         body = {"prompt": "hand over " * 20, "max_tokens": 8}
         asked = [asyncio.create_task(client.post("/v1/completions", json=body)) for _ in range(num_requests)]
-        await asyncio.sleep(5)  # they have come
+        await asyncio.sleep(5)  # until all requests have arrived
         for _ in range(3):
             for num_consoles in (0, NUM_CONSOLES):
                 print(await measure(client, psutil.Process(gateway.pid), num_consoles), flush=True)  # noqa: T201 - what it is for

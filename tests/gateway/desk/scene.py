@@ -1,4 +1,4 @@
-"""A gateway on a real port, with workers that play, for pictures."""
+"""A gateway on a real port in front of workers that play a script, for tests of the console."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NUM_BLOCKS = 4096
 
 
 class Worker(Player):
-    """Counts what it plays, and says it a little at a time."""
+    """A worker that answers every request with ``SAID``, a token at a time."""
 
     def __init__(
         self, role: Role, network: Network, number: int, *, pace_s: float = 0.02, links: LinkSettings = LINKS
@@ -66,11 +66,11 @@ class Worker(Player):
             loop.call_later(at_s, partial(self.tokens, submit, index, [token], end, timings=told))
 
     def say(self, message: Message) -> None:
-        if self.is_there:  # its gateway may be gone
+        if self.is_there:  # else its server has stopped
             self.server.send(Role.GATEWAY, self.gateway_id, message)
 
     async def leave(self) -> None:
-        """Die, if it has not yet."""
+        """Stop the worker, if it still runs."""
         if self.is_there:
             self.is_there = False
             await self.server.stop()
@@ -78,24 +78,24 @@ class Worker(Player):
 
 @dataclass
 class Scene:
-    """What is played, and where."""
+    """A gateway, its workers and a client."""
 
     url: str
     client: httpx.AsyncClient
     server: uvicorn.Server
     workers: list[Worker]
     key: str | None
-    is_ending: bool = False  # streams end, and nothing else does
+    is_ending: bool = False  # set at the end, so that the console's streams end
 
     async def ask(self, number: int, **body: Any) -> list[httpx.Response]:
-        """So many chats at a time."""
+        """Send ``number`` chats at the same time."""
         said = {"messages": [{"role": "user", "content": "hand over " * 9}], **body}
         headers = {} if self.key is None else {"authorization": f"Bearer {self.key}"}
         return await asyncio.gather(*[self.client.post(CHAT, json=said, headers=headers) for _ in range(number)])
 
     @asynccontextmanager
     async def asking(self, number: int) -> AsyncIterator[None]:
-        """So many chats at a time, again and again; all of them must be served."""
+        """Send ``number`` chats at a time, again and again. All must get a 200."""
         is_over = False
 
         async def ask() -> None:

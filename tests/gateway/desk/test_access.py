@@ -1,4 +1,4 @@
-"""Who asked for how much, as the log and the metrics tell it."""
+"""The access log and metrics: the key of each request, and its tokens."""
 
 from __future__ import annotations
 

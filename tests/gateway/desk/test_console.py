@@ -1,6 +1,6 @@
-"""The console in a browser: what it shows of a gateway that idles, works, loses a worker, has a hundred of them, or is away.
+"""The console in a browser, of a gateway that idles, works, loses a worker, has a hundred workers, or is away.
 
-KVRELAY_TEST_PICTURES names a directory for pictures of it all, to be looked at.
+KVRELAY_TEST_PICTURES names a directory for screenshots.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ async def test_the_page_needs_no_key_and_what_it_asks_for_does(model_directory: 
 
 @asynccontextmanager
 async def looking(scene_: Scene, directory: Path, **window: Any) -> AsyncIterator[Callable[..., Any]]:
-    """A browser that shows the console. What is yielded runs a function of its page, on a thread."""
+    """A browser that shows the console. Yields a function that calls another one with its page, on a thread."""
     with_page = page(scene_.url, directory)
     shown: Page = await asyncio.to_thread(with_page.__enter__)
 
@@ -136,7 +136,7 @@ class TestInABrowser:
         async with scene(model_directory, 40, 60) as s, looking(s, tmp_path, dark=True) as look:
             await look(lambda p: p.until(LIVE))
             await look(lambda p: p.until("document.querySelectorAll('svg .tile').length === 100"))
-            async with s.asking(60):  # who is as idle as the others gets its share of them
+            async with s.asking(60):  # equally idle workers share the requests
                 await look(lambda p: p.until("document.querySelectorAll('svg .flow').length > 20"))
                 for worker in s.workers:
                     worker.num_running, worker.num_free_blocks = worker.number % 17, NUM_BLOCKS - 40 * worker.number
@@ -149,7 +149,7 @@ class TestInABrowser:
             live = await s.client.send(s.client.build_request("GET", "/debug/live"), stream=True)
             num_bytes, loop = 0, asyncio.get_running_loop()
             parts = live.aiter_bytes()
-            await anext(parts)  # who is there
+            await anext(parts)  # the list of workers
             begun_s = loop.time()
             while loop.time() < begun_s + 3:
                 num_bytes += len(await anext(parts))

@@ -1,4 +1,4 @@
-"""What whoever looks on is sent, and what that costs."""
+"""The feed of events to open consoles, and its cost."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Event = tuple[str, Any]
 
 
 class Looker:
-    """One who looks on, by ASGI."""
+    """A client that follows the feed, over ASGI."""
 
     def __init__(self, feed: Feed) -> None:
         self.sent: list[bytes] = []
@@ -49,7 +49,7 @@ class Looker:
         self.more.set()
 
     async def events(self, number: int) -> list[Event]:
-        """The first ones; waits until they are there."""
+        """The first ``number`` events. Waits until they have arrived."""
         async with asyncio.timeout(20):
             while len(parsed := events_of(b"".join(self.sent))) < number:
                 self.more.clear()

@@ -1,4 +1,4 @@
-"""What endpoint pickers scrape of a gateway: vLLM's names, with this gateway's own numbers."""
+"""The metrics that endpoint pickers scrape: vLLM's names with this gateway's numbers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CONFIG = 'vllm:cache_config_info{block_size="4",num_gpu_blocks="64"}'
 
 
 async def until_scraped(app: App, **expected: float) -> None:
-    """Returns when these are all of vLLM's metrics that are not zero, beside the size of the KV memory."""
+    """Wait until vLLM's metrics are these, without zeros and beside the size of the KV memory."""
     wanted = {CONFIG: 1.0, **{f"vllm:{name}": value for name, value in expected.items()}}
     found: dict[str, float] = {}
     async with asyncio.timeout(20):
@@ -32,7 +32,7 @@ async def test_queue_and_memory(model_directory: Path) -> None:
         play = await begun.get()
         app.player.num_free_blocks, app.player.num_running = 8, 1
         await until_scraped(app, num_requests_running=1, kv_cache_usage_perc=0.875)
-        # This one finds too few blocks.
+        # This request finds too few blocks.
         other = asyncio.create_task(app.client.post(TEXT, json={"prompt": [6] * 60, "max_tokens": 4}))
         await until_scraped(app, num_requests_running=1, num_requests_waiting=1, kv_cache_usage_perc=0.875)
         app.player.num_free_blocks, app.player.num_running = 64, 0

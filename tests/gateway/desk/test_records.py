@@ -1,4 +1,4 @@
-"""What a gateway remembers of requests, and whom it tells."""
+"""The gateway's records of requests, and who may read them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def sequence(timings: RequestTimings) -> GenerationRequest:
 
 
 async def known(app: App, request_id: str) -> Any:
-    """The one request of that id."""
+    """The record of the request with this id."""
     answer = await app.client.get(f"/debug/requests/{request_id}")
     assert answer.status_code == 200, answer.text
     [request] = answer.json()["requests"]

@@ -1,4 +1,4 @@
-"""What a gateway tells of its workers."""
+"""The gateway's report on its workers."""
 
 from __future__ import annotations
 

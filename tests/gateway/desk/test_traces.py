@@ -1,4 +1,4 @@
-"""Traces as a collector gets them: from scripted workers, over failures, and of requests that have none."""
+"""Traces as a collector receives them, with scripted workers: retries, errors, and requests that are not traced."""
 
 from __future__ import annotations
 
@@ -126,9 +126,9 @@ async def test_a_negative_seed_is_told_as_it_came(model_directory: Path, heard: 
         (1.0, None, True),
         (0.0, None, False),
         (0.0, f"00-{TRACE}-{PARENT}-01", True),
-        (1.0, f"00-{TRACE}-{PARENT}-00", False),  # who sent it has decided
+        (1.0, f"00-{TRACE}-{PARENT}-00", False),  # the client's header decides
         (1.0, "no traceparent", True),
-        (0.0, f"00-{'0' * 32}-{PARENT}-01", False),  # none, too
+        (0.0, f"00-{'0' * 32}-{PARENT}-01", False),  # an invalid trace id
     ],
 )
 async def test_who_is_traced(

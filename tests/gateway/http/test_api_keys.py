@@ -1,4 +1,4 @@
-"""API keys: known by hash, read again when their file changes, asked for everywhere but by probes and Prometheus."""
+"""API keys: their file of hashes, the routes that need one, and their limits on requests and tokens."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_changed_file_is_read_again(tmp_path: Path, clock: Clock) -> None:
     new.write_text(f"bob {hash_key('key-of-bob')}\n")
     os.replace(new, path)
     with pytest.raises(UnauthorizedError):
-        keys.check("Bearer key-of-bob")  # looked at less than a second ago
+        keys.check("Bearer key-of-bob")  # the file was read less than a second ago
     clock.now_s += 1.5
     assert keys.check("Bearer key-of-bob") == "bob"
     with pytest.raises(UnauthorizedError):
@@ -120,7 +120,7 @@ def test_a_bad_file_is_named_at_the_start(tmp_path: Path, content: str, text: st
 
 
 async def test_only_the_api_asks_for_a_key(tmp_path: Path, model_directory: Path) -> None:
-    """Probes and Prometheus have none. What is refused reaches no worker, and has a body of OpenAI's shape."""
+    """Probes and metrics need no key. A request without a valid key gets a 401 of OpenAI's shape and reaches no worker."""
     body = {"messages": [{"role": "user", "content": "hand over"}], "max_tokens": 2}
     async with app_for(model_directory, good, api_keys=str(keys_file(tmp_path, "alice"))) as app:
         for path in ("/health/live", "/health/ready", "/metrics"):
@@ -166,7 +166,7 @@ async def test_a_key_at_its_limit_gets_429_until_one_of_its_requests_is_over(tmp
 
 
 async def test_only_a_key_that_may_passes_the_line(tmp_path: Path, model_directory: Path) -> None:
-    """With one place, held by somebody, those that wait are served by the priority that their keys allow."""
+    """Two requests with a high priority wait for the only place. The one whose key allows that priority is served first."""
     body = {"prompt": "hand over", "max_tokens": 2, "priority": -1000}
     path = keys_file(tmp_path, "bob", "alice")
     path.write_text(path.read_text().replace("  # since May", " min_priority=-5", 1))
@@ -211,7 +211,7 @@ ALICE = {"authorization": "Bearer key-of-alice"}
 
 @pytest.mark.parametrize("is_stream", [True, False])
 async def test_a_key_gets_429_when_its_tokens_are_used(tmp_path: Path, model_directory: Path, is_stream: bool) -> None:
-    """A request reserves ``max_tokens`` and pays for what came; the answer says what is left as it begins."""
+    """A request reserves its prompt and ``max_tokens``, and is charged what it used. Headers tell what was left at its start."""
     keys = limited(tmp_path, "tokens_per_minute=60 tokens_per_day=5000")
     body = {"prompt": [1, 2, 3, 4], "max_tokens": 40, "stream": is_stream}
     async with app_for(model_directory, saying("four"), api_keys=keys) as app:
@@ -281,7 +281,7 @@ async def test_a_key_that_asks_too_often_is_told_its_limits(tmp_path: Path, mode
 
 
 class Board(Player):
-    """A worker as far as it passes on what gateways tell of keys."""
+    """A worker that passes gateways' messages about keys on to other gateways."""
 
     def __init__(self, network: Network) -> None:
         super().__init__(Role.DECODE, good, network)
@@ -297,7 +297,7 @@ class Board(Player):
 
 
 async def test_two_gateways_count_a_keys_tokens_together(tmp_path: Path) -> None:
-    """Over real sockets and a worker between them; also one that starts when the tokens are used."""
+    """Two gateways exchange a key's used tokens through a worker, over real sockets. A third one that starts later knows them."""
     path, network = Path(limited(tmp_path, "tokens_per_day=1000")), Network.open()
     worker = Board(network)
     worker.address = await worker.server.start()
@@ -354,7 +354,7 @@ def test_requests_a_second_and_at_once() -> None:
     use.enter(limits, 100.5)
     with pytest.raises(TooManyRequestsError):
         use.enter(limits, 100.5)
-    for _ in range(3):  # an hour fills no more than the bucket
+    for _ in range(3):  # after an hour the bucket is full, not more
         use.enter(limits, 3700.0)
     with pytest.raises(TooManyRequestsError):
         use.enter(limits, 3700.0)

@@ -1,4 +1,4 @@
-"""Pages of other origins: whose scripts a browser lets ask, and read the answer."""
+"""CORS: the origins whose pages may send requests and read the answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every request passes: its body within bounds, its end with its client."""
+"""The edge that every request passes: limits of bodies, and the end of a request whose client leaves."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Work:
 
 
 class Client:
-    """Says ``messages`` and no more; takes everything."""
+    """A client that sends ``messages``, and takes the whole answer."""
 
     def __init__(self, *messages: Message) -> None:
         self.messages = list(messages)
@@ -61,7 +61,7 @@ class Client:
 
 
 def counted(metrics: GatewayMetrics) -> Callable[[str], float | None]:
-    """Requests by outcome."""
+    """A function that counts requests by outcome."""
     labels = {"route": "/work"}
     return lambda name: metrics.registry.get_sample_value(
         "kvrelay_requests_total", {**labels, "model": "", "outcome": name}
@@ -70,14 +70,14 @@ def counted(metrics: GatewayMetrics) -> Callable[[str], float | None]:
 
 @pytest.mark.parametrize("messages", [(HALF, LEFT), (HALF, WHOLE, LEFT)])
 async def test_a_client_that_leaves_ends_its_request(messages: tuple[Message, ...]) -> None:
-    """Half a body is not a request."""
+    """A client leaves after its whole body, and the application is cancelled. After half a body it never begins."""
     metrics, work, client = GatewayMetrics(CollectorRegistry()), Work(), Client(*messages)
     await client.ask(Edge(work, {"/work"}, 100, 60.0, metrics))
     assert work.has_begun.is_set() is work.was_cancelled is (WHOLE in messages)
     assert client.sent == []
     assert counted(metrics)("client_left") == 1
     assert metrics.registry.get_sample_value("kvrelay_client_disconnects_total") == 1
-    async with asyncio.timeout(20):  # nothing of the cancellation is left
+    async with asyncio.timeout(20):  # would raise if the task were still being cancelled
         await asyncio.sleep(0)
 
 
@@ -93,7 +93,7 @@ async def test_a_gateway_that_cannot_wait_tells_clients_to_ask_again() -> None:
 
 
 async def test_a_body_is_forgotten_with_its_request() -> None:
-    """Not when the garbage collector comes, which is seldom."""
+    """The request's objects are freed at its end, with the garbage collector off."""
     requests: list[weakref.ref[ApiRequest]] = []
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -121,7 +121,7 @@ async def edge_port(app: Recorder, max_body_bytes: int, timeout_s: float) -> Asy
     "rest", [b"content-length: 90\r\n\r\n" + b"x" * 10, b"transfer-encoding: chunked\r\n\r\n1\r\na\r\n"]
 )
 async def test_a_body_that_does_not_come_is_408(rest: bytes) -> None:
-    """Its answer ends the connection: the rest of the body cannot become a request."""
+    """The rest of a body does not come in time. The 408 ends the connection, so that late bytes cannot become a request."""
     app = Recorder()
     async with edge_port(app, 10_000, 0.2) as (port, metrics):
         error = error_of(await port.talk(POST + rest), 408)

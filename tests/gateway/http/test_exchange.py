@@ -1,4 +1,4 @@
-"""What streams write together: behind what made it, in order, and never behind what comes after it."""
+"""Gathered writes of streams: each connection's parts are written together, in order, and before what follows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ async def test_parts_of_one_go_are_written_behind_it_and_those_of_a_connection_t
     assert log == []
     await turn_of_the_loop()
     assert log == [("0", b"ac"), ("1", b"b")]
-    writes.add(other, b"d")  # and again
+    writes.add(other, b"d")  # in a later turn of the loop
     await turn_of_the_loop()
     assert log[2:] == [("1", b"d")]
 
@@ -50,7 +50,7 @@ async def test_a_connection_is_not_given_any_number_of_parts_before_it_can_say_t
     num_taken = 0
     while exchange.write(b"x") and num_taken < 100:
         num_taken += 1
-        cycle.flow.write_paused = bool(log)  # one write, and it is full
+        cycle.flow.write_paused = bool(log)  # the connection is full after one write
     assert num_taken == 8
     await turn_of_the_loop()
     assert log == [("0", b"1\r\nx\r\n" * 8)]
@@ -68,7 +68,7 @@ async def test_nothing_is_written_to_a_connection_that_ended_meanwhile() -> None
 
 async def test_a_connection_that_cannot_be_written_to_costs_no_other_one_anything() -> None:
     (broken, other), log = connections(2)
-    broken.write = None  # to call it is an error
+    broken.write = None  # writing raises
     writes = GatheredWrites()
     writes.add(broken, b"a")
     writes.add(other, b"b")

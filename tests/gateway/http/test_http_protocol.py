@@ -1,4 +1,4 @@
-"""One connection against hostile and slow clients: what ends it, with what answer, and what reaches the application."""
+"""One connection against hostile clients: which requests end it, with which answer, and which reach the application."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..http_port import GET, POST, Port, Recorder, answer, close, error_of, pest
 
 
 async def test_the_parts_of_uvicorn_that_are_built_on_are_there() -> None:
-    """They are nobody's interface: a version without them must fail here, and not under load."""
+    """HttpProtocol uses private parts of uvicorn. A version of uvicorn without them must fail here, and not under load."""
     for name in ("_start_asgi_task", "_unset_keepalive_if_required", "timeout_keep_alive_handler", "send_400_response"):
         assert callable(getattr(HttpToolsProtocol, name)), name
     config = uvicorn.Config(lambda: None, http="httptools")
@@ -46,7 +46,7 @@ async def port(app: Recorder) -> AsyncIterator[Port]:
 
 
 def headers_of(num_bytes: int) -> bytes:
-    """A request whose line and headers, as they are counted, have so many bytes."""
+    """A request whose path and headers have ``num_bytes`` bytes, as the limit counts them."""
     head = b"GET /first HTTP/1.1\r\nhost: x\r\nx: "
     return head + b"a" * (num_bytes - len("/first") - len("host: x\r\n") - len("x: \r\n")) + b"\r\n\r\n"
 
@@ -88,7 +88,7 @@ async def test_headers_beyond_the_limit_are_431(app: Recorder, port: Port, reque
     ],
 )
 async def test_what_never_ends_is_cut(app: Recorder, port: Port, begin: bytes, more: bytes) -> None:
-    """Without a line end the parser tells nothing of what it keeps; a client that goes on sending is told nevertheless."""
+    """A client sends a header, path or trailer without end. It gets a 431, although the parser waits for a line end."""
     reader, writer = await port.connect()
     writer.write(begin)
     error_of(await pestered(reader, writer, more * 500), 431)
@@ -114,7 +114,7 @@ async def test_a_body_in_tiny_pieces_is_a_body(app: Recorder, port: Port) -> Non
 
 
 async def test_a_request_that_begins_during_an_answer_has_its_own_time(app: Recorder, port: Port) -> None:
-    """Its first half arrives before the answer ends, after which an idle connection would be closed soon."""
+    """Half of a second request arrives before the first answer ends. The connection then has no keep-alive timer."""
     app.held.clear()
     reader, writer = await port.connect()
     writer.write(GET + SECOND[:20])
@@ -142,7 +142,7 @@ async def test_requests_sent_ahead_are_answered_in_order(app: Recorder, port: Po
 
 
 async def test_too_many_requests_sent_ahead_end_all_of_them(app: Recorder, port: Port) -> None:
-    """And are told nothing: the answer would be taken for that to the first."""
+    """The connection ends without an answer, which the client would take for that to the first request."""
     app.held.clear()
     assert await port.talk(GET * 18) == b""
     await until(lambda: app.num_disconnects == 1)
@@ -186,7 +186,7 @@ AMBIGUOUS = {
 
 @pytest.mark.parametrize("name", AMBIGUOUS)
 async def test_what_can_be_read_in_two_ways_is_read_in_none(app: Recorder, port: Port, name: str) -> None:
-    """Neither request of the two is served: what a proxy in front took for a body cannot become one."""
+    """A request's end is ambiguous (request smuggling). It gets a 400, and the bytes after it are not served as a request."""
     error = error_of(await port.talk(POST + AMBIGUOUS[name] + SECOND), 400)
     assert error["code"] == "invalid_http"
     await until(lambda: app.num_disconnects == len(app.paths))
@@ -211,7 +211,7 @@ async def test_garbage_is_400_and_no_traceback(
         error_of(await port.talk(sent), 400)
     assert app.paths == []
     assert port.refused() == {"invalid_http": 3}
-    (record,) = told(caplog)  # one line a second, uvicorn's own among them
+    (record,) = told(caplog)  # at most one line a second
     assert record.exc_info is None
     assert "not HTTP/1.1" in record.getMessage()
 

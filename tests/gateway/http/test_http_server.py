@@ -1,4 +1,4 @@
-"""How many connections there may be, and what becomes of one more; refusals in metrics and log."""
+"""The limit on connections, and the metrics and log lines of refusals."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ async def test_one_connection_too_many_is_told_to_come_again() -> None:
     async with serving(app, max_connections=2) as port:
         held = [await port.connect() for _ in range(2)]
         await until(lambda: len(port.server.server_state.connections) == 2)
-        refused = await port.talk()  # before it has said anything
+        refused = await port.talk()  # refused before the client has sent anything
         assert b"retry-after: 1\r\n" in refused
         error = error_of(refused, 503)
         assert error["code"] == "too_many_connections"
         assert "2 connections, which is its limit" in error["message"]
         assert port.refused() == {"too_many_connections": 1}
-        for reader, writer in held:  # who was there first is served
+        for reader, writer in held:  # earlier connections are served
             writer.write(GET)
             assert b"200 OK" in await answer(reader)
             await close(writer)
@@ -46,4 +46,4 @@ def test_a_flood_of_refusals_is_a_line_a_second(caplog: pytest.LogCaptureFixture
     assert caplog.records[0].__dict__["cause"] == "pipeline"
     name = "kvrelay_refused_connections_total"
     assert registry.get_sample_value(name, {"reason": "pipeline"}) == 4
-    assert registry.get_sample_value(name, {"reason": "invalid_http"}) == 0  # is there from the start
+    assert registry.get_sample_value(name, {"reason": "invalid_http"}) == 0  # the sample exists from the start

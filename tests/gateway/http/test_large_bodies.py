@@ -1,4 +1,4 @@
-"""Bodies that are a lot of work, and the streams beside them: none waits for the work."""
+"""Bodies that take long to process do not block the loop for other requests."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ NUM_TRIES = 2
 
 
 class Gaps:
-    """The longest work for which nothing else could run on the loop: in CPU seconds of its thread."""
+    """Measures the longest time for which the loop was blocked, in CPU seconds of its thread."""
 
     def __init__(self) -> None:
         self.longest_s = 0.0
 
     async def watch(self) -> None:
-        """Until cancelled."""
+        """Measure until cancelled."""
         last_s = time.thread_time()
         while True:
             await asyncio.sleep(0)  # a turn of the loop
@@ -49,7 +49,7 @@ class Gaps:
 @pytest.mark.full
 @pytest.mark.parametrize("name", BODIES)
 async def test_a_body_that_is_much_work_does_not_stop_the_others(model_directory: Path, name: str) -> None:
-    """For a tenth of a second at most, but for the garbage collector, which may come into one of the tries."""
+    """The loop is blocked for a tenth of a second at most, in the better of two tries: a garbage collection may disturb one."""
     path, body, status = BODIES[name]
     async with app_for(model_directory, good, max_body_bytes=2**23) as app:
         request = app.client.build_request("POST", path, json=body)

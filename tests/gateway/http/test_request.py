@@ -1,4 +1,4 @@
-"""The names of a request."""
+"""The ids of a request."""
 
 from __future__ import annotations
 

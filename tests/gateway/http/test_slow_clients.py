@@ -1,4 +1,4 @@
-"""Clients that take their time: to send a request, or to take its answer. And those that are only slow, and must not be hurt."""
+"""Clients that are slow to send a request or to read its answer. They are disconnected after a time, unless they make progress."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def test_who_says_nothing_hears_nothing(app: Recorder) -> None:
 
 
 async def test_a_byte_now_and_then_buys_no_time(app: Recorder) -> None:
-    """Slowloris: the time runs from the beginning of a request, on new connections and on used ones."""
+    """Slowloris: a client sends headers slowly. The time runs from the request's beginning, on new and used connections."""
     async with serving(app, header_timeout_s=0.3) as port:
         for before in (b"", GET):
             reader, writer = await port.connect()
@@ -85,7 +85,7 @@ async def test_who_reads_nothing_of_an_answer_is_disconnected() -> None:
 
 
 class Whole:
-    """An application whose answer is written at once, and ends its connection."""
+    """An application that writes its answer at once, and ends the connection."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": [(b"connection", b"close")]})
@@ -93,7 +93,7 @@ class Whole:
 
 
 async def test_a_closed_connection_waits_no_longer_for_its_client() -> None:
-    """The answer is complete, and below the mark at which anybody is told that it is not taken."""
+    """The answer is complete, and too short to pause writing. The connection is still closed when its client reads nothing."""
     async with serving(Whole(), client_timeout_s=0.3, send_buffer_bytes=4096) as port:
         with port.deaf():
             await until(lambda: port.refused() == {"client_reads_nothing": 1})
@@ -101,7 +101,7 @@ async def test_a_closed_connection_waits_no_longer_for_its_client() -> None:
 
 
 async def test_a_slow_reader_is_no_deaf_one() -> None:
-    """As long as it takes, in each period, what separates the two marks of the buffer."""
+    """A client may stay that reads, in each period, the bytes between the buffer's two marks. With one byte less it is cut off."""
     loop, transport = Mock(), Mock()
     transport.get_extra_info.return_value = None
     transport.is_closing.return_value = False
@@ -115,7 +115,7 @@ async def test_a_slow_reader_is_no_deaf_one() -> None:
     step = marks["high"] - marks["low"]
 
     def passes(num_taken: int) -> None:
-        """A period, in which the client takes so many bytes."""
+        """A period passes, in which the client reads ``num_taken`` bytes."""
         delay_s, callback, *arguments = loop.call_later.call_args.args
         assert delay_s == HttpLimits().client_timeout_s
         transport.get_write_buffer_size.return_value -= num_taken

@@ -1,4 +1,4 @@
-"""Server-sent events as bytes, and streams of them: the same answer by each way to a client, also if that is slow."""
+"""Server-sent events as bytes, and streams of them, by ASGI and past it, also to slow clients."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ async def test_what_a_client_cannot_take_waits_in_order_and_holds_nobody_up() ->
 
 
 async def test_what_the_client_has_taken_does_not_count_as_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else every long answer to a client that is behind now and then would end."""
+    """Only bytes that still wait count against the limit. Otherwise any long answer to a slow client would end."""
     monkeypatch.setattr("kvrelay.gateway.http.sse.MAX_WAITING_BYTES", len(b"event"))
     sent: list[bytes] = []
 
@@ -110,7 +110,7 @@ async def test_what_the_client_has_taken_does_not_count_as_waiting(monkeypatch: 
 
 
 async def test_a_stream_that_is_cut_off_ends_with_its_last_words() -> None:
-    """Also if the client has not even had the head by then."""
+    """A stream is cancelled before the client has taken the head. The client still gets the events and the error."""
     sent: list[bytes] = []
     is_held = asyncio.Event()
     begun = asyncio.Event()
@@ -183,7 +183,7 @@ async def test_a_stream_is_one_answer_in_chunks(closes: bool) -> None:
     request = GET[:-2] + b"x-request-id: r1\r\n" + (b"connection: close\r\n\r\n" if closes else b"\r\n")
     async with serving(answering(repeat(two_events))) as port:
         reader, writer = await port.connect()
-        for _ in range(1 if closes else 2):  # else the connection can be used again
+        for _ in range(1 if closes else 2):  # without "close" the connection is used again
             writer.write(request)
             head = await reader.readuntil(b"\r\n\r\n")
             lines = head.split(b"\r\n")
@@ -199,7 +199,7 @@ async def test_a_stream_is_one_answer_in_chunks(closes: bool) -> None:
 
 
 async def test_a_slow_reader_gets_all_that_was_kept_and_holds_nobody_up() -> None:
-    events = [b"%07d" % number * 100 for number in range(20_000)]  # 14 MB: more than any kernel keeps
+    events = [b"%07d" % number * 100 for number in range(20_000)]  # 14 MB: more than a kernel's buffers
     written: list[bytes] = []
     is_written = asyncio.Event()
 
@@ -215,7 +215,7 @@ async def test_a_slow_reader_gets_all_that_was_kept_and_holds_nobody_up() -> Non
 
     async with serving(answering(iter((long, two_events)))) as port:
         with port.deaf() as client:
-            await is_written.wait()  # though nothing has been read
+            await is_written.wait()  # while the client reads nothing
             assert (await port.talk(GET[:-2] + b"connection: close\r\n\r\n")).endswith(CHUNKS)
             client.setblocking(False)
             loop = asyncio.get_running_loop()

@@ -1,4 +1,4 @@
-"""HTTPS: the handshake, certificates that change while clients are there, files that are wrong, clients that speak no TLS."""
+"""HTTPS: the handshake, certificates that change while clients are connected, wrong files, and clients without TLS."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ async def test_a_certificate_is_exchanged_under_running_connections(tmp_path: Pa
         with pytest.raises(ssl.SSLCertVerificationError):
             await port.connect(old)
         writer.write(GET)
-        await answer(reader)  # the old connection is none the wiser
+        await answer(reader)  # the old connection still works
         await close(writer)
 
 
@@ -65,7 +65,7 @@ async def test_the_server_looks_for_a_new_certificate_by_itself(tmp_path: Path, 
         client = trusting(new[0])
         replace(pair, new)
         async with asyncio.timeout(20):
-            while True:  # polls for a state: uvicorn calls back once a second or two
+            while True:  # polls: the server looks at the files once a second or two
                 with contextlib.suppress(ssl.SSLCertVerificationError):
                     assert b"200 OK" in await port.talk(ENDING, tls=client)
                     break
@@ -90,7 +90,7 @@ async def test_files_that_break_leave_the_old_certificate_in_force(
         for _ in range(3):
             await certificate.look_again()
             assert b"200 OK" in await port.talk(ENDING, tls=old)
-        (record,) = told(caplog)  # told once, not at every look
+        (record,) = told(caplog)  # one warning, not one at every look
         assert "the certificate read before stays in force" in record.getMessage()
         third = write_pair(tmp_path, "third")
         client = trusting(third[0])
@@ -125,7 +125,7 @@ async def test_what_is_no_handshake_reaches_nobody_and_is_no_case_for_the_log(
     async with serving(app, certificate=Certificate(*pair)) as port:
         for sent in (GET, b"\x00" * 100, b"\x16\x03\x01\x00\x05hello"):
             assert b"HTTP" not in await port.talk(sent)
-        _, writer = await port.connect()  # only connects
+        _, writer = await port.connect()  # connects and sends nothing
         await close(writer)
         assert b"200 OK" in await port.talk(ENDING, tls=trusting(pair[0]))
     assert app.paths == ["/first"]

@@ -1,4 +1,4 @@
-"""Who is blamed for a failed attempt, and whom the next one may use."""
+"""Which workers are blamed for a failed attempt, and which ones the next attempt may use."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ P, D = Role.PREFILL, Role.DECODE
 
 
 def choices(avoidance: Avoidance, prefills: str, decodes: str, now_s: float = 0.0) -> list[tuple[str, str]]:
-    """Single letters are addresses."""
+    """The allowed choices, best first. Addresses are single letters."""
     found = avoidance.choices(list(prefills), list(decodes), now_s)
     return [("".join(sorted(some)), "".join(sorted(others))) for some, others in found]
 
@@ -45,7 +45,7 @@ def test_a_suspected_pair_is_not_used_again_but_each_of_them_with_somebody_else(
     assert set(choices(avoidance, "pq", "d")) == {("q", "d")}
     assert set(choices(avoidance, "p", "de")) == {("p", "e")}
     assert choices(avoidance, "pq", "de")[0] == ("q", "e")
-    assert choices(avoidance, "", "d")[-1] == ("", "d")  # no hand-off, no suspicion
+    assert choices(avoidance, "", "d")[-1] == ("", "d")  # without a hand-off the pair's suspicion does not count
     assert choices(avoidance, "p", "d", now_s=5.0)[0] == ("p", "d")
 
 

@@ -1,4 +1,4 @@
-"""The life of a request against workers that play a script: attempts, order, deadlines, one terminal outcome."""
+"""Requests in the relay, with workers that play a script: attempts, the order of tokens, deadlines, and one end."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ async def test_another_attempt_goes_on_where_the_last_one_ended(caplog: pytest.L
 
 
 def preempted(player: Player, submit: Submit) -> None:
-    """Has no room any more behind a token, and goes on only if it is a request's second worker."""
+    """A script that sends one token and is preempted. It only continues in a second attempt."""
     done = len(submit.token_ids) - submit.num_prompt_tokens
     player.tokens(submit, done, [100 + done])
     player.say(Preempted(request_id=submit.request_id, attempt=submit.attempt))
@@ -82,7 +82,7 @@ async def test_a_preempted_request_stays_where_it_is_if_nobody_else_has_room() -
 
 
 async def test_tokens_are_taken_by_position() -> None:
-    """Repeated ones are dropped, those of an attempt that is over too."""
+    """A worker repeats tokens, and sends some of another attempt. The relay drops both."""
 
     def script(player: Player, submit: Submit) -> None:
         player.tokens(submit, 0, [100])
@@ -136,7 +136,7 @@ async def test_waiting_for_room_is_no_failed_attempt(code: FailureCode) -> None:
 
 @pytest.mark.parametrize("retry_after_s", [5.0, 0.01])
 async def test_waiting_for_room_is_bounded(retry_after_s: float) -> None:
-    """Also if every attempt is refused soon."""
+    """Workers never have room. The request fails after ``room_timeout_s``, however soon each attempt is refused."""
     async with stage(failing(FailureCode.NO_ROOM, retry_after_s=retry_after_s), room_timeout_s=0.3) as s:
         with pytest.raises(UnavailableError, match="no worker has room") as caught:
             await s.run()
@@ -159,7 +159,7 @@ async def test_a_request_has_its_time() -> None:
 
 @pytest.mark.parametrize(("asked_s", "given_s"), [(0.2, 0.2), (1e6, 60.0)])
 async def test_the_clients_own_time_counts_and_travels_with_the_request(asked_s: float, given_s: float) -> None:
-    """But there is no more than the settings give."""
+    """A request's own time-out applies and is sent to the worker, but never exceeds that of the settings."""
     async with stage(lambda player, submit: player.tokens(submit, 0, [100]), request_timeout_s=60.0) as s:
         running = asyncio.create_task(s.deltas(asking(timeout_s=asked_s)))
         while not s.players[0].submits:
@@ -199,7 +199,7 @@ async def test_a_request_that_is_given_up_is_cancelled_on_both_workers() -> None
 
 @pytest.mark.parametrize("handed_over", [True, False])
 async def test_a_lost_prefill_worker_matters_until_the_hand_off(handed_over: bool) -> None:
-    """Behind it the decode worker owns the request; before it, another attempt is made, without a prefill worker."""
+    """A prefill worker is lost. After the hand-off the request goes on; before it, a decode worker gets a second attempt."""
 
     def prefill(player: Player, submit: Submit) -> None:
         player.tokens(submit, 0, [100])
@@ -223,7 +223,7 @@ async def test_a_lost_prefill_worker_matters_until_the_hand_off(handed_over: boo
 
 @pytest.mark.parametrize("is_known_by", ["word", "tokens"])
 async def test_a_late_failure_of_a_prefill_worker_does_not_end_a_healthy_stream(is_known_by: str) -> None:
-    """The link to the decode worker may break before its last answer, when the decode worker has the request already."""
+    """The decode worker has the request already, and then the prefill worker reports a failure. The stream goes on."""
 
     def prefill(player: Player, submit: Submit) -> None:
         decode = s.players[1]
@@ -237,7 +237,7 @@ async def test_a_late_failure_of_a_prefill_worker_does_not_end_a_healthy_stream(
         running.append((player, submit))
 
     running: list[tuple[Player, Submit]] = []
-    taken = asyncio.Semaphore(0)  # tokens that have come, one in each delta
+    taken = asyncio.Semaphore(0)  # released for each delta, which has one token
 
     async with stage(good, prefill=prefill) as s:
         outcome = asyncio.create_task(s.deltas(asking(), lambda _: taken.release()))
@@ -246,7 +246,7 @@ async def test_a_late_failure_of_a_prefill_worker_does_not_end_a_healthy_stream(
         player, submit = running[0]
         if is_known_by == "tokens":
             player.fail(submit, FailureCode.PEER_LOST)
-        # The link says what is in order: behind an answer to a ping, the failure has been heard.
+        # A link keeps the order: when a new status has arrived, the failure has arrived, too.
         worker, reported = s.pool.prefills[player.address], s.pool.prefills[player.address].status
         await until(s.pool, lambda: worker.status is not reported)
         s.players[1].tokens(submit, 1, [101, 102, 103], FinishReason.LENGTH)
@@ -255,7 +255,7 @@ async def test_a_late_failure_of_a_prefill_worker_does_not_end_a_healthy_stream(
 
 
 async def test_a_worker_that_fails_everybody_costs_three_requests_an_attempt(caplog: pytest.LogCaptureFixture) -> None:
-    """Then it gets probes only, one at a time, though it is the emptiest."""
+    """A worker fails every request. After three it gets only probes, although it has the least load."""
     async with stage(good, good) as s:
         broken = s.players[0]
         broken.script = failing(FailureCode.INTERNAL)
@@ -269,7 +269,7 @@ async def test_a_worker_that_fails_everybody_costs_three_requests_an_attempt(cap
 
 
 async def test_a_prefill_worker_is_not_blamed_for_a_full_decode_worker() -> None:
-    """It speaks for the decode worker that refused; the next attempt goes to the other one, through the same prefill worker."""
+    """A prefill worker reports that the decode worker has no room. The next attempt uses it again, with another decode worker."""
     async with stage(good, good, prefill=failing(FailureCode.NO_ROOM, times=1, retry_after_s=60.0)) as s:
         assert await s.run() == ALL
         first, second = s.players[0].submits
@@ -285,7 +285,7 @@ async def test_a_worker_out_of_time_is_a_timeout_not_the_clients_fault() -> None
 
 
 async def test_a_request_that_a_worker_gave_up_goes_on() -> None:
-    """Cancelled, but not by us: once by a plain answer, once by a failure."""
+    """A worker cancels a request that the gateway did not cancel, by either message. Another attempt finishes it."""
 
     def cancelled(player: Player, submit: Submit) -> None:
         player.say(Cancelled(request_id=submit.request_id, attempt=submit.attempt))
@@ -296,7 +296,7 @@ async def test_a_request_that_a_worker_gave_up_goes_on() -> None:
 
 
 async def test_what_an_earlier_attempt_computed_was_computed() -> None:
-    """The second attempt finds the prompt cached, by the first one's doing: the client's count is the first one's."""
+    """A second attempt finds the prompt cached by the first one. The client sees the first attempt's count."""
     counts = iter([1, 3])
 
     def script(player: Player, submit: Submit) -> None:

@@ -1,4 +1,4 @@
-"""A prompt's log probabilities come from the worker that computed it, the tokens from another, in any order."""
+"""Prompt log probabilities come from the prefill worker and tokens from the decode worker, in any order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KNOWN = [SampledToken(token_id, -0.5) for token_id in PROMPT[1:]]
 
 
 def first_token(player: Player, submit: Submit) -> None:
-    """As a prefill worker tells it."""
+    """Send the first token, as a prefill worker does."""
     item = TokenDelta(
         request_id=submit.request_id,
         attempt=submit.attempt,
@@ -38,7 +38,7 @@ def tokens_of(deltas: list[TokenDelta]) -> list[int]:
 
 @pytest.mark.parametrize("overtakes", [False, True])
 async def test_they_are_there_before_the_end(overtakes: bool) -> None:
-    """Also if the decode worker's last word overtakes them."""
+    """The client gets the log probabilities before the end, even if the decode worker's end arrives first."""
 
     def prefill(player: Player, submit: Submit) -> None:
         decode = players[1]
@@ -76,7 +76,7 @@ async def test_a_later_attempt_does_not_compute_them_again() -> None:
 
 
 async def test_if_they_are_lost_that_is_said() -> None:
-    """The text is complete, and the client asked for more than the text."""
+    """All tokens have arrived, but the prefill worker fails before it has sent the log probabilities. The request fails."""
 
     def prefill(player: Player, submit: Submit) -> None:
         decode = players[1]

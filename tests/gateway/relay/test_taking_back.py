@@ -1,4 +1,4 @@
-"""How long a prompt that is taken back keeps its place at a decode worker."""
+"""How long a prompt keeps its place at a decode worker while it is taken back from a prefill worker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The line of requests that wait for a place, on a loop in virtual time."""
+"""The queue of requests that wait for a place at workers, in virtual time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvrelay.gateway.routing.forecast import Prefiller, Supply
 
 
 class Office:
-    """An admission with so many places; whoever has one keeps it until ``free``."""
+    """An admission with ``num_places`` places. A request keeps its place until ``free``."""
 
     def __init__(self, num_places: int, max_queued: int = 100, room_timeout_s: float = 60.0) -> None:
         self.loop = asyncio.get_running_loop()
@@ -41,7 +41,7 @@ class Office:
         return Supply([Prefiller(100 * self.backlog_s, 100.0)], 0.0, free_places=100, free_tokens=1e6)
 
     async def serve(self, service_s: float) -> None:
-        """Somebody has a place, and his answer of ten tokens takes so long."""
+        """Serve a request with an answer of ten tokens that takes ``service_s``."""
         self.num_places += 1
         asked = Asked(100, 10)
         await self.admission.place(self.find, asked, 600.0, str)
@@ -84,7 +84,7 @@ async def test_first_come_first_served() -> None:
     assert office.queued == 4
     for served in (1, 2, 3, 4):
         office.free()
-        await asyncio.sleep(0.001)  # at once, not at the next look
+        await asyncio.sleep(0.001)  # served at once, not at the next periodic look
         assert len(office.served) == served
     assert office.served == list("abcd")
     assert office.queued == 0
@@ -95,7 +95,7 @@ async def test_nobody_passes_those_who_wait() -> None:
     office = Office(0)
     first = asyncio.ensure_future(office.ask("first"))
     await asyncio.sleep(1)
-    office.num_places = 1  # and nobody has been told
+    office.num_places = 1  # without a notification
     second = asyncio.ensure_future(office.ask("second"))
     await asyncio.sleep(1)
     assert office.served == ["first"]
@@ -158,7 +158,7 @@ async def test_who_would_wait_too_long_is_refused_at_once_and_told_when_to_come(
     assert refusal.value.retry_after_s == pytest.approx(1.0)
     assert (office.refused("would_wait"), office.queued) == (1, 2)
     office.backlog_s = 0.0
-    await asyncio.sleep(0.5)  # a forecast is made anew
+    await asyncio.sleep(0.5)  # time for a new forecast
     tasks.append(asyncio.ensure_future(office.ask("fourth")))
     await asyncio.sleep(0)
     assert office.queued == 3

@@ -1,4 +1,4 @@
-"""Who gets no more requests but probes, and when that is over."""
+"""Circuit breakers: when a worker gets only probes, and when it is used again."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ P, D = ("p",), ("d",)
 
 
 class Breakers(CircuitBreakers):
-    """With what was told of them."""
+    """Circuit breakers that keep their notifications."""
 
     def __init__(self) -> None:
         self.told: list[tuple[Part, bool]] = []
@@ -43,7 +43,7 @@ def test_three_different_requests_open_it_and_one_may_probe(blamed: Part) -> Non
 
 
 def opened() -> tuple[Breakers, Trial]:
-    """A breaker of ``D``, and a probe that is under way since 10.0."""
+    """An open breaker of ``D``, and a probe that began at 10.0."""
     breakers = Breakers()
     for cause in "abc":
         breakers.fail(cause, D, 0.0)
@@ -63,7 +63,7 @@ def test_after_a_failed_probe_the_pause_is_longer_up_to_a_bound() -> None:
 
 
 def test_a_probe_that_showed_nothing_makes_room_for_the_next() -> None:
-    """Its client left, or there was no room."""
+    """A probe ends without success or failure, as when its client leaves. The next request may be a probe."""
     breakers, probe = opened()
     breakers.on_end(probe)
     assert not breakers.shut(10.0)
@@ -87,7 +87,7 @@ def test_what_goes_well_counts_against_failures_before_it_began() -> None:
     old = breakers.begin("old", PAIR, 0.0)
     breakers.fail("a", D, 1.0)
     breakers.fail("b", D, 2.0)
-    old.decode_succeeded()  # a long answer that began before shows nothing
+    old.decode_succeeded()  # a success that began before the failures does not count
     breakers.fail("c", D, 3.0)
     assert breakers.shut(3.0) == {D}
     breakers = Breakers()

@@ -1,4 +1,4 @@
-"""Token budgets of API keys: sliding windows, what requests reserve, and how far several gateways may be off together."""
+"""Token budgets of API keys: sliding windows, reservations of requests, and the joint error of several gateways."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MINUTE = (1000.0, math.inf)
 
 
 def budget(key: str = "alice") -> TokenBudget:
-    """Of a gateway that is alone."""
+    """A budget of the only gateway."""
     return TokenBudget(key, OtherGateways("me"))
 
 
@@ -111,7 +111,7 @@ def test_without_limits_nothing_is_counted() -> None:
     assert one.left(limits, 0.0) is None
 
 
-# -- what others tell --------------------------------------------------------------------------------------------------
+# -- tokens used at other gateways -------------------------------------------------------------------------------------
 
 
 def test_others_count_once_whatever_the_way_and_the_order() -> None:
@@ -146,7 +146,7 @@ def test_beside_others_a_gateway_takes_its_share_until_it_has_told() -> None:
         one.reserve(MINUTE, 100, 100, 0.0)
     assert refusal.value.retry_after_s == TELL_S
     one.on_told()
-    assert one.reserve(MINUTE, 800, 800, 0.0) == 800  # alone in its round, however large
+    assert one.reserve(MINUTE, 800, 800, 0.0) == 800  # the first request of a round may be of any size
     assert sum(taken) == 200
 
 
@@ -158,7 +158,7 @@ _LIMIT = 60_000
 
 
 class Release:
-    """Gateways that tell each other through a worker; a client that asks some of them for as much as they let it."""
+    """Gateways that exchange used tokens through a worker, and a client that sends as many requests as some of them allow."""
 
     def __init__(self, num_gateways: int) -> None:
         self.clock = Clock()
@@ -167,8 +167,8 @@ class Release:
         self.budgets = [TokenBudget("alice", others) for others in self.others]
         for one in range(num_gateways):
             self.board.join(str(one))
-        self._running: deque[tuple[float, int, int, int]] = deque()  # end, gateway, reserved, to be used
-        self.used: list[tuple[float, int]] = []  # when, and how many tokens
+        self._running: deque[tuple[float, int, int, int]] = deque()  # end, gateway, reserved tokens, tokens to use
+        self.used: list[tuple[float, int]] = []  # time and number of used tokens
         self._num_told = 0
         for one in range(num_gateways):
             self.tell(one)
@@ -193,7 +193,7 @@ class Release:
     def flood(
         self, asked: Sequence[int], num_tokens: int, *, part_used: float, service_s: float, at_a_time: int
     ) -> None:
-        """Some minutes of it. Each gateway tells at other moments."""
+        """Flood the gateways for ``_MINUTES``. Each gateway reports at other moments."""
         for step in range(round(60 * _MINUTES / _STEP_S)):
             self.clock.now_s = 100 + step * _STEP_S
             while self._running and self._running[0][0] <= self.clock():
@@ -233,7 +233,7 @@ class Release:
 def test_a_key_gets_its_budget_within_the_stated_error(
     num_gateways: int, asked: list[int], num_tokens: int, part_used: float, service_s: float, at_a_time: int
 ) -> None:
-    """Never more than two requests for each other gateway above it, and nearly all of it for who asks for more than it."""
+    """A flooding key exceeds its budget by two requests for each further gateway at most, and gets 90 % of it at least."""
     release = Release(num_gateways)
     release.flood(asked, num_tokens, part_used=part_used, service_s=service_s, at_a_time=at_a_time)
     assert release.most_in_a_minute() <= _LIMIT + 2 * (num_gateways - 1) * num_tokens
@@ -241,7 +241,7 @@ def test_a_key_gets_its_budget_within_the_stated_error(
 
 
 def test_a_new_gateway_hears_what_those_before_it_have_let_in() -> None:
-    """A rolling update: the old one is gone when the new one comes."""
+    """In a rolling update a new gateway starts after the old ones have left. It knows the tokens that they let in."""
     release = Release(2)
     release.ask(0, 50_000, 1.0, 60.0)
     release.tell(0)

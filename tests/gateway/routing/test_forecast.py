@@ -1,4 +1,4 @@
-"""What requests cost, by what others like them took."""
+"""Forecasts of requests' costs from those of similar requests."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_what_nothing_confirms_is_not_known_any_more() -> None:
 
 
 def test_room_is_counted_as_groups_with_windows_take_it() -> None:
-    """A sequence of 32k tokens of Gemma 3's shape takes a quarter of the blocks that hold it, so two find room in half of them."""
+    """With Gemma 3's windows a sequence of 32k tokens keeps a quarter of its blocks. Two of them fit; a third waits."""
     decode = WorkerView("", b"", 3, 0, 1024, 3000, 16, max_running=64, windows=(None, *[1024] * 5))
     forecast = Forecast(Supply.of([], [decode], 0.0), [], 0.0)
     assert [forecast.place(Need(0, 2**15, [5.0])) for _ in range(3)] == [0.0, 0.0, 5.0]

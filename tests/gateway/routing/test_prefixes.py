@@ -1,4 +1,4 @@
-"""Where prefixes lie: who is found, what is forgotten, and how often a request is hashed."""
+"""The map of cached prefixes: which workers it finds, what it forgets, and how often a request is hashed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BLOCK = 16
 
 
 def chain(*blocks: int) -> list[bytes]:
-    """One hash per number."""
+    """A chain of hashes, one for each number."""
     return HashChain(b"model", 1).hashes_of_all(blocks)
 
 
@@ -35,7 +35,7 @@ def test_a_gap_ends_a_prefix() -> None:
     known = PrefixMap(100)
     known.record(chain(1, 2, 3), A)
     known.record(chain(1), B)
-    known.record(chain(1, 2, 3)[2:], B)  # the block between was forgotten
+    known.record(chain(1, 2, 3)[2:], B)  # the block in between is not known
     assert known.find(chain(1, 2, 3)) == {A: 3, B: 1}
 
 
@@ -97,10 +97,10 @@ def test_the_next_turn_finds_prompt_and_output_where_both_are() -> None:
     first.on_cached([], view("p"))
     first.on_cached([], view("d"))
     first.on_end(output[:-1], view("d"))
-    first.on_end(output[:-1], view("other"))  # never had the prompt
+    first.on_end(output[:-1], view("other"))  # this worker never had the prompt
     after = RequestPrefix(known, [*prompt, *output, *range(800, 850)])
     views = [view("p"), view("d"), view("other")]
-    assert after.cached_tokens([], views) == {"p": 2 * BLOCK, "d": 4 * BLOCK}  # 40 tokens, and 69
+    assert after.cached_tokens([], views) == {"p": 2 * BLOCK, "d": 4 * BLOCK}  # full blocks of 40 and 69 tokens
     assert after.cached_tokens([], [view("p", fingerprint=b"another model")]) == {}
 
 
@@ -114,13 +114,13 @@ def test_after_a_miss_the_request_trusts_nobody_and_others_do_not_run_into_it() 
     request.on_miss(view("d"))
     assert request.cached_tokens([], [view("d"), view("e")]) == {}
     assert RequestPrefix(known, prompt).cached_tokens([], [view("d"), view("e")]) == {"e": 2 * BLOCK}
-    request.on_cached([], view("d"))  # by the attempt that followed
+    request.on_cached([], view("d"))  # the next attempt computed it there
     assert RequestPrefix(known, prompt).cached_tokens([], [view("d")]) == {"d": 2 * BLOCK}
 
 
 @pytest.fixture
 def hashed(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    """All blocks that requests hash."""
+    """The list of all block hashes that are computed."""
     found: list[bytes] = []
 
     make = HashChain._behind
@@ -137,7 +137,7 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
 def test_each_block_is_hashed_once(hashed: list[bytes]) -> None:
     known = PrefixMap(100)
     request = RequestPrefix(known, range(100))
-    for _ in range(3):  # it waits in the line
+    for _ in range(3):  # as often as a waiting request looks for a route
         request.cached_tokens([], [view("p"), view("d")])
     request.on_cached([], view("p"))
     request.on_cached([], view("d"))

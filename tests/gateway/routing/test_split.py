@@ -1,4 +1,4 @@
-"""Which of several models a conversation belongs to."""
+"""How conversations are split over several models."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def keys() -> list[str]:
 
 @pytest.mark.parametrize("weights", [(95.0, 5.0), (1.0, 1.0), (2.0, 3.0, 5.0)])
 def test_each_share_gets_its_part(weights: tuple[float, ...]) -> None:
-    """Within four standard deviations of the binomial."""
+    """Each model gets its share of conversations, within four standard deviations of the binomial."""
     chosen = [share_of(key, "chat", weights) for key in keys()]
     for index, weight in enumerate(weights):
         part = weight / sum(weights)
@@ -42,4 +42,4 @@ def test_splits_under_two_names_are_independent() -> None:
 
 def test_a_weight_of_nothing_gets_nothing() -> None:
     assert {share_of(key, "chat", (0, 1, 0)) for key in keys()} == {1}
-    assert share_of("\ud800", "chat", (1, 0)) == 0  # JSON can smuggle in half characters
+    assert share_of("\ud800", "chat", (1, 0)) == 0  # JSON may contain lone surrogates

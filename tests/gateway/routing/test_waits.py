@@ -1,4 +1,4 @@
-"""Estimates of waits against the waits that come, and who is served: in a simulated world of one worker of each role."""
+"""Estimated waits compared with real ones, and refusals, in a simulation with one worker of each role."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ FEW_BLOCKS = Machines(max_running=100, num_blocks=2400)
 
 
 def p90_ratio(world: World) -> float:
-    """Of estimates and waits, the larger by the smaller; half a second, within which workers report, counts for nothing."""
+    """The 90th percentile of the larger over the smaller of estimate and wait, with half a second added to both.
+
+    Half a second is about the age of workers' reports.
+    """
     pairs = [sorted((one.expected_s + 0.5, one.came_s + 0.5)) for one in world.waited]
     assert len(pairs) >= 20
     return sorted(longer / shorter for shorter, longer in pairs)[int(0.9 * len(pairs))]
@@ -43,7 +46,7 @@ def test_an_estimate_is_near_the_wait_that_comes(machines: Machines, clients: li
 
 
 def test_what_can_be_served_is_served_with_default_settings() -> None:
-    """Four clients that ask for 64 tokens behind 7,000, of workers that take 9.5 s for each."""
+    """Four clients send prompts of 7,000 tokens, each of which takes 9.5 s. With default settings none is refused."""
     world = World(Machines())
     world.run(*[closed(Mix([LONG]))] * 4, for_s=600)
     assert world.refused == []
@@ -51,7 +54,7 @@ def test_what_can_be_served_is_served_with_default_settings() -> None:
 
 
 def test_nobody_is_refused_by_what_others_of_another_kind_took() -> None:
-    """Behind a long prompt too little time is left for another; a first short one may have enough, as nobody knows better."""
+    """Long requests were served before. A further long one with 12 s is refused; a short one, whose kind is unknown, is not."""
     world = World(Machines())
 
     async def come(world: World) -> None:

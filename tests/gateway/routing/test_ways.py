@@ -1,4 +1,4 @@
-"""Which workers serve a request, and which way its prompt goes: pure functions of what workers reported."""
+"""The choice of workers for a request, and of the way of its prompt, as pure functions of workers' reports."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def way(prefill: WorkerView, decode: WorkerView, num_tokens: int, limits: Limits
 
 @pytest.mark.parametrize(("num_tokens", "route"), [(1, LOCAL), (16, LOCAL), (89, LOCAL), (90, HANDED_OVER)])
 def test_on_idle_pools_a_short_prompt_spares_the_hand_off(num_tokens: int, route: Route) -> None:
-    """10 ms more than a tenth of its time: up to 90 tokens at 1,000 a second."""
+    """A hand-off costs 10 ms, and local prefill must be sooner by a tenth. At 1,000 tokens a second 89 tokens stay local."""
     assert way(worker("p"), worker("d"), num_tokens) == (route, Reason.SOONER)
 
 
@@ -43,7 +43,7 @@ def test_a_long_prompt_of_which_the_decode_worker_lacks_little_is_computed_there
 
 
 def test_what_waits_counts_at_the_speed_at_which_it_is_computed() -> None:
-    """200 tokens of a decode worker that has a quarter of its time for prompts: 0.8 s."""
+    """A decode worker at 250 tokens per second takes 0.8 s for 200 tokens. The waiting tokens decide which way is sooner."""
     busy = worker("d", 250.0)
     assert way(worker("p", num_waiting_tokens=600), busy, 200) == (HANDED_OVER, Reason.SOONER)
     assert way(worker("p", num_waiting_tokens=700), busy, 200) == (LOCAL, Reason.SOONER)
@@ -90,7 +90,7 @@ def test_while_no_speed_is_known_prompts_are_handed_over() -> None:
 
 
 def test_a_decode_worker_whose_speed_is_not_known_is_tried() -> None:
-    """With one prompt, as one like a prefill worker: what is taken for slower gets no long prompt, and stays unknown."""
+    """A decode worker of unknown speed counts as fast as a prefill worker. It gets one prompt, and no other while it has that."""
     idle, busy = worker("d", None), worker("d", None, num_requests=1)
     for untried in (idle, busy):
         assert way(worker("p"), untried, 89) == (LOCAL, Reason.SOONER)
@@ -153,7 +153,7 @@ def test_the_decode_worker_with_room_and_the_least_in_use_is_taken() -> None:
     assert choose([], [full, half, most], 160, 0, NOTHING) == Route(None, "d2")
     sent = msgspec.structs.replace(half, num_free_blocks=5)
     assert choose([], [full, sent, most], 160, 0, NOTHING) == Route(None, "d3")
-    assert choose([], [full], 160, 0, NOTHING) == Route(None, "d1")  # it will say itself when there is room
+    assert choose([], [full], 160, 0, NOTHING) == Route(None, "d1")  # a full worker refuses by itself
 
 
 def test_a_decode_worker_that_computes_prompts_is_left_to_them() -> None:
@@ -178,12 +178,12 @@ def test_a_burst_spreads_over_equal_workers() -> None:
     ("current", "prefills", "decodes", "chosen"),
     [
         (None, [], [], None),
-        (b"a", [], [], b"a"),  # everybody is away: who comes back was here before
+        (b"a", [], [], b"a"),  # no worker is up: the last layout stays
         (None, [b"a"], [b"b"], b"b"),
-        (None, [b"a", b"a", b"b"], [b"b"], b"b"),  # the only one with both
+        (None, [b"a", b"a", b"b"], [b"b"], b"b"),  # only "b" has workers of both roles
         (None, [], [b"a", b"b", b"b"], b"b"),
-        (b"a", [b"a", b"b", b"b"], [b"a", b"b", b"b"], b"a"),  # stays while it can serve
-        (b"a", [b"b", b"b"], [b"a", b"b"], b"b"),  # goes over when it cannot
+        (b"a", [b"a", b"b", b"b"], [b"a", b"b", b"b"], b"a"),  # the layout stays while its workers can serve
+        (b"a", [b"b", b"b"], [b"a", b"b"], b"b"),  # the layout changes when they cannot
         (b"a", [b"b"], [b"a"], b"a"),
     ],
 )
@@ -217,7 +217,7 @@ def test_a_prefix_is_worth_as_many_waiting_tokens_as_it_spares() -> None:
     ("num_used", "other_used", "chosen"),
     [
         (0, 0, "d2"),
-        (49, 0, "d2"),  # 10 cached blocks are worth 40, and a quarter more
+        (49, 0, "d2"),  # 10 cached blocks outweigh 40 used ones and a quarter
         (51, 0, "d1"),
         (90, 40, "d2"),
         (95, 35, "d1"),
@@ -243,7 +243,7 @@ def test_a_prefix_gives_no_room() -> None:
 
 
 def test_a_shared_prompt_does_not_fill_one_worker() -> None:
-    """A thousand requests with a system prompt of 512 tokens in common; who was sent one has it."""
+    """A thousand requests share a system prompt of 512 tokens, which each used worker then has. The load stays even."""
     views = {address: view(address, num_blocks=10_000, num_free_blocks=10_000) for address in ("d1", "d2", "d3")}
     holders: dict[str, int] = {}
     for turn in range(1000):

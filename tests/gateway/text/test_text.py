@@ -1,4 +1,4 @@
-"""From tokens to the text a client sees: detokenizer, stop strings, chat templates."""
+"""From tokens to the client's text: detokenizer, stop strings and chat templates."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvrelay.gateway.text.tokenizer import Detokenizer, Tokenizer
 
 
 def byte_tokenizer() -> Tokenizer:
-    """One token per byte: every character beyond ASCII is spread over tokens."""
+    """A tokenizer with one token per byte. Characters beyond ASCII have several tokens."""
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     backend = tokenizers.Tokenizer(tokenizers.models.BPE({char: i for i, char in enumerate(sorted(alphabet))}, []))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -36,7 +36,7 @@ Make = Callable[..., Detokenizer]
 
 @pytest.fixture(params=[True, False], ids=["tokens are bytes", "tokens depend on others"])
 def detokenizer_of(request: pytest.FixtureRequest) -> Make:
-    """Both ways to the same text."""
+    """Makes detokenizers of both kinds, which must give the same text."""
 
     def make(silent_ids: Sequence[int] = ()) -> Detokenizer:
         return BYTES.detokenizer(silent_ids) if request.param else Detokenizer(BYTES.decode_all, silent_ids)
@@ -61,7 +61,7 @@ def test_pieces_add_up_and_are_whole_characters(detokenizer_of: Make, text: str,
     pieces = pieces_of(detokenizer_of(), BYTES.encode(text, add_special_tokens=False), cuts)
     assert "".join(pieces) == text.rstrip("\ufffd") or "".join(pieces) == text
     for piece in pieces:
-        piece.encode()  # no half of anything
+        piece.encode()  # raises for half a character
         assert "\ufffd" not in piece or "\ufffd" in text
 
 
@@ -109,7 +109,7 @@ def test_tokens_that_depend_on_others_are_decoded_with_them() -> None:
 
 
 def test_no_window_grows_with_the_text() -> None:
-    """Neither by tokens without text, nor by bytes that never become a character."""
+    """The detokenizer decodes few tokens at a time, even after tokens without text or bytes that never form a character."""
     seen: list[int] = []
 
     def counting(token_ids: Sequence[int]) -> str:
@@ -124,7 +124,7 @@ def test_no_window_grows_with_the_text() -> None:
 
 
 def cut_at_stop(text: str, stops: Sequence[str]) -> tuple[str, bool]:
-    """Reads the text character by character until it ends in a stop string."""
+    """The text before the first stop string, and whether there is one, found character by character."""
     for end in range(1, len(text) + 1):
         complete = [stop for stop in stops if text[:end].endswith(stop)]
         if complete:
@@ -143,7 +143,7 @@ def test_no_part_of_a_stop_string_is_sent(text: str, stops: list[str], cuts: lis
     for length in [*cuts, len(text)]:
         sent += matcher.push(text[start : start + length])
         start += length
-        # What is sent may never turn out to be the beginning of a stop string.
+        # Text that is sent may not be part of a stop string.
         assert text.startswith(sent)
         assert len(sent) <= len(cut_at_stop(text, stops)[0])
         if matcher.matched is not None or start >= len(text):
@@ -171,7 +171,7 @@ def test_end_of_text_ids_come_from_every_file(tmp_path: Path) -> None:
 
 
 def test_a_prompt_is_never_cut_or_padded(tmp_path: Path) -> None:
-    """Training scripts leave both in tokenizer.json."""
+    """Training scripts may leave truncation and padding in tokenizer.json. Both are ignored."""
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"x": 0, "[PAD]": 1}, "x"))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     backend.enable_truncation(3)

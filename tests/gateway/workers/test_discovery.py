@@ -1,4 +1,4 @@
-"""Following pods, with the real client against a server of ours."""
+"""Discovery of pods, with the real Kubernetes client and a played API server."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvrelay.wire.messages import Role
 
 WAIT_S = 10.0
 
-Answer = tuple[int, list[dict[str, Any]], bool]  # status, lines, whether the connection breaks behind them
+Answer = tuple[int, list[dict[str, Any]], bool]  # status, lines, whether the connection breaks after them
 
 
 def pod(uid: str = "u", role: str | None = "decode", ip: str | None = "10.0.0.8", **changes: Any) -> dict[str, Any]:
@@ -56,7 +56,7 @@ def uids(found: Sequence[FoundWorker]) -> list[str]:
 
 
 class _Kubernetes(BaseHTTPRequestHandler):
-    """Answers lists and watches from ``server.answers``, in order; remembers the queries."""
+    """Answers lists and watches from ``server.answers``, in order, and keeps the queries."""
 
     protocol_version = "HTTP/1.1"
     server: Server
@@ -64,7 +64,7 @@ class _Kubernetes(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         path = urlsplit(self.path)
         self.server.asked.append((path.path, {key: value[0] for key, value in parse_qs(path.query).items()}))
-        if not self.server.answers:  # says nothing until the test is over
+        if not self.server.answers:  # stays silent until the test is over
             self.server.is_watched.set()
             self.send_response(200)
             self.send_header("Transfer-Encoding", "chunked")
@@ -78,7 +78,7 @@ class _Kubernetes(BaseHTTPRequestHandler):
         self.end_headers()
         for line in lines:
             data = json.dumps(line).encode() + b"\n"
-            for part in (data[:7], data[7:]):  # lines and chunks are not the same
+            for part in (data[:7], data[7:]):  # a line may come in several chunks
                 self.wfile.write(b"%x\r\n%s\r\n" % (len(part), part))
         if not cut:
             self.wfile.write(b"0\r\n\r\n")
@@ -91,8 +91,8 @@ class _Kubernetes(BaseHTTPRequestHandler):
 class Server(ThreadingHTTPServer):
     asked: list[tuple[str, dict[str, str]]]
     answers: list[Answer]
-    silent: threading.Event  # what is unanswered stays so until it is set
-    is_watched: threading.Event  # somebody is unanswered
+    silent: threading.Event  # a request without an answer waits until this is set
+    is_watched: threading.Event  # set when a request waits so
 
 
 @pytest.fixture
@@ -128,7 +128,7 @@ def test_every_change_is_told_once_and_the_watch_goes_on_where_it_ended(server: 
             ("ADDED", at(11, pod("b", ip="10.0.0.9", ready=False))),
             ("MODIFIED", at(12, pod("b", ip="10.0.0.9"))),
             ("BOOKMARK", {"metadata": {"resourceVersion": "13"}}),
-            ("MODIFIED", at(14, pod("b", ip="10.0.0.9"))),  # nothing that matters
+            ("MODIFIED", at(14, pod("b", ip="10.0.0.9"))),  # no change that matters
         ),
         watched(("MODIFIED", at(15, pod("a", deleted=True))), ("DELETED", at(16, pod("a", deleted=True)))),
         watched(),
@@ -165,12 +165,12 @@ async def test_it_lists_anew_when_the_version_is_gone_and_keeps_what_it_knows_wh
     running.start()
     try:
         assert [await asyncio.wait_for(told.get(), WAIT_S) for _ in range(4)] == [["a"], ["b"], ["c"], ["d"]]
-        assert caplog.text.count("the Kubernetes API is away (403 Forbidden)") == 1  # once each time, not once a try
+        assert caplog.text.count("the Kubernetes API is away (403 Forbidden)") == 1  # one line for each outage
         assert caplog.text.count("the Kubernetes API is away") == 2
     finally:
         server.silent.set()
         running.stop()
-    assert told.empty()  # nothing was ever taken back
+    assert told.empty()  # an outage removes no worker
     assert caplog.text.count("the version last seen is too old") == 2
     assert "it tries again" in caplog.text
 
@@ -252,7 +252,7 @@ def test_of_the_pods_of_a_worker_on_several_nodes_only_the_first_is_one(name: st
 
 @pytest.mark.parametrize(("name", "index"), [("r-decode-worker-1", "0"), ("r-decode-worker-1-2", "2")])
 def test_of_a_leader_worker_sets_group_the_first_pod_is_the_worker(name: str, index: str) -> None:
-    """By its number in the group: pods are named otherwise than a StatefulSet's."""
+    """The label with the pod's index in the group decides, because these pods are not named as a StatefulSet's."""
     one = pod("u")
     one["metadata"]["name"] = name
     one["metadata"]["labels"] |= {

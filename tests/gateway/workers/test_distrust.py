@@ -1,4 +1,4 @@
-"""Workers that say that they compute wrongly: they get nothing, their requests move, decode workers hear of prefill workers."""
+"""Workers that report that they compute wrongly. They get no requests, theirs move, and decode workers are told."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .test_workers import found
 
 
 class Hears(Player):
-    """Remembers whom gateways distrust."""
+    """A decode worker that keeps the peer ids of Distrust messages."""
 
     def __init__(self, network: Network) -> None:
         super().__init__(Role.DECODE, good, network)
@@ -25,7 +25,7 @@ class Hears(Player):
 
 
 async def found_wrong(on: Stage, player: Player) -> None:
-    """It says so with its next status."""
+    """The player reports that it computes wrongly. Waits until the gateway knows it."""
     player.state = WorkerState.WRONG
     worker = on.pool._of(player.role)[player.address]
     await until(on.pool, lambda: worker.is_wrong)
@@ -104,7 +104,7 @@ async def test_of_a_decode_worker_nobody_needs_to_hear() -> None:
             other.address = await other.server.start()
             await connect(on, *on.players, other)
             await found_wrong(on, on.players[0])
-            assert await on.run() == ALL  # behind which nothing else comes
+            assert await on.run() == ALL  # any Distrust would have arrived before
             assert other.heard.empty()
         finally:
             on.pool.update([])
@@ -113,6 +113,6 @@ async def test_of_a_decode_worker_nobody_needs_to_hear() -> None:
 
 
 async def connect(on: Stage, *players: Player) -> None:
-    """From now on these are the workers; returns when all of them are up."""
+    """Make these the pool's workers, and wait until all are up."""
     on.pool.update(found(*players))
     await until(on.pool, lambda: all(worker.welcome is not None for worker in on.pool.workers))

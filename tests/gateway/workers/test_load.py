@@ -1,4 +1,4 @@
-"""What a worker has to do: its report, and what this gateway has done since."""
+"""The load of a worker: its last report, and this gateway's changes since then."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def status(running: int = 0, waiting: int = 0, tokens: int = 0, free: int = 100,
 
 
 def test_what_is_over_counts_no_more() -> None:
-    """Without waiting for a report: in a second a worker may finish half of what it has."""
+    """An ended request leaves the load at once, before the next report."""
     load = Load(BLOCK)
     load.open(("r", 1), 160, 0.0, is_sent=True, num_to_compute=160)
     load.on_status(status(running=3, tokens=1160, free=50), 1.0)
@@ -38,7 +38,7 @@ def test_what_is_over_counts_no_more() -> None:
 
 
 def test_what_groups_with_windows_give_back_is_room_for_others() -> None:
-    """Gemma 3: a sequence of 32k tokens takes a quarter of the blocks that hold it. By all of them a worker was full half empty."""
+    """With Gemma 3's windows a sequence of 32k tokens keeps a quarter of its blocks, and is counted so."""
     windows = (None, *[1024] * 5)
     num_blocks = -(-(2048 + 5 * ((1023 + 2048) // BLOCK + 2)) // 6)
     load = Load(BLOCK, windows)
@@ -70,7 +70,7 @@ def test_a_report_may_have_left_before_an_attempt_arrived() -> None:
 
 
 def test_a_decode_worker_hears_of_a_request_from_a_prefill_worker() -> None:
-    """Until the first token says that it has, nobody tells us since when its reports count the request."""
+    """A request goes to a decode worker through a prefill worker. It is counted once, before and after the first token."""
     load = Load(BLOCK)
     load.open(("r", 1), 160, 0.0, is_sent=False, num_to_compute=0)
     assert load.num_waiting_tokens == 0, "it computes nothing of the prompt"
@@ -82,7 +82,7 @@ def test_a_decode_worker_hears_of_a_request_from_a_prefill_worker() -> None:
 
 
 def test_a_hand_off_that_a_report_counts_is_nobody_elses() -> None:
-    """Counted twice, it would fill the batch for prompts that the decode worker could compute itself."""
+    """A report counts a hand-off as arriving. The load does not count it twice."""
     load = Load(BLOCK)
     load.open(("r", 1), 160, 0.0, is_sent=False, num_to_compute=0)
     load.on_status(status(waiting=1, arriving=1), 1.0)
@@ -130,7 +130,7 @@ def test_what_is_to_be_computed_before_a_prompt_has_its_first_token_is_what_came
 
 
 def test_a_first_token_does_not_take_back_what_was_computed_of_the_next_prompt() -> None:
-    """The worker computes both within a second of the last report; the second one has waited as long as before."""
+    """A worker computes two prompts in turn. The first one's first token does not make the second one's wait longer."""
     load = Load(BLOCK)
     for name in ("a", "b"):
         load.open((name, 1), 1000, 0.0, is_sent=True, num_to_compute=1000)

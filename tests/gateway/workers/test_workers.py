@@ -1,4 +1,4 @@
-"""Workers that come, leave and do not fit, under a running relay."""
+"""Workers that join, leave or do not fit, under a running relay."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ async def test_what_runs_on_a_worker_that_is_gone_goes_on_elsewhere() -> None:
         on.pool.update(found(goes, stays, retiring=stays))
         deltas = await on.deltas(asking(), lambda _: on.pool.update(found(stays)))
         assert [token.token_id for delta in deltas for token in delta.tokens] == ALL[0]
-        assert stays.submits[0].token_ids == [*PROMPT, 100]  # it went on behind what was there
+        assert stays.submits[0].token_ids == [*PROMPT, 100]  # it continued after the first token
 
 
 async def test_another_worker_under_the_same_address_is_another_worker() -> None:
@@ -94,7 +94,7 @@ async def test_a_worker_with_other_kv_is_named_and_not_used(caplog: pytest.LogCa
         assert "another" in caplog.text
         assert on.metrics.registry.get_sample_value("kvrelay_workers_refused", {"model": "tiny"}) == 1
         assert on.pool.not_ready() == []
-        # Only when nobody else is left that could serve, the gateway serves what is there.
+        # The gateway uses the other layout only when no worker of the first one is left.
         on.pool.update(found(prefill, other))
         misfit = f"its KV is not that of {other.address} (model_id: 'another' / 'fake')"
         assert on.pool.not_ready() == [f"no prefill worker is up ({misfit})"]
@@ -103,7 +103,7 @@ async def test_a_worker_with_other_kv_is_named_and_not_used(caplog: pytest.LogCa
 
 
 async def test_a_worker_of_another_model_is_named_and_not_used() -> None:
-    """Also if it is the first one: its KV is not what the others' is compared with."""
+    """A worker of another model connects first. It is not used, and its KV layout does not become the pool's."""
     async with stage(good, good) as on:
         fits, other = on.players
         on.pool.update([])
@@ -120,7 +120,7 @@ async def test_a_worker_of_another_model_is_named_and_not_used() -> None:
 
 
 async def test_workers_without_a_model_belong_to_the_only_one() -> None:
-    """And those of several models to each its own; a name that nobody serves is told."""
+    """With several models each worker goes to the pool of its model. With one model, workers without a name belong to it."""
     pools = {name: cast(WorkerPool, Given()) for name in ("small", "large")}
     everybody = [FoundWorker(Role.DECODE, f"tcp://{name}:1", model=name) for name in ("small", "large", "medium", "")]
     Sharing(pools)(everybody)
@@ -131,7 +131,7 @@ async def test_workers_without_a_model_belong_to_the_only_one() -> None:
 
 
 class Given:
-    """Takes the place of a pool."""
+    """Stands in for a pool, and keeps the workers' addresses."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -153,11 +153,11 @@ async def test_a_pool_of_none_is_named() -> None:
         prefill, decode = on.players
         on.pool.update(found(prefill))
         assert on.pool.absent == ["there is no decode worker"]
-        assert on.pool.not_ready() == []  # no other gateway could do more
+        assert on.pool.not_ready() == []  # another gateway could not serve either
         on.pool.update(found(decode))
         await usable(on, 1)
         assert on.pool.absent == on.pool.not_ready() == []
-        assert await on.run() == ALL  # the decode worker does it all
+        assert await on.run() == ALL  # the decode worker also prefills
         assert decode.submits[0].decode is None
 
 
@@ -174,7 +174,7 @@ async def test_without_prefill_workers_there_may_be_no_service() -> None:
 async def test_while_the_only_prefill_worker_is_lost_decode_workers_compute_prompts(
     needs_prefill_workers: bool,
 ) -> None:
-    """Its pod, or its place in a list, is still there."""
+    """The only prefill worker is listed but lost. Decode workers prefill, unless the settings need prefill workers."""
     async with stage(good, prefill=good, needs_prefill_workers=needs_prefill_workers, room_timeout_s=0.0) as on:
         (worker,) = on.pool.prefills.values()
         assert not on.pool.is_local_only
@@ -195,7 +195,7 @@ async def test_prefill_workers_that_were_never_up_are_waited_for() -> None:
 
 
 async def test_workers_on_their_way_out_are_as_good_as_none() -> None:
-    """Scaled to none: they finish what they have, and new requests learn at once that nobody is there."""
+    """All workers of a role retire. The gateway counts them as absent for new requests."""
     async with stage(good, prefill=good) as on:
         prefill, decode = on.players
         on.pool.update(found(prefill, decode, retiring=prefill))
@@ -223,7 +223,7 @@ async def test_a_gateway_that_was_told_nothing_is_not_ready() -> None:
 
 
 def test_who_has_no_token_yet_comes_first() -> None:
-    """And all others in the order of the batch, as if nothing had been moved."""
+    """Deltas of sequences without a token come first. All others keep their order."""
     items = [
         TokenDelta(request_id=name, attempt=1, index=index, tokens=[])
         for name, index in zip("abcd", (7, 0, 3, 0), strict=True)

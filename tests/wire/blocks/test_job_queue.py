@@ -1,4 +1,4 @@
-"""The queue of blocks that a sender's lines share: it can be read while a block waits, and each block is taken once."""
+"""The queue of blocks that a sender's lines share: ``select`` sees waiting blocks, and each block is taken once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sealed blocks: what opens, and what does not."""
+"""Sealed blocks: a changed bit is refused, and nonces never repeat."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_nonce_is_given_once_for_each_rank_piece_and_block() -> None:
 
 
 def test_no_two_pieces_of_a_lease_share_a_nonce() -> None:
-    """AES-GCM under one key and one nonce would turn the same bytes into the same bytes: here they are all different."""
+    """The same bytes are sealed under one key for each piece. Equal nonces would give equal ciphertexts."""
     key, zeros = new_key(), memoryview(bytes(16))
     streams = {bytes(sealed_by(key, header, zeros)[1][:16]) for header in NAMES}
     assert len(streams) == len(NAMES)
@@ -97,7 +97,7 @@ def test_no_two_pieces_of_a_lease_share_a_nonce() -> None:
 
 @pytest.mark.parametrize("side", [BlockSealer, BlockOpener])
 def test_a_key_has_one_size(side: Any) -> None:
-    """AES would take 16 bytes too."""
+    """A key of 16 bytes is refused, although AES would accept it."""
     with pytest.raises(ValueError, match="a key of 16 bytes; it must have 32"):
         side(bytes(16))
     assert len(new_key()) == KEY_NBYTES

@@ -1,4 +1,4 @@
-"""A block that waits to be sent, by itself."""
+"""One block that waits to be sent."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..sending import NeverThere
 
 
 def test_a_block_that_waits_for_memory_can_be_called_off() -> None:
-    """And nothing of it is read: nobody knows when there will be any."""
+    """A sender waits for a block's bytes. When the ticket is called off, the wait ends without bytes."""
 
     payload, wakeup = NeverThere(), Wakeup()
     job = SendJob(SendTicket(), BlockHeader(1, 1, 0, 8, b"h" * 16), payload, None)

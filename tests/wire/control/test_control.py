@@ -153,7 +153,7 @@ CANCELLED = Cancelled(request_id="r", attempt=1)
 
 
 async def test_a_name_goes_to_whoever_said_hello_last(net: Net) -> None:
-    """A half-open connection must not keep its owner out."""
+    """Two connections use one peer id. The later one gets its messages, so a half-open connection keeps nobody out."""
     worker = Worker()
     server = net.server(worker)
     address = await server.start()
@@ -173,7 +173,7 @@ async def test_nobody_takes_a_routing_id_that_is_in_use(net: Net) -> None:
         assert isinstance(await first.ask(hello(Role.PREFILL)), Welcome)
         with net.raw(address, b"the same") as thief:
             await thief.say(hello(Role.PREFILL))
-            assert isinstance(await other.ask(hello(Role.GATEWAY)), Welcome)  # time enough for the thief's Hello
+            assert isinstance(await other.ask(hello(Role.GATEWAY)), Welcome)  # gives the thief's Hello time to arrive
             assert server.send(Role.PREFILL, "raw", CANCELLED)
             assert await first.hear() == CANCELLED
 
@@ -190,7 +190,7 @@ async def test_clients_choose_another_routing_id_for_every_connection(net: Net) 
 
 
 async def test_a_name_belongs_to_its_role(net: Net) -> None:
-    """A prefill worker that calls itself as a gateway does gets nothing of the gateway's, and ends nothing of it."""
+    """A gateway and a prefill worker have the same peer id. Each gets its own messages, and neither replaces the other."""
     worker = Worker()
     server = net.server(worker)
     address = await server.start()
@@ -212,7 +212,7 @@ async def test_bye_is_told_at_once(net: Net) -> None:
 
 
 async def test_a_silent_client_is_lost_and_a_prefill_worker_gets_more_time(net: Net) -> None:
-    """Both fell silent at once; the one with thousands of idle links between its like and this one's is lost last."""
+    """A gateway and a prefill worker fall silent at the same time. The gateway is lost first."""
     worker = Worker()
     address = await net.server(worker, settings=SOON_LOST).start()
     with net.raw(address) as prefill, net.raw(address, routing_id=b"gateway") as gateway:
@@ -223,12 +223,12 @@ async def test_a_silent_client_is_lost_and_a_prefill_worker_gets_more_time(net: 
 
 
 async def test_a_silent_server_is_lost(net: Net) -> None:
-    """It answers Hello and then nothing, while its kernel goes on answering."""
+    """The server answers Hello and nothing more, although its connection stays open. The client notices the silence."""
     initiator = Initiator()
     socket, address = net.raw_server()
     with socket:
         client = net.client(address, initiator, settings=SOON_LOST)
-        for _ in range(2):  # and again, with a new socket
+        for _ in range(2):  # the second time with a new socket
             while True:
                 peer, frame = await asyncio.wait_for(socket.recv_multipart(), WAIT_S)
                 if isinstance(Codec().decode(frame), Hello):
@@ -240,7 +240,7 @@ async def test_a_silent_server_is_lost(net: Net) -> None:
 
 
 async def test_a_client_that_waits_for_welcome_does_not_spin(net: Net) -> None:
-    """Nobody answers; between Hello and its timeout there is nothing to wake up for."""
+    """The server never answers. The client wakes up only a few times until its Hello times out."""
     settings = LinkSettings(ping_interval_s=0.01, peer_timeout_s=3600, hello_timeout_s=0.5)
     socket, address = net.raw_server()
     with socket:
@@ -262,7 +262,7 @@ async def test_a_client_that_waits_for_welcome_does_not_spin(net: Net) -> None:
 
 
 async def test_a_client_tries_again_when_it_cannot_even_begin(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As when no descriptor is left: it says so, and connects once there is one."""
+    """The client twice fails to make a socket because no descriptor is left. It reports that, and then connects."""
     address = await net.server(Worker()).start()
     make, num_failed = net.context.socket, 0
 
@@ -300,7 +300,7 @@ async def test_a_handler_that_fails_does_not_kill_the_server(net: Net) -> None:
 
 async def test_a_handler_that_fails_does_not_kill_the_client(net: Net) -> None:
     _, server, initiator, client = await net.linked()
-    initiator.error = RuntimeError("boom")  # from on_welcome, too, which makes nothing of the link
+    initiator.error = RuntimeError("boom")  # on_welcome fails, too, and then the link is not up
     assert server.send(Role.PREFILL, "p", Cancelled(request_id="r", attempt=1))
     await next_of(initiator.events)
     await net.stop(server)
@@ -331,7 +331,7 @@ def test_it_works_on_uvloop(context: zmq.Context[zmq.Socket[bytes]]) -> None:
 
 async def test_a_client_that_the_server_forgot_begins_anew_at_once(net: Net) -> None:
     _worker, _server, initiator, client = await net.linked()
-    assert client.send(Bye())  # the server forgets it, as after a silence that the client knows nothing of
+    assert client.send(Bye())  # the server forgets the client, as after a silence that the client has not noticed
     assert client.send(Cancel(request_id="r", attempt=1))
     assert await next_of(initiator.events) == "not known here: say Hello"
     assert isinstance(await next_of(initiator.events), Welcome)

@@ -1,4 +1,4 @@
-"""What strangers and broken peers send to a control port: counted, refused in few words, survived."""
+"""Garbage from strangers and broken peers at a control port: it is counted and refused, and links go on."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ async def test_an_oversize_frame_costs_its_sender_the_connection_only(net: Net) 
 
 @pytest.mark.parametrize("peer_id", ["x\n12:00:00 INFO all is well", "x" * 256, ""])
 async def test_a_name_that_could_not_be_logged_is_refused(net: Net, peer_id: str) -> None:
-    """Under a routing id that is no text, which is anybody's right."""
+    """A Hello with a line break, too many characters or none in its peer id is refused. Its routing id may be any bytes."""
     server = net.server(Worker())
     with net.raw(await server.start(), b"\xff\xfe") as socket:
         await socket.say(Hello(role=Role.GATEWAY, peer_id=peer_id))
@@ -64,7 +64,7 @@ async def test_a_name_that_could_not_be_logged_is_refused(net: Net, peer_id: str
 
 
 async def test_refusals_are_short_and_told_once(net: Net, caplog: pytest.LogCaptureFixture) -> None:
-    """What a refusal quotes was chosen by the refused: neither a log nor an answer grows with it."""
+    """A peer can choose the text that a refusal quotes. The answer and the log line stay short, and there is one log line."""
     worker = Worker()
     worker.refusal = HelloRefused(code=FailureCode.LAYOUT_MISMATCH, detail="differs: " + "x" * 100_000)
     with net.raw(await net.server(worker).start()) as socket:

@@ -1,4 +1,4 @@
-"""Periodic calls that sleep while there is nothing to do, connections whose other end is gone, and who moves which bytes."""
+"""Periodic calls that sleep while there is nothing to do, and the options that detect dead connections."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Block headers, the hand-off's table, the codec: no sockets."""
+"""Block headers, the hand-off's transition table and the codec, without sockets."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_message_survives_the_wire_and_unknown_fields_are_ignored() -> None:
         b"\xff" * 9,
         msgspec.msgpack.encode({"type": "Nope"}),
         msgspec.msgpack.encode({"type": "Hello", "role": "prefill"}),
-        # Nested so deep that the decoder gives up, in a field that is not even looked at.
+        # An unknown field that is nested too deeply for the decoder.
         b"\x82\xa4type\xa4Ping\xa3zzz" + b"\x91" * 200_000 + b"\xc0",
     ],
 )

@@ -1,4 +1,4 @@
-"""Every way to lie about a block, at the lease table: the pool stays right, and no lease ends that would have ended well."""
+"""Wrong frames at the lease table. A wrong block ends a plain lease; a sealed lease drops it and takes the genuine block."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ Lie = Callable[[Granted], Frames]
 
 
 def flip(frames: Frames, part: int, at: int) -> Frames:
-    """One bit of the header (0) or the payload (1) changed on the way."""
+    """The frames with one bit of the header (0) or the payload (1) changed."""
     bad = [bytearray(frame) for frame in frames]
     bad[part][at] ^= 1
     return bytes(bad[0]), bytes(bad[1])
 
 
-# The cause that each is counted under, and the frames. All are about block 1.
+# By lie: the cause that it is counted under, and its frames. All are about block 1.
 PLAIN_LIES: dict[str, tuple[str, Lie]] = {
     "bytes": ("bad_checksum", lambda lease: lease.frames(1, BAD_PAYLOAD)),
     "another block's bytes": ("bad_checksum", lambda lease: lease.frames(1, lease.frames(2)[1])),
@@ -88,7 +88,7 @@ def test_an_announced_size_that_is_no_block_is_refused_before_the_write(plain: L
     assert plain.store.num_write_opens == 0
 
 
-# -- sealed leases: who cannot seal, ends nothing ----------------------------------------------------------------------
+# -- sealed leases: a lie ends nothing ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("lie", SEALED_LIES)
@@ -105,7 +105,10 @@ def test_a_frame_that_does_not_authenticate_is_dropped_and_the_genuine_one_taken
 
 
 def test_a_genuine_frame_waits_for_the_verdict_on_the_one_before_it(sealed: LeaseBench) -> None:
-    """Forged first: taken. Genuine first: a duplicate. Either way the pool holds what was sealed."""
+    """A second frame of a block waits while the first one is checked.
+
+    It is taken if the first one was forged, and is a duplicate otherwise. The pool holds the genuine block.
+    """
     lease = sealed.leased()
     header = parse_header(lease.frames(0)[0])
     told: list[str] = []
@@ -156,12 +159,12 @@ def test_who_waits_for_a_verdict_that_never_comes_is_let_go(
 def test_a_committed_lease_that_had_a_frame_dropped_has_a_second_left(sealed: LeaseBench) -> None:
     lease = sealed.leased()
     assert sealed.receive(flip(lease.frames(0), 1, 0)) == "bad_seal"
-    sealed.clock.now_s += 2.0  # it may compute for as long as it likes
+    sealed.clock.now_s += 2.0  # before the commit the prefill worker may take longer than a second
     sealed.table.reap()
     sealed.table.commit("p", lease.commit())
     sealed.clock.now_s += 0.9
     assert sealed.receive(lease.frames(1)) == "ok"
-    for _ in range(2):  # and what is forged gives it no more time
+    for _ in range(2):  # forged frames give the lease no more time
         sealed.clock.now_s += 0.5
         sealed.table.reap()
         sealed.receive(flip(lease.frames(0), 1, 0))
@@ -193,7 +196,7 @@ def test_every_lease_has_a_key_and_an_id_that_nobody_guesses(sealed: LeaseBench)
 
 
 def test_another_leases_block_does_not_pass(sealed: LeaseBench) -> None:
-    """Same tokens, same epoch, and the header rewritten to the other lease: the key is not this lease's."""
+    """Two leases have the same tokens and epoch. A payload under the other lease's header fails, because each lease has a key."""
     first, second = sealed.leased(request_id="a"), sealed.leased(request_id="b")
     assert sealed.receive((second.frames(0)[0], first.frames(0)[1])) == "bad_seal"
     assert [sealed.receive(lease.frames(0)) for lease in (first, second)] == ["ok", "ok"]
@@ -231,7 +234,7 @@ def test_a_block_that_is_cached_here_is_not_overwritten(bench: LeaseBench) -> No
     bench.table.commit("p", first.commit())
     assert [bench.receive(first.frames(index)) for index in range(3)] == ["ok"] * 3
     bench.assert_verified(first)
-    assert bench.receive(first.frames(0, BAD_PAYLOAD)) == "unknown_lease"  # nor what is over
+    assert bench.receive(first.frames(0, BAD_PAYLOAD)) == "unknown_lease"  # the first lease has ended
     again = bench.leased(request_id="again")
     assert again.grant.num_cached_blocks == 2
     assert bench.receive(again.frames(0, BAD_PAYLOAD)) == "duplicate"

@@ -1,4 +1,4 @@
-"""Any order of events a lease table can see: the books balance after each, and every lease ends exactly once."""
+"""A lease table under random events: the books balance after each event, and every lease ends exactly once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..lease_bench import BLOCK_SIZE, EPOCH, TTL_S, TWO_GROUPS, TWO_PIECES, Gran
 
 
 class LeaseMachine(RuleBasedStateMachine):
-    """Two receivers (each with one write open at most), any number of leases from two peers, a pool that runs out.
+    """Two receivers with at most one open write each, leases from two peers, and a pool that may run out of blocks.
 
     Blocks come in two pieces, of two ranks.
     """
@@ -80,8 +80,8 @@ class LeaseMachine(RuleBasedStateMachine):
             return
         elsewhere = [(other.lease_id, other.place) for other, _ in self.open.values()]
         if self.seals_kv and (lease_id, (index, piece)) in elsewhere:
-            return  # this thread would wait for the verdict
-        wrong = skew if index in (2, 4) else {}  # else few leases would end well
+            return  # this thread would wait until the other write is checked
+        wrong = skew if index in (2, 4) else {}  # errors in all blocks would leave few verified leases
         frame, payload = self.grants[lease_id].frames(index, piece=piece, epoch=epoch, **wrong)
         header = parse_header(frame)
         try:
@@ -118,7 +118,7 @@ class LeaseMachine(RuleBasedStateMachine):
                 self.finish("none", piece)
 
     def first(self, lease_id: int, piece: int) -> int:
-        """The first block whose piece comes."""
+        """The first block for which this piece is expected."""
         return self.pieces[piece].first_block(len(self.offers[lease_id].token_ids), BLOCK_SIZE)
 
     @rule(lease_id=leases, epoch=st.sampled_from([EPOCH, 2]))
@@ -144,7 +144,7 @@ class LeaseMachine(RuleBasedStateMachine):
 
     @rule(lease_id=leases)
     def let_go(self, lease_id: int) -> None:
-        """The sequence that a verified lease became ends."""
+        """The sequence of a verified lease ends, and its blocks are released."""
         if self.verified.pop(lease_id, None) is not None:
             self.manager.release(Owner(OwnerKind.LEASE, str(lease_id)))
 
@@ -179,13 +179,13 @@ class LeaseMachine(RuleBasedStateMachine):
 
 
 class SealedLeaseMachine(LeaseMachine):
-    """The same, and what does not authenticate ends nothing."""
+    """Leases are sealed."""
 
     seals_kv = True
 
 
 class TwoGroupsMachine(LeaseMachine):
-    """Two groups of layers, the second with a window: nobody awaits its first blocks."""
+    """Two groups of layers. The second has a window, so its first blocks are not sent."""
 
     pieces = TWO_GROUPS
 
@@ -197,7 +197,7 @@ TestSealedLeasesAtRandom = SealedLeaseMachine.TestCase
 
 @pytest.mark.parametrize("kind", [LeaseMachine, SealedLeaseMachine, TwoGroupsMachine])
 def test_threads_at_once(kind: type[LeaseMachine]) -> None:
-    """Two receiver threads are sent the same blocks while the network thread commits and cancels: each lease ends exactly once."""
+    """Two threads receive the same blocks while this one commits and cancels. Each lease ends exactly once."""
     machine = kind()
     table = machine.table
     offers = [offer_of(list(range(request, request + 7)), str(request)) for request in range(100)]

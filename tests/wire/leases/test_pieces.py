@@ -1,4 +1,4 @@
-"""Blocks that come in pieces of several ranks: a block is proved when each of its pieces is, and each piece has its own place."""
+"""Blocks that come in pieces from several ranks. A block is received when all its pieces are, and each piece has its place."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_pieces_of_one_block_are_written_side_by_side(bench: LeaseBench) -> None
 def test_a_piece_that_the_lease_does_not_take_from_this_rank_is_refused_and_counted(
     bench: LeaseBench, lie: dict[str, int]
 ) -> None:
-    """It is the second rank's piece but for what the lie says of it."""
+    """The frame is the second rank's piece, with a wrong rank or piece index. A sealed lease is still verified afterwards."""
     lease = bench.leased()
     assert bench.receive(lease.frames(0, piece=1, **lie)) == "wrong_piece"
     assert bench.refused("wrong_piece") == 1
@@ -80,7 +80,7 @@ def test_a_piece_that_the_lease_does_not_take_from_this_rank_is_refused_and_coun
 
 
 def test_a_sealed_piece_opens_in_no_other_place() -> None:
-    """Rewritten to the other piece of its block, or of another rank: neither nonce nor header is that of the seal."""
+    """A sealed payload comes with the header of another piece with the same place and rank. The seal does not open."""
     sealed = LeaseBench(seals_kv=True, pieces=(TWO_PIECES[0], TWO_PIECES[1], TWO_PIECES[0]))
     lease = sealed.leased()
     for piece, other in ((0, 2), (2, 0)):

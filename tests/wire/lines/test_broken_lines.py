@@ -1,4 +1,4 @@
-"""Data connections that break while both workers live: the sending side hears of it at once, in whatever it does at the moment."""
+"""Data connections that break while both workers live. The sender notices it at once, whatever it does at that moment."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BIG_NBYTES = 2**20
 
 @pytest.fixture
 async def cable(peer: zmq.Socket[bytes]) -> AsyncIterator[Cable]:
-    """What lies between the sender and ``peer``."""
+    """A proxy between the sender and ``peer``, which can cut the connection."""
     cable = Cable(peer.bind_to_random_port("tcp://127.0.0.1"))
     await cable.start()
     yield cable
@@ -45,7 +45,7 @@ async def receive(peer: zmq.Socket[bytes]) -> None:
 
 @pytest.mark.parametrize("doing", ["waits for room", "has nothing to send", "waits for a block's bytes"])
 async def test_a_break_is_noticed(sending: Make, peer: Any, cable: Cable, doing: str) -> None:
-    """What ZeroMQ had taken may be lost, and nothing that follows would find out."""
+    """The connection breaks. The sender ends and releases all blocks, because blocks in ZeroMQ's queue may be lost."""
     prefill = sending(f"tcp://127.0.0.1:{cable.port}")
     tickets = prefill.send(*((100, BIG_NBYTES) if doing == "waits for room" else ()))
     await receive(peer)
@@ -86,7 +86,7 @@ def test_a_sender_that_cannot_begin_leaves_nothing_open(context: Any) -> None:
 
 
 async def test_a_connection_that_ends_in_its_handshake_is_tried_again(sending: Make, peer: Any) -> None:
-    """As that to a port which nobody listens on yet, behind a load balancer: no block was lost with it."""
+    """Two connections end during ZeroMQ's handshake, before a block is sent. The third one carries the block."""
     with sockets.create_server(("127.0.0.1", 0)) as door:
         prefill = sending(f"tcp://127.0.0.1:{door.getsockname()[1]}")
         tickets = prefill.send()
@@ -111,7 +111,7 @@ async def test_a_connection_that_ends_in_its_handshake_is_tried_again(sending: M
 
 
 def pump(source: sockets.socket, target: sockets.socket) -> None:
-    """Until ``source`` ends."""
+    """Copy bytes to ``target`` until ``source`` ends."""
     while data := source.recv(2**16):
         target.sendall(data)
     target.shutdown(sockets.SHUT_RDWR)

@@ -1,4 +1,4 @@
-"""Data sockets by themselves: when a ticket is done, what closing guarantees, how the receiver starts and ends."""
+"""Data sockets: when a ticket is done, that closing releases all blocks, and how the receiver starts and ends."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_closing_fences_off_a_peer_that_never_existed(sending: Make, address: st
 
 
 def test_closing_fences_off_a_peer_that_does_not_read(sending: Make, peer: Any) -> None:
-    """The connection stands, its buffers are full, a block is half sent."""
+    """The connection's buffers are full and many blocks wait. Closing the sender releases them all."""
     prefill = sending(bound(peer))
     tickets = prefill.send(50, BIG_NBYTES)
     assert peer.poll(WAIT_S * 1000)  # traffic flows
@@ -105,7 +105,7 @@ def test_a_socket_file_that_another_process_took_over_stays(tmp_path: Path) -> N
     assert path.read_text() == "theirs"
     own = SocketFile(f"ipc://{path}")
     own.remove()
-    own.remove()  # gone already
+    own.remove()  # the file is gone already
     assert not path.exists()
 
 
@@ -115,7 +115,7 @@ def test_an_endpoint_without_a_file_has_nothing_to_remove(endpoint: str) -> None
 
 
 def break_once(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    """The next line that sends says before that it has room, and its connection breaks before it is used."""
+    """The next send of a line fails with ``error``, although the line had said that it has room."""
     errors = [error]
     send = zmq.Socket.send
 
@@ -142,7 +142,7 @@ def test_a_connection_that_breaks_between_asking_and_sending_costs_no_block(
 
 
 def test_a_thread_that_dies_leaves_no_block_held(sending: Make, peer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else its prefill worker would hold them for ever, and offer every further request to the same dead end."""
+    """The sender's thread dies. All blocks are released, and further sends fail, so that no request uses this link."""
     break_once(monkeypatch, OSError("broken"))
     prefill = sending(bound(peer))
     tickets: list[SendTicket] = []

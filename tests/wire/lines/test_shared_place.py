@@ -1,4 +1,4 @@
-"""Where workers of one host look for each other, and what a setting or a name must be for that."""
+"""Where workers on one host find each other's sockets, and which settings and names are valid."""
 
 from __future__ import annotations
 

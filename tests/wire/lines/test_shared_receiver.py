@@ -1,4 +1,4 @@
-"""The receiver of shared memory: whom it lets in, what it does with liars and with the silent, and what it leaves behind."""
+"""The receiver of shared memory: which senders it accepts, how it handles wrong and silent ones, and that it frees everything."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ TOKEN = "the token"
 
 @pytest.fixture
 def receiver(one_rig: Rig) -> Iterator[SharedReceiver]:
-    """One that asks for a token, and leaves nothing behind. (The rig's own asks for none.)"""
-    gc.collect()  # what tests before have left to the collector ends now, and not in between
+    """A receiver that asks for a token, unlike the rig's. Afterwards no descriptor and no mapped ring may be left."""
+    gc.collect()  # else garbage of earlier tests could be collected between the two counts
     before, rings = open_descriptors(), num_mapped_rings()
     receiver = SharedReceiver(SharedPlace(), one_rig.table, BLOCK_NBYTES, one_rig.metrics, token=TOKEN)
     receiver.start()
@@ -165,7 +165,7 @@ def test_a_packet_that_is_no_block_costs_its_sender_the_connection_only(
 
 
 def test_slots_come_back_when_blocks_are_refused(one_rig: Rig) -> None:
-    """More refusals than there are slots: else a lie that is over would stop the sender's other hand-offs."""
+    """A sender sends more bad blocks than there are slots. It gets each slot back, so its other hand-offs can go on."""
     frame, _ = one_rig.leased().frames(0)
     num_blocks = 3 * SHAPE.num_slots
     with SharedPeer(one_rig.shared.name) as peer:
@@ -178,7 +178,7 @@ def test_slots_come_back_when_blocks_are_refused(one_rig: Rig) -> None:
 
 
 def test_a_slot_that_changes_between_copy_and_proof_is_refused(one_rig: Rig) -> None:
-    """The proof is over pool memory: what the sender scribbles before the copy is seen, after it it reaches nothing."""
+    """The sender changes a slot after the receiver has accepted the header. The checksum over the pool's copy fails."""
     frame, payload = one_rig.leased().frames(0)
     one_rig.table.may_finish.clear()
     with SharedPeer(one_rig.shared.name) as peer:
@@ -198,7 +198,7 @@ def send_for_ever(peer: SharedPeer, frame: bytes, payload: bytes) -> None:
 
 
 def test_a_sender_that_takes_no_slots_back_is_dropped(one_rig: Rig) -> None:
-    """It names the same slot over and over; what is told it would pile up."""
+    """A sender sends without end and never reads which slots it gets back. The receiver closes its connection."""
     frame, payload = one_rig.leased().frames(0)
     with SharedPeer(one_rig.shared.name) as peer:
         assert peer.greet(BLOCK_NBYTES) is None
@@ -214,7 +214,7 @@ def test_what_a_sender_sent_that_is_gone_is_taken_and_its_memory_is_let_go(one_r
     with SharedPeer(one_rig.shared.name) as peer:
         assert peer.greet(BLOCK_NBYTES) is None
         peer.send(0, *one_rig.leased().frames(0))
-        one_rig.table.inside.get(timeout=WAIT_S)  # in the midst of the block
+        one_rig.table.inside.get(timeout=WAIT_S)  # the receiver is inside the write
         peer.ring.close()
         assert num_mapped_rings() == rings + 1
     one_rig.table.may_finish.set()
@@ -239,7 +239,7 @@ def test_a_crowd_that_says_nothing_shuts_nobody_out(one_rig: Rig) -> None:
     with ExitStack() as crowd:
         strangers = [crowd.enter_context(SharedPeer(one_rig.shared.name)) for _ in range(100)]
         until(lambda: one_rig.shared.num_connections == 64, "more strangers than there may be at a time, or fewer")
-        assert strangers[0].ended_with() == b""  # the oldest had to go
+        assert strangers[0].ended_with() == b""  # the oldest connection was closed
         frame, payload = one_rig.leased().frames(0)
         with SharedPeer(one_rig.shared.name) as honest:
             assert honest.greet(BLOCK_NBYTES) is None
@@ -281,7 +281,7 @@ def test_without_a_descriptor_left_it_waits_and_then_accepts(one_rig: Rig, monke
             late.connect(SharedPlace().address(one_rig.shared.name))
             frame, payload = one_rig.leased().frames(0)
             until(lambda: one_rig.shared._accepts_from_s is not None, "it accepts without a descriptor")
-            known.send(0, frame, payload)  # who is there is served meanwhile
+            known.send(0, frame, payload)  # a sender that is connected is served meanwhile
             assert one_rig.next_block() == "ok"
         finally:
             for filler in fillers:
@@ -302,7 +302,7 @@ def test_a_receiver_that_never_started_leaves_nothing(one_rig: Rig) -> None:
 
 
 def test_stopping_lets_go_of_senders_and_their_memory(one_rig: Rig) -> None:
-    gc.collect()  # what tests before have left to the collector ends now, and not in between
+    gc.collect()  # else garbage of earlier tests could be collected between the two counts
     before, rings = open_descriptors(), num_mapped_rings()
     receiver = SharedReceiver(SharedPlace(), one_rig.table, BLOCK_NBYTES, one_rig.metrics)
     receiver.start()

@@ -1,4 +1,4 @@
-"""The memory of a ring: its size is sealed, the receiver cannot write it, and what is anything else is not mapped."""
+"""The memory of a ring: its size is sealed, the receiver cannot write to it, and any other memory is refused."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SEALS = sum(ALL_SEALS)
 
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
-    gc.collect()  # what tests before have left to the collector ends now, and not in between
+    gc.collect()  # else garbage of earlier tests could be collected between the two counts
     before, rings = open_descriptors(), num_mapped_rings()
     yield
     assert open_descriptors() == before
@@ -69,7 +69,7 @@ def test_what_is_written_on_one_side_is_read_on_the_other_and_not_written_there(
 
 
 def test_nobody_changes_the_size_of_a_ring() -> None:
-    """Whoever reads behind the end of a file is ended by the system."""
+    """Neither side can resize the ring: a process that reads beyond the end of a mapped file is killed (SIGBUS)."""
     ring, descriptor = make_ring(SHAPE)
     for nbytes in (0, SHAPE.nbytes - 1, SHAPE.nbytes + 1):
         with pytest.raises(PermissionError):
@@ -84,7 +84,7 @@ def test_nobody_changes_the_size_of_a_ring() -> None:
     ("nbytes", "seals", "has_pages", "says"),
     [
         *((SHAPE.nbytes, SEALS & ~seal, True, "must be sealed") for seal in (SEALS, *ALL_SEALS)),
-        (SHAPE.nbytes, SEALS, False, "memory with holes"),  # whoever maps it would have to fill them, at its own cost
+        (SHAPE.nbytes, SEALS, False, "memory with holes"),  # the receiver would have to pay for the missing pages
         *((nbytes, SEALS, True, f"{nbytes} bytes of memory") for nbytes in (0, SHAPE.nbytes - 1, SHAPE.nbytes + 1)),
     ],
 )
@@ -108,7 +108,7 @@ def test_nobody_makes_holes_in_a_ring() -> None:
 
 
 def test_memory_of_huge_pages_is_refused() -> None:
-    """They may run out at the first access, which ends the process that accesses them."""
+    """Huge pages may run out at the first access, which kills the process."""
     descriptor = memory(2**24, SEALS, os.MFD_ALLOW_SEALING | os.MFD_HUGETLB, has_pages=False)
     with pytest.raises(GreetingRefusedError, match="huge pages"):
         map_ring(descriptor, RingShape(2**22, 4))

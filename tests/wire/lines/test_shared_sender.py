@@ -1,4 +1,4 @@
-"""The sending end of shared memory: when it is used and when TCP is, and that nothing holds a block or a thread for ever."""
+"""The sender over shared memory: when it uses shared memory or TCP, and that it releases all blocks and threads."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ To = Callable[..., Sending]
 
 @pytest.fixture(autouse=True)
 def nothing_left(context: Any) -> Iterator[None]:
-    gc.collect()  # what tests before have left to the collector ends now, and not in between
+    gc.collect()  # else garbage of earlier tests could be collected between the two counts
     before, rings = open_descriptors(), num_mapped_rings()
     yield
     assert open_descriptors() == before
@@ -46,7 +46,7 @@ def door() -> Iterator[SharedDoor]:
 
 @pytest.fixture
 def to(sending: Callable[..., Sending]) -> Callable[..., Sending]:
-    """Makes senders to nowhere over TCP, and to a door through shared memory."""
+    """Makes senders whose shared-memory target is given, and whose TCP address has no listener."""
 
     def make(name: str | None, place: SharedPlace | None = ABSTRACT) -> Sending:
         return sending(shared=SharedTarget(name, place, BLOCK_NBYTES, "the token"))
@@ -87,7 +87,7 @@ def test_one_host_is_shared_memory_and_the_log_says_so(one_rig: Rig, to: To, cap
 def test_whatever_has_no_memory_in_common_goes_over_tcp(
     to: To, caplog: pytest.LogCaptureFixture, name: str | None, place: SharedPlace | None, says: str
 ) -> None:
-    """Another host, another pod, another setting."""
+    """Shared memory is off, unknown or out of reach. Blocks go over TCP, and the log says why once."""
     caplog.set_level(logging.INFO)
     prefill = to(name, place)
     wait_for_line(prefill, "tcp")
@@ -118,7 +118,7 @@ def test_a_refusal_is_logged_and_blocks_go_over_tcp(
 def test_who_does_not_answer_is_not_waited_for_longer_than_the_bound(
     to: To, door: SharedDoor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As with a decode worker that is stopped: the connection stands, and nobody is behind it."""
+    """A stopped decode worker accepts the connection but never answers. After the time limit blocks go over TCP."""
     caplog.set_level(logging.INFO)
     monkeypatch.setattr("kvrelay.wire.lines.shared.sender._ANSWER_S", 0.05)
     prefill = to(door.name)
@@ -180,7 +180,7 @@ def test_a_block_that_was_called_off_while_there_was_no_slot_is_not_sent(to: To,
 
 @pytest.mark.parametrize("num_blocks", [1, NUM_SLOTS + 5])
 def test_a_broken_line_ends_the_sender_and_every_ticket(to: To, door: SharedDoor, num_blocks: int) -> None:
-    """While nothing is to be sent, and while blocks wait for slots."""
+    """The connection breaks while no block waits, or while blocks wait for slots."""
     prefill = to(door.name)
     connection = door.accept()
     tickets = prefill.send(num_blocks)
@@ -206,7 +206,7 @@ def test_slots_that_cannot_be_end_the_sender(to: To, door: SharedDoor, packet: b
 
 
 def test_closing_while_there_is_no_slot(to: To, door: SharedDoor) -> None:
-    """The receiver is stopped, or hangs: it gives no slot back, and never will."""
+    """The receiver gives no slot back. Closing the sender releases the waiting blocks."""
     prefill = to(door.name)
     connection = door.accept()
     tickets = prefill.send(3 * NUM_SLOTS)
@@ -227,7 +227,7 @@ def test_closing_while_the_answer_is_awaited(to: To, door: SharedDoor, caplog: p
 
 
 def test_closing_while_the_socket_takes_nothing(to: To, door: SharedDoor) -> None:
-    """Its slots come back, but what tells of new blocks is never read."""
+    """The receiver gives slots back, but never reads which blocks were sent. Closing the sender releases all blocks."""
     prefill = to(door.name)
     connection = door.accept()
     tickets = prefill.send(2000)

@@ -1,4 +1,4 @@
-"""The thread that receives through shared memory: connections in turn, and how it ends."""
+"""The thread that receives through shared memory: it serves connections in turn, and ends cleanly."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Crowd:
             peer.ring.close()
 
     def send(self, number: int, index: int) -> None:
-        """A block, in a slot of its own for each index modulo the ring."""
+        """Send block ``index`` through slot ``index`` modulo the number of slots."""
         peer = self.peers[number]
         peer.send(index % peer.ring.shape.num_slots, *self._lease.frames(index))
 
@@ -51,7 +51,7 @@ def next_inside(rig: Rig) -> int:
 
 
 def test_a_sender_that_has_just_begun_has_its_turn_within_two_turns_of_anothers(rig: Rig) -> None:
-    """Of eight blocks each, though thirty lie there already."""
+    """One sender has thirty blocks waiting. The block of another sender comes after fifteen more of them (turns of eight)."""
     receiver = SharedReceiver(SharedPlace(), rig.table, BLOCK_NBYTES, rig.metrics)
     receiver.start()
     with Crowd(rig, receiver, 2) as crowd:
@@ -68,7 +68,7 @@ def test_a_sender_that_has_just_begun_has_its_turn_within_two_turns_of_anothers(
 
 
 def test_stopping_waits_for_blocks_that_are_being_written_and_leaves_nothing(rig: Rig) -> None:
-    gc.collect()  # what tests before have left to the collector ends now, and not in between
+    gc.collect()  # else garbage of earlier tests could be collected between the two counts
     before, rings = open_descriptors(), num_mapped_rings()
     receiver = SharedReceiver(SharedPlace(), rig.table, BLOCK_NBYTES, rig.metrics)
     receiver.start()
@@ -94,7 +94,7 @@ def test_stopping_waits_for_blocks_that_are_being_written_and_leaves_nothing(rig
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("dies", ["taking blocks", "at the door"])
 def test_senders_hear_of_a_thread_that_dies(rig: Rig, dies: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    gc.collect()  # what tests before have left to the collector ends now, and not in between
+    gc.collect()  # else garbage of earlier tests could be collected between the two counts
     before, rings = open_descriptors(), num_mapped_rings()
     receiver = SharedReceiver(SharedPlace(), rig.table, BLOCK_NBYTES, rig.metrics)
     receiver.start()

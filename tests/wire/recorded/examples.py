@@ -1,8 +1,8 @@
-"""What the wire carries, one of each kind and with every field in use, and how it is recorded for later versions.
+"""Examples of everything the wire carries, with every field in use, and how they are recorded for later versions.
 
 .venv/bin/python -m tests.wire.recorded.examples     writes recorded/VERSION.json, at a release (CONTRIBUTING.md)
 
-A recording is never changed: it is what a released version says. ``says`` tells the meaning of the bytes beside them.
+A recording is never changed: it holds the bytes that a released version sends. ``says`` holds their meaning.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ PAYLOAD = bytes(range(48))
 
 
 def says(value: Any) -> Any:
-    """What a value of ours means, as JSON: every field by its name, those with their default, too."""
+    """The meaning of a value as JSON: all fields by name, including those with their default."""
     if isinstance(value, msgspec.Struct):
         tag = value.__struct_config__.tag
         fields = {name: says(getattr(value, name)) for name in value.__struct_fields__}
@@ -203,7 +203,7 @@ def says(value: Any) -> Any:
 
 
 def recording() -> dict[str, Any]:
-    """Of this version."""
+    """The recording of this version."""
     codec = Codec()
     return {
         "messages": [{"frame": codec.encode(one).hex(), "says": says(one)} for one in MESSAGES],
@@ -226,7 +226,7 @@ def recording() -> dict[str, Any]:
 
 
 def recorded_block(header: BlockHeader) -> dict[str, Any]:
-    """Both frames of a piece, plain or sealed under a key that is known."""
+    """Both frames of a piece, plain or sealed under a fixed key."""
     key, payload = bytes(range(KEY_NBYTES)), memoryview(PAYLOAD)
     if header.is_sealed:
         target = memoryview(bytearray(len(payload) + TAG_NBYTES))

@@ -1,4 +1,4 @@
-"""CURVE on control links: who has which key gets in as what, and nobody else gets a word."""
+"""CURVE on control links: a key decides the role of a peer, and peers without a key are refused."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def proof_of(directory: Path, role: Role) -> ClientProof:
 
 
 async def until_counted(net: Net, name: str, **labels: str) -> None:
-    """Wait for a counter: who is refused hears nothing that a test could wait for."""
+    """Wait for a counter: a refused peer gets no message that a test could wait for."""
     async with asyncio.timeout(WAIT_S):
         while not net.counted(name, **labels):
             await asyncio.sleep(0.005)
@@ -69,7 +69,7 @@ NOT_LET_IN = "it does not let our key in"
         # A stranger knows the worker's public key, which is no secret.
         ("stranger", "keys", NOT_LET_IN),
         ("a prefill worker", "keys for gateways", NOT_LET_IN),
-        # Somebody listens in the worker's place: the client's first word is already encrypted for another.
+        # Another process listens in the worker's place: the client's first message is encrypted for the real worker's key.
         ("a prefill worker", "other keys", BROKEN_OFF),
         ("a prefill worker", "no keys", "it has no keys, and we have"),
         ("no keys", "keys", "it asks for keys, and we have none"),
@@ -100,7 +100,7 @@ async def test_without_a_key_there_is_no_word(net: Net, directory: Path) -> None
     worker, address = await guarded(net, directory)
     stranger = net.raw(address)
     await stranger.say(Hello(role=Role.GATEWAY, peer_id="raw"))
-    # A peer that is let in, later: what the stranger said would have come before.
+    # A peer with a key is welcomed later: a message of the stranger would have arrived before.
     initiator = Initiator()
     net.client(address, initiator, proof=proof_of(directory, Role.GATEWAY), role=Role.GATEWAY)
     assert isinstance(await next_of(initiator.events), Welcome)
@@ -111,7 +111,7 @@ async def test_without_a_key_there_is_no_word(net: Net, directory: Path) -> None
 
 
 async def test_nobody_is_more_than_the_key_says(net: Net, directory: Path) -> None:
-    """A gateway that calls itself a prefill worker is refused, and the prefill worker of that name stays."""
+    """A client with a gateway's key says Hello as a prefill worker. It is refused, and the real prefill worker stays linked."""
     worker, address = await guarded(net, directory)
     honest, liar = Initiator(), Initiator()
     net.client(address, honest, peer_id="p", proof=proof_of(directory, Role.PREFILL))
@@ -124,7 +124,7 @@ async def test_nobody_is_more_than_the_key_says(net: Net, directory: Path) -> No
 
 
 async def test_a_stolen_routing_id_brings_no_role_with_it(net: Net, directory: Path) -> None:
-    """Who had it said Hello, and has left without a Bye: the key still tells."""
+    """A prefill worker leaves without Bye, and a gateway's key takes over its routing id. The message is refused by its role."""
     worker, address = await guarded(net, directory)
 
     def speak(role: Role, message: Hello | Cancel) -> zmq.Socket[bytes]:
@@ -140,14 +140,14 @@ async def test_a_stolen_routing_id_brings_no_role_with_it(net: Net, directory: P
             while not dealer.poll(0):
                 await asyncio.sleep(0.002)  # polls for the Welcome
         while not net.counted("refused_messages", cause="wrong_role"):
-            # Until the first connection's end is noticed the id is in use, and a second one is turned away.
+            # The routing id is in use until the server notices that the first connection has ended.
             with speak(Role.GATEWAY, Cancel(request_id="r", attempt=1)):
                 await asyncio.sleep(0.1)
     assert worker.heard.empty()
 
 
 async def test_keys_can_be_changed_one_side_at_a_time(net: Net, directory: Path, tmp_path: Path) -> None:
-    """The client knows an old and a new key of the worker, and tries both."""
+    """The worker has a new key, and the client's file has the old and the new one. The client tries both and connects."""
     make_keys(tmp_path / "new")
     both = (directory / "decode.pem").read_bytes() + (tmp_path / "new" / "decode.pem").read_bytes()
     (directory / "decode.pem").write_bytes(both)
@@ -156,7 +156,7 @@ async def test_keys_can_be_changed_one_side_at_a_time(net: Net, directory: Path,
     initiator = Initiator()
     net.client(address, initiator, proof=proof_of(directory, Role.PREFILL))
     assert isinstance(await next_of(initiator.events), Welcome)
-    assert initiator.events.empty()  # that the first key did not fit is not worth a word
+    assert initiator.events.empty()  # the client does not report the key that did not fit
 
 
 @pytest.mark.parametrize("shown", ["the token", "another token", "keys", "nothing"])
@@ -177,7 +177,7 @@ async def test_only_the_token_opens_the_data_port(
     monitor = zmq.asyncio.Socket.from_socket(sender.get_monitor_socket(WATCHED_EVENTS | zmq.EVENT_HANDSHAKE_SUCCEEDED))
     with caplog.at_level("DEBUG"):
         sender.connect(port.getsockopt_string(zmq.LAST_ENDPOINT))
-        with contextlib.suppress(zmq.Again):  # refused already: there is nobody to send to
+        with contextlib.suppress(zmq.Again):  # the connection may be refused already
             sender.send(b"block", zmq.DONTWAIT)
         event = parse_monitor_message(await asyncio.wait_for(monitor.recv_multipart(), WAIT_S))["event"]
     assert (event == zmq.EVENT_HANDSHAKE_SUCCEEDED) is (shown == "the token")
@@ -192,7 +192,7 @@ async def test_only_the_token_opens_the_data_port(
 
 
 async def test_the_data_port_is_shut_until_the_gate_stands(net: Net, directory: Path) -> None:
-    """A decode worker's data socket listens a moment before somebody answers who may connect: then nobody may."""
+    """A decode worker's data socket listens before the gate runs. Until then no sender can connect."""
     gate = gate_of(net, directory)
     port, sender = net.context.socket(zmq.ROUTER), net.context.socket(zmq.DEALER)
     port.linger = sender.linger = 0
@@ -213,11 +213,11 @@ async def test_a_gate_that_died_is_a_reason_to_restart(net: Net, directory: Path
     assert server.is_alive
     gate.pipe.send(b"TERMINATE")
     await asyncio.to_thread(gate.thread.join, WAIT_S)
-    assert not server.is_alive  # nobody new would ever be let in
+    assert not server.is_alive  # no new peer could connect without the gate
 
 
 class TestSettings:
-    """Who may listen where."""
+    """On which addresses a worker may listen without keys."""
 
     @pytest.mark.parametrize(
         "address", ["tcp://0.0.0.0:7100", "tcp://10.1.2.3:7100", "tcp://*:7100", "tcp://[::]:7100"]

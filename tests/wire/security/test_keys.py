@@ -1,4 +1,4 @@
-"""Keys in files: what every tool makes of them is what ZeroMQ takes."""
+"""Keys in PEM files and the CURVE keys that ZeroMQ gets from them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_each_role_has_its_own_pair_and_knows_all_others(tmp_path: Path, role: R
 
 
 def test_both_halves_come_out_of_ed25519_as_a_pair(tmp_path: Path) -> None:
-    """The public key by the map between the curves, the private one by its hash: X25519 must agree on what both give."""
+    """The public key is mapped between the curves, and the private one hashed. X25519 must give both sides the same secret."""
     make_keys(tmp_path)
     gateway, decode = (WireKeys.load(tmp_path, role) for role in (Role.GATEWAY, Role.DECODE))
 
@@ -80,7 +80,7 @@ def test_a_process_needs_only_its_own_private_key(tmp_path: Path) -> None:
 
 
 def test_certificates_and_several_keys_in_one_file(tmp_path: Path) -> None:
-    """As Helm and cert-manager make them; and while keys are changed, the old and the new one are both the role's."""
+    """A file may hold a certificate, as from Helm or cert-manager, and a second public key. Both keys are loaded."""
     make_keys(tmp_path)
     old, new = private_key(tmp_path / "gateway.key"), Ed25519PrivateKey.generate()
     public = new.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)

@@ -1,4 +1,4 @@
-"""What the tests of tools share: functions and calls to draw, texts to read, and answers put together again."""
+"""Common parts of the tests of tools: strategies for functions and calls, and functions that read and join answers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvrelay.gateway.chat.tools.formats.families import FAMILIES, ToolFamily
 from kvrelay.gateway.chat.tools.functions import Function, ToolChoice, ToolMode
 from kvrelay.gateway.chat.tools.parser import CallParser
 
-# What could confuse a parser that looks for it in the wrong place.
+# Texts that could confuse a parser in the wrong place.
 FRAGMENTS = (
     *sorted({token for family in FAMILIES.values() for token in family.kept_tokens}),
     *("<tool_call>", "</tool_call>", "<function=f>", "</function>", "<parameter=a>", "</parameter>"),
@@ -44,7 +44,7 @@ CUTS = st.lists(st.integers(1, 30), max_size=40)
 
 @dataclass
 class Answer:
-    """What came out of a parser."""
+    """The output of a parser, joined."""
 
     content: str = ""
     reasoning: str = ""
@@ -57,35 +57,35 @@ class Answer:
 
 
 def numbered_ids() -> CallIds:
-    """id0, id1, …"""
+    """Call ids id0, id1, and so on."""
     numbers = itertools.count()
     return lambda: f"id{next(numbers)}"
 
 
 def choice_of(functions: Iterable[Function], mode: ToolMode = ToolMode.AUTO, **more: Any) -> ToolChoice:
-    """A choice of these."""
+    """A tool choice of these functions."""
     chosen = tuple(functions)
     return ToolChoice(mode=mode, functions=chosen, shown=chosen, **more)
 
 
 def names_choice(*names: str, **more: Any) -> ToolChoice:
-    """A choice of functions that take anything."""
+    """A tool choice of functions that take any arguments."""
     return choice_of([Function(name=name) for name in dict.fromkeys(names)], **more)
 
 
 def parser_of(family: ToolFamily, choice: ToolChoice) -> CallParser:
-    """A parser with ids that can be foretold."""
+    """A parser with numbered call ids."""
     return CallParser(family.syntax, choice, numbered_ids())
 
 
 def pieces_of(text: str, cuts: Sequence[int]) -> list[str]:
-    """``text`` in pieces of these lengths; what they leave is the last one."""
+    """``text`` in pieces of these lengths. The rest is the last piece."""
     ends = [0, *itertools.accumulate(cuts), len(text)]
     return [text[start:end] for start, end in itertools.pairwise(min(end, len(text)) for end in ends) if start < end]
 
 
 def put_together(deltas: Iterable[ParsedDelta]) -> Answer:
-    """The answer that a client makes of a stream, as OpenAI's client does; checks that the stream is well-formed."""
+    """Join a stream's deltas as OpenAI's client does, and check that the stream is well-formed."""
     answer = Answer()
     previous: Part | None = None
     for part in (part for delta in deltas for part in delta.parts):
@@ -110,18 +110,18 @@ def put_together(deltas: Iterable[ParsedDelta]) -> Answer:
 
 
 def read(parser: CallParser, pieces: Iterable[str]) -> Answer:
-    """What ``parser`` makes of the pieces."""
+    """The joined output of ``parser`` for these pieces."""
     return put_together([*(parser.push(piece) for piece in pieces), parser.finish()])
 
 
 def kind_of(value: Any) -> str:
-    """A value's type in JSON Schema."""
+    """The type of a value in JSON Schema."""
     kinds = {type(None): "null", bool: "boolean", int: "integer", float: "number", str: "string", list: "array"}
     return kinds.get(type(value), "object")
 
 
 def functions_of(calls: Sequence[tuple[str, dict[str, Any]]]) -> list[Function]:
-    """Functions whose schemas fit these calls, one call each."""
+    """A function for each call, with a schema that fits its arguments."""
     return [
         Function(
             name=name,

@@ -13,7 +13,7 @@ from kvrelay.common.sampling import Guide
 from kvrelay.engine.guides.grammar import lark_of
 from kvrelay.engine.guides.state import GrammarState
 
-# Bytes, and tokens that cross the borders between what a grammar fixes and what it leaves open.
+# Besides single bytes: tokens that cross the border between fixed and free text of a grammar.
 _PIECES = (
     *('{"', '": "', '", "', '"}', "}}", '": {', ', "', '": ', " [", "]", "true", "null", "12", "\n\n", "  ", "é", "日本", "🙂"),
     *("the ", "word", ". ", "<tool", "_call>\n", "</", ">\n", "</parameter>", "[TOOL_CALLS]", "name", "arguments", "</think>"),
@@ -21,13 +21,13 @@ _PIECES = (
 )  # fmt: skip
 VOCABULARY = [bytes([value]) for value in range(256)] + [piece.encode() for piece in _PIECES] + [b""]
 _END = len(VOCABULARY) - 1
-# An answer of random bytes would never end a string; these are likelier than others where they are allowed.
+# Random bytes would hardly ever end a string, so these tokens are preferred where they are allowed.
 _LIKELY_PIECES = ('"', "}", "]", ")", "</", "</parameter>", "</arg_value>", ">", "word")
 _LIKELY = [VOCABULARY.index(piece.encode()) for piece in _LIKELY_PIECES]
 
 
 class _Tokens:
-    """What llguidance asks of a tokenizer."""
+    """A tokenizer with the interface that llguidance needs."""
 
     def __init__(self, tokens: list[bytes]) -> None:
         self.tokens = tokens
@@ -40,17 +40,17 @@ class _Tokens:
 
 
 class Grammars:
-    """Compiles guides and follows them, for a model that has ``special`` tokens; in texts, those stand by their names."""
+    """Compiles guides and follows them, for a model with ``special`` tokens. In texts these appear by their names."""
 
     def __init__(self, special: Sequence[str] = ()) -> None:
         self.special_ids = {name: len(VOCABULARY) + index for index, name in enumerate(special)}
-        # As the workers have it: special tokens begin with a byte that no text has.
+        # As on workers, special tokens begin with a byte that no text has.
         vocabulary = [*VOCABULARY, *(b"\xff" + name.encode() for name in special)]
         self._texts = [*VOCABULARY, *(name.encode() for name in special)]
         self._vocabulary = llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Tokens(vocabulary)), eos_token=_END)
 
     def answer(self, guide: Guide, seed: int, start: str = "", max_tokens: int = 3000) -> str:
-        """A random text that the guide allows, from ``start`` on. Raises AssertionError if it does not end in time."""
+        """A random text that begins with ``start`` and that the guide allows. Raises AssertionError if it does not end."""
         rng = random.Random(seed)
         state = self._state(guide)
         self._accept(state, start)

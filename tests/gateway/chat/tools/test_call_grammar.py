@@ -1,4 +1,4 @@
-"""Whatever a guided model writes is a call that parses, of a function that was declared, with arguments that fit its schema."""
+"""A guided model writes only calls that parse, of declared functions, with arguments that fit their schemas."""
 
 from __future__ import annotations
 
@@ -43,12 +43,10 @@ FUNCTIONS = parse_tools(
     ]
 )
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
-NUM_ANSWERS = 4  # of each way to ask
-WITH_MARKERS = [
-    family for family in FAMILIES.values() if family.whole_answer is None
-]  # for the others see test_harmony
+NUM_ANSWERS = 4  # random answers of each case
+WITH_MARKERS = [family for family in FAMILIES.values() if family.whole_answer is None]  # the others are in test_harmony
 every_family = pytest.mark.parametrize("family", WITH_MARKERS, ids=lambda family: family.name)
-# What is within GLM's arguments is none of it: workers spell that, and these are ordinary tokens of all of GLM's models.
+# GLM's markers within arguments are left out: the workers spell them, and they are ordinary tokens of GLM's models.
 SPECIAL = sorted({token for family in FAMILIES.values() for token in family.kept_tokens if "arg_" not in token})
 
 
@@ -63,14 +61,14 @@ def models(request: pytest.FixtureRequest) -> Grammars:
 
 
 def check(answer: Answer, functions: tuple[Function, ...]) -> None:
-    """Every call is valid."""
+    """Check that every call is valid."""
     known = {function.name: function for function in functions}
     for name, arguments in answer.parsed_calls:
         jsonschema.validate(arguments, known[name].parameters or NO_ARGUMENTS)
 
 
 def guide_of(family: ToolFamily, choice: ToolChoice, model: Grammars | None = None) -> Guide:
-    """The guide, for a model that has the family's special tokens, or none."""
+    """The family's guide, for a model with or without the family's special tokens."""
     guide = tool_guide(family, choice)
     assert guide is not None
     assert guide.kind is GuideKind.STRUCTURAL_TAG

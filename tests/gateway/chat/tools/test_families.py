@@ -1,4 +1,4 @@
-"""Each family's own ways of writing, and which chat template gives which family away."""
+"""How each family of models writes calls, and how chat templates show the family."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvrelay.gateway.chat.tools.functions import Function
 from .cases import Answer, choice_of, names_choice, parser_of, read
 
 A1, NONE = ("id0", "f", '{"a": 1}'), ("id1", "g", "{}")
-# What models write that guides do not.
+# Forms that models write and guides do not.
 VARIANTS: list[tuple[str, str, Answer]] = [
     ("llama3_json", ' {"name": "f", "parameters": {"a": 1}}\n{"name": "g", "parameters": {}}', Answer(calls=[A1, NONE])),
     ("llama3_json", '<|python_tag|>{"name": "f", "arguments": {"a": 1}};{"name": "g"}', Answer(calls=[A1, NONE])),
@@ -115,7 +115,7 @@ def test_values_between_tags_are_read_by_the_schema(
     assert answer == Answer(calls=[("id0", "f", f'{{"a": {expected}}}')])
 
 
-# The telling parts of the templates that models are published with.
+# The parts of published chat templates that show the family.
 TEMPLATES = {
     "hermes": 'within <tool_call></tool_call> XML tags:\\n<tool_call>\\n{\\"name\\": <function-name>',
     "qwen3_coder": "<tool_call>\\n<function=example_function_name>\\n<parameter=example_parameter_1>",

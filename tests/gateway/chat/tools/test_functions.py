@@ -1,4 +1,4 @@
-"""``tools`` and ``tool_choice``: what they mean, and the field that is named when they mean nothing."""
+"""``tools`` and ``tool_choice``: their meaning, and the field that is named when they are invalid."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""gpt-oss's answers: messages in channels, read apart, and guides of whole answers."""
+"""gpt-oss's answers: the parser of messages in channels, and guides of whole answers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ THOUGHT = "<|channel|>analysis<|message|>I should call f.<|end|>"
 CALL = '<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}<|call|>'
 A1 = ("id0", "f", '{"a": 1}')
 GPT_OSS = FAMILIES["gpt_oss"]
-# Its end tokens have no text on the workers.
+# On workers the end tokens have no text.
 NAMES = [name for name in TOKENS if name not in ("<|call|>", "<|return|>")]
 
 
@@ -33,7 +33,7 @@ def dialect() -> Dialect:
 
 
 def parsed(text: str, choice: ToolChoice | None = None) -> Answer:
-    """What the API makes of an answer; checks that its pieces do not matter."""
+    """The parsed answer. Checks that parsing it character by character gives the same."""
     choice = names_choice("f", "g") if choice is None else choice
     whole = read(dialect().parser("", choice, numbered_ids()), [text])
     assert read(dialect().parser("", choice, numbered_ids()), text) == whole

@@ -1,4 +1,4 @@
-"""Conversations with calls, in the shape that each template takes."""
+"""Conversations with calls, in the shape that each chat template needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls come out of an answer as they were written, whatever the pieces; everything else is content."""
+"""The call parser returns calls as they were written, however the text is cut. All other text is content."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .cases import CALLS, CUTS, FRAGMENTS, Answer, choice_of, functions_of, name
 
 PREFIXES = ("", "Let me see.", "a < b\n\n", "{ [ <tool", "naïve 🙂 ")
 HERMES = FAMILIES["hermes"]
-VALUE_ENDS = {"qwen3_coder": "</parameter>", "glm47": "</arg_value>"}  # which text in tags cannot hold
+VALUE_ENDS = {"qwen3_coder": "</parameter>", "glm47": "</arg_value>"}  # a value in tags cannot contain these
 every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.name)
 
 
@@ -31,7 +31,7 @@ def written(family: ToolFamily, calls: list[tuple[str, dict[str, Any]]]) -> list
 def test_calls_come_back_as_they_were_written(
     family: ToolFamily, calls: list[tuple[str, dict[str, Any]]], cuts: list[int], prefix: str
 ) -> None:
-    calls = list({name: (name, arguments) for name, arguments in calls}.values())  # a schema per name
+    calls = list({name: (name, arguments) for name, arguments in calls}.values())  # one schema for each name
     assume(VALUE_ENDS.get(family.name, "\0") not in json.dumps(calls))
     prefix = prefix if family.spelling.trigger else ""
     text = prefix + family.spelling.write(written(family, calls))

@@ -1,4 +1,4 @@
-"""The scanner accepts what JSON accepts, up to the very character where it ends or breaks."""
+"""The JSON scanner accepts a value exactly up to the character where it ends or becomes invalid."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .cases import CUTS, VALUES, pieces_of
 
 
 def scanned(pieces: list[str]) -> tuple[int, bool]:
-    """(characters accepted, whether they are a whole value)."""
+    """The number of accepted characters, and whether they are a whole value."""
     scanner = JsonScanner()
     total, left = 0, ""
     for piece in pieces:
