@@ -1,4 +1,4 @@
-"""Ranks' parts of a model: together they are all of it, and each is as large as any other."""
+"""The ranks' parts of a model are together the whole model, and all are equally large."""
 
 from __future__ import annotations
 
