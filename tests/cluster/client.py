@@ -2,9 +2,9 @@
 
 python client.py URL STREAMS MAX_TOKENS [API_KEY]. It needs the standard library only.
 
-Every finished request prints a JSON line: its stream, a digest of its text, its number of chunks, its error if it had
-one, the time to its first text, and its longest silence after that. A stream repeats one request with one seed, so all
-its answers must be equal.
+Every finished request prints a JSON line: its stream, a digest of its text, its number of chunks, and its error. The
+line also has the time to the first text and the longest silence after it. A stream repeats one request with one seed,
+so all its answers must be equal.
 """
 
 from __future__ import annotations

@@ -65,10 +65,8 @@ class Load:
 
     @contextlib.contextmanager
     def watched(self, rounds: int = 1) -> Iterator[list[Result]]:
-        """Collect the requests that end from now until ``rounds`` more answers of every stream after the block.
-
-        The list is filled after the block.
-        """
+        """Collect the requests that end from now until every stream has ``rounds`` more answers after the block. The
+        list is filled after the block."""
         wait_for("the streams to run", self.results)
         seen: list[Result] = []
         num_before = len(self.results())

@@ -1,7 +1,6 @@
 """Runs while an image is built, and changes the installed kvrelay into a possible next version, for tests of upgrades.
 
-The result has a higher version, a protocol number one higher, and in every message a field that is unknown to the
-current version.
+It raises the version and the protocol number, and adds a field to every message.
 """
 
 from __future__ import annotations

@@ -135,10 +135,8 @@ def test_tokens_equal_those_of_transformers(
 
 
 def test_one_pool_gets_several_ranks_while_the_other_serves(release: Release, nodes: list[str], key: str) -> None:
-    """Decode workers are upgraded to three ranks under load. No request fails, and answers stay equal.
-
-    Prefill workers keep one rank, so blocks go from one rank to three afterwards.
-    """
+    """Decode workers are upgraded to three ranks under load. No request fails, and answers stay equal. Prefill workers
+    keep one rank."""
     before = {pod["metadata"]["uid"] for pod in release.pods("prefill-worker")}
     with Load(release, node=nodes[0], num_streams=3, max_tokens=16, api_key=key) as load:
         with load.watched() as results:

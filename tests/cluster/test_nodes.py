@@ -125,10 +125,8 @@ def test_a_pod_that_is_deleted_takes_its_worker_along_and_no_request(
 
 
 def test_a_rank_that_is_killed_ends_its_worker_which_says_why(release: Release, load: Load) -> None:
-    """A rank's process is killed: its worker restarts, and the leader's log names the lost rank.
-
-    The test uses the worker whose leader pod is new, because Kubernetes delays a container's second restart.
-    """
+    """A rank's process is killed: its worker restarts, and the leader's log names the lost rank. The worker's leader
+    pod is new, because Kubernetes delays a container's second restart."""
     leader, ordinal = NUM_PODS, 2 * NUM_PODS - 1
     before = started(release, leader)
     script = (
@@ -148,10 +146,8 @@ def test_a_rank_that_is_killed_ends_its_worker_which_says_why(release: Release, 
 
 
 def test_an_upgrade_replaces_one_worker_while_the_other_serves(release: Release, load: Load) -> None:
-    """An upgrade, to the next version if there is one, replaces every pod under load, and no request fails.
-
-    Ranks join only a leader of their own version, so a worker serves again when its last pod is replaced.
-    """
+    """An upgrade, to the next version if there is one, replaces every pod under load. No request fails. Ranks join only
+    a leader of their own version, so a worker serves again after its last pod is replaced."""
     before = {pod["metadata"]["uid"] for pod in release.pods("decode-worker")}
     next_tag = release.cluster.next_tag
     change = (

@@ -99,10 +99,8 @@ def test_a_selector_is_obeyed(release: Release, gpus: dict[str, int]) -> None:
 
 
 def test_more_than_there_is_waits_and_says_why(release: Release, gpus: dict[str, int]) -> None:
-    """Two GPUs a worker: the decode worker too many stays pending and names the missing resource.
-
-    A prefill worker that asks for an unknown resource stays pending, too.
-    """
+    """With two GPUs a worker, one decode worker too many stays pending and names the missing resource. A prefill worker
+    that asks for an unknown resource stays pending, too."""
     fit = sum(count // 2 for count in gpus.values())
     release.values["decode"]["replicas"] = fit + 1
     release.values["prefill"] |= {"replicas": 1, "gpu": {"resource": "nvidia.com/mig-3g.40gb"}}

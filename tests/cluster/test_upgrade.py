@@ -76,10 +76,7 @@ def test_upgraded_and_rolled_back_under_load(
     old: Release, cluster: Cluster, nodes: list[str], next_chart: Path
 ) -> None:
     """The decode pool is upgraded under the old chart, then everything under the new chart, then everything is rolled
-    back.
-
-    No request fails, answers stay equal, and no worker refuses a message.
-    """
+    back. No request fails, answers stay equal, and no worker refuses a message."""
     release = old
     assert cluster.next_tag is not None
     kubectl, namespace = cluster.kubectl, ("-n", release.namespace)
