@@ -1,8 +1,7 @@
-"""A real Prometheus that scrapes real components twice a second, under the chart's pod names, and evaluates the chart's
-alerts.
+"""A real Prometheus that scrapes real components twice a second, under the chart's pod names, and evaluates the chart's alerts.
 
-All durations of the rules (``for`` and the ranges of rates) are divided by 60, so that a minute takes a second. No
-threshold is changed. Needs Debian's package ``prometheus``, and ``helm`` for the rules.
+All durations of the rules (``for`` and the ranges of rates) are divided by 60, so that a minute takes a second. No threshold is
+changed. Needs Debian's package ``prometheus``, and ``helm`` for the rules.
 """
 
 from __future__ import annotations
@@ -99,11 +98,8 @@ async def until(holds: Callable[[], Awaitable[bool]], missing: Callable[[], str]
 async def prometheus_of(
     urls: Mapping[str, str], directory: Path, groups: Mapping[str, Any] | None = None
 ) -> AsyncIterator[Prometheus]:
-    """A Prometheus for the block.
-
-    ``urls``: the base URL of /metrics by the pod's name in the release, such as ``gateway-0``. ``groups``: the chart's
-    alerts.
-    """
+    """A Prometheus for the block. ``urls``: the base URL of /metrics by the pod's name in the release, such as
+    ``gateway-0``. ``groups``: the chart's alerts."""
     targets = [
         {
             "targets": [url.removeprefix("http://")],

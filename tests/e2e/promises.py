@@ -1,5 +1,4 @@
-"""Requests to ``/v1/completions`` with different settings, each with its own prompt, and the comparison of their
-answers.
+"""Requests to ``/v1/completions`` with different settings, each with its own prompt, and the comparison of their answers.
 
 A :class:`Wish` is one request. Every request asks for token ids, so that answers are compared exactly.
 """

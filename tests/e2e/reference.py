@@ -1,5 +1,4 @@
-"""transformers' own generation with the demo model in fp32, in this process, as the reference for a deployment's
-answers.
+"""transformers' own generation with the demo model in fp32, in this process, as the reference for a deployment's answers.
 
 Of kvrelay's engine it uses only the noise, which defines the meaning of a seed.
 """

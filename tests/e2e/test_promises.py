@@ -1,7 +1,6 @@
 """The API's parameters against transformers: with a hand-off and without, one request at a time and all in one batch.
 
-Each request of :mod:`tests.e2e.promises` is sent in these four ways. All answers must be equal, and equal
-transformers'.
+Each request of :mod:`tests.e2e.promises` is sent in these four ways. All answers must be equal, and equal transformers'.
 """
 
 from __future__ import annotations
@@ -50,11 +49,8 @@ def reference(model_directory: Path) -> Iterator[Reference]:
 
 @pytest.fixture(scope="module")
 def answers(deployment: LocalDeployment, local_deployment: LocalDeployment) -> Answers:
-    """The answers to all requests in all four ways.
-
-    The order of the ways decides what is cached: "relay" computes new prompts one at a time, "local" computes them
-    together.
-    """
+    """The answers to all requests in all four ways. The order of the ways decides what is cached: "relay" computes new
+    prompts one at a time, "local" computes them together."""
 
     def counted(deployment: LocalDeployment, name: str, **labels: str) -> float:
         return sum(counter_values(deployment.admin_urls["decode-0"], name, labels))

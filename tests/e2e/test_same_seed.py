@@ -1,7 +1,6 @@
 """The same seed gives the same text: alone, after preemptions in a full batch, and after a worker was killed.
 
-The requests have penalties, whose counts must be rebuilt, a guide, whose state must be rebuilt, and several choices,
-each with its own noise.
+The requests have penalties and a guide, whose state must be rebuilt, and several choices, each with its own noise.
 """
 
 from __future__ import annotations
@@ -155,11 +154,8 @@ async def until_in_hand(deployment: LocalDeployment, stream: Stream, running: as
 
 
 async def test_after_preemption(small: LocalDeployment, alone: dict[str, Told]) -> None:
-    """Each decode worker has two older, longer requests when the tested ones arrive. Preempted requests still give the
-    same text.
-
-    Two older requests and any tested one need more than ``NUM_BLOCKS``, so each worker preempts its youngest request.
-    """
+    """Each decode worker has two older, longer requests when the tested ones arrive. Together they need more than
+    ``NUM_BLOCKS``, so the youngest is preempted. Each tested request still gives the same text."""
     # After answers of one token the gateway expects short answers, and admits more requests than fit.
     await ask_alone(small.url, {str(seed): Wish("Hi", {"max_tokens": 1}) for seed in range(3)})
     fields = {"max_tokens": 100, "ignore_eos": True}
@@ -180,11 +176,8 @@ async def test_after_preemption(small: LocalDeployment, alone: dict[str, Told]) 
 
 
 async def test_after_failover(small: LocalDeployment, alone: dict[str, Told]) -> None:
-    """A decode worker with requests in hand is killed, again and again until each request was struck. Each gives the
-    same text.
-
-    The victim is the worker with the most requests not yet struck.
-    """
+    """The decode worker with the most requests not yet struck is killed, again and again until each request was struck.
+    Each gives the same text."""
     left = set(WISHES)
     async with http(small) as client:
         while left:
