@@ -1,8 +1,7 @@
 """A start compiles every kernel that later steps need, so no step asks Triton for another specialisation.
 
-Nothing is compiled or run here. The launches of a whole engine over the GPU's operations are recorded on the CPU, and
-Triton's code computes the key of each kernel. This runs in its own process, because Triton decides at import whether it
-interprets.
+Nothing is compiled or run here. The launches of a whole engine over the GPU's operations are recorded on the CPU, and Triton's
+code computes each kernel's key. This runs in its own process, because Triton decides at import whether it interprets.
 """
 
 from __future__ import annotations

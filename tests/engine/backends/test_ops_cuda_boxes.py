@@ -1,5 +1,4 @@
-"""The GPU's operations decide once for each layer whether prefill attention loads boxes. The interpreter counts the
-loads.
+"""The GPU's operations decide once for each layer whether prefill attention loads boxes. The interpreter counts the loads.
 
 In a process of its own, because Triton decides at import whether it interprets.
 """

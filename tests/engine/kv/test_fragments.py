@@ -54,10 +54,7 @@ CASES = [("latents", 1)] + [(groups, heads) for groups in ("one", "windows") for
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "bfloat16"])
 def test_every_byte_arrives_exactly_once(groups: str, num_kv_heads: int, dtype: str) -> None:
     """Bytes are numbered. Each sender's rank has the bytes of its layers and heads, as a model would have computed
-    them.
-
-    All senders give the same joined block, so it is enough to try each sender and each receiver once.
-    """
+    them. All senders give the same joined block, so it is enough to try each sender and each receiver once."""
     layout = geometry(groups, num_kv_heads, dtype)
     for group in range(len(layout.groups)):
         numbers = np.arange(group_nbytes(layout, group))

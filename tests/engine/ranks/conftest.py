@@ -29,9 +29,7 @@ def load_ranks(
     **model: Any,
 ) -> Engine:
     """Load an engine of ``num_ranks`` ranks in each stage, with a CPU thread for each rank. The caller closes it.
-
-    ``nodes``: the other nodes that have some of the ranks.
-    """
+    ``nodes``: the other nodes that have some of the ranks."""
     sizes = {"tensor_parallel": num_ranks, "pipeline_parallel": num_stages}
     chosen: dict[str, Any] = {"device": "cpu", "threads": num_ranks * num_stages, **sizes, **model}
     return load_engine(
