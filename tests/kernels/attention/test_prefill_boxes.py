@@ -1,5 +1,4 @@
-"""Prefill attention that loads its tiles as boxes, against float64 and against pointers. The interpreter counts the
-loads.
+"""Prefill attention that loads its tiles as boxes, against float64 and against pointers. The interpreter counts the loads.
 
 Below Hopper Triton replaces boxes by pointers. The results are compared there, but loads are not counted.
 """
