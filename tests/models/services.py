@@ -1,7 +1,5 @@
-"""Real engines behind real services in one process: a prefill worker hands prompts over the wire to decode workers.
-
-One decode worker is lost in the middle of a sequence. The other one has too few blocks for all sequences.
-"""
+"""Real engines behind real services in one process: a prefill worker hands prompts over the wire to decode workers. One decode
+worker is lost in the middle of a sequence, and the other one has too few blocks for all."""
 
 from __future__ import annotations
 

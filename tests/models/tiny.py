@@ -1,8 +1,7 @@
 """Tiny models with random weights, of every type that transformers generates text with.
 
-A type's own configuration decides the meaning of most fields, so all types get the same sizes, and ``MORE`` adds what a
-type needs. If a model comes out large, its sizes of experts or of latent attention have other names, which are tried
-next.
+A type's own configuration decides the meaning of most fields, so all types get the same sizes, and ``MORE`` adds what a type
+needs. If a model comes out large, its sizes of experts or latents have other names, which are tried next.
 """
 
 from __future__ import annotations
