@@ -1,9 +1,8 @@
-"""Settings of the whole suite that must hold before the first import: where Triton runs, and how many examples
-hypothesis tries.
+"""Settings that must hold before the first import: where Triton runs, and how many examples hypothesis tries.
 
-``make test`` leaves out tests marked ``full`` and uses the profile ``fast``. ``make test-all`` runs everything with the
-profile ``all``. ``make fuzz`` tries the most examples. A test reads its number of examples from the active profile.
-Tests of the ``FULL_FOLDERS`` are ``full``, except those marked ``fast``.
+``make test`` leaves out tests marked ``full`` and uses the profile ``fast``. ``make test-all`` runs everything with the profile
+``all``. ``make fuzz`` tries the most examples. A test reads its number of examples from the active profile. Tests in
+``FULL_FOLDERS`` are ``full``, except those marked ``fast``.
 """
 
 import os

@@ -19,10 +19,7 @@ WIDE = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "
 
 def save_head(directory: Path, model: Path, *, num_drafted: int, taps: Seq[int] = (0, 1, 2), **changed: Any) -> None:
     """Save a random head for the model in ``model`` in an existing directory. It drafts ``num_drafted`` evenly spread
-    tokens.
-
-    ``changed``: fields of its config.json.
-    """
+    tokens. ``changed``: fields of its config.json."""
     of_model = json.loads((model / "config.json").read_text())
     vocab_size, hidden = of_model["vocab_size"], of_model["hidden_size"]
     names = ("hidden_size", "vocab_size", "rope_parameters", "num_key_value_heads", "head_dim")
