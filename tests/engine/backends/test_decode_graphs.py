@@ -71,7 +71,7 @@ class PlayedGraph:
 
 
 def test_all_graphs_are_captured_on_one_stream_beside_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """cuBLAS keeps a workspace for each stream with products. The pool's size leaves room for one such stream only."""
+    """cuBLAS keeps a workspace for each stream with products, and the pool's size does not account for more of them."""
     cuda = PlayedCuda(monkeypatch)
     recorder = CudaRecorder()
     used: list[PlayedStream] = []

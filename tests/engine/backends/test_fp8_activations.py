@@ -231,7 +231,7 @@ def test_inputs_of_all_products_that_stay_in_fp8_are_rounded(name: str, llama: P
 
 
 def test_a_row_is_rounded_alike_whoever_is_computed_beside_it(llama: Path, tmp_path: Path) -> None:
-    """One row takes splits and 20 rows take none."""
+    """Few rows are multiplied with splits, many without."""
     directory = stored(llama, tmp_path, "compressed-tensors")
     weight = load(directory, Activations()).layers[0].attention.qkv
     assert isinstance(weight, StoredWeight)

@@ -1,4 +1,4 @@
-"""The ranks' parts of a model are together the whole model, and all are equally large."""
+"""The parts of all ranks, and of all stages, are together the whole model, and their sizes differ little."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def test_stages_have_their_layers_and_read_no_others(opened: Device, tmp_path: P
 
 
 def tensors(mlp: Any) -> list[torch.Tensor]:
-    """The tensors of experts."""
+    """All weights and biases of an MLP's experts."""
     experts = mlp.experts
     every = (experts.gate_up, experts.gate_up_bias, experts.down, experts.down_bias)
     return [tensor for tensor in every if tensor is not None]
