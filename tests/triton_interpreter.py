@@ -24,8 +24,8 @@ def mend_loops(patch: pytest.MonkeyPatch) -> None:
 
 
 def mend_numbers(patch: pytest.MonkeyPatch) -> None:
-    """Make casts and `tl.dot` right for bf16 and e4m3. The interpreter does not round them, or takes bits for
-    numbers."""
+    """Make casts and `tl.dot` right for bf16 and e4m3. The interpreter's casts do not round, or take integers for bits,
+    and its products take bits for values."""
     builder = interpreter.InterpreterBuilder
     original_cast, original_dot, original_fp_to_fp = builder.cast_impl, builder.create_dot, builder.create_fp_to_fp
 
