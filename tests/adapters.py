@@ -1,4 +1,4 @@
-"""Adapters with random numbers, as PEFT saves them, and the model that one makes of its base."""
+"""Adapters with random numbers in PEFT's format, and the merged model of base and adapter."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "
 
 
 def linear_shapes(model_dir: Path, projections: tuple[str, ...] = PROJECTIONS) -> dict[str, tuple[int, int]]:
-    """The shapes ``(outputs, inputs)`` of a checkpoint's linear layers of these names, by module."""
+    """The shapes ``(outputs, inputs)`` of a checkpoint's linear layers with these names, by module."""
     weights = load_file(model_dir / "model.safetensors")
     names = [
         name.removesuffix(".weight") for name in weights if name.endswith(tuple(f"{one}.weight" for one in projections))
@@ -37,7 +37,8 @@ def write_adapter(
     size: float = 0.3,
     **config: Any,
 ) -> AdapterRef:
-    """Write an adapter of the layers in ``shapes``. ``ranks``: PEFT's ``rank_pattern``. ``config``: further settings."""
+    """Write an adapter for the layers in ``shapes``. ``ranks``: PEFT's ``rank_pattern``. ``config``: further
+    settings."""
     directory.mkdir(parents=True)
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, torch.Tensor] = {}
@@ -58,7 +59,7 @@ def write_adapter(
 
 
 def merge(model_dir: Path, adapter_dir: Path, merged_dir: Path) -> None:
-    """The model whose weights are ``W + scaling * B A``, in fp32: what PEFT makes of base and adapter."""
+    """Write the model with the weights ``W + scaling * B A`` in fp32, as PEFT merges base and adapter."""
     shutil.copytree(model_dir, merged_dir)
     config = json.loads((adapter_dir / CONFIG_FILE).read_text())
     adapter, weights = load_file(adapter_dir / WEIGHTS_FILE), load_file(model_dir / "model.safetensors")

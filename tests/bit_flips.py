@@ -1,7 +1,7 @@
-"""One bit of a running process's memory changes, as when memory fails: written from outside, through ``/proc``.
+"""Flips a bit in a running process's memory through ``/proc``, as a memory fault would.
 
-What is looked for is known by its bytes, as a weight vector of a model is. On Linux, and of processes that a test may trace, such
-as its own children.
+The place is found by its bytes, such as those of a model's weight vector. Works on Linux, for processes that a test may
+trace, such as its children.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ _CHUNK_NBYTES = 1 << 24
 
 
 def flip_bit(pid: int, content: bytes, bit: int) -> int:
-    """Flip ``bit`` of every copy of ``content`` that the process could write to; returns how many those are."""
+    """Flip ``bit`` of every writable copy of ``content`` in the process. Returns the number of copies."""
     num_flipped = 0
     with Path(f"/proc/{pid}/mem").open("r+b", buffering=0) as memory:
         for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
             area = _WRITABLE.fullmatch(line)
-            if area is None or area[3].startswith("[v"):  # the kernel's own pages
+            if area is None or area[3].startswith("[v"):  # pages of the kernel
                 continue
             first, end = int(area[1], 16), int(area[2], 16)
             for place in _places(memory, first, end, content):
@@ -39,7 +39,7 @@ def _places(memory: io.FileIO, first: int, end: int, content: bytes) -> list[int
         memory.seek(at)
         try:
             chunk = memory.read(min(_CHUNK_NBYTES, end - at))
-        except OSError:  # nothing is mapped there yet
+        except OSError:  # nothing is mapped there
             chunk = b""
         if not chunk:
             at, before = at + _CHUNK_NBYTES, b""

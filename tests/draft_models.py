@@ -1,4 +1,4 @@
-"""Draft models for tests: on fake engines, which are wrong now and then, and checked for what they hold."""
+"""Draft models for tests, over fake engines: their drafts are sometimes wrong, and their blocks are checked."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvrelay.engine.step.sequence import Sequence
 
 
 class MistakenEngine(FakeEngine):
-    """Samples what a fake engine with the same vocabulary does, but for about one token in ``num_right`` + 1."""
+    """A fake engine that replaces about one sampled token in ``num_right`` + 1 by a wrong one."""
 
     def __init__(self, num_right: int, **card: Any) -> None:
         super().__init__(fake_card(**card))
@@ -35,7 +35,7 @@ class MistakenEngine(FakeEngine):
 
 
 class CheckedDraftModel(DraftModel):
-    """Its books are checked whenever it is asked, and it does not fail."""
+    """A draft model that checks its blocks at every call, and fails the test if drafting failed."""
 
     def __init__(self, engine: Engine, vocab_size: int, **options: Any) -> None:
         chosen = {"max_step_tokens": 64, "clock": lambda: 0.0, "metrics": DraftMetrics(CollectorRegistry()), **options}

@@ -1,4 +1,4 @@
-"""A deep model, and a draft model of one layer that knows it by heart: the deep one's further layers add nothing."""
+"""A deep model and a draft model of one layer that predicts it exactly: the deep model's further layers add nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.engine.conftest import SIZES, save_model
 
 
 def save_pair(deep: Path, shallow: Path, num_layers: int, **sizes: Any) -> None:
-    """Both, in existing directories. They agree to the bit where rows are computed alike."""
+    """Save both models in existing directories. Their outputs are bit-identical where rows are computed alike."""
     config = {**SIZES, **sizes}
     save_model(deep, transformers.LlamaConfig(**{**config, "num_hidden_layers": num_layers}))
     model = transformers.AutoModelForCausalLM.from_pretrained(deep)

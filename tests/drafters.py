@@ -1,4 +1,4 @@
-"""Drafters that know what comes, but for a mistake now and then."""
+"""Drafters that know the coming tokens, with a wrong token now and then."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from kvrelay.engine.step.sequence import Sequence
 
 
 class Oracle(LookUp):
-    """Has been told. Implements Drafter."""
+    """A drafter that is given the outputs in advance. Implements Drafter."""
 
     name = "oracle"
     num_trusted = 0
 
     def __init__(self, outputs: Mapping[str, Seq[int]], num_right: int = 4, vocab_size: int = 100) -> None:
-        """``outputs``: of each request. About one token in ``num_right`` + 1 is another one below ``vocab_size``."""
+        """``outputs``: by request id. About one token in ``num_right`` + 1 is replaced by another below
+        ``vocab_size``."""
         self._outputs = outputs
         self._num_right = num_right
         self._vocab_size = vocab_size
@@ -38,7 +39,7 @@ class Oracle(LookUp):
 
 
 class FakeOracle(Oracle):
-    """Knows how fake engines make their tokens, those of guides aside."""
+    """A drafter that computes the tokens of fake engines in advance, without guides."""
 
     def __init__(self, vocab_size: int, num_right: int = 4) -> None:
         super().__init__({}, num_right, vocab_size)

@@ -1,4 +1,4 @@
-"""A draft model for any checkpoint of a Llama in one file: its own first layers, which agree with it now and then."""
+"""A draft model for any single-file Llama checkpoint: the model's own first layers, which sometimes agree with it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import safetensors.torch
 
 
 def save_first_layers(model: Path, directory: Path, num_layers: int) -> None:
-    """Write it to ``directory``, which is made, with the model's tokenizer."""
+    """Write the draft model, with the model's tokenizer, to the new directory ``directory``."""
     shutil.copytree(model, directory, ignore=shutil.ignore_patterns("*.safetensors*"))
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps({**config, "num_hidden_layers": num_layers}))

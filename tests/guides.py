@@ -1,4 +1,5 @@
-"""Guides for tests of everything around them: a guide's text is the tokens of the only output that matches, as ``"5 7 9"``."""
+"""Guides for tests of the code around them. A guide's text is the only output that matches, as token ids such as ``"5 7
+9"``."""
 
 from __future__ import annotations
 
@@ -16,12 +17,12 @@ from kvrelay.engine.step.sequence import GuideState
 
 
 def tokens_guide(*token_ids: int) -> Guide:
-    """A guide to this output; a -1 in it is a place where nothing may come."""
+    """A guide that allows exactly this output. At a -1 no token is allowed."""
     return Guide(kind=GuideKind.REGEX, text=" ".join(map(str, token_ids)))
 
 
 def num_allowed(state: GuideState, draft: Seq[int]) -> int:
-    """See GuideState; of a state that can be copied."""
+    """See GuideState. For states that can be copied."""
     state = copy.copy(state)
     for place, token_id in enumerate(draft):
         if state.is_complete:
@@ -34,7 +35,7 @@ def num_allowed(state: GuideState, draft: Seq[int]) -> int:
 
 
 def fill_along(state: GuideState, bitmask: npt.NDArray[np.int32], draft: Seq[int]) -> None:
-    """See GuideState; of a state that can be copied."""
+    """See GuideState. For states that can be copied."""
     state = copy.copy(state)
     for words, token_id in zip(bitmask, draft, strict=True):
         state.accept(token_id)
@@ -74,7 +75,8 @@ class TokensState:
 
 
 class ChainState:
-    """Implements GuideState: ``num_tokens`` tokens; what each is modulo 3 follows from the one before it, the first is 0."""
+    """Implements GuideState for ``num_tokens`` tokens. Each token's allowed residue modulo 3 follows from the token
+    before it. The first one is 0."""
 
     def __init__(self, num_tokens: int) -> None:
         self._num_left = num_tokens
@@ -106,7 +108,7 @@ class ChainState:
 
 
 class PlayedGuides:
-    """Implements GuideCompiler; answers when the test says so, or at once."""
+    """Implements GuideCompiler. Answers when the test calls ``answer``, or at once."""
 
     def __init__(self, *, at_once: bool = False) -> None:
         self._at_once = at_once
@@ -121,7 +123,7 @@ class PlayedGuides:
             self.answer()
 
     def answer(self) -> None:
-        """All that were asked for are there."""
+        """Answer all open requests."""
         for tell in self._open:
             tell()
         self._open.clear()

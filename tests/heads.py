@@ -1,4 +1,4 @@
-"""EAGLE-3 heads for tests: random ones, one that knows a certain model by heart, and what a head computes, in plain torch."""
+"""EAGLE-3 heads for tests: random ones, one that predicts a certain model exactly, and a reference in plain torch."""
 
 from __future__ import annotations
 
@@ -18,10 +18,8 @@ WIDE = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "
 
 
 def save_head(directory: Path, model: Path, *, num_drafted: int, taps: Seq[int] = (0, 1, 2), **changed: Any) -> None:
-    """A random head of the model in ``model``, over every so many-th of its tokens, in an existing directory.
-
-    ``changed``: of its config.json.
-    """
+    """Save a random head for the model in ``model`` in an existing directory. It drafts ``num_drafted`` evenly spread
+    tokens. ``changed``: fields of its config.json."""
     of_model = json.loads((model / "config.json").read_text())
     vocab_size, hidden = of_model["vocab_size"], of_model["hidden_size"]
     names = ("hidden_size", "vocab_size", "rope_parameters", "num_key_value_heads", "head_dim")
@@ -70,17 +68,17 @@ def save_head(directory: Path, model: Path, *, num_drafted: int, taps: Seq[int] 
 
 
 def change_tensors(directory: Path, changed: dict[str, torch.Tensor | None]) -> None:
-    """Put others into a head's file; None: leave it out."""
+    """Replace tensors of a head's file. None removes a tensor."""
     path = directory / "model.safetensors"
     tensors = {**load_file(path), **changed}
     save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, path)
 
 
 def save_known_pair(model: Path, head: Path, mistakes: float = 0.0, **sizes: Any) -> None:
-    """A model whose layers add nothing, so that the last token alone decides, and a head that knows it by heart.
+    """Save a model whose layers add nothing, so that its last token alone decides, and a head that predicts it exactly.
 
-    The head's attention finds the token itself, as its query is its key, and takes the token's embedding along. ``mistakes``: how
-    far its output is off. ``sizes``: others of the model.
+    The head's attention selects the token itself, because query and key are equal, and passes on its embedding.
+    ``mistakes``: the size of the error added to its output. ``sizes``: other fields of the model.
     """
     save_model(model, transformers.LlamaConfig(**{**SIZES, **WIDE, **sizes}))
     target = transformers.AutoModelForCausalLM.from_pretrained(model)
@@ -114,7 +112,7 @@ def save_known_pair(model: Path, head: Path, mistakes: float = 0.0, **sizes: Any
 
 
 class ReferenceHead:
-    """What a head computes, without caches, blocks and batches: in float32, of one text at a time."""
+    """The reference for a head's drafts: float32, one text at a time, without caches, blocks and batches."""
 
     def __init__(self, directory: Path, model: Path) -> None:
         self._weights = load_file(directory / "model.safetensors")
@@ -123,7 +121,8 @@ class ReferenceHead:
 
     @torch.inference_mode()
     def draft(self, token_ids: Seq[int], first: int, num_tokens: int) -> tuple[int, ...]:
-        """The likeliest tokens behind all, of which the model computed those from ``first`` to the last but one."""
+        """The likeliest ``num_tokens`` tokens after ``token_ids``. The model computed the tokens from ``first`` to the
+        last but one."""
         weights = self._weights
         states = self._target(torch.tensor([token_ids[:-1]]), output_hidden_states=True).hidden_states
         taps = self._config["eagle_aux_hidden_state_layer_ids"]
@@ -139,7 +138,7 @@ class ReferenceHead:
         return tuple(drafted)
 
     def _layer(self, fused: torch.Tensor, behind: torch.Tensor) -> torch.Tensor:
-        """What the layer adds up to at all places, ``[num_places, hidden]``."""
+        """The layer's output at all positions, ``[num_positions, hidden]``."""
         weights, config = self._weights, self._config
         embedded = self._norm(self._target.get_input_embeddings()(behind), "midlayer.input_layernorm")
         normed = self._norm(fused, "midlayer.hidden_norm")
@@ -162,7 +161,7 @@ class ReferenceHead:
         return F.rms_norm(states, states.shape[-1:], self._weights[f"{name}.weight"], self._config["rms_norm_eps"])
 
     def _turned(self, parts: torch.Tensor) -> torch.Tensor:
-        """``[num_heads, num_places, head_dim]``, by the places' numbers."""
+        """Rotate ``[num_heads, num_positions, head_dim]`` by the positions' angles."""
         half = parts.shape[-1] // 2
         theta = self._config["rope_parameters"]["rope_theta"]
         angles = torch.arange(parts.shape[1])[:, None] / theta ** (torch.arange(half) / half)

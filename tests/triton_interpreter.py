@@ -1,4 +1,4 @@
-"""Triton's interpreter with the numbers of a GPU, and beside a numpy that is newer. For tests of kernels on a CPU only."""
+"""Patches for Triton's interpreter: a GPU's rounding, and newer numpy. For tests of kernels on a CPU only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from triton.runtime import interpreter
 
 
 def mend_loops(patch: pytest.MonkeyPatch) -> None:
-    """Up to Triton 3.6 a loop's bounds, arrays of one element, become integers in a way that numpy 2.4 no longer allows."""
+    """Make a loop's bounds integers. Triton up to 3.6 converts arrays of one element in a way that numpy 2.4
+    refuses."""
     original = interpreter._patch_lang_tensor
 
     def patch_lang_tensor(tensor: Any, scope: Any) -> None:
@@ -23,8 +24,8 @@ def mend_loops(patch: pytest.MonkeyPatch) -> None:
 
 
 def mend_numbers(patch: pytest.MonkeyPatch) -> None:
-    """Casts to bf16 and e4m3 do not round there, or take integers for bits; `tl.dot` multiplies bf16's raw bits, and takes e4m3's
-    NaN for a number."""
+    """Make casts and `tl.dot` right for bf16 and e4m3. The interpreter's casts do not round, or take integers for bits,
+    and its products take bits for values."""
     builder = interpreter.InterpreterBuilder
     original_cast, original_dot, original_fp_to_fp = builder.cast_impl, builder.create_dot, builder.create_fp_to_fp
 

@@ -1,4 +1,4 @@
-"""Records and runs for tests of figures, made by hand."""
+"""Hand-made records and runs, for tests of figures."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from kvrelay.launcher.bench.records import CpuUse, RequestRecord, RunResult
 
 
 def record(stream: str, sent_s: float, chunk_s: list[float]) -> RequestRecord:
-    """A request that ended with its last chunk."""
+    """A request that ended at its last chunk."""
     return RequestRecord(
         index=0,
         stream=stream,
@@ -38,12 +38,12 @@ def run(*records: RequestRecord, cpu: CpuUse | None = None, warnings: tuple[str,
 
 
 def steps(first_s: float, step_s: float, count: int) -> list[float]:
-    """Times of chunks."""
+    """Times of ``count`` chunks, ``step_s`` apart."""
     return [first_s + step_s * number for number in range(count)]
 
 
 def stuttering() -> RunResult:
-    """One stream with 20 ms a token, and 50 ms while a long prompt is answered: from 3.0 to 5.0 s."""
+    """A stream of 20 ms a token, but 50 ms from 3.0 to 5.0 s, while a request with a long prompt runs."""
     return run(
         record("main", 0.0, [*steps(1.0, 0.02, 100), *steps(3.02, 0.05, 39), *steps(5.02, 0.02, 1000)]),
         record("burst", 3.0, [4.5, 5.0]),

@@ -37,7 +37,7 @@ def test_floors_of_decode_steps_are_those_of_the_plan(batch: int, context: int, 
 
 @pytest.mark.parametrize(("total_gib", "fitting"), [(79, 2), (139, 3)])
 def test_steps_that_do_not_fit_a_gpu_are_left_out(total_gib: int, fitting: int) -> None:
-    """An H100 and an H200."""
+    """Two steps fit an H100 and all three fit an H200."""
     steps = ((1, 1024), (32, 1024), (128, 4096))
     assert [fits(LLAMA_3_8B, *step, growth=88, total_nbytes=total_gib * 2**30) for step in steps].count(True) == fitting
 

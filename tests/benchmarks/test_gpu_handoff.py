@@ -1,4 +1,4 @@
-"""benchmarks/gpu.py's hand-off: its clock stops when the blocks are in the pool, not when they are in a pinned slot."""
+"""The hand-off benchmark of benchmarks/gpu.py stops its clock when the blocks are in the pool, not in a pinned slot."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from ..engine.late_device import LateCopied, LateDevice
 
 
 class NothingHolds(LateDevice):
-    """Its copies happen when somebody waits for them, and what computes does not."""
+    """A device whose copies happen only when the host waits for them. Steps do not wait for copies."""
 
     def hold_steps(self, copied: LateCopied) -> None:
-        """A step would be behind the copy; the host is not."""
+        """Let the step run without waiting for the copy."""
 
 
 def late_pool(num_blocks: int) -> tuple[KvPool, NothingHolds]:
@@ -43,7 +43,7 @@ def test_settled_is_what_the_device_has() -> None:
     assert not pool.tensor[1].any()
     settle(pool)
     assert pool.tensor[1].all()
-    settle(pool)  # nothing is under way
+    settle(pool)  # nothing is in flight
 
 
 @pytest.mark.parametrize("is_shared", [False, True])

@@ -1,4 +1,5 @@
-"""benchmarks/gpu.py's peers: what is compiled is compiled for all problems, and who is left out for want of time is named."""
+"""The peers of benchmarks/gpu.py: one compilation serves many problems, and a peer skipped for lack of time is
+reported."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ def problem(num_seqs: int, query_len: int, length: int) -> Problem:
     return Problem(query, query_len, paged)
 
 
-@pytest.mark.full  # compiles, for 20 s
+@pytest.mark.full  # 20 s of compilation
 @pytest.mark.parametrize(
     "cells",
     [

@@ -1,4 +1,4 @@
-"""benchmarks/gpu.py: every section's way, with sizes of next to nothing; its times mean nothing here."""
+"""Every section of benchmarks/gpu.py runs, at tiny sizes. Its times mean nothing here."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 
 from kvrelay.common.sampling import SampledToken
 
-pytestmark = pytest.mark.full  # kernels in an interpreter take a minute
+pytestmark = pytest.mark.full  # kernels take a minute in the interpreter
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
 
@@ -174,7 +174,7 @@ def test_a_dry_run_of_the_command_says_that_its_times_mean_nothing(tmp_path: Pat
     assert document["is_dry_run"]
     figures = [row["figure"] for row in document["rows"]]
     assert [name for name in figures if name.startswith("hand-off")] == figures[4:]
-    assert len(figures[4:]) == 2  # plain and sealed
+    assert len(figures[4:]) == 2  # plain, and sealed
     assert [section["failure"] for section in document["sections"]] == [None, None]
 
 

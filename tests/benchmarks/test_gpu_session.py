@@ -1,4 +1,4 @@
-"""benchmarks/gpu.py: which sections run, for how long, and what a run makes of what they find."""
+"""benchmarks/gpu.py: which sections run, for how long, and how a run reports their findings."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def context(tmp_path: Path) -> Context:
 def run_named(
     context: Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[str, float], tuple[Outcome, list[Finding]]]:
-    """Runs one of SECTIONS in a real process of its own."""
+    """Runs one of SECTIONS in a real process."""
     (tmp_path / "sections_of_a_test.py").write_text(SECTIONS)
     monkeypatch.syspath_prepend(tmp_path)
 
@@ -77,7 +77,7 @@ def run_named(
 
 
 def scripted(script: dict[str, Found], seen: list[Context]) -> Callable[..., Outcome]:
-    """Instead of processes: what each section finds; those that are not named find nothing wrong."""
+    """A stand-in for processes: each section reports its findings in ``script``. A section that is not in it passes."""
 
     def run(section: Section, context: Context, hear: Callable[[Finding], None]) -> Outcome:
         seen.append(context)
@@ -198,7 +198,7 @@ def test_a_section_that_raises_or_ends_keeps_what_it_had(
 def test_a_section_that_hangs_is_stopped_with_all_it_started(
     run_named: Callable[[str, float], tuple[Outcome, list[Finding]]],
 ) -> None:
-    assert run_named("orderly", 100.0)[0].failure is None  # the processes' server is up
+    assert run_named("orderly", 100.0)[0].failure is None  # starts the server of processes
     outcome, heard = run_named("hanging", 4.0)
     assert outcome.failure is not None
     assert outcome.failure.reason.startswith("stopped")

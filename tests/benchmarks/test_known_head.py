@@ -1,4 +1,4 @@
-"""The head that a benchmark trains: it knows the texts that it was trained on, and no others."""
+"""The head that a benchmark trains drafts its training texts well, and other texts badly."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_it_drafts_the_texts_that_it_was_trained_on(tmp_path: Path) -> None:
     head = ReferenceHead(tmp_path / "head", model)
 
     def num_right(text: tuple[list[int], list[int]]) -> int:
-        """Of drafts of two tokens from ten places on, seen as behind a hand-off."""
+        """The number of right tokens in ten drafts of two tokens, as on a decode worker after a hand-off."""
         (prompt, answer), right = text, 0
         for place in range(4, 14):
             drafted = head.draft([*prompt, *answer[:place]], len(prompt) - 1, 2)

@@ -28,7 +28,7 @@ def sample(number: int, side: str, value: float | None) -> Sample:
     )
 
 
-# A machine that gets slower: the plain medians would say 1.0, the rounds say 2.0.
+# A machine that slows down from round to round. Within each round ``split`` has twice the value of ``peer``.
 SLOWER = [
     sample(0, "split", 200.0),
     sample(0, "local", 120.0),

@@ -10,7 +10,7 @@ import psutil
 import pytest
 from peers.trees import PeerError, ProcessTree
 
-# A parent that ignores SIGTERM, and a child in a session of its own: what a server may do.
+# A parent that ignores SIGTERM, with a child in its own session, as a server may be.
 STUBBORN = """
 import signal, subprocess, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -32,7 +32,7 @@ def child_of(tree: ProcessTree) -> psutil.Process:
     deadline_s = time.monotonic() + 20
     while not (told := tree.log.read_text()):
         assert time.monotonic() < deadline_s
-        time.sleep(0.01)  # polls for a state, bounded by the line above
+        time.sleep(0.01)  # polls for the child's pid, until the deadline above
     return psutil.Process(int(told))
 
 

@@ -1,4 +1,4 @@
-"""Two pools beside workers that do both: loads that shrink, medians and ratios, the table and the curve."""
+"""Two pools compared with workers of both roles: scaled loads, medians and ratios, the table and the curve."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Runs in a pod: the custom metrics API of Kubernetes, answered with what pods' /metrics say at that moment.
+"""Serves the custom metrics API of Kubernetes from a pod, with the current values of the pods' /metrics.
 
-python adapter.py NAMESPACE. As much of what prometheus-adapter does as a HorizontalPodAutoscaler asks for.
+python adapter.py NAMESPACE. It does as much of prometheus-adapter's work as a HorizontalPodAutoscaler asks for.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def metric_of(pod: client.V1Pod, name: str) -> float:
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """Two paths: which metrics there are, and one metric of all pods that a selector names."""
+    """Two paths: the list of metrics, and one metric of all pods that match a selector."""
 
     def do_GET(self) -> None:
-        """Answer."""
+        """Answer one of the two paths."""
         url = urllib.parse.urlsplit(self.path)
         if url.path.rstrip("/") == GROUP:
             resources = [
@@ -82,7 +82,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         )
 
     def answer(self, body: object) -> None:
-        """As JSON."""
+        """Send ``body`` as JSON."""
         data = json.dumps(body).encode()
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
@@ -92,7 +92,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 
 def main() -> None:
-    """Serve for ever, with a certificate of the moment."""
+    """Serve for ever, with a certificate made at the start."""
     config.load_incluster_config()
     key, name = ec.generate_private_key(ec.SECP256R1()), x509.Name([])
     now = datetime.datetime.now(datetime.UTC)

@@ -1,10 +1,10 @@
-"""Runs in a pod: streams of chat completions, one behind the other, until /tmp/stop is there. Nothing but the standard library.
+"""Runs in a pod: concurrent streams, each of which sends one chat completion after another until /tmp/stop exists.
 
-python client.py URL STREAMS MAX_TOKENS [API_KEY]
+python client.py URL STREAMS MAX_TOKENS [API_KEY]. It needs the standard library only.
 
-Every finished request is a JSON line: which stream, what came (a digest of the text, the number of chunks), what went wrong if
-anything did, how long the first text took (prompts ahead of it included) and the longest silence behind that. A stream always asks
-the same, with the same seed: its answers must not differ, whatever happens meanwhile.
+Every finished request prints a JSON line: its stream, a digest of its text, its number of chunks, and its error. The
+line also has the time to the first text and the longest silence after it. A stream repeats one request with one seed,
+so all its answers must be equal.
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ import threading
 import time
 import urllib.parse
 
-SILENCE_S = 15.0  # a server that says nothing for so long is a server that is gone
-CONNECT_S = 2.0  # as every client does: a connection that is not made is tried again
+SILENCE_S = 15.0  # a server that is silent for this long counts as gone
+CONNECT_S = 2.0  # a connection that is not made within this time is tried again, as clients do
 CONNECT_TRIES = 10
 HEADERS = {"Content-Type": "application/json"}
 STOP = pathlib.Path("/tmp/stop")
-# Sampled, because greedy nonsense repeats itself. Ranks round sums differently, so a number that is drawn must not lie at the edge
-# of a token's share. Unlikely tokens, whose shares are as narrow as rounding, are left out. These seeds keep clear of other edges.
+# Sampled, because greedy nonsense repeats itself. Several ranks round sums differently, so no draw may lie at the edge
+# of a token's share. top_k leaves out unlikely tokens, whose shares are as narrow as rounding. These seeds keep clear
+# of other edges.
 SAMPLING, FIRST_SEED = {"temperature": 1, "top_k": 20}, 8
 
 
 def ask(url: urllib.parse.SplitResult, stream: int, max_tokens: int) -> dict[str, object]:
-    """One request; never raises."""
+    """Send one request and describe its end. Never raises."""
     began_s = last_s = time.time()
     wait_s: float | None = None
     text, num_chunks, silence_s, finish, error = "", 0, 0.0, None, None
@@ -91,14 +92,14 @@ def ask(url: urllib.parse.SplitResult, stream: int, max_tokens: int) -> dict[str
 
 
 def connected(url: urllib.parse.SplitResult) -> socket.socket:
-    """A connection, maybe at another try. Raises OSError."""
+    """A connection, after up to ``CONNECT_TRIES`` tries. Raises OSError."""
     for number in range(CONNECT_TRIES):
         try:
             connection = socket.create_connection((url.hostname, url.port or 80), CONNECT_S)
         except OSError:
             if number + 1 == CONNECT_TRIES:
                 raise
-            time.sleep(0.2)  # as a client would, between two tries
+            time.sleep(0.2)  # a pause between two tries, as clients make
         else:
             connection.settimeout(SILENCE_S)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -107,7 +108,7 @@ def connected(url: urllib.parse.SplitResult) -> socket.socket:
 
 
 def main() -> None:
-    """Ask until told to stop; what runs then is still finished."""
+    """Send requests until /tmp/stop exists, then let the running ones finish."""
     url = urllib.parse.urlsplit(sys.argv[1])
     if len(sys.argv) > 4:
         HEADERS["Authorization"] = f"Bearer {sys.argv[4]}"
@@ -119,7 +120,7 @@ def main() -> None:
             with lock:
                 print(line, flush=True)
             if '"error": null' not in line:
-                time.sleep(0.5)  # who was refused does not ask again at once
+                time.sleep(0.5)  # a pause after a failed request
 
     threads = [threading.Thread(target=run, args=(stream,)) for stream in range(int(sys.argv[2]))]
     for thread in threads:

@@ -1,19 +1,18 @@
-"""A Kubernetes cluster as the tests use it: kubectl and helm as processes, a release, load from inside.
+"""A Kubernetes cluster for tests: kubectl and helm as processes, and a release of the chart.
 
-What tests look at over and over, pods and logs, they get over one connection: a process of kubectl for each look takes a good part
-of a small machine.
+Tests poll pods and logs over one connection, because a kubectl process for each poll would load a small machine.
 
-What differs between clusters comes from the environment:
+The environment describes the cluster:
 
-    KUBECONFIG                 the cluster; without it the tests are skipped
-    KVRELAY_TEST_MODELS        directory on every node that has the demo model and what fewer_heads.py made of it, readable for all
-    KVRELAY_TEST_TAG           tag of the images kvrelay-gateway and kvrelay-worker, which every node has; skipped without, too
-    KVRELAY_TEST_NEXT_TAG      tag of images that next_version.py has changed; without it nothing is upgraded to them
-    KVRELAY_TEST_OLD_TREE      tree of the release that upgrades begin at; without it they begin at this tree
+    KUBECONFIG                 the cluster; tests are skipped without it
+    KVRELAY_TEST_MODELS        directory on every node with the demo model and the output of fewer_heads.py, readable for all
+    KVRELAY_TEST_TAG           tag of the images kvrelay-gateway and kvrelay-worker on every node; tests are skipped without it
+    KVRELAY_TEST_NEXT_TAG      tag of images changed by next_version.py; tests of upgrades to them are skipped without it
+    KVRELAY_TEST_OLD_TREE      source tree of the release that upgrades start at; this tree without it
     KVRELAY_TEST_OLD_TAG       tag of that release's images
-    KVRELAY_TEST_HELM          helm, or what stands in for it
-    KVRELAY_TEST_CRASH_NODE    command that ends a node without a word, {} is its name; without it no node is crashed
-    KVRELAY_TEST_START_NODE    command that brings it back
+    KVRELAY_TEST_HELM          the helm command
+    KVRELAY_TEST_CRASH_NODE    command that ends a node abruptly, {} is its name; no node is crashed without it
+    KVRELAY_TEST_START_NODE    command that starts the node again
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ def merged(base: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
 
 
 def wait_for(what: str, look: Callable[[], T | None], timeout_s: float = 90.0, every_s: float = 0.2) -> T:
-    """The first result of ``look`` that is true, asked for over and over: who waits for a cluster is not called back."""
+    """Poll ``look`` until its result is true, and return that result. Fails after ``timeout_s``."""
     deadline_s = time.monotonic() + timeout_s
     while True:
         found = look()
@@ -79,7 +78,7 @@ def wait_for(what: str, look: Callable[[], T | None], timeout_s: float = 90.0, e
 
 @dataclass(frozen=True)
 class Cluster:
-    """Where ``KUBECONFIG`` points."""
+    """The cluster that ``KUBECONFIG`` names."""
 
     helm_command: tuple[str, ...]
     models: str
@@ -92,7 +91,7 @@ class Cluster:
 
     @classmethod
     def from_environment(cls) -> Cluster:
-        """As the variables say."""
+        """The cluster that the environment variables describe."""
         get = os.environ.get
         tag = get("KVRELAY_TEST_TAG", "test")
         return cls(
@@ -107,11 +106,11 @@ class Cluster:
         )
 
     def kubectl(self, *arguments: str, text: str | None = None, is_checked: bool = True, timeout_s: float = 120) -> str:
-        """Its output."""
+        """Run kubectl and return its output."""
         return _run(["kubectl", *arguments], text, is_checked, timeout_s)
 
     def helm(self, *arguments: str, text: str | None = None, timeout_s: float = 300) -> str:
-        """Its output."""
+        """Run helm and return its output."""
         return _run([*self.helm_command, *arguments], text, True, timeout_s)
 
     def get(self, kind: str, *arguments: str) -> list[dict[str, Any]]:
@@ -131,23 +130,23 @@ class Cluster:
         return items
 
     def log(self, namespace: str, pod: str) -> str:
-        """What the one container of a pod has said."""
+        """The log of a pod's only container."""
         answer = self._api.read_namespaced_pod_log(pod, namespace, _preload_content=False)
         return str(answer.data, "utf-8")
 
     def crash_node(self, name: str) -> None:
-        """End a node without a word."""
+        """End a node abruptly."""
         assert self.crash is not None
         _run(shlex.split(self.crash.replace("{}", name)), None, True, 60)
 
     def start_node(self, name: str) -> None:
-        """Bring it back."""
+        """Start a node again after ``crash_node``."""
         assert self.start is not None
         _run(shlex.split(self.start.replace("{}", name)), None, True, 120)
 
     @contextlib.contextmanager
     def namespace(self, name: str) -> Iterator[str]:
-        """A namespace that is gone afterwards, with all in it."""
+        """A new namespace, deleted with everything in it afterwards."""
         self.kubectl("delete", "namespace", name, "--ignore-not-found", "--wait", timeout_s=180)
         self.kubectl("create", "namespace", name)
         try:
@@ -167,14 +166,15 @@ class Release:
         self.chart = ROOT / "helm"
 
     def install(self, *, waits: bool = True) -> None:
-        """``helm upgrade --install`` with the values; returns when everything is ready, if it ``waits``."""
+        """``helm upgrade --install`` with the values. Returns when everything is ready, or at once if ``waits`` is
+        false."""
         self.cluster.helm(
             "upgrade", "--install", "relay", str(self.chart), "-n", self.namespace, "--values", "-",
             *(("--wait", "--timeout", "400s") if waits else ()), text=json.dumps(self.values), timeout_s=420,
         )  # fmt: skip
 
     def upgrade(self, values: dict[str, Any]) -> None:
-        """``helm upgrade`` with ``values`` laid over those in force; returns when everything is ready."""
+        """``helm upgrade`` with ``values`` merged over the current ones. Returns when everything is ready."""
         self.values = merged(self.values, values)
         self.install()
 
@@ -188,7 +188,7 @@ class Release:
         wait_for("the pods to be gone", lambda: not self.pods())
 
     def pods(self, component: str = "") -> list[dict[str, Any]]:
-        """Of the release, or of one component of it."""
+        """The pods of the release, or of one of its components."""
         more = f",app.kubernetes.io/component={component}" if component else ""
         return self.cluster.pods(self.namespace, label_selector=f"app.kubernetes.io/instance=relay{more}")
 
@@ -197,7 +197,7 @@ class Release:
         return [pod for pod in self.pods(component) if is_ready(pod)]
 
     def scale(self, sizes: dict[str, int]) -> None:
-        """Components to so many pods each; returns when those are ready, and the others gone."""
+        """Scale each component to its number of pods. Returns when those are ready and all others are gone."""
         for component, replicas in sizes.items():
             deployment = f"deployment/relay-kvrelay-{component}"
             self.cluster.kubectl("scale", "-n", self.namespace, deployment, f"--replicas={replicas}")
@@ -209,18 +209,18 @@ class Release:
         wait_for(f"{sizes}", is_done)
 
     def execute(self, pod: str, *command: str, is_checked: bool = True) -> str:
-        """Output of a command in a pod."""
+        """Run a command in a pod and return its output."""
         return self.cluster.kubectl("exec", "-n", self.namespace, pod, "--", *command, is_checked=is_checked)
 
     def metrics(self, pod: dict[str, Any], port: int) -> str:
-        """What a pod tells Prometheus."""
+        """The text of a pod's /metrics."""
         url = f"http://{pod['status']['podIP']}:{port}/metrics"
         script = f"import urllib.request; print(urllib.request.urlopen({url!r}, timeout=10).read().decode())"
         return self.execute(pod["metadata"]["name"], "python", "-c", script)
 
 
 def is_ready(pod: dict[str, Any]) -> bool:
-    """Whether a pod takes traffic."""
+    """Whether a pod is Ready and not being deleted."""
     conditions = {condition["type"]: condition["status"] for condition in pod["status"].get("conditions", [])}
     return "deletionTimestamp" not in pod["metadata"] and conditions.get("Ready") == "True"
 

@@ -1,4 +1,4 @@
-"""One cluster for the session; every test file installs what it needs into a namespace of its own."""
+"""One cluster for the session. Every test file installs its own release into its own namespace."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from .cluster import ROOT, Cluster, Release
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """All of these need a cluster."""
+    """Mark these tests, and skip them where no cluster is named."""
     reason = ""
     if not os.environ.get("KUBECONFIG") or not os.environ.get("KVRELAY_TEST_TAG"):
-        reason = "no cluster for tests: KUBECONFIG and KVRELAY_TEST_TAG are not both set"  # never just any cluster
+        reason = "no cluster for tests: KUBECONFIG and KVRELAY_TEST_TAG are not both set"  # never an arbitrary one
     elif shutil.which("kubectl") is None:
         reason = "no kubectl"
     for item in items:
@@ -36,7 +36,7 @@ def cluster() -> Cluster:
 
 @pytest.fixture(scope="session")
 def nodes(cluster: Cluster) -> list[str]:
-    """Names of the nodes that run any pod; those with GPUs usually have a taint."""
+    """Names of the nodes without taints, which run any pod. Nodes with GPUs usually have a taint."""
     nodes = cluster.get("nodes")
     schedulable = [node for node in nodes if not node["spec"].get("taints") and not node["spec"].get("unschedulable")]
     return sorted(node["metadata"]["name"] for node in schedulable)
@@ -45,7 +45,7 @@ def nodes(cluster: Cluster) -> list[str]:
 def release_of(
     cluster: Cluster, namespace: str, values: dict[str, Any], chart: Path = ROOT / "helm"
 ) -> Iterator[Release]:
-    """A release in a new namespace, with its log printed if it does not come up."""
+    """A release in a new namespace. Its pods and logs are printed if it does not become ready."""
     with cluster.namespace(namespace):
         release = Release(cluster, namespace, values)
         release.chart = chart

@@ -1,4 +1,4 @@
-"""Makes the demo model into one that two ranks can share: fewer heads, layers and columns. It talks nonsense, always the same.
+"""Cuts the demo model down to fewer heads, layers and columns, so that two ranks can share it. Its output is nonsense.
 
 python fewer_heads.py MODEL DIRECTORY
 """
@@ -14,12 +14,12 @@ import safetensors
 import safetensors.torch
 
 NAME = "SmolLM2-135M-Instruct-6-heads"
-NUM_LAYERS, NUM_HEADS, NUM_KV_HEADS = 4, 6, 2  # of 30, 9 and 3: as many query heads for each K/V head as there were
+NUM_LAYERS, NUM_HEADS, NUM_KV_HEADS = 4, 6, 2  # of 30, 9 and 3; each K/V head keeps three query heads
 NUM_COLUMNS = 256  # of an MLP's 1536
 
 
 def main() -> None:
-    """Write it to a directory that is made."""
+    """Write the smaller model to a new directory."""
     model, directory = Path(sys.argv[1]), Path(sys.argv[2]) / NAME
     shutil.copytree(model, directory, ignore=shutil.ignore_patterns("*.safetensors*"), dirs_exist_ok=True)
     config = json.loads((model / "config.json").read_text())

@@ -1,4 +1,4 @@
-"""Streams from inside the cluster, and what became of them."""
+"""Streams of requests from inside the cluster, and their results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Result = dict[str, Any]
 
 
 class Load:
-    """``num_streams`` clients in a pod, on a node of the test's choice. Use as a context."""
+    """``num_streams`` clients in a pod on node ``node``. Use as a context."""
 
     def __init__(
         self, release: Release, *, num_streams: int = 16, max_tokens: int = 80, node: str, api_key: str | None = None
@@ -65,7 +65,8 @@ class Load:
 
     @contextlib.contextmanager
     def watched(self, rounds: int = 1) -> Iterator[list[Result]]:
-        """What ends from here on, until every stream has ``rounds`` more answers behind the block: filled in when all is over."""
+        """Collect the requests that end from now until every stream has ``rounds`` more answers after the block. The
+        list is filled after the block."""
         wait_for("the streams to run", self.results)
         seen: list[Result] = []
         num_before = len(self.results())
@@ -74,11 +75,11 @@ class Load:
         seen += self.results()[num_before:]
 
     def results(self) -> list[Result]:
-        """Of all requests that have ended, in that order."""
+        """The results of all requests that have ended, in the order of their ends."""
         return [json.loads(line) for line in self._lines() if line.startswith("{")]
 
     def wait_more(self, rounds: int = 1, timeout_s: float = 120.0) -> None:
-        """Until every stream has ended ``rounds`` more requests than now: they began before what was done just now, or after."""
+        """Wait until every stream has ended ``rounds`` more requests."""
         before = Counter(result["stream"] for result in self.results())
 
         def enough() -> bool:
@@ -88,7 +89,7 @@ class Load:
         wait_for(f"{rounds} more answers to each of {self.num_streams} streams", enough, timeout_s, every_s=0.5)
 
     def stop(self) -> list[Result]:
-        """Let what runs finish, begin nothing new; the results of all."""
+        """Begin no new requests, wait for the running ones, and return the results of all."""
         self._release.execute(self._name, "touch", "/tmp/stop")
         wait_for("the streams to end", lambda: "done" in self._lines()[-1:], timeout_s=120)
         return self.results()
@@ -102,17 +103,17 @@ class Load:
 
 
 def whole(results: list[Result]) -> list[Result]:
-    """Requests whose answer came to its end."""
+    """The requests whose answers are complete."""
     return [result for result in results if result["error"] is None]
 
 
 def failures(results: list[Result]) -> list[Result]:
-    """All others."""
+    """The requests that failed."""
     return [result for result in results if result["error"] is not None]
 
 
 def assert_same_answers(results: list[Result]) -> None:
-    """Every stream asks the same each time: all its whole answers must be one."""
+    """Check that all complete answers of a stream are equal, as its requests are."""
     digests: dict[int, set[tuple[str, str]]] = {}
     for result in whole(results):
         digests.setdefault(result["stream"], set()).add((result["digest"], result["finish"]))
@@ -120,7 +121,7 @@ def assert_same_answers(results: list[Result]) -> None:
 
 
 def summary(what: str, results: list[Result]) -> str:
-    """What the clients saw, in numbers."""
+    """Counts and times of these requests, in one line."""
 
     def spread(name: str) -> str:
         values = sorted(result[name] for result in results)

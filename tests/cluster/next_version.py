@@ -1,6 +1,6 @@
-"""Runs while an image is built: makes the installed kvrelay into what the next version might be, for tests of upgrades.
+"""Runs while an image is built, and changes the installed kvrelay into a possible next version, for tests of upgrades.
 
-A higher version, one more protocol number, and in every message a field that the version before does not know.
+It raises the version and the protocol number, and adds a field to every message.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import kvrelay
 
 
 def change(path: Path, pattern: str, new: str) -> None:
-    """The one place in ``path`` that ``pattern`` matches."""
+    """Replace the only match of ``pattern`` in ``path``."""
     text, count = re.subn(pattern, new, path.read_text(), flags=re.MULTILINE)
     assert count == 1, f"{pattern!r} is {count} times in {path}"
     path.write_text(text)
 
 
 def main() -> None:
-    """Change the files."""
+    """Change the files of the installed package."""
     package = Path(kvrelay.__file__).parent
     messages = package / "wire" / "messages.py"
     major, minor, _ = kvrelay.__version__.split(".", 2)

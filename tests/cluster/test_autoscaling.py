@@ -1,4 +1,4 @@
-"""A HorizontalPodAutoscaler that scales prefill workers by the prompt tokens that wait, while streams run."""
+"""A HorizontalPodAutoscaler scales prefill workers by the number of waiting prompt tokens, while streams run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .conftest import release_of
 from .load import Load, assert_same_answers, failures, summary
 
 API = "v1beta1.custom.metrics.k8s.io"
-# 2 ms for each token of a prompt: sixteen streams keep one worker some 6 s behind.
+# 2 ms for each prompt token: sixteen streams keep one worker about 6 s behind.
 SLOW = {"engine": "fake", "fake_step_ms": 5, "fake_token_us": 2000, "num_blocks": 4096}
 TARGET = {
     "type": "Pods",
@@ -26,7 +26,7 @@ TARGET = {
 
 @pytest.fixture(scope="module")
 def release(cluster: Cluster) -> Iterator[Release]:
-    """One prefill worker, which may become three."""
+    """A release with one prefill worker, which an HPA may scale to three."""
     hpa = {
         "enabled": True,
         "minReplicas": 1,
@@ -43,7 +43,7 @@ def release(cluster: Cluster) -> Iterator[Release]:
 
 @pytest.fixture
 def adapter(release: Release) -> Iterator[None]:
-    """The custom metrics API, which a cluster has from prometheus-adapter or the like."""
+    """The custom metrics API, which prometheus-adapter serves on other clusters."""
     cluster, namespace = release.cluster, release.namespace
     if cluster.kubectl("get", "apiservice", API, "--ignore-not-found"):
         pytest.skip(f"the cluster has {API} already")
@@ -112,4 +112,4 @@ def test_prefill_workers_follow_the_prompts_that_wait(release: Release, adapter:
     assert failures(results) == []
     assert_same_answers(results)
     (decode,) = release.cluster.get("deployments", "-n", release.namespace, "-l", "kvrelay.dev/role=decode")
-    assert decode["status"]["readyReplicas"] == 2  # the other pool has not moved
+    assert decode["status"]["readyReplicas"] == 2  # the decode pool was not scaled

@@ -1,4 +1,5 @@
-"""Sixteen streams run, and the deployment under them changes: what do their clients see? The engine is the fake one."""
+"""The deployment changes while sixteen streams run; these tests check what the clients see. The engine is the fake
+one."""
 
 from __future__ import annotations
 
@@ -30,14 +31,14 @@ except urllib.error.HTTPError as error:
     answer = error
 print(answer.status, answer.read().decode())
 """
-ASKING_S = 2.0  # what asking the API over and over may take on a busy machine
-# A step of 20 ms and 80 tokens: an answer takes 1.6 s, so that every change meets streams in all their states.
+ASKING_S = 2.0  # the time that polling the API may take on a busy machine
+# 20 ms for each step and 80 tokens: an answer takes 1.6 s, so every change meets streams in all their states.
 PACE = {"engine": "fake", "fake_step_ms": 20, "fake_token_us": 100, "num_blocks": 4096}
 
 
 @pytest.fixture(scope="module")
 def release(cluster: Cluster) -> Iterator[Release]:
-    """Gateway, prefill and decode twice each."""
+    """A release with two gateways, two prefill workers and two decode workers."""
     values = {
         "gateway": {"settings": {"local_prefill": "fallback"}},
         "prefill": {"settings": PACE},
@@ -48,14 +49,14 @@ def release(cluster: Cluster) -> Iterator[Release]:
 
 @pytest.fixture(scope="module")
 def load(release: Release, nodes: list[str]) -> Iterator[Load]:
-    """Streams that run all the time; on the first node, which no test ends."""
+    """Sixteen streams for all tests of the module, from the first node, which no test ends."""
     with Load(release, node=nodes[0]) as load:
         yield load
 
 
 @contextlib.contextmanager
 def unharmed(what: str, load: Load) -> Iterator[None]:
-    """Whatever happens in the block: no request fails, and none gets another answer than the same request at another time."""
+    """Check that no request fails during the block, and that equal requests get equal answers."""
     with load.watched() as results:
         yield
     print(summary(what, results))
@@ -64,7 +65,7 @@ def unharmed(what: str, load: Load) -> Iterator[None]:
 
 
 def test_both_pools_scale_up_and_down(release: Release, load: Load) -> None:
-    """One up while the other goes down: neither waits for the other."""
+    """One pool grows while the other shrinks. No request fails."""
     with unharmed("decode workers scaled 2, 3, 1, 2, prefill workers 2, 1, 3, 2 at the same time", load):
         for decode, prefill in ((3, 1), (1, 3), (2, 2)):
             release.scale({"decode-worker": decode, "prefill-worker": prefill})
@@ -88,7 +89,7 @@ def test_the_console_has_all_workers_by_the_names_of_their_pods(release: Release
 
 @pytest.mark.parametrize("component", ["decode-worker", "prefill-worker", "gateway"])
 def test_a_pod_is_deleted(release: Release, load: Load, component: str) -> None:
-    """As a node's drain would: it has its grace period."""
+    """A pod is deleted with its grace period, as by a node's drain. No request fails."""
     victim = release.ready(component)[0]["metadata"]["name"]
     with unharmed(f"a {component} pod deleted", load):
         release.cluster.kubectl("delete", "pod", victim, "-n", release.namespace, "--wait=false")
@@ -98,7 +99,8 @@ def test_a_pod_is_deleted(release: Release, load: Load, component: str) -> None:
 
 @pytest.mark.parametrize("component", ["decode-worker", "prefill-worker"])
 def test_a_process_ends_in_the_midst(release: Release, load: Load, component: str) -> None:
-    """At the second signal a worker waits for nothing: what it had goes on elsewhere. Kubernetes starts it anew, in its place."""
+    """A worker gets two signals, so it exits without finishing its requests. They continue on other workers. Kubernetes
+    restarts the container, and no request fails."""
     victim = release.ready(component)[0]
     name, restarts = victim["metadata"]["name"], victim["status"]["containerStatuses"][0]["restartCount"]
     hurry = "import os, signal; os.kill(1, signal.SIGTERM); os.kill(1, signal.SIGINT)"
@@ -113,12 +115,12 @@ def test_a_process_ends_in_the_midst(release: Release, load: Load, component: st
         wait_for("its restart", is_back)
     num_lost = num_lost_attempts(release) - lost_before
     print(f"{num_lost:.0f} attempts were lost with it, and made up for")
-    if component == "decode-worker":  # a prompt takes 20 ms here: prefill workers may be between two of them
+    if component == "decode-worker":  # a prefill worker may be between two prompts, which take 20 ms each
         assert num_lost > 0, "nothing ran on it: this showed nothing"
 
 
 def num_lost_attempts(release: Release) -> float:
-    """Attempts that ended with their worker, on all gateways."""
+    """The number of attempts lost with their worker, over all gateways."""
     lines = [line for pod in release.ready("gateway") for line in release.metrics(pod, 8000).splitlines()]
     return sum(
         float(line.split()[-1])
@@ -128,7 +130,7 @@ def num_lost_attempts(release: Release) -> float:
 
 
 def test_all_keys_are_changed(release: Release, load: Load, tmp_path: Path) -> None:
-    """The three steps of docs/kubernetes.md: both are known, the new ones are used, the old ones are forgotten."""
+    """The three steps of docs/kubernetes.md, under load: add the new keys, use the new keys, remove the old ones."""
     kubectl, namespace = release.cluster.kubectl, ("-n", release.namespace)
     selected = (*namespace, "--field-selector=metadata.name=relay-kvrelay-keys")
 
@@ -150,7 +152,7 @@ def test_all_keys_are_changed(release: Release, load: Load, tmp_path: Path) -> N
 
 
 def test_a_new_worker_takes_traffic_at_once(release: Release, load: Load) -> None:
-    """Within 2 s of being Ready, as the API shows both: its condition, and its count of tokens."""
+    """A new decode worker has sampled tokens within 2 s after it is seen Ready, plus the time that polling takes."""
     known = {pod["metadata"]["name"] for pod in release.pods("decode-worker")}
     scale = ("scale", "-n", release.namespace, "deployment/relay-kvrelay-decode-worker")
     with unharmed("a new decode worker", load):
@@ -177,7 +179,8 @@ def test_a_new_worker_takes_traffic_at_once(release: Release, load: Load) -> Non
 
 
 def test_a_node_crashes(release: Release, load: Load, nodes: list[str], cluster: Cluster) -> None:
-    """No word from it: no closed connection, no deletion. At most one honest error per stream, and well again within 20 s."""
+    """A node crashes: its connections stay open and its pods are not deleted. Each stream has at most one error, and a
+    complete answer within 20 s."""
     if cluster.crash is None or len(nodes) < 3:
         pytest.skip("KVRELAY_TEST_CRASH_NODE is not set, or there are fewer than three nodes")
     ready = [(component, pod) for component in COMPONENTS for pod in release.ready(component)]
@@ -191,7 +194,7 @@ def test_a_node_crashes(release: Release, load: Load, nodes: list[str], cluster:
     finally:
         cluster.start_node(victim)
     print(summary(f"a node crashed, and with it {', '.join(lost)}", results))
-    # A stream is well again when it has a whole answer that ended after the crash.
+    # A stream has recovered at the end of its first complete answer after the crash.
     recovered_s = [
         min(
             result["ended_s"]
@@ -216,7 +219,8 @@ def test_a_node_crashes(release: Release, load: Load, nodes: list[str], cluster:
     ("component", "says"), [("decode-worker", "there is no decode worker"), ("prefill-worker", "")]
 )
 def test_a_pool_of_none(release: Release, component: str, says: str) -> None:
-    """Without decode workers a 503 that says so; without prefill workers decode workers compute the prompts."""
+    """Without decode workers the gateway answers 503 with the reason. Without prefill workers, decode workers compute
+    the prompts."""
     release.scale({component: 0})
     gateway = release.pods("gateway")[0]
 

@@ -1,4 +1,5 @@
-"""The demo model on a cluster: right tokens through the Service, nobody may more than needed, nothing is left."""
+"""The demo model on a cluster: tokens equal transformers', permissions are minimal, and an uninstall leaves nothing
+behind."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from .load import Load, assert_same_answers, failures, summary
 
 COMPONENTS = ("gateway", "prefill-worker", "decode-worker")
 
-# What a pod tries with the token that it has, if it has one: (verb, path) against the API, and the answer's status.
+# Sends each (verb, path) to the Kubernetes API with the pod's token, and prints the status codes.
 TRY_API = """
 import json, ssl, sys, urllib.error, urllib.request
 where = "/var/run/secrets/kubernetes.io/serviceaccount"
@@ -40,14 +41,15 @@ for verb, path in json.loads(sys.argv[1]):
 print(json.dumps(answers))
 """
 
-# How many processes of a pod are ranks beside their leader.
+# Counts the processes of a pod that are ranks besides the leader.
 COUNT_RANKS = """
 from pathlib import Path
 lines = [path.read_bytes().split(b"\\0") for path in Path("/proc").glob("[0-9]*/cmdline")]
 print(sum(b"kvrelay.engine.rank_main" in line for line in lines))
 """
 
-# A stranger in the cluster, with and without keys of its own: what a worker says to its Hello.
+# Connects to workers as a gateway from outside the release, with and without keys of its own. Prints whether a worker
+# answers.
 STRANGER = """
 import sys, tempfile, pathlib, zmq
 from kvrelay.wire.codec import Codec
@@ -77,7 +79,7 @@ for address, role in zip(sys.argv[1:], (Role.PREFILL, Role.DECODE), strict=True)
 
 @pytest.fixture(scope="module")
 def release(cluster: Cluster) -> Iterator[Release]:
-    """Gateway, prefill and decode twice each; API keys asked for; every prompt takes the relay."""
+    """A release with two gateways, two prefill and two decode workers, API keys, and a hand-off of every prompt."""
     worker = {"settings": {"dtype": "float32", "kv_memory_mb": 256}}
     values = {
         "gateway": {"settings": {"local_prefill": "fallback"}},
@@ -90,7 +92,7 @@ def release(cluster: Cluster) -> Iterator[Release]:
 
 @pytest.fixture(scope="module")
 def url(release: Release) -> Iterator[str]:
-    """The Service, from here."""
+    """A local URL of the gateway's Service, by port-forward."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -113,7 +115,7 @@ def url(release: Release) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def key(release: Release) -> str:
-    """The API key that the chart has made."""
+    """The API key that the chart generated."""
     name = "--field-selector=metadata.name=relay-kvrelay-api-keys"
     (secret,) = release.cluster.get("secrets", "-n", release.namespace, name)
     return base64.b64decode(secret["data"]["key"]).decode()
@@ -122,7 +124,7 @@ def key(release: Release) -> str:
 def test_tokens_equal_those_of_transformers(
     release: Release, url: str, key: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """``kvrelay verify`` on the deployment, and what it handed over from one node to another."""
+    """``kvrelay verify`` passes against the deployment, and its prompts were handed over and verified."""
     assert run(["verify", "--url", url, "--api-key", key, "--max-tokens", "8", "--threads", "2"]) == 0
     assert "all 40 answers equal transformers" in capsys.readouterr().out
     verified = 0.0
@@ -133,7 +135,8 @@ def test_tokens_equal_those_of_transformers(
 
 
 def test_one_pool_gets_several_ranks_while_the_other_serves(release: Release, nodes: list[str], key: str) -> None:
-    """Nine query heads fit three ranks. No request fails, and answers stay the same; hand-offs go from one rank to three then."""
+    """Decode workers are upgraded to three ranks under load. No request fails, and answers stay equal. Prefill workers
+    keep one rank."""
     before = {pod["metadata"]["uid"] for pod in release.pods("prefill-worker")}
     with Load(release, node=nodes[0], num_streams=3, max_tokens=16, api_key=key) as load:
         with load.watched() as results:
@@ -147,7 +150,7 @@ def test_one_pool_gets_several_ranks_while_the_other_serves(release: Release, no
 
 
 def test_idle_workers_compute_what_they_computed_at_first(release: Release) -> None:
-    """Of one rank and of three, each by its canary; none in the time of a request."""
+    """The canary of every worker, of one rank or of three, reports "same" at least twice, and nothing else."""
 
     def outcomes(pod: dict[str, Any], port: int) -> dict[str, float]:
         lines = [line for line in release.metrics(pod, port).splitlines() if line.startswith("kvrelay_canaries_total{")]
@@ -161,7 +164,7 @@ def test_idle_workers_compute_what_they_computed_at_first(release: Release) -> N
 
 
 def test_a_stream_through_the_service(url: str, key: str) -> None:
-    """As a user would: the openai client, streamed and whole, and the same both times."""
+    """The openai client gets the same text streamed and whole."""
     client = OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
     question = [{"role": "user", "content": "What is the capital of France?"}]
     whole = client.chat.completions.create(model=MODEL, messages=question, max_tokens=24, temperature=0)  # type: ignore[call-overload]
@@ -186,7 +189,8 @@ def test_helm_test_sends_a_request(release: Release) -> None:
 
 
 def test_pods_are_spread_and_closed(release: Release, nodes: list[str]) -> None:
-    """Two pods of a component on two nodes; no root, nothing writable but what is meant, no token but the gateway's."""
+    """The pods of a component are on two nodes. They run without root on a read-only file system, and only gateways
+    have an API token."""
     for component in COMPONENTS:
         pods = release.pods(component)
         if len(nodes) > 1:
@@ -206,7 +210,7 @@ def test_pods_are_spread_and_closed(release: Release, nodes: list[str]) -> None:
 
 
 def test_the_gateway_may_watch_its_pods_and_nothing_else(release: Release) -> None:
-    """Tried, with the token that its pod has."""
+    """The requests are sent with the gateway pod's own token."""
     here = f"/api/v1/namespaces/{release.namespace}"
     pod = release.pods("gateway")[0]["metadata"]["name"]
     other = release.pods("decode-worker")[0]["metadata"]["name"]
@@ -240,7 +244,8 @@ def test_the_gateway_may_watch_its_pods_and_nothing_else(release: Release) -> No
 
 
 def test_a_stranger_in_the_cluster_gets_nothing(release: Release) -> None:
-    """A pod outside of the release that knows the workers' public keys, without a key and with one of its own."""
+    """A pod outside the release has the workers' public keys. No worker answers it, without a key or with a key pair of
+    its own."""
     workers = [*release.pods("prefill-worker")[:1], *release.pods("decode-worker")[:1]]
     addresses = [
         f"tcp://{pod['status']['podIP']}:{port['containerPort']}"
@@ -294,7 +299,7 @@ def test_a_stranger_in_the_cluster_gets_nothing(release: Release) -> None:
 
 
 def test_keys_stay_on_upgrades_and_nothing_stays_behind(release: Release) -> None:
-    """The last test here: it uninstalls."""
+    """This test is the last one of the module, because it uninstalls the release."""
     namespace = ("-n", release.namespace)
 
     def keys() -> dict[str, str]:

@@ -1,8 +1,8 @@
-"""Decode workers of two pods each, a rank in each, under sixteen streams: whichever pod goes, the worker comes back whole, and no
-request fails.
+"""Decode workers of two pods with one rank each, under sixteen streams. When a pod is lost its whole worker restarts,
+and no request fails.
 
-The demo model's nine query heads do not fit two ranks, so these serve what ``fewer_heads.py`` makes of it. The tests build on each
-other: one worker becomes two, both go through all that happens, one stays.
+The demo model's nine query heads cannot be split over two ranks, so these workers serve the output of
+``fewer_heads.py``. The tests depend on each other's order: one worker becomes two, both are changed, and one remains.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from .conftest import release_of
 from .fewer_heads import NAME
 from .load import Load, assert_same_answers, failures, summary
 
-NUM_PODS = 2  # of a worker
+NUM_PODS = 2  # per worker
 SET = "relay-kvrelay-decode-worker"
 
 
 @pytest.fixture(scope="module")
 def release(cluster: Cluster) -> Iterator[Release]:
-    """A gateway, a prefill worker of one rank, a decode worker of two pods."""
+    """A release with one gateway, one prefill worker of one rank, and one decode worker of two pods."""
     small = {"dtype": "float32", "kv_memory_mb": 64}
     values = {
         "model": {"name": NAME},
@@ -37,13 +37,13 @@ def release(cluster: Cluster) -> Iterator[Release]:
 
 @pytest.fixture(scope="module")
 def load(release: Release, nodes: list[str]) -> Iterator[Load]:
-    """Streams that run all the time."""
+    """Sixteen streams for all tests of the module."""
     with Load(release, node=nodes[0], num_streams=16, max_tokens=32) as load:
         yield load
 
 
 def changed(what: str, load: Load, release: Release, change: Callable[[], None]) -> None:
-    """What clients see of ``change``, and until all is back."""
+    """Run ``change`` under load until all pods are ready. No request may fail, and answers must stay equal."""
     with load.watched() as results:
         began_s = time.monotonic()
         change()
@@ -65,7 +65,7 @@ def uid_of(release: Release, ordinal: int) -> str:
 
 
 def has_restarted(release: Release, ordinal: int, before: str) -> bool:
-    """Whether the pod's process has: by when its container began."""
+    """Whether the pod's container has started again since ``before``."""
     return started(release, ordinal) not in ("", before)
 
 
@@ -80,12 +80,12 @@ def started(release: Release, ordinal: int) -> str:
 def scale(release: Release, num_workers: int) -> None:
     number = num_workers * NUM_PODS
     release.cluster.kubectl("scale", "-n", release.namespace, f"statefulset/{SET}", f"--replicas={number}")
-    release.values["decode"]["replicas"] = num_workers  # an upgrade would go back to what it was installed with
+    release.values["decode"]["replicas"] = num_workers  # else an upgrade would restore the installed number
     wait_for(f"{number} pods", lambda: has(release, number), 180)
 
 
 def num_known(release: Release) -> float:
-    """The decode workers that the gateway is connected to."""
+    """The number of decode workers that the gateway is connected to."""
     (gateway,) = release.ready("gateway")
     (line,) = [
         line
@@ -125,7 +125,8 @@ def test_a_pod_that_is_deleted_takes_its_worker_along_and_no_request(
 
 
 def test_a_rank_that_is_killed_ends_its_worker_which_says_why(release: Release, load: Load) -> None:
-    """Of the worker whose leader is a new pod: Kubernetes puts off a container's second restart."""
+    """A rank's process is killed: its worker restarts, and the leader's log names the lost rank. The worker's leader
+    pod is new, because Kubernetes delays a container's second restart."""
     leader, ordinal = NUM_PODS, 2 * NUM_PODS - 1
     before = started(release, leader)
     script = (
@@ -145,7 +146,8 @@ def test_a_rank_that_is_killed_ends_its_worker_which_says_why(release: Release, 
 
 
 def test_an_upgrade_replaces_one_worker_while_the_other_serves(release: Release, load: Load) -> None:
-    """To another version, if there is one: ranks join a leader of their own version only, so a worker waits for its last pod."""
+    """An upgrade, to the next version if there is one, replaces every pod under load. No request fails. Ranks join only
+    a leader of their own version, so a worker serves again after its last pod is replaced."""
     before = {pod["metadata"]["uid"] for pod in release.pods("decode-worker")}
     next_tag = release.cluster.next_tag
     change = (

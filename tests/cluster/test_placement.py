@@ -1,4 +1,4 @@
-"""Where pods land on nodes with GPUs: by count, selector, spread and taint. The nodes may be fake: nothing has to run."""
+"""Placement of pods on nodes with GPUs: count, selector, spread and taint. Fake nodes suffice, as no pod has to run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COMPONENTS = ("prefill-worker", "decode-worker")
 
 @pytest.fixture(scope="module")
 def gpus(cluster: Cluster) -> dict[str, int]:
-    """GPUs of each node that has some."""
+    """The number of GPUs of each node that has any."""
     found = {
         node["metadata"]["name"]: int(node["status"]["allocatable"].get(GPU, "0")) for node in cluster.get("nodes")
     }
@@ -28,7 +28,7 @@ def gpus(cluster: Cluster) -> dict[str, int]:
 
 @pytest.fixture
 def release(cluster: Cluster, gpus: dict[str, int]) -> Iterator[Release]:
-    """Not installed yet."""
+    """A release that the test installs."""
     spread = {
         "maxSkew": 1,
         "topologyKey": "kubernetes.io/hostname",
@@ -40,7 +40,7 @@ def release(cluster: Cluster, gpus: dict[str, int]) -> Iterator[Release]:
         return {
             "tensorParallel": num_ranks,
             "gpu": {"resource": GPU},
-            # Without it, nodes without GPUs count among those to spread over, each with none.
+            # Without this selector, nodes without GPUs count as empty nodes of the spread.
             "nodeSelector": {"nvidia.com/gpu.present": "true"},
             "tolerations": [{"key": GPU, "operator": "Exists", "effect": "NoSchedule"}],
             "topologySpreadConstraints": [spread | labels],
@@ -49,12 +49,12 @@ def release(cluster: Cluster, gpus: dict[str, int]) -> Iterator[Release]:
     with cluster.namespace("kvrelay-placement") as namespace:
         yield Release(cluster, namespace, {"prefill": pool("prefill", 1), "decode": pool("decode", 2)})
         cluster.helm("uninstall", "relay", "-n", namespace)
-        # Pods on a node that is fake are never said to have ended.
+        # Pods on fake nodes never report their end.
         cluster.kubectl("delete", "pods", "--all", "-n", namespace, "--grace-period=0", "--force")
 
 
 def placed(release: Release, component: str, replicas: int) -> list[dict[str, Any]]:
-    """The pods of a component, once the scheduler has thought about each."""
+    """The pods of a component, once the scheduler has decided on each."""
 
     def decided() -> list[dict[str, Any]] | None:
         pods = release.pods(component)
@@ -72,7 +72,7 @@ def nodes_of(pods: list[dict[str, Any]]) -> list[str]:
 
 
 def test_workers_are_where_gpus_are_evenly(release: Release, gpus: dict[str, int]) -> None:
-    """Three prefill and four decode workers over the nodes; gateways elsewhere."""
+    """Three prefill and four decode workers are spread evenly over the GPU nodes. Gateways are on other nodes."""
     release.values["prefill"]["replicas"] = 3
     release.values["decode"]["replicas"] = 4
     release.install(waits=False)
@@ -99,7 +99,8 @@ def test_a_selector_is_obeyed(release: Release, gpus: dict[str, int]) -> None:
 
 
 def test_more_than_there_is_waits_and_says_why(release: Release, gpus: dict[str, int]) -> None:
-    """One worker more than GPUs, two each; and GPUs by a name that no node has."""
+    """With two GPUs a worker, one decode worker too many stays pending and names the missing resource. A prefill worker
+    that asks for an unknown resource stays pending, too."""
     fit = sum(count // 2 for count in gpus.values())
     release.values["decode"]["replicas"] = fit + 1
     release.values["prefill"] |= {"replicas": 1, "gpu": {"resource": "nvidia.com/mig-3g.40gb"}}

@@ -1,7 +1,7 @@
 """An upgrade to the next version and back, under sixteen streams. The engine is the fake one.
 
-It goes from the newest release, or from this tree if there is none, to images that ``next_version.py`` has changed: they have a
-higher version, one more protocol number, and in every message a field more.
+The upgrade starts at the newest release, or at this tree if there is none. Its images are changed by
+``next_version.py``: a higher version, a protocol number one higher, and one more field in every message.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from .test_changes import PACE
 
 @pytest.fixture(scope="module")
 def old(cluster: Cluster) -> Iterator[Release]:
-    """Gateway, prefill and decode twice each, of the old version; every prompt takes the relay."""
+    """A release of the old version with two gateways, two prefill and two decode workers. Every prompt is handed
+    over."""
     if cluster.next_tag is None:
         pytest.skip("KVRELAY_TEST_NEXT_TAG is not set: there are no images to upgrade to")
     values = {
@@ -35,7 +36,7 @@ def old(cluster: Cluster) -> Iterator[Release]:
 
 @pytest.fixture
 def next_chart(tmp_path: Path) -> Path:
-    """The chart as it would be released with the next version."""
+    """This chart with the next version's number."""
     chart = shutil.copytree(ROOT / "helm", tmp_path / "helm")
     lines = (chart / "Chart.yaml").read_text().splitlines()
     keys = {"version": "version: 99.0.0", "appVersion": 'appVersion: "99.0.0"'}
@@ -44,12 +45,12 @@ def next_chart(tmp_path: Path) -> Path:
 
 
 def images(release: Release) -> set[str]:
-    """The tags that pods run."""
+    """The image tags of all pods."""
     return {pod["spec"]["containers"][0]["image"].rsplit(":", 1)[1] for pod in release.pods()}
 
 
 def protocols(release: Release, component: str, says: str) -> set[int]:
-    """The protocol numbers of connections that began, by the logs of a component's pods."""
+    """The protocol numbers of new connections, from the logs of a component's pods."""
     found: set[int] = set()
     for pod in release.ready(component):
         log = release.cluster.log(release.namespace, pod["metadata"]["name"])
@@ -60,7 +61,7 @@ def protocols(release: Release, component: str, says: str) -> set[int]:
 
 
 def num_refused(release: Release) -> float:
-    """Connections and messages that workers did not understand."""
+    """The number of Hellos and messages that workers refused."""
     lines = [
         line
         for component, port in (("prefill-worker", 7180), ("decode-worker", 7280))
@@ -74,7 +75,8 @@ def num_refused(release: Release) -> float:
 def test_upgraded_and_rolled_back_under_load(
     old: Release, cluster: Cluster, nodes: list[str], next_chart: Path
 ) -> None:
-    """One pool first, with the old chart; then all of it, with the new one; then all of it back."""
+    """The decode pool is upgraded under the old chart, then everything under the new chart, then everything is rolled
+    back. No request fails, answers stay equal, and no worker refuses a message."""
     release = old
     assert cluster.next_tag is not None
     kubectl, namespace = cluster.kubectl, ("-n", release.namespace)

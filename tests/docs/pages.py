@@ -1,4 +1,4 @@
-"""The pages, and what tests read of them: sentences, blocks of code, rows of tables."""
+"""The pages as tests read them: sentences, blocks of code, rows of tables."""
 
 from __future__ import annotations
 
@@ -24,21 +24,22 @@ def code_blocks(page: Path, language: str) -> list[str]:
 
 
 def rows(page: Path) -> Iterator[list[str]]:
-    """Cells of each row of the tables, without their heads' rules."""
+    """The cells of each table row, without the rule below a head."""
     for line in page.read_text(encoding="utf-8").splitlines():
         if line.startswith("| ") and not line.startswith("| ---"):
             yield [cell.strip() for cell in line.strip("| ").split(" | ")]
 
 
 def sentences(text: str) -> Iterator[str]:
-    """Of paragraphs, items and cells, in plain words. Code, or a list of it, is one word; commands and headings are none."""
+    """The sentences of paragraphs, items and cells, in plain words. A run of code counts as one word. Headings and code
+    blocks are left out."""
     for part in _parts(_BLOCK.sub("", text)):
         plain = re.sub(r"(`[^`]*`[,→ ]*)+", "Code ", _LINK.sub(r"\1", part)).replace("*", "")
         yield from _END.split(plain)
 
 
 def num_words(sentence: str) -> int:
-    """How many words a reader reads."""
+    """The number of words in a sentence."""
     return len(_WORD.findall(sentence))
 
 
@@ -53,5 +54,5 @@ def _parts(text: str) -> Iterator[str]:
             yield from line.strip("| ").split(" | ")
         elif line.strip() and not line.startswith(("#", "    ")):
             lines.append(_ITEM.sub("", line, count=1).strip())
-        elif line.startswith("    ") and lines:  # an item goes on
+        elif line.startswith("    ") and lines:  # an item's next line
             lines.append(line.strip())

@@ -1,4 +1,4 @@
-"""``docs/first-change.md``: each section's patches fit these sources, and its programs run on what they make of them."""
+"""``docs/first-change.md``: each section's patches apply to these sources, and its programs run on the result."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SECTIONS = {
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    """The sources and tests, as git has them and as they lie here; packages are found by the links in ``src``."""
+    """A copy of the sources and tests in their current state. Packages are found by the links in ``src``."""
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z", "--", "*.py", "*.cpp", "*.h", "src"],
         cwd=ROOT, capture_output=True, text=True, check=True,
@@ -41,7 +41,7 @@ def copy(tmp_path: Path) -> Path:
 
 
 def run(command: list[str], directory: Path, text: str = "") -> str:
-    """What it prints; fails with what it says."""
+    """Run ``command`` and return its output. Fails with that output if the exit code is not 0."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = f"{directory / 'src'}:{directory}"
     done = subprocess.run(

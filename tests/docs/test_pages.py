@@ -1,4 +1,4 @@
-"""Pages that people can read: short sentences, no code that is gone, every decision and every page within reach."""
+"""The pages are readable and current: short sentences, existing paths, and every page and decision linked."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def test_no_sentence_is_long(page: Path) -> None:
 
 @every_page
 def test_a_row_of_a_table_is_on_one_line(page: Path) -> None:
-    """Markdown ends a table at the first line that is not a whole row."""
+    """Markdown ends a table at the first line that is not a complete row."""
     broken = [line for line in page.read_text(encoding="utf-8").splitlines() if re.match(r"\|(?!.*\|$)", line)]
     assert not broken, f"join these rows with the lines after them: {broken}"
 
 
 @every_page
 def test_what_a_page_names_is_there(page: Path) -> None:
-    """Files of the sources, and of the tests, by their paths from the root."""
+    """Every path of a source or test file on a page exists."""
     named = re.findall(r"`((?:tests|benchmarks|tools|" + "|".join(FOLDERS) + r")/[\w./-]*)`", page.read_text("utf-8"))
     gone = [path for path in named if not (ROOT / path).exists()]
     assert not gone, f"the page names what is not there: {gone}"
@@ -55,7 +55,7 @@ def test_every_decision_is_in_the_list() -> None:
 
 
 def test_every_page_is_in_the_navigation() -> None:
-    """A page that nobody finds is none. (`make docs` finds entries without a page.)"""
+    """Every page but the single decisions is in ``mkdocs.yml``. (`make docs` finds entries without a page.)"""
     nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
     reachable = {path for part in yaml.safe_load(nav) for path in _leaves(part)}
     pages = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
@@ -74,18 +74,18 @@ def _sources() -> str:
     files = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
     texts = [path.read_text(encoding="utf-8") for path in files]
     texts += [path.read_text(encoding="utf-8") for path in (ROOT / "helm" / "templates").rglob("*.yaml")]
-    # A message of several literals is one text; its values are holes.
+    # Join adjacent literals, so that a message of several literals is one text.
     return re.sub(r"[\"']\s*\n\s*f?[\"']", "", "\n".join(texts))
 
 
 def test_messages_that_are_looked_up_are_said() -> None:
-    """What stands in code in the first column of a table of symptoms is in the sources, word for word."""
+    """Every message in the first column of the symptom tables is in the sources, word for word."""
     sources = _sources()
     quoted = [
         text
         for cells in rows(TROUBLES)
         for text in re.findall(r"`([^`]+)`", cells[0])
-        if not text.startswith(("--", "Insufficient"))  # flags, and what Kubernetes says
+        if not text.startswith(("--", "Insufficient"))  # flags, and a message of Kubernetes
     ]
     assert len(quoted) > 50
     missing = [text for text in quoted if text.removeprefix("kvrelay_").removesuffix("_total") not in sources]

@@ -1,4 +1,4 @@
-"""``docs/sizing.md``: its simulation runs as it stands there, and prints the table below it."""
+"""``docs/sizing.md``: its simulation runs as printed there, and every row that it prints is on the page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Two deployments of the demo model for the whole session, with and without a hand-off: real sockets, fp32 on the CPU."""
+"""Deployments of the demo model for the whole session: with a hand-off, and without one. Real sockets, fp32 on the
+CPU."""
 
 from __future__ import annotations
 
@@ -16,18 +17,18 @@ from kvrelay.launcher.settings import LocalSettings
 
 from .promises import FEW, LONG, Answer, ask_alone
 
-PATIENCE_S = 240  # dozens of requests at a time may take a slow machine minutes
+PATIENCE_S = 240  # a slow machine may take minutes for dozens of concurrent requests
 
 
 @pytest.fixture(scope="session")
 def model_directory() -> Path:
-    """The demo model, converted if it is not yet."""
+    """The demo model's directory, converted on first use."""
     return resolve_model("demo")
 
 
 @pytest.fixture(scope="session")
 def deployment(model_directory: Path) -> Iterator[LocalDeployment]:
-    """Gateway, one prefill worker, one decode worker; every prompt takes the relay."""
+    """A gateway, one prefill worker and one decode worker. Every prompt is handed over."""
     settings = LocalSettings.of(
         port=0,
         device="cpu",
@@ -44,13 +45,14 @@ def deployment(model_directory: Path) -> Iterator[LocalDeployment]:
 
 @pytest.fixture(scope="session")
 def of_one_rank(deployment: LocalDeployment) -> dict[str, Answer]:
-    """What workers of one rank say to ``FEW`` and ``LONG``, alone: those of several ranks, nodes and stages must say the same."""
+    """The answers of one-rank workers to ``FEW`` and ``LONG``, one at a time. Workers of several ranks, nodes or stages
+    must equal them."""
     return asyncio.run(ask_alone(deployment.url, {**FEW, "long": LONG}))
 
 
 @pytest.fixture(scope="session")
 def local_deployment(model_directory: Path) -> Iterator[LocalDeployment]:
-    """Gateway, and one decode worker that reads every prompt itself: nothing is handed over."""
+    """A gateway and one decode worker, which computes every prompt itself, without a hand-off."""
     settings = LocalSettings.of(
         port=0, device="cpu", dtype="float32", threads=1, prefill=0, kv_memory_mb=256, room_timeout_s=PATIENCE_S
     )
@@ -60,14 +62,14 @@ def local_deployment(model_directory: Path) -> Iterator[LocalDeployment]:
 
 
 def ledger(deployment: LocalDeployment, name: str) -> dict[str, int]:
-    """A worker's ledger, as /debug/kv shows it."""
+    """A worker's block ledger, from /debug/kv."""
     response = httpx.get(f"{deployment.admin_urls[name]}/debug/kv", timeout=30)
     counts: dict[str, int] = response.json()["ledger"]
     return counts
 
 
 def wait_until_idle(deployment: LocalDeployment, timeout_s: float = 10.0) -> None:
-    """Until every block on all workers is free or cached; fails if that takes longer than ``timeout_s``."""
+    """Wait until every block on all workers is free or cached. Fails after ``timeout_s``."""
     deadline_s = time.monotonic() + timeout_s
     workers = [name for name in deployment.admin_urls if name != "gateway"]
     while True:

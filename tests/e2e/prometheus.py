@@ -1,7 +1,7 @@
-"""A real Prometheus that scrapes real components twice a second, by the names of the chart's pods, and judges the chart's alerts.
+"""A real Prometheus that scrapes real components twice a second, under the chart's pod names, and evaluates the chart's alerts.
 
-The rules are the chart's own, but for their durations: all of them (``for`` and the ranges of rates) are a sixtieth, so that a
-minute is a second. No threshold is changed. Needs Debian's package ``prometheus``, and ``helm`` for the rules.
+All durations of the rules (``for`` and the ranges of rates) are divided by 60, so that a minute takes a second. No threshold is
+changed. Needs Debian's package ``prometheus``, and ``helm`` for the rules.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TIMES_SOONER = 60
 
 
 class Prometheus:
-    """One that runs; asked over HTTP."""
+    """A running Prometheus, queried over HTTP."""
 
     def __init__(self, client: httpx.AsyncClient) -> None:
         self._client = client
@@ -40,18 +40,18 @@ class Prometheus:
             return False
 
     async def ask(self, query: str) -> list[float]:
-        """The values of all series that are numbers."""
+        """The values of all series of the query's result, without NaN."""
         answer = await self._client.get("/api/v1/query", params={"query": query})
         assert answer.status_code == 200, f"{query}: {answer.text}"
         values = [float(series["value"][1]) for series in answer.json()["data"]["result"]]
         return [value for value in values if not math.isnan(value)]
 
     async def without_data(self, queries: Mapping[str, str]) -> dict[str, str]:
-        """Those queries, by their names, that give no number now."""
+        """The queries, by name, that have no data now."""
         return {name: query for name, query in queries.items() if not await self.ask(query)}
 
     async def until_data(self, queries: Mapping[str, str]) -> None:
-        """Ask until each query, by its name, has given a number at some time."""
+        """Poll until each query, by name, has had data once."""
         left = dict(queries)
 
         async def is_all_there() -> bool:
@@ -67,7 +67,7 @@ class Prometheus:
         return {one["labels"]["alertname"] for one in found if one["state"] == "firing"}
 
     async def until_fired(self, names: Collection[str]) -> None:
-        """Look until each of these alerts, of which none fires yet, has fired at some time."""
+        """Poll until each of these alerts has fired once. None of them may fire at the start."""
         assert not (await self.firing()).intersection(names), f"one of {names} fires before its cause"
         left = set(names)
 
@@ -78,7 +78,7 @@ class Prometheus:
         await until(have_all_fired, lambda: f"{left} did not fire")
 
     async def until_silent(self) -> None:
-        """Look until no alert fires."""
+        """Poll until no alert fires."""
 
         async def is_silent() -> bool:
             return not await self.firing()
@@ -87,7 +87,7 @@ class Prometheus:
 
 
 async def until(holds: Callable[[], Awaitable[bool]], missing: Callable[[], str]) -> None:
-    """Ask three times a second; fails with what is missing."""
+    """Poll ``holds`` until it is true. Fails after ``PATIENCE_S`` with the text of ``missing``."""
     until_s = time.monotonic() + PATIENCE_S
     while not await holds():
         assert time.monotonic() < until_s, f"after {PATIENCE_S} s {missing()}"
@@ -98,7 +98,8 @@ async def until(holds: Callable[[], Awaitable[bool]], missing: Callable[[], str]
 async def prometheus_of(
     urls: Mapping[str, str], directory: Path, groups: Mapping[str, Any] | None = None
 ) -> AsyncIterator[Prometheus]:
-    """``urls``: what /metrics is under, by the pod's name in the release, such as ``gateway-0``. ``groups``: the chart's alerts."""
+    """A Prometheus for the block. ``urls``: the base URL of /metrics by the pod's name in the release, such as
+    ``gateway-0``. ``groups``: the chart's alerts."""
     targets = [
         {
             "targets": [url.removeprefix("http://")],

@@ -1,6 +1,6 @@
-"""Different settings of ``/v1/completions``, each with a prompt of its own, and what their answers have in common.
+"""Requests to ``/v1/completions`` with different settings, each with its own prompt, and the comparison of their answers.
 
-A :class:`Wish` is one request. Every one asks for token ids, so that answers are compared exactly.
+A :class:`Wish` is one request. Every request asks for token ids, so that answers are compared exactly.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SENTENCE = {
     "required": ["capital", "sure", "letters"],
     "additionalProperties": False,
 }
-# The same as SENTENCE, for a reference that knows no JSON Schema: this is the one way in which we write JSON.
+# SENTENCE as a regex, for a reference without JSON Schema. It matches the only form in which guides write JSON.
 SENTENCE_REGEX = r'\{"capital": "(Paris|Rome|Madrid)", "sure": (true|false), "letters": (4|5|6)\}'
 DATE_REGEX = r"(19|20)[0-9]{2}-[01][0-9]"
 CITY_REGEX = r"city: [A-Z][a-z]{3,8}\."
@@ -32,20 +32,20 @@ CITY_REGEX = r"city: [A-Z][a-z]{3,8}\."
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """One request; ``fields`` go beside the prompt, which is generated from greedily unless they say otherwise."""
+    """One request. ``fields`` are sent beside the prompt. Generation is greedy unless they say otherwise."""
 
     prompt: str
     fields: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def body(self) -> dict[str, Any]:
-        """As it is sent."""
+        """The request's body."""
         common = {"max_tokens": MAX_TOKENS, "temperature": 0, "return_token_ids": True}
         return {"prompt": self.prompt, **common, **self.fields}
 
     @property
     def num_choices(self) -> int:
-        """How many answers come."""
+        """The number of choices in the answer."""
         return int(self.fields.get("n", 1))
 
 
@@ -98,7 +98,7 @@ WISHES: dict[str, Wish] = {
     "grammar": Wish("Of France, the ", {"structured_outputs": {"grammar": 'root ::= "city: " [A-Z] [a-z]{3,8} "."'}}),
 }
 
-# One of each kind, for deployments whose workers are of another shape; and one that a worker can be killed in.
+# One request of each kind, for workers of other shapes, and a long one, during which a worker can be killed.
 FEW = {
     name: WISHES[name]
     for name in ("greedy", "frequency_penalty", "prompt_logprobs", "temperature", "json_schema", "beams 4")
@@ -108,7 +108,7 @@ LONG = Wish("Tell me a story.", {"seed": 3, "temperature": 1.0, "max_tokens": 48
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What came, without what differs from one time to the next."""
+    """An answer without the fields that differ between equal requests."""
 
     prompt_ids: list[int]
     choices: list[dict[str, Any]]
@@ -117,7 +117,7 @@ class Answer:
 
     @classmethod
     def of(cls, body: Mapping[str, Any]) -> Answer:
-        """From a response's body."""
+        """Read a response's body."""
         choices: list[dict[str, Any]] = [dict(choice) for choice in body["choices"]]
         prompts = [choice.pop("prompt_token_ids") for choice in choices]
         assert all(prompt == prompts[0] for prompt in prompts)
@@ -126,25 +126,25 @@ class Answer:
 
     @property
     def outputs(self) -> list[list[int]]:
-        """Token ids of each choice."""
+        """The token ids of each choice."""
         return [choice["token_ids"] for choice in self.choices]
 
 
 async def ask(client: httpx.AsyncClient, wish: Wish) -> Answer:
-    """The answer to one request."""
+    """Send one request and return its answer."""
     response = await client.post("/v1/completions", json=wish.body)
     assert response.status_code == 200, f"{wish}: {response.text}"
     return Answer.of(response.json())
 
 
 async def ask_alone(url: str, wishes: Mapping[str, Wish]) -> dict[str, Answer]:
-    """One request at a time."""
+    """Send one request at a time."""
     async with httpx.AsyncClient(base_url=url, timeout=240) as client:
         return {name: await ask(client, wish) for name, wish in wishes.items()}
 
 
 async def ask_together(url: str, wishes: Mapping[str, Wish]) -> dict[str, Answer]:
-    """All at once."""
+    """Send all requests at once."""
     limits = httpx.Limits(max_connections=len(wishes))
     async with httpx.AsyncClient(base_url=url, timeout=240, limits=limits) as client:
         answers = await asyncio.gather(*(ask(client, wish) for wish in wishes.values()))
@@ -152,7 +152,7 @@ async def ask_together(url: str, wishes: Mapping[str, Wish]) -> dict[str, Answer
 
 
 def assert_same(one: Any, other: Any, where: str = "answer") -> None:
-    """Equal, but that fractions may differ by 1e-3. Fails naming the place."""
+    """Compare recursively; floats may differ by 1e-3. A failure names the field."""
     if isinstance(one, float) and isinstance(other, float):
         assert one == pytest.approx(other, abs=1e-3, rel=0), where
     elif isinstance(one, Mapping) and isinstance(other, Mapping):

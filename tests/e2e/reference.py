@@ -1,6 +1,6 @@
-"""transformers' own generation of the demo model in fp32, in this process: what a deployment's answers are compared with.
+"""transformers' own generation with the demo model in fp32, in this process, as the reference for a deployment's answers.
 
-Nothing of kvrelay's engine is used but the definition of its noise, without which no seed means anything.
+Of kvrelay's engine it uses only the noise, which defines the meaning of a seed.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from transformers import LogitsProcessorList
 
 from kvrelay.engine.sampling.noise import uniforms
 
-NO_TIE = 1e-4  # logits that are nearer to one another may come out in either order
+NO_TIE = 1e-4  # logits closer than this may change their order
 
 
 class Reference:
-    """The model, and its tokenizer."""
+    """The model and its tokenizer."""
 
     def __init__(self, directory: Path) -> None:
         self.tokenizer: Any = transformers.AutoTokenizer.from_pretrained(directory)
@@ -32,34 +32,34 @@ class Reference:
 
     @cached_property
     def _texts(self) -> list[str]:
-        """Of every token on its own."""
+        """The text of every token on its own."""
         texts: list[str] = self.tokenizer.batch_decode([[token] for token in range(len(self.tokenizer))])
         return texts
 
     def encode(self, text: str) -> list[int]:
-        """Token ids."""
+        """The token ids of a text."""
         ids: list[int] = self.tokenizer(text).input_ids
         return ids
 
     def decode(self, token_ids: list[int]) -> str:
-        """Text without special tokens."""
+        """The text of tokens, without special tokens."""
         text: str = self.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
 
     def logits(self, token_ids: list[int]) -> torch.Tensor:
-        """``[len(token_ids), vocab]`` fp32: row i is behind token i."""
+        """``[len(token_ids), vocab]`` fp32: row i has the logits after token i."""
         with torch.inference_mode():
             logits: torch.Tensor = self._model(torch.tensor([token_ids])).logits[0]
         return logits
 
     def logprobs(self, token_ids: list[int]) -> torch.Tensor:
-        """As ``logits``, of the raw distribution."""
+        """Log probabilities in the shape of ``logits``."""
         return torch.log_softmax(self.logits(token_ids), dim=-1)
 
     def generate(self, prompt: list[int], max_tokens: int, **options: Any) -> list[list[int]]:
-        """What ``generate`` gives without sampling, best first, each up to and with its end token.
+        """The outputs of ``generate`` without sampling, best first, each up to and including its end token.
 
-        Fails if what decides is within ``NO_TIE``: then another prompt is to be chosen.
+        Fails if a decision is within ``NO_TIE``: such a test needs another prompt.
         """
         ids = torch.tensor([prompt])
         with torch.inference_mode():
@@ -84,7 +84,8 @@ class Reference:
         return [self._ended(output) for output in outputs]
 
     def assert_guided(self, prompt: list[int], output: list[int], pattern: str) -> None:
-        """Each token is the likeliest of those with which the text can still match ``pattern``; it ends at the first match."""
+        """Check that each token is the likeliest that keeps a match of ``pattern`` possible, and that the first match
+        ends the output."""
         logits = self.logits(prompt + output)[len(prompt) - 1 : -1]
         matcher, text = regex.compile(pattern), ""
         for row, token in zip(logits, output, strict=True):
@@ -95,7 +96,7 @@ class Reference:
         assert matcher.fullmatch(text) is not None, f"{text!r} is not complete"
 
     def _likeliest(self, logits: torch.Tensor, matcher: regex.Pattern[str], text: str) -> tuple[int, str]:
-        """The token, and its text, with the largest of ``logits`` ``[vocab]`` of those that lead on to a match."""
+        """The likeliest token by ``logits`` ``[vocab]`` that keeps a match possible, and its text."""
         for token in logits.argsort(descending=True).tolist():
             piece = self._texts[token]
             if token not in self.end_ids and matcher.fullmatch(text + piece, partial=True):
@@ -108,7 +109,7 @@ class Reference:
 
 
 class OpenAIPenalties:
-    """Presence and frequency penalties as OpenAI's API defines them, of the output's tokens; transformers has none."""
+    """Presence and frequency penalties of output tokens, as OpenAI's API defines them. transformers has none."""
 
     def __init__(self, num_prompt_tokens: int, presence: float, frequency: float) -> None:
         self._num_prompt_tokens = num_prompt_tokens
@@ -116,7 +117,7 @@ class OpenAIPenalties:
         self._frequency = frequency
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """``scores`` ``[1, vocab]`` behind ``input_ids`` ``[1, length]``."""
+        """The penalised ``scores`` ``[1, vocab]`` after ``input_ids`` ``[1, length]``."""
         counts = torch.bincount(input_ids[0, self._num_prompt_tokens :], minlength=scores.shape[-1]).float()
         return scores - self._frequency * counts - self._presence * (counts > 0)
 
@@ -127,10 +128,10 @@ Warper = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 def assert_drawn(
     logits: torch.Tensor, prompt: list[int], output: list[int], warpers: LogitsProcessorList, *, seed: int, choice: int
 ) -> None:
-    """Each token is the one that its noise takes from what transformers' ``warpers`` make of ``logits``.
+    """Check that each token is the one that its noise selects from the distribution after transformers' ``warpers``.
 
-    ``logits``: ``[len(output), vocab]``, those that each token was drawn from. The noise is one number in [0, 1) by seed, choice
-    and position; it takes the token in whose part of the cumulative distribution, in vocabulary order, it lies.
+    ``logits``: ``[len(output), vocab]``, one row for each drawn token. The noise is a number in [0, 1) by seed, choice
+    and position. It selects the token whose interval of the cumulative distribution, in vocabulary order, contains it.
     """
     positions = np.arange(len(prompt), len(prompt) + len(output), dtype=np.uint64)
     draws = uniforms(np.full_like(positions, seed), np.full_like(positions, choice), positions)

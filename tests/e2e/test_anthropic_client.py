@@ -1,4 +1,5 @@
-"""Anthropic's own client, unmodified, against the demo model: a text whole and streamed, a tool, a schema, counting."""
+"""Anthropic's own client, unmodified, against the demo model: text whole and streamed, a tool, a schema, token
+counts."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ class City(BaseModel):
 
 @pytest.fixture
 def client(deployment: LocalDeployment) -> Iterator[anthropic.Anthropic]:
-    """At the deployment's URL; it leaves nothing behind."""
+    """A client of the deployment. All blocks must be free afterwards."""
     with anthropic.Anthropic(base_url=deployment.url, api_key="unused", max_retries=0) as client:
         yield client
     wait_until_idle(deployment)

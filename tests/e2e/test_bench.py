@@ -1,4 +1,5 @@
-"""`kvrelay bench --serve`: the command starts what it measures, tells its CPU apart, and leaves nothing behind."""
+"""`kvrelay bench --serve` starts the deployment that it measures, reports the server's CPU use, and leaves no process
+behind."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A bit of a weight flips in the memory of a running prefill worker, under a stream whose prompt it computed.
+"""A bit of a weight flips in a running prefill worker's memory, during a stream whose prompt that worker computed.
 
-Its canary finds that out, nothing of it is used any more, the process ends with its own exit code, and the client notices nothing.
-Where Prometheus is installed, its alert fires.
+Its canary detects it: the worker's cached blocks are dropped, and its process ends with an exit code of its own. The
+client gets the right answer. Where Prometheus is installed, the alert fires.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ STORY = Wish("Tell me a story of two brothers.", {"temperature": 0.0, "max_token
 OTHERS = {str(number): Wish(f"{number}, {number}, {number}, and again. " * 4, {"max_tokens": 2}) for number in range(4)}
 PREFILLS = ("prefill-0", "prefill-1")
 WEIGHT = "model.layers.10.post_attention_layernorm.weight"
-EXPONENT_BIT = 30  # the top one, of the first number
+EXPONENT_BIT = 30  # the top exponent bit of the first number
 _DROPPED = re.compile(r"decode-0 \| .*prefill worker .* computed wrongly: (\d+) cached KV blocks dropped")
 
 
 @pytest.fixture
 def checked(model_directory: Path) -> Iterator[LocalDeployment]:
-    """Two prefill workers and a decode worker, with canaries."""
+    """A gateway, two prefill workers and one decode worker, with canaries."""
     settings = LocalSettings.of(
         port=0, device="cpu", dtype="float32", threads=1, prefill=2, num_blocks=64, local_prefill="fallback",
         room_timeout_s=PATIENCE_S, canary_period_s=0.2,
@@ -84,7 +84,8 @@ async def test_a_bit_that_flips_in_a_running_worker_costs_its_clients_nothing(
 
 @asynccontextmanager
 async def fires(alert: str, deployment: LocalDeployment, directory: Path) -> AsyncIterator[None]:
-    """An alert of the chart that is silent at the beginning of the block fires before its end, or some time behind it."""
+    """Check that an alert of the chart is silent at the start of the block, and fires during the block or soon after
+    it."""
     if shutil.which("prometheus") is None or shutil.which("helm") is None:
         yield
         return
@@ -96,13 +97,13 @@ async def fires(alert: str, deployment: LocalDeployment, directory: Path) -> Asy
 
 
 async def attempts(client: httpx.AsyncClient, stream: Stream) -> list[str]:
-    """Which prefill worker each attempt at it went to."""
+    """The address of the prefill worker of each attempt at the request."""
     [known] = (await client.get(f"/debug/requests/{stream.request_id}")).json()["requests"]
     return [attempt["workers"][0] for attempt in known["sequences"][0]["attempts"]]
 
 
 def worker_at(deployment: LocalDeployment, address: str) -> str:
-    """The component that listens there."""
+    """The component that listens at ``address``."""
     [name] = [
         spec.name for spec in deployment.plan.specs if spec.name != "gateway" and f"--address={address}" in spec.command
     ]
@@ -110,19 +111,19 @@ def worker_at(deployment: LocalDeployment, address: str) -> str:
 
 
 def has_checked(deployment: LocalDeployment) -> bool:
-    """Whether a canary of each prefill worker has ended as the one before it."""
+    """Whether each prefill worker has more than one canary with the result "same"."""
     name, labels = "kvrelay_canaries_total", {"result": "same"}
     return all(sum(counter_values(deployment.admin_urls[worker], name, labels)) > 1 for worker in PREFILLS)
 
 
 def holders(deployment: LocalDeployment) -> set[str]:
-    """Who holds blocks of any worker, but for canaries."""
+    """The owners of blocks on any worker, without canaries."""
     owners = {owner for name in (*PREFILLS, "decode-0") for owner in ledger_of(deployment, name)["owners"]}
     return {owner for owner in owners if "canary of this worker" not in owner}
 
 
 def ledger_of(deployment: LocalDeployment, name: str) -> dict[str, Any]:
-    """As /debug/kv shows it."""
+    """A worker's block ledger, from /debug/kv."""
     found: dict[str, Any] = httpx.get(f"{deployment.admin_urls[name]}/debug/kv", timeout=30).json()["ledger"]
     return found
 
@@ -132,7 +133,7 @@ def says(deployment: LocalDeployment, what: str) -> bool:
 
 
 def weight(model_directory: Path) -> bytes:
-    """As a worker in float32 has it."""
+    """The weight's bytes in a float32 worker's memory."""
     for file in sorted(model_directory.glob("*.safetensors")):
         with safetensors.safe_open(file, "pt") as tensors:
             if WEIGHT in tensors.keys():  # noqa: SIM118 - not a dictionary

@@ -1,4 +1,4 @@
-"""``curl``, as the start banner and the README show it."""
+"""The ``curl`` commands of the start banner and the README get an answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The demo model through the whole relay, as a user meets it."""
+"""The demo model through the whole relay, as users see it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def prompt(seed: int, length: int) -> list[int]:
 
 
 async def stream_ids(client: httpx.AsyncClient, tokens: list[int], max_tokens: int) -> list[int]:
-    """Greedy output of one streamed completion."""
+    """The greedy output of one streamed completion."""
     body = {
         "prompt": tokens, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "stream": True,
         "return_token_ids": True,
@@ -81,7 +81,7 @@ def test_the_unmodified_openai_client(deployment: LocalDeployment) -> None:
 
 @pytest.mark.fast
 def test_it_says_what_transformers_says(deployment: LocalDeployment, model_directory: Path, tmp_path: Path) -> None:
-    """`kvrelay verify` against the running deployment, short; the whole of it is `make verify`."""
+    """`kvrelay verify` passes against the running deployment with three prompts. `make verify` runs all of it."""
     prompts = ["Hello", "The three primary colours are", "Once upon a time " * 90]
     path = tmp_path / "prompts.jsonl"
     path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in prompts))
@@ -98,7 +98,8 @@ def test_it_says_what_transformers_says(deployment: LocalDeployment, model_direc
 
 @pytest.mark.parametrize("victim", ["decode-0", "prefill-0"])
 async def test_a_killed_worker_costs_time_but_no_token(deployment: LocalDeployment, victim: str) -> None:
-    """The only worker of its role is killed while it serves; the launcher starts it again, the stream goes on."""
+    """The only worker of its role is killed with SIGKILL while it serves. The launcher restarts it, and the stream gets
+    the same tokens."""
     tokens = prompt(77, 900)
     async with http(deployment) as client:
         alone = await stream_ids(client, prompt(3, 40), 40)
@@ -107,25 +108,25 @@ async def test_a_killed_worker_costs_time_but_no_token(deployment: LocalDeployme
         metrics = f"{deployment.admin_urls[victim]}/metrics"
         before = sampled(httpx.get(metrics, timeout=30).text)
         while sampled(httpx.get(metrics, timeout=30).text) == before:
-            await asyncio.sleep(0.01)  # polls for a state: the victim is at work
+            await asyncio.sleep(0.01)  # polls until the victim has sampled a token
         os.kill(deployment.pids[victim], signal.SIGKILL)
         assert await running == alone
         assert len(await waiting) == 4
         deployment.wait_ready(timeout_s=120)
         while not all(worker["state"] == "up" for worker in (await client.get("/debug/workers")).json()["workers"]):
-            await asyncio.sleep(0.01)  # polls for a state: the gateway has a link to the new worker, too
+            await asyncio.sleep(0.01)  # polls until the gateway is connected to the new worker
     wait_until_idle(deployment)
 
 
 def sampled(metrics: str) -> float:
-    """Tokens a worker has sampled, from its metrics page."""
+    """The number of tokens that a worker has sampled, from its /metrics."""
     return next(
         float(line.split()[1]) for line in metrics.splitlines() if line.startswith("kvrelay_sampled_tokens_total")
     )
 
 
 async def test_a_chats_second_turn_is_the_same_cached_and_anew(deployment: LocalDeployment) -> None:
-    """Two turns; the second one's text is the same with the cache, and without: under a salt of its own."""
+    """The second turn of a chat has the same text with cached blocks as without them, under a cache salt."""
     question = {
         "role": "user",
         "content": "Name the three primary colours, and say in one sentence what each is used for.",

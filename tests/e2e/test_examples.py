@@ -1,4 +1,4 @@
-"""The programs of ``examples/``, as they are, and the one of the quickstart."""
+"""The programs of ``examples/`` and of the quickstart run unchanged."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(300)
 
 
 def run(program: Path, url: str = "") -> str:
-    """What ``program`` prints."""
+    """Run ``program`` and return its output."""
     done = subprocess.run(
         [sys.executable, program],
         env={**os.environ, "KVRELAY_URL": url},

@@ -1,4 +1,4 @@
-"""`kvrelay local --engine fake`: the whole relay without a model, in seconds."""
+"""`kvrelay local --engine fake`: the whole relay in seconds, without a model's weights."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(120)
 
 @pytest.mark.fast
 async def test_fakes_hand_over_real_blocks(model_directory: Path, tmp_path: Path) -> None:
-    """With keys, and sealed: the other deployments here have neither."""
+    """Keys and sealed blocks are on here; the other deployments of these tests have neither."""
     make_keys(tmp_path)
     secured = {"keys": str(tmp_path), "seal_kv": True}
     settings = LocalSettings.of(port=0, engine="fake", local_prefill="fallback", fake_step_ms=1, **secured)
@@ -33,17 +33,18 @@ async def test_fakes_hand_over_real_blocks(model_directory: Path, tmp_path: Path
         prompts = [prompt(seed, 40 + 30 * seed) for seed in range(8)]
         async with http(deployment) as client:
             answers = await asyncio.gather(*(stream_ids(client, tokens, 20) for tokens in prompts))
-        vocab_size = 49_152  # the demo model's
+        vocab_size = 49_152  # the demo model's vocabulary
         assert answers == [expected_output(tokens, 20, vocab_size) for tokens in prompts]
         received = counter_values(deployment.admin_urls["decode-0"], "kvrelay_kv_blocks_received_total", {})
-        # Every prompt's blocks: those of its tokens, the last one maybe in part.
+        # All blocks of every prompt, including a last one that is not full.
         assert sum(received) == sum(-(-len(tokens) // 16) for tokens in prompts)
         await asyncio.to_thread(wait_until_idle, deployment)
 
 
 @pytest.mark.fast
 async def test_two_models_behind_one_gateway(model_directory: Path, tmp_path: Path) -> None:
-    """Each with its own workers and vocabulary; when one has lost its decode worker, the other answers."""
+    """Each model has its own workers and vocabulary. When one model's decode worker hangs, the other model still
+    answers."""
     other = tmp_path / "other"
     other.mkdir()
     for path in (*model_directory.glob("*.json"), *model_directory.glob("*.jinja")):
@@ -76,7 +77,7 @@ async def test_two_models_behind_one_gateway(model_directory: Path, tmp_path: Pa
             received = counter_values(deployment.admin_urls["decode-other-1"], "kvrelay_kv_blocks_received_total", {})
             assert sum(received) > 0
             lost = deployment.pids["decode-other-1"]
-            os.kill(lost, signal.SIGSTOP)  # killed, it would be started again
+            os.kill(lost, signal.SIGSTOP)  # stopped, because the launcher would restart a killed one
             try:
                 answer = await client.post(
                     "/v1/completions", json={**body, "model": "chat"}, headers={"x-request-timeout": "2"}

@@ -1,4 +1,5 @@
-"""Ten unlike types of model through `kvrelay local`: tiny, with random weights and a tokenizer, over real processes and HTTP."""
+"""Ten different types of model through `kvrelay local`: tiny random weights and a tokenizer, real processes and
+HTTP."""
 
 from __future__ import annotations
 
@@ -20,13 +21,13 @@ from tests.models.tiny import VOCAB, generate, tiny_model
 from .conftest import wait_until_idle
 
 TYPES = "gemma2 gemma3_text gpt_oss mixtral qwen3_moe deepseek_v3 phi3 cohere2 gpt2 qwen3"
-MARKS = {"deepseek_v3": pytest.mark.fast}  # of whose kind the demo model is least
+MARKS = {"deepseek_v3": pytest.mark.fast}  # the type least like the demo model
 PROMPT = [3 + 7 * index % 190 for index in range(41)]
 NUM_TOKENS = 12
 
 
 def save(model_type: str, directory: Path) -> tuple[Any, tokenizers.Tokenizer]:
-    """A model's directory as a user has it, and what is in it. One word is one token."""
+    """Save a model's directory as users have it, and return model and tokenizer. Each word is one token."""
     model = tiny_model(model_type)
     model.save_pretrained(directory)
     words = {f"w{index}": index for index in range(VOCAB)}
@@ -39,7 +40,7 @@ def save(model_type: str, directory: Path) -> tuple[Any, tokenizers.Tokenizer]:
 
 
 def streamed(client: httpx.Client, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """The choices of all events."""
+    """The choices of all events of a stream."""
     choices: list[dict[str, Any]] = []
     body = {"max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True, "stream": True, **body}
     with client.stream("POST", path, json=body) as response:
@@ -53,10 +54,10 @@ def streamed(client: httpx.Client, path: str, body: dict[str, Any]) -> list[dict
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.filterwarnings("ignore")  # transformers warns of what tiny configurations leave out
+@pytest.mark.filterwarnings("ignore")  # transformers warns of fields that tiny configurations lack
 @pytest.mark.parametrize("model_type", [pytest.param(one, marks=MARKS.get(one, ())) for one in TYPES.split()])
 def test_a_type_is_served(model_type: str, tmp_path: Path) -> None:
-    """A completion by token ids and a chat by text: what transformers' generate says, over the hand-off."""
+    """A completion by token ids and a chat by text equal transformers' ``generate``. Both prompts are handed over."""
     model, tokenizer = save(model_type, tmp_path)
     expected, _ = generate(model, PROMPT, NUM_TOKENS)
     settings = LocalSettings.of(

@@ -1,8 +1,8 @@
-"""Grafana's queries, and every alert but one, asked of a real Prometheus that scrapes a real deployment under load and faults.
+"""Grafana's queries and every alert but one, on a real Prometheus that scrapes a real deployment under load and faults.
 
-One deployment lives through a story: all is well; a flood; a decode worker hangs; strangers and misfits come. Each alert is silent
-before its cause, and fires behind it. ``KvrelayComputesWrongly`` needs weights that break: :mod:`tests.e2e.test_canary` causes it.
-That alerts fire after their whole time, and not before, is tested in :mod:`tests.helm.test_alerts`.
+One deployment goes through four phases: normal load, a flood of requests, a hung decode worker, and strangers with
+misconfigured workers. Each alert is silent before its cause and fires after it. ``KvrelayComputesWrongly`` needs broken
+weights: see :mod:`tests.e2e.test_canary`. :mod:`tests.helm.test_alerts` checks that alerts fire at their exact time.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ PODS = {
 
 
 async def ask_again_and_again(client: httpx.AsyncClient, number: int) -> None:
-    """One client with long answers; each prompt is new, so that no blocks are shared."""
+    """A client that repeats requests with long answers. Each prompt is new, so no blocks are shared."""
     chance = random.Random(number)
     while True:
         body = {
@@ -62,11 +62,11 @@ async def ask_again_and_again(client: httpx.AsyncClient, number: int) -> None:
             "ignore_eos": True,
         }
         await client.post("/v1/completions", json=body)
-        await asyncio.sleep(0.2)  # who is refused is so at once
+        await asyncio.sleep(0.2)  # a pause, because a refusal comes at once
 
 
 async def be_in_a_hurry(client: httpx.AsyncClient) -> None:
-    """One client with short answers, which come within its three seconds if nobody is in the way."""
+    """A client that repeats short requests with a timeout of 3 s, which suffices without other load."""
     while True:
         body = {"prompt": [3, 4, 5], "max_tokens": 5, "ignore_eos": True}
         await client.post("/v1/completions", json=body, headers={"x-request-timeout": "3"})
@@ -74,7 +74,7 @@ async def be_in_a_hurry(client: httpx.AsyncClient) -> None:
 
 
 async def talk_nonsense(decode: ComponentSpec, url: str) -> None:
-    """To every door."""
+    """Send garbage to a decode worker's control and data ports and to the gateway."""
     host, port = url.removeprefix("http://").split(":")
     with zmq.Context() as context:
         while True:
@@ -92,7 +92,7 @@ async def talk_nonsense(decode: ComponentSpec, url: str) -> None:
 
 
 async def knock_with_other_keys(decode: ComponentSpec, known: Path, own: Path) -> None:
-    """As a gateway that still has the keys of before."""
+    """Connect like a gateway whose keys the workers do not know."""
     [server_key] = WireKeys.load(known, Role.GATEWAY).peers[Role.DECODE]
     keys = WireKeys.load(own, Role.GATEWAY)
     with zmq.Context() as context:
@@ -109,13 +109,13 @@ async def knock_with_other_keys(decode: ComponentSpec, known: Path, own: Path) -
 
 
 def door_of(decode: ComponentSpec, option: str) -> str:
-    """Where a decode worker listens."""
+    """The address of a decode worker's option ``address`` or ``data-address``."""
     return dict(re.findall(r"--(address|data-address)[= ](\S+)", " ".join(decode.command)))[option]
 
 
 @asynccontextmanager
 async def meanwhile(*endless: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """These run until the end of the block, and none ends before."""
+    """Run these coroutines during the block. None may end before it."""
     tasks = [asyncio.create_task(one) for one in endless]
     try:
         yield
@@ -128,7 +128,7 @@ async def meanwhile(*endless: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
 
 @contextmanager
 def hung(pid: int) -> Iterator[None]:
-    """The process stands still."""
+    """Stop the process for the block."""
     os.kill(pid, signal.SIGSTOP)
     try:
         yield
@@ -138,7 +138,7 @@ def hung(pid: int) -> Iterator[None]:
 
 @asynccontextmanager
 async def started(*specs: ComponentSpec) -> AsyncIterator[None]:
-    """They have come up."""
+    """Run these components for the block, from when they are ready."""
     late = Supervisor(specs)
     late.start(LogRecorder())
     try:
@@ -149,7 +149,7 @@ async def started(*specs: ComponentSpec) -> AsyncIterator[None]:
 
 
 def dashboard_queries() -> dict[str, str]:
-    """As Grafana would ask them, by panel."""
+    """The dashboard's queries by panel and legend, with Grafana's variables filled in."""
     panels = json.loads((CHART / "dashboards" / "kvrelay.json").read_text())["panels"]
     asked = {
         f"{panel['title']}: {target.get('legendFormat')}": target["expr"]
@@ -185,7 +185,7 @@ async def test_each_alert_fires_behind_its_cause_and_every_query_finds_data(
     make_keys(other)
     plan = LocalDeployment.from_settings(settings, model_directory).plan
     specs = {spec.name: spec for spec in plan.specs}
-    # Two of the decode workers come late, from an installation of other settings: the gateway knows their addresses.
+    # Two decode workers start late and with other settings. The gateway has their addresses from the start.
     misfit, locked = specs.pop("decode-1"), specs.pop("decode-2")
     misfit = replace(misfit, command=(*misfit.command, "--block-size=32"))
     locked = replace(locked, command=(*locked.command, f"--keys={known}"))

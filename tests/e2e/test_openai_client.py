@@ -1,4 +1,4 @@
-"""OpenAI's own client, unmodified, against the demo model: what it has beyond plain requests, sync and async."""
+"""OpenAI's own client, unmodified, against the demo model: its features beyond plain requests, sync and async."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Weather(BaseModel):
 
 @pytest.fixture
 def client(deployment: LocalDeployment) -> Iterator[openai.OpenAI]:
-    """At the deployment's URL; it leaves nothing behind."""
+    """A client of the deployment. All blocks must be free afterwards."""
     with openai.OpenAI(base_url=f"{deployment.url}/v1", api_key="unused", max_retries=0) as client:
         yield client
     wait_until_idle(deployment)
@@ -124,7 +124,7 @@ async def test_the_async_client(deployment: LocalDeployment) -> None:
         )
         pieces = [chunk.choices[0].delta.content or "" async for chunk in other if chunk.choices]
         assert "".join(pieces) == whole.choices[0].message.content
-        # A client that has heard enough goes away; nothing stays behind.
+        # The client closes a stream after its first chunk. All blocks must be free afterwards.
         stopped = await create(model=MODEL, messages=CHAT, stream=True, extra_body={"ignore_eos": True})
         async for _ in stopped:
             break

@@ -1,4 +1,4 @@
-"""Other projects' clients, unmodified and in environments of their own (``make clients``), against the demo model's deployment."""
+"""Clients of other projects, unmodified and each in its own environment (``make clients``), against the demo model."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ MODEL = "SmolLM2-135M-Instruct"
 
 
 def run(environment: str, program: str, deployment: LocalDeployment) -> dict[str, Any]:
-    """What the program printed."""
+    """Run a program in its environment and return its results."""
     python = ENVIRONMENTS / environment / "bin" / "python"
     assert python.exists(), "the clients' environments are missing: make clients"
-    # The prices of others' models are not fetched from the network.
+    # Do not download the price list of other models.
     variables = {**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True", "LANGSMITH_TRACING": "false"}
     done = subprocess.run(
         [python, PROGRAMS / program, deployment.url, MODEL],

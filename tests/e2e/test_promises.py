@@ -1,6 +1,6 @@
-"""What the API promises of its parameters, against transformers: over the hand-off and locally, alone and all in one batch.
+"""The API's parameters against transformers: with a hand-off and without, one request at a time and all in one batch.
 
-Each wish of :mod:`tests.e2e.promises` is asked four times. The answers must be the same, and what transformers says.
+Each request of :mod:`tests.e2e.promises` is sent in these four ways. All answers must be equal, and equal transformers'.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from .reference import OpenAIPenalties, Reference, assert_drawn
 
 pytestmark = pytest.mark.timeout(300)
 
-Answers = dict[str, dict[str, Answer]]  # by way, by wish
+Answers = dict[str, dict[str, Answer]]  # by way, then by request
 
 
 @pytest.fixture(scope="module")
 def reference(model_directory: Path) -> Iterator[Reference]:
-    """transformers' model, on one thread: beside a deployment's, more would wait for each other."""
+    """transformers' model on one thread, as more threads would compete with the deployment's."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield Reference(model_directory)
@@ -49,7 +49,8 @@ def reference(model_directory: Path) -> Iterator[Reference]:
 
 @pytest.fixture(scope="module")
 def answers(deployment: LocalDeployment, local_deployment: LocalDeployment) -> Answers:
-    """All wishes, four ways. One deployment computes prompts that it has not cached when each is alone, the other together."""
+    """The answers to all requests in all four ways. The order of the ways decides what is cached: "relay" computes new
+    prompts one at a time, "local" computes them together."""
 
     def counted(deployment: LocalDeployment, name: str, **labels: str) -> float:
         return sum(counter_values(deployment.admin_urls["decode-0"], name, labels))
@@ -68,14 +69,14 @@ def answers(deployment: LocalDeployment, local_deployment: LocalDeployment) -> A
         num_steps[name] = counted(where, "kvrelay_step_seconds_count") - before
         wait_until_idle(where)
     assert counted(deployment, "kvrelay_handoffs_total", outcome="verified") - num_before >= 2 * len(WISHES)
-    for place in ("relay", "local"):  # they did meet in batches
+    for place in ("relay", "local"):  # the requests did share batches
         assert num_steps[f"{place}, together"] < num_steps[f"{place}, alone"] / 4, num_steps
     return found
 
 
 @pytest.fixture
 def first(answers: Answers) -> dict[str, Answer]:
-    """One way's answers: the others are the same."""
+    """The answers of one way. ``test_all_ways_give_the_same`` compares the others with it."""
     return answers["relay, alone"]
 
 
@@ -91,7 +92,7 @@ def test_all_ways_give_the_same(answers: Answers, reference: Reference, name: st
 
 
 def test_each_setting_changes_the_text(first: dict[str, Answer], reference: Reference) -> None:
-    """None of them would pass as greedy."""
+    """With each of six settings the output differs from the greedy one, so that their tests show something."""
     for name in (
         "repetition_penalty",
         "presence_penalty",
@@ -105,7 +106,7 @@ def test_each_setting_changes_the_text(first: dict[str, Answer], reference: Refe
 
 
 def _options(name: str, reference: Reference, num_prompt_tokens: int) -> dict[str, Any]:
-    """A wish in the words of ``generate``."""
+    """The options of ``generate`` for one request."""
     fields = WISHES[name].fields
     options: dict[str, Any] = {}
     match name:
@@ -152,7 +153,7 @@ def test_greedy_tokens_are_those_of_transformers(first: dict[str, Answer], refer
     options = _options(name, reference, len(answer.prompt_ids))
     assert answer.outputs == reference.generate(answer.prompt_ids, max_tokens, **options)
     [choice] = answer.choices
-    is_stop_token = choice["stop_reason"] is not None  # its text is left out
+    is_stop_token = choice["stop_reason"] is not None  # a stop token's text is left out
     text = reference.decode(choice["token_ids"][: -1 if is_stop_token else None])
     assert choice["text"] == (WISHES[name].prompt + text if name == "echo" else text)
     has_ended = choice["token_ids"][-1] in options.get("eos_token_id", reference.end_ids)

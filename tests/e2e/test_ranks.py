@@ -1,4 +1,5 @@
-"""Workers of several ranks beside workers of one: what they hand over gives the same answers; a rank that dies costs a pause."""
+"""Workers of several ranks with workers of one rank: answers equal those of one rank, and a killed rank costs only a
+pause."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ ADAPTER = "formal"
 
 @pytest.fixture(scope="module")
 def adapters(tmp_path_factory: pytest.TempPathFactory, model_directory: Path) -> Path:
-    """A directory with one adapter, of all layers."""
+    """A directory with one adapter, which changes all layers."""
     directory: Path = tmp_path_factory.mktemp("adapters")
     write_adapter(directory / ADAPTER, linear_shapes(model_directory), size=0.15)
     return directory
@@ -38,7 +39,7 @@ def adapters(tmp_path_factory: pytest.TempPathFactory, model_directory: Path) ->
 
 @pytest.fixture(scope="module")
 def of_merged(adapters: Path, model_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answer]:
-    """What one rank says of the model that the adapter is merged into."""
+    """The answers of one rank that serves a model with the adapter merged into it."""
     directory = tmp_path_factory.mktemp("merged") / "model"
     merge(model_directory, adapters / ADAPTER, directory)
     settings = LocalSettings.of(
@@ -51,7 +52,7 @@ def of_merged(adapters: Path, model_directory: Path, tmp_path_factory: pytest.Te
 
 @pytest.fixture(scope="module", params=[(3, 1), (1, 3)], ids=["3-to-1", "1-to-3"])
 def unequal(request: pytest.FixtureRequest, model_directory: Path, adapters: Path) -> Iterator[LocalDeployment]:
-    """A prefill and a decode worker, one of them on three ranks; the model has nine query heads."""
+    """A prefill and a decode worker, one of them with three ranks. The model has nine query heads."""
     prefill, decode = request.param
     settings = LocalSettings.of(
         port=0, device="cpu", dtype="float32", threads=1, num_blocks=64, local_prefill="fallback",
@@ -94,7 +95,7 @@ async def test_a_rank_that_is_killed_costs_a_pause(of_one_rank: dict[str, Answer
 
 
 async def is_killed_amid_an_answer(deployment: LocalDeployment, process: int, expected: Told) -> None:
-    """The process ends; the stream does not notice."""
+    """Kill the process during a stream, whose answer must still be complete and right."""
     async with http(deployment) as client, asyncio.TaskGroup() as running:
         stream = Stream("long", LONG)
         running.create_task(stream.run(client))
@@ -104,19 +105,19 @@ async def is_killed_amid_an_answer(deployment: LocalDeployment, process: int, ex
 
 
 async def says_so_when_it_is_ready(deployment: LocalDeployment, expected: Told) -> None:
-    """All are up again, and the answer is the same."""
+    """Wait until all components are ready, and check that the answer is the same."""
     await asyncio.to_thread(deployment.wait_ready, timeout_s=120)
     again = await ask_alone(deployment.url, {"long": LONG})
     assert told(again["long"]) == expected
 
 
 def told(answer: Answer) -> Told:
-    """Text and token ids of each choice."""
+    """The text and token ids of each choice."""
     return [(one["text"], one["token_ids"]) for one in answer.choices]
 
 
 def ranks(deployment: LocalDeployment) -> list[tuple[str, int]]:
-    """Worker and process of each rank that is not a leader."""
+    """The worker's name and the process id of each rank that is not a leader."""
     return [
         (name, child.pid)
         for name, pid in deployment.pids.items()
@@ -127,7 +128,8 @@ def ranks(deployment: LocalDeployment) -> list[tuple[str, int]]:
 
 @pytest.fixture(scope="module")
 def spread(model_directory: Path) -> Iterator[LocalDeployment]:
-    """A decode worker of three nodes with a rank each; the processes of the others find its by an address of loopback."""
+    """A decode worker of three nodes with one rank each. The nodes are processes, which find their leader by a loopback
+    address."""
     settings = LocalSettings.of(
         port=0, device="cpu", dtype="float32", threads=1, num_blocks=64, local_prefill="fallback",
         room_timeout_s=PATIENCE_S, decode_tensor_parallel=3,
@@ -157,7 +159,7 @@ def spread(model_directory: Path) -> Iterator[LocalDeployment]:
 async def test_a_decode_worker_of_several_nodes_answers_as_one_rank_does(
     of_one_rank: dict[str, Answer], spread: LocalDeployment
 ) -> None:
-    """Every block is handed over to all nodes."""
+    """The decode worker's three ranks are on three nodes."""
     await test_unequal_pools_answer_as_one_rank_does(of_one_rank, spread)
 
 

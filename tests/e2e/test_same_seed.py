@@ -1,6 +1,6 @@
-"""The same seed, the same text: alone, in a batch of sequences that take each other's blocks, and after a worker was killed.
+"""The same seed gives the same text: alone, after preemptions in a full batch, and after a worker was killed.
 
-With penalties, whose counts must be rebuilt; with a guide, whose state must; and for several choices, each with its own noise.
+The requests have penalties and a guide, whose state must be rebuilt, and several choices, each with its own noise.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from .test_demo import http
 
 pytestmark = pytest.mark.timeout(300)
 
-NUM_BLOCKS = 12  # of each worker's pool: two of the answers below fit, not all of them
-NUM_BEFORE = 8  # tokens of each choice that have come when the worker is killed
+NUM_BLOCKS = 12  # of each worker's pool: room for two of the answers below, but not for all
+NUM_BEFORE = 8  # tokens of each choice that the client has before a worker is killed
 DECODES = ("decode-0", "decode-1")
 SCHEMA = {
     "type": "object",
@@ -68,12 +68,12 @@ WISHES = {
     ),
 }  # fmt: skip
 
-Told = list[tuple[str, list[int]]]  # text and token ids of each choice
+Told = list[tuple[str, list[int]]]  # the text and token ids of each choice
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
 def dtype(request: pytest.FixtureRequest) -> str:
-    """Of the deployment with little room. bf16 keeps its words by our own kernels (docs/reliability.md)."""
+    """The dtype of ``small``. In bf16 only our own kernels give batch-independent results (docs/reliability.md)."""
     name: str = request.param
     if name == "bfloat16":
         if shutil.which("g++") is None:
@@ -85,14 +85,14 @@ def dtype(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def alone(dtype: str, deployment: LocalDeployment, small: LocalDeployment) -> dict[str, Told]:
-    """What each says when nobody else is there; in float32, on another deployment."""
+    """The answers to one request at a time: in float32 from another deployment, in bf16 from ``small``."""
     answers = asyncio.run(ask_alone((deployment if dtype == "float32" else small).url, WISHES))
     return {name: [(one["text"], one["token_ids"]) for one in answer.choices] for name, answer in answers.items()}
 
 
 @pytest.fixture(scope="module")
 def small(dtype: str, model_directory: Path) -> Iterator[LocalDeployment]:
-    """A prefill worker and two decode workers, with little room."""
+    """A prefill worker and two decode workers with few blocks."""
     workers = {"device": "cpu", "dtype": dtype, "threads": 1, "num_blocks": NUM_BLOCKS}
     settings = LocalSettings.of(port=0, decode=2, local_prefill="fallback", room_timeout_s=PATIENCE_S, **workers)
     with LocalDeployment.from_settings(settings, model_directory) as running:
@@ -108,16 +108,16 @@ def test_each_kind_is_what_it_should_be(alone: dict[str, Told]) -> None:
 
 
 class Stream:
-    """One streamed request; ``told`` fills while it runs."""
+    """One streamed request. ``told`` grows while it runs."""
 
     def __init__(self, name: str, wish: Wish) -> None:
         self.request_id = f"{name}-x"
         self.told: Told = [("", []) for _ in range(wish.num_choices)]
-        self.is_under_way = asyncio.Event()  # every choice has some tokens
+        self.is_under_way = asyncio.Event()  # every choice has at least ``NUM_BEFORE`` tokens
         self._body = {**wish.body, "stream": True}
 
     async def run(self, client: httpx.AsyncClient) -> None:
-        """To the end."""
+        """Read the stream to its end."""
         headers = {"x-request-id": self.request_id}
         async with client.stream("POST", "/v1/completions", json=self._body, headers=headers) as response:
             assert response.status_code == 200, await response.aread()
@@ -135,35 +135,33 @@ class Stream:
 
 
 def request_ids(deployment: LocalDeployment, worker: str) -> list[str]:
-    """What the worker has in hand."""
+    """The ids of the requests that the worker has."""
     state: dict[str, Any] = httpx.get(f"{deployment.admin_urls[worker]}/debug/kv", timeout=30).json()
     return list(state["requests"])
 
 
 async def in_hand(deployment: LocalDeployment) -> dict[str, list[str]]:
-    """What each decode worker has."""
+    """The ids of the requests that each decode worker has."""
     return {worker: await asyncio.to_thread(request_ids, deployment, worker) for worker in DECODES}
 
 
 async def until_in_hand(deployment: LocalDeployment, stream: Stream, running: asyncio.Task[None]) -> None:
-    """Until a decode worker has it, or it has ended."""
+    """Wait until a decode worker has the request, or the request has ended."""
     while not running.done() and not any(
         key.startswith(stream.request_id) for keys in (await in_hand(deployment)).values() for key in keys
     ):
-        await asyncio.sleep(0.005)  # polls for a state; the test's timeout bounds it
+        await asyncio.sleep(0.005)  # polls; the test's timeout bounds it
 
 
 async def test_after_preemption(small: LocalDeployment, alone: dict[str, Told]) -> None:
-    """Each worker has two older, longer answers in hand, which take what younger ones hold: the youngest gives way.
-
-    Two of them and any of the wishes come to more than ``NUM_BLOCKS`` before the wish is done.
-    """
-    # After answers of one token the gateway takes all for short, and lets in more than there is room for.
+    """Each decode worker has two older, longer requests when the tested ones arrive. Together they need more than
+    ``NUM_BLOCKS``, so the youngest is preempted. Each tested request still gives the same text."""
+    # After answers of one token the gateway expects short answers, and admits more requests than fit.
     await ask_alone(small.url, {str(seed): Wish("Hi", {"max_tokens": 1}) for seed in range(3)})
     fields = {"max_tokens": 100, "ignore_eos": True}
     async with http(small) as client, asyncio.TaskGroup() as running:
         num_older = 0
-        # Where each goes depends on what the workers have reported meanwhile: more come until both have two.
+        # Placement depends on the workers' reports, so more requests are sent until both workers have two.
         while min(len(ids) for ids in (await in_hand(small)).values()) < 2:
             assert num_older < 12, "all go to one worker, or end before others begin"
             stream = Stream(f"older-{num_older}", Wish(f"{num_older} bottles of beer", fields))
@@ -178,7 +176,8 @@ async def test_after_preemption(small: LocalDeployment, alone: dict[str, Told]) 
 
 
 async def test_after_failover(small: LocalDeployment, alone: dict[str, Told]) -> None:
-    """Of two decode workers the one that has most of what was not struck yet is killed, until everything was."""
+    """The decode worker with the most requests not yet struck is killed, again and again until each request was struck.
+    Each gives the same text."""
     left = set(WISHES)
     async with http(small) as client:
         while left:

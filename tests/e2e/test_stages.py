@@ -1,4 +1,5 @@
-"""Workers of several stages beside workers of one: the same answers; a stage that dies costs a pause."""
+"""Workers of several stages with workers of one rank: answers equal those of one rank, and a killed stage costs only a
+pause."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ STAGES = {"2-to-1": {"prefill_pipeline_parallel": 2}, "1-to-3": {"decode_pipelin
 
 @pytest.fixture(scope="module", params=STAGES)
 def staged(request: pytest.FixtureRequest, model_directory: Path) -> Iterator[LocalDeployment]:
-    """A prefill and a decode worker, one of them in stages."""
+    """A prefill and a decode worker, one of them with two or three pipeline stages."""
     chosen: dict[str, Any] = STAGES[request.param]
     settings = LocalSettings.of(
         port=0, device="cpu", dtype="float32", threads=1, num_blocks=64, local_prefill="fallback",

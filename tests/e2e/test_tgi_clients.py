@@ -23,7 +23,7 @@ SCHEMA = {"type": "object", "properties": {"city": {"type": "string", "maxLength
 
 @pytest.fixture
 def client(deployment: LocalDeployment) -> Iterator[InferenceClient]:
-    """At the deployment's URL, as one is at a TGI's; it leaves nothing behind."""
+    """A client with the deployment's URL in place of a TGI's. All blocks must be free afterwards."""
     yield InferenceClient(deployment.url, timeout=240)
     wait_until_idle(deployment)
 
@@ -60,7 +60,7 @@ def test_details(client: InferenceClient) -> None:
     assert details.top_tokens is not None
     for token, top in zip(details.tokens, details.top_tokens, strict=True):
         assert len(top) == 3
-        best: Any = top[0]  # the client leaves what is in a list of lists as it came
+        best: Any = top[0]  # the client does not parse lists of lists
         assert (best["id"], best["logprob"]) == (token.id, pytest.approx(token.logprob))
 
 

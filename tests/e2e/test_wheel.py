@@ -1,6 +1,6 @@
-"""What a stranger installs: the wheel of this tree, in an environment that has nothing else, serves the demo model.
+"""The wheel of this tree, installed into an environment with nothing else, serves the demo model.
 
-Nothing of the checkout may be missed: files that the package lacks, and dependencies that only a developer has, show here alone.
+This test finds files that the package lacks, and dependencies that only developers have.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ EXPECTED = "The capital of France is Paris."
 
 @pytest.fixture
 def installed(tmp_path: Path) -> Iterator[Path]:
-    """The new environment's folder of programs. It takes gigabytes, so it goes with the test."""
+    """The folder of programs of the new environment, which is deleted afterwards because it takes gigabytes."""
     source = tmp_path / "source"
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True)
     for name in filter(None, listed.stdout.split("\0")):
@@ -37,9 +37,9 @@ def installed(tmp_path: Path) -> Iterator[Path]:
 
     environment = tmp_path / "environment"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
-    # Not compiled: Python compiles what it imports, and most of torch is never imported.
+    # Without compilation, because Python compiles what it imports and most of torch is never imported.
     into = [*pip[:3], "--python", environment / "bin" / "python", *pip[3:], "install", "--no-compile"]
-    # The torch of this environment: another build may bring gigabytes of CUDA.
+    # The torch version of this environment, because another build may download gigabytes of CUDA.
     torch = f"torch=={metadata.version('torch').partition('+')[0]}"
     constraints = ("-c", ROOT / "constraints.txt")
     subprocess.run([*into, *constraints, torch, f"{wheel}[local]"], check=True)

@@ -1,4 +1,4 @@
-"""Tiny random models on disk, and a driver that runs sequences through an engine the way a scheduler does."""
+"""Tiny random models on disk, and helpers that run sequences through an engine as a scheduler does."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ SIZES: dict[str, Any] = {
 
 
 def save_model(directory: Path, config: Any, *, shard_size: str = "5GB", dtype: torch.dtype = torch.float32) -> Any:
-    """A random transformers model of ``config``, saved to ``directory`` and returned. Norms and biases random too."""
+    """Save a random transformers model of ``config`` to ``directory`` and return it. Norms and biases are random,
+    too."""
     torch.manual_seed(7)
     with torch.no_grad():
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -55,7 +56,8 @@ def save_model(directory: Path, config: Any, *, shard_size: str = "5GB", dtype: 
 
 
 def assert_same_tokens(given: list[SampledToken], expected: list[SampledToken], bound: float = 1e-5) -> None:
-    """But for the last bits of log probabilities: in fp32 the rounding of a product may depend on what else is in its batch."""
+    """Compare tokens exactly and log probabilities within ``bound``. In fp32 a product's rounding may depend on the
+    batch."""
     assert [token.token_id for token in given] == [token.token_id for token in expected]
     for ours, theirs in zip(given, expected, strict=True):
         assert ours.logprob == pytest.approx(theirs.logprob, abs=bound)
@@ -63,7 +65,7 @@ def assert_same_tokens(given: list[SampledToken], expected: list[SampledToken], 
 
 
 def load(directory: Path, **options: Any) -> TorchEngine:
-    """An engine on one CPU thread with a pool of 96 blocks of 16, unless told otherwise."""
+    """An engine on one CPU thread, by default with a pool of 96 blocks of 16 tokens."""
     chosen: dict[str, Any] = {"model_id": "tiny", "device": "cpu", "num_blocks": 96, **options}
     return TorchEngine.load(EngineOptions(model_dir=directory, **chosen), lambda done, total: None)
 
@@ -75,7 +77,7 @@ def tokens(seed: int, count: int) -> list[int]:
 
 
 def sequence(token_ids: list[int], blocks: list[int], *, num_groups: int = 1, **sampling: Any) -> Sequence:
-    """A sequence that holds ``blocks``, each with a physical one in every group; greedy unless told otherwise."""
+    """A sequence that holds ``blocks``, each with a physical block in every group. Greedy by default."""
     params = SamplingParams(**{"max_tokens": 100, "temperature": 0.0, **sampling})
     return Sequence(
         "r",
@@ -90,20 +92,20 @@ def sequence(token_ids: list[int], blocks: list[int], *, num_groups: int = 1, **
 
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """A plain Llama, three query heads per KV head."""
+    """A plain Llama with three query heads for each KV head."""
     directory = tmp_path_factory.mktemp("llama")
     return directory, save_model(directory, transformers.LlamaConfig(**SIZES))
 
 
 @pytest.fixture(scope="session")
 def demo_directory() -> Path:
-    """The demo model, converted if it is not yet; for its tokenizer."""
+    """The demo model's directory, converted on first use, for its tokenizer."""
     return resolve_model("demo")
 
 
 @pytest.fixture(scope="session")
 def vocabulary(demo_directory: Path) -> list[bytes]:
-    """The bytes of the demo model's tokens; special ones begin with a byte that no text has."""
+    """The bytes of the demo model's tokens. Special tokens begin with a byte that is in no text."""
     tokens = load_vocabulary(demo_directory, DEMO_VOCAB)
     special = [b"\xff" if tokens.is_special_token(token_id) else b"" for token_id in range(DEMO_VOCAB)]
     return [mark + tokens.decode_bytes([token_id]) for token_id, mark in enumerate(special)]

@@ -1,4 +1,4 @@
-"""Guided outputs without a model: random logits, which are the harder test."""
+"""Guided outputs from random logits, which are a harder test than a model's."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def sampling_of(kind: GuideKind, text: str = "", stop: tuple[int, ...] = (2,)) -
 def compiled(
     compiler: GuideCompiler, kind: GuideKind, text: str = "", stop: tuple[int, ...] = (2,), output: Seq[int] = ()
 ) -> GuideResult:
-    """What the compiler says, when it says it."""
+    """The compiler's result."""
     answers: queue.SimpleQueue[GuideResult] = queue.SimpleQueue()
     compiler.start(sampling_of(kind, text, stop), output, answers.put)
     return answers.get(timeout=120)
 
 
 def refusal(compiler: GuideCompiler, kind: GuideKind, text: str) -> str:
-    """Why the compiler does not take the guide."""
+    """The compiler's reason to refuse the guide."""
     result = compiled(compiler, kind, text)
     assert isinstance(result, GuideRefusal), f"{text} was taken"
     assert result.is_invalid
@@ -34,7 +34,7 @@ def refusal(compiler: GuideCompiler, kind: GuideKind, text: str) -> str:
 
 
 def has_end(state: GuideState, vocabulary: list[bytes], text: str, end: int = 2) -> bool:
-    """Whether the text, byte by byte, is a whole output."""
+    """Whether the text, token by token of one byte, may end as a complete output."""
     try:
         for byte in text.encode():
             state.accept(vocabulary.index(bytes([byte])))
@@ -46,7 +46,7 @@ def has_end(state: GuideState, vocabulary: list[bytes], text: str, end: int = 2)
 
 
 class RandomModel:
-    """Logits at random, with a bias that grows toward what ends strings, objects, lists and numbers: or nothing would ever end."""
+    """Random logits, with a growing bias to tokens that close strings, objects and lists, so that outputs end."""
 
     def __init__(self, vocabulary: list[bytes], seed: int) -> None:
         self._vocabulary = vocabulary
@@ -56,15 +56,15 @@ class RandomModel:
         self._words = -(-len(vocabulary) // 32)
 
     def allowed(self, state: GuideState) -> np.ndarray:
-        """Token ids that may come next."""
-        mask = np.full(self._words, 0x5A5A5A5A, dtype=np.int32)  # whatever was there before
+        """The allowed token ids."""
+        mask = np.full(self._words, 0x5A5A5A5A, dtype=np.int32)  # fill must overwrite all of it
         state.fill(mask)
         return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
 
     def generate(
         self, state: GuideState, stop: tuple[int, ...] = (2,), max_tokens: int = 2000
     ) -> tuple[list[int], bool]:
-        """An output without its stop token, and whether it came to its end."""
+        """An output without its stop token, and whether it is complete."""
         output: list[int] = []
         while len(output) < max_tokens:
             allowed = self.allowed(state)
@@ -84,5 +84,5 @@ class RandomModel:
         return output, False
 
     def text(self, output: Seq[int]) -> str:
-        """What the tokens say. Raises UnicodeDecodeError on half a character."""
+        """The tokens' text. Raises UnicodeDecodeError at an incomplete character."""
         return b"".join(self._vocabulary[token_id] for token_id in output).decode()

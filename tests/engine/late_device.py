@@ -1,7 +1,7 @@
-"""A device whose copies happen as late as a GPU's may: when somebody waits for them, and in the order of their launches.
+"""A device whose copies happen as late as a GPU's may: when something waits for them, in the order of their launches.
 
-With ``random`` some happen earlier, whenever the host talks to the device. A copy reads its source when it happens, not when it is
-launched; whatever is not ordered behind it meets the old bytes.
+With ``random`` some happen earlier, whenever the host calls the device. A copy reads its source when it happens, not
+when it is launched. Anything not ordered after it reads the old bytes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 
 class LateCopied:
-    """The point behind one copy."""
+    """The completion of one copy."""
 
     def __init__(self, device: LateDevice, number: int) -> None:
         self._device = device
@@ -28,17 +28,17 @@ class LateCopied:
 
 
 class LateDevice:
-    """Implements :class:`kvrelay.engine.kv.copies.CopyDevice` over the host's memory. What "steps" compute runs at once here."""
+    """Implements :class:`kvrelay.engine.kv.copies.CopyDevice` over host memory. Steps run at once."""
 
     def __init__(self, chance: random.Random | None = None, *, fails_at: int | None = None) -> None:
-        """``fails_at``: the number of the copy, from 1, that breaks the device for good, when it happens."""
+        """``fails_at``: the number, from 1, of the copy that breaks the device for good."""
         self._chance = chance
         self._fails_at = fails_at
         self._lock = threading.Lock()
         self._pending: deque[tuple[int, torch.Tensor, torch.Tensor]] = deque()
         self._is_broken = False
         self.num_launched = 0
-        self.num_pinned = 0  # pieces of memory
+        self.num_pinned = 0  # pieces of pinned memory
 
     def pinned(self, nbytes: int) -> torch.Tensor:
         self.num_pinned += 1
@@ -54,7 +54,7 @@ class LateDevice:
             return LateCopied(self, self.num_launched)
 
     def hold_steps(self, copied: LateCopied) -> None:
-        # A step runs on the host here, after this call. That of a broken device yields nothing, and who waits for it hears of it.
+        # A step runs on the host after this call. On a broken device it gives nothing, and waiting for it raises.
         with self._lock:
             self._run_to(copied.number)
 
@@ -69,7 +69,7 @@ class LateDevice:
             return not self._pending or self._pending[0][0] > number
 
     def uses(self, memory: torch.Tensor) -> bool:
-        """Whether a copy that has not happened reads or writes this memory."""
+        """Whether a pending copy reads or writes this memory."""
         return any(memory.data_ptr() in (target.data_ptr(), source.data_ptr()) for _, target, source in self._pending)
 
     def _drift(self) -> None:

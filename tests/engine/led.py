@@ -1,4 +1,4 @@
-"""Steps of an engine by rows of sequences, as a scheduler has them: each engine of a test has one leader."""
+"""Steps of an engine from rows of sequences, as a scheduler has them. Each engine of a test has one leader."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _LEADERS: WeakKeyDictionary[Engine, Leader] = WeakKeyDictionary()
 
 
 def lead(engine: Engine) -> Leader:
-    """The engine's leader."""
+    """The engine's leader, made on first use."""
     if engine not in _LEADERS:
         _LEADERS[engine] = Leader(engine)
     return _LEADERS[engine]
 
 
 def step(engine: Engine, rows: Seq[StepRow]) -> list[SampledToken | None]:
-    """The token of each row that samples. Log probabilities of prompts are the sequences' then."""
+    """Run a step and return each row's token, or None. Appends prompt log probabilities to the sequences."""
     results = lead(engine).step(rows)
     for row, result in zip(rows, results, strict=True):
         row.sequence.prompt_logprobs += result.prompt_logprobs
@@ -32,13 +32,13 @@ def step(engine: Engine, rows: Seq[StepRow]) -> list[SampledToken | None]:
 
 
 def tokens_of(results: Seq[RowResult]) -> list[SampledToken | None]:
-    """One or none per row."""
+    """The token of each row, or None."""
     assert all(len(result.tokens) < 2 for result in results)
     return [result.tokens[0] if result.tokens else None for result in results]
 
 
 def batch_of(rows: Seq[StepRow], block_size: int) -> Batch:
-    """The batch that an engine would build of the rows; those of a single token come first."""
+    """The batch that an engine builds from the rows. Rows of a single token come first."""
     slots = Slots(len(rows), max((row.sequence.num_blocks for row in rows), default=0))
     plan = Planner(len(rows), 2**16).plan(sorted(rows, key=lambda row: row.num_tokens > 1))
     slots.apply(plan)

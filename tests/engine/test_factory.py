@@ -1,4 +1,4 @@
-"""From settings to an engine, and the progress it reports."""
+"""The engine made from settings, and the progress that it reports."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_load_is_logged_at_its_begin_every_ten_seconds_and_at_its_end(
     logger = logging.getLogger("x")
     for number in (1, 2):
         (tmp_path / f"model-0000{number}-of-00002.safetensors").write_bytes(bytes(1_500_000))
-    (tmp_path / "broken.safetensors").symlink_to(tmp_path / "nowhere")  # the loader's to refuse, by name
+    (tmp_path / "broken.safetensors").symlink_to(tmp_path / "nowhere")  # the loader refuses it by name
     log_begin(logger, tmp_path)
     now_s = 100.0
     report = LoggedProgress(logger, lambda: now_s)
@@ -155,7 +155,7 @@ def test_a_load_without_weights_is_logged_too(caplog: pytest.LogCaptureFixture) 
 
 
 def test_a_fake_engine_has_the_models_limits_and_needs_no_torch(llama: tuple[Path, Any]) -> None:
-    """In a process of its own: this one has torch."""
+    """Runs in its own process, because this one has loaded torch."""
     script = """
 import sys
 from pathlib import Path

@@ -81,13 +81,13 @@ def logprobs(result: Any) -> torch.Tensor:
 
 
 def reference(model: Any, token_ids: list[int]) -> torch.Tensor:
-    """transformers' log probabilities of the token after each of ``token_ids``, one plain forward pass."""
+    """transformers' log probabilities of the token after each of ``token_ids``, from one plain forward pass."""
     with torch.no_grad():
         return torch.log_softmax(model(torch.tensor([token_ids]), use_cache=False).logits[0].float(), dim=-1)
 
 
 def run(engine: TorchEngine, rows: list[tuple[Sequence, int]]) -> list[Any]:
-    """One step, and what a scheduler does afterwards."""
+    """Run one step and update the sequences as a scheduler does."""
     results = step(engine, [StepRow(row, count) for row, count in rows])
     for (row, count), result in zip(rows, results, strict=True):
         assert (result is not None) == (count == row.num_uncomputed_tokens)
@@ -103,7 +103,7 @@ def check(model: Any, row: Sequence, result: Any, tolerance: float) -> None:
 
 
 def drive(engine: TorchEngine, model: Any, tolerance: float) -> None:
-    """Chunked ragged prefill mixed with decode; every sampled distribution is compared."""
+    """Chunked ragged prefill mixed with decode. Every sampled distribution is compared."""
     every = {"num_logprobs": VOCAB, "num_groups": len(engine.card.layout.geometry.groups)}
     blocks = list(range(engine.card.num_blocks))
     random.Random(3).shuffle(blocks)
@@ -112,7 +112,7 @@ def drive(engine: TorchEngine, model: Any, tolerance: float) -> None:
     for index, length in enumerate(lengths):
         num_blocks = (length + 20) // 16 + 1
         rows.append(sequence(tokens(index, length), [blocks.pop() for _ in range(num_blocks)], **every))
-    # A cached prefix: the fourth row's sibling reads its first two blocks and computes the rest only.
+    # A cached prefix: the sibling reads the fourth row's first two blocks and computes only the rest.
     sibling = sequence(rows[3].token_ids[:32] + tokens(9, 21), [blocks.pop() for _ in range(4)], **every)
     for its, shared in zip(sibling.block_tables, rows[3].block_tables, strict=True):
         its[:2] = shared[:2]
@@ -140,7 +140,7 @@ def test_every_architecture_gives_transformers_distributions(name: str, tmp_path
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.25), ("float16", 0.03)])
 def test_half_precision_is_near_the_fp32_model(dtype: str, tolerance: float, tmp_path: Path) -> None:
-    # Milder weights than elsewhere: a random deep model of large weights multiplies rounding by chaos.
+    # Smaller weights than elsewhere, because a deep random model with large weights amplifies rounding errors.
     model = save_model(tmp_path, transformers.LlamaConfig(**{**SIZES, "initializer_range": 0.12}))
     engine = load(tmp_path, dtype=dtype)
     assert engine.card.layout.geometry.groups[0].dtype == dtype

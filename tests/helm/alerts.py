@@ -1,4 +1,4 @@
-"""The chart's alerts, rendered as Prometheus reads them. Needs ``helm``."""
+"""The chart's alerts as Prometheus reads them. Needs ``helm``."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ _UNITS_MS = {"s": 1000, "m": 60_000, "h": 3_600_000}
 
 
 def groups() -> dict[str, Any]:
-    """What a file of rules holds."""
+    """The content of a rules file."""
     return {"groups": objects(*MONITORING)["PrometheusRule", "relay-kvrelay"]["spec"]["groups"]}
 
 
 def alerts() -> dict[str, dict[str, Any]]:
-    """By name."""
+    """The alerts by name."""
     return {rule["alert"]: rule for group in groups()["groups"] for rule in group["rules"]}
 
 
 def sooner(all_of_them: Mapping[str, Any], times: int) -> dict[str, Any]:
-    """The same alerts, all of whose durations (``for``, and ranges such as ``[5m]``) are so many times shorter."""
+    """A copy in which all durations (``for``, and ranges such as ``[5m]``) are divided by ``times``."""
 
     def shorter(duration: str) -> str:
         return f"{int(duration[:-1]) * _UNITS_MS[duration[-1]] // times}ms"

@@ -1,4 +1,4 @@
-"""The chart, rendered without a cluster, for the tests beside it. Needs ``helm``."""
+"""The chart rendered without a cluster, for the tests in this folder. Needs ``helm``."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def rendered(*arguments: str) -> str:
 
 
 def refusal(values: str) -> str:
-    """What helm says of values that the chart refuses."""
+    """helm's error for values that the chart must refuse."""
     ended = helm("template", RELEASE, str(CHART), "--set", values)
     assert ended.returncode != 0, f"{values} is taken"
     return ended.stderr
@@ -40,7 +40,7 @@ def refusal(values: str) -> str:
 
 @functools.cache
 def objects(*arguments: str) -> dict[tuple[str, str], Manifest]:
-    """By kind and name. Rendered once for all tests."""
+    """The rendered objects by kind and name, cached for all tests."""
     documents = [document for document in yaml.safe_load_all(rendered(*arguments)) if document]
     found = {(document["kind"], document["metadata"]["name"]): document for document in documents}
     assert len(found) == len(documents), "two objects of one kind and name"

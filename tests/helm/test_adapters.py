@@ -1,4 +1,4 @@
-"""The volume that adapters lie in."""
+"""The volume of adapters."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from .chart import CHART, NODES, Manifest, env_of, helm, needs_helm, objects, po
     ],
 )
 def test_all_pods_have_the_volume_of_adapters(given: str, volume: Manifest) -> None:
-    """Gateways write what is brought over HTTP, so theirs is not read-only. Without a volume nobody serves any."""
+    """Every pod mounts the volume, read-only except in gateways, which store uploaded adapters. By default there is no
+    volume."""
     found = objects("--set", given)
     for component in ("gateway", "prefill-worker", "decode-worker"):
         pod = pod_of(found, component)

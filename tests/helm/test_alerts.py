@@ -1,6 +1,6 @@
-"""Every alert fires when its time has come, and not before: Prometheus' own unit tests of rules, by ``promtool``.
+"""Every alert fires at its time and not before, by promtool's unit tests of rules.
 
-That the series exist, with these labels, is tested with a real deployment in :mod:`tests.e2e.test_monitoring`.
+:mod:`tests.e2e.test_monitoring` shows on a real deployment that the series exist with these labels.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ OK = 'kvrelay_requests_total{route="/v1/completions", outcome="200", pod="relay-
 
 @dataclass(frozen=True)
 class Case:
-    """What is scraped each minute, in promtool's notation; the alert is silent at one minute, and fires at another."""
+    """Series in promtool's notation, one sample a minute. The alert is silent at minute ``silent_at`` and fires at
+    ``fires_at``."""
 
     alert: str
     series: dict[str, str]
@@ -48,7 +49,7 @@ CASES = [
         {
             OK: "0+60x40",
             OK.replace("200", "502"): "0x10 0+2x30",
-            # A gateway that is not ready says so to its probes.
+            # A gateway that is not ready answers its probes with 503.
             OK.replace("200", "503").replace("/v1/completions", "/health/ready"): "0+12x40",
         },
         10, 25, {},

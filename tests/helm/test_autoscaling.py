@@ -1,4 +1,4 @@
-"""Autoscalers: what they scale, what by, and which are refused."""
+"""Autoscalers: their targets, their metrics, and refused combinations."""
 
 from __future__ import annotations
 

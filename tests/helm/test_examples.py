@@ -1,4 +1,4 @@
-"""The values in the chart's examples: what they render, and that lint and Kubernetes take it."""
+"""The values in the chart's examples: the rendered objects, and their check by lint and by Kubernetes' schemas."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ STORED = ("defaults", "locked-down", "8-gpu-nodes", "several-models", "several-n
 VERSIONS = (
     "1.28",
     "1.37",
-)  # the oldest and the newest that there are schemas of: fields come and go, few stay for ten versions
+)  # the oldest and the newest version with schemas: few fields exist for only the ten between
 CUSTOM = {
     "HTTPRoute",
     "InferencePool",
     "PodMonitor",
     "PrometheusRule",
     "ScaledObject",
-}  # their schemas are their projects'
+}  # kinds of other projects, which have schemas of their own
 _MADE = re.compile(r"^(  (?:gateway|prefill|decode)\.(?:key|pem)|  key|  api-keys): \S+$", re.MULTILINE)
 
 
 @functools.cache
 def problem_of(document: str, version: str) -> str | None:
-    """What Kubernetes would not take; examples share most of their objects."""
+    """The schema error of a document, or None. Cached, as examples share most of their objects."""
     try:
         kubernetes_validate.validate(json.loads(document), version, strict=True)
     except kubernetes_validate.ValidationError as error:
@@ -42,12 +42,12 @@ def problem_of(document: str, version: str) -> str | None:
 
 
 def documents(text: str) -> list[tuple[str, str]]:
-    """Each with the template and the kind that it begins with."""
+    """The documents of ``text``, each as (head, document). The head has its template and kind."""
     return [(part.partition("\nmetadata:")[0], part) for part in re.split(r"^---\n", text, flags=re.MULTILINE)]
 
 
 def difference(text: str, other: str) -> str:
-    """What each document of ``text`` has otherwise than that of the same template and kind in ``other``. Where does not matter."""
+    """A diff of each document of ``text`` against the one with the same head in ``other``, without line numbers."""
     known, lines = dict(documents(other)), []
     for head, document in documents(text):
         if (beside := known.get(head, "")) != document:
@@ -61,7 +61,7 @@ def difference(text: str, other: str) -> str:
 @needs_helm
 @pytest.mark.parametrize("example", STORED)
 def test_examples_render_as_they_did(example: str) -> None:
-    """After a change that is meant: KVRELAY_WRITE_GOLDEN=1 pytest tests/helm, and a look at the difference."""
+    """To accept a change, run KVRELAY_WRITE_GOLDEN=1 pytest tests/helm, and review the difference."""
 
     def text_of(name: str) -> str:
         arguments = ("--values", str(CHART / f"examples/{name}.yaml"), "--set", "metrics.dashboard.enabled=false")
@@ -78,7 +78,7 @@ def test_examples_render_as_they_did(example: str) -> None:
 
 @needs_helm
 def test_the_chart_passes_lint() -> None:
-    """With everything that an example turns on; that each is rendered is another test."""
+    """The linted values turn on autoscaling; other tests render every example."""
     ended = helm("lint", "--strict", str(CHART), "--values", str(CHART / "examples/autoscaled.yaml"))
     assert ended.returncode == 0, ended.stdout + ended.stderr
 
@@ -86,7 +86,7 @@ def test_the_chart_passes_lint() -> None:
 @needs_helm
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_examples_are_what_kubernetes_takes(example: Path) -> None:
-    """By the strict schemas of every version: an unknown field is an error."""
+    """The strict schemas of the oldest and the newest version, in which an unknown field is an error."""
     everything = (
         "--set",
         "gateway.ingress.enabled=true,gateway.httpRoute.enabled=true,gateway.httpRoute.parentRefs[0].name=g",

@@ -1,4 +1,4 @@
-"""The pool of gateways that endpoint pickers take."""
+"""The InferencePool of gateways, for endpoint pickers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .chart import CHART, needs_helm, objects
 
 @needs_helm
 def test_a_pool_of_gateways_is_one_that_endpoint_pickers_take() -> None:
-    """By the reference of the Gateway API Inference Extension: inference.networking.k8s.io/v1."""
+    """The spec follows the reference of the Gateway API Inference Extension, and its selector matches gateways only."""
     name = {"type": "string", "minLength": 1, "maxLength": 253}
     port = {
         "type": "object",
@@ -38,7 +38,7 @@ def test_a_pool_of_gateways_is_one_that_endpoint_pickers_take() -> None:
                     "port": port,
                     "failureMode": {"enum": ["FailOpen", "FailClose"]},
                 },
-                "required": ["name", "port"],  # of a Service
+                "required": ["name", "port"],  # for a Service as picker
                 "additionalProperties": False,
             },
         },

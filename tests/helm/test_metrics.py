@@ -1,4 +1,4 @@
-"""The metrics that alerts, dashboard and autoscalers ask for."""
+"""The metrics that alerts, the dashboard and autoscalers query."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .chart import CHART, MONITORING, needs_helm, objects
 
 @needs_helm
 def test_alerts_and_dashboard_ask_for_metrics_that_exist() -> None:
-    """Every name in an expression is one that a gateway or a worker has."""
+    """Every metric in an expression exists in a gateway or a worker."""
     registry = CollectorRegistry()
     GatewayMetrics(registry)
     EngineMetrics(registry, BlockManager(4, 4, lambda: 0.0), num_running=lambda: 0, num_waiting=lambda: 0)
@@ -25,7 +25,7 @@ def test_alerts_and_dashboard_ask_for_metrics_that_exist() -> None:
         name for family in registry.collect() for name in (family.name, f"{family.name}_total", f"{family.name}_sum")
     }
     known |= {f"{family.name}_{part}" for family in registry.collect() for part in ("bucket", "count")}
-    # Made by the prefill worker itself; its own test reads them.
+    # The prefill worker makes these itself; its own test reads them.
     known |= {"kvrelay_waiting_prompt_tokens", "kvrelay_longest_wait_seconds"}
     found = objects(*MONITORING)
     rules = found["PrometheusRule", "relay-kvrelay"]["spec"]["groups"][0]["rules"]

@@ -1,4 +1,4 @@
-"""Who may talk to whom, by the chart's network policies."""
+"""The chart's network policies: which connections are allowed."""
 
 from __future__ import annotations
 

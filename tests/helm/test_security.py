@@ -1,4 +1,4 @@
-"""Keys, API keys, certificates, and what pods may."""
+"""Wire keys, API keys, certificates, and the permissions of pods."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .chart import CHART, MONITORING, env_of, needs_helm, objects, pod_of
 
 @needs_helm
 def test_keys_that_the_chart_makes_are_keys(tmp_path: Path) -> None:
-    """A pair for each role, in the form that the programs read; new ones for each release."""
+    """The chart makes a key pair for each role, which the programs can load. Every rendering makes new ones."""
     found = [objects(*again)["Secret", "relay-kvrelay-keys"]["data"] for again in ((), ("--set", ""))]
     assert found[0]["decode.key"] != found[1]["decode.key"]
     for name, text in found[0].items():
@@ -54,7 +54,8 @@ def test_without_keys_workers_are_told_that_this_is_meant() -> None:
 
 @needs_helm
 def test_with_a_certificate_everything_that_asks_the_gateway_asks_by_https() -> None:
-    """Probes, Service, Ingress, Prometheus, `helm test`; and the Secret is mounted, where the program looks for it."""
+    """Probes, Service, Ingress, PodMonitor and `helm test` use https. The Secret is mounted at the paths that the
+    program reads."""
     arguments = ("--set", "gateway.tls.secretName=cert,gateway.ingress.enabled=true", *MONITORING)
     found = objects(*arguments)
     pod = pod_of(found, "gateway")
@@ -102,7 +103,7 @@ def test_nobody_may_more_than_needed() -> None:
     for component in ("gateway", "prefill-worker", "decode-worker"):
         pod = pod_of(found, component)
         assert pod["automountServiceAccountToken"] is (component == "gateway")
-        assert pod["enableServiceLinks"] is False  # KVRELAY_PORT would become tcp://...
+        assert pod["enableServiceLinks"] is False  # service links would set KVRELAY_PORT to tcp://...
         assert pod["securityContext"]["runAsNonRoot"] is True
         (container,) = pod["containers"]
         assert container["securityContext"]["readOnlyRootFilesystem"] is True

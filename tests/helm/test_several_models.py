@@ -9,7 +9,7 @@ from .chart import CHART, MONITORING, env_of, needs_helm, objects, pod_of
 
 @needs_helm
 def test_each_of_several_models_has_its_pools() -> None:
-    """By values over the common ones; the gateway knows all by name, finds their pods by label, and reads their tokenizers."""
+    """Each model's values override the common ones. The gateway knows every model's name, labels and tokenizer."""
     found = objects("--values", str(CHART / "examples/several-models.yaml"), *MONITORING)
     kinds = ("Deployment", "Service", "PodDisruptionBudget", "NetworkPolicy", "ServiceAccount", "PodMonitor")
     pools = [f"relay-kvrelay-{model}-{role}-worker" for model in ("v1", "v2", "code") for role in ("prefill", "decode")]
@@ -36,14 +36,14 @@ def test_each_of_several_models_has_its_pools() -> None:
     assert scaled["metrics"][1]["pods"]["target"]["averageValue"] == "96"
     (peer,) = found["NetworkPolicy", "relay-kvrelay-v2-decode-worker"]["spec"]["ingress"][1]["from"]
     assert peer["podSelector"]["matchLabels"]["kvrelay.dev/model"] == "v2"
-    # The gateway's policy is about all of them.
+    # One policy of the gateway covers the pools of all models.
     egress = json.dumps(found["NetworkPolicy", "relay-kvrelay-gateway"]["spec"]["egress"])
     assert "kvrelay.dev/model" not in egress
 
 
 @needs_helm
 def test_a_models_name_stays_a_text() -> None:
-    """A number, or true, is no label's value."""
+    """A model named as a number or as ``true`` is rendered as a string, because labels must be strings."""
     found = objects("--set-json", 'models={"1e5": {"model": {"name": "a/b"}}, "true": {"model": {"name": "c/d"}}}')
     for name in ("1e5", "true"):
         pod = found["Deployment", f"relay-kvrelay-{name}-decode-worker"]["spec"]["template"]

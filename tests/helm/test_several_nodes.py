@@ -1,4 +1,4 @@
-"""Workers of several nodes: sets of pods, groups of a LeaderWorkerSet, and the notes on how to scale them."""
+"""Workers of several nodes: StatefulSets, LeaderWorkerSets, and the notes on how to scale them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from .chart import CHART, GROUPS, NODES, env_of, helm, needs_helm, objects, refu
 
 @needs_helm
 def test_a_worker_of_several_nodes_is_as_many_pods_of_one_set() -> None:
-    """By the pods' own names the first is found by the others, in a Service that names pods before they are ready."""
+    """Each pod derives its leader's address from its own name. The Service publishes addresses of pods that are not
+    ready."""
     found = objects("--set", NODES)
     name = "relay-kvrelay-decode-worker"
     assert ("Deployment", name) not in found
@@ -42,7 +43,7 @@ def test_a_worker_of_several_nodes_is_as_many_pods_of_one_set() -> None:
 
 @needs_helm
 def test_a_worker_of_several_nodes_may_be_a_group_of_a_leader_worker_set() -> None:
-    """Its operator tells each pod its number, and where the first is; the rest is what a StatefulSet's pods are."""
+    """The LeaderWorkerSet tells each pod its rank and its leader's address. All else equals the StatefulSet's pods."""
     found, of_set = (copy.deepcopy(objects("--set", values)) for values in (GROUPS, NODES))
     name = "relay-kvrelay-decode-worker"
     assert ("StatefulSet", name) not in found
@@ -115,7 +116,7 @@ def test_nodes_that_cannot_be_are_refused_with_a_way_out(values: str, says: str)
     ],
 )
 def test_notes_name_what_there_is(values: str, kind: str, waits_for_sets: bool, tmp_path: Path) -> None:
-    # Helm prints notes only where it reaches a cluster. As a template of the chart's they are rendered without one.
+    # Helm prints notes only with a cluster. Here they are rendered as one of the chart's templates.
     chart = shutil.copytree(CHART, tmp_path / "chart")
     notes = (chart / "templates" / "NOTES.txt").read_text()
     (chart / "templates" / "notes.yaml").write_text(

@@ -1,4 +1,4 @@
-"""Values: wrong ones are refused by name, settings reach the programs."""
+"""Values: wrong ones are refused by name, and settings reach the programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workers of one pod: image, GPUs, and memory that they share with others of their node."""
+"""Workers of one pod: image, GPUs, and shared memory of their node."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .chart import CHART, env_of, helm, needs_helm, objects, pod_of, rendered
     [("nvidia.com/gpu", "", "9.8.7"), ("", "", "9.8.7-cpu"), ("", "mine", "mine"), ("nvidia.com/gpu", "mine", "mine")],
 )
 def test_workers_without_a_gpu_run_the_image_for_cpus(tmp_path: Path, resource: str, tag: str, worker: str) -> None:
-    """As tools/images.sh names them; a tag that is set is taken as it is."""
+    """Workers without GPUs run the ``-cpu`` image of tools/images.sh, unless a tag is set."""
     chart = shutil.copytree(CHART, tmp_path / "chart")
     text = (chart / "Chart.yaml").read_text()
     (chart / "Chart.yaml").write_text(re.sub(r"^appVersion: .*$", 'appVersion: "9.8.7"', text, flags=re.MULTILINE))
@@ -44,7 +44,7 @@ def test_gpus_are_asked_for_by_any_name() -> None:
 
 @needs_helm
 def test_every_rank_has_a_gpu() -> None:
-    """All of a worker's are in one pod; the pools need not have as many."""
+    """One pod has a GPU for every rank of its worker, and the pools may differ."""
     found = objects("--set", "decode.tensorParallel=4")
     for component, num_ranks in (("prefill-worker", 1), ("decode-worker", 4)):
         pod = pod_of(found, component)

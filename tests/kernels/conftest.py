@@ -1,4 +1,4 @@
-"""Fixtures of the kernel tests: they run on the GPU where there is one, else in Triton's interpreter."""
+"""Fixtures of the kernel tests, which run on a GPU if there is one, and else in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TOLERANCES = {
     torch.bfloat16: {"rtol": 1.6e-2, "atol": 1.6e-2},
 }
 
-# One dtype for `make test`: that of the models we serve. Others take other casts, and the same paths.
+# `make test` uses only the dtype of the models that we serve. Other dtypes differ in casts, not in paths.
 DTYPES = [torch.bfloat16, *(pytest.param(other, marks=pytest.mark.full) for other in (torch.float32, torch.float16))]
 
 
@@ -29,9 +29,9 @@ def device() -> str:
 
 @pytest.fixture(scope="session", autouse=True)
 def faithful_interpreter(device: str) -> Iterator[None]:
-    """Closes gaps of the interpreter."""
+    """Close the gaps of the interpreter."""
     if device == "cuda":
-        # Triton 3.9 warns where this is unset, and a warning is an error here; 1 is its default.
+        # Triton 3.9 warns if this is unset, and warnings are errors here; 1 is its default.
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
             yield
@@ -47,8 +47,8 @@ def faithful_interpreter(device: str) -> Iterator[None]:
 
 @pytest.fixture
 def poisoned_empty() -> Iterator[None]:
-    """`torch.empty` gives NaN: an element that a wrapper's result leaves unwritten fails the comparison."""
-    # Its documented side effect, see torch.utils.deterministic.fill_uninitialized_memory.
+    """`torch.empty` gives NaN, so that an element that a wrapper leaves unwritten fails the comparison."""
+    # A documented side effect, see torch.utils.deterministic.fill_uninitialized_memory.
     torch.use_deterministic_algorithms(True)
     assert torch.empty(3).isnan().all()
     yield
@@ -57,7 +57,7 @@ def poisoned_empty() -> Iterator[None]:
 
 @pytest.fixture
 def assert_close() -> Callable[[torch.Tensor, torch.Tensor], None]:
-    """Compares a result with its float64 reference, by the tolerance of the result's dtype; NaN fails."""
+    """Compare a result with its float64 reference, with the tolerance of the result's dtype. NaN fails."""
 
     def check(actual: torch.Tensor, expected: torch.Tensor) -> None:
         torch.testing.assert_close(actual.double(), expected.double(), **TOLERANCES[actual.dtype])
@@ -77,7 +77,7 @@ def randn(device: str) -> Callable[..., torch.Tensor]:
 
 @pytest.fixture
 def paged_context(device: str, randn: Callable[..., torch.Tensor]) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """Makes a pool and shuffled block tables; every slot that no context uses is NaN."""
+    """Make a pool and shuffled block tables. Every unused slot is NaN."""
 
     def make(
         seq_lens: list[int], num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype

@@ -1,4 +1,4 @@
-"""What is read from PTX and assembly, on texts made by hand."""
+"""The figures read from PTX and assembly, on hand-made texts."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_the_scarcest_resource_bounds_the_programs() -> None:
     hopper = PROCESSORS["cuda", 90]
     assert programs_per_processor(hopper, 128, 32, 0) == 16  # 2048 threads
     assert programs_per_processor(hopper, 32, 32, 0) == 32
-    assert programs_per_processor(hopper, 128, 100, 0) == 4  # 104 registers are taken for each thread
+    assert programs_per_processor(hopper, 128, 100, 0) == 4  # 104 registers are allocated for each thread
     assert programs_per_processor(hopper, 128, 104, 71680) == 3
     assert programs_per_processor(hopper, 128, 32, 227 * 1024) == 1
     assert programs_per_processor(PROCESSORS["hip", "gfx942"], 256, 128, 0) == 4

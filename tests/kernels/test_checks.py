@@ -1,4 +1,4 @@
-"""Argument checks: what the messages name, and the bounds of the pool's geometry."""
+"""Argument checks: the names in the messages, and the bounds of the pool's geometry."""
 
 from __future__ import annotations
 

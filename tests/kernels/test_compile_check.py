@@ -1,6 +1,6 @@
-"""Every kernel compiles for every target within its limits; the numbers read back mean what they say.
+"""Every kernel compiles for every target within its limits, and the figures read from the binaries are right.
 
-In processes of their own: here the kernels may be interpreted, and an interpreted kernel cannot be compiled.
+These tests use processes of their own, because an interpreted kernel cannot be compiled.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _run(environment: dict[str, str], *arguments: str) -> subprocess.CompletedPr
 
 
 @pytest.mark.full
-@pytest.mark.timeout(1800)  # some minutes of two cores that nobody else uses
+@pytest.mark.timeout(1800)  # some minutes on two idle cores
 def test_every_kernel_compiles_within_the_limits(environment: dict[str, str]) -> None:
     done = _run(environment, "-m", "kvrelay.kernels.compile_check", "--json", "--jobs", "2")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -82,8 +82,8 @@ def test_every_kernel_compiles_within_the_limits(environment: dict[str, str]) ->
 
 
 def _check_experts(rows: list[dict[str, Any]]) -> None:
-    """Weights and gathered rows come 16 bytes at a time, 4 bits by 8 or more beside a few scales, and meet tensor cores, many rows
-    by the newest instruction."""
+    """Full weights and gathered rows are loaded by 16 bytes, stored ones mostly by 8 or more. Products use tensor
+    cores, and many rows use the newest instruction."""
     for name in ("mxfp4", "4 bits by 128", "4 bits by 64"):
         cases = [row["target"] for row in rows if name in row["case"]]
         assert sorted(cases) == sorted(3 * ["cuda:80", "cuda:90", "cuda:100", "hip:gfx942"]), name
@@ -99,8 +99,9 @@ def _check_experts(rows: list[dict[str, Any]]) -> None:
 
 
 def _check_adapters(rows: list[dict[str, Any]]) -> None:
-    """Matrices whose addresses come from a table are loaded 16 bytes at a time, beside sums of splits, and meet tensor cores."""
-    assert len(rows) == 4 * 3 * 4  # targets; tilings; one part and three, of both kernels
+    """Matrices with addresses from a table are loaded by 16 bytes, beside sums of splits, and multiplied on tensor
+    cores."""
+    assert len(rows) == 4 * 3 * 4  # targets; tilings; one part and three parts, of both kernels
     for row in (row for row in rows if row["loops"] is not None):
         loads = set(row["loops"]["global_loads"])
         assert loads == {"16"} if row["kernel"] == "_shrink_kernel" else {"16"} <= loads <= {"8", "16"}, row
@@ -111,7 +112,8 @@ def _check_adapters(rows: list[dict[str, Any]]) -> None:
 
 
 def _check_group_scaled(rows: list[dict[str, Any]]) -> None:
-    """Values come by 8 bytes or more, beside scales and zeros, and meet tensor cores, many rows by the newest instruction."""
+    """Values are loaded by 8 bytes or more, beside scales and zeros. Many rows use the newest tensor-core
+    instruction."""
     assert {row["target"] for row in rows if "e4m3" in row["case"]} == {"cuda:90", "cuda:100"}
     assert {row["target"] for row in rows if "4 bits" in row["case"]} == {
         "cuda:80",
@@ -124,7 +126,7 @@ def _check_group_scaled(rows: list[dict[str, Any]]) -> None:
         newest = {"cuda:80": "mma", "cuda:90": "wgmma", "cuda:100": "tcgen05"}[row["target"]]
         assert row["loops"]["matrix_kind"] == ("mma" if is_few else newest), row
         loads = {int(width): count for width, count in row["loops"]["global_loads"].items()}
-        # Scales and zeros are a few loads of one number each. A value by itself would be dozens.
+        # Scales and zeros take a few loads of one element each. Values loaded one by one would take dozens.
         assert sum(count for width, count in loads.items() if width < 8) <= 8, row
         assert sum(count for width, count in loads.items() if width >= 8) >= 1, row
         if row["case"].endswith(" 16 rows"):
@@ -132,7 +134,8 @@ def _check_group_scaled(rows: list[dict[str, Any]]) -> None:
 
 
 def _check_fp8(rows: list[dict[str, Any]]) -> None:
-    """Only where tensor cores take e4m3 on both sides. Both sides come 16 bytes at a time, beside scales of groups."""
+    """Only targets whose tensor cores multiply e4m3 by e4m3. Both sides are loaded by 16 bytes, beside scales of
+    groups."""
     assert {row["target"] for row in rows} == {"cuda:90", "cuda:100"}
     assert len(rows) == 2 * (2 * 5 + 3)
     for row in (row for row in rows if row["kernel"] == "_fp8_linear_kernel"):
@@ -148,13 +151,14 @@ def _check_fp8(rows: list[dict[str, Any]]) -> None:
 
 
 def _check_linears(rows: list[dict[str, Any]]) -> None:
-    """Weights and activations come 16 bytes at a time and meet tensor cores, over int8 everywhere, over e4m3 where there is one."""
+    """Weights and activations are loaded by 16 bytes and multiplied on tensor cores, e4m3 only where targets have
+    it."""
     assert {row["target"] for row in rows if "e4m3" in row["case"]} == {"cuda:90", "cuda:100"}
     assert {row["target"] for row in rows if "int8" in row["case"]} == {"cuda:80", "cuda:90", "cuda:100", "hip:gfx942"}
     for row in (row for row in rows if row["loops"] is not None):
         assert set(row["loops"]["global_loads"]) == {"16"}, row
         assert row["loops"]["shared_byte_loads"] == 0, row
-        # All rows up to 32 in the same instruction, and all above: docs/kernels.md says so of their bits.
+        # docs/kernels.md promises equal bits up to 32 rows and above, so each range uses one instruction.
         is_few = any(f" {count} rows" in row["case"] for count in (16, 32))
         newest = {"cuda:80": "mma", "cuda:90": "wgmma", "cuda:100": "tcgen05"}[row["target"]]
         assert row["loops"]["matrix_kind"] == ("mma" if is_few else newest), row
@@ -163,7 +167,7 @@ def _check_linears(rows: list[dict[str, Any]]) -> None:
 
 
 def _check_latents(rows: list[dict[str, Any]]) -> None:
-    """Latents come 16 bytes at a time, beside block ids of four, and two tiles of them fit: one is used, one on its way."""
+    """Latents are loaded by 16 bytes, beside block ids of four. Two tiles fit: one in use, one being loaded."""
     for row in (row for row in rows if row["loops"] is not None):
         assert set(row["loops"]["global_loads"]) == {"4", "16"}, row
         assert row["loops"]["matrix_kind"] == "mma", row
@@ -172,18 +176,19 @@ def _check_latents(rows: list[dict[str, Any]]) -> None:
 
 
 def _check_attention(rows: list[dict[str, Any]]) -> None:
-    """Keys and values come 16 bytes at a time and meet tensor cores; enough programs fit to hide the memory's latency."""
+    """Keys and values are loaded by 16 bytes and multiplied on tensor cores. Enough programs fit to hide memory
+    latency."""
     fp8_targets = {row["target"] for row in rows if "fp8" in row["case"]}
     assert fp8_targets == {"cuda:90", "cuda:100"}
     for row in (row for row in rows if row["loops"] is not None):
         loads = {int(width): count for width, count in row["loops"]["global_loads"].items()}
-        # Besides keys and values, a loop loads block ids: four bytes each.
+        # Besides keys and values, a loop loads block ids of four bytes.
         assert set(loads) == {4, 16}, row
         assert row["loops"]["shared_byte_loads"] == 0, row
         is_decode = row["kernel"] == "_decode_split_kernel"
         if not row["case"].startswith("fp32"):
             newest = {"cuda:80": "mma", "cuda:90": "wgmma", "cuda:100": "tcgen05"}[row["target"]]
-            # 16 rows, of a decoding group or of prompts of large heads, fill no tile of the newer instructions.
+            # 16 rows, as in decoding or in prompts of large heads, do not fill a tile of the newer instructions.
             is_few = is_decode or "d512" in row["case"]
             assert row["loops"]["matrix_kind"] == ("mma" if is_few else newest), row
             assert row["loops"]["matrix_count"] > 0, row
@@ -192,7 +197,8 @@ def _check_attention(rows: list[dict[str, Any]]) -> None:
 
 
 def _check_boxes(rows: list[dict[str, Any]]) -> None:
-    """Without a mask no key is copied by 16 bytes: two boxes take the place of one half; the other is the masked loop's."""
+    """The unmasked loop loads two boxes instead of keys by 16 bytes, which is half of those loads. The masked loop
+    keeps its own."""
     loops = {(row["case"], row["target"]): row["loops"] for row in rows}
     boxes = {key for key in loops if key[0].endswith(" boxes")}
     on_hopper = ("d64 9/3", "d128 32/8", "d256 16/8", "d64 9/3 fp8 pool", "d128 32/8 fp8 pool")
@@ -216,7 +222,7 @@ def test_nothing_may_spill_with_the_triton_that_tiles_are_chosen_by() -> None:
 
 
 def test_spills_are_seen(environment: dict[str, str]) -> None:
-    """A kernel held to 24 registers must spill; the parsers must say so."""
+    """With at most 24 registers requested, the kernel spills, and the parsers report the spilled bytes."""
     done = _run(environment, "-c", _SPILLING)
     assert done.returncode == 0, done.stderr
     registers, spill_bytes, broken = json.loads(done.stdout)

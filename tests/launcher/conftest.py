@@ -1,4 +1,4 @@
-"""Fake components: real processes that answer ``/health/ready``, and do as they are told."""
+"""Fake components: real processes that answer ``/health/ready`` and behave as the test says."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from kvrelay.launcher.local.ports import free_ports
 from kvrelay.launcher.local.process import ComponentSpec
 
-# Arguments: port, behaviour, name, folder. "started" and "stopped" in the folder collect names in order.
+# Arguments: port, behaviour, name, folder. The files "started" and "stopped" in the folder list names in order.
 FAKE_COMPONENT = """
 import http.server, os, pathlib, signal, sys, threading
 

@@ -1,4 +1,4 @@
-"""``kvrelay check-model``: what it says of models with weights, without, and of those that are refused."""
+"""``kvrelay check-model``: its report on models with weights, without weights, and refused ones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # transformers warns of what 
 
 
 def write_config(directory: Path, model_type: str, **fields: Any) -> Path:
-    """Nothing but a config.json."""
+    """Write a config.json, without weights."""
     config = transformers.CONFIG_MAPPING[model_type](**fields)
     class_name = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
     (directory / "config.json").write_text(json.dumps({**config.to_dict(), "architectures": [class_name]}))
@@ -27,7 +27,7 @@ def write_config(directory: Path, model_type: str, **fields: Any) -> Path:
 
 
 def found(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:
-    """The exit code, and what --json prints."""
+    """The exit code and the JSON report."""
     code = cli.run(["check-model", "--json", *arguments])
     content: dict[str, Any] = json.loads(capsys.readouterr().out)
     return code, content
@@ -99,7 +99,7 @@ def test_quantised_experts_take_less_of_a_gpu(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Unless each has an order of its inputs."""
+    """Experts stay quantised on the GPU, unless each has its own order of inputs."""
     write_config(tmp_path, "qwen3_moe", **SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
@@ -113,7 +113,8 @@ def test_quantised_experts_take_less_of_a_gpu(
 def test_each_of_two_ranks_has_its_part_as_it_is_stored(
     is_shuffled: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The last one has two of three parts of the MLP. Inputs in another order are not cut as they are stored."""
+    """The last rank has two of three parts of the MLP. Weights with reordered inputs are not cut as stored, so they are
+    full."""
     write_config(tmp_path, "llama", **SIZES)
     config = json.loads((tmp_path / "config.json").read_text())
     quantization = {"quant_method": "gptq", "bits": 4, "desc_act": is_shuffled}
@@ -131,7 +132,7 @@ def test_each_of_two_ranks_has_its_part_as_it_is_stored(
 
 
 def test_of_two_stages_that_counts_which_has_least_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Both have half of the layers, the last one the norm, too."""
+    """Each stage has half of the layers. The last stage also has the norm, so its weights are the larger ones."""
     write_config(tmp_path, "llama", **SIZES)
     _, whole = found(capsys, str(tmp_path), "--memory-gib", "1")
     code, report = found(capsys, str(tmp_path), "--memory-gib", "1", "--pipeline-parallel", "2")
@@ -165,11 +166,12 @@ def test_of_mxfp4_experts_alone_take_less(tmp_path: Path, capsys: pytest.Capture
     assert report["gpu_weights_bytes"] == int(report["weights_bytes"] - experts * (4 - 4.25 / 8))
 
 
-@pytest.mark.full  # ten seconds
+@pytest.mark.full  # takes ten seconds
 def test_a_model_too_large_for_the_gpu_is_measured_all_the_same(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """transformers' own defaults are the sizes of DeepSeek-V3, of which 58 layers choose experts with a bias for each of 256."""
+    """transformers' defaults have the sizes of DeepSeek-V3. 58 of its layers have a router bias for each of 256
+    experts."""
     write_config(tmp_path, "deepseek_v3", dtype="bfloat16")
     code, report = found(capsys, str(tmp_path), "--gpu", "h100")
     assert (code, report["reason"]) == (1, "it does not fit one GPU of 79 GiB")
@@ -227,7 +229,7 @@ def test_logits_that_differ_are_a_refusal(
 
 
 def refuse(*_: Any) -> float:
-    """As a comparison that fails."""
+    """Stands for a comparison of logits that fails."""
     raise ModelError("logits differ")
 
 

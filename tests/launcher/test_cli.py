@@ -132,7 +132,7 @@ def test_a_variable_of_another_command_means_nothing_and_one_of_none_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("kvrelay.launcher.components.run_gateway", lambda _: 5)
-    monkeypatch.setenv("KVRELAY_MAX_NUM_SEQS", "9")  # of workers
+    monkeypatch.setenv("KVRELAY_MAX_NUM_SEQS", "9")  # a variable of workers
     assert cli.run(["gateway"]) == 5
     monkeypatch.setenv("KVRELAY_SERVED_MODEL", "x")
     assert cli.run(["gateway"]) == 2
@@ -211,7 +211,7 @@ def test_keys_are_made_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
 
 
 def test_an_api_key_and_its_line_belong_together(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """The line goes into a file by redirection; the key only to whoever looks."""
+    """stdout has the line for the key file, stderr has the key. A file with that line accepts the key."""
     assert cli.run(["api-key", "alice"]) == 0
     said = capsys.readouterr()
     key = said.err.rsplit(" ", 1)[1].strip()
@@ -229,7 +229,7 @@ def test_a_name_that_a_gateway_refuses_makes_no_key(name: str, capsys: pytest.Ca
 
 
 def test_a_worker_that_others_can_reach_needs_keys() -> None:
-    """In a process of its own: a worker takes over its process's log."""
+    """Runs in its own process, because a worker takes over its process's logging."""
     command = ["decode-worker", "--engine", "fake", "--address", "tcp://0.0.0.0:0"]
     ended = subprocess.run(
         [sys.executable, "-P", "-m", "kvrelay.launcher", *command], capture_output=True, text=True, check=False

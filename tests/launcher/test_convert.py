@@ -1,4 +1,4 @@
-"""GGUF files become model directories: weights are those of the ``gguf`` package's own dequantisation, in bf16."""
+"""GGUF files become model directories with weights as the ``gguf`` package dequantises them, in bf16."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from kvrelay.launcher.convert import convert_gguf
 
 HIDDEN, MIDDLE, VOCAB = 256, 512, 260
-# By tensor of a layer: shape, type, its name in the directory.
+# For each tensor of a layer: shape, type, and name in the directory.
 STORED: dict[str, tuple[tuple[int, int], Type, str]] = {
     "attn_q": ((HIDDEN, HIDDEN), Type.Q4_K, "self_attn.q_proj"),
     "attn_k": ((128, HIDDEN), Type.Q6_K, "self_attn.k_proj"),
@@ -27,7 +27,7 @@ STORED: dict[str, tuple[tuple[int, int], Type, str]] = {
 
 
 def write(path: Path) -> dict[str, torch.Tensor]:
-    """A tiny Qwen2 of random bytes, and its weights as gguf dequantises them."""
+    """Write a tiny Qwen2 of random bytes, and return its weights as gguf dequantises them."""
     generator = np.random.default_rng(3)
     writer = gguf.GGUFWriter(path, "qwen2")
     writer.add_block_count(1)
@@ -66,7 +66,7 @@ def write(path: Path) -> dict[str, torch.Tensor]:
     return wanted
 
 
-@pytest.mark.filterwarnings("ignore")  # transformers' own
+@pytest.mark.filterwarnings("ignore")  # warnings of transformers
 def test_weights_are_those_that_gguf_dequantises(tmp_path: Path) -> None:
     wanted = write(tmp_path / "tiny.gguf")
     convert_gguf(tmp_path / "tiny.gguf", tmp_path / "tiny")

@@ -1,4 +1,4 @@
-"""From a name to a model directory; conversion once, whole or not at all."""
+"""Model directories by name. Conversion happens once, completely or not at all."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvrelay.launcher import models
 from kvrelay.launcher.atomic_dir import build_once
 from kvrelay.launcher.errors import DownloadError
 
-# Writes half a model, says so, and then waits to be killed or, at the end of its input, finishes.
+# Writes half a model, reports it, and then waits to be killed. It finishes when its input ends.
 SLOW_BUILDER = """
 import sys
 from pathlib import Path
@@ -227,7 +227,7 @@ def test_a_word_that_is_no_model() -> None:
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A Hugging Face cache, with no network."""
+    """A Hugging Face cache with one model, without network."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     snapshot = tmp_path / "hub" / "models--org--m" / "snapshots" / ("a" * 40)

@@ -1,7 +1,7 @@
-"""Names that a released version has are there in this one: settings, the chart's values, metrics, routes and fields of the API.
+"""Every name of a released version still exists: settings, chart values, metrics, routes, and fields of the API.
 
-``recorded/now.json`` is what this tree has: ``tools/pages.py`` writes it, and ``make check`` sees that it is current. A release
-copies it to ``recorded/VERSION.json`` (CONTRIBUTING.md), which stays as it is, until a name goes in the way that
+``recorded/now.json`` has this tree's names: ``tools/pages.py`` writes it, and ``make check`` checks that it is current.
+A release copies it to ``recorded/VERSION.json`` (CONTRIBUTING.md). That copy changes only when a name is removed as
 docs/compatibility.md allows.
 """
 
@@ -18,7 +18,7 @@ RELEASED = {path.stem: json.loads(path.read_text()) for path in sorted(HERE.glob
 
 
 def vanished(then: Any, now: Any, above: str = "") -> list[str]:
-    """Names of ``then`` that ``now`` lacks, or that mean another thing there."""
+    """Names of ``then`` that ``now`` lacks, or that have another value there."""
     if isinstance(then, dict):
         pairs = [(name, value, f"{above}{name}: ") for name, value in then.items()]
         return [

@@ -1,4 +1,4 @@
-"""What ``make setup`` says on machines that lack something, with fake interpreters on the path."""
+"""The messages of ``make setup`` on machines that lack something, with fake interpreters on the path."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ case "$*" in
 esac
 """
 
-# Makes a .venv whose pip refuses everything, or names a CUDA package among what it would install.
+# Makes a .venv whose pip refuses every install, or lists a CUDA package among those to install.
 PYTHON_WITH_BAD_PIP = """#!/bin/sh
 case "$*" in
     --version) echo "Python 3.12.0" ;;
@@ -38,7 +38,7 @@ esac
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A checkout, and beside it a folder that is the whole PATH."""
+    """A checkout, with a folder beside it that is the whole PATH."""
     directory = tmp_path / "checkout"
     (directory / "tools").mkdir(parents=True)
     for name in ("tools/setup.sh", "pyproject.toml", "constraints.txt"):

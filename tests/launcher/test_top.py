@@ -1,4 +1,4 @@
-"""``kvrelay top`` against a server that says what a gateway says."""
+"""``kvrelay top`` against a server that answers like a gateway."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ STATE = State(
 
 @contextmanager
 def gateway(*events: bytes, certificate: tuple[Path, Path] | None = None) -> Iterator[str]:
-    """Its URL. It asks for the key 'k', and ends behind the events."""
+    """The URL of a server that requires the key 'k' and sends ``events``."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

@@ -1,4 +1,4 @@
-"""The detector on the command line, with a tokenizer of a thousand words."""
+"""The command-line detector, with a tokenizer of a thousand words."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def text(num_tokens: int, gamma: float | None) -> tuple[str, list[int]]:
-    """Random words; with a ``gamma``, each is the first of a few that is green behind the last."""
+    """Random words. With a ``gamma``, each is the first of some candidates that is green after the word before it."""
     generator = np.random.default_rng(3)
     tokens = [1]
     for _ in range(num_tokens):

@@ -1,4 +1,4 @@
-"""The watermark's hash, fixed for ever, and the detector's arithmetic."""
+"""The watermark's hash, which may never change, and the detector's arithmetic."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def words(*values: int) -> np.ndarray[tuple[int], np.dtype[np.uint32]]:
 
 
 def by_hand(word: int) -> int:
-    """MurmurHash3's finalizer, in Python's integers."""
+    """MurmurHash3's finalizer with Python's integers."""
     word ^= word >> 16
     word = word * 0x85EBCA6B % 2**32
     word ^= word >> 13
@@ -25,7 +25,7 @@ def by_hand(word: int) -> int:
 
 
 def test_the_hash_is_fixed_for_ever() -> None:
-    # Of the published function: fmix32(1) and fmix32(0xDEADBEEF).
+    # Values of the published function: fmix32(1) and fmix32(0xDEADBEEF).
     assert mix(words(0, 1, 0xDEADBEEF)).tolist() == [0, 0x514E28B7, 0x0DE5C6A9]
     values = np.random.default_rng(0).integers(0, 2**32, 1000, dtype=np.uint32)
     assert mix(values).tolist() == [by_hand(word) for word in values.tolist()]

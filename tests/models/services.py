@@ -1,5 +1,5 @@
-"""Real engines behind real services in one process: prompts go from a prefill worker over the wire to decode workers, one of which
-is lost in the middle of a sequence, while another has too few blocks for all."""
+"""Real engines behind real services in one process: a prefill worker hands prompts over the wire to decode workers. One decode
+worker is lost in the middle of a sequence, and the other one has too few blocks for all."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from kvrelay.wire.network import Network
 from tests.relay.workers import ADDRESS, LINKS, assert_nothing_held, worker_setup
 
 CHUNK = 6  # tokens of a prefill step
-NUM_TOKENS_OF_THE_LOST = 3  # that its client has when its decode worker ends
+NUM_TOKENS_OF_THE_LOST = 3  # the tokens that the client has when its decode worker ends
 
 
 class Held:
-    """A real engine whose steps wait, from the ``num_steps``-th on, until it is let go."""
+    """A real engine whose steps block, from step ``num_steps`` on, until ``let_go``."""
 
     def __init__(self, engine: TorchEngine, num_steps: int) -> None:
         self._engine = engine
@@ -45,20 +45,20 @@ class Held:
         return getattr(self._engine, name)
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """On the model thread."""
+        """Wait on the model thread until steps may run, then launch."""
         if self._num_left == 0:
             assert self._is_free.wait(timeout=60), "nobody let the engine go"
         self._num_left = max(0, self._num_left - 1)
         return self._engine.launch(plan)
 
     def let_go(self) -> None:
-        """Steps run from now on."""
+        """Let steps run from now on."""
         self._is_free.set()
 
 
 @dataclass
 class Stream:
-    """What a client got so far."""
+    """The tokens that a client has so far."""
 
     tokens: list[SampledToken] = field(default_factory=list)
     has_some: asyncio.Event = field(default_factory=asyncio.Event)
@@ -73,7 +73,7 @@ class Stream:
 
 @dataclass(frozen=True)
 class Engines:
-    """Three engines with the same weights; ``scarce`` has fewer blocks than all prompts need together."""
+    """Three engines with the same weights. ``scarce`` has fewer blocks than all prompts need together."""
 
     prefill: TorchEngine
     doomed: TorchEngine
@@ -83,7 +83,8 @@ class Engines:
 async def served(
     engines: Engines, prompts: Sequence[Sequence[int]], num_tokens: int, num_logprobs: int
 ) -> list[list[SampledToken]]:
-    """``num_tokens`` greedy tokens of each prompt. The first one's decode worker is lost, and one of them all is preempted."""
+    """Return ``num_tokens`` greedy tokens of each prompt. The first prompt's decode worker is lost, and one sequence is
+    preempted."""
     doomed, scarce = Held(engines.doomed, NUM_TOKENS_OF_THE_LOST - 1), Held(engines.scarce, 0)
     registry = CollectorRegistry()
     prefill = PrefillWorker(
@@ -115,14 +116,14 @@ async def served(
             await know(lost)
             running = [start(0)]
             await streams[0].has_some.wait()
-            # Nothing is said any more, and the sockets are gone: as a killed process looks from outside.
+            # Stop without a message and close the sockets, as a killed process does.
             await lost._server.stop()
             doomed.let_go()
             await lost.stop()
             await know(kept)
             running += [start(index) for index in range(1, len(prompts))]
             while len(kept.service.entries) < len(prompts) or prefill.service.entries:
-                await asyncio.sleep(0.002)  # polls for a state: all were handed over
+                await asyncio.sleep(0.002)  # polls until all prompts are handed over
             scarce.let_go()
             await asyncio.gather(*running)
     finally:

@@ -1,4 +1,4 @@
-"""What of a model is found out, and refused, when it is loaded."""
+"""Checks of a model when it is loaded, and the models that they refuse."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_windows_and_positions_are_checked(fault: str, tmp_path: Path, monkeypat
         forward = transformers_model.TransformersModel.forward
 
         class Shifted:
-            """A step whose positions are one too high."""
+            """A step in which no position is below 5."""
 
             def __init__(self, step: PagedStep) -> None:
                 self.positions = step.positions.clamp(min=5)
@@ -89,7 +89,7 @@ def test_a_long_chunk_is_found_and_checked_as_a_short_one(tmp_path: Path) -> Non
 
 @pytest.fixture
 def no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever takes memory for weights fails the test."""
+    """Fail the test if memory for weights is allocated."""
     from_pretrained = transformers_model._from_pretrained
 
     def refuse(directory: Path, dtype: torch.dtype, device_map: str | None) -> Any:
@@ -173,14 +173,14 @@ def test_a_tokenizer_of_another_model_is_refused(backend: str, tmp_path: Path, m
 
 
 def test_a_tokenizer_with_a_token_more_that_was_added_is_taken(tmp_path: Path) -> None:
-    """As Gemma 3 has one for images."""
+    """Gemma 3 has such a token for images."""
     saved("llama", tmp_path)
     write_tokenizer(tmp_path, VOCAB, added=["<image>"])
     assert native_engine_of(tmp_path).card.vocab_size == VOCAB
 
 
 def write_tokenizer(directory: Path, num_words: int, added: list[str] | None = None) -> None:
-    """One word for each id."""
+    """Write a tokenizer with one word for each id."""
     words = {f"w{index}": index for index in range(num_words)}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
     tokenizer.add_special_tokens(added or [])
@@ -188,7 +188,7 @@ def write_tokenizer(directory: Path, num_words: int, added: list[str] | None = N
 
 
 def native_engine_of(directory: Path) -> TorchEngine:
-    """By our own forward pass."""
+    """The engine with our own forward pass."""
     options = EngineOptions(model_dir=directory, model_id="tiny", device="cpu", dtype="float32", num_blocks=96)
     return TorchEngine.load(options, lambda done, total: None)
 

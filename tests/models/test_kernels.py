@@ -1,4 +1,4 @@
-"""Models over our Triton kernels, in their interpreter or on a GPU: softcaps, sinks, windows, unequal heads, latents."""
+"""Models over our Triton kernels, in the interpreter or on a GPU: softcaps, sinks, windows, unequal heads, latents."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from .test_types import NUM_BLOCKS, engine_of, generate, logprobs, options_of, s
 from .test_types import PROMPTS as ALL_PROMPTS
 from .tiny import VOCAB
 
-BLOCK_SIZE = 8  # a kernel's smallest
+BLOCK_SIZE = 8  # the smallest that a kernel takes
 CHUNK = 6
 NUM_TOKENS = 4
-PROMPTS = ALL_PROMPTS[1:]  # the interpreter is slow
+PROMPTS = ALL_PROMPTS[1:]  # few, because the interpreter is slow
 
 
 class Run:
-    """Sequences on an engine, as a scheduler moves them on."""
+    """Sequences on an engine, stepped as by a scheduler."""
 
     def __init__(self, engine: TorchEngine) -> None:
         self.engine = engine
@@ -38,30 +38,28 @@ class Run:
         num_blocks = NUM_BLOCKS * len(self.windows)
         self._free = list(torch.randperm(num_blocks, generator=torch.Generator().manual_seed(3)).tolist())
         self.outputs: dict[str, list[SampledToken]] = {}
-        for block_id in range(
-            num_blocks
-        ):  # an earlier run may have spoiled them: behind a sequence's end there are numbers
+        for block_id in range(num_blocks):  # an earlier run may have left NaN in blocks
             engine.store.open_write(block_id, 0)[:] = bytes(engine.store.block_nbytes)
             engine.store.close_write(block_id)
 
     def blocks(self, num_tokens: int) -> list[list[int]]:
-        """Blocks that nobody else has, of each group."""
+        """Unused blocks for ``num_tokens`` tokens, in each group."""
         return [[self._free.pop() for _ in range(-(-num_tokens // self.block_size))] for _ in self.windows]
 
     def seen(self, sequence: Sequence, group: int) -> list[int]:
-        """Indices of the blocks that its next token sees."""
+        """Indices of the blocks in the next token's window."""
         first = first_block(self.windows[group], sequence.num_computed_tokens, self.block_size)
         return list(range(first, len(sequence.block_tables[group])))
 
     def spoil(self, sequence: Sequence) -> None:
-        """Nobody reads what fell out of a window: it may be anybody's by now, and not even numbers."""
+        """Fill the blocks that left a window with NaN bytes, as they may belong to another sequence by now."""
         for group, table in enumerate(sequence.block_tables):
             for block_id in table[: self.seen(sequence, group)[0]]:
                 self.engine.store.open_write(block_id, 0)[:] = b"\xff" * self.engine.store.block_nbytes
                 self.engine.store.close_write(block_id)
 
     def step(self, sequences: list[Sequence]) -> None:
-        """One step of a chunk, or a token, each."""
+        """One step with a chunk or a token of each sequence."""
         rows = [StepRow(one, min(CHUNK, one.num_uncomputed_tokens)) for one in sequences]
         for row, token in zip(rows, step(self.engine, rows), strict=True):
             row.sequence.num_computed_tokens += row.num_tokens
@@ -72,13 +70,13 @@ class Run:
 
 
 class Done:
-    """A reader that reads at once."""
+    """A reader that is done at once."""
 
     is_done = True
 
 
 def handed_over(sequence: Sequence, source: Run, target: Run) -> Sequence:
-    """The sequence on another engine, which has the bytes of its blocks, as far as it sees them."""
+    """The sequence on another engine, with copies of the blocks that it still sees."""
     tables = target.blocks(len(sequence.block_tables[0]) * target.block_size)
     moves = [
         (sequence.block_tables[group][index], tables[group][index], group)
@@ -99,7 +97,7 @@ def handed_over(sequence: Sequence, source: Run, target: Run) -> Sequence:
 
 
 def relayed(prefill: Run, decode: Run) -> Iterator[list[SampledToken]]:
-    """``NUM_TOKENS`` tokens of all prompts: the first two by one engine, the others by another."""
+    """``NUM_TOKENS`` tokens of each prompt: the first two from one engine, the others from another."""
     params = SamplingParams(max_tokens=100, temperature=0.0, num_logprobs=VOCAB)
     waiting = [
         Sequence(
@@ -109,7 +107,7 @@ def relayed(prefill: Run, decode: Run) -> Iterator[list[SampledToken]]:
     ]
     computing: list[Sequence] = []
     decoding: list[Sequence] = []
-    while waiting or computing:  # one begins after the other, so that chunks and single tokens share steps
+    while waiting or computing:  # sequences start one after another, so that chunks and single tokens share steps
         computing += waiting[:1]
         waiting = waiting[1:]
         prefill.step(computing)
@@ -153,7 +151,7 @@ def test_kernels_over_latents_compute_what_transformers_does(tmp_path: Path, mon
 
 
 def assert_equal(engines: list[TorchEngine], model: PreTrainedModel) -> None:
-    """What two engines generate, one after the other, and its log probabilities, are those of ``generate``."""
+    """Check that the tokens of both engines, and their log probabilities, equal those of ``generate``."""
     outputs = relayed(*map(Run, engines))
     for prompt, tokens in zip(PROMPTS, outputs, strict=True):
         expected, expected_logprobs = generate(model, prompt, NUM_TOKENS)

@@ -1,4 +1,4 @@
-"""Which parts of a model of transformers run by our operations, and that one that computes otherwise stays as it is."""
+"""The modules of transformers that our operations replace. A module that computes something else stays as it is."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kvrelay.engine.models.transformers_model import TransformersModel
 from .test_types import engine_of, saved
 
 WIDTH = 16
-# Of a model: no step is made.
+# The parts of a model that these tests read. No step is made.
 NO_LAYERS: Any = SimpleNamespace(sliding_windows=(None,), kv_sizes=(KvSizes(1, 1, 1),), stage_layers=None)
 
 

@@ -1,4 +1,4 @@
-"""Tiny models saved in every quantised format: the log probabilities are those of transformers with its own dequantised weights."""
+"""Tiny models in every quantised format: log probabilities equal transformers' with its own dequantised weights."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ Make = Callable[[torch.Tensor], Tensors]
 
 @dataclass(frozen=True)
 class Format:
-    """How a projection is stored, what the checkpoint says of it, and how transformers dequantises it by itself."""
+    """How a projection is stored, how the checkpoint describes it, and how transformers dequantises it."""
 
     quantization: dict[str, Any]
     make: Make
-    theirs: Any = None  # a quantization_config of transformers; None: it needs a GPU or another library for the format
-    full: Callable[[torch.Tensor], torch.Tensor] | None = None  # what the weights are then
+    theirs: Any = None  # transformers' quantization_config; None if it needs a GPU or another library
+    full: Callable[[torch.Tensor], torch.Tensor] | None = None  # the weights as dequantised, where ``theirs`` is None
 
 
 def compressed(compressor: Any, name: str, activations: bool = False, **given: Any) -> Format:
-    """A format of compressed-tensors, written and read by its own library."""
+    """A format of compressed-tensors, written and read by that library."""
     scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**given))
 
     def make(weight: torch.Tensor) -> Tensors:
@@ -84,7 +84,7 @@ def compressed(compressor: Any, name: str, activations: bool = False, **given: A
 
 
 def blocks_of_fp8(weight: torch.Tensor) -> Tensors:
-    """As DeepSeek stores them, in blocks of 16."""
+    """Blocks of 16 by 16, as DeepSeek stores them."""
     num_outs, num_ins = weight.shape
     blocks = weight.view(num_outs // 16, 16, num_ins // 16, 16)
     scale = blocks.abs().amax(dim=(1, 3)) / 448
@@ -143,7 +143,7 @@ FORMATS = {
 
 
 def is_stored(module: str) -> bool:
-    """Projections but one, which is not quantised."""
+    """Whether a module is quantised: all projections but one."""
     return module.endswith("_proj") and not module.endswith("layers.1.mlp.down_proj")
 
 
@@ -155,19 +155,19 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def stored(source: Path, target: Path, made: Format) -> Path:
-    """The model in a format."""
+    """Save the model in a format."""
     return store(
         source, target, made.quantization, lambda module, weight: made.make(weight) if is_stored(module) else None
     )
 
 
 def reference(source: Path, directory: Path, made: Format) -> torch.Tensor:
-    """transformers' log probabilities behind the prompt ``[vocab]``."""
+    """transformers' log probabilities after the prompt, ``[vocab]``."""
     return logits_of(dequantised(source, directory, made))
 
 
 def dequantised(source: Path, directory: Path, made: Format) -> Any:
-    """The model of transformers with full weights."""
+    """transformers' model with full weights."""
     if made.theirs is not None:
         model = transformers.AutoModelForCausalLM.from_pretrained(
             directory, quantization_config=made.theirs, dtype=torch.float32
@@ -183,13 +183,13 @@ def dequantised(source: Path, directory: Path, made: Format) -> Any:
 
 @torch.inference_mode()
 def logits_of(model: Any) -> torch.Tensor:
-    """transformers' log probabilities behind the prompt."""
+    """A model's log probabilities after the prompt."""
     logits: torch.Tensor = model(torch.tensor([PROMPT]), use_cache=False).logits[0, -1]
     return torch.log_softmax(logits.float(), dim=-1)
 
 
 def ours(engine: Engine, adapter: int = 0) -> torch.Tensor:
-    """The engine's log probabilities behind the prompt."""
+    """The engine's log probabilities after the prompt."""
     num_blocks = -(-len(PROMPT) // engine.card.layout.block_size)
     num_groups = len(engine.card.layout.geometry.groups)
     sequence = native.sequence(PROMPT, list(range(num_blocks)), num_groups=num_groups, num_logprobs=VOCAB)
@@ -208,7 +208,7 @@ def test_a_format_gives_the_logits_of_its_dequantised_weights(name: str, llama: 
     directory = stored(llama, tmp_path, made)
     wanted = reference(llama, directory, made)
     plain = logits_of(transformers.AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32))
-    assert (wanted - plain).abs().max() > 1e-3  # the format does round
+    assert (wanted - plain).abs().max() > 1e-3  # the format changes the result
     torch.testing.assert_close(ours(native.load(directory, dtype="float32")), wanted, rtol=0, atol=2e-4)
     torch.testing.assert_close(ours(engine_of(directory)), wanted, rtol=0, atol=2e-4)
 
@@ -221,7 +221,7 @@ def test_ranks_have_their_parts_of_stored_weights(llama: Path, tmp_path: Path) -
         for cut in (Cut(), Cut(0, 2), Cut(1, 2))
     )
     downs = [one.layers[0].mlp.down for one in ranks]
-    keys = [one.layers[0].attention.qkv[48:64] for one in ranks]  # behind three query heads of 16
+    keys = [one.layers[0].attention.qkv[48:64] for one in ranks]  # after three query heads of 16
     assert torch.equal(torch.cat(downs, dim=1), whole.layers[0].mlp.down)
     assert torch.equal(torch.cat(keys), whole.layers[0].attention.qkv[96:128])
 
@@ -258,7 +258,7 @@ def test_gpt_oss_in_mxfp4(tmp_path: Path) -> None:
 
 
 def test_biases_of_zeros_that_a_model_does_not_have_are_left_out(llama: Path, tmp_path: Path) -> None:
-    """Older quantisers wrote them for every module."""
+    """Older quantisers wrote biases of zeros for every module. Such a bias with other values is refused."""
     directory = stored(llama, tmp_path, FORMATS["gptq"])
     wanted = ours(native.load(directory, dtype="float32"))
     path = directory / "model.safetensors"

@@ -1,4 +1,5 @@
-"""Adapters on a base whose weights are quantised, or rounded at the start: what the dequantised base gives with them."""
+"""Adapters on a base with quantised weights, or weights rounded at the start: results equal those of the dequantised
+base."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ def slots_of(engine: Engine) -> AdapterSlots:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_an_adapter_on_stored_weights(name: str, llama: Path, adapter: AdapterRef, tmp_path: Path) -> None:
-    """By our forward pass and through transformers; beside it the base stays as it is."""
+    """Our forward pass and transformers' apply the adapter to the dequantised weights. Without the adapter the base is
+    unchanged."""
     made = FORMATS[name]
     directory = stored(llama, tmp_path / "stored", made)
     model = dequantised(llama, directory, made)
@@ -69,7 +71,7 @@ def test_an_adapter_on_ranks_of_stored_weights(llama: Path, adapter: AdapterRef,
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
 def test_an_adapter_on_weights_that_were_rounded_at_the_start(llama: Path, adapter: AdapterRef, tmp_path: Path) -> None:
-    """In bf16, in which the reference rounds, too. The head's weights are rounded with the layers'."""
+    """In bf16, as the reference also rounds to bf16. The head's weights are rounded like those of the layers."""
     if not has_packed_linear(torch.bfloat16):
         pytest.skip("this CPU has no bf16 kernels")
     model = transformers.AutoModelForCausalLM.from_pretrained(llama, dtype=torch.bfloat16)

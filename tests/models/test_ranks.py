@@ -1,4 +1,4 @@
-"""Models of transformers on several ranks: the same tokens as on one, or a refusal by name."""
+"""Models of transformers on several ranks: the same tokens as on one rank, or a refusal by name."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tests.engine.ranks.conftest import load_ranks
 from .test_kernels import Run, relayed
 from .test_types import BLOCK_SIZE, NUM_BLOCKS, engine_of, options_of, saved
 
-# Softcaps, biases, an MLP of two products, parallel layers, and queries, keys and values in one product.
+# Softcaps, biases, an MLP of two products, parallel layers, and one product for queries, keys and values.
 SERVED = ("llama", "gemma2", "starcoder2", "cohere2", "gpt_neox", "exaone4")
-# Heads of unequal size, and of layers that share K/V; a part of each head rotated; layers without positions.
+# Heads of unequal size, layers that share K/V, partly rotated heads, layers without positions.
 MORE = ("gemma4_text", "phi", "smollm3")
 
-# Log probabilities here are about -7. Ranks add the parts of a sum in another order than one product does: 1.4e-5 in gemma4_text.
+# Log probabilities are about -7 here. Ranks add the parts of a sum in another order: 1.4e-5 in gemma4_text.
 ROUNDING = 2e-5
 
 
@@ -71,7 +71,7 @@ def test_ranks_have_query_heads_and_all_latents(tmp_path: Path) -> None:
 def test_what_cannot_be_cut_is_named(
     model_type: str, num_ranks: int, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without its weights, so that none are loaded for nothing."""
+    """The weights' file is missing, so the refusal comes before any weights are loaded."""
     saved(model_type, tmp_path)
     (tmp_path / "model.safetensors").unlink()
     monkeypatch.setattr("kvrelay.engine.ranks.engine.Ranks", None)

@@ -1,4 +1,4 @@
-"""Adapters on models that run through transformers: the tokens of models that were merged with them, or a refusal by name."""
+"""Adapters on models that run through transformers: the tokens of merged models, or a refusal by name."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from tests.engine.ranks.conftest import load_ranks
 
 from .test_types import EQUAL, engine_of, saved
 
-# One product for queries, keys and values; Conv1D; softcaps and an MLP that stays as it is; experts; parallel layers; latents.
+# One product for queries, keys and values; Conv1D; softcaps and an unchanged MLP; experts; parallel layers; latents.
 TYPES = ("phi3", "gpt2", "gemma2", "qwen3_moe", "gpt_neox", "cohere2", "deepseek_v3")
 MORE = sorted(EQUAL - set(TYPES))
-RANKED = ("gemma2", "starcoder2", "gpt_neox")  # with biases, and an adapter's parts of all kinds
-OTHERS = (".experts.", "vision_embed", "modality_router")  # get some tokens, none of text, or all of them twice
+RANKED = ("gemma2", "starcoder2", "gpt_neox")  # with biases, and adapters for all kinds of parts
+OTHERS = (".experts.", "vision_embed", "modality_router")  # modules that see some tokens, no text, or all tokens twice
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers warns of what tiny configurations leave out
 
 
 def linear_layers(model: transformers.PreTrainedModel) -> dict[str, tuple[int, int]]:
-    """Shapes (outputs, inputs) of the layers that adapters may change."""
+    """The shapes (outputs, inputs) of the layers that adapters may change."""
     found: dict[str, tuple[int, int]] = {}
     for name, module in model.named_modules():
         is_ours = name.startswith(f"{decoder_name(model)}.") and not any(word in name for word in OTHERS)
@@ -49,7 +49,7 @@ def linear_layers(model: transformers.PreTrainedModel) -> dict[str, tuple[int, i
 
 
 def merged_with(model: transformers.PreTrainedModel, adapter: Path) -> transformers.PreTrainedModel:
-    """A model whose weights are ``W + scaling * B A``, by PEFT's formulas."""
+    """A model with the weights ``W + scaling * B A``, by PEFT's formulas."""
     merged, tensors = copy.deepcopy(model), load_file(adapter / WEIGHTS_FILE)
     config = json.loads((adapter / CONFIG_FILE).read_text())
     scaling = config["lora_alpha"] / (config["r"] ** 0.5 if config["use_rslora"] else config["r"])
@@ -78,7 +78,7 @@ def slots_of(engine: Engine) -> AdapterSlots:
 def merged_of(
     base: Path, model: transformers.PreTrainedModel, refs: list[AdapterRef], **options: Any
 ) -> list[list[int]]:
-    """What models merged with each adapter generate, of the second prompt on."""
+    """The tokens that models merged with each adapter generate, from the second prompt on."""
     found = []
     for index, ref in enumerate(refs, start=1):
         directory = base.with_name(f"merged-{ref.name}")
@@ -147,14 +147,14 @@ def test_what_no_adapter_may_change_is_refused_by_name(kind: str, tmp_path: Path
 def test_an_adapter_for_other_sizes_is_refused(tmp_path: Path) -> None:
     saved("gpt2", tmp_path / "base")
     name = "transformer.h.0.attn.c_attn"
-    ref = write_adapter(tmp_path / "a", {name: (64, 192)})  # as GPT-2 has it in its checkpoint
+    ref = write_adapter(tmp_path / "a", {name: (64, 192)})  # the shape of GPT-2's checkpoint
     slots = slots_of(engine_of(tmp_path / "base", adapter_bytes=1))
     with pytest.raises(AdapterError, match=rf"{name} is for a base of shape \(64, 192\); this model's is \(192, 64\)"):
         slots.load(1, tmp_path / "a", ref.digest)
 
 
 def test_a_layer_that_gets_some_tokens_is_not_adapted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its rows are not the step's: what an adapter adds would go to other sequences."""
+    """The layer's rows are not the rows of the step, so an adapter's output would go to other sequences."""
     from transformers.models.phi3.modeling_phi3 import Phi3MLP  # noqa: PLC0415
 
     plain = Phi3MLP.forward
@@ -200,7 +200,7 @@ def test_our_cpu_kernels_give_a_row_the_same_bits_in_any_batch(
 @pytest.mark.full
 @pytest.mark.timeout(600)
 def test_our_triton_kernels_add_what_torch_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In their interpreter, or on a GPU."""
+    """The kernels run in their interpreter, or on a GPU."""
     base = tmp_path / "base"
     model = saved("phi3", base)
     refs = adapters_of(model, tmp_path)

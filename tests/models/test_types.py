@@ -1,7 +1,7 @@
 """Every type of transformers that generates text: the same tokens as its own ``generate``, or a refusal by name.
 
-Prompts of unequal length are computed in chunks by a prefill worker and handed over to decode workers, which go on with all of them
-in one batch; one sequence is preempted, and one loses its decode worker (``services.py``).
+A prefill worker computes prompts of unequal length in chunks and hands them over to decode workers. These continue all
+of them in one batch. One sequence is preempted, and one loses its decode worker (``services.py``).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from kvrelay.engine.transformers_engine import load_transformers_engine
 from .services import Engines, served
 from .tiny import VOCAB, NotTinyError, generate, text_types, tiny_model
 
-# One of each kind: windows, chunks, softcaps, sinks, experts, latent attention, unequal layers, learned positions, parallel
-# layers, a state.
+# One type of each kind: windows, chunks, softcaps, sinks, experts, latent attention, unequal layers, learned positions,
+# parallel layers, a state.
 _ALIKE = "llama llama4_text gemma2 gemma4_text gpt_oss qwen3_moe deepseek_v3 mimo_v2_flash gpt2 cohere2 opt mamba2"
 ALIKE = frozenset(_ALIKE.split())
 NATIVE = frozenset(
@@ -50,31 +50,31 @@ NOT_TINY = frozenset(_NOT_TINY.split())
 BLOCK_SIZE = 4
 NUM_BLOCKS = 96
 NUM_TOKENS = 12
-NUM_SCARCE_BLOCKS = 20  # room for all prompts, and not for all in the end
+NUM_SCARCE_BLOCKS = 20  # enough for all prompts, but not for all finished sequences
 _GENERATOR = torch.Generator().manual_seed(2)
 PROMPTS = [torch.randint(3, VOCAB, (count,), generator=_GENERATOR).tolist() for count in (9, 5, 13, 22)]
 
 
 def engine_of(directory: Path, **changes: Any) -> TorchEngine:
-    """Through transformers."""
+    """An engine that runs the model through transformers."""
     return load_transformers_engine(options_of(directory, **changes), lambda done, total: None)
 
 
 def options_of(directory: Path, **changes: Any) -> EngineOptions:
-    """A small pool, in float32."""
+    """Options for a small pool in float32."""
     chosen: dict[str, Any] = {"device": "cpu", "dtype": "float32", "num_blocks": NUM_BLOCKS, "block_size": BLOCK_SIZE}
     return EngineOptions(model_dir=directory, model_id="tiny", **(chosen | changes))
 
 
 def saved(model_type: str, directory: Path, **changes: Any) -> transformers.PreTrainedModel:
-    """A tiny model of the type, saved. Raises NotTinyError."""
+    """Save a tiny model of the type. Raises NotTinyError."""
     model = tiny_model(model_type, **changes)
     model.save_pretrained(directory)
     return model
 
 
 def logprobs(token: SampledToken) -> torch.Tensor:
-    """In vocabulary order."""
+    """A token's log probabilities in vocabulary order."""
     dense = torch.full((VOCAB,), -math.inf)
     for token_id, value in token.top_logprobs:
         dense[token_id] = value
@@ -82,7 +82,7 @@ def logprobs(token: SampledToken) -> torch.Tensor:
 
 
 def cases() -> list[Any]:
-    """All types; but one of each kind is for make test-all."""
+    """All types. Those outside ``ALIKE`` run in make test-all only."""
     return [name if name in ALIKE else pytest.param(name, marks=pytest.mark.full) for name in text_types()]
 
 
@@ -130,7 +130,7 @@ async def test_layers_that_share_keys_and_values_have_none_of_their_own(model_ty
 
 
 async def assert_equal(engines: Engines, model: transformers.PreTrainedModel) -> None:
-    """What services over the engines generate, and its log probabilities, are those of ``generate``."""
+    """Check that the services' tokens and log probabilities equal those of ``generate``."""
     outputs = await served(engines, PROMPTS, NUM_TOKENS, VOCAB)
     for prompt, tokens in zip(PROMPTS, outputs, strict=True):
         expected, expected_logprobs = generate(model, prompt, NUM_TOKENS)

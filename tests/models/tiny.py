@@ -1,7 +1,7 @@
 """Tiny models with random weights, of every type that transformers generates text with.
 
-A type's own configuration decides what most fields mean, so the same sizes are given to all, and what a type needs beside them is
-in ``MORE``. Where a model comes out large, the sizes of experts or of latent attention had other names: those are tried next.
+A type's own configuration decides the meaning of most fields, so all types get the same sizes, and ``MORE`` adds what a type
+needs. If a model comes out large, its sizes of experts or latents have other names, which are tried next.
 """
 
 from __future__ import annotations
@@ -163,11 +163,11 @@ MORE["qwen3_5_text"] = MORE["qwen3_5_moe_text"] = {**EXPERTS, **_LINEAR}
 
 
 class NotTinyError(Exception):
-    """No configuration of a type that we tried gives a small model."""
+    """None of the tried configurations of a type gives a small model."""
 
 
 def tiny_model(model_type: str, **changes: Any) -> PreTrainedModel:
-    """A random model of the type, in float32. Every weight has a say: norms, sinks and biases, too. Raises NotTinyError.
+    """A random model of the type, in float32. Norms, sinks and biases are random, too. Raises NotTinyError.
 
     ``changes``: fields of its configuration.
     """
@@ -183,7 +183,7 @@ def tiny_model(model_type: str, **changes: Any) -> PreTrainedModel:
                 continue
             torch.manual_seed(0)
             model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
-        except Exception as error:  # whatever a configuration class makes of fields that are not its own
+        except Exception as error:  # a configuration class may raise anything at unknown fields
             problem = f"{type(error).__name__}: {error}"
             continue
         _fill(model)
@@ -206,13 +206,13 @@ def _fill(model: PreTrainedModel) -> None:
 
 
 def text_types() -> list[str]:
-    """All types that transformers has a causal language model for."""
+    """All types that have a causal language model in transformers."""
     return sorted(transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
 @torch.inference_mode()
 def generate(model: PreTrainedModel, prompt: list[int], num_tokens: int) -> tuple[list[int], torch.Tensor]:
-    """A greedy continuation by transformers itself, and its log probabilities ``[num_tokens, vocab]``."""
+    """A greedy continuation by transformers, and its log probabilities ``[num_tokens, vocab]``."""
     output = model.generate(
         torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long), do_sample=False, pad_token_id=0,
         max_new_tokens=num_tokens, min_new_tokens=num_tokens, return_dict_in_generate=True, output_logits=True,

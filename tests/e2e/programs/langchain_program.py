@@ -1,4 +1,4 @@
-"""What a user of langchain-openai writes. Prints what came, as JSON. Arguments: base URL and model."""
+"""A program as users of langchain-openai write it. Prints its results as JSON. Arguments: base URL and model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user of litellm writes. Prints what came, as JSON. Arguments: base URL and model."""
+"""A program as users of litellm write it. Prints its results as JSON. Arguments: base URL and model."""
 
 from __future__ import annotations
 

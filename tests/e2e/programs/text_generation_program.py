@@ -1,4 +1,5 @@
-"""What a user of text-generation (TGI's own client) writes. Prints what came, as JSON. Arguments: base URL and model."""
+"""A program as users of text-generation, TGI's own client, write it. Prints its results as JSON. Arguments: base URL,
+model."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ prompt = "The capital of France is"
 
 
 async def both() -> dict[str, Any]:
-    """The same with the asynchronous client."""
+    """Text from the asynchronous client, whole and streamed."""
     asynchronous = AsyncClient(url, timeout=120)
     answer = await asynchronous.generate(prompt, max_new_tokens=8)
     pieces = [event.token.text async for event in asynchronous.generate_stream(prompt, max_new_tokens=8)]
@@ -32,7 +33,7 @@ grammar = client.generate(
 )
 chat = client.chat(messages=[{"role": "user", "content": "Hello"}], max_tokens=6, temperature=0.0, stream=False)
 try:
-    # The client looks at parameters itself; what only the server knows is refused by the server.
+    # The client checks some parameters itself. Only the server can refuse this one.
     client.generate(prompt, max_new_tokens=1_000_000)
     refused = None
 except Refused as error:

@@ -22,7 +22,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 def dense(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, window: Window | None, options: Scores = PLAIN
 ) -> torch.Tensor:
-    """query ``[n, q_heads, d]`` are the last of ``[kv_heads, len, d]`` positions."""
+    """Attention of the last positions. query ``[n, q_heads, d]``, keys and values ``[kv_heads, len, d]``."""
     num_queries, num_q_heads, head_dim = query.shape
     group = num_q_heads // keys.shape[0]
     keys, values = (tensor.double().repeat_interleave(group, dim=0) for tensor in (keys, values))
@@ -51,7 +51,7 @@ def compare(
     layer: int = 1,
     options: Scores = PLAIN,
 ) -> None:
-    """``rows`` are (computed tokens, tokens of this step)."""
+    """Compare one step with ``dense``. ``rows`` are (computed tokens, tokens of this step)."""
     head_dim = 16
     generator = torch.Generator().manual_seed(len(rows))
     num_blocks = sum(-(-(start + count) // block_size) for start, count in rows) + 3
@@ -108,7 +108,7 @@ def test_block_sizes(block_size: int) -> None:
     compare([(600, 1), (3, 1), (0, 70), (300, 90)], block_size=block_size)
 
 
-# A chunk of keys is 256 long, a tile of queries 64: contexts and windows that end just before, at and behind them.
+# Keys come in chunks of 256 and queries in tiles of 64. These contexts end just before, at and after such borders.
 BORDERS = [15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257, 319, 320, 321, 511, 512, 513]
 
 

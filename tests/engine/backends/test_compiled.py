@@ -1,4 +1,4 @@
-"""Where compiled code comes from on a machine without a compiler: an image, as its build leaves it."""
+"""The source of compiled code on a machine without a compiler, such as an image: libraries compiled ahead."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def test_kernels_of_other_sources_are_not_taken(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.full
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 def test_what_is_compiled_ahead_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What an image gets, on the oldest processor that it is for, which this one is not older than."""
+    """Libraries for an image are compiled ahead. The one for the oldest processor is loaded without a compiler and
+    runs."""
     built = prebuild.prebuild(tmp_path)
     assert [path.name.rsplit("-", 1)[0] for path in built] == [f"cpu-{variant.name}" for variant in compiled.VARIANTS]
     monkeypatch.setattr(compiled.shutil, "which", lambda name: None)

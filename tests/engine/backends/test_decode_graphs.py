@@ -1,4 +1,4 @@
-"""How graphs are captured, with the calls to CUDA played: what a graph computes is shown in ``test_ops_cuda``.
+"""The capture of graphs, with stand-ins for CUDA's calls. ``test_ops_cuda`` shows what a graph computes.
 
 Ranks are threads here, and their collectives a barrier.
 """
@@ -23,14 +23,14 @@ from kvrelay.engine.step.uploads import Uploader
 
 
 class PlayedStream:
-    """Nothing waits for anything."""
+    """A stream on which nothing waits."""
 
     def wait_stream(self, other: PlayedStream) -> None:
         pass
 
 
 class PlayedCuda:
-    """Which stream every run and every capture is on."""
+    """Stands for torch.cuda, and records the stream of every run and capture."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.now = self.main = PlayedStream()
@@ -58,7 +58,7 @@ class PlayedCuda:
     def _captured(
         self, graph: Any, pool: object, stream: PlayedStream | None = None, capture_error_mode: str = "global"
     ) -> Iterator[None]:
-        """torch makes a stream of its own for all captures, if it is given none."""
+        """Without a stream given, torch captures on one of its own."""
         self.pools.add(pool)
         self.modes.add(capture_error_mode)
         with self._on(stream or PlayedStream()):
@@ -71,7 +71,7 @@ class PlayedGraph:
 
 
 def test_all_graphs_are_captured_on_one_stream_beside_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On each that a product runs on, cuBLAS keeps a workspace, which nobody reckoned with when the pool was sized."""
+    """cuBLAS keeps a workspace for each stream with products, and the pool's size does not account for more of them."""
     cuda = PlayedCuda(monkeypatch)
     recorder = CudaRecorder()
     used: list[PlayedStream] = []
@@ -87,14 +87,14 @@ def test_all_graphs_are_captured_on_one_stream_beside_the_steps(monkeypatch: pyt
 def test_what_another_thread_asks_the_device_ends_no_capture_of_several_ranks(
     monkeypatch: pytest.MonkeyPatch, of_several_ranks: bool, mode: str
 ) -> None:
-    """NCCL's watchdog asks how far collectives are, whenever it likes."""
+    """NCCL's watchdog queries the device at any time, so captures of several ranks use another error mode."""
     cuda = PlayedCuda(monkeypatch)
     CudaRecorder(of_several_ranks=of_several_ranks).capture(lambda: None)
     assert cuda.modes == {mode}
 
 
 class PlayedRanks:
-    """Two ranks that do the same at the same time. Who waits in vain fails."""
+    """Collectives of two ranks that run the same steps. A rank that waits in vain fails after 10 s."""
 
     def __init__(self) -> None:
         self._barrier = threading.Barrier(2, timeout=10)
@@ -102,7 +102,7 @@ class PlayedRanks:
         self.num_meetings = 0
 
     def sum(self, partial: torch.Tensor) -> torch.Tensor:
-        """What both add up is one's own, twice."""
+        """The sum of both ranks, which have equal parts."""
         self._meet()
         return partial.mul_(2)
 
@@ -122,7 +122,8 @@ class PlayedRanks:
 
 
 class PlayedRecorder:
-    """Notes which steps it captures; cannot capture one of ``fails_at`` rows. A capture computes nothing, so nobody meets."""
+    """Records the sizes of captured steps. A capture of ``fails_at`` rows fails. Captures compute nothing, so no rank
+    meets another."""
 
     def __init__(self, sizes_of: Callable[[], int], fails_at: int | None) -> None:
         self.captured: list[int] = []
@@ -142,7 +143,7 @@ class PlayedRecorder:
 def capture_on_a_rank(
     ranks: PlayedRanks, rank: int, fails_at: int | None, num_stages: int = 1
 ) -> tuple[DecodeGraphs | None, list[int]]:
-    """The graphs of one rank, and of how many rows they are, in the order of their capture."""
+    """The graphs of one rank, and their numbers of rows in the order of capture."""
     last = [0]
 
     def forward(token_ids: torch.Tensor, _: object) -> torch.Tensor:
@@ -169,7 +170,7 @@ MOST_ROWS = 20
 
 
 def test_all_ranks_capture_the_same_in_the_same_order() -> None:
-    """Each meets the others before a capture, and behind it."""
+    """Each rank meets the others before and after a capture."""
     ranks = PlayedRanks()
     with ThreadPoolExecutor(2) as threads:
         (one, of_one), (other, of_other) = threads.map(lambda rank: capture_on_a_rank(ranks, rank, None), range(2))
@@ -183,7 +184,7 @@ def test_all_ranks_capture_the_same_in_the_same_order() -> None:
 def test_if_a_rank_cannot_capture_a_step_all_launch_kernel_by_kernel(
     caplog: pytest.LogCaptureFixture, fails_at: int
 ) -> None:
-    """It says why, and nobody is left waiting for it."""
+    """Both ranks log the reason, and neither waits for the other."""
     ranks = PlayedRanks()
     with ThreadPoolExecutor(2) as threads:
         (one, _), (other, _) = threads.map(

@@ -1,4 +1,4 @@
-"""The block tables that lie on a GPU, changed by what is new in them; without a GPU, on the host's memory."""
+"""The block tables on a GPU, updated by their changes. Without a GPU they are in host memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_step_finds_the_tables_of_its_rows_whatever_was_done_to_them(seed: int
     pool = torch.zeros(2, 1, 2, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
     ops = CudaOps(config, pool, BLOCK_SIZE * MAX_BLOCKS, NUM_SLOTS)
     planner, slots = Planner(NUM_SLOTS, 90), Slots(NUM_SLOTS, MAX_BLOCKS, 3)
-    of_rows = [sequence([1] * 9, [], num_groups=3) for _ in range(5)]  # more than have a slot at a time
+    of_rows = [sequence([1] * 9, [], num_groups=3) for _ in range(5)]  # more than have slots at the same time
     num_unchanged = 0
     for _ in range(60):
         for one in of_rows:

@@ -1,4 +1,4 @@
-"""How large a pool gets, and what is refused before anything is loaded."""
+"""The size of the pool, and options that are refused before anything is loaded."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ GPU = GpuMemory(total=100_000, free=95_000, held=4_000, step=2_000)
 
 
 def test_a_gpus_pool_is_what_the_weights_and_a_step_leave_of_its_share() -> None:
-    assert num_blocks_of(options(), BLOCK_NBYTES, GPU) == 83  # nine tenths of what is free, less the step
+    assert num_blocks_of(options(), BLOCK_NBYTES, GPU) == 83  # nine tenths of the free memory, less the step
     assert num_blocks_of(options(kv_memory_fraction=0.3), BLOCK_NBYTES, GPU) == 24
     assert num_blocks_of(options(kv_memory_bytes=42_999), BLOCK_NBYTES, GPU) == 42
     assert num_blocks_of(options(num_blocks=7), BLOCK_NBYTES, GPU) == 7
@@ -47,7 +47,7 @@ def test_a_gpus_pool_is_what_the_weights_and_a_step_leave_of_its_share() -> None
 @pytest.mark.parametrize(("kind", "source"), [("num_blocks", "--num-blocks"), ("kv_memory_bytes", "--kv-memory-mb")])
 def test_a_pool_of_a_given_size_must_fit_beside_the_largest_step(kind: str, source: str) -> None:
     unit = 1 if kind == "num_blocks" else BLOCK_NBYTES
-    # 93 blocks are free beside the step; one of them is the spare one.
+    # 93 blocks are free beside the step, and one of them is the spare block.
     assert num_blocks_of(options(**{kind: 92 * unit}), BLOCK_NBYTES, GPU) == 92
     expected = rf"^{source} gives a pool of 93 blocks, .* of 512 tokens \(.*\): lower {source} or --max-batched-tokens$"
     with pytest.raises(ModelError, match=expected):

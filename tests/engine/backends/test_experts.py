@@ -1,4 +1,4 @@
-"""A layer of experts on the CPU, and by the GPU's code over torch's products, against each token's experts one by one."""
+"""A layer of experts on the CPU, and the GPU's code over torch's products, against each token's experts one by one."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def layer(dtype: torch.dtype, *, has_bias: bool = True) -> ExpertWeights:
 
 
 def tokens(num_tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Hidden states, experts (never the last one) and factors."""
+    """Hidden states, expert ids (never the last expert) and factors."""
     generator = torch.Generator().manual_seed(num_tokens)
     scores = torch.rand(num_tokens, NUM_EXPERTS - 1, generator=generator)
     hidden = torch.randn(num_tokens, HIDDEN, generator=generator).to(dtype)
@@ -51,7 +51,7 @@ def tokens(num_tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Ten
 
 
 def one_by_one(weights: ExpertWeights, hidden: torch.Tensor, ids: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-    """In float64."""
+    """The layer's result in float64, token by token."""
     out = torch.zeros(hidden.shape, dtype=torch.float64)
     gate_up, down = (w.dequantised() if not isinstance(w, torch.Tensor) else w for w in (weights.gate_up, weights.down))
     for token, (row, experts) in enumerate(zip(hidden.double(), ids.tolist(), strict=True)):
@@ -66,7 +66,7 @@ def one_by_one(weights: ExpertWeights, hidden: torch.Tensor, ids: torch.Tensor, 
     return out
 
 
-# Of a model: no step is made.
+# The parts of a model that the operations read. No step is made.
 NO_LAYERS: Any = SimpleNamespace(sliding_windows=(None,), kv_sizes=(KvSizes(1, 1, 1),), stage_layers=None)
 
 
@@ -105,7 +105,8 @@ def test_a_layer_is_the_sum_of_its_experts(kind: str, has_bias: bool) -> None:
 
 @pytest.mark.parametrize("kind", OPS)
 def test_the_id_behind_the_last_expert_adds_nothing(kind: str) -> None:
-    """As experts of other ranks have it; also where no token goes to an expert that is here."""
+    """The id after the last expert stands for experts of other ranks. They add nothing, even if no token has an expert
+    here."""
     make_ops, dtype = OPS[kind]
     experts = make_ops().make_experts(layer(dtype), swiglu)
     hidden, ids, factors = tokens(9, dtype)

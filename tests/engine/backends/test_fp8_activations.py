@@ -1,4 +1,4 @@
-"""A checkpoint in fp8 whose activations are rounded, too: its logits, its K/V's name, and where it is refused."""
+"""fp8 checkpoints that also round activations: their logits, the name of their K/V, and where they are refused."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def by_channel(weight: torch.Tensor, _: float) -> Tensors:
 
 
 def by_blocks(weight: torch.Tensor, _: float) -> Tensors:
-    """Of 32 by 32."""
+    """Blocks of 32 by 32."""
     blocks = weight.view(weight.shape[0] // 32, 32, weight.shape[1] // 32, 32)
     scale = blocks.abs().amax(dim=(1, 3)) / 448
     values = (blocks / scale[:, None, :, None]).view(weight.shape)
@@ -73,7 +73,7 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor, float], Tensors
     "fp8-blocks": ({"quant_method": "fp8", "weight_block_size": [32, 32]}, by_blocks),
     "modelopt": ({"quant_method": "modelopt", "quant_algo": "FP8"}, by_tensor),
 }
-# Of modelopt's modules: the scales that q, k and v, gate and up have for the rows that they share.
+# Input scales of modelopt's modules. q, k and v share their rows' scale, as do gate and up.
 INPUT_SCALES = {
     "q_proj": 0.004,
     "k_proj": 0.006,
@@ -109,7 +109,7 @@ def role_of(module: str) -> str:
 
 
 def stored(source: Path, target: Path, name: str) -> Path:
-    """The model in a format, but one projection, which stays in full."""
+    """Save the model in a format, with one projection in full."""
     quantization, make = FORMATS[name]
 
     def of(module: str, weight: torch.Tensor) -> Tensors | None:
@@ -128,7 +128,7 @@ def load(directory: Path, activations: Activations | None) -> ModelWeights:
 
 @torch.inference_mode()
 def logits(directory: Path, weights: ModelWeights) -> torch.Tensor:
-    """Behind the prompt, by the GPU's operations: its tokens but the last as a prompt, then that one beside none."""
+    """The logits after the prompt, by the GPU's operations: all tokens but the last in one step, then the last one."""
     config = load_config(directory)
     pool = torch.zeros((24, config.num_layers, 2, config.num_kv_heads, 16, config.head_dim), dtype=HALF)
     ops = CudaOps(config, pool, 384, 4)
@@ -143,7 +143,7 @@ def logits(directory: Path, weights: ModelWeights) -> torch.Tensor:
 
 
 def by_library(**scheme: Any) -> Round:
-    """Activations as compressed-tensors rounds them."""
+    """Round activations as compressed-tensors does."""
     arguments = QuantizationArgs(**{**FP8, "dynamic": True, **scheme})
 
     def rounded(hidden: torch.Tensor, _: str) -> torch.Tensor:
@@ -166,7 +166,7 @@ ROUNDS: dict[str, Round] = {
 
 
 class Product(torch.nn.Module):
-    """In float32, between numbers in the model's type."""
+    """A float32 product of inputs and weights in the model's type."""
 
     def __init__(self, name: str, weight: torch.Tensor, rounded: Round | None) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ class Product(torch.nn.Module):
 
 @torch.inference_mode()
 def reference(source: Path, directory: Path, rounded: Round | None) -> torch.Tensor:
-    """transformers' logits, with weights dequantised by torch alone, and inputs of their products rounded."""
+    """transformers' logits with weights dequantised by torch, and with rounded inputs of the products."""
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     _, make = FORMATS[directory.name]
     for name, linear in list(model.named_modules()):
@@ -191,7 +191,7 @@ def reference(source: Path, directory: Path, rounded: Round | None) -> torch.Ten
         if "weight_scale_inv" in made:
             scale = scale.repeat_interleave(32, dim=0).repeat_interleave(32, dim=1)
         model.set_submodule(name, Product(name, made["weight"].float() * scale, rounded))
-    model.to(HALF)  # but what is multiplied above
+    model.to(HALF)  # all but the products' weights above
     found: torch.Tensor = model(torch.tensor([PROMPT]), use_cache=False).logits[0, -1]
     return found.float()
 
@@ -202,13 +202,13 @@ def reference(source: Path, directory: Path, rounded: Round | None) -> torch.Ten
     ["compressed-tensors", *(pytest.param(one, marks=pytest.mark.full) for one in ("fp8-blocks", "modelopt"))],
 )
 def test_logits_are_those_of_rounded_activations(name: str, tmp_path: Path) -> None:
-    """Of a prompt and of one token behind it, in one K/V."""
+    """The last token is computed in its own step, over the K/V of the prompt."""
     source = save_llama(tmp_path / "full", 1)
     directory = stored(source, tmp_path / name, name)
     ours = logits(directory, load(directory, load_activations(directory)))
     wanted, exact = (reference(source, directory, rounded) for rounded in (ROUNDS[name], None))
     of_activations = (exact - wanted).norm() / wanted.norm()
-    # What fp16 leaves between products may move a number over the middle between two of e4m3. Rounding at all moves every one.
+    # fp16 between products may move a few numbers to the next e4m3 value. Rounding activations changes every number.
     error = (ours - wanted).norm() / wanted.norm()
     assert error < 0.3 * of_activations, (error, of_activations)
     assert 0.01 < of_activations < 0.2
@@ -231,7 +231,7 @@ def test_inputs_of_all_products_that_stay_in_fp8_are_rounded(name: str, llama: P
 
 
 def test_a_row_is_rounded_alike_whoever_is_computed_beside_it(llama: Path, tmp_path: Path) -> None:
-    """Few rows take splits, more take none."""
+    """Few rows are multiplied with splits, many without."""
     directory = stored(llama, tmp_path, "compressed-tensors")
     weight = load(directory, Activations()).layers[0].attention.qkv
     assert isinstance(weight, StoredWeight)

@@ -1,4 +1,4 @@
-"""Shares of one GPU: they add up whoever starts first, and whoever is started again gets what it had."""
+"""Shares of one GPU: they add up in any order of starts, and a restarted worker gets its old share."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from kvrelay.engine.backends.cuda import build as cuda
 from kvrelay.engine.backends.cuda.memory import GpuMemory, pool_nbytes
 
 GIB = 2**30
-CUDA = GIB // 2  # what a process takes beside what it asks for
+CUDA = GIB // 2  # a process's memory beyond its allocations
 
 
 def pools_of(order: Sequence[int], shares: Sequence[float], total: int, weights: int, step: int) -> dict[int, int]:
-    """Pools by worker. All have loaded their weights; then they measure, and take theirs, in ``order``."""
+    """The pool of each worker. All have loaded their weights, then each measures and allocates, in ``order``."""
     free = total - len(shares) * (weights + CUDA)
     pools: dict[int, int] = {}
     for worker in order:
         pools[worker] = pool_nbytes(GpuMemory(total, free, weights, step), shares[worker])
         free -= pools[worker]
-    # All of them may run their largest steps at a time.
+    # All workers may run their largest steps at the same time.
     assert free >= len(shares) * step
     return pools
 
@@ -59,7 +59,7 @@ def test_others_may_have_left_less_and_a_share_may_hold_nothing() -> None:
 
 
 def test_memory_is_measured_beside_the_weights_and_the_largest_steps_own_pool(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's counters, played: 16 GiB of weights, then a step of 1 GiB over a pool of 2."""
+    """torch's counters are replaced: 16 GiB of weights, then a step of 1 GiB over a pool of 2 GiB."""
     calls: list[str] = []
     monkeypatch.setattr(cuda, "run_largest_step", lambda *_: calls.append("step") or 2 * GIB)
     played = {
@@ -74,7 +74,7 @@ def test_memory_is_measured_beside_the_weights_and_the_largest_steps_own_pool(mo
     for name, function in played.items():
         monkeypatch.setattr(torch.cuda, name, function)
     nothing = cast(Any, None)
-    options: Any = SimpleNamespace(adapter_bytes=2 * GIB)  # of which none are there yet
+    options: Any = SimpleNamespace(adapter_bytes=2 * GIB)  # none are loaded yet
     assert cuda.measure_memory(nothing, nothing, nothing, nothing, options) == GpuMemory(
         total=80 * GIB, free=58 * GIB, held=19 * GIB, step=GIB
     )

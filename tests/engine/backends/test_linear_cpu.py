@@ -14,7 +14,7 @@ def matrices(num_rows: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, 
     hidden = torch.randn(num_rows, 96, generator=generator).bfloat16()
     weight = torch.randn(80, 96, generator=generator).bfloat16()
     weight[7] = 0
-    weight[8] *= 1000  # rows have scales of their own
+    weight[8] *= 1000  # each row has its own scale
     return hidden, weight, torch.randn(80, generator=generator).bfloat16()
 
 
@@ -34,9 +34,9 @@ def test_int8_products_are_exact_but_for_the_rounded_weights(
     linear = Int8Linear(rounded(weight, Rounding.INT8), kept_bias, lambda integers: many_rows(integers, None))
     result = linear(hidden)
     assert result.dtype == torch.bfloat16
-    # Three roundings to bf16 at most: of the sum, after the scale, after the bias.
+    # At most three roundings to bf16: of the sum, after the scale, after the bias.
     torch.testing.assert_close(result.double(), exact, rtol=3 * 2**-8, atol=0.05)
-    # And the rounding itself costs less than half a step of each weight.
+    # Rounding moves a weight by half a step at most.
     assert ((wanted - weight.double()).abs() <= 0.5001 * scale[:, None] + 2**-8 * weight.double().abs()).all()
 
 

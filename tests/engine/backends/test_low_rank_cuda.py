@@ -1,4 +1,4 @@
-"""Adapters by the GPU's kernels, run by Triton's interpreter: as the reference adds them, in steps and in what graphs hold."""
+"""Adapters by the GPU's kernels in Triton's interpreter equal the reference, in steps and in graphs."""
 
 from __future__ import annotations
 
@@ -143,13 +143,13 @@ def test_groups_are_cut_into_tiles_of_one_adapter() -> None:
 
 
 def test_kernels_add_what_the_reference_adds(tmp_path: Path) -> None:
-    """Groups of one to many rows, adapters without some of the layers, rows without any."""
+    """Groups of one to many rows, adapters that lack some layers, and rows without an adapter."""
     assert run_interpreted(PRODUCTS, tmp_path) == "same\n"
 
 
 @pytest.mark.full
 def test_steps_and_graphs_with_adapters_give_what_the_cpu_gives(tmp_path: Path) -> None:
-    """Also with adapters that are loaded behind the capture, and rows without one beside them."""
+    """Some adapters are loaded after the capture, and some rows have no adapter."""
     base = tmp_path / "base"
     save_model(base, transformers.LlamaConfig(**{**SIZES, "num_hidden_layers": 1}), dtype=torch.float32)
     shapes = linear_shapes(base)

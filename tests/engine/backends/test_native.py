@@ -1,4 +1,4 @@
-"""Our C++ kernels: bit for bit what torch computes where both round alike, and attention against a dense float64 reference."""
+"""Our C++ kernels: bit-identical to torch where both round alike, and attention against a dense float64 reference."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from tests.engine.conftest import sequence
 
 @pytest.fixture(scope="module", params=[None, *compiled.VARIANTS], ids=lambda it: "native" if it is None else it.name)
 def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> CpuKernels:
-    """For this very processor, and for each of the kinds that this one can stand in for."""
+    """The kernels for this processor, and for each kind of processor whose instructions it has."""
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("no g++")
@@ -82,7 +82,7 @@ def config_of(heads: tuple[int, int], head_dim: int, num_layers: int = 2, window
 
 
 def batch_of(rows: list[tuple[int, int]], block_size: int) -> tuple[Batch, int]:
-    """A batch of (computed tokens, tokens of this step) with shuffled blocks, and how many blocks there are."""
+    """A batch of (computed tokens, tokens of this step) with shuffled blocks, and the number of blocks."""
     num_blocks = sum(-(-(start + count) // block_size) for start, count in rows) + 3
     free = list(range(num_blocks))
     random.Random(0).shuffle(free)
@@ -103,7 +103,7 @@ def test_norms(kernels: CpuKernels, rows: int, width: int) -> None:
     expected = plain.add_rms_norm(hidden, theirs, weight, 1e-5)
     found = kernels.rms_norm(hidden, residual, weight, 1e-5)
     assert torch.equal(residual, theirs)
-    # The sum of squares is added up in another order: now and then a result lies on the other side of a rounding.
+    # The sum of squares has another order, so a result may now and then be rounded the other way.
     torch.testing.assert_close(found, expected, rtol=2**-6, atol=0)
     assert (found != expected).float().mean() < 0.01
     alone = kernels.rms_norm(None, residual, weight, 1e-5)
@@ -133,7 +133,7 @@ def test_clamped_swiglu(kernels: CpuKernels, rows: int) -> None:
 
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_products_of_experts_are_those_of_each_alone(kernels: CpuKernels, has_bias: bool) -> None:
-    """Bit for bit, also of many rows, and of none."""
+    """The grouped product equals each expert's own product bit for bit, for many rows and for none."""
     counts, outs, ins = [3, 0, 1, 130, 6], 70, 48
     starts = torch.tensor([0, *itertools.accumulate(counts)])
     hidden, weight = bf16(sum(counts), ins), bf16(len(counts) * outs, ins, seed=1)
@@ -150,7 +150,7 @@ def test_products_of_experts_are_those_of_each_alone(kernels: CpuKernels, has_bi
 
 @pytest.mark.parametrize("width", [1, 15, 16, 17, 300, 49_152])
 def test_argmax(kernels: CpuKernels, width: int) -> None:
-    logits = bf16(9, width, seed=width)  # few distinct numbers in bf16: many are equal
+    logits = bf16(9, width, seed=width)  # bf16 has few distinct values, so many are equal
     expected = [row.index(max(row)) for row in logits.tolist()]
     assert kernels.argmax(logits).tolist() == expected
     logits[4] = float("nan")
@@ -158,7 +158,7 @@ def test_argmax(kernels: CpuKernels, width: int) -> None:
 
 
 def test_argmax_of_logits_that_were_processed(kernels: CpuKernels) -> None:
-    """They are fp32, and closer to each other than bf16 tells apart."""
+    """Processed logits are fp32, with differences that bf16 cannot represent."""
     config, pool = config_of((6, 2), 64), torch.zeros(1, 1, 2, 2, 16, 64, dtype=torch.bfloat16)
     logits = torch.full((2, 300), 5.0)
     logits[0, 17] = logits[1, 299] = 5.0001
@@ -172,7 +172,8 @@ def test_argmax_of_logits_that_were_processed(kernels: CpuKernels) -> None:
 def test_a_step_is_that_of_plain_torch(
     kernels: CpuKernels, heads: tuple[int, int], head_dim: int, block_size: int
 ) -> None:
-    """Rotation and pool bit for bit; attention, of decode rows and chunks of prompts in one batch, as exact as torch's."""
+    """Rotation and pool are bit-identical, and attention is as exact as torch's. The batch mixes decode rows and chunks
+    of prompts."""
     config = config_of(heads, head_dim)
     batch, num_blocks = batch_of([(300, 1), (0, 1), (0, 70), (17, 1), (100, 20)], block_size)
     pool = bf16(num_blocks, 2, 2, heads[1], block_size, head_dim)
@@ -198,7 +199,8 @@ def test_a_step_is_that_of_plain_torch(
 def test_attention_against_the_dense_reference(
     kernels: CpuKernels, heads: tuple[int, int], head_dim: int, window: Window | None
 ) -> None:
-    """Chunks of every length around the sizes of tiles and chunks, with and without what was computed before; single tokens."""
+    """Chunks of lengths around the sizes of tiles and chunks, with and without computed tokens before them, and single
+    tokens."""
     rows = [
         *((start + count - 1, 1) for start, count in RAGGED),
         *((0, count) for count in (2, 63, 64, 65, 300)),
@@ -206,7 +208,7 @@ def test_attention_against_the_dense_reference(
     ]
     batch, num_blocks = batch_of(rows, 16)
     pool = bf16(num_blocks, 2, 2, heads[1], 16, head_dim)
-    # What lies behind a sequence's end must not be read: it may be NaN.
+    # Memory after a sequence's end may be NaN and must not be read.
     for table, seq_len in zip(batch.block_tables(), batch.seq_lens.tolist(), strict=True):
         pool[table[(seq_len - 1) // 16], :, :, :, (seq_len - 1) % 16 + 1 :] = float("nan")
     query = bf16(len(batch.positions), heads[0], head_dim, seed=5)
@@ -217,7 +219,7 @@ def test_attention_against_the_dense_reference(
         keys, values = context[:, :, : int(batch.seq_lens[index])]
         tokens = slice(int(batch.query_start_loc[index]), int(batch.query_start_loc[index + 1]))
         expected = dense(query[tokens], keys, values, window)
-        # For dot products of bf16 weights are rounded before they meet the values; else what is left is the result's rounding.
+        # Dot products of bf16 round the weights before the values. Otherwise only the result is rounded.
         rtol, atol = (2**-7, 4e-3) if kernels.has_bf16_dot_products else (2**-8, 1e-4)
         torch.testing.assert_close(found[tokens].double(), expected, rtol=rtol, atol=atol)
 
@@ -230,7 +232,7 @@ def test_attention_against_the_dense_reference(
 def test_a_token_is_attended_to_in_one_way(
     kernels: CpuKernels, heads: tuple[int, int], head_dim: int, block_size: int, window: Window | None
 ) -> None:
-    """Bit for bit the same as one of a prompt, of any part of one, or alone, whatever else is in the step."""
+    """Bit-identical in a whole prompt, in any part of it, or alone, with other sequences in the step."""
     num_tokens = 330
     sizes = [-(-count // block_size) for count in (num_tokens, 7, 90)]
     free = iter(random.Random(1).sample(range(sum(sizes)), sum(sizes)))
@@ -240,13 +242,13 @@ def test_a_token_is_attended_to_in_one_way(
     ops = NativeCpuOps(config_of(heads, head_dim, window=window), pool, 1024, kernels)
 
     def attended(start: int, end: int) -> torch.Tensor:
-        """Tokens start .. end-1 in one step, beside a sequence that begins and one that has come far."""
+        """Tokens start .. end-1 in one step, beside a sequence at its start and a long one."""
         row = StepRow(sequence([0] * end, table), end - start)
         row.sequence.num_computed_tokens = start
         far = sequence([0] * 90, far_table)
         far.num_computed_tokens = 89
         batch = led.batch_of([row, StepRow(sequence([0] * 7, begins), 7), StepRow(far, 1)], block_size)
-        # Rows of a single token come first, and it is before the others otherwise.
+        # Rows of a single token come first, so this row is second if it has several tokens.
         place = int(end - start > 1)
         tokens = slice(int(batch.query_start_loc[place]), int(batch.query_start_loc[place + 1]))
         packed = bf16(len(batch.positions), heads[0], head_dim, seed=6)
@@ -279,7 +281,7 @@ def test_sinks_are_keys_without_values(kernels: CpuKernels, window: int | None) 
 
 @pytest.mark.parametrize("head_dim", [64, 96])
 def test_a_broken_query_is_broken_alone(kernels: CpuKernels, head_dim: int) -> None:
-    """No sense is made of a NaN, wherever it stands in a tile; others do not get it."""
+    """NaN in a query, at any place in a tile, makes only its own result NaN."""
     batch, num_blocks = batch_of([(40, 1), (0, 200), (300, 1)], 16)
     pool = bf16(num_blocks, 2, 2, 1, 16, head_dim)
     query = bf16(len(batch.positions), 2, head_dim)
@@ -305,7 +307,7 @@ def test_scores_far_apart_do_not_overflow(kernels: CpuKernels, rows: list[tuple[
 @pytest.mark.parametrize(("num_outputs", "num_inputs"), [(48, 2), (7, 64), (100, 576), (192, 4096), (49, 2050)])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_products(kernels: CpuKernels, num_outputs: int, num_inputs: int, has_bias: bool) -> None:
-    """Of every number of rows around the sizes of tiles; and a row's product is its own, whatever lies beside it."""
+    """Numbers of rows around the sizes of tiles. A row's product is bit-identical with any other rows beside it."""
     weight = bf16(num_outputs, num_inputs, scale=num_inputs**-0.5)
     bias = bf16(num_outputs, seed=1) if has_bias else None
     linear = NativeLinear(kernels, weight, bias)
@@ -378,7 +380,8 @@ def test_why_there_are_no_kernels(kernels: CpuKernels, monkeypatch: pytest.Monke
 def test_adapters_are_added_as_torch_adds_them(
     kernels: CpuKernels, inputs: int, outputs: tuple[int, ...], ranks: tuple[int, ...]
 ) -> None:
-    """Groups of one to six rows, an adapter without some of the layers, rows without any; other rows keep every bit."""
+    """Groups of one to six rows, an adapter that lacks a part, and rows without an adapter, which stay
+    bit-identical."""
     num_rows, slots = 13, np.array([2, 5, 9])
     groups = TokenGroups(slots, np.array([0, 1, 5, 11]), np.array([12, 0, 3, 4, 7, 1, 2, 5, 6, 8, 9]))
     ours, reference = NativeLowRank(kernels), TorchLowRank()

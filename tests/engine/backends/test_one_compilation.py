@@ -1,7 +1,7 @@
-"""What a start compiles is all there is to compile: no later step asks Triton for another specialisation of a kernel.
+"""A start compiles every kernel that later steps need, so no step asks Triton for another specialisation.
 
-Nothing is compiled or run here: launches of a whole engine over the GPU's operations are recorded on the CPU, and Triton's own code
-says by which key it would look for their kernels. In a process of its own, because Triton decides at import whether it interprets.
+Nothing is compiled or run here. The launches of a whole engine over the GPU's operations are recorded on the CPU, and Triton's
+code computes each kernel's key. This runs in its own process, because Triton decides at import whether it interprets.
 """
 
 from __future__ import annotations
@@ -148,9 +148,10 @@ def test_no_step_compiles_what_the_start_did_not(
     assert done.returncode == 0, done.stderr[-3000:]
     said = dict(line.split() for line in done.stdout.splitlines())
     assert int(said["mixed"]) > 20
-    # One for all steps, whatever their rows; decode attention one for each power of two, from 16 to what 40 need.
+    # One prefill kernel for all steps. Decode attention has one kernel for each power of two, from 16 to what 40 rows
+    # need.
     assert said["_prefill_attention_kernel"] == "1"
     assert said["_decode_split_kernel"] == "3"
-    assert said["_penalties_kernel"] == "2"  # with and without a token under way
-    # For few rows and for many, over products of one linear layer and of several.
+    assert said["_penalties_kernel"] == "2"  # with and without a token in flight
+    # For few and for many rows, with products of one linear layer and of several.
     assert said["_shrink_kernel"] == said["_expand_kernel"] == "4"

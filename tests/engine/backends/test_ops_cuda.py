@@ -1,4 +1,4 @@
-"""The GPU's operations, run by Triton's interpreter on the CPU: the model and the sampler must not see a difference.
+"""The GPU's operations, in Triton's interpreter on the CPU, give the model and the sampler the CPU's results.
 
 In a process of its own, because Triton decides at import whether it interprets.
 """
@@ -270,7 +270,7 @@ def test_kernels_and_cpu_agree(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_kernels_and_cpu_agree_on_experts(tmp_path: Path) -> None:
-    """And on sinks, windows of some layers, and an activation with limits."""
+    """The model also has sinks, windows in some layers, and an activation with limits."""
     given = {"num_experts_per_tok": 2, "num_local_experts": 5, "attention_bias": True, "sliding_window": 9}
     layer_types = ["sliding_attention", "full_attention", "sliding_attention"]
     save_model(tmp_path, transformers.GptOssConfig(**SIZES, **given, layer_types=layer_types))

@@ -1,4 +1,4 @@
-"""The GPU's operations decide once, for each layer, whether prefill attention loads boxes; the interpreter counts them.
+"""The GPU's operations decide once for each layer whether prefill attention loads boxes. The interpreter counts the loads.
 
 In a process of its own, because Triton decides at import whether it interprets.
 """

@@ -1,4 +1,4 @@
-"""Memory in large pages: tensors of their own, aligned, and freed with the last of them."""
+"""Tensors in large pages: aligned, and freed with the last tensor of a chunk."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WHICH = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def mapped(tensor: torch.Tensor) -> dict[str, int]:
-    """What Linux says of the memory behind a tensor, in bytes; empty if nothing is mapped there."""
+    """Linux's figures in bytes for the memory of a tensor. Empty if nothing is mapped there."""
     return mapped_at(tensor.data_ptr())
 
 
@@ -34,7 +34,7 @@ def mapped_at(address: int) -> dict[str, int]:
 
 
 def num_present(tensor: torch.Tensor) -> int:
-    """Pages of a tensor that have memory."""
+    """The number of a tensor's pages that have memory."""
     first, num_pages = tensor.data_ptr() // mmap.PAGESIZE, tensor.nbytes // mmap.PAGESIZE
     with open("/proc/self/pagemap", "rb") as file:
         file.seek(8 * first)
@@ -62,7 +62,7 @@ def test_what_is_written_to_lies_in_large_pages() -> None:
         pytest.skip("this machine gives no large pages")
     tensor = LargePages().empty((2**24,), torch.bfloat16)
     assert num_present(tensor) < 8, "nobody has written to it"
-    before = mapped(tensor)["AnonHugePages"]  # of other memory, which Linux may tell of together with this
+    before = mapped(tensor)["AnonHugePages"]  # of other memory, which Linux may count together with this
     tensor.fill_(1)
     assert num_present(tensor) == tensor.nbytes // mmap.PAGESIZE
     assert mapped(tensor)["AnonHugePages"] - before > 2**24

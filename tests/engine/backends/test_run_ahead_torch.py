@@ -1,4 +1,4 @@
-"""The real engine with a step launched behind one whose tokens the host does not know: the same tokens as step by step."""
+"""The real engine with a step launched before the host knows the tokens of the step before: the same tokens as step by step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The real engine over a pool whose blocks come by copies that are late: steps are behind them, or there is no token."""
+"""The real engine over a pool whose blocks arrive by late copies: steps wait for the copies, or give no token."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Reader:
 
 @pytest.fixture
 def staged(llama: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> Any:
-    """An engine whose pool the host reaches through staging only."""
+    """Make an engine whose pool the host reaches only by staging."""
 
     def make(device: LateDevice, **options: Any) -> TorchEngine:
         def pool(*args: Any, **options: Any) -> KvPool:
@@ -45,7 +45,8 @@ def staged(llama: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def computed(llama: tuple[Path, Any]) -> tuple[list[SampledToken], Any, list[bytes]]:
-    """What comes behind the prompt, two tokens; the first's sequence, and the blocks with its prompt's K/V."""
+    """From an engine without staging: two tokens after the prompt, the sequence, and the bytes of the prompt's three
+    blocks."""
     engine = load(llama[0])
     row = sequence(PROMPT, [5, 9, 2, 30], num_logprobs=3)
     (first,) = step(engine, row, 45)
@@ -63,7 +64,7 @@ def step(engine: TorchEngine, row: Sequence, count: int) -> list[SampledToken]:
 
 
 def received(engine: TorchEngine, blocks: list[bytes]) -> Sequence:
-    """A sequence whose prompt was computed elsewhere; its blocks have come."""
+    """A sequence whose prompt was computed elsewhere and whose blocks have been received."""
     for block_id, content in zip(THEIRS, blocks, strict=True):
         engine.store.open_write(block_id, 0)[:] = content
         engine.store.close_write(block_id)
@@ -95,7 +96,7 @@ def test_a_step_behind_another_one_reads_blocks_that_came_meanwhile(llama: tuple
     behind = led.lead(engine).launch([StepRow(other, 1, num_ahead=1), StepRow(row, 1)], launched)
     launched.wait()
     (found,) = behind.wait()[1].tokens
-    # A batch of two is rounded otherwise than one of one.
+    # A batch of two rounds differently from a batch of one.
     assert (found.token_id, found.logprob) == (second.token_id, pytest.approx(second.logprob, abs=1e-4))
 
 

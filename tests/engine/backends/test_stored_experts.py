@@ -1,4 +1,4 @@
-"""Experts of quantised checkpoints on a GPU, as they are stored: a layer gives what full weights give, on one rank and on two."""
+"""Quantised experts on a GPU, kept as stored: a layer gives the result of full weights, on one rank and on two."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CUTS = {
 
 
 def save(name: str, directory: Path) -> Path:
-    """A model of one layer with four experts."""
+    """Save a model of one layer with four experts."""
     if name == "mxfp4":
         save_gpt_oss(directory)
         return directory
@@ -49,7 +49,7 @@ def layer(directory: Path, cut: Cut, *, keeps: bool) -> SparseWeights:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="weights on a CPU, and kernels in the interpreter")
 @pytest.mark.filterwarnings(
     "ignore:.* encountered in:RuntimeWarning"
-)  # numpy's, of rows that go to another rank's experts
+)  # warnings of numpy about rows for another rank's experts
 @pytest.mark.parametrize("name", ["mxfp4", *FORMATS])
 def test_a_layer_over_ranks_is_that_of_full_weights(name: str, tmp_path: Path) -> None:
     directory, generator = save(name, tmp_path), torch.Generator().manual_seed(2)
@@ -67,13 +67,13 @@ def test_a_layer_over_ranks_is_that_of_full_weights(name: str, tmp_path: Path) -
             own, num_experts = ids - sparse.first_expert, sparse.experts.num_experts
             here = own.masked_fill((own < 0) | (own >= num_experts), num_experts)
             total += CudaExperts(sparse.experts, activation)(hidden, here, factors).float()
-        # In fp16 two ranks round two sums.
+        # Two ranks round two fp16 sums.
         assert (total - wanted).norm() < 2e-3 * wanted.norm(), kind
 
 
 @torch.inference_mode()
 def logits(directory: Path, weights: ModelWeights) -> torch.Tensor:
-    """Of a prompt, by the GPU's operations."""
+    """A prompt's logits by the GPU's operations."""
     config = load_config(directory)
     pool = torch.zeros((24, config.num_layers, 2, config.num_kv_heads, 16, config.head_dim), dtype=HALF)
     ops = CudaOps(config, pool, 384, 4)
@@ -85,7 +85,7 @@ def logits(directory: Path, weights: ModelWeights) -> torch.Tensor:
 
 @pytest.mark.full
 @pytest.mark.skipif(torch.cuda.is_available(), reason="weights on a CPU, and kernels in the interpreter")
-@pytest.mark.filterwarnings("ignore")  # of transformers' own
+@pytest.mark.filterwarnings("ignore")  # warnings of transformers
 def test_gpt_oss_in_mxfp4_gives_the_logits_of_transformers(tmp_path: Path) -> None:
     save_gpt_oss(tmp_path)
     ours = logits(tmp_path, load_stored(tmp_path, Cut(), keeps=True))
@@ -94,4 +94,4 @@ def test_gpt_oss_in_mxfp4_gives_the_logits_of_transformers(tmp_path: Path) -> No
     )
     with torch.inference_mode():
         wanted = model(torch.tensor([tokens(1, 9)]), use_cache=False).logits[0]
-    assert (ours - wanted).norm() < 4e-3 * wanted.norm()  # what fp16 makes of each layer
+    assert (ours - wanted).norm() < 4e-3 * wanted.norm()  # each layer rounds to fp16

@@ -1,4 +1,4 @@
-"""Projections of quantised checkpoints that stay as they are stored: their products are those of the full weights."""
+"""Quantised projections that are kept as stored: their products equal those of full weights."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PROJECTIONS = ("qkv", "o", "gate_up", "down")
 
 
 def fp8(weight: torch.Tensor) -> Tensors:
-    """In blocks of 32."""
+    """Blocks of 32 by 32."""
     num_outs, num_ins = weight.shape
     blocks = weight.view(num_outs // 32, 32, num_ins // 32, 32)
     scale = blocks.abs().amax(dim=(1, 3)) / 448
@@ -41,7 +41,7 @@ def fp8(weight: torch.Tensor) -> Tensors:
 
 
 def int8(weight: torch.Tensor) -> Tensors:
-    """By channels."""
+    """A scale for each channel."""
     scale = weight.abs().amax(dim=1, keepdim=True) / 127
     return {"weight": (weight / scale).round().to(torch.int8), "weight_scale": scale}
 
@@ -64,7 +64,7 @@ FORMATS: dict[str, tuple[dict[str, Any], Any]] = {
 
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With biases, and sizes that groups of 32 divide."""
+    """A model with biases, and with sizes that groups of 32 divide."""
     directory = tmp_path_factory.mktemp("qwen")
     sizes = {**SIZES, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
     save_model(directory, transformers.Qwen2Config(**{**sizes, "initializer_range": 0.05}))
@@ -72,7 +72,7 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def stored(source: Path, target: Path, name: str, but: str = "") -> Path:
-    """The model in a format, ``but`` for modules of a name."""
+    """Save the model in a format, except modules with ``but`` in their names."""
     quantization, make = FORMATS[name]
 
     def of(module: str, weight: torch.Tensor) -> Tensors | None:
@@ -104,14 +104,14 @@ def test_products_are_those_of_full_weights(
         assert isinstance(weight, StoredWeight), projection
         assert torch.equal(weight.dequantised(), wanted)
         linear = StoredLinear(weight, bias, num_multiprocessors=16)
-        for num_rows in (1, 8, 9):  # the last by slabs
+        for num_rows in (1, 8, 9):  # nine rows are multiplied by slabs
             hidden = torch.randn(num_rows, wanted.shape[1], generator=generator).to(HALF)
             expected = hidden.double() @ wanted.double().T + (0 if bias is None else bias.double())
             torch.testing.assert_close(linear(hidden).double(), expected, rtol=2**-10, atol=1e-3)
 
 
 def test_what_a_gpu_does_not_multiply_becomes_full(qwen: Path, tmp_path: Path) -> None:
-    """A type that it does not have; a matrix of which a part is full, or in groups of another order."""
+    """fp8 on a GPU without e4m3, and a joined matrix with a part that is not quantised, become full weights."""
     for name in ("fp8-blocks", "awq"):
         weights = load(stored(qwen, tmp_path / name, name), keeps=True, has_e4m3=False)
         assert isinstance(weights.layers[0].attention.qkv, StoredWeight) == (name == "awq")
@@ -134,7 +134,7 @@ def test_parts_in_another_order_of_inputs_become_full(qwen: Path, tmp_path: Path
 
 @torch.inference_mode()
 def logits(config: ModelConfig, weights: ModelWeights) -> torch.Tensor:
-    """Of a prompt, by the GPU's operations."""
+    """A prompt's logits by the GPU's operations."""
     pool = torch.zeros((24, config.num_layers, 2, config.num_kv_heads, 16, config.head_dim), dtype=HALF)
     ops = CudaOps(config, pool, 384, 4)
     model = DecoderModel(config, weights, ops)
@@ -150,7 +150,7 @@ def test_a_model_of_stored_weights_gives_the_logits_of_full_ones(name: str, qwen
     stored(qwen, tmp_path, name)
     config = load_config(tmp_path)
     ours, wanted = (logits(config, load(tmp_path, keeps=keeps)) for keeps in (True, False))
-    assert (ours - wanted).norm() < 4e-3 * wanted.norm()  # what fp16 makes of each layer
+    assert (ours - wanted).norm() < 4e-3 * wanted.norm()  # each layer rounds to fp16
 
 
 @pytest.mark.parametrize("name", ["awq", "fp8-blocks"])

@@ -1,4 +1,5 @@
-"""Beam searches that a worker refuses: out of range, contradictory, too large for the worker or for the answer's message."""
+"""Beam searches that a worker refuses: out of range, contradictory, or too large for the worker or the answer's
+message."""
 
 from __future__ import annotations
 
@@ -77,7 +78,7 @@ def test_what_a_search_goes_without_is_named(sampling: dict[str, Any]) -> None:
 
 
 def test_every_field_that_changes_a_choice_is_excluded() -> None:
-    """A field that is new to sampling must be thought of here."""
+    """A new field of SamplingParams must be added to one of these sets."""
     allowed = {"max_tokens", "temperature", "seed", "stop_token_ids", "num_logprobs", "choice", "num_prompt_logprobs"}
     assert set(SamplingParams.__struct_fields__) == allowed | {"beam_search"} | set(_EXCLUDED)
 
@@ -96,7 +97,7 @@ def test_a_search_does_not_start_behind_output() -> None:
 
 
 def test_a_result_must_fit_its_message() -> None:
-    """What is let through at the limit fits, at the most bytes that a token and a log probability take."""
+    """The largest accepted answer fits one message, even with the longest encoding of tokens and log probabilities."""
     card = fake_card(num_blocks=2**16, max_model_len=2**16)
     most = submit(BeamSearch(width=128, num_return=128), max_tokens=2**12)
     assert invalid(most, card) is None
@@ -114,12 +115,12 @@ def test_a_result_must_fit_its_message() -> None:
 
 def test_what_does_not_fit_a_decode_worker_even_alone_is_refused_there() -> None:
     search = BeamSearch(width=8)
-    # A full block of the prompt is shared; 2 tokens of it and 26 of the output are 7 blocks in each beam.
+    # Beams share the prompt's full block. Two tokens of the prompt and 26 of the output take 7 blocks in each beam.
     assert unfit(submit(search, max_tokens=26), CARD, 8) is None
     assert unfit(submit(search, max_tokens=27), CARD, 8) == (
         "8 beams of up to 27 tokens need 65 KV blocks; this worker has 64: lower max_tokens or beam_search.width"
     )
-    assert unfit(submit(BeamSearch(width=1), max_tokens=10**6), CARD, 8) is None  # the model's length ends it
+    assert unfit(submit(BeamSearch(width=1), max_tokens=10**6), CARD, 8) is None  # the model's length limits it
     detail = unfit(submit(search), CARD, 7)
     assert detail == "beam_search.width is 8; this worker runs 7 sequences at a time (--max-num-seqs)"
     assert (

@@ -1,4 +1,4 @@
-"""A beam search's sequences: who goes on in whose place, who is forked from whom, who ends."""
+"""The sequences of a beam search: which one continues, which one is forked from which, and which one ends."""
 
 from __future__ import annotations
 

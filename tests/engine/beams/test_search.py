@@ -1,4 +1,5 @@
-"""Beam search as a pure function: against every sequence there is, against a slow reference over whole vocabularies; its ends."""
+"""Beam search as a pure function: against all sequences, against a slow reference over whole vocabularies, and its
+ends."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ LogProbs = Callable[[tuple[int, ...]], list[float]]
 
 
 def language(seed: int, vocab_size: int) -> LogProbs:
-    """A made-up language: of every output so far the log probability of each next token, which sum to one."""
+    """A random language: the log probability of each next token after any output. Their probabilities sum to one."""
 
     def log_probs(tokens: tuple[int, ...]) -> list[float]:
         weights = [1.0 + hash((seed, tokens, token)) % 1000 for token in range(vocab_size)]
@@ -34,7 +35,7 @@ def params(search: BeamSearch, stops: tuple[int, ...] = (), num_logprobs: int | 
 
 
 def sampled(log_probs: LogProbs, tokens: tuple[int, ...], count: int) -> SampledToken:
-    """What an engine gives for a beam: the likeliest token and ``count`` candidates."""
+    """An engine's result for a beam: the likeliest token and ``count`` candidates."""
     ranked = sorted(enumerate(log_probs(tokens)), key=lambda entry: -entry[1])
     return SampledToken(ranked[0][0], ranked[0][1], tuple(ranked[:count]))
 
@@ -57,7 +58,7 @@ def texts(beams: tuple[FinishedBeam, ...]) -> list[tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class Slow:
-    """The same search over all continuations of all beams at every step, with nothing left out."""
+    """The same search over all continuations of all beams at every step."""
 
     log_probs: LogProbs
     vocab_size: int
@@ -165,7 +166,7 @@ def test_early_stopping_decides_whether_a_better_live_beam_still_counts(
     search = advance(search, [candidates((3, -0.1), (9, -0.5), (4, -5.0), (5, -5.0)), unlikely], sampling, 10)
     assert texts(search.finished) == [(1, 9), (8,)]
     assert [beam.score for beam in search.finished] == pytest.approx([-0.5, -2.0])
-    assert search.is_over is is_over  # the likeliest live one has -0.6 of two tokens
+    assert search.is_over is is_over  # the likeliest live beam has -0.6 after two tokens
 
 
 def test_never_looks_at_what_the_longest_output_could_still_score() -> None:
@@ -173,7 +174,7 @@ def test_never_looks_at_what_the_longest_output_could_still_score() -> None:
     by_now = params(BeamSearch(width=2, early_stopping=False), (8, 9))
     by_then = params(BeamSearch(width=2, early_stopping=None), (8, 9))
     assert advance(Search(), [first], by_now, 10).is_over
-    assert not advance(Search(), [first], by_then, 10).is_over  # -3.6 / 10 could be
+    assert not advance(Search(), [first], by_then, 10).is_over  # -3.6 / 10 would still win
     shrinking = params(BeamSearch(width=2, early_stopping=None, length_penalty=-1.0), (8, 9))
     assert advance(Search(), [first], shrinking, 10).is_over
 

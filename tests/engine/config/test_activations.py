@@ -1,4 +1,4 @@
-"""Which checkpoints say how activations are rounded to fp8, and which are refused by name."""
+"""Checkpoints that say how activations are rounded to fp8, and those refused by name."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8"}
 
 
 def groups(*schemes: tuple[Any, Any]) -> dict[str, Any]:
-    """Weights and activations of each group."""
+    """A config with the weights and activations of each group."""
     named = {f"group_{n}": {"weights": one, "input_activations": two} for n, (one, two) in enumerate(schemes)}
     return {**COMPRESSED, "config_groups": named}
 

@@ -1,4 +1,4 @@
-"""Ranks' parts of a model: together they are all of it, and each is as large as any other."""
+"""The parts of all ranks, and of all stages, are together the whole model, and their sizes differ little."""
 
 from __future__ import annotations
 

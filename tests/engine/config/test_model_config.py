@@ -1,4 +1,4 @@
-"""config.json of both transformers generations, and what is refused."""
+"""config.json of both transformers generations, and refused configurations."""
 
 from __future__ import annotations
 

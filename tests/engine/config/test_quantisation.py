@@ -1,4 +1,4 @@
-"""Which quantised checkpoints are read, and which are refused by name."""
+"""Quantised checkpoints that are read, and those refused by name."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def group(weights: dict[str, Any] | None, **more: Any) -> dict[str, Any]:
         ({"quant_method": "mxfp4"}, Quantisation("mxfp4", bits=4)),
         (MODELOPT, Quantisation("modelopt", bits=8)),
         ({**MODELOPT, "quant_algo": "FP8_PB_WO"}, Quantisation("modelopt", (128, 128), bits=8)),
-        ({**MODELOPT, "quant_algo": None}, Quantisation("modelopt")),  # scales of the KV cache alone
+        ({**MODELOPT, "quant_algo": None}, Quantisation("modelopt")),  # scales of the KV cache only
         ({**COMPRESSED, **group(FP8)}, Quantisation("compressed-tensors", bits=8)),
         (
             {**COMPRESSED, **group({**FP8, "actorder": "group"})},

@@ -1,4 +1,4 @@
-"""The fake engine: right tokens for right blocks, an error for any wrong one."""
+"""The fake engine: right tokens for right blocks, and an error for any wrong block."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_every_kind_of_wrong_block_is_found() -> None:
 def test_a_chunk_that_does_not_sample_is_not_read_back() -> None:
     engine = FakeEngine(fake_card())
     row = sequence(tokens(6, 8), [1, 2])
-    row.num_computed_tokens = 4  # a lie
+    row.num_computed_tokens = 4  # wrong: nothing was computed
     assert run(engine, row, 2) is None
     with pytest.raises(KvMismatchError, match="position 0"):
         run(engine, row, 2)
@@ -110,7 +110,7 @@ def test_reading_back_once_starts_over_with_another_block_table() -> None:
     row = sequence(tokens(6, 6), [0, 1, 2])
     expected = expected_output(row.token_ids, 3, engine.card.vocab_size)
     assert [run(engine, row, 6), run(engine, row, 1)] == expected[:2]
-    row.block_tables[0][0] = 30  # as after a preemption, but nobody computed block 30
+    row.block_tables[0][0] = 30  # as after a preemption, but block 30 was not computed
     with pytest.raises(KvMismatchError, match="position 0 "):
         run(engine, row, 1)
 
@@ -120,7 +120,7 @@ def test_a_step_takes_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "sleep", slept.append)
     run(FakeEngine(fake_card(), pace=FakePace(1000.0, 0.0)), sequence([1, 2], [0]), 2)
     assert len(slept) == 1
-    assert 0 < 1000.0 - slept[0] < 100.0  # what the step itself took is counted
+    assert 0 < 1000.0 - slept[0] < 100.0  # the step's own time is subtracted
 
 
 def test_choices_differ_where_there_is_chance() -> None:
@@ -166,5 +166,5 @@ def test_log_probabilities_are_made_up_and_the_same_everywhere() -> None:
     row = sequence(prompt, [0, 1, 2], num_logprobs=2)
     (sampled,) = step(FakeEngine(fake_card()), [StepRow(row, 9)])
     assert sampled is not None
-    assert sampled.top_logprobs[0] == (sampled.token_id, sampled.logprob)  # greedy is the likeliest
+    assert sampled.top_logprobs[0] == (sampled.token_id, sampled.logprob)  # the greedy token is the likeliest
     assert row.prompt_logprobs == []

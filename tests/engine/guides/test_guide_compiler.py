@@ -1,4 +1,5 @@
-"""Guides of every kind with the demo model's tokenizer and random logits; what is refused, bounded, cached and closed."""
+"""Guides of every kind with the demo model's tokenizer and random logits: results, refusals, bounds, caching and
+closing."""
 
 from __future__ import annotations
 
@@ -56,7 +57,7 @@ def state_of(result: GuideResult) -> GuideState:
 def texts(
     compiler: GuideCompiler, vocabulary: list[bytes], kind: GuideKind, text: str = "", stop: tuple[int, ...] = (EOS,)
 ) -> list[str]:
-    """Some outputs, all of them at their end."""
+    """Eight outputs, which must all be complete."""
     found = []
     for seed in range(8):
         model = RandomModel(vocabulary, seed)
@@ -67,7 +68,7 @@ def texts(
 
 
 def is_sum(text: str) -> bool:
-    return isinstance(eval(text), int)  # of digits, plus signs and parentheses
+    return isinstance(eval(text), int)  # only digits, plus signs and parentheses
 
 
 def is_tag(text: str) -> bool:
@@ -254,7 +255,7 @@ def test_each_guide_is_compiled_once(demo_directory: Path, monkeypatch: pytest.M
     compiler = GrammarCompiler(demo_directory, DEMO_VOCAB)
     try:
         answers: queue.SimpleQueue[GuideResult] = queue.SimpleQueue()
-        for _ in range(5):  # in flight together
+        for _ in range(5):  # all in flight at the same time
             for text in ("a+", "(b"):
                 compiler.start(sampling_of(GuideKind.REGEX, text), (), answers.put)
         found = [answers.get(timeout=120) for _ in range(10)]
@@ -292,7 +293,7 @@ def test_a_bounded_number_of_guides_is_kept_and_no_failure_of_the_process(
 
 
 def children() -> set[int]:
-    """The processes that compile for this one."""
+    """The compiling processes of this process."""
     mine = {process.pid for process in psutil.Process().children() if "guides.process" in " ".join(process.cmdline())}
     return mine
 
@@ -327,7 +328,7 @@ def test_the_process_that_compiles_starts_before_the_first_guide(demo_directory:
 
 
 def test_the_process_that_compiles_loads_no_torch() -> None:
-    """Which would take it seconds to be ready."""
+    """Loading torch would delay the process by seconds."""
     code = "import sys, kvrelay.engine.guides.process; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-P", "-c", code], check=True, timeout=60)
 
@@ -349,7 +350,8 @@ def test_forced_tokens_may_all_come_and_leave_the_state_where_it_stood(
     text: str,
     matches: Callable[[str], object],
 ) -> None:
-    """Wherever it stands, if it follows what is forced, or as little of it as there is: what has one token has it forced."""
+    """Forced tokens may be accepted in part or completely. A single allowed token is forced. Asking changes no
+    state."""
     for seed in range(4):
         model, draws = RandomModel(vocabulary, seed), random.Random(seed)
         state, plain = (state_of(compiled(guide_compiler, kind, text)) for _ in range(2))
@@ -360,7 +362,7 @@ def test_forced_tokens_may_all_come_and_leave_the_state_where_it_stood(
             if EOS in allowed:
                 assert not forced
                 break
-            if state.num_allowed(allowed[:1]):  # else masks are slow to make
+            if state.num_allowed(allowed[:1]):  # false where masks are slow to make
                 assert set(forced[:1]) == set(allowed) if len(allowed) == 1 else set(forced[:1]) <= set(allowed)
                 assert state.num_allowed(forced) == len(forced)
             along = forced or (draws.choice(allowed),)
@@ -383,7 +385,7 @@ def test_a_schema_forces_names_and_punctuation_as_the_tokenizer_splits_them(
     found = set()
     for _ in range(20):
         state = state_of(compiled(guide_compiler, GuideKind.JSON_SCHEMA, schema))
-        state.accept(vocabulary.index(b"{"))  # not as the tokenizer would
+        state.accept(vocabulary.index(b"{"))  # the tokenizer would not split it here
         found.add(tuple(vocabulary[token_id] for token_id in state.forced(9)))
         assert len(state.forced(2)) <= 2
     assert found <= {(b'"', b"population", b'":'), ()}, "nothing where masks are slow to make"
@@ -413,6 +415,6 @@ def test_a_draft_has_the_masks_that_its_tokens_get_one_by_one(
         assert drafted.num_allowed([forbidden]) == 0
         drafted.accept(output[start])
     assert drafted.is_complete == plain.is_complete
-    # Nothing where the last mask was too slow, as the very first one may be.
+    # No token is allowed ahead where the last mask was slow, as the very first one may be.
     assert 0 in num_allowed
     assert max(num_allowed) == 0

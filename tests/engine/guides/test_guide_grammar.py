@@ -1,4 +1,4 @@
-"""Clients' grammars, and formats of structural tags beside those that tool calls are made of; what is refused of both."""
+"""Clients' grammars, and formats of structural tags other than those of tool calls. Refusals of both."""
 
 from __future__ import annotations
 

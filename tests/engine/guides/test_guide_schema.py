@@ -1,4 +1,4 @@
-"""What becomes of a schema before llguidance sees it."""
+"""The changes that are made to a schema before llguidance gets it."""
 
 from __future__ import annotations
 

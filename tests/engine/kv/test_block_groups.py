@@ -1,4 +1,4 @@
-"""Blocks of several groups of layers in one pool, of which those with a window need the last blocks of a sequence only."""
+"""Several groups of layers in one pool. A group with a window needs only a sequence's last blocks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def hashes(*tokens: int) -> list[bytes]:
 
 
 def two_groups(num_blocks: int = 16, window: int = 2, step: int = 1) -> BlockManager:
-    """Blocks of one token: the next one sees itself and, of the window, those before."""
+    """Blocks of one token. The next token sees itself and ``window`` - 1 tokens before it."""
     return BlockManager(num_blocks, 1, lambda: 0.0, windows=(None, window), max_step_tokens=step)
 
 
@@ -42,13 +42,13 @@ def test_what_falls_out_of_a_window_another_sequence_gets() -> None:
     assert (blocks.num_allocatable, blocks.allocate(b, 1)) == (0, None)
     before = blocks.owned_blocks(a, WINDOW)
     assert blocks.slide(a, 5) == [[], []]
-    assert blocks.owned_blocks(a, WINDOW) == [None] * 4 + before[4:]  # the next token sees one before itself
+    assert blocks.owned_blocks(a, WINDOW) == [None] * 4 + before[4:]  # the next token sees one token before itself
     assert blocks.num_allocatable == 4
     second = blocks.allocate(b, 2)
     assert second is not None
     assert {*second.block_tables[FULL], *second.block_tables[WINDOW]} == {*before[:4]}
     assert (blocks.ledger(FULL).num_running, blocks.ledger(WINDOW).num_running) == (8, 4)
-    assert blocks.slide(a, 3) == [[], []]  # fewer than before: no more is given back
+    assert blocks.slide(a, 3) == [[], []]  # fewer than before: no block is given back
     blocks.check_integrity()
     for owner in (a, b):
         blocks.release(owner)
@@ -69,7 +69,7 @@ def test_the_blocks_of_a_chunk_are_free_when_it_is_over() -> None:
 
 def test_who_goes_on_at_the_beginning_of_a_chunk_needs_no_block_of_it() -> None:
     assert [first_block(Chunk(8), position, 4) for position in (0, 7, 8, 15, 16)] == [0, 0, 2, 2, 4]
-    assert first_block(Chunk(6), 7, 4) == 1  # a chunk may begin inside of a block
+    assert first_block(Chunk(6), 7, 4) == 1  # a chunk may begin inside a block
 
 
 def test_a_geometry_of_chunks_goes_over_the_wire() -> None:
@@ -84,7 +84,7 @@ def test_a_geometry_of_chunks_goes_over_the_wire() -> None:
 
 
 def test_a_group_with_a_window_takes_what_it_needs_at_a_time_and_moves_on() -> None:
-    """A window of 3 and steps of 2: no more than 5 blocks, of one token each, however long the prompt."""
+    """With a window of 3 and steps of 2, a prompt of any length holds at most 5 blocks of one token."""
     blocks, a = BlockManager(28, 1, lambda: 0.0, windows=(None, 3), max_step_tokens=2), sequence("a")
     given = blocks.allocate(a, 20)
     assert given is not None
@@ -98,7 +98,7 @@ def test_a_group_with_a_window_takes_what_it_needs_at_a_time_and_moves_on() -> N
         assert blocks.ledger(WINDOW).num_running <= 5
         blocks.check_integrity()
     assert len(tables[WINDOW]) == 20
-    assert blocks.ledger(WINDOW).num_running == 2  # of the token behind the last
+    assert blocks.ledger(WINDOW).num_running == 2  # for the token after the last
 
 
 def test_a_prefix_is_found_if_the_window_s_last_blocks_are_there() -> None:
@@ -111,7 +111,7 @@ def test_a_prefix_is_found_if_the_window_s_last_blocks_are_there() -> None:
     assert blocks.ledger(WINDOW).num_cached == 5, "what fell out of a window is still cached, until somebody needs room"
     assert blocks.num_cached_prefix(hashes(*tokens)) == 5
     assert blocks.num_cached_prefix(hashes(1, 2)) == 2
-    blocks.allocate(b, 7, is_whole=True)  # takes 10 free ones, and then the 4 that came first
+    blocks.allocate(b, 7, is_whole=True)  # takes the 10 free ones, then the 4 that were cached first
     assert blocks.ledger(WINDOW).num_cached == 1
     assert blocks.num_cached_prefix(hashes(*tokens)) == 5
     assert blocks.num_cached_prefix(hashes(1, 2, 3, 4)) == 0, "nobody can go on where the window's blocks are gone"
@@ -163,7 +163,7 @@ def test_who_goes_on_from_a_sequence_needs_no_more_than_that() -> None:
     assert blocks.owned_blocks(later, WINDOW)[:2] == blocks.owned_blocks(fork, WINDOW)[:2] == [None, None]
     blocks.check_integrity()
     blocks.slide(later, 5)
-    assert blocks.ledger(WINDOW).num_running == 1  # the fork's last one is left
+    assert blocks.ledger(WINDOW).num_running == 1  # the fork still has its last block
 
 
 def test_a_model_of_windows_only_has_sequences_of_any_length() -> None:
@@ -186,7 +186,7 @@ ONE = KvSizes(1, 1, 0)
 
 
 def shape_of(windows: list[int | None]) -> KvGeometry:
-    """Of a model with these windows, a byte for each token and layer."""
+    """The geometry of a model with these windows, with one byte for each token and layer."""
     groups = LayerGroups.of(windows, [ONE] * len(windows))
     return KvGeometry(
         groups=tuple(
@@ -215,7 +215,7 @@ def shape_of(windows: list[int | None]) -> KvGeometry:
     ],
 )
 def test_a_pool_holds_as_many_more_tokens_as_windows_leave_room_for(windows: list[int | None], at_least: float) -> None:
-    """At 8k tokens of context each, in a pool of the same memory: 40 such contexts without groups."""
+    """Contexts of 8k tokens in a pool with room for 40 of them without groups."""
     context, memory = 8192, 40 * 8192 * len(windows)
     geometry = shape_of(windows)
     blocks = BlockManager(memory // geometry.physical_nbytes, 16, lambda: 0.0, windows=geometry.windows)
@@ -260,7 +260,7 @@ def test_the_longest_sequence_fits_and_a_longer_one_does_not(windows: tuple[int 
 
 
 class AtRandom:
-    """Sequences that are computed in steps, with blocks of one token, beside a model of what each needs."""
+    """Sequences computed in steps, with blocks of one token, beside a model of the blocks that each needs."""
 
     def __init__(self, chance: random.Random) -> None:
         self.chance = chance
@@ -326,7 +326,7 @@ class AtRandom:
                     seen = 0 if window is None else max(0, computed + 1 - window)
                 owned = self.blocks.owned_blocks(owner, group)
                 assert owned == [None] * min(seen, len(owned)) + table[seen:]
-        # Of what one hash stands for there is one content: whoever computes on it has computed the same tokens.
+        # Owners of the same block must have the same hash there, so that they computed the same tokens.
         for group in range(len(self.windows)):
             owners_of: dict[int | None, set[bytes | None]] = {}
             for owner in self.tables:

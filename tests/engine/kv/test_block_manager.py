@@ -1,4 +1,4 @@
-"""The block manager, step by step at random, against a model of plain lists that does the same the slow way."""
+"""The block manager against a model of plain lists, by random actions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_RETAINED = 2
 
 @dataclass
 class Model:
-    """Blocks by id; ``cached`` is in the order in which they came, ``claims`` has all (priority, end) that were asked for."""
+    """Blocks by id. ``cached`` is in order of arrival. ``claims`` has every requested (priority, end)."""
 
     free: set[int] = field(default_factory=lambda: set(range(NUM_BLOCKS)))
     cached: list[int] = field(default_factory=list)
@@ -30,7 +30,7 @@ class Model:
     now_s: float = 0.0
 
     def priority(self, block_id: int) -> int:
-        """The highest that holds now."""
+        """The highest claim that is valid now."""
         return max(
             (one for one, end_s in self.claims.get(block_id, []) if end_s > self.now_s), default=DEFAULT_PRIORITY
         )
@@ -54,12 +54,12 @@ class Model:
         return found
 
     def take(self, block_id: int) -> None:
-        """A fresh block was given: it must be a free one, or else the next to evict."""
+        """Check that a fresh block was a free one, or else the next to evict."""
         if self.free:
             assert block_id in self.free
             self.free.remove(block_id)
             return
-        assert block_id == min(self.cached, key=self.priority)  # of several the first
+        assert block_id == min(self.cached, key=self.priority)  # the first of several
         self.cached.remove(block_id)
         self.claims.pop(block_id, None)
         self.published = {key: value for key, value in self.published.items() if value != block_id}
@@ -82,7 +82,7 @@ class Model:
         self.cached.append(block_id)
         self.claims.setdefault(
             block_id, [(DEFAULT_PRIORITY, math.inf)]
-        )  # what a lease left is from now on as any other
+        )  # blocks left by a lease have the default priority
         if len(self.retained()) > MAX_RETAINED:
             lowest = min(self.retained(), key=self.priority)
             self.claims[lowest] = [(DEFAULT_PRIORITY, math.inf)]
@@ -94,7 +94,7 @@ class Model:
 
 
 class AgainstModel:
-    """Each act is done to both, with what ``chance`` gives."""
+    """Does each random action to both and compares the results."""
 
     def __init__(self, chance: random.Random) -> None:
         self.chance = chance
@@ -113,7 +113,7 @@ class AgainstModel:
         return self.chance.choice(list(self.model.owned))
 
     def allocate(self) -> None:
-        # Few different tokens: many common prefixes.
+        # Two token values give many common prefixes.
         tokens = self.chance.choices((0, 1), k=self.chance.randint(0, 6))
         owner, chain = self.new_owner(), HashChain(b"model", 1).hashes_of_all(tokens)
         self.known |= set(chain)
@@ -197,7 +197,7 @@ class AgainstModel:
             if not is_shared:
                 model.shelve(block_id)
         if given is not None:
-            self.chains[owner] = self.chains[owner][:index]  # it will have another content than the prefix promised
+            self.chains[owner] = self.chains[owner][:index]  # the new content differs from the hashed prefix
 
     def misuse_changes_nothing(self) -> None:
         owner, taken, nobody = self.pick(), self.pick(), self.new_owner()

@@ -1,4 +1,5 @@
-"""What of a block is whose: between any stages and ranks every byte arrives exactly once, where it belongs."""
+"""The parts of a block that each rank owns: between any stages and ranks every byte arrives exactly once, at its
+place."""
 
 from __future__ import annotations
 
@@ -52,10 +53,8 @@ CASES = [("latents", 1)] + [(groups, heads) for groups in ("one", "windows") for
 @pytest.mark.parametrize(("groups", "num_kv_heads"), CASES)
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "bfloat16"])
 def test_every_byte_arrives_exactly_once(groups: str, num_kv_heads: int, dtype: str) -> None:
-    """Bytes are numbered; each sender's rank has its layers and heads of them, as a model would have computed them.
-
-    What any senders put together is the same, so each is tried beside each receiver.
-    """
+    """Bytes are numbered. Each sender's rank has the bytes of its layers and heads, as a model would have computed
+    them. All senders give the same joined block, so it is enough to try each sender and each receiver once."""
     layout = geometry(groups, num_kv_heads, dtype)
     for group in range(len(layout.groups)):
         numbers = np.arange(group_nbytes(layout, group))
@@ -83,7 +82,8 @@ def put_together(layout: KvGeometry, senders: list[Cut], group: int, numbers: np
 
 
 def owned(layout: KvGeometry, cut: Cut, group: int) -> np.ndarray:
-    """Which bytes of a group's block are a rank's, in its order: by the shape of the pool, not by fragments."""
+    """The bytes of a group's block that a rank has, in its order, from the shape of the pool instead of the
+    fragments."""
     of = layout.groups[group]
     shape = (len(of.layers), 2 if of.value_size else 1, of.num_kv_heads, -1)
     places = [place for place, layer in enumerate(of.layers) if layer in cut.layers(5)]

@@ -1,4 +1,4 @@
-"""A model's geometry is that of its pool."""
+"""The geometry computed from a model equals that of its pool."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pool's bytes on the CPU: views, not copies, of the right memory."""
+"""The pool's bytes on the CPU: views of the right memory instead of copies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the prefix cache's users cannot see: how claims are merged, and kept. Its order is tested with the block manager."""
+"""Internals of the prefix cache: how claims are merged and kept. The tests of the block manager cover its order."""
 
 from __future__ import annotations
 

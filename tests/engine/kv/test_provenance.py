@@ -1,4 +1,4 @@
-"""Whose work is in a block: all of somebody's is dropped when he is distrusted, nothing else is, and the books agree."""
+"""The source of each block: all blocks of a distrusted source are dropped, no others are, and the books agree."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def sequence(name: str) -> Owner:
 
 
 class Rig:
-    """Blocks of one token, in one group or two."""
+    """Blocks of one token, in one or more groups."""
 
     def __init__(self, windows: tuple[int | None, ...] = (None,)) -> None:
         self.blocks = BlockManager(NUM_BLOCKS, 1, lambda: 0.0, windows=windows)
 
     def hold(self, owner: Owner, tokens: list[int], source: str | None = None) -> int:
-        """The owner has and publishes all of these; returns how many were there already."""
+        """Allocate and publish blocks for all tokens. Returns how many were cached before."""
         hashes = HashChain(b"model", 1).hashes_of_all(tokens)
         allocation = self.blocks.allocate(owner, len(tokens), hashes)
         assert allocation is not None
@@ -41,7 +41,7 @@ class Rig:
             self.blocks.publish(owner, index, block_hash)
 
     def num_cached(self, tokens: list[int]) -> int:
-        """How much of these a new sequence finds."""
+        """The number of these tokens that a new sequence finds cached."""
         found = self.hold(sequence("looks"), tokens)
         self.blocks.release(sequence("looks"))
         return found
@@ -68,7 +68,7 @@ def test_all_else_stays() -> None:
     rig = Rig()
     rig.hold(lease("a"), [1, 2], RIGHT)
     rig.hold(sequence("b"), [7, 8])
-    rig.hold(lease("c"), [1, 2, 3], WRONG)  # what it shipped goes on from another's
+    rig.hold(lease("c"), [1, 2, 3], WRONG)  # its first two blocks are from the other source
     for owner in (lease("a"), sequence("b"), lease("c")):
         rig.blocks.release(owner)
     assert rig.blocks.distrust(WRONG) == (1, frozenset())

@@ -1,4 +1,5 @@
-"""Staging over a device that copies as late as it may: nobody meets a byte too early, and no slot is used twice at a time."""
+"""Staging over a device that copies as late as it may: no reader gets a byte too early, and no slot has two users at a
+time."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ class Bench:
             self.compute(block_id, block_id + 1)
 
     def compute(self, block_id: int, value: int) -> None:
-        """A step writes the block, at once."""
+        """A step writes the block at once."""
         assert not self.device.uses(self.blocks[block_id]), f"a step writes block {block_id} in the midst of its copy"
         self.blocks[block_id] = value
 
@@ -50,20 +51,20 @@ class Bench:
         self.staging.close_write(block_id)
 
     def step(self) -> torch.Tensor:
-        """What a step that is launched now reads."""
+        """The first byte of each block as a step launched now would read it."""
         self.staging.order_steps()
         return self.blocks[:, 0].clone()
 
 
 def filled(view: memoryview) -> int:
-    """The one value that all bytes of a view have."""
+    """The single value of all bytes of a view."""
     assert view.nbytes == NBYTES
     (value,) = {*view}
     return value
 
 
 def until(is_so: Callable[[], bool]) -> None:
-    """Wait for another thread."""
+    """Poll for another thread's progress."""
     event = threading.Event()
     for _ in range(int(WAIT_S / 0.001)):
         if is_so():
@@ -104,7 +105,7 @@ def test_slots_of_readers_that_are_done_are_used_ahead_of_the_next_wait() -> Non
     tickets = [Ticket() for _ in reads]
     for read, ticket in zip(reads[:3], tickets, strict=False):
         bench.wait(read, ticket)
-        ticket.is_done = True  # as the sender's thread sees it; the network thread has closed none yet
+        ticket.is_done = True  # set by the sender's thread; the network thread has closed no read yet
     bench.wait(reads[3], tickets[3])
     assert bench.device.num_launched == 6, "two are copied while the fourth is read"
 
@@ -116,7 +117,7 @@ def test_what_is_lent_stays_until_its_reader_is_done() -> None:
     fifth = bench.staging.open_read(4)
     assert fifth.wait(Ticket(), 0.0) is None, "all slots are lent"
     assert [filled(view) for view in views] == [1, 2, 3, 4]
-    tickets[2].is_done = True  # nobody has closed it yet
+    tickets[2].is_done = True  # the read is not closed yet
     assert filled(bench.wait(fifth)) == 5
     assert [filled(views[index]) for index in (0, 1, 3)] == [1, 2, 4]
 
@@ -156,7 +157,7 @@ def test_two_readers_share_a_copy_and_the_block_stays_open_for_the_second() -> N
     assert filled(bench.wait(read, first)) == 8
     first.is_done = True
     bench.staging.close_read(7)
-    for block_id in range(4):  # whose slots include that of the first reader's
+    for block_id in range(4):  # their slots include the first reader's
         bench.wait(bench.staging.open_read(block_id), Ticket(is_done=True))
     assert filled(bench.wait(read, second)) == 8
     bench.staging.close_read(7)
@@ -317,7 +318,7 @@ class _Frugal(LateDevice):
 
 @pytest.mark.parametrize("seed", range(40))
 def test_whatever_happens_in_whatever_order_bytes_are_where_they_belong(seed: int) -> None:
-    """A random life of a pool: blocks are computed, shipped, given up and received; copies happen at random legal moments."""
+    """Blocks are computed, shipped, given up and received in random order. Copies happen at random legal moments."""
     chance = random.Random(seed)
     bench = Bench(num_blocks=10, num_slots=chance.choice((4, 5, 8)), device=LateDevice(chance if seed % 2 else None))
     content = {block_id: block_id + 1 for block_id in range(10)}  # as steps see it
@@ -345,7 +346,7 @@ def test_whatever_happens_in_whatever_order_bytes_are_where_they_belong(seed: in
             entry = chance.choice(waiting)
             opens.remove(entry)
             bench.staging.close_read(entry[0])
-        elif act == "write" and idle and bench.staging._free:  # else it would wait for this thread
+        elif act == "write" and idle and bench.staging._free:  # else open_write would wait for this thread
             block_id = chance.choice(idle)
             writing[block_id] = bench.staging.open_write(block_id)
         elif act == "fill" and writing:
@@ -380,7 +381,7 @@ def test_many_senders_share_few_slots() -> None:
             value = filled(bench.wait(reads[block_id], ticket))
             if value != block_id + 1:
                 wrong.append((block_id, value))
-            ticket.is_done = True  # the slot comes back before the network thread closes the read
+            ticket.is_done = True  # the slot is free before the network thread closes the read
 
     threads = [threading.Thread(target=send, args=(range(first, 60, 6),)) for first in range(6)]
     for thread in threads:

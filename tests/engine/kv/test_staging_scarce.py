@@ -1,4 +1,4 @@
-"""When readers that may take long are asked to copy what they read, so that slots come back soon; and what that question costs."""
+"""When slow readers are asked to copy their blocks so that slots become free, and the cost of that check."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ def test_readers_that_may_take_long_are_told_when_they_hold_a_quarter_of_the_slo
     for read, ticket, is_scarce in zip(reads, tickets, (False, False, True), strict=False):
         bench.wait(read, ticket)
         assert read.is_scarce is is_scarce
-    tickets[2].is_done = True  # it was told, and copied
+    tickets[2].is_done = True  # it was asked, and has copied the block
     for read in reads[3:12]:
         ticket = Ticket()
         assert read.wait(ticket, 0.0) is not None, "no slot is left"
         ticket.is_done = True
     tickets[0].is_done = True
-    until(lambda: not reads[3].is_scarce)  # looked at anew after a moment, not for every block
+    until(lambda: not reads[3].is_scarce)  # checked again after a moment, not for every block
 
 
 class LookedAt:
-    """A reader that counts how often it is asked. Implements Reader."""
+    """Counts the calls of ``is_done``. Implements Reader."""
 
     def __init__(self) -> None:
         self.num_looks = 0
@@ -40,7 +40,7 @@ class LookedAt:
 
 
 def test_slots_that_are_held_for_long_are_not_looked_at_for_every_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging_module, "time", SimpleNamespace(monotonic=lambda: 1000.0))  # it stands still
+    monkeypatch.setattr(staging_module, "time", SimpleNamespace(monotonic=lambda: 1000.0))  # a clock that stands still
     bench = Bench(num_slots=16)
     held = [LookedAt() for _ in range(5)]
     for block_id, reader in enumerate(held):

@@ -1,4 +1,5 @@
-"""Keys and values of unequal size, and sizes that differ by layer: the pool keeps exactly these, and everybody reads them there."""
+"""Keys and values of unequal size, and sizes that differ by layer: the pool has exactly these sizes, and all readers
+use them."""
 
 from __future__ import annotations
 
@@ -89,7 +90,7 @@ def test_ranks_blocks_are_put_together_and_taken_apart_by_their_group(group: int
 @pytest.mark.parametrize("kind", ["torch", "torch bf16", "native"])
 @pytest.mark.parametrize("rows", [[(30, 1)], [(30, 1), (64, 1), (0, 21), (9, 5)]], ids=["alone", "batch"])
 def test_attention_over_blocks_that_were_full_of_nan(kind: str, rows: list[tuple[int, int]]) -> None:
-    """What a failed sequence, or a broken transfer, left in a block spoils nobody who gets it next."""
+    """NaN that a failed sequence or a broken transfer left in a block does not reach the block's next owner."""
     dtype = torch.float32 if kind in ("torch", "triton") else torch.bfloat16
     generator = torch.Generator().manual_seed(1)
     free = list(range(3 * 40))
@@ -102,7 +103,7 @@ def test_attention_over_blocks_that_were_full_of_nan(kind: str, rows: list[tuple
         steps.append(StepRow(of, count))
     batch = batch_of(steps, BLOCK_SIZE)
     tables = batch.block_tables()
-    # Tables of one group stand for those of all: a model of one layer at a time.
+    # One layer at a time, so the tables of one group serve for all.
     for layer, sizes in enumerate(SIZES):
         shape: Any = SimpleNamespace(**{**vars(SHAPE), "sliding_windows": (WINDOWS[layer],), "kv_sizes": (sizes,)})
         kv = view_groups(pool.tensor, LayerGroups.of_shape(shape))[0]

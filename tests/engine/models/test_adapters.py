@@ -1,4 +1,5 @@
-"""Adapters in the engine: several in one batch give the tokens that models merged with them give; others are not disturbed."""
+"""Adapters in the engine: a batch with several adapters gives the merged models' tokens, and other rows are
+unchanged."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ def slots_of(engine: TorchEngine) -> AdapterSlots:
 
 
 def generate(engine: TorchEngine, adapters: list[int], chunk: int = 16) -> list[list[int]]:
-    """Greedy tokens of a sequence for each adapter, all in one batch, prompts in chunks beside single tokens."""
+    """Greedy tokens of a sequence for each adapter, all in one batch. Prompts are computed in chunks beside single
+    tokens."""
     sequences: list[Sequence] = []
     for index, adapter in enumerate(adapters):
         prompt, blocks = tokens(index, LENGTHS[index % len(LENGTHS)]), list(range(index * 4, index * 4 + 4))
@@ -70,7 +72,7 @@ def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def test_a_batch_of_base_and_adapters_gives_what_merged_models_give(base: Path, tmp_path: Path) -> None:
-    """Other ranks, other layers, patterns and rslora; a row without an adapter stays the base's."""
+    """The adapters differ in rank, layers, patterns and rslora. The row without an adapter gives the base's tokens."""
     shapes = linear_shapes(base)
     few = {
         name: shape
@@ -104,7 +106,7 @@ def engine(llama: tuple[Path, Any]) -> TorchEngine:
 
 
 def test_a_slot_is_used_again(llama: tuple[Path, Any], engine: TorchEngine, tmp_path: Path) -> None:
-    """What was there before leaves nothing behind, not even in layers that the next adapter does not change."""
+    """Nothing of the adapter before remains, even in layers that the next adapter does not change."""
     shapes = linear_shapes(llama[0])
     first = write_adapter(tmp_path / "first", shapes, seed=1)
     second = write_adapter(
@@ -154,7 +156,7 @@ def test_another_bases_adapter_is_refused(llama: tuple[Path, Any], engine: Torch
 
 
 def test_files_that_were_changed_are_refused(llama: tuple[Path, Any], engine: TorchEngine, tmp_path: Path) -> None:
-    """A request asks for what its gateway saw."""
+    """The digest of the files must be the one that the gateway saw."""
     write_adapter(tmp_path / "a", linear_shapes(llama[0]), seed=1)
     refused(engine, AdapterRef("a", "0" * 32), tmp_path / "a", "its files were changed")
 
@@ -163,7 +165,7 @@ def test_files_that_were_changed_are_refused(llama: tuple[Path, Any], engine: To
 def test_half_copied_files_are_an_adapter_that_is_not_there_yet(
     llama: tuple[Path, Any], engine: TorchEngine, tmp_path: Path, kept: int
 ) -> None:
-    """What is wrong with them is no mistake of the adapter: whoever asks for it asks again."""
+    """An incomplete file may still be on its way, so it is reported as absent, and clients may ask again."""
     ref = write_adapter(tmp_path / "a", linear_shapes(llama[0]))
     path = tmp_path / "a" / WEIGHTS_FILE
     whole = path.read_bytes()
@@ -177,7 +179,7 @@ def test_half_copied_files_are_an_adapter_that_is_not_there_yet(
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
 def test_our_kernels_give_a_row_the_same_bits_in_any_batch(tmp_path: Path) -> None:
-    """In bf16, alone and beside others, and however its prompt is cut."""
+    """In bf16, a sequence gets the same tokens alone and beside others, and with its prompt in any chunks."""
     sizes = {
         **SIZES,
         "hidden_size": 96,

@@ -1,4 +1,5 @@
-"""A head beside the engine drafts what plain torch drafts of the model's hidden states; what does not fit is refused."""
+"""A draft head beside the engine drafts the tokens that plain torch drafts from the model's hidden states. Misfits are
+refused."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ def engine_of(model: Path, **options: Any) -> TorchEngine:
 
 
 class Texts:
-    """Sequences of one engine, whose tokens come at random: what is sampled does not matter to a head."""
+    """Sequences of one engine with random tokens, because a head does not depend on what is sampled."""
 
     def __init__(self, engine: TorchEngine, head: HeadBesideModel, seed: int) -> None:
         self._leader = Leader(engine)
@@ -55,7 +56,7 @@ class Texts:
         self._num_made = 0
 
     def begin(self, num_tokens: int) -> Any:
-        """A prompt, with blocks of its own."""
+        """A sequence with a prompt and its own blocks."""
         blocks = list(range(self._num_made * 16, self._num_made * 16 + 16))
         text = sequence(tokens(self._num_made, num_tokens), blocks)
         text.request_id = f"r{self._num_made}"
@@ -63,7 +64,8 @@ class Texts:
         return text
 
     def step(self, texts: Seq[Any], num_tokens: int = 1, num_wrong: int = 0, num_right: int = 0) -> None:
-        """Compute so many tokens of each; behind the last one a guess of which some tokens hold."""
+        """Compute ``num_tokens`` of each sequence. After the last token a draft follows, of which the first
+        ``num_right`` are accepted."""
         rows = []
         coming = {}
         for text in texts:
@@ -88,7 +90,7 @@ class Texts:
 
 @pytest.mark.parametrize("norms_residual", [False, True])
 def test_drafts_are_those_of_plain_torch(model: Path, head: Path, tmp_path: Path, norms_residual: bool) -> None:
-    """Prompts in chunks, guesses that hold or do not, steps without drafts, and texts of unequal length in one batch."""
+    """Prompts in chunks, right and wrong drafts, steps without drafts, and texts of unequal length in one batch."""
     directory = shutil.copytree(head, tmp_path / "head")
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps({**config, "norm_before_residual": norms_residual}))
@@ -104,25 +106,26 @@ def test_drafts_are_those_of_plain_torch(model: Path, head: Path, tmp_path: Path
         expected = [reference.draft(text.token_ids, 0, 3) for text in (long, short)]
         assert texts.drafts([long, short], 3) == expected
         texts.step([short])
-    later = texts.begin(20)  # in a batch with those
+    later = texts.begin(20)  # joins the batch of the other two
     texts.step([later], 15)
     texts.step([later, short, long], 5)
     texts.step([later, short, long])
     assert texts.drafts([later, long], 5) == [reference.draft(text.token_ids, 0, 5) for text in (later, long)]
-    for _ in range(30):  # nobody asks
+    for _ in range(30):  # steps without a call of draft
         texts.step([later, long])
     assert texts.drafts([later], 2) == [reference.draft(later.token_ids, 0, 2)]
 
 
 def test_behind_a_hand_off_it_sees_what_was_computed_here(model: Path, head: Path) -> None:
-    """With too little in sight there is no draft. Another text in the same slot begins anew."""
+    """The head uses only tokens computed here, and gives no draft for too few. A new sequence in a slot starts
+    afresh."""
     engine = engine_of(model, max_num_seqs=1)
     beside = engine.load_head(head, KV_BYTES)
     texts = Texts(engine, beside, seed=4)
     reference = ReferenceHead(head, model)
     for num_tokens in (40, 25):
         text = texts.begin(num_tokens)
-        # What a prefill worker computes, in the same pool.
+        # Computes the prompt as a prefill worker does, in the same pool.
         elsewhere = Texts(engine_of(model, max_num_seqs=1), beside, seed=5)
         elsewhere._leader.engine.blocks[:] = engine.blocks
         elsewhere.step([text], num_tokens - 1)
@@ -212,7 +215,8 @@ def test_a_truncated_file_and_a_small_pool_are_refused_by_name(model: Path, head
 
 
 def test_both_forms_of_config_and_names(model: Path, head: Path, tmp_path: Path) -> None:
-    """Sizes inside ``transformer_layer_config``, tensors of ``layers.0``; layers named by their output in ``eagle_config``."""
+    """Sizes in ``transformer_layer_config``, tensors named ``layers.0``, and layers named by their output in
+    ``eagle_config``."""
     other = shutil.copytree(head, tmp_path / "head")
     config = json.loads((other / "config.json").read_text())
     own = {name: config.pop(name) for name in ("draft_vocab_size", "eagle_aux_hidden_state_layer_ids")}

@@ -1,4 +1,5 @@
-"""DeepSeek over latents, on the CPU, beside transformers, which expands keys and values: what its checkpoints differ in."""
+"""DeepSeek over latents on the CPU, against transformers, which expands keys and values, for each variant of
+checkpoints."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def save(directory: Path, model_type: str, **fields: Any) -> PreTrainedModel:
-    """A random model in float32."""
+    """Save a random model in float32."""
     config = CONFIG_MAPPING[model_type](**{**SIZES, **EXPERTS, **LATENT, **fields})
     torch.manual_seed(5)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

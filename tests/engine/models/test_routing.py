@@ -1,4 +1,4 @@
-"""Experts and factors of tokens: as the routers of transformers choose them."""
+"""Experts and factors of tokens equal the choices of transformers' routers."""
 
 from __future__ import annotations
 

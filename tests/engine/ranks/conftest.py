@@ -1,4 +1,4 @@
-"""Engines of several ranks over tiny models, by the very way that a worker loads them."""
+"""Engines of several ranks over tiny models, loaded as a worker loads them."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def load_ranks(
     nodes: OtherNodes | None = None,
     **model: Any,
 ) -> Engine:
-    """An engine on one CPU thread for each rank; whoever loads it closes it. ``num_ranks``: of each stage. ``nodes``: where some
-    of them are."""
+    """Load an engine of ``num_ranks`` ranks in each stage, with a CPU thread for each rank. The caller closes it.
+    ``nodes``: the other nodes that have some of the ranks."""
     sizes = {"tensor_parallel": num_ranks, "pipeline_parallel": num_stages}
     chosen: dict[str, Any] = {"device": "cpu", "threads": num_ranks * num_stages, **sizes, **model}
     return load_engine(
@@ -53,7 +53,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def engine(model: Path) -> Iterator[Any]:
-    """Of two ranks, which may die."""
+    """An engine of two ranks, which a test may kill."""
     loaded = load_ranks(model, 2)
     started = pids()
     assert len(started) == 1

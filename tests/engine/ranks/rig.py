@@ -1,4 +1,4 @@
-"""What tests of several ranks share: a prompt to run, the ranks' processes, and how long to wait for them."""
+"""Helpers for tests of several ranks: a prompt to run, the ranks' processes, and time limits."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from kvrelay.engine.step.interface import Engine, StepRow
 from tests.engine.conftest import sequence, tokens
 from tests.engine.led import step
 
-# Ranks add the parts of a sum in another order than one product does: 1.001e-5 in gpt_oss, of log probabilities down to -13.
+# Ranks add the parts of a sum in another order: 1.001e-5 in gpt_oss, for log probabilities down to -13.
 ROUNDING = 2e-5
-SOON_S = 10.0  # on a machine with other things to do
+SOON_S = 10.0  # on a busy machine
 
 
 def pids(leader: int | None = None) -> list[int]:
-    """The ranks that a process, this one by default, has started: the first one first."""
+    """The process ids of the ranks that ``leader`` started, by default this process, in order of their start."""
     children = psutil.Process(leader).children()
     ranks = [child for child in children if "kvrelay.engine.rank_main" in child.cmdline()]
     return [rank.pid for rank in sorted(ranks, key=psutil.Process.create_time)]
@@ -39,7 +39,7 @@ def wait_until(condition: Any, what: str) -> None:
 
 
 def run(engine: Engine, **sampling: Any) -> Any:
-    """A prompt in two chunks, and a token."""
+    """Run a prompt in two chunks. Returns the sequence and its first token."""
     row = sequence(tokens(1, 45), [5, 9, 2, 30], num_groups=len(engine.card.layout.geometry.groups), **sampling)
     step(engine, [StepRow(row, 20)])
     row.num_computed_tokens = 20

@@ -1,4 +1,4 @@
-"""Adapters of a worker on several nodes: each node reads them in its own directory, and all must find the same files."""
+"""Adapters of a worker on several nodes: each node reads its own directory, and all must find the same files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Nodes(NamedTuple):
-    """An engine of two nodes, a stage on each, and where either has its adapters."""
+    """An engine of two nodes with a stage each, and each node's directory of adapters."""
 
     engine: Any
     own: Path

@@ -1,4 +1,4 @@
-"""Blocks of ranks whose pools their leader cannot reach, over a device that copies as late as a GPU may."""
+"""Blocks of ranks whose pools the leader cannot reach, over a device that copies as late as a GPU may."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MakeRank = Callable[[torch.Tensor, LateDevice], BlocksOfRank]
 
 @pytest.fixture
 def rank_of() -> Iterator[MakeRank]:
-    """The leader's end of a rank with such a pool, which ends with the test."""
+    """Makes the leader's end of a rank with such a pool."""
     links: list[Link] = []
     threads: list[threading.Thread] = []
     descriptors: list[int] = []
@@ -50,7 +50,8 @@ def rank_of() -> Iterator[MakeRank]:
 
 
 def test_blocks_of_two_ranks_are_put_together_and_taken_apart(rank_of: MakeRank) -> None:
-    """By several threads, as senders and receivers are; steps that are launched behind ``close_write`` see what was written."""
+    """Several threads write and read blocks, as senders and receivers do. A step launched after ``close_write`` sees
+    the bytes."""
     layout = geometry("one", 2)
     blocks = np.random.default_rng(1).integers(256, size=(NUM_BLOCKS, layout.physical_nbytes), dtype=np.uint8)
     pools = [torch.zeros(NUM_BLOCKS, layout.physical_nbytes // 2, dtype=torch.uint8) for _ in range(2)]

@@ -1,4 +1,4 @@
-"""Blocks of a rank on another host, over a device that copies as late as a GPU may, and over this host's memory."""
+"""Blocks of a rank on another host, over a device that copies as late as a GPU may, and over host memory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def tcp_pair() -> tuple[socket.socket, socket.socket]:
 
 
 def sealed_pair(ours_kinds: object, theirs_kinds: object, *secrets: bytes) -> tuple[Link[Moved], Link[ToCarrier]]:
-    """Both ends over TCP, with the first and the last of ``secrets``."""
+    """Both ends over TCP, one with the first of ``secrets`` and one with the last."""
     ours, theirs = tcp_pair()
     made: list[Link[ToCarrier]] = []
     thread = threading.Thread(target=lambda: made.append(sealed_link(theirs, theirs_kinds, secrets[-1], calls=False)))
@@ -44,7 +44,7 @@ def sealed_pair(ours_kinds: object, theirs_kinds: object, *secrets: bytes) -> tu
 
 @pytest.fixture
 def rank_of() -> Iterator[MakeRank]:
-    """The leader's end of a rank with such a pool, which ends with the test."""
+    """Makes the leader's end of a rank with such a pool."""
     links: list[Link[Moved]] = []
     others: list[Link[ToCarrier]] = []
     threads: list[threading.Thread] = []
@@ -72,7 +72,8 @@ def rank_of() -> Iterator[MakeRank]:
 
 @pytest.mark.parametrize("is_late", [False, True], ids=["host", "device"])
 def test_blocks_are_put_together_from_a_rank_elsewhere_and_taken_apart_for_it(rank_of: MakeRank, is_late: bool) -> None:
-    """By several threads, as senders and receivers are; steps that are launched behind ``close_write`` see what was written."""
+    """Several threads write and read blocks, as senders and receivers do. A step launched after ``close_write`` sees
+    the bytes."""
     layout = geometry("one", 2)
     blocks = np.random.default_rng(1).integers(256, size=(NUM_BLOCKS, layout.physical_nbytes), dtype=np.uint8)
     pools = [torch.zeros(NUM_BLOCKS, layout.physical_nbytes // 2, dtype=torch.uint8) for _ in range(2)]
@@ -114,7 +115,7 @@ def test_a_copy_that_fails_and_a_rank_that_is_gone_are_errors(rank_of: MakeRank)
 
 
 def test_a_block_that_the_rank_cannot_serve_ends_the_wait_for_it() -> None:
-    """The rank has loaded nothing yet."""
+    """The rank cannot serve the block, because it has loaded nothing."""
     ours, theirs = sealed_pair(Moved, ToCarrier, b"")
     with ThreadPoolExecutor(2) as threads:
         try:

@@ -1,4 +1,4 @@
-"""Which ranks lie where, and what is refused."""
+"""The places of ranks on nodes, and refused settings."""
 
 from __future__ import annotations
 

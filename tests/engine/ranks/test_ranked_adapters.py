@@ -1,4 +1,4 @@
-"""Adapters of several ranks: what they compute is what one rank does, and a load that fails on one has happened on none."""
+"""Adapters on several ranks: results equal one rank's, and a load that fails on one rank leaves nothing on any."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from tests.engine.models.test_adapters import PATTERN, generate
 from .conftest import load_ranks
 from .rig import ROUNDING
 
-MODELS: dict[str, tuple[Any, int, dict[str, Any]]] = {  # how many ranks of a stage, and how they are cut
+MODELS: dict[str, tuple[Any, int, dict[str, Any]]] = {  # model, ranks of a stage, and how they are cut
     "llama-2": (transformers.LlamaConfig(**{**SIZES, "attention_bias": True, "mlp_bias": True}), 2, {}),
-    "qwen3-3": (transformers.Qwen3Config(**{**SIZES, "num_key_value_heads": 1}), 3, {}),  # the K/V head is on all of them
+    "qwen3-3": (transformers.Qwen3Config(**{**SIZES, "num_key_value_heads": 1}), 3, {}),  # all ranks have the K/V head
     "gpt_oss-2": (
         transformers.GptOssConfig(
             **SIZES, num_experts_per_tok=2, num_local_experts=5, attention_bias=True, sliding_window=None
@@ -45,7 +45,7 @@ MODELS: dict[str, tuple[Any, int, dict[str, Any]]] = {  # how many ranks of a st
 
 
 def adapters_of(base: Path, directory: Path) -> list[AdapterRef]:
-    """Of all layers that may be changed, of few, and of unequal ranks."""
+    """Adapters for all possible layers, for a few, and with a different rank for each layer."""
     shapes = {name: shape for name, shape in linear_shapes(base).items() if ".experts." not in name}
     few = {name: shape for name, shape in shapes.items() if name.endswith(("v_proj", "o_proj", "down_proj"))}
     return [
@@ -62,7 +62,7 @@ def load_all(engine: Engine, directory: Path, refs: list[AdapterRef], first_slot
 
 
 def hand_over(source: Any, its_slot: int, target: Any, other_slot: int) -> None:
-    """A prompt's blocks go from one engine to the other without a network, and the next token is the same on both."""
+    """Copy a prompt's blocks from one engine to the other, and check that both give the same next token."""
     row = sequence(tokens(1, 45), [5, 9, 2], num_logprobs=VOCAB)
     row.adapter = its_slot
     (first,) = step(source, [StepRow(row, 45)])
@@ -99,7 +99,7 @@ def test_ranks_give_the_tokens_of_one(tmp_path: Path, family: str) -> None:
         assert before[0] == expected[0]
         for changed, unchanged in zip(expected[1:], before[1:], strict=True):
             assert changed != unchanged, "the adapters change nothing"
-        # A slot is used again by another, and nothing of the one before is left on any rank.
+        # The slot gets another adapter. Nothing of the one before remains on any rank.
         engine.adapters.unload(1)
         engine.adapters.load(1, tmp_path / "few", refs[1].digest)
         alone.adapters.unload(1)  # type: ignore[union-attr]
@@ -125,7 +125,8 @@ def pair(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 def test_a_pool_of_other_ranks_goes_on_with_an_adapters_blocks(pair: Any, base: Path, tmp_path: Path) -> None:
-    """A hand-off without a network, both ways, where the adapter lies in unequal slots."""
+    """Blocks are copied in both directions between one rank and two. The adapter has different slots in the two
+    engines."""
     refs = adapters_of(base, tmp_path)[:1]
     alone = load(base, model_id=base.name, adapter_bytes=1)
     load_all(alone, tmp_path, refs, 9)
@@ -138,7 +139,7 @@ def test_a_pool_of_other_ranks_goes_on_with_an_adapters_blocks(pair: Any, base: 
 
 
 def test_a_rank_that_cannot_load_fails_the_load_and_nothing_else(pair: Any, base: Path, tmp_path: Path) -> None:
-    """The leader finds the files by a descriptor of its own, where the rank finds nothing."""
+    """The path names a descriptor of the leader's process, so the rank finds no files."""
     (ref,) = adapters_of(base, tmp_path)[:1]
     before = generate(pair, [0])
     descriptor = os.open(tmp_path / ref.name, os.O_RDONLY)
@@ -148,7 +149,7 @@ def test_a_rank_that_cannot_load_fails_the_load_and_nothing_else(pair: Any, base
     finally:
         os.close(descriptor)
     assert generate(pair, [0]) == before
-    load_all(pair, tmp_path, [ref])  # the slot is free, on both
+    load_all(pair, tmp_path, [ref])  # the slot is free on both ranks
     assert generate(pair, [1]) != before
     pair.adapters.unload(1)
 
@@ -167,7 +168,7 @@ def test_what_no_rank_can_load_is_refused_as_by_one(pair: Any, base: Path, tmp_p
 
 
 class Failing(FakeAdapters):
-    """A rank's slots, which fail as they are told."""
+    """A rank's slots, whose load raises ``fails`` if set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -184,7 +185,7 @@ class Failing(FakeAdapters):
 
 
 class Connected:
-    """Implements OtherRank: a rank in this process."""
+    """Implements OtherRank by a rank in this process."""
 
     def __init__(self) -> None:
         self.slots = Failing()
@@ -201,7 +202,7 @@ class Connected:
 
 @pytest.fixture
 def three(tmp_path: Path) -> tuple[RankedAdapters, list[Failing], AdapterRef]:
-    """The adapters of three ranks: the leader's and two others', and one on disk."""
+    """The adapters of three ranks, the leader's first, their slots, and an adapter on disk."""
     ref = write_adapter(tmp_path / "a", {"model.layers.0.self_attn.q_proj": (8, 8)})
     own, ranks = Failing(), [Connected(), Connected()]
     return RankedAdapters(own, ranks), [own, *(rank.slots for rank in ranks)], ref

@@ -1,4 +1,4 @@
-"""What several ranks compute: the same as one."""
+"""Several ranks compute the same as one rank."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_experts_and_sinks_are_cut_as_they_are_one_model(tmp_path: Path) -> None
         engine.close()
 
 
-SPARSE: dict[str, tuple[Any, int]] = {  # and how many ranks
+SPARSE: dict[str, tuple[Any, int]] = {  # and the number of ranks
     "gpt_oss-2": (
         transformers.GptOssConfig(
             **SIZES, num_experts_per_tok=2, num_local_experts=5, attention_bias=True, sliding_window=None
@@ -82,7 +82,7 @@ def test_ranks_with_whole_experts_compute_what_one_rank_does(tmp_path: Path, fam
 
 @pytest.mark.parametrize("name", ["awq by 96", "gptq-act-order", "mxfp4"])
 def test_ranks_of_a_quantised_checkpoint_compute_what_one_rank_does(name: str, tmp_path: Path) -> None:
-    """On CPUs each makes full weights of its part."""
+    """On CPUs each rank dequantises its part of the weights."""
     directory = tmp_path / "stored"
     if name == "mxfp4":
         directory.mkdir()
@@ -102,7 +102,8 @@ def test_ranks_of_a_quantised_checkpoint_compute_what_one_rank_does(name: str, t
 
 
 def test_ranks_with_rounded_weights_compute_what_one_rank_does(tmp_path: Path) -> None:
-    """The same 8 bits, in sums of another order: bf16 rounds each of two parts. What 8 bits change is more."""
+    """Both have the same 8-bit weights, but two ranks round two partial sums to bf16. Rounding to 8 bits changes more
+    than that."""
     if not has_packed_linear(torch.bfloat16):
         pytest.skip("this CPU has no bf16 kernels")
     save_model(tmp_path, transformers.LlamaConfig(**{**SIZES, "initializer_range": 0.05}))
@@ -120,7 +121,7 @@ def test_ranks_with_rounded_weights_compute_what_one_rank_does(tmp_path: Path) -
 
 
 def test_blocks_of_one_rank_continue_on_two_and_back(engine: Any, model: Path) -> None:
-    """A hand-off without a network, both ways."""
+    """Blocks are copied from one rank to two and back, and the next token is the same."""
     alone = load(model, model_id=model.name)
     for source, target in ((alone, engine), (engine, alone)):
         row, result = run(source, num_logprobs=5)
@@ -150,7 +151,7 @@ def test_each_rank_writes_a_trace_of_the_same_steps(
         assert engine.profiler.ask(1) is None
         run(engine)
         wait_until(lambda: len(list(tmp_path.glob("kvrelay-profile-*/rank-1.json"))) == 1, "no trace of rank 1")
-        run(engine)  # behind the writing of the first rank
+        run(engine)  # the first rank has written its trace by then
         traces = sorted(tmp_path.glob("kvrelay-profile-*/rank-*.json"), key=lambda path: path.name)
         assert [path.name for path in traces] == ["rank-0.json", "rank-1.json"]
         for path in traces:

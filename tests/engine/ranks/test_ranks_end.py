@@ -1,4 +1,4 @@
-"""How an engine of several ranks ends when one of them dies, hangs, or cannot join."""
+"""The end of an engine of several ranks when one rank dies, hangs, or cannot join."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .rig import SOON_S, is_alive, pids, run, wait_until
 
 @pytest.fixture(scope="module")
 def three(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model for three ranks."""
+    """A model that three ranks can share."""
     directory: Path = tmp_path_factory.mktemp("three")
     save_model(directory, transformers.LlamaConfig(**{**SIZES, "num_key_value_heads": SIZES["num_attention_heads"]}))
     return directory
@@ -79,7 +79,7 @@ def test_the_rank_that_died_is_named_and_not_one_that_was_killed_for_it(three: P
 def test_the_rank_that_others_wait_for_is_named_and_not_one_that_waits(
     three: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is alive, and never comes to the step's first collective."""
+    """The rank is alive, but never enters the step's first collective."""
     engine: Any = load_ranks(three, 3)
     try:
         waits, hangs = engine._ranks.others
@@ -100,7 +100,7 @@ def test_the_rank_that_others_wait_for_is_named_and_not_one_that_waits(
 def test_a_rank_that_loads_later_than_its_leader_is_waited_for_outside_of_collectives(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For collectives have half a minute."""
+    """A collective waits for half a minute at most, which loading may exceed."""
     groups: list[RankGroup] = []
     joins, meets = Ranks.join, Ranks.meet
 
@@ -127,7 +127,7 @@ def test_a_rank_that_loads_later_than_its_leader_is_waited_for_outside_of_collec
 def test_a_rank_that_does_not_come_to_an_end_of_loading_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    os.mkfifo(tmp_path / "config.json")  # whoever opens it waits for a writer
+    os.mkfifo(tmp_path / "config.json")  # opening it waits for a writer
 
     def is_loaded(part: Any) -> Any:
         monkeypatch.setattr("kvrelay.engine.ranks.engine.LOAD_S", 0.5)

@@ -1,6 +1,6 @@
-"""A worker whose ranks are on several nodes: what it computes, who comes in, and how it ends when a part of it does.
+"""A worker whose ranks are on several nodes: its results, admission of ranks, and its end when a part of it fails.
 
-The nodes are processes of this machine, which share nothing but addresses of loopback.
+The nodes are processes of this machine that share only loopback addresses.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def place(port: int, node_rank: int = 0, num_nodes: int = 2, num_ranks: int = 2)
 def running_host(
     where: NodePlace, model: Path, secret: bytes = SECRET, adapters: Path | None = None
 ) -> Iterator[RankHost]:
-    """A node beside the leader's."""
+    """Run a node other than the leader's."""
     host = RankHost(where, secret, HostDirectories(str(model), None if adapters is None else str(adapters)))
     started: set[int] = set()
     try:
@@ -90,7 +90,7 @@ def loaded(model: Path, port: int, on_leaving: Callable[[str], None] = lambda re
 
 @pytest.fixture
 def nodes(model: Path) -> Iterator[tuple[Any, RankHost]]:
-    """An engine of two nodes, and the node that is not the leader's."""
+    """An engine of two nodes, and the node without the leader."""
     port = free_port()
     with running_host(place(port, 1), model) as host, loaded(model, port) as engine:
         yield engine, host
@@ -116,7 +116,7 @@ def test_two_nodes_compute_and_hand_over_what_one_rank_does(nodes: Any, model: P
 
 @pytest.mark.parametrize(("num_ranks", "num_stages"), [(4, 1), (2, 2), (1, 4)])
 def test_nodes_with_several_ranks_each(num_ranks: int, num_stages: int, tmp_path: Path) -> None:
-    """Of one stage, a stage on each, and two stages on each: of five layers, so that these are unequal."""
+    """Four ranks: one stage, a stage on each node, or two stages on each. Five layers make the stages unequal."""
     sizes = {**SIZES, "num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 5}
     save_model(tmp_path, transformers.LlamaConfig(**sizes))
     port = free_port()
@@ -156,7 +156,7 @@ def test_a_rank_of_another_node_that_hangs_ends_the_engine_and_is_killed_there(
     engine, host = nodes
     monkeypatch.setattr("kvrelay.engine.ranks.rank.SILENT_S", 3.0)
     monkeypatch.setattr("kvrelay.engine.ranks.host._HANGS_S", 6.0)
-    time.sleep(1.5)  # both threads wait by the old bound until the next sign of life
+    time.sleep(1.5)  # both threads wait by the old limit until the next heartbeat
     (pid,) = host.pids.values()
     os.kill(pid, signal.SIGSTOP)
     with pytest.raises(DeviceFailedError, match=rf"rank 1 \(process {pid} of .*\) has been silent for 3 s: it hangs"):
@@ -247,7 +247,7 @@ def said(process: subprocess.Popen[str]) -> str:
 def test_a_leader_that_dies_or_hangs_is_left_for_the_next_one(
     model: Path, number: signal.Signals, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One that hangs gives no sign of life for fifteen seconds, whatever its kernel confirms."""
+    """A leader that hangs sends no heartbeat for fifteen seconds, although its kernel still acknowledges data."""
     port = free_port()
     with running_host(place(port, 1), model) as host:
         with script(LEADER, model, port) as leader:
@@ -275,7 +275,7 @@ def test_a_hosts_process_that_is_killed_leaves_no_rank_and_ends_the_engine(model
             assert f"rank 1 (process {pid} of" in engine.not_live()[0]
 
 
-# -- who comes in --------------------------------------------------------------------------------------------------
+# -- admission of ranks --------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -286,7 +286,7 @@ def door() -> Iterator[Door]:
 
 
 def call(door: Door, rank: int = 1, secret: bytes = SECRET, **changes: Any) -> tuple[Link[Any], Hello]:
-    """A link of a rank that says so."""
+    """Connect as a rank and send its Hello, with ``changes``."""
     hello = Hello(rank, 3, 3, kvrelay.__version__, secrets.token_hex(16), "process 7 of a host", carries_blocks=False)
     hello = msgspec.structs.replace(hello, **changes)
     stream = socket.create_connection(door._nodes.place.leader)
@@ -296,7 +296,7 @@ def call(door: Door, rank: int = 1, secret: bytes = SECRET, **changes: Any) -> t
 
 
 def come_in(door: Door, rank: int) -> list[Link[Any]]:
-    """Both links, in the order in which they happen to arrive."""
+    """Connect both links of a rank, which may arrive in any order."""
     first, hello = call(door, rank)
     links = [first, call(door, rank, life=hello.life, carries_blocks=True)[0]]
     wait_until(

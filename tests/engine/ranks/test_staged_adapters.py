@@ -1,4 +1,5 @@
-"""Adapters of several stages: each has its own layers of them, and all stages have one or none."""
+"""Adapters of several stages: each stage has the adapter's parts for its own layers, and a load succeeds on all stages
+or none."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def staged(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """An engine of three stages, of a layer each, that serves adapters."""
+    """An engine of three stages with one layer each, which serves adapters."""
     engine = load_ranks(base, 1, num_stages=3, adapters=str(tmp_path_factory.mktemp("none")), dtype="float32")
     yield engine
     engine.close()
@@ -43,7 +44,7 @@ def staged(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any
 def test_an_adapter_of_one_layer_is_on_its_stage_alone_and_equals_merged_weights(
     staged: Any, base: Path, tmp_path: Path
 ) -> None:
-    """The first and the last stage have nothing of it, and a row that has it all the same."""
+    """The first and the last stage have no part of the adapter, and still compute rows that use it."""
     shapes = {name: shape for name, shape in linear_shapes(base).items() if ".layers.1." in name}
     ref = write_adapter(tmp_path / "middle", shapes, size=0.6)
     merge(base, tmp_path / "middle", tmp_path / "merged")
@@ -57,7 +58,7 @@ def test_an_adapter_of_one_layer_is_on_its_stage_alone_and_equals_merged_weights
 
 
 def test_a_stage_that_an_adapter_does_not_fit_refuses_it_for_all(staged: Any, base: Path, tmp_path: Path) -> None:
-    """Each stage looks at its own layers; what is in no layer is refused by the first."""
+    """Each stage checks its own layers. The first stage refuses names that are in no layer."""
     shapes = linear_shapes(base)
     for number, module in ((1, "model.layers.1.mlp.down_proj"), (2, "model.layers.2.self_attn.q_proj")):
         wide = write_adapter(tmp_path / f"wide{number}", shapes | {module: (48, 96)})
@@ -73,7 +74,7 @@ def test_a_stage_that_an_adapter_does_not_fit_refuses_it_for_all(staged: Any, ba
 
 
 def test_a_slot_is_freed_behind_the_steps_that_were_launched_before(staged: Any, base: Path, tmp_path: Path) -> None:
-    """The last stage has not begun with a step of the adapter when the slot is freed, and given to another one."""
+    """The last stage has not begun a step with the adapter when its slot is freed and given to another adapter."""
     all_layers, few, _ = adapters_of(base, tmp_path)
     load_all(staged, tmp_path, [all_layers])
     row = sequence(tokens(1, 30), [5, 9])
@@ -101,7 +102,7 @@ def test_a_slot_is_freed_behind_the_steps_that_were_launched_before(staged: Any,
 def test_a_load_in_the_midst_of_a_step_that_fails_everywhere_disturbs_neither(
     staged: Any, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ranks hear of it while they wait for the leader's word that it failed, too."""
+    """Ranks receive the load while they wait for the leader's report on the failed step."""
     (ref,) = adapters_of(base, tmp_path)[:1]
     launch, message = staged._own.launch, msgspec.msgpack.encode(LoadAdapter(1, str(tmp_path / "all"), ref.digest))
 
@@ -123,7 +124,7 @@ def test_a_load_in_the_midst_of_a_step_that_fails_everywhere_disturbs_neither(
 
 
 def test_blocks_of_an_adapter_go_on_in_other_stages(staged: Any, base: Path, tmp_path: Path) -> None:
-    """A hand-off without a network, both ways."""
+    """Blocks are copied in both directions between one stage and three."""
     refs = adapters_of(base, tmp_path)[:1]
     alone = load(base, model_id=base.name, adapter_bytes=1)
     load_all(staged, tmp_path, refs, 2)

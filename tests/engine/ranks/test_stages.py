@@ -1,4 +1,4 @@
-"""Several stages: what they compute and keep, and how their engine ends when one of them does."""
+"""Several stages: their results, their blocks, and the end of the engine when one stage fails."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .rig import ROUNDING, SOON_S, is_alive, pids, run, wait_until
 
 @pytest.fixture
 def engine(model: Path) -> Iterator[Any]:
-    """Of three stages, which may die."""
+    """An engine of three stages, which a test may kill."""
     loaded = load_ranks(model, 1, num_stages=3)
     started = pids()
     assert len(started) == 2
@@ -72,7 +72,7 @@ HAND_OVERS = [((1, 2), (1, 1)), ((1, 1), (1, 3)), ((2, 2), (1, 1)), ((1, 1), (2,
 def test_blocks_go_on_in_other_stages(
     config: Any, prefill: tuple[int, int], decode: tuple[int, int], tmp_path: Path
 ) -> None:
-    """A hand-off without a network."""
+    """Blocks are copied to an engine with other stages, and the next token is the same."""
     save_model(tmp_path, config)
     source, target = (
         load_ranks(tmp_path, ranks, num_stages=stages, dtype="float32") for ranks, stages in (prefill, decode)
@@ -98,7 +98,7 @@ def test_blocks_go_on_in_other_stages(
 
 
 def test_steps_of_other_sequences_are_under_way_beside_each_other(engine: Any, model: Path) -> None:
-    """Their results come in order, whoever waits for them how late."""
+    """Three steps are launched before the first result is read. Results come in the order of the launches."""
     alone = Leader(load(model))
     sequences = [sequence(tokens(seed, 30), [3 * seed, 3 * seed + 1], num_logprobs=5) for seed in range(1, 4)]
     expected = [alone.step([StepRow(one, 30)])[0].tokens[0] for one in sequences]
@@ -130,7 +130,7 @@ def test_a_step_that_no_stage_can_compute_ends_nothing_also_with_steps_under_way
 
 
 def test_a_step_that_cannot_be_sampled_ends_alone(engine: Any, model: Path) -> None:
-    """As with a logits processor that fails: only the last stage has logits."""
+    """Only the last stage has logits, so only it fails, as with a logits processor that raises."""
     leader = Leader(engine)
     good, bad = sequence(tokens(1, 20), [5, 9]), sequence(tokens(2, 20), [6, 7])
     launch = engine.launch
@@ -147,7 +147,7 @@ def test_a_step_that_cannot_be_sampled_ends_alone(engine: Any, model: Path) -> N
     steps = [leader.launch([StepRow(one, 20)]) for one in (good, bad, good)]
     expected = run_alone(model, good)
     assert_same_tokens([steps[0].wait()[0].tokens[0]], [expected])
-    for _ in range(2):  # who is told that it failed looks once more
+    for _ in range(2):  # the error is raised at every wait
         with pytest.raises(RuntimeError, match="the last stage cannot sample: "):
             steps[1].wait()
     assert_same_tokens([steps[2].wait()[0].tokens[0]], [expected])
@@ -189,7 +189,7 @@ def test_a_stage_that_hangs_with_steps_under_way_ends_them(model: Path, monkeypa
 
 
 def test_a_stage_that_tells_no_tokens_is_named(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is alive, and never gets the plan."""
+    """The stage is alive, but never gets the plan."""
     monkeypatch.setattr("kvrelay.engine.ranks.engine.TOGETHER_S", 0.1)
     monkeypatch.setattr(engine._ranks.others[1], "send", lambda message: None)
     with pytest.raises(

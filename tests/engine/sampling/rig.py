@@ -1,4 +1,4 @@
-"""The sampler on its own: the CPU's operations without a model, and references in float64."""
+"""The sampler without a model: plain torch operations, and references in float64."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ FILTERS: list[dict[str, float]] = [
 
 
 class PlainOps:
-    """Implements SamplerOps."""
+    """Implements SamplerOps in plain torch."""
 
     def upload(self, arrays: Seq[npt.NDArray[Any]]) -> list[torch.Tensor]:
         return [torch.from_numpy(array) for array in arrays]
@@ -65,10 +65,10 @@ class PlainOps:
 
 
 def asked(sequences: list[Sequence], vocab_size: int, num_ahead: Seq[int] | None = None) -> tuple[Asking, Rules | None]:
-    """What an engine is told of them, and finds in its slots. ``num_ahead``: tokens under way of each."""
+    """The engine's inputs for these sequences. ``num_ahead``: the tokens in flight of each."""
     ahead = num_ahead or [0] * len(sequences)
     planner, slots = Planner(len(sequences), vocab_size), Slots(len(sequences), 1)
-    # Rows that do not sample: their guides are asked below.
+    # These rows do not sample, so that their guides are not asked here.
     joined = planner.plan([StepRow(one, one.num_uncomputed_tokens + 1) for one in sequences])
     slots.apply(joined)
     positions = np.array([len(one.token_ids) + count for one, count in zip(sequences, ahead, strict=True)])
@@ -79,7 +79,7 @@ def asked(sequences: list[Sequence], vocab_size: int, num_ahead: Seq[int] | None
 def run(
     logits: torch.Tensor, sequences: list[Sequence], processors: Mapping[str, LogitsProcessor] | None = None
 ) -> list[SampledToken]:
-    """``sample``, on a copy of ``logits``."""
+    """Run ``sample`` on a copy of ``logits``."""
     asking, rules = asked(sequences, logits.shape[-1])
     return sample(logits.clone(), asking, rules, PlainOps(), processors or {}).read()
 
@@ -87,7 +87,7 @@ def run(
 def processed(
     logits: torch.Tensor, sequences: list[Sequence], processors: Mapping[str, LogitsProcessor] | None = None
 ) -> torch.Tensor:
-    """The logits as the draw sees them."""
+    """The logits from which the draw is made."""
     logits = logits.clone()
     asking, rules = asked(sequences, logits.shape[-1])
     placed = LogitRules(rules or Rules())
@@ -97,7 +97,7 @@ def processed(
 
 
 def kept_tokens(logits: torch.Tensor, params: SamplingParams) -> dict[int, float]:
-    """Token -> probability after the filters, by the book: sort, walk, count ties in."""
+    """Token -> probability after the filters, step by step: sort, add up, and include ties."""
     scaled = [value / params.temperature for value in logits.double().tolist()]
     order = sorted(range(len(scaled)), key=lambda token: -scaled[token])
     if params.top_k:
@@ -110,7 +110,7 @@ def kept_tokens(logits: torch.Tensor, params: SamplingParams) -> dict[int, float
         return {token: weight / sum(weights.values()) for token, weight in weights.items()}
 
     def until(order: list[int], key: dict[int, float], mass: float) -> list[int]:
-        """The first of ``order`` whose mass reaches ``mass``, and all that are as good as the last of them."""
+        """The first of ``order`` whose mass reaches ``mass``, and all tokens that equal the last of them by ``key``."""
         total, limit = 0.0, key[order[0]]
         for token, probability in probabilities(order).items():
             if total >= mass:

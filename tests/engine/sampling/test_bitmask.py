@@ -1,4 +1,4 @@
-"""Bit masks on the CPU. The GPU's kernel has its tests in tests/kernels."""
+"""Bit masks on the CPU. tests/kernels has the tests of the GPU's kernel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Filters and draws against slow references in float64, and Hugging Face's warpers."""
+"""Filters and draws against slow float64 references and Hugging Face's warpers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def copied(arrays: Seq[npt.NDArray[Any]]) -> list[torch.Tensor]:
 
 
 def drawn(logits: torch.Tensor, params: SamplingParams, draw: float) -> tuple[int, float]:
-    """The token the inverse CDF gives, and how far the draw is from the boundary."""
+    """The token by the inverse CDF, and the distance of the draw from the nearest boundary."""
     total, distance = 0.0, 1.0
     chosen = None
     for token, probability in sorted(kept_tokens(logits, params).items()):
@@ -40,7 +40,7 @@ def drawn(logits: torch.Tensor, params: SamplingParams, draw: float) -> tuple[in
 @pytest.mark.parametrize("vocab", [97, 128, pytest.param(3001, marks=pytest.mark.full)])
 def test_draws_are_the_inverse_cdf_of_what_the_filters_leave(vocab: int) -> None:
     generator = torch.Generator().manual_seed(vocab)
-    # Halves make many ties; the flat rows need more candidates than the first look takes.
+    # Halves make many ties. The flat rows keep more candidates than the first look takes.
     logits = (
         torch.randn(4 * len(FILTERS), vocab, generator=generator)
         * torch.tensor([3.0, 0.1])[torch.arange(4 * len(FILTERS)) % 2, None]
@@ -59,7 +59,7 @@ def test_draws_are_the_inverse_cdf_of_what_the_filters_leave(vocab: int) -> None
 
 
 def test_the_first_candidates_and_the_whole_vocabulary_agree() -> None:
-    # 0.02 of standard deviation: top_p = 0.9 keeps 2,600 of 3,001 tokens, more than the candidates.
+    # With a standard deviation of 0.02, top_p = 0.9 keeps 2,600 of 3,001 tokens, more than the candidates.
     logits = torch.randn(1, 3001, generator=torch.Generator().manual_seed(1)) * 0.02
     of = sequence([1], [], temperature=1.0, top_p=0.9)
     kept = kept_tokens(logits[0], of.sampling)
@@ -77,7 +77,7 @@ def test_filters_keep_what_hugging_faces_keep() -> None:
     for filters in FILTERS:
         params = SamplingParams(max_tokens=1, temperature=1.0, **filters)
         if params.typical_p == 0:
-            continue  # which theirs refuses
+            continue  # Hugging Face's warper refuses 0
         theirs = logits.clone()
         if params.top_k:
             theirs = TopKLogitsWarper(params.top_k)(None, theirs)

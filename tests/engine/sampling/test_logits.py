@@ -1,4 +1,4 @@
-"""Bias, allowed tokens, bad words, stop tokens before their time and guides: against Hugging Face's processors, and together."""
+"""Bias, allowed tokens, bad words, min_tokens and guides, against Hugging Face's processors and combined."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ VOCAB = 90
 
 
 class Allows:
-    """A guide that allows the same tokens always. Implements GuideState."""
+    """A guide that always allows the same tokens. Implements GuideState."""
 
     def __init__(self, *token_ids: int) -> None:
         self._token_ids = token_ids
@@ -79,7 +79,7 @@ WORDS = ((7,), (1, 2), (3, 1, 4), (3, 1, 5), (1, 6), (9, 9, 9), (2, 3, 1, 8), (1
 def test_bad_words_are_hugging_faces(context: list[int]) -> None:
     logits = random_logits(1)
     theirs = NoBadWordsLogitsProcessor([list(word) for word in WORDS], eos_token_id=2)
-    # A context of its own in front: theirs overlooks a word that is as long as all there is.
+    # A token before the context, because theirs ignores a word as long as the whole context.
     token_ids = [50, *context]
     for num_prompt_tokens in range(1, len(token_ids) + 1):  # prompt and output count alike
         of = sequence(token_ids, [], bad_words=WORDS)
@@ -96,13 +96,13 @@ def test_a_bad_word_longer_than_the_context_waits() -> None:
 def test_min_tokens_is_hugging_faces(num_output_tokens: int) -> None:
     logits = random_logits(1)
     token_ids = [1] * (5 + num_output_tokens)
-    # A stop token that the model does not have forbids nothing, least of all the last one.
+    # Stop tokens outside the vocabulary forbid nothing, not even the last token.
     of = sequence(token_ids, [], min_tokens=3, stop_token_ids=(2, 60, 5000, -1))
     of.num_prompt_tokens = 5
     theirs = MinNewTokensLengthLogitsProcessor(5, 3, [2, 60])
     torch.testing.assert_close(processed(logits, [of]), theirs(torch.tensor([token_ids]), logits.clone()))
     assert has_rules(of) == (num_output_tokens < 3)
-    # A token under way is one of them, too.
+    # A token in flight counts as an output token.
     behind = sequence(token_ids[:-1], [], min_tokens=3, stop_token_ids=(2, 60))
     behind.num_prompt_tokens = 5
     assert has_rules(behind, num_ahead=1) == (num_output_tokens < 3)

@@ -1,4 +1,4 @@
-"""What is done without knowing a single number: on a device that holds none, nobody can wait for one."""
+"""Sampling steps that must not wait for the device. They run on a device without numbers, where a wait would fail."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.guides import TokensState
 
 
 class NumberlessOps:
-    """Implements SamplerOps on torch's meta device, whose tensors have shapes and types only."""
+    """Implements SamplerOps on torch's meta device, whose tensors have only shapes and types."""
 
     def __init__(self) -> None:
         self.last_tokens: list[torch.Tensor | None] = []
@@ -53,7 +53,7 @@ class NumberlessOps:
 
 
 class OnlyUploads(TorchDispatchMode):
-    """Lets no tensor of the host's meet one of the device's: a copy between them waits."""
+    """Fails if an operation mixes tensors of host and device, because a copy between them waits."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -74,7 +74,7 @@ PARAMS: tuple[dict[str, Any], ...] = (
     {"typical_p": 0.9},
     {"typical_p": 0.5, "top_k": 20, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.2},
 )
-# Of which the host must know all tokens first.
+# For these the host must know all tokens first.
 DEFERRED: tuple[dict[str, Any], ...] = (
     {"watermark": Watermark()},
     {"bad_words": ((7,), (2, 3, 8))},
@@ -117,7 +117,7 @@ def test_a_deferred_step_is_sampled_without_waiting(dtype: torch.dtype, temperat
         sampled = sample(logits, *asked(sequences, VOCAB), ops, {"mine": note, "other": note})
     assert sampled.tokens.shape == (len(sequences),)
     assert seen == [(2, [[1, 2, 3]] * 2), (1, [[1, 2, 3]])]
-    # Rows that a list of Python's names would go up in a copy that waits.
+    # Rows given as a Python list would be copied with a wait.
     assert [len(sequences) - 2, len(sequences) - 1] in ops.uploaded
 
 

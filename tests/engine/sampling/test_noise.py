@@ -49,7 +49,7 @@ def test_uniforms_are_uniform_and_distinct() -> None:
 
 
 def test_the_stream_is_fixed_for_ever() -> None:
-    # Workers of different versions continue each other's sequences: these numbers may never change.
+    # Workers of different versions continue each other's sequences, so these numbers may never change.
     zeros = np.zeros(3, dtype=np.uint64)
     draws = uniforms(np.array([0, 42, 2**64 - 1], np.uint64), zeros, np.array([0, 7, 2**33], np.uint64))
     assert [draw.hex() for draw in draws.tolist()] == [

@@ -52,12 +52,12 @@ def test_a_token_under_way_counts_as_if_it_were_known(seed: int) -> None:
         for made, tokens_of in ((ahead, token_ids), (known, token_ids + last[-1:] * (row > 0))):
             made.append(sequence(tokens_of, [], **params))
             made[-1].num_prompt_tokens = num_prompt_tokens
-    # The first row's is not under way, whatever stands in its place.
+    # The first row has no token in flight, and its number is ignored.
     under_way = UnderWay(np.array([0] + [1] * 6, dtype=np.int32), torch.tensor(last))
     given = logits.clone()
     process_logits(given, asked(ahead, 20)[0], None, PlainOps(), {}, under_way)
     assert torch.equal(given, processed(logits, known))
-    # Of a row that has no entry yet.
+    # A row without any entry yet.
     fresh = sequence([5], [], presence_penalty=1.0)
     given = torch.zeros(1, 20)
     one = UnderWay(np.ones(1, dtype=np.int32), torch.tensor([3]))
@@ -66,7 +66,7 @@ def test_a_token_under_way_counts_as_if_it_were_known(seed: int) -> None:
 
 
 def test_greedy_rows_take_the_likeliest_after_their_penalties() -> None:
-    """Each penalty alone and all together, each row by the book in float64."""
+    """The penalties alone and combined, against a float64 computation of each row."""
     logits = torch.randn(60, 40, generator=torch.Generator().manual_seed(13)) * 2
     settings = [
         {"repetition_penalty": 1.6},

@@ -1,4 +1,4 @@
-"""Logits processors: found by name in installed packages, run for the rows that ask for them."""
+"""Logits processors are found by name in installed packages, and run for the rows that name them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ constant = 7
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A package with processors, as pip would leave it."""
+    """An installed package with processors, as pip leaves it."""
     (tmp_path / "operators_processors.py").write_text(MODULE)
     for name, entries in {
         "operators": "double = operators_processors:double\nonly-unseen = operators_processors:only_unseen\n"

@@ -1,4 +1,5 @@
-"""Prompt log probabilities against a forward pass of transformers: whole, in chunks, after a preemption, in any batch."""
+"""Prompt log probabilities against a forward pass of transformers: whole, in chunks, after a preemption, in any
+batch."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from tests.engine.test_torch_engine import reference, run
 
 
 def check(model: Any, row: Sequence, num_top: int) -> None:
-    """One entry for each prompt token but the first, as transformers' log probabilities have it."""
+    """Check that each prompt token but the first has an entry with transformers' log probabilities."""
     expected = reference(model, row.token_ids[: row.num_prompt_tokens])
     assert [entry.token_id for entry in row.prompt_logprobs] == row.token_ids[1 : row.num_prompt_tokens]
     for position, entry in enumerate(row.prompt_logprobs):
@@ -42,7 +43,7 @@ def test_whole_and_in_chunks(chunks: list[int], llama: tuple[Path, Any]) -> None
         run(engine, [(row, count)])
         assert len(row.prompt_logprobs) == min(sum(chunks[: done + 1]), 299)
     check(model, row, 5)
-    for _ in range(3):  # decoding adds nothing
+    for _ in range(3):  # decoding adds no entries
         run(engine, [(row, 1)])
     assert len(row.prompt_logprobs) == 299
 
@@ -70,7 +71,7 @@ def test_in_a_batch_of_prompts_and_decode_rows(llama: tuple[Path, Any]) -> None:
 
 
 def test_beside_a_sequence_that_shares_the_beginning(llama: tuple[Path, Any]) -> None:
-    """The blocks of a prefix may be shared once its log probabilities are there, and no sooner."""
+    """A prefix's blocks may be shared only once its log probabilities are known."""
     directory, model = llama
     engine = load(directory)
     first = prompt(8, 70, 2, [0, 1, 2, 3, 4])
@@ -78,7 +79,7 @@ def test_beside_a_sequence_that_shares_the_beginning(llama: tuple[Path, Any]) ->
     second = sequence(first.token_ids[:64] + tokens(9, 20), [5, 6, 7, 8, 9, 10], num_prompt_logprobs=2)
     assert second.num_cacheable_tokens == 0
     run(engine, [(second, 40)])
-    # Preempted: what it has stays, so two of the first one's blocks can take the place of its own.
+    # After a preemption the entries remain, so two of the first sequence's blocks can replace its own.
     assert second.num_cacheable_tokens == 40
     second.block_tables[0][:2] = first.block_tables[0][:2]
     second.num_computed_tokens = 32
@@ -92,7 +93,7 @@ def test_after_a_preemption_nothing_is_there_twice(llama: tuple[Path, Any]) -> N
     directory, model = llama
     engine = load(directory)
     row = prompt(10, 60, 1, [0, 1, 2, 3])
-    for count in (25, 60, 62):  # preempted within the prompt, behind it, and after two tokens of output
+    for count in (25, 60, 62):  # preempted within the prompt, after it, and after two output tokens
         run(engine, [(row, count if count < 60 else row.num_uncomputed_tokens)])
         if count > 60:
             run(engine, [(row, 1)])

@@ -1,4 +1,4 @@
-"""The sampler as a whole: rows of all kinds in one batch, log probabilities, noise. Its steps have tests of their own."""
+"""The whole sampler: rows of all kinds in one batch, log probabilities, noise. Other files test its steps."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_sixteen_different_settings_get_the_same_tokens_alone_and_together() -> 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_greedy_guided_row_takes_the_first_of_the_likeliest_that_its_guide_allows(dtype: torch.dtype) -> None:
     logits = (torch.randn(6, 90, generator=torch.Generator().manual_seed(8)) * 2).round().to(dtype)  # many are equal
-    logits[4, 20:] = -torch.inf  # all that its guide allows
+    logits[4, 20:] = -torch.inf  # all tokens that its guide allows
     allowed = [tuple(range(row, 90, 7)) for row in range(4)] + [(50, 51, 89)]
     guided = [sequence([1], [], num_logprobs=2 if row == 2 else None) for row in range(6)]
     for of, token_ids in zip(guided, allowed, strict=False):
@@ -121,8 +121,8 @@ def test_a_greedy_guided_row_takes_the_first_of_the_likeliest_that_its_guide_all
         assert results[row].token_id == max(token_ids, key=lambda token: (float(logits[row, token]), -token))
     assert results[5].token_id == int(logits[5].float().argmax())
     raw = torch.log_softmax(logits[2].float(), dim=-1)
-    assert results[2].logprob == pytest.approx(float(raw[results[2].token_id]))  # as if there were no guide
-    with_bias = [sequence([1], [], logit_bias=((5, 0.0),)) for _ in range(6)]  # which takes the way by fp32
+    assert results[2].logprob == pytest.approx(float(raw[results[2].token_id]))  # the raw one, without the guide
+    with_bias = [sequence([1], [], logit_bias=((5, 0.0),)) for _ in range(6)]  # a bias, so that the fp32 path is used
     for of, token_ids in zip(with_bias, allowed, strict=False):
         of.guide = Allows(*token_ids)
     assert [token.token_id for token in run(logits, with_bias)] == [token.token_id for token in results]

@@ -1,4 +1,4 @@
-"""Watermarked generation: exactly the green tokens are raised, and the detector finds them."""
+"""Watermarked generation raises exactly the green tokens, and the detector finds them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.engine.sampling.rig import processed, run
 def generated(
     num_tokens: int, num_rows: int, vocab: int, watermark: Watermark | None, temperature: float
 ) -> list[Sequence]:
-    """Rows of a prompt token and ``num_tokens`` more, each from logits of its own."""
+    """Rows of one prompt token and ``num_tokens`` sampled ones, each sampled from new logits."""
     rows = [sequence([row], [], temperature=temperature, seed=row, watermark=watermark) for row in range(num_rows)]
     generator = torch.Generator().manual_seed(5)
     for _ in range(num_tokens):
@@ -48,7 +48,7 @@ def test_a_watermark_is_found_in_two_hundred_tokens_and_not_where_there_is_none(
     plain = generated(200, 6, 1000, None, temperature)
     assert min(detect(row.token_ids).z for row in marked) > 4
     assert max(detect(row.token_ids).z for row in plain) < 4
-    # Another part of the vocabulary is another watermark.
+    # With another gamma the watermark is another one.
     quarter = generated(200, 2, 1000, Watermark(gamma=0.25), temperature)
     assert min(detect(row.token_ids, 0.25).z for row in quarter) > 4
 

@@ -1,4 +1,4 @@
-"""The numbers of a step, against the same numbers counted one token at a time."""
+"""The arrays of a step, against arrays computed one token at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans as another process would take them, and what an engine does not take."""
+"""Plans as another process would receive them, and plans that an engine refuses."""
 
 from __future__ import annotations
 

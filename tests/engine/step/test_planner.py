@@ -1,4 +1,4 @@
-"""What a planner tells an engine: everything once, afterwards only what is new, and always enough."""
+"""A planner tells an engine everything about a sequence once, then only changes, and always enough."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ VOCAB = 90
 
 
 def computed(of: Sequence, *new_tokens: int) -> StepRow:
-    """A row of the last token, behind ``new_tokens`` more."""
+    """A row of the last token, after ``new_tokens`` were added."""
     of.token_ids += new_tokens
     of.num_computed_tokens = of.num_tokens - 1
     return StepRow(of, 1)
@@ -67,7 +67,7 @@ def test_slots_are_given_on_and_their_sequences_join_again() -> None:
     one.set_status(SequenceStatus.FINISHED)
     assert planner.plan([StepRow(two, 1)]).leaves == (slots[one],)
     assert planner.plan([StepRow(three, 1)]).rows[0].slot == slots[one]
-    # Nobody has finished: who is not in the step gives way.
+    # No sequence has finished, so one that is not in the step loses its slot.
     four = sequence([4, 5], [])
     plan = planner.plan([StepRow(three, 1), StepRow(four, 2)])
     assert [(join.slot, join.token_ids) for join in plan.joins] == [(slots[two], (4, 5))]
@@ -84,7 +84,7 @@ def test_after_a_reset_everything_is_told_again() -> None:
     plan = planner.plan([computed(one, 3)])
     assert (plan.resets, [join.token_ids for join in plan.joins], len(plan.tables)) == (True, [(1, 2, 3)], 1)
     planner.reset()
-    with pytest.raises(ValueError, match="only one token can follow"):  # what it sampled is not known to be there
+    with pytest.raises(ValueError, match="only one token can follow"):  # a reset forgets that it was sampled
         planner.plan([StepRow(one, 1, num_ahead=1)], [one])
 
 
@@ -108,7 +108,7 @@ def test_tokens_are_never_taken_back() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_an_engine_knows_of_every_row_what_its_sequence_is(seed: int) -> None:
-    """Whatever was done to sequences since they last computed, and whoever had their slots meanwhile."""
+    """Sequences change and finish at random, and slots change owners. The engine's copy always equals the sequence."""
     draws = random.Random(seed)
     num_slots = draws.randint(1, 6)
     planner, slots = Planner(num_slots, VOCAB), Slots(num_slots, 12, 2)

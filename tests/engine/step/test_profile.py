@@ -1,4 +1,4 @@
-"""A recording of steps: how many, when it is over, and that it ends nothing else."""
+"""A recording of steps: its length, its end, and that its failure stops nothing else."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Recorded:
 
 @pytest.fixture
 def traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[Path]]:
-    """Finds what was written."""
+    """Lists the written traces."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return lambda: sorted(tmp_path.glob("kvrelay-profile-*/rank-*.json"))
 

@@ -1,4 +1,4 @@
-"""A sequence's states, its counts, and when it ends."""
+"""A sequence's states, its counts, and its end."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_max_tokens_counts_earlier_attempts() -> None:
     of.num_prompt_tokens = 2
     assert of.append(SampledToken(9), 100) is FinishReason.LENGTH
     assert of.finish_reason is FinishReason.LENGTH
-    assert of.status is WAITING  # the scheduler's to change
+    assert of.status is WAITING  # the scheduler changes it
 
 
 def test_the_models_length_ends_it() -> None:

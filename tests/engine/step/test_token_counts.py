@@ -1,4 +1,4 @@
-"""Counts that are kept against counts that are made anew."""
+"""Counts kept up to date, against counts computed afresh."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_kept_counts_are_those_of_all_tokens(seed: int, counts_prompt: bool) -> 
 
 
 class Tokens(list[int]):
-    """Notes from where on it was read."""
+    """A list that records from which index it is read."""
 
     def __init__(self, token_ids: list[int]) -> None:
         super().__init__(token_ids)
@@ -66,7 +66,7 @@ def test_a_batch_has_the_entries_of_the_rows_that_ask() -> None:
 
 
 def test_an_upload_has_its_own_copy() -> None:
-    """The device may not have read one step's counts when the next step's are made."""
+    """The device may still read one step's counts when the next step's are computed."""
     one, other = (sequence([5, 6], [], presence_penalty=1.0) for _ in range(2))
     one.num_prompt_tokens = other.num_prompt_tokens = 1
     asking, _ = asked([one, other], 9)

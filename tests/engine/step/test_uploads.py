@@ -1,4 +1,4 @@
-"""Many small arrays in one copy."""
+"""Many small arrays are uploaded in one copy."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_every_array_arrives_with_its_shape_and_type(seed: int) -> None:
             arrays.append((draws.random(shape) * 100).astype(dtype))
         arrays.append(np.arange(30).reshape(5, 6)[:, ::2])  # not contiguous
         if draws.random() < 0.3:
-            arrays.append(draws.integers(0, 9, size=200_000))  # beyond the buffer that there was
+            arrays.append(draws.integers(0, 9, size=200_000))  # larger than the existing buffer
         tensors = uploader.upload(arrays)
         for array, tensor in zip(arrays, tensors, strict=True):
             assert torch.equal(tensor, torch.from_numpy(np.ascontiguousarray(array)))
@@ -36,7 +36,7 @@ def test_arrays_can_arrive_as_one() -> None:
 
 
 def test_arrays_arrive_in_memory_that_is_there_already() -> None:
-    """Where a graph reads them: each upload changes what the first one's tensors hold."""
+    """A graph reads at fixed addresses, so each upload changes the values of the first one's tensors."""
     uploader = Uploader(torch.device("cpu"))
     arrays = (np.arange(3), np.arange(5, dtype=np.int32).reshape(1, 5))
     memory = torch.zeros(packed_nbytes(arrays) + 8, dtype=torch.uint8)

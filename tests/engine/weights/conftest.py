@@ -1,4 +1,4 @@
-"""What tests of checkpoints share: how one is loaded, copies that a test may break, and a device that counts what is read."""
+"""Helpers for tests of checkpoints: loading, copies that a test may break, and a device that counts the bytes read."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ def load(directory: Path, dtype: torch.dtype = torch.float32) -> ModelWeights:
 
 
 def edit(directory: Path, **tensors: torch.Tensor | None) -> None:
-    """Change tensors of a checkpoint; None takes one out. Dots are written as ``__``."""
+    """Change tensors of a checkpoint. None removes a tensor. ``__`` in a name stands for a dot."""
     path = directory / "model.safetensors"
     held = load_file(path)
     for name, tensor in tensors.items():
         held.pop(name.replace("__", "."), None)
         if tensor is not None:
             held[name.replace("__", ".")] = tensor
-    save_file(held, path, metadata={"format": "pt"})  # transformers asks for it
+    save_file(held, path, metadata={"format": "pt"})  # transformers requires it
 
 
 class Device:
-    """What safetensors' files are opened with instead: tensors are new memory on ``kind``, which it counts."""
+    """Replaces safetensors' ``safe_open``. Tensors are new memory on ``kind``, which it counts."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
-        self.asked: set[str] = set()  # devices that files were opened for
+        self.asked: set[str] = set()  # devices for which files were opened
         self.live_nbytes = self.peak_nbytes = self.largest_nbytes = 0
         self.read_nbytes = 0
         self.fails_at: str | None = None
@@ -64,7 +64,7 @@ class Device:
 
 
 class DeviceFile:
-    """A file of a :class:`Device`."""
+    """A file opened on a :class:`Device`."""
 
     def __init__(self, device: Device, file: Any) -> None:
         self._device = device
@@ -90,7 +90,7 @@ class DeviceFile:
 
 
 class DeviceSlice:
-    """A tensor of which a part is asked for."""
+    """A tensor of which parts are read."""
 
     def __init__(self, device: Device, whole: Any) -> None:
         self._device = device
@@ -118,7 +118,7 @@ def copy(llama: tuple[Path, Any], tmp_path: Path) -> Path:
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> Device:
-    """A device without an allocator of torch's own, in the CPU's memory."""
+    """A counting device in the CPU's memory, which replaces the reader's ``safe_open``."""
     device = Device("cpu")
     monkeypatch.setattr("kvrelay.engine.weights.reader.safe_open", device.open)
     return device

@@ -24,7 +24,7 @@ GPTQ = {"quant_method": "gptq", "bits": 4}
 
 
 def fp8(weight: torch.Tensor) -> Tensors:
-    """In blocks of 32."""
+    """Blocks of 32 by 32."""
     num_outs, num_ins = weight.shape
     blocks = weight.view(num_outs // 32, 32, num_ins // 32, 32)
     scale = blocks.abs().amax(dim=(1, 3)) / 448
@@ -33,7 +33,7 @@ def fp8(weight: torch.Tensor) -> Tensors:
 
 
 def int8(weight: torch.Tensor) -> Tensors:
-    """By channels."""
+    """A scale for each channel."""
     scale = weight.abs().amax(dim=1, keepdim=True) / 127
     return {"weight": (weight / scale).round().to(torch.int8), "weight_scale": scale}
 
@@ -53,13 +53,13 @@ FORMATS: dict[str, tuple[dict[str, Any], Any]] = {
 
 
 def save_llama(directory: Path) -> None:
-    """Of whose 192 columns two ranks have 64 and 128: cut within a group of 96."""
+    """Save a Llama whose 192 columns are cut for two ranks into 64 and 128, inside a group of 96."""
     sizes = {**SIZES, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 1, "num_attention_heads": 4}
     save_model(directory, transformers.LlamaConfig(**{**sizes, "initializer_range": 0.05, "head_dim": 32}))
 
 
 def save_mixtral(directory: Path) -> None:
-    """With four experts."""
+    """Save a Mixtral with four experts."""
     sizes = {**SIZES, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 1, "num_attention_heads": 4}
     save_model(
         directory,
@@ -80,7 +80,7 @@ def load_stored(directory: Path, cut: Cut, *, keeps: bool = True) -> ModelWeight
 
 
 def save_gpt_oss(directory: Path) -> None:
-    """In MXFP4, with 192 columns for each expert."""
+    """Save a GPT-OSS in MXFP4, with 192 columns for each expert."""
     config = transformers.GptOssConfig(
         **{**SIZES, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 1, "num_local_experts": 4}
     )

@@ -1,4 +1,4 @@
-"""Packs weights as GPTQ and AWQ do, number by number, from what these formats say; and tiny checkpoints of them."""
+"""Packs weights as GPTQ and AWQ do, from the formats' descriptions, and makes tiny checkpoints of them."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Integers:
-    """``(values - zero) * scale`` in groups of input features."""
+    """Quantised weights ``(values - zero) * scale`` in groups of input features."""
 
-    values: torch.Tensor  # [out, in] from 0 on
+    values: torch.Tensor  # [out, in], at least 0
     zero: torch.Tensor  # [out, num_groups]
     scale: torch.Tensor  # [out, num_groups] fp16
     groups: torch.Tensor  # [in]
 
     def full(self) -> torch.Tensor:
-        """``[out, in]`` fp32, one by one."""
+        """The full weight, ``[out, in]`` fp32, column by column."""
         columns = []
         for column, group in enumerate(self.groups.tolist()):
             columns.append((self.values[:, column] - self.zero[:, group]).float() * self.scale[:, group].float())
@@ -34,7 +34,7 @@ class Integers:
 
 
 def integers(weight: torch.Tensor, bits: int, group_size: int, *, symmetric: bool, shuffled: bool = False) -> Integers:
-    """The nearest integers; ``shuffled``: groups are of input features that do not lie together."""
+    """The nearest integers. ``shuffled``: a group's input features are not adjacent."""
     num_outs, num_ins = weight.shape
     order = torch.randperm(num_ins, generator=torch.Generator().manual_seed(5)) if shuffled else torch.arange(num_ins)
     groups = torch.empty(num_ins, dtype=torch.int64)
@@ -56,7 +56,7 @@ def integers(weight: torch.Tensor, bits: int, group_size: int, *, symmetric: boo
 
 
 def words(numbers: torch.Tensor, bits: int, order: tuple[int, ...] | None = None) -> torch.Tensor:
-    """``[n, m]`` integers in ``[n, m * bits / 32]`` words; ``order``: which of a word's numbers comes first, second, ..."""
+    """``[n, m]`` integers packed into ``[n, m * bits / 32]`` words. ``order``: the order of a word's integers."""
     each = 32 // bits
     parts = numbers.numpy().astype(np.uint32).reshape(len(numbers), -1, each)
     words = np.zeros(parts.shape[:2], dtype=np.uint32)
@@ -66,7 +66,7 @@ def words(numbers: torch.Tensor, bits: int, order: tuple[int, ...] | None = None
 
 
 def gptq(weight: Integers, bits: int, *, zero_offset: int = 1) -> Tensors:
-    """As AutoGPTQ stores it."""
+    """The tensors that AutoGPTQ stores."""
     return {
         "qweight": words(weight.values, bits).T.contiguous(),
         "qzeros": words((weight.zero.T - zero_offset) % 2**bits, bits),
@@ -76,7 +76,7 @@ def gptq(weight: Integers, bits: int, *, zero_offset: int = 1) -> Tensors:
 
 
 def awq(weight: Integers) -> Tensors:
-    """As AutoAWQ's ``gemm`` stores it."""
+    """The tensors that AutoAWQ's ``gemm`` stores."""
     order = (0, 2, 4, 6, 1, 3, 5, 7)
     return {
         "qweight": words(weight.values.T, 4, order),
@@ -88,7 +88,8 @@ def awq(weight: Integers) -> Tensors:
 def store(
     source: Path, target: Path, quantization: dict[str, Any], make: Callable[[str, torch.Tensor], Tensors | None]
 ) -> Path:
-    """A copy of a checkpoint. ``make`` returns what a weight is stored as, by the last parts of the names; None: as it is."""
+    """A copy of a checkpoint. ``make`` returns the stored tensors of a weight by the ends of their names, or None to
+    keep it."""
     shutil.copytree(source, target, dirs_exist_ok=True)
     held: Tensors = {}
     for name, tensor in load_file(source / "model.safetensors").items():

@@ -1,4 +1,4 @@
-"""Checkpoints that are broken, or of another shape than their config says, are refused by name."""
+"""Checkpoints that are broken, or do not have their config's shapes, are refused by name."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_wrong_shape_is_named_with_both_shapes(copy: Path) -> None:
 
 @pytest.fixture
 def no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever takes memory for weights fails the test."""
+    """Fail the test if memory for weights is allocated."""
     allocate = checkpoint.allocate
 
     def refuse(config: Any, dtype: torch.dtype, device: torch.device, *how: Any) -> Any:
@@ -114,7 +114,7 @@ def test_absurd_sizes_are_refused(name: str, value: int, match: str, copy: Path)
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
 @pytest.mark.usefixtures("no_memory")
 def test_quantized_weights_whose_config_does_not_say_so_are_refused(dtype: torch.dtype, copy: Path) -> None:
-    """Their numbers mean something else than they seem to, as their scales are left out."""
+    """Without their scales the integers or fp8 values would be read as weights."""
     edit(copy, model__layers__1__mlp__down_proj__weight=torch.ones(48, 80).to(dtype))
     with pytest.raises(ModelError, match=r"model\.safetensors: tensor .*down_proj\.weight has format (I8|F8_E4M3)"):
         load(copy)

@@ -1,4 +1,4 @@
-"""Stored weights, tensor by tensor: the numbers are compressed-tensors', transformers', or the format's description's."""
+"""Stored weights, tensor by tensor: values equal compressed-tensors', transformers', or the format's description."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _GENERATOR = torch.Generator().manual_seed(4)
 
 
 def matrix(num_outs: int = 48, num_ins: int = 160) -> torch.Tensor:
-    """Rows of unequal size."""
+    """A matrix whose rows differ in size."""
     return torch.randn(num_outs, num_ins, generator=_GENERATOR) * torch.logspace(-2, 1, num_outs)[:, None]
 
 
 class Read:
-    """A module ``m`` of a checkpoint, read. Raises ModelError."""
+    """Reads the only module ``m`` of a checkpoint. Raises ModelError."""
 
     def __init__(self, directory: Path, tensors: Tensors, quantisation: Quantisation) -> None:
         save_file(
@@ -44,7 +44,7 @@ class Read:
         self._quantisation = quantisation
 
     def header(self) -> TensorHeader:
-        """What is told of the one weight there, before it is read."""
+        """The header of its weight, without reading any bytes."""
         with self._reader(torch.float32) as reader:
             (header,) = reader.headers.values()
             assert reader.headers.keys() == {"m.weight"}
@@ -65,7 +65,7 @@ COMPRESSED = Quantisation("compressed-tensors")
 INT4 = {"num_bits": 4, "type": "int"}
 INT8 = {"num_bits": 8, "type": "int"}
 FP8 = {"num_bits": 8, "type": "float"}
-# (what the library compresses with, arguments, shape of the scales, where groups or blocks are)
+# (the library's compressor, its arguments, the shape of the scales)
 SCHEMES: dict[str, tuple[Any, dict[str, Any], tuple[int, ...]]] = {
     "w4a16": (PackedQuantizationCompressor, {**INT4, "strategy": "group", "group_size": 32}, (48, 5)),
     "w4a16, asymmetric": (
@@ -91,7 +91,7 @@ SCHEMES: dict[str, tuple[Any, dict[str, Any], tuple[int, ...]]] = {
 
 
 def compressed(case: str, dtype: torch.dtype) -> tuple[Tensors, Quantisation, torch.Tensor]:
-    """A matrix in one of the ``SCHEMES``, and what the library makes of it again."""
+    """A matrix in one of the ``SCHEMES``, and the matrix that the library decompresses from it."""
     compressor, given, scale_shape = SCHEMES[case]
     args = QuantizationArgs(**given)
     weight, largest = matrix().to(dtype), 448.0 if args.type == "float" else 2.0 ** (args.num_bits - 1)
@@ -117,7 +117,7 @@ def test_compressed_tensors_are_what_its_library_makes_of_them(case: str, dtype:
 
 
 def test_zeros_of_4_bits_that_are_not_packed(tmp_path: Path) -> None:
-    """As compressed-tensors stored them before it packed them."""
+    """Older versions of compressed-tensors stored zeros without packing them."""
     args = QuantizationArgs(**INT4, strategy="group", group_size=32, symmetric=False)
     scheme = QuantizationScheme(targets=["Linear"], weights=args)
     zero = torch.randint(-8, 8, (48, 5), generator=_GENERATOR).to(torch.int8)
@@ -130,7 +130,7 @@ def test_zeros_of_4_bits_that_are_not_packed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("shuffled", [True, False])
 def test_compressed_tensors_in_the_order_of_activations(shuffled: bool, tmp_path: Path) -> None:
-    """As its library wrote them until 2026; -1 where there was no order."""
+    """Older versions of compressed-tensors stored a group index for each input, or -1 without an order."""
     weight = integers(matrix(), 4, 32, symmetric=True, shuffled=shuffled)
     stored = {
         "weight_packed": words(weight.values, 4),
@@ -147,7 +147,7 @@ def test_compressed_tensors_in_the_order_of_activations(shuffled: bool, tmp_path
 @pytest.mark.parametrize("zero_offset", [0, 1])
 def test_gptq(bits: int, symmetric: bool, shuffled: bool, zero_offset: int, tmp_path: Path) -> None:
     weight = integers(matrix(), bits, 32, symmetric=symmetric, shuffled=shuffled)
-    weight.zero[5, 1] = 0  # stored as the largest number, where zeros are stored less by one
+    weight.zero[5, 1] = 0  # stored as the largest number by formats that store a zero less one
     read = Read(tmp_path, gptq(weight, bits, zero_offset=zero_offset), Quantisation("gptq", zero_offset=zero_offset))
     assert torch.equal(read.full(), weight.full())
 
@@ -213,7 +213,7 @@ def test_parts_of_a_matrix_are_dequantised_as_the_whole_is(tmp_path: Path, monke
 
 
 def broken() -> dict[str, tuple[Tensors, Quantisation, str]]:
-    """Tensors that do not fit together."""
+    """Tensors that do not fit together, with the expected error."""
     ints = integers(matrix(), 4, 32, symmetric=True)
     of_gptq, of_awq, method = gptq(ints, 4), awq(ints), Quantisation("gptq", zero_offset=1)
     fp8 = matrix().to(torch.float8_e4m3fn)

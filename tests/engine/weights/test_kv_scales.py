@@ -1,4 +1,4 @@
-"""Scales of an fp8 pool: where they are taken from, which are refused, and what tells two sets apart."""
+"""Scales of an fp8 pool: where they are read, which are refused, and how two sets are told apart."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_without_any_they_are_1_and_that_is_said(model: Path, caplog: pytest.Log
 @pytest.mark.parametrize("style", ["{kind}_scale", "{kind}_proj.{kind}_scale", "qkv_proj.{kind}_scale"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_they_are_read_by_all_names_and_shapes(style: str, dtype: torch.dtype, model: Path) -> None:
-    # A number as such, in a dimension of its own, and one for each head, as [num_kv_heads, 1, 1].
+    # A scalar, a vector of one, and a scale for each head as [num_kv_heads, 1, 1].
     shapes = {0: (), 1: (1,), 2: (HEADS, 1, 1)}
     wanted = (random_scales() * 64).round().div(64).clamp_min(1 / 64)
     wanted[:2] = wanted[:2, :, :1]
@@ -100,7 +100,7 @@ def test_a_checkpoint_with_scales_serves_a_pool_that_needs_none(model: Path, cap
     ("value", "words"),
     [
         (torch.tensor(0.0), r"k_scale is 0;"),
-        (torch.tensor(-1.0), r"k_scale is -1;"),  # vLLM's "not there"
+        (torch.tensor(-1.0), r"k_scale is -1;"),  # vLLM's value for a missing scale
         (torch.tensor(math.nan), r"k_scale is nan;"),
         (torch.tensor(math.inf), r"k_scale is inf;"),
         (torch.tensor(1e-60, dtype=torch.float64), r"k_scale is 0;"),  # in fp32
@@ -152,7 +152,7 @@ def layout_of(model: Path, dtype: torch.dtype, scales: torch.Tensor) -> KvLayout
 
 
 def test_every_bit_of_every_scale_is_in_the_fingerprint(model: Path) -> None:
-    """Two workers may exchange blocks only if their scales are the same, to the last bit."""
+    """Workers may exchange blocks only if all scales are bit-identical."""
 
     def layout(scales: torch.Tensor) -> Any:
         return layout_of(model, torch.float8_e4m3fn, scales)
@@ -176,7 +176,7 @@ def test_every_bit_of_every_scale_is_in_the_fingerprint(model: Path) -> None:
         (difference,) = mine.differences(other)
         assert difference.startswith("kv_scales: ")
         assert "other K/V scales" in difference
-    # Swapped halves are other scales, too.
+    # Swapped key and value scales differ, too.
     assert layout(scales.flip(1)).fingerprint() != mine.fingerprint()
 
 

@@ -1,4 +1,4 @@
-"""What ranks and stages read of a checkpoint: each element once, and no others."""
+"""Ranks and stages read each element of a checkpoint that they have once, and no others."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .test_weights import MODELS, parameters
 def test_ranks_have_each_element_once_and_read_no_more(
     opened: Device, tmp_path: Path, model: str, num_ranks: int
 ) -> None:
-    """Two K/V heads: at six ranks each is there three times."""
+    """The model has two K/V heads, so at six ranks three ranks have each of them."""
     save_model(tmp_path, MODELS[model])
     config = load_config(tmp_path)
     whole = parameters(load(tmp_path))
@@ -96,7 +96,7 @@ def test_stages_have_their_layers_and_read_no_others(opened: Device, tmp_path: P
 
 
 def tensors(mlp: Any) -> list[torch.Tensor]:
-    """Of experts."""
+    """All weights and biases of an MLP's experts."""
     experts = mlp.experts
     every = (experts.gate_up, experts.gate_up_bias, experts.down, experts.down_bias)
     return [tensor for tensor in every if tensor is not None]
@@ -105,7 +105,7 @@ def tensors(mlp: Any) -> list[torch.Tensor]:
 def assert_joined(
     field: str, config: ModelConfig, cuts: list[Cut], own: list[torch.Tensor], whole: torch.Tensor
 ) -> None:
-    """Of q, k and v, or gate and up, each rank has its rows of the first, then of the next."""
+    """Check that each rank has its rows of the first joined part (q or gate), then of the next ones."""
     sizes = [config.q_size, config.kv_size, config.kv_size]
     parts = [[cut.config(config).q_size, *[cut.config(config).kv_size] * 2] for cut in cuts]
     if field.startswith("gate_up"):

@@ -1,4 +1,4 @@
-"""Weights in 8 bits: the bounds of their rounding, row by row, and how they come into their places."""
+"""Weights in 8 bits: the bounds of their rounding by row, and their place in the model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROJECTIONS = ("qkv", "o", "gate_up", "down")
 
 
 def matrix(dtype: torch.dtype) -> torch.Tensor:
-    """Rows of very different size, one of zeros, one of a single number."""
+    """A matrix of rows of very different size, with a row of zeros and a row with a single non-zero number."""
     weight = torch.randn(50, 70, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 3, 50)[:, None]
     weight[7] = 0
     weight[8] = 0
@@ -40,13 +40,13 @@ def test_no_weight_moves_further_than_its_rows_scale_allows(rounding: Rounding, 
     assert torch.equal(result.scale, result.scale.bfloat16().float())
     error = (result.dequantised().double() - weight.double()).abs()
     step, size = result.scale.double()[:, None], weight.double().abs()
-    # Half a step: of int8 a scale; of e4m3, 2^-4 of the number itself, and half its smallest step below 2^-6. On top of that the
-    # largest is cut to the format's largest, where the scale was rounded down to bf16.
+    # Half a step: of int8 half a scale; of e4m3 2^-4 of the number, or half its smallest step below 2^-6. Where the
+    # scale was rounded down to bf16, the largest number is clipped to the format's largest.
     half_step = 0.5 * step if rounding is Rounding.INT8 else torch.maximum(size * 2**-4, 2**-10 * step)
     assert (error <= half_step * 1.0001 + size * 2**-8 * (size > 0.99 * size.amax(dim=1, keepdim=True))).all()
     assert (result.dequantised()[7] == 0).all()
     assert result.dequantised()[8, 3] == pytest.approx(-0.3, rel=2**-8)
-    # Every row makes use of the whole format.
+    # Every row uses nearly the whole range of the format.
     largest = result.values.float().abs().amax(dim=1)
     assert (largest[[row for row in range(50) if row != 7]] >= rounding.largest * 0.93).all()
 
@@ -87,7 +87,7 @@ def test_a_checkpoints_projections_are_rounded_and_nothing_else(llama: tuple[Pat
 
 @pytest.mark.parametrize("rounding", Rounding)
 def test_ranks_have_the_numbers_of_one(llama: tuple[Path, Any], rounding: Rounding) -> None:
-    """Each row's scale is that of all its columns, of which a rank has some."""
+    """A row's scale is that of its whole row, also on a rank with only some of the columns."""
     config = load_config(llama[0])
     whole, *ranks = (
         load_weights(llama[0], config, torch.bfloat16, CPU, lambda done, total: None, rounding, cut)
@@ -121,5 +121,5 @@ def test_ranks_round_experts_as_one_does(tmp_path: Path) -> None:
 
 
 def len_of(weights: Any) -> int:
-    """Inputs of an expert's second product."""
+    """The number of inputs of an expert's second product."""
     return int(weights.layers[0].mlp.experts.down.shape[1])

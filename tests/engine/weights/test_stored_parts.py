@@ -1,4 +1,4 @@
-"""Parts of stored weights: they are those of the whole, little else is read, and ranks keep theirs as they are stored."""
+"""Parts of stored weights equal parts of the whole, little else is read, and ranks keep their parts as stored."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .stored_models import FORMATS, HALF, load_stored, save_gpt_oss, save_in_for
 from .test_formats import SCHEMES, compressed, matrix
 
 OTHERS = ("gptq", "gptq in the order of activations", "gptq of 8 bits", "awq", "mxfp4")
-# Of 48 outputs and 160 inputs, in groups of 32: within words, groups and blocks, and all of them.
+# Of 48 outputs and 160 inputs, in groups of 32: parts that end inside words, groups and blocks, and the whole.
 PARTS = (
     (range(16, 32), range(160)),
     (range(48), range(64, 128)),
@@ -38,7 +38,7 @@ PARTS = (
 
 
 def save(case: str, directory: Path) -> Quantisation:
-    """A matrix ``m``, or three experts' in one tensor, in a format, with other scales and zeros everywhere."""
+    """Save a matrix ``m``, or three experts in one tensor, in a format. Scales and zeros differ everywhere."""
     if case == "mxfp4":
         generator = torch.Generator().manual_seed(3)
         blocks = torch.randint(0, 256, (3, 48, 5, 16), generator=generator).to(torch.uint8)
@@ -69,13 +69,13 @@ def test_a_part_is_that_of_the_whole_and_little_else_is_read(case: str, tmp_path
             assert torch.equal(reader.part("m.weight", part), wanted), part
             num_bytes.append(reader.num_bytes_read - before)
             if (len(columns) < 160 and "order" in case) or columns.start % 2:
-                continue  # it has no such part
+                continue  # no such part can be stored
             stored = reader.stored("m.weight", part)
             full = stored.dequantised()
             assert torch.equal(full, wanted.transpose(1, 2).flatten(0, 1) if case == "mxfp4" else wanted), part
     all_bytes = num_bytes[PARTS.index((range(48), range(160)))]
     assert num_bytes[0] < 0.7 * all_bytes
-    if "order" not in case and case != "w8a16":  # whose groups of 80 are both needed
+    if "order" not in case and case != "w8a16":  # its groups of 80 are both needed
         assert num_bytes[1] < 0.7 * all_bytes
 
 
@@ -94,7 +94,7 @@ def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def matrices(weights: ModelWeights) -> dict[str, Any]:
-    """Of the layer's products."""
+    """The weights of the layer's products."""
     (layer,) = weights.layers
     mlp: Any = getattr(layer.mlp, "experts", layer.mlp)
     attention: Any = layer.attention
@@ -103,7 +103,8 @@ def matrices(weights: ModelWeights) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_ranks_keep_their_parts_as_they_are_stored(name: str, llama: Path, tmp_path: Path) -> None:
-    """The numbers are those that a rank of full weights has, and the products over ranks add up."""
+    """Stored parts have the values of parts of full weights, and the products of the ranks add up to the whole
+    product."""
     save_in_format(llama, tmp_path, name)
     generator, products = torch.Generator().manual_seed(4), {"o": torch.zeros(3, 64), "down": torch.zeros(3, 64)}
     inputs = {"o": torch.randn(3, 128, generator=generator), "down": torch.randn(3, 192, generator=generator)}
@@ -113,7 +114,7 @@ def test_ranks_keep_their_parts_as_they_are_stored(name: str, llama: Path, tmp_p
         for projection, weight in ours.items():
             is_cut_by_inputs = projection in ("o", "down")
             if name == "gptq-act-order" and is_cut_by_inputs:
-                assert torch.equal(weight, full[projection])  # such inputs cannot be cut
+                assert torch.equal(weight, full[projection])  # reordered inputs cannot be cut
                 continue
             assert isinstance(weight, StoredWeight), projection
             assert torch.equal(weight.dequantised(), full[projection]), projection
@@ -163,7 +164,7 @@ def test_experts_in_mxfp4_stay_as_they_are_stored(has_whole_experts: bool, tmp_p
 def test_a_rank_reads_its_part_of_stored_weights(
     keeps: bool, mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of experts half the columns, or half the experts."""
+    """A rank with half the columns of all experts, or half of the experts, reads about half of the bytes."""
     readers: list[CheckpointReader] = []
 
     class Watched(CheckpointReader):

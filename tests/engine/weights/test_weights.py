@@ -1,4 +1,4 @@
-"""Whole and sharded checkpoints: their weights, on which device, in which type, and the digest."""
+"""Whole and sharded checkpoints: their weights, device, dtype, and digest."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ MODELS: dict[str, Any] = {
 
 
 def expected(directory: Path, num_layers: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """The parameters by hand: every file whole, joined, then converted."""
+    """The parameters by hand: all files are read, joined and then converted."""
     held: dict[str, torch.Tensor] = {}
     for path in directory.glob("*.safetensors"):
         held |= load_file(path)
@@ -78,7 +78,7 @@ def expected(directory: Path, num_layers: int, dtype: torch.dtype) -> dict[str, 
 
 
 def parameters(weights: ModelWeights) -> dict[str, torch.Tensor]:
-    """Named as ``expected`` names them."""
+    """The parameters under the names of ``expected``."""
     ends = {"embed": weights.embed, "norm": weights.norm, "lm_head": weights.lm_head}
     named = {name: tensor for name, tensor in ends.items() if isinstance(tensor, torch.Tensor)}
     for index, layer in enumerate(weights.layers):
@@ -105,7 +105,7 @@ def test_a_device_and_the_cpu_get_the_same_bits(
 ) -> None:
     save_model(tmp_path, MODELS[model], shard_size=shard_size, dtype=held)
     there = load(tmp_path, wanted)
-    assert opened.largest_nbytes == opened.peak_nbytes > 0  # one tensor of the file's at a time
+    assert opened.largest_nbytes == opened.peak_nbytes > 0  # one of the file's tensors at a time
     assert opened.live_nbytes == 0
     by_hand = expected(tmp_path, SIZES["num_hidden_layers"], wanted)
     loaded = parameters(there)
@@ -143,7 +143,7 @@ def test_progress_grows_to_the_total(sharded: Path) -> None:
 
 def test_the_digest_tells_checkpoints_apart(llama: tuple[Path, Any], copy: Path) -> None:
     assert weights_digest(copy) == weights_digest(llama[0])
-    edit(copy)  # the same tensors, with another header than transformers'
+    edit(copy)  # the same tensors under another header
     digest = weights_digest(copy)
     for name in ("lm_head.weight", "model.layers.0.self_attn.q_proj.weight", "model.norm.weight"):
         weight = load_file(copy / "model.safetensors")[name]

@@ -41,13 +41,13 @@ def check(device: str, randn: Randn, paged_context: PagedContext, assert_close: 
         num_q_heads, num_kv_heads = heads
         pool_dtype = torch.float8_e4m3fn if fp8 else dtype
         pool, tables = paged_context(seq_lens, num_kv_heads, head_dim, block_size, pool_dtype)
-        # Different for every layer, kind and head: the wrong one would show.
+        # Scales differ by layer, kind and head, so that using a wrong one fails.
         scales = torch.linspace(0.3, 1.2, 4 * num_kv_heads).view(2, 2, -1).to(device) if fp8 else None
         q = randn(len(seq_lens), num_q_heads + 2, head_dim, dtype=dtype)[:, 1:-1]
         lens = torch.tensor(seq_lens, dtype=torch.int32, device=device)
         out = torch.full((len(seq_lens), num_q_heads, head_dim), math.nan, dtype=dtype, device=device)
         expected = torch.full(out.shape, math.nan, dtype=torch.float64, device=device)
-        # Room for more sequences than there are, and NaN where an earlier step left its results.
+        # The workspace has room for more sequences, and NaN in place of an earlier step's results.
         workspace = DecodeWorkspace.allocate(len(seq_lens) + 2, num_q_heads, head_dim, max_splits, device)
         workspace.partial_out.fill_(math.nan)
         workspace.partial_lse.fill_(math.nan)
@@ -57,7 +57,7 @@ def check(device: str, randn: Randn, paged_context: PagedContext, assert_close: 
         paged_decode_attention(q, pool, 1, tables, lens, **options, workspace=workspace, out=out)
         wide = pool if fp8 else pool.double()
         paged_decode_attention_reference(q.double(), wide, 1, tables, lens, **options, out=expected)
-        # Over an fp8 pool the weights are rounded to fp16: its tolerance.
+        # Over an fp8 pool the weights are rounded to fp16, so fp16's tolerance applies.
         assert_close(out.half() if fp8 and dtype == torch.float32 else out, expected)
 
     return run
@@ -71,7 +71,7 @@ def test_ragged_lengths_around_the_split_boundary(check: Callable[..., None], dt
 
 @pytest.mark.parametrize("max_splits", [1, 2, 3, 12])
 def test_more_keys_than_the_splits_hold_at_their_minimum(check: Callable[..., None], max_splits: int) -> None:
-    """Splits grow where there are too few of them; eleven do not fit one round of the combine kernel."""
+    """Splits grow where there are too few of them. Eleven splits take several rounds of the combine kernel."""
     check([2800, 5], heads=(8, 1), head_dim=16, max_splits=max_splits, block_size=64, dtype=torch.float32)
 
 
@@ -90,7 +90,7 @@ def test_block_sizes(check: Callable[..., None], block_size: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("heads", "head_dim"), [((16, 2), 512), ((2, 1), 320)])
 def test_large_heads(check: Callable[..., None], heads: tuple[int, int], head_dim: int, dtype: torch.dtype) -> None:
-    """As Gemma 4's global layers have."""
+    """The sizes of Gemma 4's global layers."""
     check([3, 300], heads=heads, head_dim=head_dim, dtype=dtype)
 
 
@@ -101,7 +101,7 @@ def test_sliding_windows(check: Callable[..., None], sliding_window: int) -> Non
 
 @pytest.mark.parametrize("chunk_size", [1, 100, 256, 1000])
 def test_chunks(check: Callable[..., None], chunk_size: int) -> None:
-    """A token that begins a chunk, one that ends it, and those between; rows of padding."""
+    """A token at the start of a chunk, one at its end, some between, and a padding row."""
     check([3, 0, 512, 513, 700], chunk_size=chunk_size, heads=(3, 1), head_dim=32)
 
 
@@ -111,7 +111,7 @@ def test_chunks(check: Callable[..., None], chunk_size: int) -> None:
 def test_softcaps_and_sinks(
     check: Callable[..., None], dtype: torch.dtype, softcap: float | None, has_sinks: bool, window: int | None
 ) -> None:
-    """A sequence in one split, one in several, and padding."""
+    """A sequence in one split, one in several splits, and a padding row."""
     check(
         [3, 700, 0], heads=(6, 2), head_dim=32, dtype=dtype, softcap=softcap, has_sinks=has_sinks, sliding_window=window
     )
@@ -141,7 +141,7 @@ def test_queries_over_an_fp8_pool_may_be_larger_than_fp16_holds(
 
 
 def test_more_sequences_than_splits(check: Callable[..., None]) -> None:
-    """Also sequences whose splits, in whole tiles, are fewer than planned: the last of them are empty."""
+    """More sequences than splits, and a sequence with fewer tiles than planned splits, whose last splits are empty."""
     check([0, 513, 1, 0, 900, 129, 40], heads=(2, 1), head_dim=32, max_splits=2)
     check([641], heads=(2, 1), head_dim=32, max_splits=12)
 
@@ -159,7 +159,7 @@ def test_an_empty_sequence_gives_zeros(check: Callable[..., None]) -> None:
 def test_one_workspace_serves_two_calls(
     device: str, randn: Randn, paged_context: PagedContext, assert_close: AssertClose
 ) -> None:
-    """A short context after a long one must not see the long one's splits."""
+    """A short context after a long one in the same workspace must not read the long one's splits."""
     workspace = DecodeWorkspace.allocate(1, 2, 32, 4, device)
     q = randn(1, 2, 32)
     for seq_len in (600, 20):

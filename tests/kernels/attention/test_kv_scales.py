@@ -1,4 +1,4 @@
-"""Quantising to e4m3 and back, and which devices and scales are refused."""
+"""Quantising to e4m3 and back, and the refusal of unsuitable devices and scales."""
 
 from __future__ import annotations
 

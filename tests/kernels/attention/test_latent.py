@@ -23,7 +23,8 @@ AssertClose = Callable[[torch.Tensor, torch.Tensor], None]
 
 @pytest.fixture
 def check(device: str, randn: Randn, assert_close: AssertClose) -> Callable[..., None]:
-    """One query of each sequence where ``query_lens`` is None, else the last ones of each."""
+    """Compare with float64. ``query_lens`` None means decoding, else each sequence's last ``query_lens`` tokens are
+    queries."""
 
     def run(
         seq_lens: list[int],

@@ -36,24 +36,24 @@ def check(device: str, randn: Randn, paged_context: PagedContext, assert_close: 
         num_q_heads, num_kv_heads = heads
         pool_dtype = torch.float8_e4m3fn if fp8 else dtype
         pool, tables = paged_context(seq_lens, num_kv_heads, head_dim, block_size, pool_dtype)
-        # Different for every layer, kind and head: the wrong one would show.
+        # Scales differ by layer, kind and head, so that using a wrong one fails.
         scales = torch.linspace(0.3, 1.2, 4 * num_kv_heads).view(2, 2, -1).to(device) if fp8 else None
         num_tokens = sum(query_lens)
-        # Two rows more than there are tokens: theirs in `out` must stay as they are.
+        # Two rows more than tokens: the kernel must not write these rows of `out`.
         padded_q = randn(num_tokens + 2, num_q_heads + 1, head_dim, dtype=dtype)[:, :num_q_heads]
         q = padded_q[:num_tokens]
         starts = torch.tensor([0, *query_lens], device=device).cumsum(0, dtype=torch.int32)
         lens = torch.tensor(seq_lens, dtype=torch.int32, device=device)
         out = torch.full((num_tokens + 2, num_q_heads, head_dim), math.nan, dtype=dtype, device=device)
         expected = torch.full(q.shape, math.nan, dtype=torch.float64, device=device)
-        # A generous bound: the grid may be larger than the batch needs.
+        # A generous bound, as the grid may be larger than the batch needs.
         options = {"scale": head_dim**-0.5, "sliding_window": sliding_window, "max_query_len": max(query_lens) + 40}
         sinks = torch.linspace(-2, 3, num_q_heads).to(dtype).to(device) if has_sinks else None
         options |= {"chunk_size": chunk_size, "kv_scales": scales, "softcap": softcap, "sinks": sinks}
         paged_prefill_attention(padded_q, pool, 1, tables, starts, lens, **options, out=out)
         wide = pool if fp8 else pool.double()
         paged_prefill_attention_reference(q.double(), wide, 1, tables, starts, lens, **options, out=expected)
-        # Over an fp8 pool the weights are rounded to fp16: its tolerance.
+        # Over an fp8 pool the weights are rounded to fp16, so fp16's tolerance applies.
         result = out[:num_tokens]
         assert_close(result.half() if fp8 and dtype == torch.float32 else result, expected)
         assert out[num_tokens:].isnan().all()
@@ -78,7 +78,7 @@ def test_reference_is_causal_attention(device: str, randn: Randn, paged_context:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_ragged_chunks_and_cached_prefixes(check: Callable[..., None], dtype: torch.dtype) -> None:
-    """A whole prompt, a chunk behind a prefix, an empty query, one token, and a tile that is exactly full."""
+    """A whole prompt, a chunk after a prefix, an empty query, one token, and a full tile."""
     check([45, 20, 0, 1, 16], [45, 133, 30, 70, 64], dtype=dtype)
 
 
@@ -92,7 +92,7 @@ def test_head_groups_and_head_dims(check: Callable[..., None], heads: tuple[int,
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("heads", "head_dim"), [((16, 2), 512), ((2, 1), 320)])
 def test_large_heads(check: Callable[..., None], heads: tuple[int, int], head_dim: int, dtype: torch.dtype) -> None:
-    """As Gemma 4's global layers have."""
+    """The sizes of Gemma 4's global layers."""
     check([7, 2], [7, 50], heads=heads, head_dim=head_dim, dtype=dtype)
 
 

@@ -1,6 +1,6 @@
-"""Prefill attention that loads its tiles as boxes: against float64 and against pointers, and that it really does so.
+"""Prefill attention that loads its tiles as boxes, against float64 and against pointers. The interpreter counts the loads.
 
-On a GPU below Hopper Triton makes pointers of boxes, and nobody counts them; the numbers must be right there, too.
+Below Hopper Triton replaces boxes by pointers. The results are compared there, but loads are not counted.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _FP8 = torch.float8_e4m3fn
 
 @dataclass(frozen=True)
 class Case:
-    """A pool's geometry and what is asked of it."""
+    """A pool's geometry and the kernel's options."""
 
     heads: tuple[int, int] = (9, 3)
     head_dim: int = 64
@@ -38,7 +38,8 @@ class Case:
     window: int | None = None
 
     def num_boxes(self, query_lens: list[int], seq_lens: list[int]) -> int:
-        """Keys and values of every tile that all rows of a program see, for every program."""
+        """The number of boxes to load: keys and values of every tile that all rows of a program see, for every
+        program."""
         tile = choose_tile(self.head_dim, 1 if self.fp8 else self.dtype.itemsize)
         group, found = self.heads[0] // self.heads[1], 0
         for query_len, seq_len in zip(query_lens, seq_lens, strict=True):
@@ -49,7 +50,7 @@ class Case:
 
 @pytest.fixture
 def box_loads() -> Iterator[list[None]]:
-    """One element for each box that the interpreter loads."""
+    """A list that gets one element for each box that the interpreter loads."""
     found: list[None] = []
     original = interpreter.InterpreterBuilder.create_descriptor_load
 
@@ -64,7 +65,8 @@ def box_loads() -> Iterator[list[None]]:
 
 @pytest.fixture
 def problem(device: str, randn: Randn, paged_context: PagedContext, assert_close: AssertClose) -> Callable[..., Attend]:
-    """Random numbers, and the kernel's result of them, compared with float64. Slots without a key are NaN, in last blocks, too."""
+    """A random problem whose kernel result is compared with float64. Slots without a key are NaN, even in last
+    blocks."""
 
     def make(case: Case, query_lens: list[int], seq_lens: list[int]) -> Attend:
         num_q_heads, num_kv_heads = case.heads
@@ -107,7 +109,8 @@ def problem(device: str, randn: Randn, paged_context: PagedContext, assert_close
 def test_boxes_and_pointers_give_the_same_numbers(
     problem: Callable[..., Attend], box_loads: list[None], device: str, case: Case
 ) -> None:
-    """A whole prompt, chunks behind prefixes, an empty query, one token, a full tile, one that begins a block; random ones."""
+    """A whole prompt, chunks after prefixes, an empty query, one token, a full tile, the start of a block, and random
+    cases."""
     query_lens, seq_lens = [45, 20, 0, 1, 16, 72], [45, 133, 30, 70, 64, 200]
     rng = random.Random(case.head_dim)
     for _ in range(2):

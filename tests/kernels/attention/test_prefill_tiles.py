@@ -1,4 +1,4 @@
-"""How tiles of a pool are loaded: a function of capability, shape and dtype alone, so asked of pools that have no memory."""
+"""How tiles of a pool are loaded. Capability, shape and dtype decide it, so these pools are without memory."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def test_rotary_kv_write(
         pool[block_ids, 1, 0, :, offsets],
         rotary_reference(exact[:, num_q_heads : num_q_heads + num_kv_heads], cos, sin, positions),
     )
-    # With the written slots blanked, every bit of the pool is as the reference left it.
+    # Apart from the written slots, the pool is bit-identical to the reference's.
     for tensor in (pool, expected_pool):
         tensor[block_ids, 1, :, :, offsets] = 0
     assert torch.equal(pool, expected_pool)
@@ -62,7 +62,7 @@ def test_rotary_kv_write(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_fp8_pool_gets_what_the_reference_rounds_to(device: str, randn: Randn, dtype: torch.dtype) -> None:
-    """Bit for bit, head by head with its own scale, saturated where a value is too large for it."""
+    """Values are bit-identical, with a scale for each head, and saturated where too large."""
     cos, sin = _tables(40, 64, device)
     q, k, v = (randn(5, heads, 64, dtype=dtype) for heads in (4, 2, 2))
     v[0, 0, 0], v[1, 1, 63] = 1e6, -1e6
@@ -77,7 +77,7 @@ def test_an_fp8_pool_gets_what_the_reference_rounds_to(device: str, randn: Randn
     written, expected = (pool.float() for pool in pools)
     assert torch.equal(written[:, 0], expected[:, 0])
     assert torch.equal(written[:, 1, 1], expected[:, 1, 1])
-    # A key's rotation may differ in its last bit: then it may round to the next of 8 steps per power of two.
+    # A key's rotation may differ in its last bit, and so round to the next of 8 steps per power of two.
     torch.testing.assert_close(written[:, 1, 0], expected[:, 1, 0], rtol=0.13, atol=2**-9)
     assert (written[:, 1, 0] != expected[:, 1, 0]).sum() <= 4
     assert written[0, 1, 1, 0, 0, 0] == 448
@@ -97,7 +97,7 @@ def test_position_zero_is_bit_exact(device: str, randn: Randn) -> None:
 
 
 def test_offsets_beyond_31_bits(device: str, randn: Randn) -> None:
-    """2**20 blocks of 2048 elements: the last blocks start past 2**31 elements. Pages not touched cost nothing."""
+    """The last of 2**20 blocks of 2048 elements start past 2**31 elements. Untouched pages take no memory."""
     pool = torch.empty((2**20 + 2, 1, 2, 1, 16, 64), dtype=torch.bfloat16, device=device)
     cos, sin = _tables(1, 64, device)
     q, k, v = (randn(1, 1, 64, dtype=torch.bfloat16) for _ in range(3))

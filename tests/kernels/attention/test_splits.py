@@ -1,4 +1,4 @@
-"""The cut of a batch into splits: every key in one split, no split without a program, lengths that come out even."""
+"""The cut of a batch into splits: every key in one split, a program for every split, and even lengths."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _plan_kernel(
 
 
 def _plan(seq_lens: list[int], max_splits: int, device: str) -> list[list[int]]:
-    """`[sequence, its first split, its number of splits]` of every program, and of one that should be idle."""
+    """`[sequence, its first split, its number of splits]` of every program, and of one more, which should be idle."""
     bound = max_splits + 2 * len(seq_lens) - 1
     plan = torch.full((bound + 1, 3), -1, dtype=torch.int32, device=device)
     lens = torch.tensor(seq_lens, dtype=torch.int32, device=device)
@@ -50,10 +50,10 @@ def _plan(seq_lens: list[int], max_splits: int, device: str) -> list[list[int]]:
         ([129], 8, [2]),
         ([0, 0], 8, [0, 0]),
         ([10_000], 4, [5]),  # five splits of 2000 keys, in tiles of 64
-        ([32 * 1024], 33, [32]),  # 34 would be of 963.8 keys, in tiles 1024: 32 are enough
+        ([32 * 1024], 33, [32]),  # 34 splits would have 963.8 keys; in tiles of 64 that is 1024 keys, so 32 are enough
         ([1000, 0, 1000], 1, [2, 0, 2]),
         ([100] * 16, 33, [1] * 16),
-        ([9000, 10, 10, 10], 4, [8, 1, 1, 1]),  # the long one gets what the short ones do not need
+        ([9000, 10, 10, 10], 4, [8, 1, 1, 1]),  # the long one gets the splits that the short ones do not need
     ],
 )
 def test_numbers_of_splits(device: str, seq_lens: list[int], max_splits: int, expected: list[int]) -> None:
@@ -62,7 +62,7 @@ def test_numbers_of_splits(device: str, seq_lens: list[int], max_splits: int, ex
 
 
 def test_any_batch_is_covered(device: str) -> None:
-    """Splits are numbered in order, each sequence's are as many as it says, and the last program is always idle."""
+    """Splits are numbered in order, each sequence's count is right, and the last program is always idle."""
     random.seed(3)
     for _ in range(12):
         seq_lens = [random.choice((0, 1, 127, 128, 129, random.randrange(9000))) for _ in range(random.randint(1, 13))]

@@ -1,4 +1,4 @@
-"""Keys and values of unequal size, in blocks that other groups lay out otherwise, and that were full of NaN before."""
+"""Keys and values of unequal size, in blocks that other groups lay out otherwise and that were full of NaN."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from kvrelay.kernels.attention.prefill import paged_prefill_attention, paged_pre
 from kvrelay.kernels.checks import PagedKv, PoolGeometry
 
 Randn = Callable[..., torch.Tensor]
-HEADS, BLOCK_SIZE, TAIL = 2, 16, 96  # TAIL: numbers of a block that this group leaves unused
+HEADS, BLOCK_SIZE, TAIL = 2, 16, 96  # TAIL: elements of a block that this group leaves unused
 
 
 def views(num_blocks: int, sizes: tuple[int, int], device: str, dtype: torch.dtype = torch.float32) -> PagedKv:
-    """Of two layers, all NaN."""
+    """Views of two layers, full of NaN."""
     of_layer = HEADS * BLOCK_SIZE * sum(sizes)
     pool = torch.full((num_blocks, 2 * of_layer + TAIL), math.nan, dtype=dtype, device=device)
 
@@ -33,7 +33,7 @@ def views(num_blocks: int, sizes: tuple[int, int], device: str, dtype: torch.dty
 
 
 def wide(kv: PagedKv) -> PagedKv:
-    """In float64: the reference of a reference."""
+    """A float64 copy for the reference."""
     made = views(len(kv.keys), (kv.keys.shape[4], kv.values.shape[4]), str(kv.keys.device), torch.float64)
     made.keys.copy_(kv.keys)
     made.values.copy_(kv.values)
@@ -59,7 +59,7 @@ def test_single_tokens_and_prompts(sizes: tuple[int, int], seen: dict[str, int],
     starts = torch.tensor([0, *query_lens], device=device).cumsum(0, dtype=torch.int32)
     q = randn(sum(query_lens), 3 * HEADS, sizes[0], dtype=torch.float32)
     out = torch.full((len(q), 3 * HEADS, sizes[1]), math.nan, device=device)
-    # The reference reads a whole context: what no query sees is zeros there.
+    # The reference reads the whole context, so unseen slots must be zeros instead of NaN.
     there = wide(kv)
     there.keys.nan_to_num_(0.0)
     there.values.nan_to_num_(0.0)

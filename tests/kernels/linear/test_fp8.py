@@ -1,4 +1,4 @@
-"""Products of fp8 with fp8 against float64: how rows are rounded, tails, every tile, splits, groups of every kind."""
+"""Products of fp8 with fp8 against float64: rounding of rows, tails, every tile, splits, groups of every kind."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvrelay.kernels.linear.fp8 import (
 )
 
 Randn = Callable[..., torch.Tensor]
-# Of a row of results relative to its norm: its numbers are rounded once, and sums are fp32.
+# The error of a row relative to its norm: its elements are rounded once, and sums are fp32.
 ROW_ERRORS = {torch.float16: 1.01 * 2**-11, torch.bfloat16: 1.01 * 2**-8}
 
 
@@ -33,7 +33,7 @@ def weight_of(
 
 
 def rounded_of(rows: Fp8Rows) -> torch.Tensor:
-    """The numbers that rounded rows mean."""
+    """The values of rounded rows."""
     of_inputs = torch.arange(rows.values.shape[1], device=rows.values.device) // rows.group_size
     return rows.values.float() * rows.scale[:, of_inputs]
 
@@ -56,8 +56,8 @@ def assert_rows_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
         (64, 64, None),
         (2500, 2500, None),  # several steps, and a tail
         (384, 128, None),
-        (300, 32, None),  # a group that is not full
-        (80, 80, 0.004),  # of which much is cut off
+        (300, 32, None),  # a partial group
+        (80, 80, 0.004),  # most values are clipped
     ],
 )
 def test_rows_are_rounded_as_torch_rounds_them(
@@ -86,20 +86,20 @@ def test_rows_are_rounded_as_the_library_of_the_checkpoints_says(
 @pytest.mark.parametrize(
     ("num_rows", "num_outs", "num_ins", "x_group", "group", "num_splits"),
     [
-        (1, 200, 1152, 1152, 1152, 4),  # a tail of outputs, splits of unequal length
+        (1, 200, 1152, 1152, 1152, 4),  # a tail of outputs, and splits of unequal length
         (3, 65, 80, 80, 80, 1),
-        (16, 7, 36, 36, 36, 1),  # rows that are not aligned
+        (16, 7, 36, 36, 36, 1),  # unaligned rows
         pytest.param(17, 130, 320, 320, 320, 2, marks=pytest.mark.full),
         (64, 129, 384, 384, 384, 1),
         (130, 40, 200, 200, 200, 1),  # more than one tile
         pytest.param(1, 200, 1152, 128, 128, 4, marks=pytest.mark.full),
-        (3, 65, 300, 128, 128, 1),  # a group that is not full
+        (3, 65, 300, 128, 128, 1),  # a partial group
         pytest.param(17, 70, 320, 32, 32, 2, marks=pytest.mark.full),
         pytest.param(40, 50, 288, 96, 96, 1, marks=pytest.mark.full),  # steps of 32
-        (33, 100, 256, 256, 128, 1),  # groups of the weight alone
-        pytest.param(5, 100, 256, 64, 256, 1, marks=pytest.mark.full),  # and of the rows alone
+        (33, 100, 256, 256, 128, 1),  # groups of the weight only
+        pytest.param(5, 100, 256, 64, 256, 1, marks=pytest.mark.full),  # groups of the rows only
         (70, 40, 256, 128, 128, 2),
-        (2, 40, 200, 200, 200, 8),  # splits without any feature
+        (2, 40, 200, 200, 200, 8),  # splits without features
     ],
 )
 def test_products(
@@ -131,7 +131,7 @@ def test_no_rows(randn: Randn) -> None:
     assert fp8_linear(rows, *weight_of(randn, 40, 64, 64), None, 1).shape == (0, 40)
 
 
-@pytest.mark.filterwarnings("ignore:invalid value")  # numpy's, of what a GPU does without a word
+@pytest.mark.filterwarnings("ignore:invalid value")  # numpy warns of it, a GPU does not
 def test_one_row_does_not_change_another(randn: Randn) -> None:
     x, weight = randn(20, 160, dtype=torch.float16), weight_of(randn, 40, 160, 160)
     good = fp8_linear(round_rows(x, 160, None), *weight, None, 1)

@@ -11,7 +11,7 @@ from kvrelay.kernels.checks import FP8_DTYPE
 from kvrelay.kernels.linear.group_scaled import dequantise_groups, dequantise_groups_reference, group_scaled_linear
 
 Randn = Callable[..., torch.Tensor]
-# Of a row of results relative to its norm: half a unit in the last place, and a thousandth of that for the sums of fp32.
+# The error of a row relative to its norm: half a unit in the last place, plus a thousandth of that for fp32 sums.
 ROW_ERRORS = {torch.float16: 1.001 * 2**-11, torch.bfloat16: 1.001 * 2**-8}
 Stored = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, int]
 
@@ -19,7 +19,7 @@ Stored = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, int]
 def stored(
     randn: Randn, num_outs: int, num_ins: int, group_size: int, dtype: torch.dtype, scale_dtype: torch.dtype
 ) -> Stored:
-    """A weight with a scale, and of integers of 4 bits a zero, for each group."""
+    """A weight with a scale for each group. Integers also have a zero for each group."""
     num_groups = -(-num_ins // group_size)
     scale = (randn(num_outs, num_groups).abs() * 0.01 + 0.001).to(scale_dtype)
     numbers = randn(num_outs, num_ins) * 50
@@ -34,7 +34,7 @@ def stored(
 
 
 def expected_product(x: torch.Tensor, weight: Stored, bias: torch.Tensor | None) -> torch.Tensor:
-    """In float64, with weights as they are when they are dequantised before."""
+    """The product in float64 with dequantised weights."""
     product = x.double() @ dequantise_groups_reference(*weight, x.dtype).double().T
     return product if bias is None else product + bias.double()
 
@@ -56,14 +56,14 @@ FORMATS = [(torch.uint8, torch.float16), (torch.int8, torch.bfloat16), (FP8_DTYP
     [
         (1, 64, 256, 128, 1),
         (1, 200, 1152, 128, 4),  # a tail of outputs, splits of unequal length
-        (3, 65, 300, 128, 1),  # a group that is not full
+        (3, 65, 300, 128, 1),  # a partial group
         (16, 7, 192, 64, 1),
         (17, 130, 320, 32, 2),
         (33, 100, 256, 128, 2),
         (40, 50, 288, 96, 1),  # steps of 32
         (64, 40, 90, 90, 1),  # one group, of any size
         (200, 90, 384, 128, 1),
-        (2, 40, 256, 128, 8),  # splits without any feature
+        (2, 40, 256, 128, 8),  # splits without features
     ],
 )
 def test_products(

@@ -1,4 +1,5 @@
-"""Products with experts' weights against float64: tails, experts without rows, one expert with all, every tile and every format."""
+"""Products with experts' weights against float64: tails, unused experts, one expert for all rows, every tile and
+format."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ Randn = Callable[..., torch.Tensor]
 
 
 def choices(device: str, num_tokens: int, top_k: int, num_experts: int) -> torch.Tensor:
-    """Different experts for each token; the last expert is nobody's if there is a choice."""
+    """Distinct experts for each token. The last expert is unused if top_k allows it."""
     generator = torch.Generator().manual_seed(num_tokens)
     scores = torch.rand(num_tokens, num_experts, generator=generator)
     if top_k < num_experts:
@@ -32,7 +33,7 @@ def choices(device: str, num_tokens: int, top_k: int, num_experts: int) -> torch
 
 
 def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    """Relative to the row: its sums are of many numbers, each as large as the result."""
+    """Compare rows relative to their norms, because sums have many terms as large as the result."""
     errors = (actual.double() - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-30)
     assert actual.shape == expected.shape
     assert float(errors.nan_to_num(nan=torch.inf).max()) < TOLERANCES[actual.dtype]["rtol"] / 4, errors
@@ -73,9 +74,9 @@ def test_products(
 
 
 def test_routes_of_nobody_change_no_others(device: str, randn: Randn) -> None:
-    """Their expert is the one behind the last: another rank's."""
+    """Routes to the id after the last expert belong to another rank. They do not change other rows."""
     x, weight = randn(20, 40), randn(3 * 24, 40)
-    expert_ids = choices(device, 20, 2, 5)  # one of which nobody chooses
+    expert_ids = choices(device, 20, 2, 5)  # one expert is unused
     is_ours = expert_ids.flatten() < 3
     assert 0 < is_ours.sum() < len(is_ours)
     out = grouped_linear(x, weight, plan_routes(expert_ids, 3))
@@ -93,7 +94,7 @@ def test_weights_in_8_bits(device: str, randn: Randn, weight_dtype: torch.dtype)
 
 
 def mxfp4(num_rows: int, num_ins: int, device: str, low: int = 118, high: int = 134) -> Stored:
-    """All sixteen numbers, and scales of many sizes."""
+    """All sixteen values, and scales of many sizes."""
     generator = torch.Generator().manual_seed(num_ins)
     values = torch.randint(0, 256, (num_rows, num_ins // 2), generator=generator).to(device, torch.uint8)
     scale = torch.randint(low, high, (num_rows, -(-num_ins // 32)), generator=generator).to(device, torch.uint8)
@@ -101,7 +102,8 @@ def mxfp4(num_rows: int, num_ins: int, device: str, low: int = 118, high: int = 
 
 
 def check_stored(device: str, randn: Randn, weight: Stored, sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
-    """Both products of a layer, against what full weights give. ``sizes``: tokens, experts of each, experts."""
+    """Compare a product of stored weights with full weights, plain and with bias and factors. ``sizes``: tokens, top_k,
+    experts."""
     num_tokens, top_k, num_experts = sizes
     full = dequantise_groups_reference(*weight, dtype)
     x, bias = randn(num_tokens, full.shape[1] + 8, dtype=dtype)[:, :-8], randn(len(full), dtype=dtype)
@@ -116,7 +118,7 @@ def check_stored(device: str, randn: Randn, weight: Stored, sizes: tuple[int, in
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.full)])
 @pytest.mark.parametrize(("num_tokens", "num_ins"), [(1, 64), (3, 320), (40, 96), (150, 288)])
 def test_mxfp4(device: str, randn: Randn, dtype: torch.dtype, num_tokens: int, num_ins: int) -> None:
-    """Steps of four groups, of which the last ones may not be there; every tile."""
+    """Steps of four groups, the last ones partly missing, and every tile."""
     check_stored(device, randn, mxfp4(3 * 72, num_ins, device), (num_tokens, 2, 3), dtype)
 
 
@@ -137,13 +139,13 @@ def test_weights_in_groups(
     num_ins: int,
     group_size: int,
 ) -> None:
-    """Groups that are a step, a part of one, more than one, and of all inputs."""
+    """Groups of one step, a part of a step, several steps, and all inputs."""
     weight = stored(randn, 3 * 40, num_ins, group_size, value_dtype, scale_dtype)
     check_stored(device, randn, weight, (num_tokens, 2, 3), dtype)
 
 
 def test_very_small_and_very_large_powers_of_two(device: str) -> None:
-    """All that bf16 has with any of the numbers."""
+    """The smallest and largest powers of two that bf16 has with every MXFP4 value."""
     weight = mxfp4(2 * 8, 64, device)
     weight[1][:, 0], weight[1][:, 1] = 2, 251
     routes = plan_routes(torch.tensor([[0, 1]], device=device), 2)
@@ -161,7 +163,7 @@ def test_routes_are_sorted_and_experts_without_any_are_empty(device: str) -> Non
 
 
 def test_one_row_does_not_change_another(device: str, randn: Randn) -> None:
-    """A row that holds NaN stays alone, also in the same tile, and whatever number of rows is beside it."""
+    """NaN in one row leaves all others bit-identical, and a row's result does not depend on the number of rows."""
     x, weight = randn(9, 64, dtype=torch.float16), randn(3 * 40, 64, dtype=torch.float16)
     expert_ids = choices(device, 9, 1, 3)
     good = grouped_linear(x, weight, plan_routes(expert_ids, 3))

@@ -1,4 +1,4 @@
-"""Adapters' products against float64: several ranks and adapters in one launch, parts that are missing, tiles that are none."""
+"""Adapters' products against float64: several ranks and adapters in one launch, missing parts, empty tiles."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NUM_SLOTS, MAX_RANK = 5, 48
 
 
 def adapted_rows(device: str, slots: list[int], tiling: Tiling, num_spare: int = 0) -> AdaptedRows:
-    """`num_spare`: places and tiles of nobody, as a CUDA graph has them."""
+    """`num_spare`: unused row places and tiles, as in a CUDA graph."""
     rows: list[int] = []
     tiles: list[list[int]] = []
     for slot in sorted(set(slots) - {0}):
@@ -42,7 +42,7 @@ def adapted_rows(device: str, slots: list[int], tiling: Tiling, num_spare: int =
 
 
 def adapters(randn: Randn, table: LowRankTable, num_ins: int, ranks: dict[int, list[int]], dtype: torch.dtype) -> Parts:
-    """Of each slot's ranks, one for each part; 0: it has none."""
+    """Put adapters with the ranks of each part into their slots. Rank 0 means that the part is missing."""
     made: Parts = {}
     for slot, of_parts in ranks.items():
         made[slot] = []
@@ -56,7 +56,7 @@ def adapters(randn: Randn, table: LowRankTable, num_ins: int, ranks: dict[int, l
 
 
 def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    """Relative to the row: what is between the two products is rounded, too."""
+    """Compare rows relative to their norms, because the intermediate result is rounded, too."""
     errors = (actual.double() - expected).norm(dim=-1) / expected.norm(dim=-1)
     assert float(errors.nan_to_num(nan=torch.inf).max()) < TOLERANCES[actual.dtype]["rtol"] / 2, errors
 
@@ -66,10 +66,10 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
 @pytest.mark.parametrize(
     ("tiling", "num_rows", "num_ins", "widths"),
     [
-        (FEW_ROWS, 9, 80, (48, 16, 16)),  # a tile of columns with three parts
+        (FEW_ROWS, 9, 80, (48, 16, 16)),  # a tile of columns over three parts
         (FEW_ROWS, 40, 1100, (136, 136)),  # splits; a tile of columns with the end of one part and the start of another
         (MANY_ROWS, 150, 72, (130,)),
-        (MANY_ROWS, 70, 130, (40, 36)),  # nothing is aligned
+        (MANY_ROWS, 70, 130, (40, 36)),  # unaligned sizes
     ],
 )
 def test_products(
@@ -80,7 +80,7 @@ def test_products(
     ranks = {1: [16, 3, 0], 2: [0, 48, 40], 3: [8, 8, 8], 5: [33, 0, 1]}
     made = adapters(randn, table, num_ins, {slot: one[: len(widths)] for slot, one in ranks.items()}, dtype)
     generator = torch.Generator().manual_seed(num_rows)
-    # Slot 4 is empty; slot 3 has most rows.
+    # Slot 4 is empty; slot 3 has the most rows.
     slots = [min(slot, 5) if slot < 6 else 3 for slot in torch.randint(9, (num_rows,), generator=generator).tolist()]
     x = randn(num_rows, num_ins + 8, dtype=dtype)[:, :num_ins]  # strided
     before = randn(num_rows, sum(widths) + 8, dtype=dtype)
@@ -122,7 +122,7 @@ def test_a_dropped_slot_adds_nothing_and_can_be_used_again(device: str, randn: R
 
 
 def test_one_row_does_not_change_another(device: str, randn: Randn) -> None:
-    """A row that holds NaN stays alone, also in the same tile, and whatever rows and adapters are beside it."""
+    """NaN in one row leaves all others bit-identical. A row's result does not depend on the other rows and adapters."""
     dtype = torch.bfloat16
     table = LowRankTable(NUM_SLOTS, 64, (48,), MAX_RANK, dtype, torch.device(device))
     adapters(randn, table, 64, {1: [8], 2: [40]}, dtype)

@@ -20,12 +20,12 @@ from kvrelay.kernels.linear.weight_only import (
 
 Randn = Callable[..., torch.Tensor]
 FORMATS = [torch.int8, FP8_DTYPE]
-# Of a row of results relative to its norm: its numbers are rounded once, the sums of fp32 make a thousandth of that.
+# The error of a row relative to its norm: its elements are rounded once, and fp32 sums add a thousandth of that.
 ROW_ERRORS = {torch.float16: 4e-4, torch.bfloat16: 3e-3}
 
 
 def weights(randn: Randn, num_outs: int, num_ins: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """All values of the format among them, each row with a scale of its own."""
+    """Weights that cover the format's values, with a scale for each row."""
     values = randn(num_outs, num_ins) * 40
     values.view(-1)[: num_outs * num_ins // 2] *= 3
     values = (
@@ -49,14 +49,14 @@ def assert_rows_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
         (1, 64, 128, 1),
         (1, 200, 1040, 4),  # tails of outputs and of the last split
         (3, 65, 80, 1),
-        (16, 7, 36, 1),  # rows of the weight that are not aligned
+        (16, 7, 36, 1),  # unaligned rows of the weight
         (17, 130, 300, 2),
         (33, 100, 257, 2),
         (64, 129, 384, 1),
         (64, 129, 384, 3),
         (200, 90, 80, 1),
         (200, 130, 140, 2),
-        (2, 40, 200, 8),  # splits without any feature
+        (2, 40, 200, 8),  # splits without features
     ],
 )
 def test_products(
@@ -90,7 +90,7 @@ def test_scales_and_rows_of_any_size(randn: Randn, weight_dtype: torch.dtype, nu
     scale[:4] = torch.tensor([0.0, 1e-30, 1e30, 1e33])
     out = weight_only_linear(x, values, scale, None, num_splits)
     exact = (x.double() @ values.double().T) * scale.double()
-    largest = exact.abs().amax(dim=0, keepdim=True).clamp(min=1e-40)  # of each output: they are 60 powers of ten apart
+    largest = exact.abs().amax(dim=0, keepdim=True).clamp(min=1e-40)  # outputs are 60 powers of ten apart
     torch.testing.assert_close(out.double() / largest, exact / largest, rtol=2**-8, atol=1e-6)
     assert (out[2] == 0).all()
     assert (out[:, 0] == 0).all()
@@ -98,7 +98,7 @@ def test_scales_and_rows_of_any_size(randn: Randn, weight_dtype: torch.dtype, nu
 
 
 def test_one_row_does_not_change_another(randn: Randn) -> None:
-    """A row that holds NaN stays alone, also in the same tile."""
+    """NaN in one row leaves all others in its tile bit-identical."""
     x, (values, scale) = randn(20, 160, dtype=torch.float16), weights(randn, 70, 160, torch.int8)
     good = weight_only_linear(x, values, scale, None, 1)
     x[4] = torch.nan
@@ -110,7 +110,7 @@ def test_one_row_does_not_change_another(randn: Randn) -> None:
 
 @pytest.mark.full
 def test_whole_numbers_are_exact_however_they_are_cut(randn: Randn) -> None:
-    """Sums that fp32 holds exactly: every tile and every split gives the same bits."""
+    """fp32 holds these sums exactly, so every tile and every split must give the same bits."""
     x = (randn(200, 450) * 2).round().to(torch.float16)
     values, scale = weights(randn, 40, 450, torch.int8)[0] // 16, torch.full((40,), 0.25, device=x.device)
     expected = ((x.double() @ values.double().T) * 0.25).half()
@@ -133,7 +133,7 @@ def test_splits_fill_the_device_and_depend_on_no_row() -> None:
 
 
 def test_offsets_beyond_31_bits(device: str, randn: Randn) -> None:
-    """Rows of weight and activations 2**30 and more elements apart. Pages that are not touched cost nothing."""
+    """Rows of weight and activations are 2**30 and more elements apart. Untouched pages take no memory."""
     far = torch.empty(3 * 2**30 + 64, dtype=torch.int8, device=device).as_strided((4, 64), (2**30, 1))
     values, scale = weights(randn, 4, 64, torch.int8)
     far.copy_(values)
@@ -197,7 +197,7 @@ def test_wrong_arguments_are_refused(randn: Randn) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="sizes and bits of a device")
 @pytest.mark.parametrize("weight_dtype", FORMATS)
 def test_a_rows_bits_do_not_depend_on_the_batch(randn: Randn, weight_dtype: torch.dtype) -> None:
-    """As docs/kernels.md says: among calls of up to 32 rows, and among those of 33 and more."""
+    """docs/kernels.md promises this within calls of up to 32 rows, and within calls of 33 and more."""
     x, (values, scale) = randn(MAX_ROWS, 4096, dtype=torch.bfloat16), weights(randn, 4096, 4096, weight_dtype)
     for sizes in ((1, 2, 7, 16, 17, 32), (33, 64, 65, 128, MAX_ROWS)):
         results = [weight_only_linear(x[:size], values, scale, None, 8) for size in sizes]
@@ -208,7 +208,7 @@ def test_a_rows_bits_do_not_depend_on_the_batch(randn: Randn, weight_dtype: torc
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="sizes and bits of a device")
 def test_many_rows_and_shapes_on_a_device(randn: Randn) -> None:
-    """Sizes that an interpreter takes minutes for."""
+    """The interpreter would take minutes for these sizes."""
     for num_tokens, num_outs, num_ins in ((1, 6144, 4096), (32, 4096, 14336), (64, 28672, 4096), (256, 4096, 4096)):
         x, (values, scale) = (
             randn(num_tokens, num_ins, dtype=torch.bfloat16),

@@ -1,4 +1,4 @@
-"""silu(gate) * up against torch, tails and strides included."""
+"""silu(gate) * up against torch, with tails and strides."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_silu_mul(
     num_tokens: int,
     intermediate: int,
 ) -> None:
-    # Wider than needed: the rows are strided.
+    # Wider than needed, so that the rows are strided.
     gate_up = randn(num_tokens, 2 * intermediate + 8, dtype=dtype)[:, : 2 * intermediate]
     out = silu_mul(gate_up)
     assert out.shape == (num_tokens, intermediate)
@@ -33,13 +33,13 @@ def test_silu_mul(
 def test_clamped_swiglu(
     randn: Callable[..., torch.Tensor], assert_close: Callable[[torch.Tensor, torch.Tensor], None], dtype: torch.dtype
 ) -> None:
-    gate_up = (randn(5, 2 * 96) * 3).to(dtype)  # some beyond the limit, on both sides
+    gate_up = (randn(5, 2 * 96) * 3).to(dtype)  # some values beyond the limit, on both sides
     assert (gate_up.abs() > 5).any()
     assert_close(clamped_swiglu(gate_up, 1.702, 5.0), clamped_swiglu_reference(gate_up.double(), 1.702, 5.0))
 
 
 def test_offsets_beyond_31_bits(device: str, randn: Callable[..., torch.Tensor]) -> None:
-    """Three rows 2**30 elements apart: the last starts at 2**31. Pages not touched cost nothing."""
+    """Three rows are 2**30 elements apart, so the last starts at 2**31. Untouched pages take no memory."""
     far = torch.empty(2**31 + 64, dtype=torch.bfloat16, device=device).as_strided((3, 64), (2**30, 1))
     near = randn(3, 64, dtype=torch.bfloat16)
     far.copy_(near)

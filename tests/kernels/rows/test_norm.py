@@ -55,7 +55,7 @@ def test_add_rms_norm_keeps_the_rounded_sum(randn: Randn, assert_close: AssertCl
 
 
 def test_offsets_beyond_31_bits(device: str, randn: Randn) -> None:
-    """Three rows 2**30 elements apart: the last starts at 2**31. Pages not touched cost nothing."""
+    """Three rows are 2**30 elements apart, so the last starts at 2**31. Untouched pages take no memory."""
     far = torch.empty(2**31 + 64, dtype=torch.bfloat16, device=device).as_strided((3, 64), (2**30, 1))
     near, weight = randn(3, 64, dtype=torch.bfloat16), randn(64, dtype=torch.bfloat16)
     far.copy_(near)

@@ -22,7 +22,7 @@ def test_tokens_without_a_bit_are_forbidden_in_the_rows_that_are_masked(
     rows = torch.tensor([4, 0, 3], device=device)
     generator = torch.Generator().manual_seed(vocab)
     bitmask = torch.randint(-(2**31), 2**31, (3, -(-vocab // 32)), generator=generator).int().to(device)
-    bitmask[1] = -1  # all may come
+    bitmask[1] = -1  # all tokens allowed
     expected = logits.clone()
     apply_bitmask_reference(expected, rows, bitmask)
     apply_bitmask(logits, rows, bitmask)

@@ -18,7 +18,7 @@ IMPLEMENTATIONS = [apply_penalties, apply_penalties_reference]
 @pytest.mark.parametrize("num_entries", [0, 1, 300])
 def test_definition(device: str, randn: Randn, apply: Callable[..., None], num_entries: int) -> None:
     num_seqs, vocab = 4, 100
-    # Wider than the vocabulary: the rows are strided.
+    # Wider than the vocabulary, so that the rows are strided.
     logits = randn(num_seqs, vocab + 3)[:, :vocab]
     pairs = torch.randperm(num_seqs * vocab, generator=torch.Generator().manual_seed(2))[:num_entries]
     rows, tokens = pairs // vocab, pairs % vocab
@@ -59,7 +59,7 @@ def random_counts(draws: random.Random, vocab: int, num_entries: int) -> dict[in
 def test_new_tokens_count_as_if_they_had_been_known(
     device: str, randn: Randn, apply: Callable[..., None], num_entries: tuple[int, ...]
 ) -> None:
-    """Some have an entry (anywhere in a row, or without an occurrence in the output), others get one; some rows have none."""
+    """Some new tokens have an entry already, anywhere in the row. Others get a new one. Some rows have no new token."""
     draws, vocab, num_seqs = random.Random(sum(num_entries)), 3000, len(num_entries)
     logits = randn(num_seqs, vocab + 5)[:, :vocab]
     repetition = [draws.choice((1.0, 1.3, 0.6)) for _ in range(num_seqs)]
@@ -70,7 +70,7 @@ def test_new_tokens_count_as_if_they_had_been_known(
         rows = [random_counts(draws, vocab, count) for count in num_entries]
         is_new = [draws.random() < 0.8 for _ in rows]
         new = [
-            # The first, the last or any other entry, a token that is another row's entry, or one that is nobody's.
+            # The first, the last or any other entry, an entry of another row, or a token without an entry.
             draws.choice([*list(counts)[:1], *list(counts)[-1:], draws.choice([*counts, 0]), draws.randrange(vocab), 7])
             for counts in rows
         ]
@@ -93,7 +93,7 @@ def test_new_tokens_count_as_if_they_had_been_known(
         found = logits.clone()
         apply(found, known[0], known[1], known[2].int(), *penalties, given)
         torch.testing.assert_close(found.double().cpu(), expected, rtol=1e-6, atol=1e-6, msg=f"case {case}")
-        # Bit for bit what the host's own counting gives.
+        # Bit-identical to counting on the host.
         entries = [(row, token, count) for row, counts in enumerate(rows) for token, count in counts.items()]
         counted = [torch.tensor([entry[at] for entry in entries], dtype=torch.int64, device=device) for at in range(3)]
         by_host = logits.clone()

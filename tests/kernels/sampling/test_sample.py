@@ -1,4 +1,4 @@
-"""Sampling against the sorting float64 reference, and the reference against hand-made rows."""
+"""The sampling kernel against the sorting float64 reference, and the reference against hand-made rows."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from kvrelay.kernels.sampling.sample import kept_mask_reference, sample, sample_
 Randn = Callable[..., torch.Tensor]
 Sample = Callable[..., torch.Tensor]
 LARGEST_BELOW_ONE = 1 - 2**-24
-# The kernel sums in fp32, the reference in float64: closer to a boundary than this, either side is right.
+# The kernel sums in fp32 and the reference in float64. Within this distance of a boundary either result is right.
 BOUNDARY = 1e-5
 
 
 @pytest.fixture
 def draw(device: str) -> Callable[..., torch.Tensor]:
-    """Calls an implementation on one row of logits, once per uniform number."""
+    """Run an implementation on one row of logits, once for each uniform number."""
 
     def run(
         implementation: Sample,
@@ -61,7 +61,7 @@ def test_reference_filters() -> None:
     assert _kept(row, top_p=0.0)[0].tolist() == [0]
     assert _kept(row, top_p=0.75)[0].tolist() == [0, 1, 2, 3, 4]
     assert _kept(row, min_p=0.3)[0].tolist() == [0, 2]
-    # top_p counts the mass that top_k left: 0.5 / 0.7 > 0.7.
+    # top_p applies to the mass that top_k left: 0.5 / 0.7 > 0.7.
     assert _kept(row, top_k=2, top_p=0.7)[0].tolist() == [0]
     # min_p applies to tempered probabilities: at temperature 2, 0.2 / 0.5 becomes its square root.
     assert _kept(row, temperature=2.0, min_p=0.5)[0].tolist() == [0, 2]
@@ -76,7 +76,7 @@ def test_inverse_cdf_by_hand(draw: Sample, implementation: Sample) -> None:
 
 @pytest.mark.parametrize("implementation", [sample, sample_reference])
 def test_greedy_takes_the_lowest_of_equal_logits(draw: Sample, randn: Randn, implementation: Sample) -> None:
-    """Also across the vocabulary tiles of the kernel, and whatever the filters say."""
+    """The equal logits lie in different vocabulary tiles, and the filters have no effect."""
     row = randn(9000)
     row[[8500, 100, 101]] = 9.0
     assert draw(implementation, row, [0.9], temperature=0.0, top_k=5, top_p=0.5).tolist() == [100]
@@ -103,7 +103,7 @@ def test_greedy_takes_the_lowest_of_equal_logits(draw: Sample, randn: Randn, imp
 def test_every_kept_token_has_its_share(
     draw: Sample, randn: Randn, vocab: int, with_ties: bool, options: dict[str, float]
 ) -> None:
-    """Both ends of a kept token's interval draw that token: the kept set and its mass are the reference's."""
+    """Both ends of a kept token's interval draw that token, so the kept set and its masses equal the reference's."""
     row = randn(vocab) * 3
     if with_ties:
         row = row.round()
@@ -115,7 +115,7 @@ def test_every_kept_token_has_its_share(
     cumulative = weights.cumsum(0) / weights.sum()
     shares = weights[kept] / weights.sum()
     kept, shares = kept[shares > 4 * BOUNDARY], shares[shares > 4 * BOUNDARY]
-    # The heaviest and lightest of many, so that the interpreter has little to do.
+    # Only the heaviest and lightest tokens, to keep the interpreter's work small.
     order = shares.argsort(descending=True)
     chosen = torch.cat((order[:4], order[-4:])).unique()
     upper = cumulative[kept[chosen]] - 2 * BOUNDARY
@@ -174,21 +174,21 @@ def _peaked(randn: Randn, vocab: int) -> torch.Tensor:
 
 
 def _crowded(randn: Randn, vocab: int) -> torch.Tensor:
-    """All that matters lies in two groups of the kernel, with ties."""
+    """All likely tokens are in two of the kernel's groups, with ties."""
     row = randn(vocab) - 9.0
     row[4000:4060] = (randn(60) * 2).round()
     return row
 
 
 def _tied(randn: Randn, vocab: int) -> torch.Tensor:
-    """Hundreds of tokens, in as many groups, share the largest logit."""
+    """Hundreds of tokens, each in its own group, share the largest logit."""
     row = randn(vocab).clamp(max=1.0)
     row[::13] = 2.0
     return row
 
 
 def _masked(randn: Randn, vocab: int) -> torch.Tensor:
-    """A grammar allows few tokens."""
+    """A row in which a grammar allows only four tokens."""
     row = torch.full((vocab,), -math.inf, device=randn(1).device)
     row[[5, 77, 4321, vocab - 1]] = randn(4)
     return row
@@ -198,7 +198,7 @@ def _masked(randn: Randn, vocab: int) -> torch.Tensor:
     "make", [*(pytest.param(one, marks=pytest.mark.full) for one in (_flat, _peaked, _crowded, _tied)), _masked]
 )
 def test_long_rows_of_every_shape(device: str, randn: Randn, make: Callable[[Randn, int], torch.Tensor]) -> None:
-    """Few groups may hold what the filters keep, or more than are looked into first, or all of them."""
+    """The kept tokens are in few groups, in more groups than the first look takes, or in all groups."""
     temperature, top_k, top_p, min_p = zip(
         (1.0, 0, 1.0, 0.0),
         (0.8, 3, 1.0, 0.0),
@@ -229,7 +229,7 @@ def test_long_rows_of_every_shape(device: str, randn: Randn, make: Callable[[Ran
 
 
 def test_a_vocabulary_of_larger_groups(device: str, randn: Randn) -> None:
-    """More than 4096 groups of 32: they become groups of 64."""
+    """More than 4096 groups of 32, so the kernel uses groups of 64."""
     logits = (randn(1, 131073) * 3).expand(3, -1)
     arguments = (
         torch.tensor([0.0, 1.0, 1.0], device=device),
@@ -245,7 +245,7 @@ def test_a_vocabulary_of_larger_groups(device: str, randn: Randn) -> None:
     assert abs(weights[: tokens[2]].sum() / weights.sum() - 0.7) < weights[tokens[2]] / weights.sum() + BOUNDARY
 
 
-# Overflow to infinity is what these rows are about; the interpreter's numpy warns of it.
+# These rows overflow to infinity, of which the interpreter's numpy warns.
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("implementation", [sample, sample_reference])
 @pytest.mark.parametrize("uniform", [0.0, 0.5, LARGEST_BELOW_ONE])
@@ -271,7 +271,7 @@ def test_extreme_rows_give_an_allowed_token(draw: Sample, implementation: Sample
 
 @pytest.mark.parametrize("uniform", [0.0, 0.3, 0.99999, LARGEST_BELOW_ONE])
 def test_a_flat_long_row_stays_within_the_filter(draw: Sample, uniform: float) -> None:
-    """Rounding of a long fp32 sum must not push the draw past the last kept token."""
+    """Rounding of a long fp32 sum must not move the draw past the last kept token."""
     row = torch.zeros(20000)
     row[15000:] = -math.inf
     token = draw(sample, row, [uniform]).item()
@@ -280,7 +280,8 @@ def test_a_flat_long_row_stays_within_the_filter(draw: Sample, uniform: float) -
 
 
 def test_the_end_of_a_long_row_survives_rounding(draw: Sample, randn: Randn) -> None:
-    """The fp32 cumulative sum of some of these rows never reaches the largest target."""
+    """The largest uniform number draws a token at the end of the row, although the fp32 cumulative sum may stay below
+    it."""
     for _ in range(4):
         row = randn(9000) * 2
         _, weights = _kept(row)

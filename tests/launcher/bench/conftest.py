@@ -1,4 +1,4 @@
-"""What the tests of `kvrelay bench` share."""
+"""Fixtures of the tests of `kvrelay bench`."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from tests.launcher.bench.stub_server import StubServer
 
 @pytest.fixture
 async def own_server() -> AsyncIterator[StubServer]:
-    """In the test's own loop."""
+    """A stub server in the test's event loop."""
     async with StubServer().running() as stub:
         yield stub
 
 
 @pytest.fixture
 def server() -> Iterator[StubServer]:
-    """In a thread."""
+    """A stub server in a thread."""
     with StubServer().in_thread() as stub:
         yield stub

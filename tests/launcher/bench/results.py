@@ -1,4 +1,4 @@
-"""Results of runs that were never run, for tests of what people read."""
+"""Hand-made results of runs, for tests of reports."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CPU = CpuUse(num_cores=2, generator=0.1, server=1.5, others=0.05, stolen=0.0, ge
 
 
 def record(index: int = 0, **changes: object) -> RequestRecord:
-    """Three tokens, the first 1 s after it was due."""
+    """A request with three tokens, the first 1 s after it was due."""
     values: dict[str, object] = {
         "index": index,
         "stream": "main",
@@ -33,7 +33,7 @@ def record(index: int = 0, **changes: object) -> RequestRecord:
 
 
 def result(name: str = "run", *, gap_s: float = 0.02, **changes: object) -> RunResult:
-    """Four streams of 50 tokens, and a burst of one that fails."""
+    """A run of four streams of 50 tokens, and a burst of one request that fails."""
     requests = [
         record(
             index,

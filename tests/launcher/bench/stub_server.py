@@ -1,4 +1,4 @@
-"""A small OpenAI-compatible server on real sockets, which says what a test wants: in the test's loop, or in a thread."""
+"""A small OpenAI-compatible server on real sockets with scripted answers, in the test's loop or in a thread."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-# Of the loop, at most, from a client's connection to its task. asyncio leaks a connection whose server closes in between.
+# The most turns of the loop from a client's connection to its task. asyncio leaks a connection if its server closes in
+# between.
 _TURNS_TO_ACCEPT = 8
 
-Pieces = list[bytes]  # of a body; each is a write, and a chunk of HTTP, of its own
+Pieces = list[bytes]  # of a body; each is one write and one HTTP chunk
 
 
 @dataclass
@@ -28,8 +29,8 @@ class Answer:
     pieces: Pieces
     status: int = 200
     is_cut: bool = False  # the connection closes in the middle of the body
-    wait: Callable[[], Awaitable[None]] | None = None  # before the last piece
-    closes: bool = False  # the connection, after a complete answer
+    wait: Callable[[], Awaitable[None]] | None = None  # awaited before the last piece
+    closes: bool = False  # closes the connection after a complete answer
 
 
 def event(value: object) -> bytes:
@@ -46,7 +47,7 @@ def completion(texts: list[str], *, usage: tuple[int, int] | None = None, **extr
 
 
 def as_asked(request: Request) -> Answer:
-    """As many tokens as the request asks for, a prompt as long as it is."""
+    """Answer with as many tokens as requested, and report the prompt's length."""
     num = request.body["max_tokens"]
     prompt = request.body.get("prompt") or request.body["messages"][0]["content"]
     if isinstance(prompt, str):
@@ -125,14 +126,14 @@ class StubServer:
                 task.cancel()
             await asyncio.gather(*left, return_exceptions=True)
             for writer in left.values():
-                writer.transport.abort()  # a task that was cancelled before it began has closed nothing
+                writer.transport.abort()  # a task that was cancelled before its start has closed nothing
                 with suppress(ConnectionError):
                     await writer.wait_closed()
             await server.wait_closed()
 
     @contextmanager
     def in_thread(self) -> Iterator[StubServer]:
-        """For programs that run a loop of their own."""
+        """Run the server in a thread, for programs with their own event loop."""
         started = threading.Event()
         handles: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
 

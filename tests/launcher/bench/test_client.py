@@ -25,7 +25,7 @@ def server(own_server: StubServer) -> StubServer:
 async def ask(
     server: StubServer, num: int = 1, *, api: str = "completions", timeout_s: float = 20.0, exact: int | None = None
 ) -> list[ClientAnswer]:
-    """``num`` questions, one after the other."""
+    """Send ``num`` requests, one after another."""
     ticks = itertools.count()
 
     def clock() -> float:
@@ -86,7 +86,7 @@ def refused(_: Request) -> Answer:
 
 
 def ended_by_itself(_: Request) -> Answer:
-    """And nobody counted."""
+    """An answer with the finish reason "stop" and without usage."""
     return Answer([event({"choices": [{"index": 0, "text": "a", "finish_reason": "stop"}]}), event(b"[DONE]")])
 
 
@@ -141,7 +141,8 @@ async def test_without_usage_fewer_chunks_than_tokens_may_be_whole(server: StubS
 
 
 async def test_an_answer_has_ended_when_its_body_has(server: StubServer) -> None:
-    """What a server does after [DONE] is no part of the answer, but the next request of a closed loop waits for it."""
+    """``finished_s`` is at the last chunk, ``ended_s`` at the end of the body. A closed loop sends its next request
+    after ``ended_s``."""
     (answer,) = await ask(server)
     assert answer.chunk_s[-1] <= answer.finished_s < answer.ended_s
 

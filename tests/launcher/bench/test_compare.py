@@ -1,4 +1,4 @@
-"""Several runs side by side."""
+"""The comparison table of several runs."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tests.launcher.bench.results import result
 
 
 def good(name: str, **changes: object) -> RunResult:
-    """A run without its failed burst."""
+    """A run without the failed burst."""
     return result(name, requests=result().requests[:-1], **changes)
 
 
 def lines_of(*results: RunResult) -> dict[str, list[str]]:
-    """Cells by the name of their line."""
+    """The cells of each row, by the row's name."""
     console = Console(file=io.StringIO(), width=100)
     console.print(comparison_table(results))
     assert isinstance(console.file, io.StringIO)
@@ -71,7 +71,7 @@ def test_compare_reads_files(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_streams_of_any_run_have_lines() -> None:
-    """A run without bursts is all main load."""
+    """The burst of one run has its own rows, with "-" for the run without bursts."""
     lines = lines_of(good("a"), result("b"))
     assert lines["main: inter-token p50"] == ["20.0 ms", "20.0 ms", "1.00 times"]
     assert lines["burst: failed"] == ["-", "1", "-"]

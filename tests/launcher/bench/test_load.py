@@ -1,4 +1,4 @@
-"""Sending: the open loop does not wait, the closed loop does, and nothing is lost or left behind."""
+"""Sending: the open loop does not wait, the closed loop does, and no request is lost or left running."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def server(own_server: StubServer) -> StubServer:
 
 
 async def run(server: StubServer, client: type[StreamingClient] = StreamingClient, **values: Any) -> LoadRunner:
-    """What has run."""
+    """Run a load to its end and return its runner."""
     runner, made = runner_for(server, client, **values)
     await runner.run()
     await made.close()
@@ -49,7 +49,7 @@ def runner_for(
 
 
 class Holding:
-    """Answers that wait until ``num`` requests are there at a time."""
+    """Answers that wait until ``num`` requests are running."""
 
     def __init__(self, num: int) -> None:
         self.num = num
@@ -72,7 +72,7 @@ class Holding:
 
 
 async def test_the_open_loop_does_not_wait_for_answers(server: StubServer) -> None:
-    server.answer = holding = Holding(12)  # nothing is answered before all have come
+    server.answer = holding = Holding(12)  # no request is answered before all twelve have arrived
     runner = await run(server, rate=100, requests=12)
     records = runner.records
     assert holding.most == 12
@@ -96,7 +96,7 @@ async def test_the_closed_loop_keeps_its_concurrency(server: StubServer) -> None
     assert holding.most == 3
     assert len(records) == 20
     assert server.num_connections == 3
-    # Each place is free when its answer before has ended: what passes until the next sending is the generator's.
+    # A request is due when the answer before it ended. The time from then to its sending is the generator's delay.
     assert all(record.due_s in {0.0, *ends} for record in records)
     for place in places_of(records):
         assert place[0].due_s == 0.0
@@ -104,7 +104,7 @@ async def test_the_closed_loop_keeps_its_concurrency(server: StubServer) -> None
 
 
 def places_of(records: list[RequestRecord]) -> list[list[RequestRecord]]:
-    """The requests of each place in their order: a request follows the answer that ended last before it was due."""
+    """The requests of each place in order. A request follows the answer that ended last before it was due."""
     places: list[list[RequestRecord]] = []
     for record in sorted(records, key=lambda one: one.sent_s):
         free = [place for place in places if place[-1].finished_s <= record.due_s]
@@ -137,14 +137,16 @@ async def test_stop_gives_up_what_is_under_way_and_keeps_what_ended(server: Stub
 
 
 async def test_a_closed_loop_that_begins_late_is_late() -> None:
-    """Nothing is planned for a time, but its places should have been full from the start of the run on."""
+    """Requests of a closed loop have no planned times. The first ones are due at the start of the run, so sending them
+    late counts."""
     runner = simple_runner(concurrency=2, requests=2)
     await runner.run()
     assert [record.due_s for record in runner.records] == [0.0, 0.0]
 
 
 async def test_between_requests_that_are_due_together_chunks_are_noted() -> None:
-    """A chunk, as from a socket, comes in the next turn of the loop."""
+    """Each request schedules a chunk for the loop's next turn. Chunks are handled between the requests that are due
+    together."""
     events: list[str] = []
 
     def on_ask() -> None:
@@ -166,7 +168,7 @@ async def test_a_mistake_of_ours_ends_the_run() -> None:
 
 
 def simple_runner(on_ask: Callable[[], None] = lambda: None, **values: Any) -> LoadRunner:
-    """Its clock says 100 s; every request is answered at once."""
+    """A runner whose clock stands at 100 s. Every request is answered at once."""
 
     class Client:
         async def ask(self, body: bytes, *, exact_tokens: int | None) -> ClientAnswer:

@@ -1,4 +1,4 @@
-"""Where the time to the first two tokens went: sums, and what a real gateway with workers on fake engines says."""
+"""The parts of the time to the first two tokens: sums by hand, and a real gateway and workers over fake engines."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PARTS = TtftParts(
 
 
 def told(**changes: object) -> RequestRecord:
-    """A request of which the server told the parts."""
+    """A request with the parts that the server reported."""
     return record(**{"sent_s": 0.0, "chunk_s": [0.75, 0.98, 1.0], "parts": PARTS, **changes})  # type: ignore[arg-type]
 
 
@@ -32,7 +32,7 @@ def parts_of(*records: RequestRecord, stream: str = "main") -> PartsSummary | No
 
 
 def test_each_part_by_hand() -> None:
-    found = parts_of(told(sent_s=0.02, chunk_s=[0.77, 1.0, 1.02]))  # 20 ms late: the client's
+    found = parts_of(told(sent_s=0.02, chunk_s=[0.77, 1.0, 1.02]))  # sent 20 ms late, which counts as the client's time
     assert found is not None
     assert {name: part.p50 for name, part in found.first_token.items()} == {
         "accept": 0.1, "queue": 0.2, "prefill": 0.3, "rest": pytest.approx(0.1), "network and client": pytest.approx(0.07)
@@ -67,7 +67,8 @@ def test_parts_of_local_prefill_have_no_hand_off() -> None:
 
 
 class Held:
-    """As ``on_step``: the step of a sequence that has ``num_tokens`` of output lasts ``HELD_S`` longer; noted by our own clock."""
+    """An ``on_step`` that makes the step of a sequence with ``num_tokens`` output tokens ``HELD_S`` longer, by its own
+    clock."""
 
     HELD_S = 0.3
 
@@ -78,12 +79,12 @@ class Held:
     def __call__(self, rows: Sequence[Share]) -> None:
         if not self.held_s and any(row.sequence.num_output_tokens == self._num_tokens for row in rows):
             before_s = time.monotonic()
-            time.sleep(self.HELD_S)  # what the step costs, not a wait for anything
+            time.sleep(self.HELD_S)  # the step's cost
             self.held_s = time.monotonic() - before_s
 
 
 async def test_what_a_gateway_says_of_the_first_two_tokens_leaves_no_more_than_was_not_computed(tmp_path: Path) -> None:
-    """The bound holds however slow the machine is: parts cover what we know to be theirs, by a clock that they do not see."""
+    """One prefill step and one decode step are made longer. Their parts cover at least that time on any machine."""
     prefill, decode = Held(0), Held(1)
     async with deployment(write_model(tmp_path), prefill_gate=prefill, gate=decode) as up:
         asked = {TIMINGS_HEADER: "1"}
@@ -108,12 +109,12 @@ async def test_what_a_gateway_says_of_the_first_two_tokens_leaves_no_more_than_w
     assert found is not None
     first, second = found.first_token, found.second_token
     assert all(part.max >= 0 for part in first.values())
-    # Together: a step may have begun on the model's thread by the time that the worker notes it as begun.
+    # The sum, because a step may have begun on the model's thread before the worker notes its begin.
     assert first["queue"].max + first["prefill"].max >= prefill.held_s
     assert first["rest"].max + first["network and client"].max <= found.first_token_whole.max - prefill.held_s
     assert found.second_token_whole is not None
     assert second["first decode step"].max >= decode.held_s
-    # The decode worker may hear of the first token before the client does: so far its times reach back.
+    # The decode worker may learn of the first token before the client does, so its part may begin earlier.
     unexplained_s = second["rest"].max + second["network and client"].max
     assert unexplained_s <= found.second_token_whole.max - decode.held_s
     assert sum(part.mean for part in first.values()) == pytest.approx(answer.chunk_s[0] - answer.sent_s)

@@ -1,4 +1,4 @@
-"""Tables of one run, and the file that it is read from."""
+"""The tables of one run, and its result file."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_report_says_everything_in_80_columns() -> None:
         "others 0.05",
     ):
         assert part in text
-    assert "…" not in text.replace("  … ", "")  # nothing was cut
+    assert "…" not in text.replace("  … ", "")  # no cell was cut
 
 
 def test_a_name_is_shown_as_it_is() -> None:
@@ -96,7 +96,7 @@ def test_a_result_has_its_figures_for_readers_before_its_requests(tmp_path: Path
 
 
 def test_the_figures_in_a_file_are_not_believed(tmp_path: Path) -> None:
-    """Whoever edits them, or computed them in another way, changes nothing; a file of old has none."""
+    """An edited figure in a result file, or a file without figures, is read as the same result."""
     path = tmp_path / "result.json"
     write_result(path, result())
     document = json.loads(path.read_text())
@@ -133,7 +133,7 @@ def test_every_figure_stands_in_its_own_cell() -> None:
     text = printed(result(requests=[late, *run.requests[1:]], slo={"ttft": 0.5}))
     rows = {row[0]: row[1:] for line in text.splitlines() if (row := [cell for cell in line.split("  ") if cell])}
     rows = {name.strip(): [cell.strip() for cell in cells] for name, cells in rows.items()}
-    # Five sent, four answered in two seconds, three of them in time; 200 tokens out, and 400 in.
+    # Five sent, four answered in two seconds, three of them within the limit; 200 output and 400 input tokens.
     assert rows["all"] == ["5", "1", "2.00", "100.0", "300.0", "400", "200", "60.0%", "1.50"]
     assert rows["first token"][:3] == ["4", "338 ms", "250 ms"]
     assert rows["end to end"][:3] == ["4", "1.32 s", "1.23 s"]

@@ -1,4 +1,4 @@
-"""The whole command against a server in a thread: what is asked for reaches the load, and what was measured the result."""
+"""The whole command against a server in a thread: arguments reach the load, and measurements reach the result."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_the_servers_cpu_is_told_apart_if_its_process_is_named(server: StubServe
     assert unknown.duration_s >= 0.49, "also if the last request was sent and answered before"
     assert unknown.cpu is not None
     assert unknown.cpu.server is None
-    # Its work is done by a child.
+    # The process's child does the work.
     spin = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {'while True: pass'!r}])"
     with subprocess.Popen([sys.executable, "-c", spin]) as busy:
         process = psutil.Process(busy.pid)
@@ -99,7 +99,7 @@ def test_cpu_use_is_that_of_the_time_that_counts() -> None:
         pass
     meter.sample()
     from_s = time.monotonic()
-    time.sleep(0.2)  # what is measured
+    time.sleep(0.2)  # the time that is measured
     whole, counted = meter.use(), meter.use(from_s)
     assert whole is not None
     assert counted is not None

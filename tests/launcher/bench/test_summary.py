@@ -1,4 +1,4 @@
-"""The figures of a run, against ones computed by hand."""
+"""The figures of a run against figures computed by hand."""
 
 from __future__ import annotations
 
@@ -42,19 +42,19 @@ def test_warm_up_and_failures_have_no_times_but_gaps_that_were_seen() -> None:
     assert whole.ttft is not None
     assert whole.ttft.count == 1
     assert whole.itl is not None
-    assert (whole.itl.count, whole.itl.max) == (7, pytest.approx(8.9))  # 2 + 2 + 3
+    assert (whole.itl.count, whole.itl.max) == (7, pytest.approx(8.9))  # 2 + 2 + 3 gaps
     assert whole.output_tokens == 3
 
 
 def test_the_wait_that_ended_in_a_timeout_is_a_gap() -> None:
     hung = record(1, error="timeout", chunk_s=[1.0, 1.5], finished_s=16.5)
     assert gaps(hung) == [0.5, 15.0]
-    assert gaps(record(2, error="short answer", finished_s=9.0)) == [0.5, 1.5]  # it was whole
+    assert gaps(record(2, error="short answer", finished_s=9.0)) == [0.5, 1.5]  # no gap after a complete answer
     assert gaps(record(3, error="timeout", chunk_s=[])) == []
 
 
 def test_a_request_that_hangs_does_not_stretch_the_time_of_the_others() -> None:
-    """39 of 40 requests a second apart are answered at once; one hangs from the start until its timeout, far behind the end."""
+    """39 requests are answered at once. One request hangs from the start until its timeout, long after the others."""
     answered = [
         record(number, due_s=float(number), sent_s=float(number), finished_s=number + 0.5, chunk_s=[number + 0.5])
         for number in range(1, 40)
@@ -65,7 +65,8 @@ def test_a_request_that_hangs_does_not_stretch_the_time_of_the_others() -> None:
 
 
 def test_the_time_in_which_requests_were_sent_counts_also_if_they_failed() -> None:
-    """A server that stops answering half-way did not do twice the work before."""
+    """The window reaches to the last sending, so a server that stops answering half-way does not count as twice as
+    fast."""
     refused = record(1, due_s=6.0, sent_s=6.0, finished_s=6.1, chunk_s=[], error="http 503")
     assert rate_window([record(), refused]) == (0.0, 6.0)
     assert rate_window([refused]) == (6.0, 6.0)
@@ -73,7 +74,7 @@ def test_the_time_in_which_requests_were_sent_counts_also_if_they_failed() -> No
 
 
 def test_a_closed_loop_that_stands_still_does_not_shorten_the_time() -> None:
-    """All answers came in 3 of 60 seconds; from then on the server hung, and nothing was sent."""
+    """All answers came in the first 3 of 60 seconds. Then the server hung, and no request was sent."""
     hung = record(1, due_s=3.0, sent_s=3.0, finished_s=303.0, chunk_s=[], error="timeout")
     assert rate_window([record(), hung], end_s=60.0) == (0.0, 60.0)
     assert rate_window([record(finished_s=70.0)], end_s=60.0) == (0.0, 70.0)
@@ -98,7 +99,7 @@ def test_streams_are_reported_apart_and_together() -> None:
         ({"ttft": 1.0}, True),
         ({"ttft": 0.9}, False),
         ({"itl": 1.5}, True),
-        ({"itl": 1.2}, False),  # the mean gap is 1.0, but a reader saw 1.5
+        ({"itl": 1.2}, False),  # the mean gap is 1.0, but the largest is 1.5
         ({"e2e": 3.0, "ttft": 2.0}, True),
         ({"e2e": 2.9}, False),
     ],

@@ -1,4 +1,4 @@
-"""Plans: when requests come, what they share, that a seed repeats them."""
+"""Plans: the times of requests, their shared prefixes, and their repetition by seed."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_poisson_load_of_a_duration_has_as_many_requests_as_its_rate_says() ->
         assert [request.is_warmup for request in requests] == [True] * 4 + [False] * 12
         assert due(requests) == sorted(due(requests))
         assert all(0 <= time_s < 8 for time_s in due(requests))
-    # Gaps of a dense load are as spread as those of any Poisson process: deviation equals mean.
+    # In a dense load the gaps have the spread of a Poisson process: deviation equals mean.
     gaps = [after - before for before, after in itertools.pairwise(due(plan(rate=100, duration_s=100).timed))]
     assert statistics.pstdev(gaps) == pytest.approx(statistics.mean(gaps), rel=0.05)
 

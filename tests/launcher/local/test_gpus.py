@@ -1,4 +1,4 @@
-"""Which worker of a local deployment gets which GPU."""
+"""The assignment of GPUs to the workers of a local deployment."""
 
 from __future__ import annotations
 
@@ -88,7 +88,8 @@ def test_a_worker_that_has_a_gpu_alone_may_have_all_of_it(num_gpus: int, fractio
 
 
 def test_the_fullest_of_a_workers_gpus_decides_its_memory() -> None:
-    """Two prefill workers and a decode worker of two ranks on two GPUs: each GPU has one of each."""
+    """Two prefill workers and a decode worker of two ranks share two GPUs. Each GPU has one prefill worker and one
+    decode rank."""
     plan = planned(2, prefill=2, decode_tensor_parallel=2)
     assert having(plan) == {"prefill-0": "0", "prefill-1": "1", "decode-0": "0,1", "gateway": None}
     decode = parsed(DecodeSettings, plan.specs[2])

@@ -1,4 +1,4 @@
-"""``kvrelay local`` as a process, with fake components: signals, deaths, ports, and what is left behind."""
+"""``kvrelay local`` as a process with fake components: signals, exits, ports, and clean-up."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from kvrelay.launcher.settings import LOCAL, LocalSettings
 from kvrelay.prefill_worker.settings import PrefillSettings
 from tests.launcher.conftest import MakeSpec
 
-# A launcher whose components are given as (name, command, ready_url, stop_rank) and not planned.
+# A launcher with given components, each (name, command, ready_url, stop_rank).
 LAUNCHER = """
 import json, sys
 from kvrelay.common.errors import KvrelayError
@@ -52,7 +52,7 @@ except KvrelayError as error:
 
 @contextlib.contextmanager
 def launched(specs: list[ComponentSpec], folder: Path) -> Iterator[subprocess.Popen[str]]:
-    """The launcher as a process. Killed at exit if it still runs."""
+    """The launcher as a process. It is killed at the end of the block if it still runs."""
     file = folder / "specs.json"
     file.write_text(json.dumps([(spec.name, spec.command, spec.ready_url, spec.stop_rank) for spec in specs]))
     with subprocess.Popen(
@@ -127,7 +127,7 @@ def test_a_second_ctrl_c_does_not_wait_for_the_grace(make_spec: MakeSpec, tmp_pa
     with launched([make_spec("decode-0", "stubborn")], tmp_path) as process:
         pids = pids_in(read_until(process, "is ready at"))
         process.send_signal(signal.SIGINT)
-        # It has seen SIGTERM, so the first Ctrl-C is being acted upon.
+        # The component got SIGTERM, so the launcher is handling the first Ctrl-C.
         while not (tmp_path / "stopped").exists():
             assert process.poll() is None
         process.send_signal(signal.SIGINT)
@@ -192,7 +192,7 @@ def planned(settings: LocalSettings) -> Plan:
 
 
 def parsed(cls: type, spec: ComponentSpec) -> object:
-    """The settings that a component makes from its command line, as its process will."""
+    """The settings that the component's process reads from its command line."""
     options = Options.of(cls)
     command = click.Command("component", params=options.parameters())
     context = command.make_context("component", list(spec.command[5:]))
@@ -313,7 +313,8 @@ def test_models_that_cannot_be_told_apart_are_refused(
 
 
 def test_every_option_of_a_component_reaches_those_that_have_it(tmp_path: Path) -> None:
-    """By the same name as flag, variable and key of the file; what nobody gave is each component's own."""
+    """Options keep their names as flag, variable and key of the file. Options not given keep each component's
+    default."""
     config = tmp_path / "kvrelay.toml"
     config.write_text("max_num_seqs = 8\nprefill = 2\n")
     flags = {"config_file": str(config), "served_model_name": "small", "api_keys": "/keys", "seal_kv": True}
@@ -333,7 +334,7 @@ def test_every_option_of_a_component_reaches_those_that_have_it(tmp_path: Path) 
 
 
 def test_a_component_hears_of_no_variable(make_spec: MakeSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file that KVRELAY_CONFIG names for the launcher has options that a component would refuse."""
+    """KVRELAY_CONFIG of the launcher is not passed on, as its file has options that a component would refuse."""
     monkeypatch.setenv("KVRELAY_CONFIG", "/launcher.toml")
     spec = make_spec("gateway")
     tell = "import os, sys; print([name for name in os.environ if name.startswith('KVRELAY')]); sys.exit(3)"
@@ -368,7 +369,7 @@ def test_workers_of_one_gpu_have_shares_of_all_of_it_by_their_needs() -> None:
     assert isinstance(second, DecodeSettings)
     assert (first.kv.kv_memory_fraction, second.kv.kv_memory_fraction) == (0.4, 0.5)
     assert (first.scheduler.max_batched_tokens, second.scheduler.max_batched_tokens) == (None, None)
-    most = planned(LocalSettings.of(prefill=64, decode=64))  # with a fake engine; any share will do
+    most = planned(LocalSettings.of(prefill=64, decode=64))  # for fake engines, any share works
     assert isinstance(parsed(PrefillSettings, most.specs[0]), PrefillSettings)
 
 

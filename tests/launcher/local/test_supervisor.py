@@ -1,4 +1,4 @@
-"""Starting, watching, restarting and stopping processes, with fake components."""
+"""Processes with fake components: start, watch, restart and stop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What people see of a deployment."""
+"""The texts that users see of a deployment."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvrelay.launcher.local.supervisor import State, Status
 from kvrelay.launcher.local.view import View
 from kvrelay.launcher.top import Picture
 
-NOBODY = Picture("http://127.0.0.1:9")  # answers there
+NOBODY = Picture("http://127.0.0.1:9")  # no server answers there
 
 
 def status(state: State, **changes: object) -> Status:

@@ -27,12 +27,12 @@ NUM_POSITIONS = 4096
 
 
 def right_answer(prompt: Sequence[int], max_tokens: int) -> list[int]:
-    """What the fake model says."""
+    """The fake model's output."""
     return [(sum(prompt) + index) % 1000 for index in range(max_tokens)]
 
 
 class FakeDeployment(http.server.ThreadingHTTPServer):
-    """Answers like a gateway. ``wrong_length``: prompts of this length get another token at position 2."""
+    """Answers like a gateway. ``wrong_length``: prompts of this length get a wrong token at position 2."""
 
     daemon_threads = True
     request_queue_size = 64
@@ -155,7 +155,7 @@ def test_a_server_that_is_not_there() -> None:
 
 
 def fake_local_deployment(server: FakeDeployment, monkeypatch: pytest.MonkeyPatch) -> list[LocalSettings]:
-    """Deployments that verify starts are ``server``; returns the settings they were started with, one each."""
+    """``server`` stands for every deployment that verify starts. Returns the list of their settings."""
     started: list[LocalSettings] = []
 
     class Deployment(contextlib.nullcontext["Deployment"]):
