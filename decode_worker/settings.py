@@ -24,7 +24,7 @@ class DecodeSchedulerSettings(SchedulerSettings):
     itl_budget_ms: float | None = setting(
         None,
         "longest time between two tokens while the worker computes prompts; raise it for sooner first tokens. 0: "
-        "no bound. Default: 1.4 times a step without prompts, at least 10 ms",
+        "no bound. Default: 1.4 times a step of all sequences without prompts, at least 10 ms",
         unit="ms",
         minimum=0,
     )

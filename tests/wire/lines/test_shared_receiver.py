@@ -177,7 +177,7 @@ def test_slots_come_back_when_blocks_are_refused(one_rig: Rig) -> None:
     assert one_rig.rejection().key == ("r", 1)
 
 
-def test_a_slot_that_changes_between_copy_and_proof_is_refused(one_rig: Rig) -> None:
+def test_a_slot_that_changes_before_its_copy_is_refused(one_rig: Rig) -> None:
     """The sender changes a slot after the receiver has accepted the header. The checksum over the pool's copy fails."""
     frame, payload = one_rig.leased().frames(0)
     one_rig.table.may_finish.clear()
