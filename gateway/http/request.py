@@ -188,12 +188,13 @@ class OpenBody(RequestBody):
             else:
                 known = msgspec.structs.asdict(decoder.decode(data))
                 fields = {name: raw for name, raw in known.items() if raw is not None}
-        except (msgspec.MsgspecError, RecursionError) as error:
+            extras = {name: msgspec.json.decode(fields[name]) for name in cls.known_extras & fields.keys()}
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             cls.model_validate_json(data)  # raises an error that says where
             raise InvalidRequestError(f"the body is not valid JSON: {error}") from error
         given = [b'"%b":%b' % (name.encode(), raw) for name, raw in fields.items() if name in declared]
         body = super().of_json(b"{%b}" % b",".join(given))
-        body._extras = {name: msgspec.json.decode(fields[name]) for name in cls.known_extras & fields.keys()}
+        body._extras = extras
         body._ignored = [name for name in fields if name not in declared and name not in cls.known_extras]
         return body
 
