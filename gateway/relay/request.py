@@ -159,6 +159,7 @@ class GenerationSpec(SamplingOptions, frozen=True, kw_only=True):
     includes_stop: bool = False  # the stop string or token is part of the text
     keeps_special: bool = False  # special tokens are part of the text
     kept_tokens: tuple[str, ...] = ()  # special tokens that always stay in the text, such as marks of a tool call
+    continues_text: bool = True  # the output goes on with the prompt's text; False: it is a message of its own
     bad_words: tuple[str, ...] = ()
     num_choices: int = 1  # choices that are returned
     best_of: int = 1  # choices that are generated

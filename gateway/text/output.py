@@ -117,7 +117,7 @@ class OutputText:
         if not spec.includes_stop:
             # Some tokenizers do not mark a model's end tokens as special, but no client wants to read them.
             silent = silent.union(sampling.stop_token_ids)
-        self._detokenizer = tokenizer.detokenizer(silent)
+        self._detokenizer = tokenizer.detokenizer(silent, request.prompt_token_ids if spec.continues_text else ())
         self._stop = StopMatcher(spec.stops, includes_stop=spec.includes_stop)
         self._min_tokens = sampling.min_tokens if spec.stops else 0
         self._stop_token_ids = frozenset(sampling.stop_token_ids) - frozenset(tokenizer.eos_ids)

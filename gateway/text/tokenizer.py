@@ -38,13 +38,19 @@ class Detokenizer:
         silent_ids: Collection[int] = (),
         *,
         text_of: Callable[[int], str] | None = None,
+        prompt: Sequence[int] = (),
     ) -> None:
-        """``text_of``: the text of one token, for tokenizers whose tokens are bytes. None: they are not."""
+        """``text_of``: the text of one token, for tokenizers whose tokens are bytes. None: they are not.
+
+        ``prompt``: the tokens whose text goes on. Many tokenizers drop a space at the beginning of a text, which the first
+        output token is not.
+        """
         self._decode = decode
         self._text_of = text_of
         self._silent_ids = frozenset(silent_ids)
-        self._window: list[int] = []  # the tokens that the next piece depends on
-        self._num_sent_chars = 0  # of the window's text
+        # The tokens that the next piece depends on.
+        self._window = [one for one in prompt[-_MAX_HELD_TOKENS:] if text_of is None and one not in self._silent_ids]
+        self._num_sent_chars = len(decode(self._window)) if self._window else 0  # of the window's text
         self._num_held = 0  # tokens since the last piece that ended with a whole character
 
     def push(self, token_ids: Sequence[int]) -> str:
@@ -158,9 +164,10 @@ class Tokenizer:
         text: str = self._backend.decode_batch([list(token_ids)], skip_special_tokens=False)[0]
         return text
 
-    def detokenizer(self, silent_ids: Collection[int] = ()) -> Detokenizer:
-        """For one sequence's output, special tokens included, but for ``silent_ids``."""
-        return Detokenizer(self.decode_all, silent_ids, text_of=self.token_text if self._decodes_bytes else None)
+    def detokenizer(self, silent_ids: Collection[int] = (), prompt: Sequence[int] = ()) -> Detokenizer:
+        """For one sequence's output, special tokens included, but for ``silent_ids``. ``prompt``: as for :class:`Detokenizer`."""
+        text_of = self.token_text if self._decodes_bytes else None
+        return Detokenizer(self.decode_all, silent_ids, text_of=text_of, prompt=prompt)
 
     def token_id(self, token: str) -> int | None:
         """The id of a token by its name in the vocabulary, such as ``<tool_call>``; None if there is none."""
