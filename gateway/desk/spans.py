@@ -55,7 +55,7 @@ def spans_of(request: ApiRequest, route: str, ended_s: float) -> Span:
         "http.route": route,
         "http.response.status_code": request.status,
         "kvrelay.request_id": request.request_id,
-        "kvrelay.outcome": request.cut or str(request.status or "client_left"),
+        "kvrelay.outcome": request.outcome,
     }
     name = f"{request.method} {route}"
     if failure is not None:
