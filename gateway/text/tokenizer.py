@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -85,6 +86,16 @@ class Detokenizer:
             self._num_held = 0
         return piece
 
+
+def _byte_names() -> dict[str, int]:
+    """The byte that each character stands for in the names of tokens that are bytes (GPT-2's ``bytes_to_unicode``)."""
+    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]  # these stand for themselves
+    others = [byte for byte in range(0x100) if byte not in shown]
+    return {chr(byte): byte for byte in shown} | {chr(0x100 + index): byte for index, byte in enumerate(others)}
+
+
+_BYTES = _byte_names()
+_BYTE_NAME = re.compile(r"<0x([0-9A-F]{2})>")  # in vocabularies of SentencePiece's kind
 
 T = TypeVar("T")
 
@@ -183,6 +194,15 @@ class Tokenizer:
         if text is None:
             text = self._token_texts[token_id] = self._backend.decode([token_id], skip_special_tokens=False)
         return text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of one token alone, which may be a part of a character."""
+        text, name = self.token_text(token_id), self.token_name(token_id)
+        if _REPLACEMENT not in text:
+            return text.encode()
+        if self._decodes_bytes and _BYTES.keys() >= set(name):
+            return bytes(map(_BYTES.__getitem__, name))
+        return bytes.fromhex(match[1]) if (match := _BYTE_NAME.fullmatch(name)) else text.encode()
 
 
 def read_json(path: Path) -> dict[str, Any]:
