@@ -13,7 +13,7 @@ from kvrelay.common.retention import Retention
 from kvrelay.common.sampling import BeamSearch, FinishReason, Guide, GuideKind, SampledToken, Watermark
 from kvrelay.engine.fake.engine import fake_card
 from kvrelay.gateway.http.api_keys import line_of
-from kvrelay.wire.messages import Beam, Submit, TokenDelta, Tokens
+from kvrelay.wire.messages import Beam, Submit, Timings, TokenDelta, Tokens
 
 from ..http_app import CHAT, TEXT, App, app_for, saying, tokens_of
 from ..players import Player
@@ -221,6 +221,20 @@ async def test_prompt_logprobs(model_directory: Path) -> None:
         assert len(chat["prompt_logprobs"]) == len(app.player.submits[-1].token_ids)
         events = await app.events(CHAT, messages=USER, prompt_logprobs=0)
         assert sum("prompt_logprobs" in event for event in events) == 1
+
+
+async def test_all_choices_have_prompt_logprobs_that_came_behind_the_first_token(model_directory: Path) -> None:
+    """Another worker may tell them later than the first tokens."""
+
+    def script(player: Player, submit: Submit) -> None:
+        tokens = tokens_of(player.tokenizer, "one two")
+        known = None if submit.sampling.num_prompt_logprobs is None else tokens_of(player.tokenizer, "and over")
+        player.tokens(submit, 0, tokens[:1], timings=Timings(transfer_s=0.01))
+        player.tokens(submit, 1, tokens[1:], FinishReason.LENGTH, prompt_logprobs=known)
+
+    async with app_for(model_directory, script) as app:
+        choices = (await app.post(TEXT, prompt="hand over", prompt_logprobs=0, n=2))["choices"]
+        assert choices[0]["prompt_logprobs"] == choices[1]["prompt_logprobs"]
 
 
 async def test_what_backs_an_answer(app: App) -> None:
