@@ -73,6 +73,8 @@ class Relay:
         except BaseException:
             request.settle(None)
             raise
+        if request.is_first:
+            self.metrics.tokens.on_prompt(len(request.prompt_token_ids))
         try:
             while not await self._is_over(request, take):
                 pass

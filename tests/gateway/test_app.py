@@ -59,9 +59,10 @@ async def test_output_goes_on_with_the_prompts_text_and_a_message_begins_one(tmp
         for echo in (False, True):
             answer = await app.post(TEXT, prompt="I", echo=echo)
             assert answer["choices"][0]["text"] == f"{'I' if echo else ''} am here"
-        chat: dict[str, Any] = {"messages": [{"role": "assistant", "content": "I"}]}
-        assert (await app.post(CHAT, **chat))["choices"][0]["message"]["content"] == "am here"
-        assert (await app.post(CHAT, **chat, continue_final_message=True))["choices"][0]["message"]["content"] == " am here"
+        for goes_on in (False, True):
+            messages = [{"role": "assistant", "content": "I"}]
+            answer = await app.post(CHAT, messages=messages, continue_final_message=goes_on)
+            assert answer["choices"][0]["message"]["content"] == f"{' ' if goes_on else ''}am here"
         assert (await app.post("/generate", inputs="I"))["generated_text"] == " am here"
         events = await app.events("/generate_stream", inputs="I")
         assert [event["token"]["text"] for event in events] == [" am", " here"]
