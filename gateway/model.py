@@ -192,10 +192,7 @@ class Model:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _run(self, sequence: GenerationRequest, usage: Usage, take: Callable[[TextDelta], None]) -> None:
-        metrics = self.relay.metrics
-        if sequence.is_first:
-            metrics.tokens.on_prompt(len(sequence.prompt_token_ids))
-        output = Output(sequence, usage, take, self.tokenizer, metrics, self.relay.clock)
+        output = Output(sequence, usage, take, self.tokenizer, self.relay.metrics, self.relay.clock)
         await self.relay.run(sequence, output.take)
 
     def _check_num_sequences(self, num_prompts: int, spec: GenerationSpec) -> None:

@@ -267,6 +267,11 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: list[SampledToken] | None = None  # for every prompt token but the first; sent with the first token
     beams: list[Beam] | None = None  # result of a beam search, sent with the finish reason; no tokens come before it
 
+    @property
+    def num_tokens(self) -> int:
+        """The number of new tokens, those of all beams included."""
+        return len(self.tokens) if self.beams is None else sum(len(beam.tokens) for beam in self.beams)
+
 
 class Tokens(_Message, tag=True, frozen=True, kw_only=True):
     """All new tokens of one step for one gateway."""

@@ -208,7 +208,7 @@ def choose(sequences: Sequence[GenerationRequest], deltas: Sequence[Sequence[Tex
         if spec.beam_search is not None:
             chosen += [[beam] for one in group for beam in sorted(one, key=lambda delta: delta.beam)]
             continue
-        prompt_logprobs = group[0][0].prompt_logprobs
+        prompt_logprobs = Choice(0, group[0]).prompt_logprobs
         if spec.num_choices < len(group):
             group.sort(key=lambda one: Choice(0, one).mean_logprob, reverse=True)
         for one in group[: spec.num_choices]:

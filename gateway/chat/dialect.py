@@ -206,18 +206,24 @@ class Chat:
     """A rendered chat, ready to generate."""
 
     prompt: str
+    continues: bool  # the answer goes on with the last message
     echoed: str  # the part of the last message that the answer repeats
     _dialect: Dialect
     _choice: ToolChoice
 
     def guided(self, spec: GenerationSpec) -> GenerationSpec:
-        """``spec`` with the guide for tools and thoughts. Raises InvalidRequestError if that contradicts the guide of ``spec``."""
+        """``spec`` for this chat's answer, with the guide for tools and thoughts.
+
+        Raises InvalidRequestError if that contradicts the guide of ``spec``.
+        """
         guide = self._dialect.guide(self.prompt, self._choice, spec.guide, spec.guide_param)
         if spec.beam_search is not None and guide is not None:
             raise InvalidRequestError("tools and use_beam_search are given together; leave one out", param="tools")
         kept_tokens = () if self.has_plain_answers else self._dialect.kept_tokens  # no parser would read them
         param = guide_param(self._choice, spec.guide_param)
-        return msgspec.structs.replace(spec, guide=guide, guide_param=param, kept_tokens=kept_tokens)
+        return msgspec.structs.replace(
+            spec, guide=guide, guide_param=param, kept_tokens=kept_tokens, continues_text=self.continues
+        )
 
     @property
     def has_plain_answers(self) -> bool:
@@ -261,4 +267,4 @@ def read_chat(
         variables=variables,
     )
     echoed = str(shown[-1].get("content") or "") if continues and echoes else ""
-    return Chat(prompt, echoed, dialect, choice)
+    return Chat(prompt, continues, echoed, dialect, choice)

@@ -37,7 +37,7 @@ class SequenceRecord:
             sequence.timings,
             len(sequence.prompt_token_ids),
             sequence.num_cached_tokens,
-            len(sequence.output),
+            sequence.num_output_tokens,
             sequence.num_failures,
         )
 

@@ -55,7 +55,7 @@ def spans_of(request: ApiRequest, route: str, ended_s: float) -> Span:
         "http.route": route,
         "http.response.status_code": request.status,
         "kvrelay.request_id": request.request_id,
-        "kvrelay.outcome": request.cut or str(request.status or "client_left"),
+        "kvrelay.outcome": request.outcome,
     }
     name = f"{request.method} {route}"
     if failure is not None:
@@ -99,7 +99,7 @@ def _generation(request: ApiRequest) -> dict[str, Value]:
         "gen_ai.request.seed": (sampling.seed + 2**63) % 2**64 - 2**63,  # OTLP's numbers have a sign
         "gen_ai.usage.input_tokens": sum(len(one.prompt_token_ids) for one in sequences if one.is_first),
         "gen_ai.usage.cache_read.input_tokens": sum(one.num_cached_tokens or 0 for one in sequences if one.is_first),
-        "gen_ai.usage.output_tokens": sum(len(one.output) for one in sequences),
+        "gen_ai.usage.output_tokens": sum(one.num_output_tokens for one in sequences),
     }
     if timings.first_token_s is not None:
         found["kvrelay.time_to_first_token"] = timings.first_token_s - timings.received_s

@@ -92,6 +92,7 @@ class Edge:
             return
         client = _Client(receive, self._max_body_bytes, self._client_timeout_s, self._metrics)
         request = ApiRequest(scope, client.receive)
+        request.has_left = lambda: client.has_left
         path: str = scope["path"]
 
         async def reply(message: Message) -> None:

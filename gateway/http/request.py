@@ -52,6 +52,7 @@ class ApiRequest(Request):
         self.key_limits = KeyLimits(min_priority=MIN_PRIORITY)  # the key's limits when the request came
         self.key_use: KeyUse | None = None  # of its API key
         self._num_reserved = 0  # tokens reserved in the key's budgets
+        self.has_left: Callable[[], bool] = lambda: False  # whether its client left before the answer's end
         self.status = 0  # of the answer, once it has begun
         self.cut: str | None = None  # why the answer broke off after its status; a label of the metrics
         self.error: ApiError | None = None  # the error of the answer
@@ -75,8 +76,8 @@ class ApiRequest(Request):
 
     @property
     def outcome(self) -> str:
-        """The outcome for logs and metrics: the status, or why there was no answer or no whole one."""
-        return self.cut or str(self.status or "client_left")
+        """The outcome for logs, traces and metrics: the status, or why there was no answer or no whole one."""
+        return self.cut or ("client_left" if self.has_left() or not self.status else str(self.status))
 
     def fail(self, error: ApiError) -> ApiError:
         """Note ``error`` as this request's answer, and put the request's id into it."""
@@ -188,12 +189,13 @@ class OpenBody(RequestBody):
             else:
                 known = msgspec.structs.asdict(decoder.decode(data))
                 fields = {name: raw for name, raw in known.items() if raw is not None}
-        except (msgspec.MsgspecError, RecursionError) as error:
+            extras = {name: msgspec.json.decode(fields[name]) for name in cls.known_extras & fields.keys()}
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             cls.model_validate_json(data)  # raises an error that says where
             raise InvalidRequestError(f"the body is not valid JSON: {error}") from error
         given = [b'"%b":%b' % (name.encode(), raw) for name, raw in fields.items() if name in declared]
         body = super().of_json(b"{%b}" % b",".join(given))
-        body._extras = {name: msgspec.json.decode(fields[name]) for name in cls.known_extras & fields.keys()}
+        body._extras = extras
         body._ignored = [name for name in fields if name not in declared and name not in cls.known_extras]
         return body
 

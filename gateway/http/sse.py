@@ -192,9 +192,10 @@ class EventStream(Response):
             if self._sender is not None:
                 await self._sender
         except asyncio.CancelledError:
-            # Cancelled because the client left, or because a shutdown has waited long enough.
-            if not self.has_begun:
+            if not self.has_begun or self._request.has_left():
                 raise
+            # A shutdown has waited long enough.
+            self._request.cut = "failed_mid_stream"
             last_words = self._failed(self._request.fail(ShuttingDownError()))
         finally:
             if self._exchange is not None:  # also if an unexpected error closes the connection

@@ -239,6 +239,8 @@ class Attempt:
         request.output.extend([token.token_id for token in tokens])
         if tokens:
             request.waits_since_s = None
+        if item.beams is not None:
+            request.num_beam_tokens = item.num_tokens
         if not tokens and item.finish_reason is None and item.timings is None:
             return None
         if item.num_cached_tokens is not None:

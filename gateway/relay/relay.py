@@ -73,12 +73,16 @@ class Relay:
         except BaseException:
             request.settle(None)
             raise
+        if request.is_first:
+            self.metrics.tokens.on_prompt(len(request.prompt_token_ids))
         try:
             while not await self._is_over(request, take):
                 pass
         finally:
             request.settle(None)
-            self.admission.on_end(asked, len(request.output), request.timings.first_token_s)
+            # A beam search's tokens come together: it does not tell when a request has its first one.
+            first_token_s = None if request.num_beam_tokens else request.timings.first_token_s
+            self.admission.on_end(asked, request.num_output_tokens, first_token_s)
 
     async def _admit(self, request: GenerationRequest, asked: Asked) -> None:
         """Start the request's deadline and wait for its place on workers. Raises ApiError if it gets none."""

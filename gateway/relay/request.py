@@ -159,6 +159,7 @@ class GenerationSpec(SamplingOptions, frozen=True, kw_only=True):
     includes_stop: bool = False  # the stop string or token is part of the text
     keeps_special: bool = False  # special tokens are part of the text
     kept_tokens: tuple[str, ...] = ()  # special tokens that always stay in the text, such as marks of a tool call
+    continues_text: bool = True  # the output goes on with the prompt's text; False: it is a message of its own
     bad_words: tuple[str, ...] = ()
     num_choices: int = 1  # choices that are returned
     best_of: int = 1  # choices that are generated
@@ -216,7 +217,8 @@ class GenerationRequest(msgspec.Struct, eq=False):
         default_factory=lambda: RequestPrefix(None, ())
     )  # the workers that have a prefix of it cached
     place: Place | None = None  # the place of the next attempt, if it has one already
-    output: list[int] = msgspec.field(default_factory=list)
+    output: list[int] = msgspec.field(default_factory=list)  # empty in a beam search
+    num_beam_tokens: int = 0  # of the results of a beam search, which come at its end
     attempt: int = 0
     num_failures: int = 0
     has_moved: bool = False  # from a decode worker that ran out of blocks; a request moves at most once
@@ -265,6 +267,11 @@ class GenerationRequest(msgspec.Struct, eq=False):
     def lacks_prompt_logprobs(self) -> bool:
         """Whether the prompt's log probabilities were asked for and have not arrived."""
         return self.sampling.num_prompt_logprobs is not None and not self.has_prompt_logprobs
+
+    @property
+    def num_output_tokens(self) -> int:
+        """The tokens generated so far, as far as workers have told."""
+        return len(self.output) + self.num_beam_tokens
 
     @property
     def next_sampling(self) -> SamplingParams:

@@ -117,7 +117,7 @@ class OutputText:
         if not spec.includes_stop:
             # Some tokenizers do not mark a model's end tokens as special, but no client wants to read them.
             silent = silent.union(sampling.stop_token_ids)
-        self._detokenizer = tokenizer.detokenizer(silent)
+        self._detokenizer = tokenizer.detokenizer(silent, request.prompt_token_ids if spec.continues_text else ())
         self._stop = StopMatcher(spec.stops, includes_stop=spec.includes_stop)
         self._min_tokens = sampling.min_tokens if spec.stops else 0
         self._stop_token_ids = frozenset(sampling.stop_token_ids) - frozenset(tokenizer.eos_ids)
@@ -218,15 +218,16 @@ class Output:
         return TextDelta(text, beam.tokens, beam.finish_reason, output.stop_reason, beam=index)
 
     def _observe(self, timings: RequestTimings, delta: TokenDelta) -> None:
-        if delta.timings is None and not delta.tokens:
+        num_tokens = delta.num_tokens
+        if delta.timings is None and not num_tokens:
             return
         now_s = self._clock()
         parts = {} if delta.timings is None else timings.on_parts(delta.timings, now_s)
         is_first = False
-        if delta.tokens:
+        if num_tokens:
             gap_s = timings.on_tokens(now_s)
             is_first = gap_s is None
-            self._metrics.tokens.on_tokens(len(delta.tokens), gap_s)
+            self._metrics.tokens.on_tokens(num_tokens, gap_s)
         if parts or is_first:
             # Histograms take longer than everything else done for a token, and the client waits for the first one.
             asyncio.get_running_loop().call_soon(self._count_start, timings, parts, is_first)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -38,13 +39,19 @@ class Detokenizer:
         silent_ids: Collection[int] = (),
         *,
         text_of: Callable[[int], str] | None = None,
+        prompt: Sequence[int] = (),
     ) -> None:
-        """``text_of``: the text of one token, for tokenizers whose tokens are bytes. None: they are not."""
+        """``text_of``: the text of one token, for tokenizers whose tokens are bytes. None: they are not.
+
+        ``prompt``: the tokens whose text goes on. Many tokenizers drop a space at the beginning of a text, which the first
+        output token is not.
+        """
         self._decode = decode
         self._text_of = text_of
         self._silent_ids = frozenset(silent_ids)
-        self._window: list[int] = []  # the tokens that the next piece depends on
-        self._num_sent_chars = 0  # of the window's text
+        # The tokens that the next piece depends on.
+        self._window = [one for one in prompt[-_MAX_HELD_TOKENS:] if text_of is None and one not in self._silent_ids]
+        self._num_sent_chars = len(decode(self._window)) if self._window else 0  # of the window's text
         self._num_held = 0  # tokens since the last piece that ended with a whole character
 
     def push(self, token_ids: Sequence[int]) -> str:
@@ -79,6 +86,16 @@ class Detokenizer:
             self._num_held = 0
         return piece
 
+
+def _byte_names() -> dict[str, int]:
+    """The byte that each character stands for in the names of tokens that are bytes (GPT-2's ``bytes_to_unicode``)."""
+    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]  # these stand for themselves
+    others = [byte for byte in range(0x100) if byte not in shown]
+    return {chr(byte): byte for byte in shown} | {chr(0x100 + index): byte for index, byte in enumerate(others)}
+
+
+_BYTES = _byte_names()
+_BYTE_NAME = re.compile(r"<0x([0-9A-F]{2})>")  # in vocabularies of SentencePiece's kind
 
 T = TypeVar("T")
 
@@ -158,9 +175,10 @@ class Tokenizer:
         text: str = self._backend.decode_batch([list(token_ids)], skip_special_tokens=False)[0]
         return text
 
-    def detokenizer(self, silent_ids: Collection[int] = ()) -> Detokenizer:
-        """For one sequence's output, special tokens included, but for ``silent_ids``."""
-        return Detokenizer(self.decode_all, silent_ids, text_of=self.token_text if self._decodes_bytes else None)
+    def detokenizer(self, silent_ids: Collection[int] = (), prompt: Sequence[int] = ()) -> Detokenizer:
+        """For one sequence's output, special tokens included, but for ``silent_ids``. ``prompt``: as for :class:`Detokenizer`."""
+        text_of = self.token_text if self._decodes_bytes else None
+        return Detokenizer(self.decode_all, silent_ids, text_of=text_of, prompt=prompt)
 
     def token_id(self, token: str) -> int | None:
         """The id of a token by its name in the vocabulary, such as ``<tool_call>``; None if there is none."""
@@ -176,6 +194,15 @@ class Tokenizer:
         if text is None:
             text = self._token_texts[token_id] = self._backend.decode([token_id], skip_special_tokens=False)
         return text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of one token alone, which may be a part of a character."""
+        text, name = self.token_text(token_id), self.token_name(token_id)
+        if _REPLACEMENT not in text:
+            return text.encode()
+        if self._decodes_bytes and _BYTES.keys() >= set(name):
+            return bytes(map(_BYTES.__getitem__, name))
+        return bytes.fromhex(match[1]) if (match := _BYTE_NAME.fullmatch(name)) else text.encode()
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -8,6 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
+import tokenizers.decoders
+import tokenizers.models
+import tokenizers.pre_tokenizers
 
 from kvrelay import __version__
 from kvrelay.gateway.settings import HttpLimits
@@ -42,6 +46,26 @@ async def test_text_is_whole_and_the_same_however_it_comes(model_directory: Path
         assert not any("\ufffd" in piece for piece in pieces)
         texts = [event["choices"][0]["text"] for event in await app.events(TEXT, prompt="x", max_tokens=99)]
         assert "".join(texts) == SAID
+
+
+async def test_output_goes_on_with_the_prompts_text_and_a_message_begins_one(tmp_path: Path) -> None:
+    """A tokenizer of SentencePiece's kind drops the space at the beginning of a text."""
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"▁I": 0, "▁am": 1, "▁here": 2, "</s>": 3}, "</s>"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    backend.decoder = tokenizers.decoders.Metaspace()
+    backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    async with app_for(tmp_path, saying("am here")) as app:
+        for echo in (False, True):
+            answer = await app.post(TEXT, prompt="I", echo=echo)
+            assert answer["choices"][0]["text"] == f"{'I' if echo else ''} am here"
+        for goes_on in (False, True):
+            messages = [{"role": "assistant", "content": "I"}]
+            answer = await app.post(CHAT, messages=messages, continue_final_message=goes_on)
+            assert answer["choices"][0]["message"]["content"] == f"{' ' if goes_on else ''}am here"
+        assert (await app.post("/generate", inputs="I"))["generated_text"] == " am here"
+        events = await app.events("/generate_stream", inputs="I")
+        assert [event["token"]["text"] for event in events] == [" am", " here"]
 
 
 async def test_every_chunk_tells_the_usage_so_far(model_directory: Path) -> None:

@@ -65,9 +65,8 @@ def chat_logprobs(
     """
 
     def entry(token_id: int, logprob: float | None) -> dict[str, Any]:
-        text = tokenizer.token_text(token_id)
-        shown = _id_text(token_id) if ids_as_tokens else text
-        return {"token": shown, "logprob": finite(logprob), "bytes": list(text.encode())}
+        shown = _id_text(token_id) if ids_as_tokens else tokenizer.token_text(token_id)
+        return {"token": shown, "logprob": finite(logprob), "bytes": list(tokenizer.token_bytes(token_id))}
 
     return {
         "content": [

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvrelay.common.sampling import FinishReason
+from kvrelay.common.sampling import FinishReason, SampledToken
 from kvrelay.gateway.apis.answering import Choice, Format
 from kvrelay.gateway.apis.openai.completion_answer import chat_logprobs
 from kvrelay.gateway.chat.tools.calls import ParsedDelta, Said, Thought, ToolCallDelta
@@ -157,6 +157,7 @@ class ResponseFormat(Format):
         self._items = ResponseItems()
         self._finish_reason: FinishReason | None = None
         self._num_reasoning_tokens = 0
+        self._unsaid: list[SampledToken] = []  # tokens whose text is held back
 
     def opening(self, usage: Usage) -> bytes:
         """The response begins."""
@@ -171,9 +172,13 @@ class ResponseFormat(Format):
         if delta.finish_reason is not None:
             self._finish_reason = delta.finish_reason
             parsed += self._parser.finish()
-        if parsed.reasoning and not parsed.content:
-            self._num_reasoning_tokens += len(delta.tokens)
-        self._items.push(parsed, self._logprobs(parsed, delta))
+        self._unsaid += delta.tokens
+        if parsed:
+            tokens, self._unsaid = self._unsaid, []
+            if parsed.reasoning and not parsed.content:
+                self._num_reasoning_tokens += len(tokens)
+            shows_logprobs = self._shows_logprobs and parsed.content
+            self._items.push(parsed, chat_logprobs(self._tokenizer, tokens)["content"] if shows_logprobs else [])
         return self._items.take()
 
     def closing(self, usage: Usage, extras: dict[str, object]) -> bytes:
@@ -217,9 +222,3 @@ class ResponseFormat(Format):
                 "total_tokens": usage.num_prompt_tokens + usage.num_output_tokens,
             },
         }
-
-    def _logprobs(self, parsed: ParsedDelta, delta: TextDelta) -> list[dict[str, Any]]:
-        if not self._shows_logprobs or not parsed.content:
-            return []
-        entries: list[dict[str, Any]] = chat_logprobs(self._tokenizer, delta.tokens)["content"]
-        return entries

@@ -41,7 +41,7 @@ class GenerateFormat(Format):
         self._sampling = sequence.sampling
         self._wanted = wanted
         # The state of a stream:
-        self._detokenizer = tokenizer.detokenizer()
+        self._detokenizer = tokenizer.detokenizer(prompt=self._prompt_ids)
         self._texts: list[str] = []
         self._num_tokens = 0
         self._held: list[SampledToken] = []  # the last token, while it is not known whether it ends the text
@@ -105,7 +105,7 @@ class GenerateFormat(Format):
 
     def _details(self, choice: Choice) -> dict[str, Any]:
         tokens = choice.tokens
-        detokenizer = self._tokenizer.detokenizer()
+        detokenizer = self._tokenizer.detokenizer(prompt=self._prompt_ids)
         texts = [detokenizer.push([token.token_id]) for token in tokens]
         if texts:
             texts[-1] += detokenizer.finish()

@@ -12,7 +12,8 @@ import pytest
 from kvrelay.common.retention import Retention
 from kvrelay.common.sampling import BeamSearch, FinishReason, Guide, GuideKind, SampledToken, Watermark
 from kvrelay.engine.fake.engine import fake_card
-from kvrelay.wire.messages import Beam, Submit, TokenDelta, Tokens
+from kvrelay.gateway.http.api_keys import line_of
+from kvrelay.wire.messages import Beam, Submit, Timings, TokenDelta, Tokens
 
 from ..http_app import CHAT, TEXT, App, app_for, saying, tokens_of
 from ..players import Player
@@ -222,6 +223,20 @@ async def test_prompt_logprobs(model_directory: Path) -> None:
         assert sum("prompt_logprobs" in event for event in events) == 1
 
 
+async def test_all_choices_have_prompt_logprobs_that_came_behind_the_first_token(model_directory: Path) -> None:
+    """Another worker may tell them later than the first tokens."""
+
+    def script(player: Player, submit: Submit) -> None:
+        tokens = tokens_of(player.tokenizer, "one two")
+        known = None if submit.sampling.num_prompt_logprobs is None else tokens_of(player.tokenizer, "and over")
+        player.tokens(submit, 0, tokens[:1], timings=Timings(transfer_s=0.01))
+        player.tokens(submit, 1, tokens[1:], FinishReason.LENGTH, prompt_logprobs=known)
+
+    async with app_for(model_directory, script) as app:
+        choices = (await app.post(TEXT, prompt="hand over", prompt_logprobs=0, n=2))["choices"]
+        assert choices[0]["prompt_logprobs"] == choices[1]["prompt_logprobs"]
+
+
 async def test_what_backs_an_answer(app: App) -> None:
     answers = [await app.post(TEXT, prompt="x"), await app.post(CHAT, messages=USER)]
     answers += await app.events(CHAT, messages=USER)
@@ -279,23 +294,24 @@ async def test_the_best_of_several(model_directory: Path) -> None:
         assert whole["usage"]["completion_tokens"] == 2 * sum(lengths), "what was generated counts, not what is shown"
 
 
-async def test_a_beam_search(model_directory: Path) -> None:
-    def script(player: Player, submit: Submit) -> None:
-        beams = [
-            Beam(tokens=tokens_of(player.tokenizer, text), finish_reason=reason, score=-1.0)
-            for text, reason in (("first", FinishReason.STOP), ("second", FinishReason.LENGTH))
-        ]
-        item = TokenDelta(
-            request_id=submit.request_id,
-            attempt=1,
-            index=0,
-            tokens=[],
-            finish_reason=FinishReason.STOP,
-            beams=beams,
-        )
-        player.say(Tokens(items=[item]))
+def _beams(player: Player, submit: Submit) -> None:
+    beams = [
+        Beam(tokens=tokens_of(player.tokenizer, text), finish_reason=reason, score=-1.0)
+        for text, reason in (("first", FinishReason.STOP), ("second", FinishReason.LENGTH))
+    ]
+    item = TokenDelta(
+        request_id=submit.request_id,
+        attempt=1,
+        index=0,
+        tokens=[],
+        finish_reason=FinishReason.STOP,
+        beams=beams,
+    )
+    player.say(Tokens(items=[item]))
 
-    async with app_for(model_directory, script) as app:
+
+async def test_a_beam_search(model_directory: Path) -> None:
+    async with app_for(model_directory, _beams) as app:
         fields = {"use_beam_search": True, "beam_width": 4, "n": 2, "length_penalty": 0.5, "early_stopping": "never"}
         whole = await app.post(TEXT, prompt="x", **fields)
         assert [choice["text"] for choice in whole["choices"]] == ["first", "second"]
@@ -305,3 +321,23 @@ async def test_a_beam_search(model_directory: Path) -> None:
         chat = await app.post(CHAT, messages=USER, use_beam_search=True, n=2)
         assert [choice["message"]["content"] for choice in chat["choices"]] == ["first", "second"]
         assert app.player.submits[-1].sampling.beam_search == BeamSearch(width=2, num_return=2)
+
+
+async def test_the_tokens_of_beams_count_as_others_do(model_directory: Path, tmp_path: Path) -> None:
+    """In the key's budget and share, the metrics and the records."""
+    keys = tmp_path / "keys"
+    keys.write_text(f"{line_of('alice', 'a')} tokens_per_minute=1000 operator=1\n")
+    async with app_for(model_directory, _beams, api_keys=str(keys)) as app:
+        headers = {"authorization": "Bearer a"}
+        fields = {"prompt": "x", "use_beam_search": True, "beam_width": 4, "n": 2, "max_tokens": 20}
+        usage = (await app.client.post(TEXT, json=fields, headers=headers)).json()["usage"]
+        assert usage["completion_tokens"] == sum(len(tokens_of(app.tokenizer, text)) for text in ("first", "second"))
+        told = await app.client.get("/debug/requests", headers=headers)
+        assert told.headers["x-ratelimit-remaining-tokens"] == str(1000 - usage["total_tokens"])
+        (sequence,) = told.json()["requests"][0]["sequences"]
+        assert sequence["num_output_tokens"] == usage["completion_tokens"]
+        assert sequence["first_token_s"] is not None
+        metrics = await app.metrics()
+    assert metrics['kvrelay_gateway_output_tokens_total{model="tiny"}'] == usage["completion_tokens"]
+    completion = metrics['kvrelay_api_key_tokens_total{key="alice",kind="completion",model="tiny"}']
+    assert completion == usage["completion_tokens"]

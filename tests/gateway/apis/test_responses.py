@@ -146,7 +146,9 @@ async def test_a_stream_that_fails_says_so(model_directory: Path) -> None:
 
 
 async def test_formats_and_log_probabilities(model_directory: Path) -> None:
-    async with served(model_directory, saying("{}")) as (app, client):
+    """Also of white space and of parts of characters, whose text is held back at first."""
+    said = "\n née 🏃"
+    async with served(model_directory, saying(said)) as (app, client):
         schema: Any = {"type": "json_schema", "name": "x", "schema": {"type": "object"}, "strict": True}
         await client.responses.create(model="tiny", input="x", text={"format": schema})
         guide = app.player.submits[-1].sampling.guide
@@ -161,7 +163,7 @@ async def test_formats_and_log_probabilities(model_directory: Path) -> None:
         (part,) = message.content
         assert part.type == "output_text"
         assert part.logprobs is not None
-        assert "".join(entry.token for entry in part.logprobs) == "{}"
+        assert b"".join(bytes(entry.bytes) for entry in part.logprobs) == said.encode()
 
 
 def test_items_follow_one_another_and_are_told_in_order() -> None:

@@ -15,6 +15,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from kvrelay.gateway.http.edge import Edge
 from kvrelay.gateway.http.request import ApiRequest
+from kvrelay.gateway.http.sse import EventStream
 from kvrelay.gateway.metrics import GatewayMetrics
 
 from ..http_port import POST, Port, Recorder, error_of, serving
@@ -47,13 +48,18 @@ class Client:
     def __init__(self, *messages: Message) -> None:
         self.messages = list(messages)
         self.sent: list[Message] = []
+        self.left = asyncio.Event()
+
+    def leave(self) -> None:
+        self.messages.append(LEFT)
+        self.left.set()
 
     async def ask(self, edge: Edge) -> None:
         await edge({"type": "http", "method": "POST", "path": "/work", "headers": []}, self.receive, self.send)
 
     async def receive(self) -> Message:
         if not self.messages:
-            await asyncio.Event().wait()
+            await self.left.wait()
         return self.messages.pop(0)
 
     async def send(self, message: Message) -> None:
@@ -90,6 +96,41 @@ async def test_a_gateway_that_cannot_wait_tells_clients_to_ask_again() -> None:
     assert client.sent[0]["status"] == 503
     assert b"shutting_down" in client.sent[1]["body"]
     assert counted(metrics)("503") == 1
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+async def test_a_stream_that_breaks_off_tells_why(leaves: bool) -> None:
+    """Its status was 200 all the same."""
+    metrics, begun = GatewayMetrics(CollectorRegistry()), asyncio.Event()
+    requests: list[ApiRequest] = []
+
+    async def produce(stream: EventStream) -> bytes:
+        stream.write(b"event")
+        begun.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        requests.append(scope["state"]["api_request"])
+        await requests[0].body()
+        await EventStream(produce, lambda error: error.code.encode())(scope, receive, send)
+
+    client = Client(WHOLE)
+    asked = asyncio.create_task(client.ask(Edge(app, {"/work"}, 100, 60.0, metrics)))
+    await begun.wait()
+    if leaves:
+        client.leave()
+    else:
+        asked.cancel()  # as at a shutdown
+    await asked
+    said = b"".join(message.get("body", b"") for message in client.sent)
+    error = requests[0].error
+    if leaves:
+        assert (said, error, counted(metrics)("client_left")) == (b"event", None, 1)
+    else:
+        assert said == b"eventshutting_down"
+        assert error is not None
+        assert counted(metrics)("failed_mid_stream") == 1
 
 
 async def test_a_body_is_forgotten_with_its_request() -> None:

@@ -1,11 +1,13 @@
-"""The ids of a request."""
+"""The ids of a request, and bodies that cannot be read."""
 
 from __future__ import annotations
 
 import pytest
 from starlette.types import Message
 
-from kvrelay.gateway.http.request import ApiRequest
+from kvrelay.gateway.apis.openai.bodies import CompletionBody
+from kvrelay.gateway.errors import InvalidRequestError
+from kvrelay.gateway.http.request import ApiRequest, parse_body
 
 
 async def receive() -> Message:
@@ -30,3 +32,9 @@ def test_what_is_no_id_is_replaced(given: bytes) -> None:
     assert asked.request_id == asked.internal_id
     assert len(asked.request_id) == 24
     assert asked.request_id != other.request_id
+
+
+@pytest.mark.parametrize("value", [b'"\xff"', b"1e999", b'{"a": [1e999]}'])
+def test_a_value_that_is_no_json_is_refused_also_where_no_field_is_declared(value: bytes) -> None:
+    with pytest.raises(InvalidRequestError, match="not valid JSON"):
+        parse_body(CompletionBody, None, b'{"prompt": "x", "metadata": %b}' % value)

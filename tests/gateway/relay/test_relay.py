@@ -144,6 +144,15 @@ async def test_waiting_for_room_is_bounded(retry_after_s: float) -> None:
         assert (len(s.players[0].submits) > 1) is (retry_after_s < 0.3)
 
 
+async def test_a_prompt_counts_once_it_has_its_place() -> None:
+    async with stage(failing(FailureCode.NO_ROOM, times=0), room_timeout_s=0.05) as s:
+        with pytest.raises(UnavailableError):
+            await s.deltas(asking(max_tokens=10**9))
+        assert s.relay.metrics.tokens.counts == (0, 0, 0)
+        await s.run()
+        assert s.relay.metrics.tokens.counts[0] == len(PROMPT)
+
+
 async def test_a_full_worker_is_passed_over_for_another() -> None:
     async with stage(failing(FailureCode.NO_ROOM, retry_after_s=60.0), failing(FailureCode.NO_ROOM, times=0)) as s:
         for _ in range(3):

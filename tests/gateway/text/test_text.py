@@ -108,6 +108,15 @@ def test_tokens_that_depend_on_others_are_decoded_with_them() -> None:
     assert [detokenizer.push([token_id]) for token_id in (0, 1, 0)] == ["a", " b", " a"]
 
 
+def test_the_bytes_of_tokens_add_up_to_the_text() -> None:
+    text = "".join(map(chr, range(0x180))) + "日🙂"
+    ids = BYTES.encode(text, add_special_tokens=False)
+    assert b"".join(map(BYTES.token_bytes, ids)) == text.encode()
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<0xC3>": 0, "<0xA9>": 1, "\ufffd": 2}, "\ufffd"))
+    backend.decoder = tokenizers.decoders.ByteFallback()
+    assert b"".join(map(Tokenizer(backend, {}, ()).token_bytes, range(3))) == "é\ufffd".encode()
+
+
 def test_no_window_grows_with_the_text() -> None:
     """The detokenizer decodes few tokens at a time, even after tokens without text or bytes that never form a character."""
     seen: list[int] = []
