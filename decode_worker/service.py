@@ -311,7 +311,7 @@ class DecodeService(Service[DecodeEntry]):
     # -- the output ------------------------------------------------------------------------------------------------
 
     def on_progress(self, report: Report) -> None:
-        """Send all new tokens of a step, one message per gateway."""
+        """Send all new tokens of a step, one message per gateway. What may fill half a message gets one of its own."""
         now_s = self.clock()
         by_gateway: dict[str, list[TokenDelta]] = {}
         for new in report.progress:
@@ -322,12 +322,20 @@ class DecodeService(Service[DecodeEntry]):
             if new.failure is not None:
                 self.close(entry, guide_failed(entry.key, new.failure))
                 continue
-            by_gateway.setdefault(entry.gateway_id, []).append(entry.delta(new, now_s))
+            delta = entry.delta(new, now_s)
+            if delta.beams is not None or delta.prompt_logprobs is not None:
+                self._tell(entry.gateway_id, by_gateway.pop(entry.gateway_id, []))
+                self._tell(entry.gateway_id, [delta])
+            else:
+                by_gateway.setdefault(entry.gateway_id, []).append(delta)
             if new.finish_reason is not None:
                 self.close(entry, None)
         for gateway_id, items in by_gateway.items():
-            if not self.ports.send(Role.GATEWAY, gateway_id, Tokens(items=items)):
-                self._on_unheard(items)
+            self._tell(gateway_id, items)
+
+    def _tell(self, gateway_id: str, items: list[TokenDelta]) -> None:
+        if items and not self.ports.send(Role.GATEWAY, gateway_id, Tokens(items=items)):
+            self._on_unheard(items)
 
     def on_preempted(self, entry: DecodeEntry) -> None:
         """Tell the gateway, which may continue the request elsewhere. Not for a beam search, which would start again there."""

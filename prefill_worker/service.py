@@ -32,7 +32,7 @@ from kvrelay.worker.scheduling.suspects import Key
 from kvrelay.worker.service import Service
 from kvrelay.worker.submit import WorkerIdentity, guide_failed
 
-_SEND_TIMEOUT_S = 5.0  # most time until ZeroMQ has sent the blocks of an entry that has ended
+_SEND_TIMEOUT_S = 5.0  # longest wait for the blocks of an entry that has ended, while no block leaves
 _LINK_TIMEOUT_S = 10.0  # most time until a decode worker's Welcome; then it counts as lost
 
 
@@ -225,7 +225,8 @@ class PrefillService(Service[PrefillEntry]):
         super().tick()
         now_s = self.clock()
         holding = [entry for entry in self.entries.values() if entry.hand_off_holds]
-        stuck = [entry for entry in holding if now_s - (entry.closed_s or now_s) > _SEND_TIMEOUT_S]
+        since_s = [max(entry.closed_s or now_s, self._transfers.left_s(entry.key)) for entry in holding]
+        stuck = [entry for entry, at_s in zip(holding, since_s, strict=True) if now_s - at_s > _SEND_TIMEOUT_S]
         for entry in stuck:
             entry.closed_s = now_s  # the reset ends these sends soon, but not at once
         for address in {entry.decode_address for entry in stuck}:

@@ -180,6 +180,10 @@ class TransferTable:
                 )
             self._end(transfer, "aborted")
 
+    def left_s(self, key: Key) -> float:
+        """When a block last left over the link of a transfer whose blocks are not released. Of any transfer: they share a line."""
+        return self._transfers[key].link.left_s
+
     def on_message(self, link: DecodeLink, message: Message) -> None:
         """An answer from a decode worker."""
         match message:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kvrelay.common.sampling import SampledToken, SamplingParams
+from kvrelay.common.sampling import FinishReason, SampledToken, SamplingParams
+from kvrelay.engine.beams.search import FinishedBeam
 from kvrelay.engine.step.sequence import Sequence
+from kvrelay.wire.codec import Codec
 from kvrelay.wire.messages import Commit, Failed, FailureCode, Grant, Offer, Reject, Role, Submit
-from kvrelay.worker.model_worker import Add
+from kvrelay.worker.model_worker import Add, Report
+from kvrelay.worker.scheduling.scheduler import Progress
 from tests.decode_worker.rig import beams, expected_beams
 from tests.decode_worker.service_rig import CARD, EPOCH, Rig, offer, submit
 
@@ -50,6 +53,22 @@ def test_nothing_is_told_of_a_search_but_that_it_began_and_its_end() -> None:
     told = [[token.token_id for token in beam.tokens] for beam in ended.beams]
     assert told == expected_beams(list(range(6)), sampling, CARD.vocab_size)
     rig.assert_nothing_left()
+
+
+def test_long_answers_that_end_in_one_step_fit_their_messages() -> None:
+    """Together they would exceed the bound of a message. Then all clients of the gateway would lose their tokens of this step."""
+    rig, names = Rig(), ["a", "b", "c"]
+    for name in names:
+        rig.ask(search(name, beams(4)))
+    rig.ask(submit("stream"))
+    top = tuple((900_000 + rank, -0.1) for rank in range(20))
+    answer = (FinishedBeam((SampledToken(7, -0.1, top),) * 23_000, FinishReason.LENGTH, -0.1),)
+    ends = [Progress((name, 1), None, FinishReason.LENGTH, 0, 0, answer) for name in names]
+    rig.service.on_report(Report(progress=(*ends[:2], Progress(("stream", 1), SampledToken(5), None, 0, 0), ends[2])))
+    for _, message in rig.sent:
+        Codec().encode(message)
+    assert all(rig.deltas(name)[0].beams for name in names)
+    assert rig.output("stream") == [5]
 
 
 @pytest.mark.parametrize(

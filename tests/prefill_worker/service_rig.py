@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import cast
 
 from kvrelay.common.sampling import SampledToken, SamplingParams
@@ -40,6 +41,10 @@ class PlayedTransfers:
         self.committed: list[tuple[str, int]] = []
         self.aborted: list[tuple[str, int]] = []
         self.broken: set[tuple[str, int]] = set()
+        self.block_left_s = -math.inf
+
+    def left_s(self, key: tuple[str, int]) -> float:
+        return self.block_left_s
 
     def open(self, key: tuple[str, int], link: DecodeLink, offer: Offer, block_tables: list[list[int]]) -> None:
         self.open_keys.append(key)

@@ -84,6 +84,24 @@ def test_a_decode_worker_that_takes_no_blocks_is_fenced_off() -> None:
     rig.assert_nothing_left()
 
 
+def test_a_cancel_on_a_slow_network_ends_no_other_hand_off() -> None:
+    """ZeroMQ may need long for the blocks that it has. As long as blocks leave, the link works, and others use it."""
+    rig = Rig()
+    rig.ask(submit("a"))
+    rig.finish()
+    rig.ask(Cancel(request_id="a", attempt=1))
+    for _ in range(5):
+        rig.now_s += 4.0
+        rig.service.tick()
+        rig.transfers.block_left_s = rig.now_s
+    assert rig.links.resets == []
+    rig.now_s += 6.0
+    rig.service.tick()
+    assert rig.links.resets == [DECODE]
+    rig.release_sends()
+    rig.assert_nothing_left()
+
+
 def test_what_waits_for_a_link_is_forgotten_with_its_request() -> None:
     rig = Rig()
     rig.links.down.add(DECODE)

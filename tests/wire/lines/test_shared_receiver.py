@@ -111,6 +111,15 @@ def test_what_is_no_greeting_is_refused(one_rig: Rig, receiver: SharedReceiver, 
     assert refused(one_rig, "bad_greeting") == 1
 
 
+def test_who_leaves_without_a_greeting_is_not_refused(one_rig: Rig, receiver: SharedReceiver) -> None:
+    """Every decode worker that starts looks so whether the others' sockets in the directory are alive."""
+    for _ in range(3):
+        with SharedPeer(receiver.name):
+            until(lambda: receiver.num_connections == 1, "who has come is not there")
+        until(lambda: receiver.num_connections == 0, "who has left is still there")
+    assert refused(one_rig, "bad_greeting") == 0
+
+
 # -- liars -----------------------------------------------------------------------------------------------------------------
 
 

@@ -223,6 +223,9 @@ class SharedReceiver:
         except OSError:
             self._drop(stranger)
             return
+        if not packet and not descriptors:  # it left without a word, as another decode worker's ``sweep`` does
+            self._drop(stranger)
+            return
         try:
             stranger.ring = self._ring_of(packet, descriptors, is_cut=bool(flags & socket.MSG_CTRUNC))
         except GreetingRefusedError as error:
