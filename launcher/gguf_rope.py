@@ -19,10 +19,11 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+_WITHOUT_US = ("gemma4", "gpt-oss")  # transformers knows how these scale
 
 
 def rope_scaling(gguf: Path) -> dict[str, Any]:
-    """The fields of ``rope_parameters`` besides the base; empty if the rotations are not scaled.
+    """The fields of ``rope_parameters`` besides the base; empty if transformers has all of them, or the rotations are not scaled.
 
     Raises ModelError if they are scaled in a way that is not known here.
     """
@@ -34,7 +35,10 @@ def rope_scaling(gguf: Path) -> dict[str, Any]:
         field = reader.get_field(name)
         return None if field is None else bytes(field.parts[-1]).decode()
 
-    prefix = f"{text('general.architecture')}.rope."
+    architecture = text("general.architecture")
+    if architecture in _WITHOUT_US:
+        return {}
+    prefix = f"{architecture}.rope."
 
     def number(name: str, default: float) -> float:
         field = reader.get_field(prefix + name)

@@ -24,8 +24,8 @@ LLAMA3 = {
 }
 
 
-def write(path: Path, fields: Mapping[str, Any], tensors: Mapping[str, Any]) -> Path:
-    writer = gguf.GGUFWriter(path, "llama")
+def write(path: Path, fields: Mapping[str, Any], tensors: Mapping[str, Any], architecture: str = "llama") -> Path:
+    writer = gguf.GGUFWriter(path, architecture)
     for name, value in fields.items():
         add = writer.add_string if isinstance(value, str) else writer.add_float32
         add(f"llama.rope.{name}", value)
@@ -71,3 +71,9 @@ def test_a_scaling_is_kept(tmp_path: Path, fields: Any, tensors: Any, found: Any
 def test_a_scaling_that_would_be_lost_is_refused(tmp_path: Path, fields: Any, tensors: Any) -> None:
     with pytest.raises(ModelError, match="take the model's safetensors"):
         rope_scaling(write(tmp_path / "one.gguf", fields, tensors))
+
+
+def test_a_scaling_that_transformers_knows_is_left_to_it(tmp_path: Path) -> None:
+    """Gemma 4 rotates only some dimensions; its file divides the frequencies of the others by a huge number."""
+    tensors = {"rope_freqs.weight": [1.0] * 8 + [1e30] * 24}
+    assert rope_scaling(write(tmp_path / "one.gguf", {}, tensors, "gemma4")) == {}
