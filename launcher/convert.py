@@ -29,9 +29,10 @@ def convert_gguf(gguf: Path, output: Path) -> None:
         raise ModelError(
             f"{gguf} lacks {len(missing)} tensors of {type(model).__name__}, {missing[0]} the first: take the model's safetensors"
         )
-    parameters = model.config.rope_parameters if scaling else {}
-    # Of models with parameters for each kind of layer, those without a window are scaled.
-    parameters.get("full_attention", parameters).update(scaling)
+    if scaling:
+        parameters = model.config.rope_parameters
+        # Of models with parameters for each kind of layer, those without a window are scaled.
+        parameters.get("full_attention", parameters).update(scaling)
     model.save_pretrained(output)
     AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(output)
 
