@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from kvrelay.common.sampling import SamplingParams
 from kvrelay.engine.kv.block_manager import BlockManager
 from kvrelay.engine.kv.owners import sequence_owner
 from kvrelay.engine.step.sequence import Sequence, SequenceStatus
@@ -102,6 +103,16 @@ class DraftSequences:
     def _takes(self, token_ids: Seq[int], start: int) -> bool:
         return len(token_ids) < self._max_model_len and max(token_ids[start:], default=0) < self._vocab_size
 
+    def _within_vocabulary(self, sampling: SamplingParams) -> SamplingParams:
+        """The parameters without rules for tokens that only the worker's model has: the draft model has no logits for these."""
+        size = self._vocab_size
+        return msgspec.structs.replace(
+            sampling,
+            logit_bias=tuple((token_id, bias) for token_id, bias in sampling.logit_bias if token_id < size),
+            allowed_token_ids=tuple(token_id for token_id in sampling.allowed_token_ids if token_id < size),
+            bad_words=tuple(word for word in sampling.bad_words if max(word) < size),
+        )
+
     def _begin(self, sequence: Sequence) -> _Followed | None:
         num_tokens = sequence.num_tokens
         hashes = sequence.block_hashes((num_tokens - 1) // self._blocks.block_size)
@@ -118,7 +129,11 @@ class DraftSequences:
         # A guess is right if the model samples the same. So it uses the same sampling parameters and noise. The guide is
         # left out, because its state is the worker's and advances only with the worker's tokens.
         sampling = msgspec.structs.replace(
-            sequence.sampling, guide=None, processors=(), num_logprobs=None, num_prompt_logprobs=None
+            self._within_vocabulary(sequence.sampling),
+            guide=None,
+            processors=(),
+            num_logprobs=None,
+            num_prompt_logprobs=None,
         )
         own = Sequence(
             sequence.request_id,

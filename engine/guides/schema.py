@@ -42,10 +42,15 @@ def followable(schema: Any, *, is_spaced: bool = False) -> dict[str, Any]:
             if schema is False
             else f"not a JSON Schema: {str(schema)[:80]!r}"
         )
+    opened: set[str] = set()
+    num_opened = -1
     try:
-        return {**_prepared(schema, may_close=True), "x-guidance": _SPACED if is_spaced else _AS_DUMPS}
+        while len(opened) > num_opened:  # what an opened definition refers to may have to be opened, too
+            num_opened = len(opened)
+            prepared = _prepared(schema, opened, may_close=True)
     except RecursionError as error:
         raise UnsupportedGuideError("the schema is nested too deeply") from error
+    return {**prepared, "x-guidance": _SPACED if is_spaced else _AS_DUMPS}
 
 
 def parse_json(text: str, what: str) -> Any:
@@ -60,19 +65,27 @@ def parse_json(text: str, what: str) -> Any:
         raise UnsupportedGuideError(f"{what} is not JSON: {error}") from error
 
 
-def _prepared(part: Any, *, may_close: bool) -> Any:
+def _prepared(part: Any, opened: set[str], *, may_close: bool) -> Any:
+    """``opened``: references to schemas that must not be closed, because other properties stand beside them; this adds to it."""
     if isinstance(part, list):
-        return [_prepared(inner, may_close=may_close) for inner in part]
+        return [_prepared(inner, opened, may_close=may_close) for inner in part]
     if not isinstance(part, dict):
         return part
+    # Beside others, a closed part would forbid their properties.
+    is_alone = may_close and "properties" not in part and len(_COMBINING & part.keys()) <= 1
+    if isinstance(reference := part.get("$ref"), str) and not is_alone:
+        opened.add(reference.replace("~1", "/").replace("~0", "~"))
     schema: dict[str, Any] = {}
     for key, value in part.items():
         if key in _OF_NAMES and isinstance(value, dict):
-            schema[key] = {name: _prepared(inner, may_close=True) for name, inner in value.items()}
+            schema[key] = {
+                name: _prepared(inner, opened, may_close=f"#/{key}/{name}" not in opened)
+                for name, inner in value.items()
+            }
         elif key in _OF_SCHEMAS:
-            # A closed part would forbid the properties that stand beside the combination.
-            is_alone = key not in _COMBINING or (key != "allOf" and "properties" not in part)
-            schema[key] = _prepared(value, may_close=is_alone)
+            is_one_of_many = key == "allOf" and isinstance(value, list) and len(value) > 1
+            may = key not in _COMBINING or (is_alone and not is_one_of_many)
+            schema[key] = _prepared(value, opened, may_close=may)
         elif key != "format" or value in _FORMATS:
             schema[key] = value
     is_open = {"additionalProperties", "patternProperties"} & schema.keys() or _COMBINING & schema.keys()

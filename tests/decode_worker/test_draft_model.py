@@ -16,7 +16,8 @@ from kvrelay.decode_worker.drafts import Drafts, Room
 from kvrelay.decode_worker.metrics import DraftMetrics
 from kvrelay.engine.fake.engine import FakeEngine, FakePace, fake_card
 from kvrelay.engine.fake.language import expected_output
-from kvrelay.engine.step.interface import Engine
+from kvrelay.engine.step.interface import Engine, LaunchedStep
+from kvrelay.engine.step.plan import StepPlan
 from kvrelay.engine.step.sequence import Sequence
 from kvrelay.worker.scheduling.step_cost import StepCosts
 from tests.decode_worker.rig import Rig, beams, expected_beams, greedy
@@ -169,6 +170,36 @@ def test_embeddings_of_another_size_harm_nobody(vocab_size: int) -> None:
     for index in range(3):
         assert rig.outputs[f"s{index}"] == expected_output(tokens(index, 9), 40, VOCAB)
     drafter.assert_nothing_held()
+
+
+class StrictEngine(MistakenEngine):
+    """Has no logits for tokens beyond its vocabulary, as a real engine."""
+
+    ruled: set[int]  # tokens with rules in the last step that had any
+
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        rules = None if plan.sampling is None else plan.sampling.rules
+        if rules is not None:
+            self.ruled = {*rules.bias_tokens, *rules.allowed_tokens, *rules.forbidden_tokens}
+            assert max(self.ruled) < self.card.vocab_size
+        return super().launch(plan)
+
+
+def test_rules_for_tokens_that_the_draft_model_lacks_do_not_fail_its_steps() -> None:
+    """Three failed steps would end the drafts of all requests."""
+    engine = StrictEngine(ALWAYS_RIGHT, vocab_size=VOCAB - 1, model_id="draft")
+    drafter = CheckedDraftModel(engine, VOCAB)
+    rig, lacking = fake_rig(drafter), VOCAB - 1
+    sampling = greedy(
+        40,
+        logit_bias=((3, 1.0), (lacking, 1.0)),
+        allowed_token_ids=(4, lacking),
+        bad_words=((5,), (lacking,), (lacking, 6)),
+    )
+    rig.add("a", [1, 2, 3, 4, 1, 2, 3, 4], sampling)
+    rig.run()
+    assert engine.ruled == {3, 4, 5}
+    assert rig.drafted_by("draft-model") > 0
 
 
 def test_texts_longer_than_the_draft_model_takes_go_on_without_it() -> None:

@@ -9,6 +9,7 @@ import pytest
 from kvrelay.engine.guides.errors import UnsupportedGuideError
 from kvrelay.engine.guides.schema import followable, parse_json
 
+OPEN = {"properties": {"a": {}}}
 CLOSED = {"properties": {"a": {}}, "additionalProperties": False}
 
 
@@ -29,6 +30,10 @@ CLOSED = {"properties": {"a": {}}, "additionalProperties": False}
         ),
         ({"anyOf": [{"properties": {"a": {}}}]}, {"anyOf": [CLOSED]}),
         ({"$defs": {"d": {"properties": {"a": {}}}}}, {"$defs": {"d": CLOSED}}),
+        (
+            {"$defs": {"d": OPEN}, "items": {"allOf": [{"$ref": "#/$defs/d"}]}},
+            {"$defs": {"d": CLOSED}, "items": {"allOf": [{"$ref": "#/$defs/d"}]}},
+        ),
         ({"enum": [{"properties": {}, "format": "x"}]}, {"enum": [{"properties": {}, "format": "x"}]}),
         ({"type": "string", "format": "password"}, {"type": "string"}),
         ({"type": "string", "format": "date"}, {"type": "string", "format": "date"}),
@@ -38,6 +43,23 @@ def test_objects_are_closed_and_odd_formats_go(schema: Any, prepared: Any) -> No
     found = followable(schema)
     assert found.pop("x-guidance")["item_separator"] == ", "
     assert found == prepared
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"allOf": [{"$ref": "#/$defs/d"}, {"properties": {"b": {}}}]},
+        {"anyOf": [{"$ref": "#/$defs/d"}], "properties": {"b": {}}},
+        {"allOf": [{"anyOf": [{"$ref": "#/$defs/alias"}]}, {"properties": {"b": {}}}]},
+        {"$ref": "#/$defs/a~1b", "properties": {"b": {}}},
+    ],
+)
+def test_a_definition_beside_other_properties_does_not_forbid_them(schema: Any) -> None:
+    """An object that inherits another's properties has both; closed, the definition would allow neither."""
+    definitions = {"alias": {"$ref": "#/$defs/d"}, "a/b": {"$ref": "#/$defs/d"}, "d": OPEN}
+    found = followable({**schema, "$defs": definitions})
+    assert found["$defs"] == definitions
+    assert {name: found[name] for name in schema} == schema
 
 
 def test_what_is_no_schema_is_refused() -> None:
