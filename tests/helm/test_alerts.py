@@ -149,7 +149,9 @@ def test_a_pool_without_workers_on_purpose_is_not_missed(
     fired = [
         {
             "exp_labels": one | rule["labels"],
-            "exp_annotations": {"summary": re.sub(r"\{\{ \$labels\.(\w+) \}\}", lambda name, one=one: one[name[1]], text)},
+            "exp_annotations": {
+                "summary": re.sub(r"\{\{ \$labels\.(\w+) \}\}", lambda name, one=one: one[name[1]], text)
+            },
         }
         for one in labels
     ]
