@@ -249,8 +249,12 @@ def top(url: str, api_key: str | None) -> int:
 )
 def watermark(file: IO[str], model: str, gamma: float) -> None:
     """Tell whether a text carries a watermark, from FILE or from what is piped in."""
+    try:
+        text = file.read()
+    except UnicodeDecodeError as error:
+        raise click.BadParameter(f"{file.name} is not UTF-8: {error}", param_hint="FILE") from error
     report: Callable[[str, str, float], list[str]] = _load("kvrelay.launcher.watermark:report")
-    click.echo("\n".join(report(file.read(), model, gamma)))
+    click.echo("\n".join(report(text, model, gamma)))
 
 
 def main(arguments: list[str] | None = None) -> None:

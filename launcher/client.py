@@ -8,15 +8,20 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvrelay.common.errors import SettingsError
 from kvrelay.launcher.errors import AnswerError
 
 
 def http_client(url: str, timeout_s: float, api_key: str | None = None) -> httpx.Client:
-    """A client for the deployment at ``url``; the caller closes it."""
-    # trust_env: do not ask a proxy for addresses on this machine.
-    is_here = httpx.URL(url).host in ("127.0.0.1", "localhost", "::1")
+    """A client for the deployment at ``url``; the caller closes it. Raises SettingsError on a URL that is none."""
+    try:
+        host = httpx.URL(url).host
+    except httpx.InvalidURL as error:
+        raise SettingsError(f"--url is {url!r}: {error}") from error
+    is_here = host in ("127.0.0.1", "localhost", "::1")
     headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
     limits = httpx.Limits(max_connections=None)
+    # trust_env: do not ask a proxy for addresses on this machine.
     return httpx.Client(base_url=url, timeout=timeout_s, trust_env=not is_here, limits=limits, headers=headers)
 
 

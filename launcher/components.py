@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import signal
 from typing import TYPE_CHECKING, TypeVar
 
 from kvrelay.launcher.models import resolve_model, with_directories
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
 
 def run_gateway(settings: GatewaySettings) -> int:
     """Serve HTTP until SIGTERM; returns the exit code."""
+    _end_at_sigterm()
     from kvrelay.gateway.main import serve  # noqa: PLC0415 - each component imports only what it needs
 
     directories = [resolve_model(model.path, needs_weights=False) for model in settings.named_models()]
@@ -25,6 +28,7 @@ def run_gateway(settings: GatewaySettings) -> int:
 
 def run_prefill_worker(settings: PrefillSettings) -> int:
     """Compute prompts until SIGTERM; returns the exit code."""
+    _end_at_sigterm()
     from kvrelay.prefill_worker.worker import serve  # noqa: PLC0415
 
     return serve(_with_directory(settings))
@@ -32,6 +36,7 @@ def run_prefill_worker(settings: PrefillSettings) -> int:
 
 def run_decode_worker(settings: DecodeSettings) -> int:
     """Generate until SIGTERM; returns the exit code."""
+    _end_at_sigterm()
     from kvrelay.decode_worker.worker import serve  # noqa: PLC0415
 
     settings = _with_directory(settings)
@@ -41,6 +46,15 @@ def run_decode_worker(settings: DecodeSettings) -> int:
         scheduler = dataclasses.replace(settings.scheduler, draft_model=str(directory))
         settings = dataclasses.replace(settings, scheduler=scheduler)
     return serve(settings)
+
+
+def _end_at_sigterm() -> None:
+    """Let SIGTERM end this process at once, until the component handles it.
+
+    It is the first process of a container, where the kernel ignores a signal without a handler. Without this one, a pod that is
+    deleted while it downloads its model would stay for its whole grace period.
+    """
+    signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))  # a download's threads wait for nobody
 
 
 def _with_directory(settings: Worker) -> Worker:

@@ -40,8 +40,15 @@ def resolve_model(name: str, *, needs_weights: bool = True, needs_tokenizer: boo
     Without ``needs_weights`` (a gateway) only config and tokenizer are needed; without ``needs_tokenizer`` (a draft head) no
     tokenizer.
 
-    Raises ModelError if the directory lacks a file, DownloadError if the model cannot be downloaded.
+    Raises ModelError if the directory lacks a file or cannot be read, DownloadError if the model cannot be downloaded.
     """
+    try:
+        return _resolved(name, needs_weights, needs_tokenizer)
+    except OSError as error:
+        raise ModelError(f"cannot read the model {name} as user {os.getuid()}: {error}") from error
+
+
+def _resolved(name: str, needs_weights: bool, needs_tokenizer: bool) -> Path:
     if name == "demo":
         return gguf_directory(find_demo_gguf(), DEMO_NAME, models_cache(), convert)
     path = Path(name).expanduser()
@@ -186,7 +193,7 @@ def _checked(directory: Path, needs_weights: bool, needs_tokenizer: bool) -> Pat
 
 def _download(name: str, needs_weights: bool, needs_tokenizer: bool) -> Path:
     from huggingface_hub import snapshot_download  # noqa: PLC0415 - a second to import
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError  # noqa: PLC0415
+    from huggingface_hub.errors import LocalEntryNotFoundError  # noqa: PLC0415
 
     advice = "check the name, the network (HTTPS_PROXY, HF_ENDPOINT), and HF_TOKEN for gated models, or name a local directory"
     try:  # a complete cached model needs no network
@@ -200,7 +207,7 @@ def _download(name: str, needs_weights: bool, needs_tokenizer: bool) -> Path:
         try:
             patterns = [*_REST, *(_WEIGHTS if needs_weights else ())]
             directory = Path(snapshot_download(name, allow_patterns=patterns))
-        except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+        except Exception as error:  # those of the hub, its HTTP client and its downloader have no common base
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise DownloadError(f"cannot download the model {name!r}: {reason}; {advice}") from error
     # Without a network, the hub's client silently returns the files of an interrupted download.

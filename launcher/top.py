@@ -187,7 +187,11 @@ def _told(body: bytes) -> str:
 
 def _request(url: str, api_key: str | None) -> urllib.request.Request:
     base = (url if "://" in url else f"http://{url}").rstrip("/")
-    if urlsplit(base).scheme not in ("http", "https") or not urlsplit(base).hostname:
+    try:
+        parts = urlsplit(base)
+    except ValueError as error:
+        raise SettingsError(f"URL is {url!r}: {error}") from error
+    if parts.scheme not in ("http", "https") or not parts.hostname:
         raise SettingsError(f"URL is {url!r}; write http://HOST:PORT or https://HOST")
     headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
     return urllib.request.Request(f"{base}/debug/live", headers=headers)  # noqa: S310 - the scheme is checked above

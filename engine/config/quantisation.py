@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kvrelay.common.errors import ModelError
+from kvrelay.engine.config.model import read_config
 
 METHODS = ("awq", "compressed-tensors", "fp8", "gptq", "modelopt", "mxfp4")
 _MODELOPT_ALGOS = (None, "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO")
@@ -49,7 +50,7 @@ def load_quantisation(directory: Path) -> Quantisation | None:
 
 def quantisation_config(directory: Path) -> Any:
     """The raw quantisation settings in ``config.json`` or ModelOpt's file beside it; None if there are none. Raises ModelError."""
-    config = json.loads((directory / "config.json").read_text(encoding="utf-8")).get("quantization_config")
+    config = read_config(directory).get("quantization_config")
     modelopt = directory / "hf_quant_config.json"
     if config is None and modelopt.is_file():
         try:

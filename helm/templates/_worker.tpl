@@ -128,8 +128,10 @@ spec:
         - name: KVRELAY_SHARED_MEMORY
           value: /run/kvrelay
         {{- end }}
+        {{- if not $values.settings.log_format }}
         - name: KVRELAY_LOG_FORMAT
           value: json
+        {{- end }}
         {{- include "kvrelay.model.env" .root | nindent 8 }}
         {{- with $values.settings }}
         {{- include "kvrelay.settings" . | trim | nindent 8 }}

@@ -39,8 +39,8 @@ class ServerAddress:
 
     def __init__(self, url: str) -> None:
         """Raises SettingsError."""
-        parts = urlsplit(url if "://" in url else f"http://{url}")
         try:
+            parts = urlsplit(url if "://" in url else f"http://{url}")
             port = parts.port
         except ValueError as error:
             raise SettingsError(f"--url is {url!r}: {error}") from error

@@ -70,9 +70,15 @@ def run(settings: BenchSettings) -> int:
     with _target(settings) as target:
         result = uvloop.run(_measure(settings, workload, target))
     console = Console()
+    lost: OSError | None = None
     if settings.report.output is not None:  # first, so that an error in a table cannot lose the measurement
-        write_result(Path(settings.report.output), result)
+        try:
+            write_result(Path(settings.report.output), result)
+        except OSError as error:  # a full disk; the tables are all that is left then
+            lost = error
     print_report(result, console)
+    if lost is not None:
+        raise BenchError(f"--output: cannot write {settings.report.output} ({lost.strerror}); the figures are above")
     return 1 if all(record.error is not None for record in result.requests if not record.is_warmup) else 0
 
 

@@ -80,7 +80,9 @@ class PromptSettings:
     token_ids: str = setting("1000-20000", "range of the random token ids; must be ids of plain text")
     seed: int = setting(0, "same seed: same times, lengths and groups")
     prompt_seed: int | None = setting(
-        None, "seed of the prompts' tokens; default: a new one each run, so that no prompt is in a prefix cache"
+        None,
+        "seed of the prompts' tokens; default: a new one each run, so that no prompt is in a prefix cache",
+        minimum=0,
     )
     ignore_eos: bool = setting(True, "generate --output-len tokens, whatever the model says; an OpenAI extension")
     temperature: float = setting(0.0, "of sampling; 0 is greedy", minimum=0, maximum=2)

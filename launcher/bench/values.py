@@ -11,6 +11,7 @@ from kvrelay.common.settings import closest
 
 _UNITS_S = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 MAX_LENGTH = 10_000_000  # tokens; a larger number is a typing error
+_MAX_ID = 2**31 - 1
 
 
 def parse_time_s(text: str, flag: str) -> float:
@@ -110,7 +111,7 @@ def parse_id_range(text: str, flag: str) -> range:
         ids = range(int(low), int(high) + 1)
     except ValueError:
         ids = range(0)
-    if len(ids) < 2 or ids.start < 0:
+    if not 0 <= ids.start < ids.stop - 1 <= _MAX_ID:
         raise SettingsError(f"{flag} is {text!r}; write LOW-HIGH, for example 1000-20000")
     return ids
 

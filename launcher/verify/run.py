@@ -68,6 +68,9 @@ def run(settings: VerifySettings) -> int:
         prompts = built_in_prompts(encode, limit)
     else:
         prompts = prompts_from_file(Path(settings.prompts), encode, limit)
+    if settings.url is not None:  # first: transformers takes minutes
+        with http_client(settings.url, settings.timeout_s, settings.api_key) as client:
+            served_model(client)
     reference = Reference(directory, settings.dtype, settings.device, settings.threads or available_cores())
     columns_of_bars = (TextColumn("{task.description:<32}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns_of_bars, console=console) as bars:

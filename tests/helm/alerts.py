@@ -12,9 +12,9 @@ from .chart import MONITORING, objects
 _UNITS_MS = {"s": 1000, "m": 60_000, "h": 3_600_000}
 
 
-def groups() -> dict[str, Any]:
-    """The content of a rules file."""
-    return {"groups": objects(*MONITORING)["PrometheusRule", "relay-kvrelay"]["spec"]["groups"]}
+def groups(*arguments: str) -> dict[str, Any]:
+    """The content of a rules file. ``arguments``: more of helm's."""
+    return {"groups": objects(*MONITORING, *arguments)["PrometheusRule", "relay-kvrelay"]["spec"]["groups"]}
 
 
 def alerts() -> dict[str, dict[str, Any]]:

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -124,11 +125,54 @@ def test_alerts_fire_in_time(tmp_path: Path) -> None:
         }
         for case in CASES
     ]
-    (tmp_path / "rules.yaml").write_text(yaml.safe_dump(groups()))
+    _run_promtool(tmp_path, groups(), tests)
+
+
+@pytest.mark.parametrize(
+    ("values", "up", "missing"),
+    [
+        ("prefill.replicas=0", {("tiny", "prefill"): 0, ("tiny", "decode"): 1}, []),
+        ("prefill.replicas=0", {("tiny", "prefill"): 0, ("tiny", "decode"): 0}, [("tiny", "decode")]),
+        (
+            "models.a.model.name=x/a,models.b.model.name=x/b,models.a.prefill.replicas=0",
+            {("a", "prefill"): 0, ("a", "decode"): 1, ("b", "prefill"): 0, ("b", "decode"): 1},
+            [("b", "prefill")],
+        ),
+    ],
+)
+def test_a_pool_without_workers_on_purpose_is_not_missed(
+    tmp_path: Path, values: str, up: dict[tuple[str, str], int], missing: list[tuple[str, str]]
+) -> None:
+    rules = groups("--set", values)
+    (rule,) = [rule for group in rules["groups"] for rule in group["rules"] if rule["alert"] == "KvrelayNoWorker"]
+    labels = [{"model": model, "role": role} for model, role in missing]
+    text = rule["annotations"]["summary"]
+    fired = [
+        {
+            "exp_labels": one | rule["labels"],
+            "exp_annotations": {
+                "summary": re.sub(r"\{\{ \$labels\.(\w+) \}\}", lambda name, one=one: one[name[1]], text)
+            },
+        }
+        for one in labels
+    ]
+    series = [
+        {
+            "series": f'kvrelay_workers_up{{namespace="{NAMESPACE}", pod="{GATEWAY}", model="{model}", role="{role}"}}',
+            "values": f"{number}x10",
+        }
+        for (model, role), number in up.items()
+    ]
+    asked = {"alertname": "KvrelayNoWorker", "eval_time": "5m", "exp_alerts": fired}
+    _run_promtool(tmp_path, rules, [{"interval": "1m", "input_series": series, "alert_rule_test": [asked]}])
+
+
+def _run_promtool(directory: Path, rules: dict[str, Any], tests: list[dict[str, Any]]) -> None:
+    (directory / "rules.yaml").write_text(yaml.safe_dump(rules))
     asked = {"rule_files": ["rules.yaml"], "evaluation_interval": "1m", "tests": tests}
-    (tmp_path / "tests.yaml").write_text(yaml.safe_dump(asked))
+    (directory / "tests.yaml").write_text(yaml.safe_dump(asked))
     ended = subprocess.run(
-        ["promtool", "test", "rules", str(tmp_path / "tests.yaml")],
+        ["promtool", "test", "rules", str(directory / "tests.yaml")],
         capture_output=True,
         text=True,
         check=False,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from .chart import CHART, MONITORING, env_of, needs_helm, objects, pod_of
 
 
@@ -49,3 +51,13 @@ def test_a_models_name_stays_a_text() -> None:
         pod = found["Deployment", f"relay-kvrelay-{name}-decode-worker"]["spec"]["template"]
         assert pod["metadata"]["labels"]["kvrelay.dev/model"] == name
         assert env_of(pod["spec"])["KVRELAY_SERVED_MODEL_NAME"] == name
+
+
+@needs_helm
+@pytest.mark.parametrize(("common", "token"), [("", "of-b"), (",model.huggingFace.tokenSecret.name=common", "common")])
+def test_a_gateway_may_download_the_tokenizer_of_a_gated_model(common: str, token: str) -> None:
+    """The token may be named at the model alone."""
+    named = "models.a.model.name=x/a,models.b.model.name=x/b,models.b.model.huggingFace.tokenSecret.name=of-b"
+    variables = pod_of(objects("--set", named + common), "gateway")["containers"][0]["env"]
+    (secret,) = [one["valueFrom"]["secretKeyRef"] for one in variables if one["name"] == "HF_TOKEN"]
+    assert secret == {"name": token, "key": "token"}

@@ -54,6 +54,15 @@ def test_settings_reach_the_program_as_they_are() -> None:
 
 
 @needs_helm
+def test_a_setting_takes_the_place_of_the_charts_own() -> None:
+    """Kubernetes merges variables by name: of two with one name, an upgrade that takes one away takes both."""
+    settings = ",".join(f"{of}.settings.log_format=text" for of in ("gateway", "prefill", "decode"))
+    for component in ("gateway", "prefill-worker", "decode-worker"):
+        variables = pod_of(objects("--set", settings), component)["containers"][0]["env"]
+        assert [one["value"] for one in variables if one["name"] == "KVRELAY_LOG_FORMAT"] == ["text"]
+
+
+@needs_helm
 def test_a_drain_fits_into_the_grace_period() -> None:
     found = objects("--set-json", 'decode.settings={"drain_s": 120.5}')
     assert pod_of(found, "decode-worker")["terminationGracePeriodSeconds"] == 121 + 15

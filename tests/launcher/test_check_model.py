@@ -212,6 +212,13 @@ def test_what_does_not_know_its_own_type_is_refused(tmp_path: Path, capsys: pyte
     assert "cannot be loaded by transformers" in report["reason"]
 
 
+def test_a_broken_configuration_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text("{")
+    code, report = found(capsys, str(tmp_path))
+    assert code == 1
+    assert "config.json cannot be read" in report["reason"]
+
+
 def test_a_broken_checkpoint_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_config(tmp_path, "gemma2", **SIZES)
     (tmp_path / "model.safetensors").write_bytes(b"no tensors")

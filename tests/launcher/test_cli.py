@@ -182,6 +182,32 @@ def test_a_wrong_command_line_ends_with_2(
     assert message in capsys.readouterr().err
 
 
+def test_a_text_that_is_not_utf_8_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "text").write_bytes(b"caf\xe9")
+    assert cli.run(["watermark", str(tmp_path / "text")]) == 2
+    assert "text is not UTF-8" in capsys.readouterr().err
+
+
+def test_a_component_ends_at_sigterm_before_it_serves() -> None:
+    """By a handler: the kernel does nothing at a signal without one to the first process of a container."""
+    script = """
+import signal
+from kvrelay.launcher import cli, components
+
+def download(*_, **__):
+    print("downloading", flush=True)
+    signal.pause()
+
+components.resolve_model = download
+cli.main(["gateway"])
+"""
+    with subprocess.Popen([sys.executable, "-P", "-c", script], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "downloading\n"
+        process.terminate()
+        assert process.wait(20) == 143
+
+
 def test_a_package_that_is_missing_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

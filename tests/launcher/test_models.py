@@ -220,6 +220,11 @@ def test_a_path_that_is_no_directory(name: str) -> None:
         models.resolve_model(name)
 
 
+def test_a_model_that_cannot_be_looked_at() -> None:
+    with pytest.raises(ModelError, match=r"cannot read the model m+ as user \d+: .*too long"):
+        models.resolve_model("m" * 300)
+
+
 def test_a_word_that_is_no_model() -> None:
     with pytest.raises(ModelError, match="'nonsense' is neither a directory here nor a Hugging Face id"):
         models.resolve_model("nonsense")
@@ -256,4 +261,15 @@ def test_an_interrupted_download_is_not_used(hub: Path, is_sharded: bool) -> Non
 
 def test_a_model_that_cannot_be_downloaded(hub: Path) -> None:
     with pytest.raises(DownloadError, match=r"cannot download the model 'org/other'.*name a local directory"):
+        models.resolve_model("org/other")
+
+
+def test_whatever_ends_a_download_is_said(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub's downloader raises RuntimeError when the disk is full or the network goes, its HTTP client errors of its own."""
+
+    def full(*_: object, local_files_only: bool = False, **__: object) -> str:
+        raise FileNotFoundError if local_files_only else RuntimeError("No space left on device")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", full)
+    with pytest.raises(DownloadError, match="cannot download the model 'org/other': No space left on device; check"):
         models.resolve_model("org/other")

@@ -119,6 +119,8 @@ def test_what_is_wrong_is_said() -> None:
         shown(url)
     with pytest.raises(SettingsError, match="write http://HOST:PORT"):
         shown("ftp://x")
+    with pytest.raises(SettingsError, match=r"URL is 'http://\[::1': Invalid IPv6 URL"):
+        shown("http://[::1")
 
 
 def test_on_a_terminal_it_goes_on_while_the_gateway_is_away(monkeypatch: pytest.MonkeyPatch) -> None:

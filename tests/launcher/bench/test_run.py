@@ -139,6 +139,8 @@ def test_ctrl_c_ends_the_run_and_shows_what_there_is(server: StubServer, tmp_pat
         (["--rate", "1", "--concurrency", "1"], "--rate and --concurrency are given"),
         (["--slo", "tpot=1"], "--slo: unknown key 'tpot'; known are: e2e, itl, ttft"),
         (["--token-ids", "9"], "--token-ids is '9'; write LOW-HIGH"),
+        (["--token-ids", f"1-{10**20}"], "write LOW-HIGH"),
+        (["--prompt-seed", "-1"], "--prompt-seed is -1; it must be at least 0"),
         (["--serve", "prefill=1"], "--url and --self-serve are both given"),
         (["--output", "/dev/null/x/y"], "--output: cannot make /dev/null/x"),
         (["--output", "."], "--output is '.'; it must be a file"),
@@ -152,6 +154,22 @@ def test_what_cannot_be_measured_is_said(
     assert cli.run(["bench", "--url", server.url, *arguments]) in (1, 2)
     assert message in capsys.readouterr().err
     assert server.requests == []
+
+
+def test_figures_are_shown_although_the_disk_is_full(
+    server: StubServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "full").symlink_to("/dev/full")
+    load = (*SMALL, "--warmup", "0", "--requests", "2", "--output", str(tmp_path / "full"))
+    assert cli.run(["bench", "--url", server.url, *load]) == 1
+    said = capsys.readouterr()
+    assert "full (No space left on device); the figures are above" in said.err
+    assert "inter-token" in said.out
+
+
+def test_what_is_no_url_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["bench", "--url", "http://[::1"]) == 2
+    assert "--url is 'http://[::1': Invalid IPv6 URL" in capsys.readouterr().err
 
 
 def test_nobody_answers(capsys: pytest.CaptureFixture[str]) -> None:

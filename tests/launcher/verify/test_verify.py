@@ -154,6 +154,14 @@ def test_a_server_that_is_not_there() -> None:
         served_model(client)
 
 
+@pytest.mark.parametrize(("url", "code"), [("http://[::1", 2), ("http://127.0.0.1:9", 1)])
+def test_transformers_does_not_run_for_a_server_that_is_not_there(
+    url: str, code: int, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Reference, "generate", lambda *_: pytest.fail("that takes minutes"))
+    assert cli.run(["verify", "--model", str(model), "--url", url]) == code
+
+
 def fake_local_deployment(server: FakeDeployment, monkeypatch: pytest.MonkeyPatch) -> list[LocalSettings]:
     """``server`` stands for every deployment that verify starts. Returns the list of their settings."""
     started: list[LocalSettings] = []
