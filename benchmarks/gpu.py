@@ -31,7 +31,9 @@ _DRY = "DRY RUN: every way is gone, with sizes of next to nothing. ITS TIMES MEA
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--only", multiple=True, metavar="SECTION", help="Only this one; again for more, '?' names all.")
 @click.option("--budget-s", default=470.0, show_default=True, type=click.FloatRange(1), help="Time of the whole run.")
-@click.option("--json", "output", type=click.Path(path_type=Path, dir_okay=False), help="Everything as JSON.")
+@click.option(
+    "--json", "output", type=click.Path(path_type=Path, dir_okay=False), help="Everything as JSON, section by section."
+)
 @click.option(
     "--work-dir", type=click.Path(path_type=Path, file_okay=False), help="Where the model is written; removed."
 )
@@ -78,11 +80,9 @@ def _run(
         click.echo(f"{_DRY}\n")
     with tempfile.TemporaryDirectory(prefix="kvrelay-gpu-", dir=work_dir or scratch_directory(nbytes)) as work:
         context = Context(sizes, device_type, is_dry, Path(work), ends_s, seed)
-        session = Session(context, lambda line: print(line, flush=True))
+        session = Session(context, lambda line: print(line, flush=True), output)
         session.run(chosen(only))
     print(f"\nseed {seed}\n{session.report()}", flush=True)
-    if output is not None:
-        session.write(output)
     if is_dry:
         print(f"\n{_DRY}")
     if session.numerics_failed:

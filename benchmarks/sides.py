@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
@@ -27,11 +28,13 @@ class Side:
         processes.set_forkserver_preload(list(preload))
         self._ends_s = ends_s
         self._connection, theirs = processes.Pipe()
+        lifeline, self._lifeline = processes.Pipe(duplex=False)
         self._process = processes.Process(
-            target=_run, args=(target, theirs, arguments), daemon=True, name=target.__name__
+            target=_run, args=(target, theirs, lifeline, arguments), daemon=True, name=target.__name__
         )
         self._process.start()
         theirs.close()
+        lifeline.close()
 
     def tell(self, message: Any) -> None:
         """Send a message."""
@@ -58,6 +61,7 @@ class Side:
             self._process.kill()
             self._process.join()
         self._process.close()
+        self._lifeline.close()
 
 
 def heard(connection: Connection) -> Iterator[Any]:
@@ -67,6 +71,14 @@ def heard(connection: Connection) -> Iterator[Any]:
             yield message
 
 
-def _run(target: Target, connection: Connection, arguments: tuple[Any, ...]) -> None:
+def _run(target: Target, connection: Connection, lifeline: Connection, arguments: tuple[Any, ...]) -> None:
     end_with_parent(os.getppid())
+    # The parent is the fork server, which outlives a starter that was killed. A device's memory must be free again then.
+    threading.Thread(target=_end_with, args=(lifeline,), daemon=True).start()
     target(connection, *arguments)
+
+
+def _end_with(lifeline: Connection) -> None:
+    """End this process when the starter's end of ``lifeline`` is closed, at the latest by the starter's death."""
+    lifeline.poll(None)
+    os._exit(1)

@@ -86,7 +86,7 @@ def scripted(script: dict[str, Found], seen: list[Context]) -> Callable[..., Out
         findings, failure = script.get(section.name, (right, None))
         for finding in findings:
             hear(finding)
-        return Outcome(section.name, 1.0, tuple(findings), failure, "", "")
+        return Outcome(section.name, 1.0, tuple(findings), failure, "")
 
     return run
 
@@ -113,7 +113,7 @@ def test_every_kernel_has_a_check() -> None:
 def test_an_early_section_leaves_the_later_ones_time() -> None:
     first, second = Section("a", "", 100.0), Section("b", "", 50.0)
     assert time_for(first, [second], 1000.0) == 100.0
-    assert time_for(first, [second], 90.0) == pytest.approx(70.0)
+    assert time_for(first, [second], 90.0) == pytest.approx(77.5)
     assert time_for(second, [], 30.0) == 30.0
     assert time_for(first, [second], 10.0) == 0.0
 
@@ -152,17 +152,34 @@ def test_limits_and_facts_reach_later_sections(context: Context, tmp_path: Path)
     row = Row("figure", Unit.SECONDS, 1.0)
     script: dict[str, Found] = {"limits": ([limits], None), "handoff": ([Fact("a", 5.0), row, Note("done")], None)}
     seen: list[Context] = []
-    session = Session(context, lambda line: None)
+    output = tmp_path / "out.json"
+    session = Session(context, lambda line: None, output)
     session.run(chosen(["handoff", "batching-peer"]), scripted(script, seen))
     assert [one.limits for one in seen] == [None, limits, limits]
     assert seen[-1].facts == {"a": 5.0}
     assert not session.numerics_failed
     assert not session.sections_failed
-    session.write(tmp_path / "out.json")
-    document = json.loads((tmp_path / "out.json").read_text())
+    document = json.loads(output.read_text())
     assert document["limits"]["copy_bytes_per_s"] == 1.0
     assert [one["figure"] for one in document["rows"]] == ["figure"]
     assert document["times_mean_something"] is False
+    assert all(document[package] for package in ("torch", "triton", "transformers"))
+
+
+def test_a_run_that_is_stopped_leaves_what_it_had(context: Context, tmp_path: Path) -> None:
+    output = tmp_path / "out.json"
+
+    def run(section: Section, context: Context, hear: Callable[[Finding], None]) -> Outcome:
+        if section.name == "handoff":
+            raise KeyboardInterrupt
+        hear(Limits(1.0, 2.0, 3.0, 4.0))
+        return Outcome(section.name, 1.0, (), None, "")
+
+    with pytest.raises(KeyboardInterrupt):
+        Session(context, lambda line: None, output).run(chosen(["handoff"]), run)
+    document = json.loads(output.read_text())
+    assert document["limits"]["copy_bytes_per_s"] == 1.0
+    assert [section["name"] for section in document["sections"]] == ["limits"]
 
 
 def test_sections_behind_the_end_of_the_time_are_named(context: Context) -> None:

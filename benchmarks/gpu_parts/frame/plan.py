@@ -8,22 +8,22 @@ from gpu_parts.frame.rows import Kernel
 from gpu_parts.frame.running import Section
 
 CHECKS_ONLY = "checks"
-_RESERVED = 0.4  # share of the later sections' longest times that is kept for them
+_RESERVED = 0.25  # share of the later sections' longest times that is kept for them
 _OF_A_STEP = (Kernel.DECODE, Kernel.PREFILL, Kernel.MODEL)
 
-LIMITS = Section("limits", "gpu_parts.kernels.limits:measure_limits", 25)
+LIMITS = Section("limits", "gpu_parts.kernels.limits:measure_limits", 60)
 CHECKS: dict[Kernel, Section] = {
-    Kernel.SAMPLING: Section("check-sampling", "gpu_parts.checks.check_sampling:check_sampling", 25),
-    Kernel.DECODE: Section("check-decode", "gpu_parts.checks.check_attention:check_decode_attention", 25),
-    Kernel.PREFILL: Section("check-prefill", "gpu_parts.checks.check_attention:check_prefill_attention", 40),
+    Kernel.SAMPLING: Section("check-sampling", "gpu_parts.checks.check_sampling:check_sampling", 40),
+    Kernel.DECODE: Section("check-decode", "gpu_parts.checks.check_attention:check_decode_attention", 40),
+    Kernel.PREFILL: Section("check-prefill", "gpu_parts.checks.check_attention:check_prefill_attention", 50),
     Kernel.BOXES: Section("check-boxes", "gpu_parts.checks.check_attention:check_prefill_boxes", 25),
     Kernel.FP8: Section("check-fp8", "gpu_parts.checks.check_attention:check_fp8", 30),
     Kernel.LINEAR: Section("check-linear", "gpu_parts.checks.check_linear:check_linear", 35),
     Kernel.FP8_LINEAR: Section("check-fp8-linear", "gpu_parts.checks.check_linear:check_fp8_linear", 20),
-    Kernel.MODEL: Section("check-model", "gpu_parts.checks.check_model:check_model", 60),
+    Kernel.MODEL: Section("check-model", "gpu_parts.checks.check_model:check_model", 120),
 }
 FIGURES: tuple[Section, ...] = (
-    Section("decode-step", "gpu_parts.engine.steps:measure_decode_steps", 80, _OF_A_STEP),
+    Section("decode-step", "gpu_parts.engine.steps:measure_decode_steps", 110, _OF_A_STEP),
     Section("prefill", "gpu_parts.engine.steps:measure_prefill_steps", 45, _OF_A_STEP),
     Section("decode-attention", "gpu_parts.kernels.attention:measure_decode", 90, (Kernel.DECODE,)),
     Section("prefill-attention", "gpu_parts.kernels.attention:measure_prefill", 70, (Kernel.PREFILL,)),

@@ -129,15 +129,14 @@ class Outcome:
     seconds: float
     findings: tuple[Finding, ...]  # all findings before its end
     failure: Failure | None
-    device_before: str
-    device_after: str
+    device_after: str  # asked once: without persistence mode, nvidia-smi takes seconds
 
 
 def run_section(section: Section, context: Context, hear: Callable[[Finding], None]) -> Outcome:
     """Run it in a separate process until its end or ``context.ends_s``. ``hear`` gets each finding at once."""
     processes = multiprocessing.get_context("forkserver")
     processes.set_forkserver_preload(PRELOADED)
-    begun_s, before = time.monotonic(), device_state()
+    begun_s = time.monotonic()
     findings: list[Finding] = []
     failure: Failure | None = None
     ours, theirs = processes.Pipe()
@@ -167,7 +166,7 @@ def run_section(section: Section, context: Context, hear: Callable[[Finding], No
         _kill_group(process.pid)
         process.join()
         ours.close()
-    return Outcome(section.name, time.monotonic() - begun_s, tuple(findings), failure, before, device_state())
+    return Outcome(section.name, time.monotonic() - begun_s, tuple(findings), failure, device_state())
 
 
 def load(entry: str) -> Run:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ class Session:
 
     context: Context  # the run's context; ``ends_s`` is the end of the run
     say: Callable[[str], None]  # prints a line of progress
+    output: Path | None = None  # JSON with everything, written after each section: a run that is stopped leaves it
     rows: list[Row] = field(default_factory=list)
     checks: list[Checked] = field(default_factory=list)
     outcomes: list[Outcome] = field(default_factory=list)
@@ -43,12 +45,14 @@ class Session:
             if reason is None and seconds < _SHORTEST_S:
                 reason = "not begun: the run's time was used up"
             if reason is not None:
-                outcome = Outcome(section.name, 0.0, (), Failure(reason), "", "")
+                outcome = Outcome(section.name, 0.0, (), Failure(reason), "")
             else:
                 self._tell(section.name, f"begins, at most {seconds:.0f} s")
                 context = replace(self.context, ends_s=time.monotonic() + seconds)
                 outcome = run_one(section, context, lambda finding, name=section.name: self._hear(name, finding))  # type: ignore[misc]
             self._conclude(section, outcome)
+            if self.output is not None:
+                self.output.write_text(json.dumps(self.document(), indent=1) + "\n", encoding="utf-8")
 
     @property
     def numerics_failed(self) -> bool:
@@ -79,10 +83,6 @@ class Session:
             parts += ["", "sections that failed:", *failed]
         return "\n".join(parts)
 
-    def write(self, path: Path) -> None:
-        """Write everything as JSON."""
-        path.write_text(json.dumps(self.document(), indent=1) + "\n", encoding="utf-8")
-
     def document(self) -> dict[str, Any]:
         """Everything for JSON."""
         context = self.context
@@ -93,6 +93,8 @@ class Session:
             "python": platform.python_version(),
             "torch": torch.__version__,
             "cuda": torch.version.cuda,
+            "triton": _version("triton"),
+            "transformers": _version("transformers"),
             "seed": context.seed,
             "seconds": time.monotonic() - self.begun_s,
             "sizes": asdict(context.sizes),
@@ -105,7 +107,6 @@ class Session:
                     "seconds": outcome.seconds,
                     "failure": None if outcome.failure is None else asdict(outcome.failure),
                     "notes": [finding.text for finding in outcome.findings if isinstance(finding, Note)],
-                    "device_before": outcome.device_before,
                     "device_after": outcome.device_after,
                 }
                 for outcome in self.outcomes
@@ -144,3 +145,11 @@ class Session:
 
     def _tell(self, name: str, text: str) -> None:
         self.say(f"[{time.monotonic() - self.begun_s:5.1f} s] {name}: {text}")
+
+
+def _version(package: str) -> str | None:
+    """Of a package; None if it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 
-_QUERY = "clocks.sm,clocks.mem,temperature.gpu,power.draw"
+_QUERY = "name,clocks.sm,clocks.mem,temperature.gpu,power.draw"
 
 
 class Stopwatch:
@@ -71,7 +71,7 @@ class Stopwatch:
 
 
 def device_state() -> str:
-    """Clocks, temperature and power of the first GPU, as nvidia-smi prints them, or why it cannot be asked."""
+    """Name, clocks, temperature and power of the first GPU, as nvidia-smi prints them, or why it cannot be asked."""
     try:
         answer = subprocess.run(
             ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader", "--id=0"],
