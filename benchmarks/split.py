@@ -6,8 +6,8 @@
 
 The alternatives are one worker on both devices, which computes a prompt twice as fast as one device, or two workers of one device
 each. The ways take turns, the others paused. A budget is the decode workers' `--itl-budget-ms`: "auto" is the default, "none" no
-limit. Without bf16 instructions the demo model takes twelve times as long; with `--layers 3 --dtype float32` it takes about as long as
-with them.
+limit. A processor without bf16 instructions needs twelve times as long for the demo model. With `--layers 3 --dtype float32` it needs
+about as long as others.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from peers.rounds import Sample, Stage, run_figure
 from peers.servers import Places, kvrelay_each, kvrelay_local, kvrelay_split
 from peers.session import begin, dtype_option, plots_option, run, work_dir_option
 from peers.ways import LOOPS, ONE_EACH, ONE_OF_BOTH, POOLS, WAYS, Case, Point, table
-
 from safetensors.torch import load_file, save_file
 
 from kvrelay.launcher.models import resolve_model
