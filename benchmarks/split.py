@@ -6,8 +6,8 @@
 
 The alternatives are one worker on both devices, which computes a prompt twice as fast as one device, or two workers of one device
 each. The ways take turns, the others paused. A budget is the decode workers' `--itl-budget-ms`: "auto" is the default, "none" no
-limit. A processor without bf16 instructions needs twelve times as long for the demo model. With `--layers 3 --dtype float32` it needs
-about as long as others.
+limit. A processor without bf16 instructions needs twelve times as long for the demo model. With `--layers 3 --dtype float32` it
+needs about as long as others.
 """
 
 from __future__ import annotations
