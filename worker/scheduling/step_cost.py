@@ -18,7 +18,7 @@ _MIN_STEPS = 3  # steps before there is a cost, so that the first step, which co
 _REFIT_STEPS = 4  # a fit takes 0.1 ms
 
 # For steps that prompts share with generating sequences:
-# With no budget set, such a step may take this many times as long as one in which all sequences generate that are here …
+# With no budget set, such a step may take this many times as long as one in which all sequences here generate …
 _AUTO_FACTOR = 1.4
 _AUTO_LEAST_S = 0.010  # … and at least this long: no reader notices a stutter at 100 tokens/s
 _MIN_PROMPT_SHARE = 0.25  # least share of a step without prompts that prompts get, so that they always advance
