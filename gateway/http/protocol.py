@@ -32,6 +32,11 @@ _MAX_PIPELINED = 16  # requests after the one that is being answered
 _HIGH_WATER_BYTES = 64 * 2**10  # bytes of an answer that the kernel has not taken when writing pauses
 _LOW_WATER_BYTES = 16 * 2**10
 _LINGER_S = 2.0
+# So many connections beyond the limit may ask one of these. Otherwise Kubernetes would restart a gateway for its many clients, and
+# end all streams.
+_NUM_OPERATORS = 16
+_OPERATORS_PATHS = (b"/health/live", b"/metrics")
+_OPERATORS_S = 1.0
 
 
 class HttpProtocol(HttpToolsProtocol):
@@ -54,6 +59,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._refusals = refusals
         self._writes = writes
         self._is_refused = False
+        self._is_beyond = False  # the limit on connections
         self._is_in_headers = False
         self._num_unparsed_bytes = 0  # since a request began or a part of its body arrived
         # uvicorn's ``cycle`` is the newest request, which may wait for this one.
@@ -65,16 +71,14 @@ class HttpProtocol(HttpToolsProtocol):
         """Wait for the first request's headers, or refuse if there are too many connections. A TLS handshake is over by now."""
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=_HIGH_WATER_BYTES, low=_LOW_WATER_BYTES)  # TLS has other defaults
-        most = self._limits.max_connections
-        if len(self.connections) > most:
-            text = f"the server has {most} connections, which is its limit; try again in a moment"
-            self._is_refused = True
-            self._refusals.count(Reason.TOO_MANY_CONNECTIONS, text, self.client)
-            transport.write(raw_response(ConnectionsError(text, retry_after_s=1)))
-            transport.close()
-            self._watch_client()
-            return
-        self._await_headers()
+        num_beyond = len(self.connections) - self._limits.max_connections
+        self._is_beyond = num_beyond > 0
+        if num_beyond > _NUM_OPERATORS:
+            self._refuse_connection()
+        elif self._is_beyond:
+            self._header_timer = self.loop.call_later(_OPERATORS_S, self._refuse_connection)
+        else:
+            self._await_headers()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End the requests, also one that runs before pipelined ones."""
@@ -116,7 +120,9 @@ class HttpProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """Start the request, or let it wait for those before it. After a refusal it raises, which ends the parser's work."""
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
-        if size > self._limits.max_header_bytes:
+        if self._is_beyond and self.url.partition(b"?")[0] not in _OPERATORS_PATHS:
+            self._refuse_connection()
+        elif size > self._limits.max_header_bytes:
             self._refuse(Reason.HEADERS_TOO_LARGE, self._too_large())
         elif len(self.headers) > _MAX_HEADERS:
             text = f"the request has more than {_MAX_HEADERS} headers, which is the limit; send fewer"
@@ -128,6 +134,8 @@ class HttpProtocol(HttpToolsProtocol):
             raise ValueError("refused")
         self._headers_came()
         super().on_headers_complete()
+        if self._is_beyond:
+            self.cycle.keep_alive = False
         self._is_in_headers = False
         self._num_unparsed_bytes = 0
 
@@ -220,6 +228,17 @@ class HttpProtocol(HttpToolsProtocol):
         if self._client_timer is not None:
             self._client_timer.cancel()
             self._client_timer = None
+
+    def _refuse_connection(self) -> None:
+        """End a connection beyond the limit, whatever was sent."""
+        most = self._limits.max_connections
+        text = f"the server has {most} connections, which is its limit; try again in a moment"
+        self._is_refused = True
+        self._headers_came()
+        self._refusals.count(Reason.TOO_MANY_CONNECTIONS, text, self.client)
+        self.transport.write(raw_response(ConnectionsError(text, retry_after_s=1)))
+        self.transport.close()
+        self._watch_client()
 
     def _refuse(self, reason: Reason, error: ApiError) -> None:
         """End the connection. ``error`` is its last answer if no other answer is under way. Later calls do nothing."""
