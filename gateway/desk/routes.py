@@ -51,7 +51,7 @@ def add_desk(app: FastAPI, models: Models, records: Records, feed: Feed) -> None
     async def requests(request: Request) -> Response:
         """Requests that run, and the last that ended (``?limit=100``): when each step was, where, how it ended. Never a text."""
         limit = request.query_params.get("limit", "100")
-        if not limit.isdecimal() or not 1 <= int(limit) <= NUM_KEPT:
+        if not limit.isdecimal() or len(limit) > len(str(NUM_KEPT)) or not 1 <= int(limit) <= NUM_KEPT:
             raise InvalidRequestError(f"limit is {limit[:80]!r}; it must be 1 to {NUM_KEPT}", param="limit")
         return _json({"requests": records.newest(int(limit))})
 
