@@ -25,7 +25,7 @@ from kvrelay.wire.messages import FailureCode, Submit
 from ..clock import Clock
 from ..http_app import TEXT, app_for, http_only
 from ..http_port import close, serving
-from ..players import Player, Stage, failing, good, stage, until
+from ..players import PROMPT, Player, Stage, failing, good, stage, until
 from .test_records import arrived, never, sequence
 
 Event = tuple[str, Any]
@@ -97,7 +97,7 @@ async def test_what_is_there_and_what_it_does(model_directory: Path, clock: Cloc
         running = asyncio.create_task(s.run())
         await begun.get()
         request = arrived("r", sequence(RequestTimings(clock())))
-        s.relay.metrics.tokens.on_prompt(200)
+        s.relay.metrics.tokens.on_prompt(200 - len(PROMPT))  # beside that of the request that runs
         s.relay.metrics.tokens.on_cached(50)
         s.relay.metrics.tokens.on_tokens(40, 0.004)
         s.relay.metrics.ttft_s.observe(0.2)
