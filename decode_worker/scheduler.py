@@ -261,9 +261,12 @@ class DecodeScheduler(Scheduler):
         self.prompt_tokens_per_s = self._steps.tokens_per_s(num_generating, self._num_behind(num_generating))
 
     def _num_behind(self, num_generating: int) -> int:
-        """Prompts behind the first one that the batch has places for, if ``num_generating`` of the sequences here generate."""
+        """Prompts behind the first one that the batch has places for, if ``num_generating`` sequences generate in a step.
+
+        With several stages a step has only its share of the sequences here.
+        """
         num_here = min(len(self.running) + len(self.waiting), self._max_num_seqs)
-        return max(0, num_here - num_generating - 1)
+        return max(0, num_here // self._num_stages - num_generating - 1)
 
     def _continue_running(self, plan: Schedule, budget: int, sequences: Seq[Sequence]) -> int:
         """Add rows for running ``sequences``, the most senior first. Returns what is left of the budget."""
