@@ -26,6 +26,9 @@ from kvrelay.kernels.checks import (
 from kvrelay.kernels.linear.group_scaled import check_stored, meant_numbers, power_of_two
 from kvrelay.kernels.linear.weight_only import COMPUTE_DTYPES
 
+ROWS_PER_EXPERT = (1, 17, 65)
+"""The fewest rows per expert, on average, for which each kernel is taken."""
+
 
 @dataclass(frozen=True)
 class Routes:
@@ -33,6 +36,7 @@ class Routes:
 
     order: torch.Tensor  # [num_routes] int64, the routes sorted by expert
     starts: torch.Tensor  # [num_experts + 1] int32, start of each expert's routes in `order`
+    rows_per_expert: int  # on average, rounded up; decides which kernel is taken
 
     @property
     def num_experts(self) -> int:
@@ -40,14 +44,17 @@ class Routes:
         return len(self.starts) - 1
 
 
-def plan_routes(expert_ids: torch.Tensor, num_experts: int) -> Routes:
+def plan_routes(expert_ids: torch.Tensor, num_experts: int, rows_per_expert: int | None = None) -> Routes:
     """The routes of `expert_ids` `[num_tokens, k]`, each `0 <= id <= num_experts`.
 
-    The id `num_experts` is no expert, and not computed.
+    The id `num_experts` is no expert, and not computed. `rows_per_expert` chooses the kernel, so that each can be compiled with one
+    route; None: the average of these routes.
     """
     ordered, order = expert_ids.flatten().sort(stable=True)
     firsts = torch.arange(num_experts + 1, dtype=ordered.dtype, device=ordered.device)
-    return Routes(order, torch.searchsorted(ordered, firsts, out_int32=True))
+    if rows_per_expert is None:
+        rows_per_expert = triton.cdiv(len(order), num_experts)
+    return Routes(order, torch.searchsorted(ordered, firsts, out_int32=True), rows_per_expert)
 
 
 @dataclass(frozen=True)
@@ -61,14 +68,14 @@ class _Tile:
     warps: int
 
 
-def _tile(num_routes: int, num_experts: int, dtype: torch.dtype) -> _Tile:
+def _tile(rows_per_expert: int, dtype: torch.dtype) -> _Tile:
     """The tile for the average number of rows per expert."""
-    per_expert = triton.cdiv(num_routes, num_experts)
     if dtype == torch.float32:  # exact products with operands twice as wide
         return _Tile(16, 64, 32, stages=2, warps=4)
-    if per_expert <= 16:
+    _, some, many = ROWS_PER_EXPERT
+    if rows_per_expert < some:
         return _Tile(16, 64, 128, stages=4, warps=4)
-    if per_expert <= 64:
+    if rows_per_expert < many:
         return _Tile(64, 128, 64, stages=3, warps=4)
     return _Tile(128, 128, 64, stages=3, warps=8)
 
@@ -279,10 +286,12 @@ def _launch(
         raise ValueError(f"factors has shape {tuple(factors.shape)}, expected {num_routes} contiguous numbers")
     if num_routes % max(1, len(x)):
         raise ValueError(f"x has {len(x)} rows, expected a divisor of {num_routes} routes")
+    if factors is not None:
+        factors = factors.float()  # one kernel for all their types
     out = torch.empty((num_routes, out_features), dtype=x.dtype, device=x.device)
     if not num_routes:
         return out
-    tile = _tile(num_routes, routes.num_experts, x.dtype)
+    tile = _tile(routes.rows_per_expert, x.dtype)
     ins, groups = tile.ins, 0
     if group_size:
         assert scale is not None, "groups without scales"

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +20,7 @@ from gpu_parts.checks.comparing import compared
 from gpu_parts.engine import batching, model_dir, steps, ttft
 from gpu_parts.frame.floors import Limits
 from gpu_parts.frame.rows import Checked, Kernel, Row
-from gpu_parts.frame.running import Context, Fact, Finding, Run
+from gpu_parts.frame.running import Context, Fact, Finding, Note, Run
 from gpu_parts.frame.sizes import TINY, dry_sizes
 from gpu_parts.kernels import attention, fp8_linears, limits, linears, prefill_boxes, sampling
 from gpu_parts.kernels.paged import attention_float64, paged_context, random_pool
@@ -87,6 +90,32 @@ def test_figures_come_with_what_they_are_compared_with(run: Run, context: Contex
             assert (peer.value is None) == bool(peer.absence), peer
     if run is steps.measure_prefill_steps:
         assert rows[-1].figure == "prefill, 64 tokens as by default"
+
+
+@pytest.mark.parametrize("run", [attention.measure_decode, attention.measure_prefill])
+def test_our_time_is_told_before_the_peers_are_measured(
+    run: Run, context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A peer that takes too long ends the section before its row."""
+
+    def stopped(*_: Any, **__: Any) -> None:
+        raise TimeoutError
+
+    monkeypatch.setattr(attention, "measure_peers", stopped)
+    findings = run(context)
+    note = next(findings)
+    assert isinstance(note, Note)
+    assert re.fullmatch(r".* attention, .*: ours [\d.]+ (µs|ms)", note.text), note
+    with pytest.raises(TimeoutError):
+        next(findings)
+
+
+@pytest.mark.parametrize("run", [attention.measure_decode, attention.measure_decode_fp8])
+def test_the_largest_cells_come_first(run: Run, context: Context) -> None:
+    sizes = replace(context.sizes, decode_cells=((1, 20), (1, 90), (4, 30), (4, 20)))
+    late = replace(context, sizes=sizes, ends_s=time.monotonic())  # each cell is only named
+    figures = [row.figure.split(", ")[-1] for row in run(late) if isinstance(row, Row)]
+    assert figures == ["4 x 30", "1 x 90", "4 x 20", "1 x 20"]
 
 
 def test_the_engine_is_checked_in_bf16_and_ahead(context: Context) -> None:

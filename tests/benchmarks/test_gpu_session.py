@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import gpu
 import pytest
+from click.testing import CliRunner
 from gpu_parts.frame.floors import Limits
 from gpu_parts.frame.plan import CHECKS, FIGURES, LIMITS, chosen, refusal, time_for
 from gpu_parts.frame.rows import Checked, Kernel, Row, Unit
@@ -25,7 +28,7 @@ from gpu_parts.frame.running import (
     load,
     run_section,
 )
-from gpu_parts.frame.session import Session
+from gpu_parts.frame.session import RunSection, Session
 from gpu_parts.frame.sizes import dry_sizes
 
 Found = tuple[list[Finding], Failure | None]
@@ -60,17 +63,23 @@ def context(tmp_path: Path) -> Context:
 
 
 @pytest.fixture
-def run_named(
-    context: Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[str, float], tuple[Outcome, list[Finding]]]:
-    """Runs one of SECTIONS in a real process."""
+def sections_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The module of SECTIONS."""
     (tmp_path / "sections_of_a_test.py").write_text(SECTIONS)
     monkeypatch.syspath_prepend(tmp_path)
+    return "sections_of_a_test"
+
+
+@pytest.fixture
+def run_named(
+    context: Context, tmp_path: Path, sections_module: str
+) -> Callable[[str, float], tuple[Outcome, list[Finding]]]:
+    """Runs one of SECTIONS in a real process."""
 
     def run(name: str, seconds: float) -> tuple[Outcome, list[Finding]]:
         heard: list[Finding] = []
         limited = Context(context.sizes, "cpu", True, tmp_path, time.monotonic() + seconds, context.seed)
-        section = Section(name, f"sections_of_a_test:{name}", seconds)
+        section = Section(name, f"{sections_module}:{name}", seconds)
         return run_section(section, limited, heard.append), heard
 
     return run
@@ -167,10 +176,12 @@ def test_limits_and_facts_reach_later_sections(context: Context, tmp_path: Path)
 
 
 def test_a_run_that_is_stopped_leaves_what_it_had(context: Context, tmp_path: Path) -> None:
+    """Also what its last section found."""
     output = tmp_path / "out.json"
 
     def run(section: Section, context: Context, hear: Callable[[Finding], None]) -> Outcome:
         if section.name == "handoff":
+            hear(Row("figure", Unit.SECONDS, 1.0))
             raise KeyboardInterrupt
         hear(Limits(1.0, 2.0, 3.0, 4.0))
         return Outcome(section.name, 1.0, (), None, "")
@@ -180,6 +191,33 @@ def test_a_run_that_is_stopped_leaves_what_it_had(context: Context, tmp_path: Pa
     document = json.loads(output.read_text())
     assert document["limits"]["copy_bytes_per_s"] == 1.0
     assert [section["name"] for section in document["sections"]] == ["limits"]
+    assert [row["figure"] for row in document["rows"]] == ["figure"]
+    assert [path.name for path in tmp_path.glob("out*")] == ["out.json"]
+
+
+def test_an_interrupted_run_reports_before_its_model_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its last section would have ended some seconds before the time is over."""
+    ends_s: list[float] = []
+
+    class Interrupted(Session):
+        def run(self, sections: Sequence[Section], run_one: RunSection = run_section) -> None:
+            ends_s.append(self.context.ends_s)
+            (self.context.work / "model").write_text("large")
+            raise KeyboardInterrupt
+
+        def report(self) -> str:
+            return f"the model is there: {(self.context.work / 'model').exists()}"
+
+    monkeypatch.setattr("gpu_parts.frame.session.Session", Interrupted)
+    monkeypatch.setattr(os, "environ", {**os.environ})  # the command changes it
+    begun_s = time.monotonic()
+    done = CliRunner().invoke(gpu.main, ["--dry-run", "--budget-s", "100", "--work-dir", str(tmp_path)])
+    assert done.exit_code == 1
+    assert "the model is there: True" in done.output
+    assert list(tmp_path.iterdir()) == []
+    assert ends_s[0] - begun_s == pytest.approx(92, abs=2)
 
 
 def test_sections_behind_the_end_of_the_time_are_named(context: Context) -> None:
@@ -223,6 +261,20 @@ def test_a_section_that_hangs_is_stopped_with_all_it_started(
         assert isinstance(note, Note)
         state = Path(f"/proc/{note.text}/stat")
         assert not state.exists() or state.read_text().rsplit(")", 1)[1].split()[0] == "Z"
+
+
+def test_an_interrupted_run_does_not_wait_for_its_section(
+    run_named: Callable[[str, float], tuple[Outcome, list[Finding]]], context: Context, sections_module: str
+) -> None:
+    assert run_named("orderly", 100.0)[0].failure is None  # starts the server of processes
+
+    def interrupt(finding: Finding) -> None:
+        raise KeyboardInterrupt
+
+    begun_s = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        run_section(Section("hanging", f"{sections_module}:hanging", 100.0), context, interrupt)
+    assert time.monotonic() - begun_s < 10
 
 
 def test_what_is_preloaded_asks_for_no_device() -> None:

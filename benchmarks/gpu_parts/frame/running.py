@@ -151,6 +151,7 @@ def run_section(section: Section, context: Context, hear: Callable[[Finding], No
                 break
             message = ours.recv()
             if isinstance(message, _Done):
+                process.join(_END_S)
                 break
             if isinstance(message, Failure):
                 failure = message
@@ -160,9 +161,7 @@ def run_section(section: Section, context: Context, hear: Callable[[Finding], No
     except EOFError:
         process.join(_END_S)
         failure = Failure(f"its process ended without a word, with status {process.exitcode}")
-    finally:
-        if failure is None:
-            process.join(_END_S)
+    finally:  # an interrupted run does not wait for its section
         _kill_group(process.pid)
         process.join()
         ours.close()

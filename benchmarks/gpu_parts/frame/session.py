@@ -30,7 +30,7 @@ class Session:
 
     context: Context  # the run's context; ``ends_s`` is the end of the run
     say: Callable[[str], None]  # prints a line of progress
-    output: Path | None = None  # JSON with everything, written after each section: a run that is stopped leaves it
+    output: Path | None = None  # JSON with everything so far, which a run that is stopped leaves
     rows: list[Row] = field(default_factory=list)
     checks: list[Checked] = field(default_factory=list)
     outcomes: list[Outcome] = field(default_factory=list)
@@ -51,8 +51,7 @@ class Session:
                 context = replace(self.context, ends_s=time.monotonic() + seconds)
                 outcome = run_one(section, context, lambda finding, name=section.name: self._hear(name, finding))  # type: ignore[misc]
             self._conclude(section, outcome)
-            if self.output is not None:
-                self.output.write_text(json.dumps(self.document(), indent=1) + "\n", encoding="utf-8")
+            self._write()
 
     @property
     def numerics_failed(self) -> bool:
@@ -128,6 +127,7 @@ class Session:
                 self.context = replace(self.context, facts={**self.context.facts, fact: value})
             case Limits():
                 self.context = replace(self.context, limits=finding)
+        self._write()
 
     def _conclude(self, section: Section, outcome: Outcome) -> None:
         self.outcomes.append(outcome)
@@ -142,6 +142,13 @@ class Session:
             self._tell(section.name, f"FAILED: {outcome.failure.reason}")
             if outcome.failure.trace:
                 self._tell(section.name, outcome.failure.trace)
+
+    def _write(self) -> None:
+        """Write the JSON, whole or not at all: the run may be stopped here, too."""
+        if self.output is not None:
+            partial = self.output.with_name(f"{self.output.name}.partial")
+            partial.write_text(json.dumps(self.document(), indent=1) + "\n", encoding="utf-8")
+            partial.replace(self.output)
 
     def _tell(self, name: str, text: str) -> None:
         self.say(f"[{time.monotonic() - self.begun_s:5.1f} s] {name}: {text}")

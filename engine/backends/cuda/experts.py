@@ -8,7 +8,7 @@ from kvrelay.engine.models.ops import Activation
 from kvrelay.engine.weights.parameters import ExpertWeights
 from kvrelay.engine.weights.rounding import AnyWeight, RoundedWeight
 from kvrelay.engine.weights.stored import StoredWeight
-from kvrelay.kernels.linear.grouped import Routes, grouped_linear, grouped_stored_linear, plan_routes
+from kvrelay.kernels.linear.grouped import ROWS_PER_EXPERT, Routes, grouped_linear, grouped_stored_linear, plan_routes
 
 
 class CudaExperts:
@@ -19,14 +19,25 @@ class CudaExperts:
         self._weights = weights
         self._activation = activation
 
+    def compile(self, device: torch.device) -> None:
+        """Multiply one token with each kernel: compiling one later would stall running streams."""
+        weights = self._weights
+        token = torch.zeros(1, weights.gate_up.shape[1], dtype=weights.gate_up.dtype, device=device)
+        expert_ids, factors = token.new_zeros(1, 1, dtype=torch.int64), token.new_ones(1, 1)
+        for rows_per_expert in ROWS_PER_EXPERT:
+            self._multiplied(token, plan_routes(expert_ids, weights.num_experts, rows_per_expert), factors)
+
     def __call__(self, hidden: torch.Tensor, expert_ids: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
         """See Experts."""
-        weights = self._weights
-        routes = plan_routes(expert_ids, weights.num_experts)
-        gate_up = _multiply(hidden, weights.gate_up, weights.gate_up_bias, routes)
-        out = _multiply(self._activation(gate_up), weights.down, weights.down_bias, routes, factors)
+        num_experts = self._weights.num_experts
+        out = self._multiplied(hidden, plan_routes(expert_ids, num_experts), factors)
         # Rows routed to no expert were not computed.
-        return out.view(*expert_ids.shape, -1).masked_fill(expert_ids[:, :, None] == weights.num_experts, 0).sum(dim=1)
+        return out.view(*expert_ids.shape, -1).masked_fill(expert_ids[:, :, None] == num_experts, 0).sum(dim=1)
+
+    def _multiplied(self, hidden: torch.Tensor, routes: Routes, factors: torch.Tensor) -> torch.Tensor:
+        weights = self._weights
+        gate_up = _multiply(hidden, weights.gate_up, weights.gate_up_bias, routes)
+        return _multiply(self._activation(gate_up), weights.down, weights.down_bias, routes, factors)
 
 
 def _multiply(

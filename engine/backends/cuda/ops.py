@@ -153,7 +153,9 @@ class CudaPagedOps:
 
     def make_experts(self, weights: ExpertWeights, activation: Activation) -> Experts:
         """See PagedOps."""
-        return CudaExperts(weights, activation)
+        experts = CudaExperts(weights, activation)
+        experts.compile(self.block_tables.device)
+        return experts
 
     def make_low_rank(self, dtype: torch.dtype) -> CudaLowRank:
         """See PagedOps."""

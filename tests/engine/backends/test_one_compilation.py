@@ -131,6 +131,7 @@ print("mixed", num_mixed)
         pytest.param(transformers.Qwen3Config, {}, 16, marks=pytest.mark.full),
         pytest.param(transformers.Qwen3Config, {}, 64, marks=pytest.mark.full),
         (transformers.MistralConfig, {"sliding_window": 24}, 16),
+        (transformers.Qwen3MoeConfig, {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}, 16),
     ],
 )
 def test_no_step_compiles_what_the_start_did_not(
@@ -155,3 +156,5 @@ def test_no_step_compiles_what_the_start_did_not(
     assert said["_penalties_kernel"] == "2"  # with and without a token in flight
     # For few and for many rows, with products of one linear layer and of several.
     assert said["_shrink_kernel"] == said["_expand_kernel"] == "4"
+    # Both products of experts have one kernel each for few, more and many rows per expert. Steps have up to 400.
+    assert said.get("_grouped_linear_kernel") == ("6" if "num_experts" in given else None)
