@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from kvrelay.common.errors import ModelError
@@ -13,10 +15,16 @@ from kvrelay.engine.kv.copies import CudaCopies, StagingPlan
 from kvrelay.engine.kv.pool import KvPool
 from kvrelay.engine.models.ranks import RankPart
 
+logger = logging.getLogger(__name__)
+
 
 def max_model_len_of(options: EngineOptions, shape: ModelShape, geometry: KvGeometry, num_blocks: int) -> int:
     """Tokens of the longest sequence: the smallest of the model's limit, the operator's limit, and the pool's size."""
     longest = shape.max_position_embeddings
+    if options.max_model_len is not None and options.max_model_len > longest:
+        logger.warning(
+            "--max-model-len is %d, but the model takes %d tokens; that holds", options.max_model_len, longest
+        )
     fits = geometry.max_tokens(num_blocks, options.max_batched_tokens)
     return min(longest, options.max_model_len or longest, longest if fits is None else fits)
 

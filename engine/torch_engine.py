@@ -115,10 +115,12 @@ class TorchEngine:
         if device.type == "cuda":
             from kvrelay.engine.backends.cuda.build import (  # noqa: PLC0415 - a CPU worker may lack Triton
                 kept_weights,
+                require_attention,
                 require_fp8_products,
                 require_weight_format,
             )
 
+            require_attention(whole)
             require_weight_format(rounding, device)
             require_fp8_products(activations, device)
             keeps = kept_weights(device)

@@ -42,6 +42,7 @@ class PrefillScheduler(Scheduler):
     ) -> None:
         super().__init__(settings, blocks, max_model_len, device_type, num_stages)
         self._held = SequenceBlocks(blocks)
+        blocks.leaves_owed = True  # a running prompt never waits for another one's blocks
         self._ttft_budget_s = settings.ttft_budget_ms / 1000
         self._costs = StepCosts()
         self._num_cached: dict[Key, int] = {}  # per waiting prompt: leading tokens that were cached when it came
@@ -76,9 +77,6 @@ class PrefillScheduler(Scheduler):
         num_for_others = int(budget * _PART_FOR_OTHERS)
         plan = Schedule(rows=[])
         has_room = True
-        for sequence in self.running:  # a sequence that shared blocks with it may have released them
-            if sequence.num_blocks < self._blocks.num_blocks_for(sequence.num_tokens):
-                self._held.slide(sequence)
         for turn in turns(prompts, budget, now_s, self._ttft_budget_s, cost, block_size):
             sequence, share = line[turn.index], budget if turn.max_tokens is None else min(budget, turn.max_tokens)
             if self._places.fair.is_ahead(sequence, now_s):

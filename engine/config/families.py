@@ -7,7 +7,9 @@ A family that differs only in these facts is one line here. What depends on one 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from kvrelay.engine.config.experts import Scoring
 
@@ -58,11 +60,13 @@ class Family:
     has_clamped_swiglu: bool = False  # with ``swiglu_alpha`` and ``swiglu_limit``
     is_latent: bool = False  # latent attention (:mod:`kvrelay.engine.config.latent`)
     experts: ExpertFacts | None = None
+    # What keys mean that a ``config.json`` lacks, where transformers' class has another default than Llama's.
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(),
-    "MistralForCausalLM": Family(windows=Windows.ALL),
+    "MistralForCausalLM": Family(windows=Windows.ALL, defaults={"sliding_window": 4096}),
     "MixtralForCausalLM": Family(
         windows=Windows.ALL,
         experts=ExpertFacts(
@@ -74,14 +78,20 @@ FAMILIES: dict[str, Family] = {
             down="w2",
             is_normalised=True,
         ),
+        defaults={"rope_theta": 1e6, "rms_norm_eps": 1e-5},
     ),
-    "Qwen2ForCausalLM": Family(windows=Windows.BY_LAYER, has_window_switch=True, has_qkv_bias=True),
-    "Qwen3ForCausalLM": Family(windows=Windows.BY_LAYER, has_window_switch=True, has_qk_norm=True),
+    "Qwen2ForCausalLM": Family(
+        windows=Windows.BY_LAYER, has_window_switch=True, has_qkv_bias=True, defaults={"sliding_window": 4096}
+    ),
+    "Qwen3ForCausalLM": Family(
+        windows=Windows.BY_LAYER, has_window_switch=True, has_qk_norm=True, defaults={"sliding_window": 4096}
+    ),
     "Qwen3MoeForCausalLM": Family(
         windows=Windows.ALL,
         has_window_switch=True,
         has_qk_norm=True,
         experts=ExpertFacts(has_dense_layers=True),
+        defaults={"sliding_window": 4096},
     ),
     "GptOssForCausalLM": Family(
         windows=Windows.BY_LAYER,
@@ -94,6 +104,7 @@ FAMILIES: dict[str, Family] = {
             is_fused=True,
             is_normalised=True,
         ),
+        defaults={"sliding_window": 128, "rms_norm_eps": 1e-5},
     ),
     "DeepseekV2ForCausalLM": Family(
         is_latent=True,
@@ -104,6 +115,7 @@ FAMILIES: dict[str, Family] = {
             has_groups=True,
             shared="mlp.shared_experts",
         ),
+        defaults={"topk_method": "greedy"},
     ),
     "DeepseekV3ForCausalLM": Family(
         is_latent=True,
@@ -115,5 +127,12 @@ FAMILIES: dict[str, Family] = {
             has_groups=True,
             shared="mlp.shared_experts",
         ),
+        defaults={
+            "norm_topk_prob": True,
+            "n_group": 8,
+            "topk_group": 4,
+            "routed_scaling_factor": 2.5,
+            "first_k_dense_replace": 3,
+        },
     ),
 }

@@ -156,6 +156,7 @@ def parse_config(config: Mapping[str, Any], directory: str) -> ModelConfig:
         raise ModelError(
             f"{directory}: architecture {architecture} is not supported; supported are {', '.join(FAMILIES)}"
         )
+    config = {**family.defaults, **config}
 
     def size(name: str, default: int | None = None) -> int:
         value = config.get(name)
@@ -196,7 +197,7 @@ def parse_config(config: Mapping[str, Any], directory: str) -> ModelConfig:
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         rms_norm_eps=_number(config, "rms_norm_eps", 1e-6, directory),
-        max_position_embeddings=size("max_position_embeddings"),
+        max_position_embeddings=max(size("max_position_embeddings"), rope.stretched_len),
         has_tied_embeddings=bool(config.get("tie_word_embeddings", False)),
         has_qkv_bias=has_qkv_bias,
         has_o_bias=attention_bias and family.has_qkv_bias is None,

@@ -64,6 +64,12 @@ class RopeConfig:
         )
 
     @property
+    def stretched_len(self) -> int:
+        """Positions that YaRN stretches the model to, which ``max_position_embeddings`` may not count; 0 without YaRN."""
+        parameters = json.loads(self.parameters)
+        return int(parameters["original_max_position_embeddings"] * parameters["factor"]) if self.kind == "yarn" else 0
+
+    @property
     def canonical(self) -> str:
         """One line that is equal if and only if the settings are equal."""
         return f"{self.kind} theta={self.theta!r} {self.parameters}"

@@ -8,6 +8,10 @@ A group with a **window** needs only the last blocks of a sequence. As a sequenc
 that no later query sees, and gets further ones instead. A prefix is found if every full group has all of its blocks, and every
 group with a window has those that the next token sees.
 
+A block that a sequence gives back does not come free while another one holds it. The sequence is **owed** its next block then. If
+new owners took these blocks, sequences could wait for each other for good. A worker that preempts nobody keeps them
+(``leaves_owed``).
+
 An **owner** is a sequence or a lease, named by :class:`Owner`. Sequences that share a prefix share blocks, so a block may have
 several owners. A block can be shared once it is *published* under its chained hash, when its content is computed or verified. An
 owner may also be *forked*: the new owner shares its blocks, including a last one that is not full. An owner that writes to a shared
@@ -84,6 +88,7 @@ class BlockManager:
         self.block_size = block_size
         self.windows = tuple(windows)
         self.set_aside = 0  # blocks that hand-offs must leave for a waiting sequence; its scheduler sets this
+        self.leaves_owed = False  # whether new owners leave what is owed; a scheduler that preempts nobody sets this
         self._max_step_tokens = max_step_tokens
         self._lock = threading.RLock()
         self._clock = clock
@@ -190,8 +195,8 @@ class BlockManager:
 
         A group with a window gets the blocks that tokens see from position ``num_computed_tokens`` on, or from the end of the found
         prefix. It gets as many as the sequence needs at a time or, if ``is_whole``, all to the end. ``spare``: physical blocks that
-        must be allocatable afterwards. Returns None and changes nothing if there is not enough room. Raises ValueError if the owner
-        already holds blocks, or if there are more hashes than blocks.
+        must be allocatable afterwards, beside those owed if it ``leaves_owed``. Returns None and changes nothing if there is not
+        enough room. Raises ValueError if the owner already holds blocks, or if there are more hashes than blocks.
         """
         with self._lock:
             self._require_none(owner)
@@ -207,7 +212,8 @@ class BlockManager:
                 end = num_blocks if is_whole else self._end(window, first, num_blocks)
                 found.append(Opening(first, shared, max(0, end - first - len(shared))))
             num_revived = sum(not physical.is_owned(block_id) for one in found for block_id in one.shared)
-            if sum(one.num_fresh for one in found) > physical.num_allocatable - num_revived - spare:
+            num_left = physical.num_allocatable - num_revived - sum(one.num_fresh for one in found)
+            if num_left < spare + (self._owned.num_owed(num_blocks, found) if self.leaves_owed else 0):
                 return None
             return Allocation(self._owned.open(owner, num_blocks, found), num_cached)
 
@@ -230,8 +236,8 @@ class BlockManager:
         """A sequence has computed ``num_computed_tokens``: give back blocks that no later token sees, and get the next ones that it
         needs.
 
-        Returns the new ones of each group. They may be fewer than needed if other owners still hold the given blocks; then call
-        again.
+        Returns the new ones of each group. Unless it ``leaves_owed``, they may be fewer than needed if other owners still hold the
+        given blocks; then call again.
         """
         with self._lock:
             held, fresh = self._owned[owner], []

@@ -74,6 +74,23 @@ class OwnedTables:
         """All owners, in the order of arrival."""
         return list(self._held.items())
 
+    def num_owed(self, num_blocks: int, found: list[Opening]) -> int:
+        """The most blocks that owners still take without giving any back, once a new one of ``num_blocks`` has ``found``.
+
+        An owner that slides past a block takes its next one, even if another owner keeps the first. So a group is owed at most one
+        for each further holder of a block, and at most the blocks that its owners do not have yet.
+        """
+        num_owed = 0
+        for group, new in enumerate(found):
+            num_shared = sum(map(self._physical.is_owned, new.shared)) - self._physical.num_owned(group)
+            num_missing = num_blocks - new.first - len(new.shared) - new.num_fresh
+            for held in self._held.values():
+                table = held.tables[group]
+                num_shared += len(table.block_ids) - table.first
+                num_missing += held.num_blocks - len(table.block_ids)
+            num_owed += min(num_shared, num_missing)
+        return num_owed
+
     def open(self, owner: Owner, num_blocks: int, found: list[Opening]) -> Tables:
         """Give ``owner`` the blocks of each group's opening. Shared blocks come first, because taking fresh ones may evict them."""
         for one in found:

@@ -89,6 +89,10 @@ class PhysicalBlocks:
             num_cached = num_blocks if is_whole else num_cached
         return num_cached
 
+    def num_owned(self, group: int) -> int:
+        """The number of a group's blocks that have an owner."""
+        return self._num_taken[group] - self._num_cached[group]
+
     def is_owned(self, block_id: int) -> bool:
         """Whether the block has an owner."""
         return bool(self._holders[block_id])

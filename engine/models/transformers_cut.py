@@ -77,9 +77,11 @@ def cut_model(whole: TransformersModel, cut: Cut) -> tuple[TransformersModel, di
             raise ModelError(f"{asked}, but {layer_name} of {name} is cut by {kind}, which is not served yet: take 1")
         cuts[layer_name] = _cut_layer(layer, cut, by_outputs=kind == _BY_OUTPUTS)
     try:
-        attention = probe_layers(model)
+        probed = probe_layers(model)
     except ModelError as error:
         raise ModelError(f"{asked}, but a part of {name} does not run alone: {error}") from error
+    # ``whole`` may have switched the layers' own scaling of queries off, so this probe does not see it.
+    attention = [replace(one, temperature=before.temperature) for one, before in zip(probed, whole.layers, strict=True)]
     if any(layer.num_q_heads * cut.num_ranks != whole.shape.num_q_heads for layer in attention):
         raise ModelError(f"{asked}, but the plan of transformers leaves the attention of {name} whole: take 1")
     shape = replace(

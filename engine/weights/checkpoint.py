@@ -34,6 +34,8 @@ from kvrelay.engine.weights.targets import NOTHING_KEPT, Kept, Place
 
 Progress = Callable[[int, int], None]
 _SAMPLE_NBYTES = 4096  # bytes of a sample for the digest
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_NUM_COMPARED = 2**24  # elements of a head and an embedding that are compared at a time
 _WHOLE = Cut()
 
 
@@ -88,6 +90,7 @@ def _load(
     quantisation = load_quantisation(directory)
     with CheckpointReader(read_headers(directory), quantisation, dtype, device_name, activations) as reader:
         check_checkpoint(directory, reader, config)
+        num_bytes_checked = reader.num_bytes_read
         kept = NOTHING_KEPT if keeps is None or rounding is not None else Kept(reader.outlines, keeps)
         weights, places = allocate(config, dtype, device, rounding, cut, kept)
         for name in reader.headers:
@@ -98,7 +101,7 @@ def _load(
                 place.put_stored(reader.stored(name, place.part))
             else:
                 place.put(reader.part(name, place.part))
-            progress(min(reader.num_bytes_read, total), total)
+            progress(min(reader.num_bytes_read - num_bytes_checked, total), total)
     progress(total, total)
     return weights
 
@@ -106,8 +109,9 @@ def _load(
 def check_checkpoint(directory: Path, reader: CheckpointReader, config: ModelConfig) -> None:
     """Check by the files' headers that the tensors of the checkpoint in ``directory`` are those that ``config`` needs.
 
+    Reads no tensor but biases that the model does not have, and a tied head with its embedding.
     Raises ModelError naming file and tensor if one is missing, unknown, of another shape, or in a quantised format that the config
-    does not describe.
+    does not describe, or if a tied head differs from the embedding.
     """
     headers = reader.headers
     check_layers(directory, config.num_layers, headers)
@@ -123,7 +127,13 @@ def check_checkpoint(directory: Path, reader: CheckpointReader, config: ModelCon
             raise ModelError(
                 f"{header.path}: tensor {name} has shape {list(header.shape)}; config.json asks for {list(shape)}"
             )
-    check_full({name: header for name, header in headers.items() if name in shapes})
+    used = shapes.keys() | {_HEAD}  # a tied one is compared
+    check_full({name: header for name, header in headers.items() if name in used})
+    if _HEAD in headers and _HEAD not in shapes and _has_own_head(reader):
+        raise ModelError(
+            f"{headers[_HEAD].path}: tensor {_HEAD} differs from {_EMBEDDING}, which config.json asks for in its place: set "
+            "tie_word_embeddings to false in config.json"
+        )
 
 
 def check_files(directory: Path, config: ModelConfig) -> None:
@@ -175,7 +185,7 @@ def weights_digest(directory: Path) -> str:
 
 def _check_unused(reader: CheckpointReader, name: str, config: ModelConfig) -> None:
     """Raise ModelError for a tensor that we cannot use, unless the model is the same without it."""
-    is_tied_head = name == "lm_head.weight" and config.has_tied_embeddings
+    is_tied_head = name == _HEAD and config.has_tied_embeddings
     is_rotary_buffer = name.endswith(".rotary_emb.inv_freq")  # in old checkpoints; the config determines it
     drafts = range(config.num_layers, config.num_layers + config.num_draft_layers)
     is_draft = any(name.startswith(f"model.layers.{layer}.") for layer in drafts)
@@ -184,3 +194,25 @@ def _check_unused(reader: CheckpointReader, name: str, config: ModelConfig) -> N
     raise ModelError(
         f"{reader.headers[name].path}: tensor {name} is unknown to {config.architecture} with this config.json; it would be ignored"
     )
+
+
+def _has_own_head(reader: CheckpointReader) -> bool:
+    """Whether the head in the checkpoint of a model with tied embeddings differs from the embedding. Reads pieces of both.
+
+    transformers ties equal tensors only. A difference by rounding does not count: between two types of floats, or of a quantised
+    tensor, which is not read.
+    """
+    if not reader.outlines.keys().isdisjoint((_HEAD, _EMBEDDING)):
+        return False
+    shape = reader.headers[_EMBEDDING].shape
+    if reader.headers[_HEAD].shape != shape:
+        return True
+    num_rows, num_columns = shape
+    step = max(1, _NUM_COMPARED // num_columns)
+    for start in range(0, num_rows, step):
+        part = range(start, min(start + step, num_rows)), range(num_columns)
+        head, embedding = reader.part(_HEAD, part), reader.part(_EMBEDDING, part)
+        narrower = min(head.dtype, embedding.dtype, key=lambda dtype: dtype.itemsize)
+        if not torch.equal(head.to(narrower), embedding.to(narrower)):
+            return True
+    return False

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 Shape = tuple[int, ...]
 
+_IN_A_WORD = (4, 8)  # numbers of 8 and of 4 bits in a word
+
 
 @dataclass(frozen=True, slots=True)
 class FileParts:
@@ -43,11 +45,15 @@ class FileParts:
         found = [slice(None)] * len(self.tensors[role])
         for dim, (axis, entry_len) in entries.items():
             part = (rows, columns)[axis]
-            found[dim] = slice(part.start // entry_len, -(-part.stop // entry_len))
+            if entry_len < self.shape[axis]:
+                found[dim] = slice(part.start // entry_len, -(-part.stop // entry_len))
         return tuple(found)
 
     def _entries(self, role: str) -> dict[int, tuple[int, int]]:
-        """For each dimension that can be cut: its axis (0 for outputs), and the number of outputs or inputs per entry."""
+        """For each dimension that can be cut: its axis (0 for outputs), and the number of outputs or inputs per entry.
+
+        If the entries may be of unequal length, everything is read: then the number is that of all outputs or inputs.
+        """
         shape = self.tensors[role]
         axes: dict[int, int] = {0: 0}
         if len(shape) == 2:
@@ -62,6 +68,8 @@ class FileParts:
                 continue  # for all
             if count == -(-size // block_len):
                 found[dim] = axis, block_len
-            else:  # with entries of unequal length, everything is read
-                found[dim] = axis, size // count if size % count == 0 else size
+            else:
+                # Even if the size is a multiple, the entries may be words, the last of which is not full.
+                is_unequal = size % count or any(count == -(-size // one) and size % one for one in _IN_A_WORD)
+                found[dim] = axis, size if is_unequal else size // count
         return found

@@ -241,10 +241,15 @@ def test_an_empty_step_is_no_step(llama: tuple[Path, Any]) -> None:
     assert step(load(llama[0]), []) == []
 
 
-def test_the_card_is_bounded_by_model_request_and_pool(llama: tuple[Path, Any]) -> None:
+def test_the_card_is_bounded_by_model_request_and_pool(
+    llama: tuple[Path, Any], caplog: pytest.LogCaptureFixture
+) -> None:
     directory, _ = llama
     assert load(directory).card.max_model_len == 1024
     assert load(directory, max_model_len=100).card.max_model_len == 100
+    assert "--max-model-len" not in caplog.text
+    assert load(directory, max_model_len=2000).card.max_model_len == 1024
+    assert "--max-model-len is 2000, but the model takes 1024 tokens" in caplog.text
     card = load(directory, num_blocks=10).card
     assert (card.max_model_len, card.vocab_size, card.num_blocks) == (160, VOCAB, 10)
     assert card.block_nbytes == 3 * 2 * 2 * 16 * 16 * 4

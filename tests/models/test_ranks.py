@@ -8,12 +8,16 @@ from typing import Any
 import pytest
 
 from kvrelay.common.errors import ModelError
+from kvrelay.common.sampling import SampledToken, SamplingParams
+from kvrelay.engine.models.transformers_check import LONGEST
+from kvrelay.engine.step.sequence import Sequence
 from kvrelay.engine.torch_engine import TorchEngine
 from tests.engine.conftest import assert_same_tokens
 from tests.engine.ranks.conftest import load_ranks
 
 from .test_kernels import Run, relayed
 from .test_types import BLOCK_SIZE, NUM_BLOCKS, engine_of, options_of, saved
+from .tiny import VOCAB
 
 # Softcaps, biases, an MLP of two products, parallel layers, and one product for queries, keys and values.
 SERVED = ("llama", "gemma2", "starcoder2", "cohere2", "gpt_neox", "exaone4")
@@ -39,6 +43,32 @@ def test_two_ranks_give_the_tokens_of_one(model_type: str, tmp_path: Path) -> No
                 assert_same_tokens(given, tokens, ROUNDING)
     finally:
         two.close()
+
+
+@pytest.mark.filterwarnings("ignore")  # transformers warns of what tiny configurations leave out
+def test_two_ranks_scale_queries_by_position(tmp_path: Path) -> None:
+    """Llama 4 does so only after more tokens than the check at load computes."""
+    floor_scale = LONGEST + 9
+    saved("llama4_text", tmp_path, moe_layers=[], floor_scale=floor_scale)
+    one = engine_of(tmp_path)
+    two: Any = load_ranks(
+        tmp_path, 2, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, backend="transformers", dtype="float32"
+    )
+    try:
+        expected, given = (answer(engine, list(range(3, 3 + floor_scale))) for engine in (one, two))
+        assert_same_tokens(given, expected, ROUNDING)
+    finally:
+        two.close()
+
+
+def answer(engine: TorchEngine, prompt: list[int]) -> list[SampledToken]:
+    """Four tokens after ``prompt``."""
+    run, num_tokens = Run(engine), len(prompt) + 4
+    params = SamplingParams(max_tokens=100, temperature=0.0, num_logprobs=VOCAB)
+    sequence = Sequence("r", 1, list(prompt), len(prompt), params, 0.0, block_tables=run.blocks(num_tokens))
+    while sequence.num_tokens < num_tokens:
+        run.step([sequence])
+    return run.outputs["r"]
 
 
 def test_ranks_have_query_heads_and_all_latents(tmp_path: Path) -> None:

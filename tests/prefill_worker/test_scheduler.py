@@ -130,6 +130,25 @@ def test_a_prompt_waits_for_room_and_a_computed_one_keeps_its_blocks() -> None:
     assert rig.step()[0] == [("b", 12)]
 
 
+@pytest.mark.parametrize(("num_blocks", "order"), [(16, ["a", "urgent"]), (24, ["urgent", "a"])])
+def test_prompts_that_share_a_window_s_blocks_all_end(num_blocks: int, order: list[str]) -> None:
+    """The second has room beside what it shares with the first, but would have none for its next blocks."""
+    rig, prefix, computed = Rig(num_blocks, windows=(32,), max_batched_tokens=8), list(range(64)), list[str]()
+    rig.scheduler.add(sequence("first", prefix))
+    for _ in range(8):
+        rig.step()
+    rig.blocks.release(sequence_owner(("first", 1)))
+    rig.scheduler.add(sequence("a", [*prefix, *[1] * 80]))
+    assert rig.step()[0] == [("a", 8)]
+    rig.scheduler.add(sequence("urgent", [*prefix, *[2] * 80], flow=Flow(priority=-10)))
+    for _ in range(40):
+        for item in rig.step()[1]:
+            if item.token is not None:
+                computed.append(item.key[0])
+                rig.blocks.release(sequence_owner(item.key))
+    assert computed == order
+
+
 def test_nobody_starts_before_one_that_has_no_room() -> None:
     rig = Rig(num_blocks=8)
     for name, length in (("a", 24), ("b", 20), ("c", 4)):

@@ -43,6 +43,7 @@ from kvrelay.engine.weights.rounding import Rounding
 from kvrelay.engine.weights.stored import StoredWeight
 from kvrelay.kernels.attention.decode import decode_batch_sizes
 from kvrelay.kernels.attention.kv_scales import require_e4m3
+from kvrelay.kernels.checks import MAX_HEAD_DIM
 
 logger = logging.getLogger(__name__)
 
@@ -128,6 +129,15 @@ def require_fp8_products(activations: Activations | None, device: torch.device) 
         require_e4m3(device, "products of fp8 with fp8 need", "leave it out")
     except ValueError as error:
         raise ModelError(f"--fp8-activations is on, but {error}") from error
+
+
+def require_attention(config: ModelConfig) -> None:
+    """Raise ModelError unless the attention kernels take heads of the model's size. Latent attention has its own kernels."""
+    if config.latent is None and (config.head_dim % 16 or config.head_dim > MAX_HEAD_DIM):
+        raise ModelError(
+            f"head_dim is {config.head_dim}; on a GPU it must be a multiple of 16 up to {MAX_HEAD_DIM}: "
+            "start all workers with --backend transformers, which pads heads"
+        )
 
 
 def kept_weights(device: torch.device) -> Callable[[StoredWeight], bool]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from kvrelay.common.errors import ModelError
 from kvrelay.engine.backends import options as engine_options
-from kvrelay.engine.backends.cuda.build import require_weight_format
+from kvrelay.engine.backends.cuda.build import require_attention, require_weight_format
 from kvrelay.engine.backends.cuda.memory import GpuMemory
 from kvrelay.engine.backends.options import (
     EngineOptions,
@@ -20,6 +21,7 @@ from kvrelay.engine.backends.options import (
     num_blocks_of,
     rounding_of,
 )
+from kvrelay.engine.config.model import parse_config
 from kvrelay.engine.weights.rounding import Rounding
 
 BLOCK_NBYTES = 1000
@@ -125,6 +127,16 @@ def test_fp8_weights_need_a_gpu_that_has_fp8(
         ModelError, match=r"--weight-format is fp8, but fp8 \(e4m3\) weights need .* has 8.0; take int8"
     ):
         require_weight_format(Rounding.FP8, cuda)
+
+
+@pytest.mark.parametrize(("head_dim", "is_taken"), [(64, True), (512, True), (100, False), (528, False)])
+def test_a_gpu_names_heads_that_its_kernels_do_not_take(head_dim: int, is_taken: bool) -> None:
+    sizes = {"vocab_size": 10, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+    places = {"num_attention_heads": 1, "max_position_embeddings": 64, "head_dim": head_dim}
+    config = parse_config({"architectures": ["LlamaForCausalLM"], **sizes, **places}, "/m")
+    refusal = pytest.raises(ModelError, match=f"head_dim is {head_dim}; .* up to 512: .* --backend transformers")
+    with contextlib.nullcontext() if is_taken else refusal:
+        require_attention(config)
 
 
 def test_only_a_gpu_has_a_pool_in_fp8() -> None:

@@ -13,6 +13,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from kvrelay.common.errors import ModelError
 from kvrelay.engine.config.experts import ClampedSwiglu
+from kvrelay.engine.config.families import FAMILIES
 from kvrelay.engine.config.model import load_config, parse_config
 from kvrelay.engine.config.rope import inverse_frequencies
 from tests.engine.conftest import SIZES
@@ -50,6 +51,24 @@ def test_what_a_config_leaves_out() -> None:
     assert parse(rope_parameters={"rope_type": "default", "partial_rotary_factor": None}).rope == config.rope
 
 
+@pytest.mark.parametrize("architecture", [name for name, family in FAMILIES.items() if family.defaults])
+def test_missing_keys_mean_what_they_mean_to_transformers(architecture: str) -> None:
+    theirs = getattr(transformers, architecture).config_class(
+        **({"use_sliding_window": True} if FAMILIES[architecture].has_window_switch else {})
+    )
+    known = {**vars(theirs), "rope_theta": theirs.rope_parameters["rope_theta"]}
+    defaults = FAMILIES[architecture].defaults
+    assert defaults == {name: known[name] for name in defaults}
+
+
+def test_yarn_stretches_a_model_that_does_not_count_it() -> None:
+    """Qwen2.5's recipe leaves ``max_position_embeddings`` as it is; gpt-oss counts what YaRN stretches."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
+    assert parse(rope_scaling=yarn, max_position_embeddings=2048).max_position_embeddings == 8192
+    assert parse(rope_scaling=yarn, max_position_embeddings=10000).max_position_embeddings == 10000
+    assert parse(rope_scaling=LLAMA3, max_position_embeddings=2048).max_position_embeddings == 2048
+
+
 def test_rope_of_transformers_4_and_5_is_the_same() -> None:
     old = parse(rope_theta=500000.0, rope_scaling=LLAMA3)
     older = parse(rope_theta=500000.0, rope_scaling={"type": "llama3", **LLAMA3})
@@ -81,6 +100,7 @@ def test_frequencies_are_transformers(rope: dict[str, Any]) -> None:
 def test_sliding_windows_per_layer() -> None:
     mistral = {"architectures": ["MistralForCausalLM"]}
     assert parse(**mistral, sliding_window=None).sliding_windows == (None,) * 4
+    assert parse(**mistral).sliding_windows == (4096,) * 4
     assert parse(**mistral, sliding_window=64).sliding_windows == (64,) * 4
     qwen = {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 64, "max_window_layers": 3}
     assert parse(**qwen, use_sliding_window=False).sliding_windows == (None,) * 4

@@ -9,11 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from kvrelay.common.errors import ModelError
+from kvrelay.engine.config.model import load_config
 from kvrelay.engine.weights import checkpoint
+from kvrelay.engine.weights.checkpoint import load_weights
 
-from .conftest import edit, load
+from .conftest import CPU, edit, load
+from .stored_models import int8
+from .storing import store
 
 
 def test_a_missing_shard_is_named(sharded: Path, tmp_path: Path) -> None:
@@ -138,3 +143,55 @@ def test_a_tensor_the_model_would_ignore_is_refused(copy: Path) -> None:
     edit(copy, model__layers__0__self_attn__q_proj__bias=torch.ones(96))
     with pytest.raises(ModelError, match=r"model\.layers\.0\.self_attn\.q_proj\.bias is unknown to LlamaForCausalLM"):
         load(copy)
+
+
+@pytest.mark.usefixtures("no_memory")
+def test_an_own_head_of_a_model_with_tied_embeddings_is_refused(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers would use it, so the model would be another one without it."""
+    monkeypatch.setattr(checkpoint, "_NUM_COMPARED", 50 * 48)  # four pieces, the last one smaller
+    configure(copy, tie_word_embeddings=True)
+    embedding = load_file(copy / "model.safetensors")["model.embed_tokens.weight"]
+    last = embedding.clone()
+    last[-1, -1] += 1
+    match = r"model\.safetensors: tensor lm_head\.weight differs from .*: set tie_word_embeddings to false"
+    for head in (torch.ones_like(embedding), last, last.bfloat16(), embedding[:-1].clone()):
+        edit(copy, lm_head__weight=head)
+        with pytest.raises(ModelError, match=match):
+            load(copy)
+    edit(copy, lm_head__weight=embedding.to(torch.int8))
+    with pytest.raises(ModelError, match=r"tensor lm_head\.weight has format I8, of a quantised checkpoint"):
+        load(copy)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_tied_head_that_equals_the_embedding_is_left_out(dtype: torch.dtype, copy: Path) -> None:
+    configure(copy, tie_word_embeddings=True)
+    embedding = load_file(copy / "model.safetensors")["model.embed_tokens.weight"]
+    edit(copy, lm_head__weight=embedding.to(dtype, copy=True))
+    heard: list[int] = []
+    weights = load_weights(copy, load_config(copy), torch.float32, CPU, lambda done, total: heard.append(done))
+    assert weights.lm_head is weights.embed
+    assert torch.equal(weights.embed, embedding)
+    assert heard[0] <= embedding.nbytes, "what was read for the comparison is no progress"
+
+
+def test_only_full_heads_of_quantised_checkpoints_are_compared_with_the_embedding(
+    llama: tuple[Path, Any], tmp_path: Path
+) -> None:
+    """A quantised head always differs a little from its embedding."""
+    quantization = {"quant_method": "compressed-tensors", "format": "int-quantized"}
+
+    def stored(name: str, ending: str) -> Path:
+        directory = store(
+            llama[0],
+            tmp_path / name,
+            quantization,
+            lambda module, weight: int8(weight) if module.endswith(ending) else None,
+        )
+        configure(directory, tie_word_embeddings=True)
+        return directory
+
+    weights = load(stored("head", "lm_head"))
+    assert weights.lm_head is weights.embed
+    with pytest.raises(ModelError, match=r"lm_head\.weight differs from"):
+        load(stored("projections", "_proj"))

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from compressed_tensors.compressors import PackedQuantizationCompressor
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from safetensors.torch import save_file
 
 from kvrelay.engine.backends.cuda.linear import StoredLinear
@@ -77,6 +79,32 @@ def test_a_part_is_that_of_the_whole_and_little_else_is_read(case: str, tmp_path
     assert num_bytes[0] < 0.7 * all_bytes
     if "order" not in case and case != "w8a16":  # its groups of 80 are both needed
         assert num_bytes[1] < 0.7 * all_bytes
+
+
+@pytest.mark.parametrize(
+    ("shape", "group_size", "symmetric"),
+    [((48, 20), 20, True), ((48, 12), 12, True), ((12, 160), 32, False), ((20, 160), 32, False)],
+)
+def test_parts_of_numbers_that_do_not_fill_their_last_word(
+    shape: tuple[int, int], group_size: int, symmetric: bool, tmp_path: Path
+) -> None:
+    """Words of eight numbers along the inputs and, for zeros, along the outputs."""
+    args = QuantizationArgs(num_bits=4, type="int", strategy="group", group_size=group_size, symmetric=symmetric)
+    scheme = QuantizationScheme(targets=["Linear"], weights=args)
+    ints = integers(matrix(*shape), 4, group_size, symmetric=symmetric)
+    tensors = {"weight": ints.full(), "weight_scale": ints.scale.float()}
+    if not symmetric:
+        tensors["weight_zero_point"] = (ints.zero - 8).to(torch.int8)
+    stored = PackedQuantizationCompressor.compress(tensors, scheme)
+    save_file({f"m.{name}": one.contiguous() for name, one in stored.items()}, tmp_path / "model.safetensors")
+    with CheckpointReader(read_headers(tmp_path), Quantisation("compressed-tensors"), torch.float32, "cpu") as reader:
+        whole = reader.read("m.weight")
+        torch.testing.assert_close(whole, ints.full())
+        halves = [(range(size // 2), range(size // 2, size)) for size in shape]
+        for rows in halves[0]:
+            for columns in halves[1]:
+                part = whole[rows.start : rows.stop, columns.start : columns.stop]
+                assert torch.equal(reader.part("m.weight", (rows, columns)), part)
 
 
 @pytest.fixture(scope="module")
