@@ -40,6 +40,11 @@ class BatchBlocks(SequenceBlocks):
         """Blocks that a joining sequence may have."""
         return self._blocks.num_allocatable - self._blocks.num_next
 
+    @property
+    def num_left_over_tokens(self) -> int:
+        """Tokens of one sequence that those blocks hold at least."""
+        return max(0, self.num_left_over) // self._blocks.num_groups * self._blocks.block_size
+
     def find(self, sequence: Sequence) -> bool:
         """Give a prompt its blocks. False if there are too few."""
         # Without spare blocks, the next sequence in need would preempt this one, whose computation would be lost.

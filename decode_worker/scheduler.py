@@ -135,12 +135,10 @@ class DecodeScheduler(Scheduler):
 
     def _draft(self, plan: Schedule, drafts: Drafts) -> None:
         """Give the rows drafts. Preempts no sequence."""
-        num_places = self._max_num_seqs - len(plan.rows)
-        may_extend = self._held.num_left_over > 0
+        num_places, num_more = self._max_num_seqs - len(plan.rows), self._held.num_left_over_tokens
         limits = {
             row.sequence: min(
-                self._max_model_len - row.sequence.num_tokens - 1,
-                num_places if may_extend else self._held.num_left(row.sequence),
+                self._max_model_len - row.sequence.num_tokens - 1, self._held.num_left(row.sequence) + num_more
             )
             for row in plan.rows
             if row.samples
@@ -148,9 +146,10 @@ class DecodeScheduler(Scheduler):
         found = drafts.draft(limits, Room(len(plan.rows), num_places, self._steps.spare_s(len(plan.rows))))
         for place, row in enumerate(plan.rows):
             sequence = row.sequence
-            draft = found.get(sequence, ())
-            if draft and self._held.num_left_over > 0:
-                self._held.extend(sequence, sequence.num_tokens + len(draft))
+            if draft := found.get(sequence, ()):
+                # The drafts before it took blocks, too.
+                most = self._held.num_left(sequence) + self._held.num_left_over_tokens
+                self._held.extend(sequence, sequence.num_tokens + min(len(draft), most))
             if draft := draft[: self._held.num_left(sequence)]:
                 plan.rows[place] = StepRow(sequence, 1, draft=draft)
 
@@ -332,7 +331,9 @@ class DecodeScheduler(Scheduler):
         self._places.leave(sequence)
         self._forget_drafts(sequence)
         if sequence.tags.start is not None:
-            self._places.fair.settle(sequence, sequence.num_tokens)
+            # The beams of a search share their tags; each has an output of its own behind the same prompt.
+            num_others = sequence.sampling.num_sequences - 1
+            self._places.fair.settle(sequence, sequence.num_tokens + num_others * sequence.num_output_tokens)
         self._held.set_aside()
         if not keeps_blocks:
             self._held.release(sequence)

@@ -116,10 +116,14 @@ class DecodeEntry(Entry):
 
 
 def _owners_of(entry: DecodeEntry) -> set[Owner]:
-    """All owners that may hold blocks for the entry: its sequences and, until the loop hears of the hand-over, its lease."""
-    beams = range(entry.sequence.sampling.num_sequences)
+    """The owners that may hold blocks for the entry: its first sequence and, until the loop hears of the hand-over, its lease."""
     lease = set() if entry.lease_id is None else {lease_owner(str(entry.lease_id))}
-    return lease | {sequence_owner(entry.key, beam) for beam in beams}
+    return lease | {sequence_owner(entry.key)}
+
+
+def _first_beam(owner: Owner) -> Owner:
+    """For a later beam: the owner of its search's first sequence, as ``sequence_owner`` names both. Otherwise nobody."""
+    return Owner(owner.kind, owner.key.rpartition("#")[0])
 
 
 class DecodeService(Service[DecodeEntry]):
@@ -188,6 +192,8 @@ class DecodeService(Service[DecodeEntry]):
         self._leases.abort_peer(source)
         num_blocks, owners = self.blocks.distrust(source)
         logger.warning("prefill worker %s computed wrongly: %d cached KV blocks dropped", source, num_blocks)
+        # An entry knows only the first beam of its search, which may have ended. Later beams have ever higher numbers.
+        owners |= {_first_beam(owner) for owner in owners}
         for entry in list(self.entries.values()):
             if not owners.isdisjoint(_owners_of(entry)):
                 self.close(entry, cancelled(entry.key))  # blames no worker: this one computes correctly

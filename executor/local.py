@@ -17,6 +17,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 from prometheus_client import CollectorRegistry
 
 from kvrelay.common.errors import ModelError
@@ -189,6 +190,8 @@ class LocalBackend:
         shown = "" if isinstance(request.prompt, Chat) else request.prompt
         body = parse_body(CompletionBody, None, encode_body(request.body(shown, stream=stream)))
         spec = body.spec(max_tokens=body.max_tokens, num_logprobs=body.logprobs)
+        if isinstance(request.prompt, Chat):  # its answer begins a text, as over HTTP
+            spec = msgspec.structs.replace(spec, continues_text=request.prompt.continue_final_message)
         prompt = await _prompt(model, request)
         sequences = model.sequences(
             [prompt],

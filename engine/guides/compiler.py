@@ -29,6 +29,7 @@ from kvrelay.engine.guides.vocabulary import load_vocabulary
 logger = logging.getLogger(__name__)
 
 _NUM_PROCESSES = 2  # so that one bad guide does not delay all others
+_NUM_STATE_THREADS = 2  # of their own, so that a compiled guide does not wait for others' compilations
 _NUM_MASK_THREADS = 2  # threads for the masks of slow grammars
 _MAX_KNOWN_LEN = 2**23  # cached characters of guides
 _ENTRY_LEN = 1000  # counted in addition for each entry
@@ -49,6 +50,7 @@ class GrammarCompiler:
         self._known_len = 0
         self._is_closed = False
         self._threads = ThreadPoolExecutor(_NUM_PROCESSES, thread_name_prefix="guides")
+        self._state_threads = ThreadPoolExecutor(_NUM_STATE_THREADS, thread_name_prefix="guide-states")
         self._mask_threads = ThreadPoolExecutor(_NUM_MASK_THREADS, thread_name_prefix="guide-masks")
         self._vocabulary = self._threads.submit(load_vocabulary, model_dir, vocab_size)
         limits = limits or GuideLimits()
@@ -67,7 +69,7 @@ class GrammarCompiler:
             # On a thread, because replaying a long output takes time.
             with self._lock:
                 if not self._is_closed:
-                    self._threads.submit(lambda: done(self._state(future.result(), sampling, tokens)))
+                    self._state_threads.submit(lambda: done(self._state(future.result(), sampling, tokens)))
 
         with self._lock:
             if self._is_closed:
@@ -85,6 +87,7 @@ class GrammarCompiler:
         self._threads.shutdown(wait=True)
         for process in self._all:
             process.close()
+        self._state_threads.shutdown(wait=True, cancel_futures=True)
         self._mask_threads.shutdown(wait=True)
 
     def _compiled(self, guide: Guide) -> Future[Compiled]:

@@ -7,6 +7,7 @@ process sends an empty :class:`Answer` when it is ready. It ends when its input 
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import resource
@@ -24,6 +25,8 @@ from kvrelay.engine.guides.errors import UnsupportedGuideError
 from kvrelay.engine.guides.grammar import lark_of
 from kvrelay.engine.guides.state import GrammarState
 from kvrelay.engine.guides.vocabulary import load_vocabulary, special_ids
+
+logger = logging.getLogger(__name__)
 
 _MEMORY_BYTES = 2**31  # in addition to the memory of the ready process
 _PROBE_STEPS = 24  # length of the random output that a new grammar is tried with
@@ -78,6 +81,9 @@ def _compiled(guide: Guide, vocabulary: llguidance.LLTokenizer, specials: dict[s
         return Answer(error=f"it takes more than {_MEMORY_BYTES >> 20} MiB to compile: make it simpler")
     except (UnsupportedGuideError, RecursionError, ValueError) as error:
         trouble = " ".join(_PLACE.sub("", str(error)).split()) or type(error).__name__
+    except Exception as error:
+        logger.exception("a guide could not be read")  # our mistake; other guides still compile here
+        return Answer(error=f"it cannot be read: {type(error).__name__}")
     return Answer(error=trouble) if trouble else Answer(grammar)
 
 

@@ -86,6 +86,8 @@ def _prepared(part: Any, opened: set[str], *, may_close: bool) -> Any:
             is_one_of_many = key == "allOf" and isinstance(value, list) and len(value) > 1
             may = key not in _COMBINING or (is_alone and not is_one_of_many)
             schema[key] = _prepared(value, opened, may_close=may)
+        elif key == "format" and not isinstance(value, str | None):
+            raise UnsupportedGuideError(f'format is {str(value)[:80]}; it must be a name such as "date", or left out')
         elif key != "format" or value in _FORMATS:
             schema[key] = value
     is_open = {"additionalProperties", "patternProperties"} & schema.keys() or _COMBINING & schema.keys()

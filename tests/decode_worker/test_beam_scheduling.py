@@ -231,3 +231,14 @@ def test_a_search_keeps_places_for_beams_that_it_does_not_have_yet() -> None:
         rig.local(name, [4, 5, ord(name)], greedy(4))
     rig.run()
     assert rig.most_running == 4
+
+
+def test_a_search_is_charged_to_its_key_with_the_tokens_of_all_its_beams() -> None:
+    rig = Rig()
+    rig.local("search", tokens(0, 8), beams(4, max_tokens=12, stops=()), key="a")  # 4 x 12 tokens
+    rig.local("plain", tokens(1, 8), greedy(24), key="b")
+    rig.run()
+    for key in ("a", "b"):
+        rig.local(f"next of {key}", tokens(2, 8), greedy(4), key=key)
+    assert rig.names == ["next of b", "next of a"]
+    rig.run()

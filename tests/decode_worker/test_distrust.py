@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from kvrelay.engine.fake.language import expected_output
 from kvrelay.engine.kv.leased_blocks import lease_owner
+from kvrelay.engine.kv.owners import sequence_owner
 from kvrelay.wire.messages import Abort, Distrust, FailureCode, Grant, Refuse, Role
+from tests.decode_worker.rig import beams
 from tests.decode_worker.service_rig import BLOCK, CARD, EPOCH, Rig, offer, submit
 
 WRONG = "prefill-1"
@@ -71,6 +74,21 @@ def test_requests_that_use_its_blocks_end_so_that_the_gateway_asks_again_and_oth
     rig.ask(submit("uses"))
     rig.finish()
     assert rig.output("uses") == expected_output(TOKENS, 3, CARD.vocab_size)
+    rig.assert_nothing_left()
+
+
+def test_a_beam_search_that_uses_its_blocks_ends_whatever_beams_it_has_by_then() -> None:
+    rig = Rig()
+    rig.ask(msgspec.structs.replace(submit("uses"), sampling=beams(2, max_tokens=60, stops=())))
+    rig.handle()
+    rig.model._schedule()  # the sequence has its blocks, and nothing is computed yet
+    rig.blocks.came_from(sequence_owner(("uses", 1)), WRONG)  # as if it had found some of them cached
+    while min(beam.beam for beam in rig.scheduler.running) < 2:  # forks have new numbers
+        rig.model.step()
+    rig.ask(Distrust(peer_id=WRONG))
+    rig.finish()
+    assert rig.cancelled() == ["uses"]
+    assert not any(delta.beams for delta in rig.deltas("uses"))
     rig.assert_nothing_left()
 
 

@@ -14,6 +14,7 @@ from kvrelay.decode_worker.metrics import DraftMetrics
 from kvrelay.decode_worker.ngram import NgramDrafter
 from kvrelay.engine.fake.engine import FakeEngine, FakePace, fake_card
 from kvrelay.engine.fake.language import expected_output
+from kvrelay.engine.kv.owners import Owner, OwnerKind
 from kvrelay.engine.step.interface import StepRow
 from kvrelay.engine.step.planner import Planner
 from tests.decode_worker.rig import Rig, beams, expected_beams, greedy
@@ -114,6 +115,23 @@ def test_no_draft_takes_a_block_that_somebody_needs_next() -> None:
     rig.run()
     assert rig.drafted() > 0
     assert rig.num_preemptions == 0
+
+
+def test_a_draft_takes_as_many_blocks_as_are_left_over() -> None:
+    """A draft of seven tokens needs two blocks of four, and all blocks but one are promised."""
+    rig = fake_rig(32, speculation_tokens=7)
+    rig.add("a", tokens(0, 9), greedy(60))
+    assert [len(rig.step()) for _ in range(3)][-1] == 1 + 7
+    (one,) = rig.scheduler.running
+    assert one.num_tokens == one.num_blocks * rig.blocks.block_size
+    lease = Owner(OwnerKind.LEASE, "crowd")
+    assert rig.blocks.allocate(lease, rig.blocks.num_allocatable - rig.blocks.num_next - 2) is not None
+    assert rig.blocks.num_allocatable == rig.blocks.num_next + 1
+    assert len(rig.step()) == 1 + 4
+    assert rig.blocks.num_allocatable == rig.blocks.num_next
+    rig.blocks.release(lease)
+    rig.run()
+    assert rig.outputs["a"] == expected_output(tokens(0, 9), 60, VOCAB)
 
 
 def test_beams_get_no_drafts() -> None:

@@ -72,11 +72,15 @@ def make_executor(tiny_model: Path) -> Iterator[MakeExecutor]:
     made: list[Executor] = []
 
     def make(
-        on_step: Callable[[Sequence[Share]], None] = lambda rows: None, *, num_blocks: int = 256, **options: object
+        on_step: Callable[[Sequence[Share]], None] = lambda rows: None,
+        *,
+        directory: Path = tiny_model,
+        num_blocks: int = 256,
+        **options: object,
     ) -> tuple[Executor, LocalBackend]:
-        settings = build(LocalSettings, {"model": str(tiny_model), **options})
+        settings = build(LocalSettings, {"model": str(directory), **options})
         engine = FakeEngine(fake_card(vocab_size=VOCAB, num_blocks=num_blocks), on_step)
-        backend = LocalBackend(engine, tiny_model, settings)
+        backend = LocalBackend(engine, directory, settings)
         executor = Executor(backend)
         made.append(executor)
         executor.start()

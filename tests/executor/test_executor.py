@@ -13,6 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import tokenizers
+import tokenizers.decoders
+import tokenizers.models
+import tokenizers.pre_tokenizers
 
 from kvrelay.engine.fake.language import expected_output
 from kvrelay.engine.fake.step import Share
@@ -20,7 +24,7 @@ from kvrelay.executor.errors import ShutDownError, WorkerDiedError
 from kvrelay.executor.executor import Executor, Stats, Submitted
 from kvrelay.executor.outputs import Piece
 from kvrelay.executor.progress import Progress
-from kvrelay.executor.request import Request
+from kvrelay.executor.request import Chat, Request
 from kvrelay.executor.result import GenerationResult
 from kvrelay.executor.sampling import SamplingParams
 from kvrelay.gateway.errors import ApiError, UnavailableError
@@ -48,6 +52,28 @@ def test_hundreds_of_submits_from_many_threads(make_executor: MakeExecutor) -> N
         output = result_of(executor, one).result(60)
         assert output.outputs[0].token_ids == expected_output(prompt, 8, VOCAB)
     wait_until_free(backend.worker)
+
+
+def test_a_chats_answer_begins_a_text_and_other_outputs_go_on_with_their_prompts(
+    make_executor: MakeExecutor, tmp_path: Path
+) -> None:
+    """A tokenizer of SentencePiece's kind drops the space at the beginning of a text. The same chat over HTTP begins so, too."""
+    words = {f"▁w{token_id}": token_id for token_id in range(VOCAB)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "▁w0"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    tokenizer.decoder = tokenizers.decoders.Metaspace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    executor, _ = make_executor(directory=tmp_path)
+    said = " ".join(f"w{token_id}" for token_id in expected_output([7], 8, VOCAB))
+    messages = [{"role": "assistant", "content": "w7"}]
+    for prompt, text in (
+        (Chat(messages), said),
+        (Chat(messages, continue_final_message=True), f" {said}"),
+        ("w7", f" {said}"),
+    ):
+        output = result_of(executor, executor.submit(Request(prompt, GREEDY), stream=False)).result(20)
+        assert output.outputs[0].text == text
 
 
 def test_admission_bounds_what_waits(make_executor: MakeExecutor) -> None:

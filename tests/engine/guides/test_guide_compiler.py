@@ -1,33 +1,21 @@
-"""Guides of every kind with the demo model's tokenizer and random logits: results, refusals, bounds, caching and
-closing."""
+"""Guides of every kind with the demo model's tokenizer and random logits: outputs, refusals, replays, forced tokens and masks."""
 
 from __future__ import annotations
 
 import json
-import os
-import queue
 import random
 import re
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
-import psutil
 import pytest
 
-from kvrelay.common.sampling import Guide, GuideKind
-from kvrelay.engine.guides.child import GuideLimits, GuideProcess, GuideProcessError
+from kvrelay.common.sampling import GuideKind
 from kvrelay.engine.guides.compiler import GrammarCompiler
 from kvrelay.engine.guides.guidance import GuideCompiler, GuideRefusal, GuideResult
-from kvrelay.engine.guides.process import Answer
 from kvrelay.engine.step.sequence import GuideState
 
-from ..conftest import DEMO_VOCAB
-from ..guided import RandomModel, compiled, refusal, sampling_of
+from ..guided import RandomModel, compiled, refusal
 
 EOS = 2
 START = 1  # <|im_start|>
@@ -209,29 +197,6 @@ def test_a_long_reason_is_cut(guide_compiler: GrammarCompiler) -> None:
     assert len(refusal(guide_compiler, GuideKind.JSON_SCHEMA, json.dumps({"type": "x" * 5000}))) == 500
 
 
-@pytest.fixture
-def strict_compiler(demo_directory: Path) -> Iterator[Callable[[GuideLimits], GrammarCompiler]]:
-    made: list[GrammarCompiler] = []
-
-    def make(limits: GuideLimits) -> GrammarCompiler:
-        made.append(GrammarCompiler(demo_directory, DEMO_VOCAB, limits=limits))
-        return made[-1]
-
-    yield make
-    for compiler in made:
-        compiler.close()
-
-
-def test_what_takes_too_long_is_refused_and_the_next_guide_compiles(
-    strict_compiler: Callable[[GuideLimits], GrammarCompiler],
-) -> None:
-    compiler = strict_compiler(GuideLimits(cpu_s=0.3))
-    rules = "".join(f"a{number} ::= a{number + 1} a{number + 1}\n" for number in range(40))
-    endless = f"root ::= a0 | [a-z] root [a-z]\n{rules}a40 ::= [a-z]{{1,9000}}"
-    assert "more than 0.3 s to compile" in refusal(compiler, GuideKind.GRAMMAR, endless)
-    state_of(compiled(compiler, GuideKind.REGEX, "a"))
-
-
 def test_what_grows_too_ambiguous_ends_its_sequence_alone(
     guide_compiler: GrammarCompiler, vocabulary: list[bytes]
 ) -> None:
@@ -241,96 +206,6 @@ def test_what_grows_too_ambiguous_ends_its_sequence_alone(
         state.accept(int(allowed[-1]))
     with pytest.raises(ValueError, match="too ambiguous to follow"):
         state.accept(0)
-
-
-def test_each_guide_is_compiled_once(demo_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[str] = []
-    compile_ = GuideProcess.compile
-
-    def counting(process: GuideProcess, guide: Guide) -> Any:
-        seen.append(guide.text)
-        return compile_(process, guide)
-
-    monkeypatch.setattr(GuideProcess, "compile", counting)
-    compiler = GrammarCompiler(demo_directory, DEMO_VOCAB)
-    try:
-        answers: queue.SimpleQueue[GuideResult] = queue.SimpleQueue()
-        for _ in range(5):  # all in flight at the same time
-            for text in ("a+", "(b"):
-                compiler.start(sampling_of(GuideKind.REGEX, text), (), answers.put)
-        found = [answers.get(timeout=120) for _ in range(10)]
-        assert sum(isinstance(one, GuideRefusal) for one in found) == 5
-        compiled(compiler, GuideKind.REGEX, "a+")
-        refusal(compiler, GuideKind.REGEX, "(b")
-        assert sorted(seen) == ["(b", "a+"]
-    finally:
-        compiler.close()
-
-
-def test_a_bounded_number_of_guides_is_kept_and_no_failure_of_the_process(
-    demo_directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[str] = []
-
-    def failing_once(process: GuideProcess, guide: Guide) -> Answer:
-        seen.append(guide.text[:1])
-        if len(seen) == 1:
-            raise GuideProcessError("it died")
-        return Answer('start: "a"')
-
-    monkeypatch.setattr(GuideProcess, "compile", failing_once)
-    compiler = GrammarCompiler(demo_directory, DEMO_VOCAB)
-    try:
-        failed = compiled(compiler, GuideKind.REGEX, "a" * 3_000_000)
-        assert isinstance(failed, GuideRefusal)
-        assert not failed.is_invalid
-        for letter in "ababcb":  # two of these are kept
-            state_of(compiled(compiler, GuideKind.REGEX, letter * 3_000_000))
-        state_of(compiled(compiler, GuideKind.REGEX, "a" * 3_000_000))
-        assert "".join(seen) == "aabca"
-    finally:
-        compiler.close()
-
-
-def children() -> set[int]:
-    """The compiling processes of this process."""
-    mine = {process.pid for process in psutil.Process().children() if "guides.process" in " ".join(process.cmdline())}
-    return mine
-
-
-def test_close_ends_what_compiles(demo_directory: Path) -> None:
-    before = children()
-    compiler = GrammarCompiler(demo_directory, DEMO_VOCAB)
-    state_of(compiled(compiler, GuideKind.REGEX, "a"))
-    assert children() - before
-    compiler.start(sampling_of(GuideKind.REGEX, "(abc|[d-z]{3,7})+" * 3500), (), lambda result: None)
-    compiler.close()
-    assert not children() - before
-    compiler.start(sampling_of(GuideKind.REGEX, "b"), (), lambda result: pytest.fail("closed"))
-
-
-def test_a_model_without_a_tokenizer_follows_no_guides(tmp_path: Path) -> None:
-    compiler = GrammarCompiler(tmp_path, 100)
-    assert "follows no guides" in refusal(compiler, GuideKind.REGEX, "a")
-    compiler.close()
-
-
-def test_the_process_that_compiles_starts_before_the_first_guide(demo_directory: Path) -> None:
-    before = children()
-    compiler = GrammarCompiler(demo_directory, DEMO_VOCAB)
-    try:
-        deadline_s = time.monotonic() + 60
-        while not children() - before and time.monotonic() < deadline_s:
-            os.sched_yield()
-        assert children() - before
-    finally:
-        compiler.close()
-
-
-def test_the_process_that_compiles_loads_no_torch() -> None:
-    """Loading torch would delay the process by seconds."""
-    code = "import sys, kvrelay.engine.guides.process; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-P", "-c", code], check=True, timeout=60)
 
 
 def test_a_dead_end_is_told_by_the_next_token(guide_compiler: GrammarCompiler, vocabulary: list[bytes]) -> None:

@@ -36,6 +36,7 @@ CLOSED = {"properties": {"a": {}}, "additionalProperties": False}
         ),
         ({"enum": [{"properties": {}, "format": "x"}]}, {"enum": [{"properties": {}, "format": "x"}]}),
         ({"type": "string", "format": "password"}, {"type": "string"}),
+        ({"type": "string", "format": None}, {"type": "string"}),
         ({"type": "string", "format": "date"}, {"type": "string", "format": "date"}),
     ],
 )
@@ -60,6 +61,12 @@ def test_a_definition_beside_other_properties_does_not_forbid_them(schema: Any) 
     found = followable({**schema, "$defs": definitions})
     assert found["$defs"] == definitions
     assert {name: found[name] for name in schema} == schema
+
+
+@pytest.mark.parametrize("name", [["date"], {}, 5])
+def test_a_format_that_is_no_text_is_refused_by_name(name: Any) -> None:
+    with pytest.raises(UnsupportedGuideError, match=r"format is .*; it must be a name"):
+        followable({"items": {"type": "string", "format": name}})
 
 
 def test_what_is_no_schema_is_refused() -> None:
