@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import gc
@@ -19,6 +20,7 @@ from prometheus_client import CollectorRegistry
 from starlette.types import ASGIApp
 
 from kvrelay.common.errors import SettingsError
+from kvrelay.common.listening import listen
 from kvrelay.common.logs import configure_logs
 from kvrelay.common.system import raise_descriptor_limit
 from kvrelay.gateway.app import create_app
@@ -37,10 +39,11 @@ _OTHER_DESCRIPTORS = 256  # descriptors for links to workers, the Kubernetes API
 def serve(settings: GatewaySettings) -> int:
     """Serve HTTP until SIGTERM or SIGINT; returns the exit code. Raises KvrelayError if it cannot start."""
     configure_logs(settings.log_level, settings.log_format)
-    # The port comes first: if it is taken, the error comes before the tokenizer is loaded.
-    with _listen(settings.host, settings.port) as listener:
+    with contextlib.ExitStack() as opened:
+        # The port comes first: if it is taken, the error comes before the tokenizer is loaded.
+        listeners = [opened.enter_context(listener) for listener in _listen(settings.host, settings.port)]
         server = make_server(settings)
-        host, port = listener.getsockname()[:2]
+        host, port = listeners[0].getsockname()[:2]
 
         def stop(_number: int, _frame: FrameType | None) -> None:
             server.should_exit = True
@@ -49,7 +52,7 @@ def serve(settings: GatewaySettings) -> int:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, stop)
         logger.info("gateway: %s://%s:%d", "http" if settings.tls.tls_cert is None else "https", host, port)
-        server.run(sockets=[listener])
+        server.run(sockets=listeners)
     logger.info("gateway: stopped")
     return 0
 
@@ -91,19 +94,13 @@ def _certificate(settings: TlsSettings) -> Certificate | None:
     return Certificate(Path(settings.tls_cert), Path(settings.tls_key))
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    """A bound socket. Raises SettingsError naming the address if it cannot be bound."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+def _listen(host: str, port: int) -> list[socket.socket]:
     try:
-        listener.bind((host, port))
+        return listen(host, port)
     except OSError as error:
-        listener.close()
         raise SettingsError(
             f"--port: cannot listen on {host}:{port} ({error.strerror}); choose another port"
         ) from error
-    return listener
 
 
 def make_http_server(

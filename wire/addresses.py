@@ -22,6 +22,18 @@ def is_local(address: str) -> bool:
     return False  # a name, an interface, or all of them
 
 
+def with_brackets(address: str) -> str:
+    """``address`` with brackets around an IPv6 host that has none, as in ``tcp://fd00::7:7200``: a pod cannot add them."""
+    scheme, _, rest = address.partition("://")
+    host, _, port = rest.rpartition(":")
+    return f"{scheme}://[{host}]:{port}" if scheme == "tcp" and ":" in host and not host.startswith("[") else address
+
+
+def is_ipv6(address: str) -> bool:
+    """Whether the host of ``address`` is an IPv6 address, in brackets."""
+    return address.startswith("tcp://[")
+
+
 def data_address(control_address: str, announced: str) -> str:
     """Where to send blocks: ``announced``, but with the host of ``control_address`` if the worker listens on all interfaces."""
     host_and_port = announced.removeprefix("tcp://")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zmq
 
+from kvrelay.wire.addresses import is_ipv6
 from kvrelay.wire.codec import MAX_CONTROL_FRAME_NBYTES
 from kvrelay.wire.settings import LinkSettings
 
@@ -32,6 +33,14 @@ def bound_strangers(socket: zmq.Socket[bytes]) -> None:
     """
     socket.setsockopt(zmq.HANDSHAKE_IVL, round(_HANDSHAKE_S * 1000))
     socket.setsockopt(zmq.BACKLOG, _BACKLOG)
+
+
+def allow_family(socket: zmq.Socket[bytes], address: str) -> None:
+    """Let ``socket`` use ``address`` if that is an IPv6 one; call it before it binds or connects.
+
+    Not for all addresses: ZeroMQ would look up names as IPv6 only, such as ``localhost``, where a worker may listen on IPv4.
+    """
+    socket.setsockopt(zmq.IPV6, int(is_ipv6(address)))
 
 
 def configure_control(socket: zmq.Socket[bytes], settings: LinkSettings) -> None:

@@ -13,6 +13,7 @@ import struct
 from collections import deque
 from collections.abc import Mapping
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -164,13 +165,16 @@ class RankGroup:
 
 
 def _interface_towards(host: str) -> str | None:
-    """The network interface that reaches ``host``, an address; None if it cannot be found, as with IPv6."""
+    """The network interface that reaches ``host``, an address; None if it cannot be found."""
     with socket.socket(_family(host), socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))  # connecting a datagram socket sends nothing
         own = ipaddress.ip_address(probe.getsockname()[0])
         if own.is_loopback:
             return "lo"
-        for _, name in socket.if_nameindex() if own.version == 4 else ():
+        if own.version == 6:
+            rows = (line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines())
+            return next((name for address, *_, name in rows if bytes.fromhex(address) == own.packed), None)
+        for _, name in socket.if_nameindex():
             try:
                 answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
             except OSError:  # the interface has no address

@@ -11,6 +11,7 @@ import errno
 import random
 import socket
 
+from kvrelay.common.listening import listen
 from kvrelay.launcher.errors import PortTakenError
 
 _RANGE = range(20_000, 30_000)  # Linux' outgoing connections start at 32768 by default
@@ -21,20 +22,19 @@ def check_free(host: str, port: int) -> int:
 
     Raises PortTakenError that names the address and what to do.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ignores connections of a server that just ended
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                advice = "another process listens there; stop it, or choose another port with --port (0: any free one)"
-            elif error.errno == errno.EACCES:
-                advice = "ports below 1024 need root; choose another one with --port"
-            else:
-                advice = "choose an address of this machine with --host, or another --port"
-            raise PortTakenError(f"cannot listen on {host}:{port}: {error.strerror}; {advice}") from error
-        chosen: int = probe.getsockname()[1]
+    try:
+        probes = listen(host, port)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            advice = "another process listens there; stop it, or choose another port with --port (0: any free one)"
+        elif error.errno == errno.EACCES:
+            advice = "ports below 1024 need root; choose another one with --port"
+        else:
+            advice = "choose an address of this machine with --host, or another --port"
+        raise PortTakenError(f"cannot listen on {host}:{port}: {error.strerror}; {advice}") from error
+    chosen: int = probes[0].getsockname()[1]
+    for probe in probes:
+        probe.close()
     return chosen
 
 

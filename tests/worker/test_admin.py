@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import socket
 from collections.abc import AsyncIterator
@@ -118,6 +119,27 @@ async def test_a_started_server_listens_at_once(probe: Probe, registry: Collecto
     await server.stop()
     with pytest.raises(ConnectionRefusedError):
         await asyncio.open_connection("127.0.0.1", port)
+
+
+async def test_garbage_writes_no_line_into_the_log(
+    probe: Probe, registry: CollectorRegistry, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Anybody who reaches the port could fill the worker's log otherwise."""
+    caplog.set_level(logging.INFO)
+    server = AdminServer("127.0.0.1", 0, probe, registry)
+    port = await server.start()
+    upgrade = b"GET / HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: websocket\r\n"
+    for sent, status in (
+        (b"\x16\x03\x01 garbage\r\n\r\n", b" 400 "),
+        (upgrade + b"sec-websocket-version: 13\r\nsec-websocket-key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n", b" 404 "),
+    ):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(sent)
+        assert status in await asyncio.wait_for(reader.readline(), 20)
+        writer.close()
+        await writer.wait_closed()
+    await server.stop()
+    assert [record.getMessage() for record in caplog.records if record.name.startswith("uvicorn")] == []
 
 
 async def test_a_server_may_stop_at_once_or_without_a_start(probe: Probe, registry: CollectorRegistry) -> None:

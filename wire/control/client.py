@@ -33,7 +33,7 @@ from kvrelay.wire.metrics import WireMetrics
 from kvrelay.wire.network import Network
 from kvrelay.wire.security.authentication import WATCHED_EVENTS, ClientProof, handshake_problem
 from kvrelay.wire.settings import LinkSettings
-from kvrelay.wire.sockets import configure_control
+from kvrelay.wire.sockets import allow_family, configure_control
 
 logger = logging.getLogger(__name__)
 
@@ -154,6 +154,7 @@ class ControlClient:
         dealer = self._network.context.socket(zmq.DEALER)
         try:
             configure_control(dealer, self._settings)
+            allow_family(dealer, self.address)
             # Of this connection only, and random: nobody can take it first. ZeroMQ keeps those that begin with a 0.
             dealer.setsockopt(zmq.ROUTING_ID, b"\1" + secrets.token_bytes(_ROUTING_NBYTES))
             if self._proof is not None:

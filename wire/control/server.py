@@ -19,7 +19,7 @@ from typing import Protocol
 
 import zmq
 
-from kvrelay.wire.addresses import SocketFile
+from kvrelay.wire.addresses import SocketFile, with_brackets
 from kvrelay.wire.codec import Codec
 from kvrelay.wire.errors import MalformedMessageError, WireError
 from kvrelay.wire.messages import (
@@ -40,7 +40,7 @@ from kvrelay.wire.metrics import WireMetrics
 from kvrelay.wire.network import Network
 from kvrelay.wire.security.authentication import PeerGate, receive_with_role
 from kvrelay.wire.settings import LinkSettings
-from kvrelay.wire.sockets import bound_strangers, configure_control
+from kvrelay.wire.sockets import allow_family, bound_strangers, configure_control
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class ControlServer:
         gate: PeerGate | None = None,
     ) -> None:
         """``gate``: who may connect; started and stopped with the server. None: everybody, and nothing is encrypted."""
-        self._address = address
+        self._address = with_brackets(address)
         self._handler = handler
         self._settings = settings
         self._metrics = metrics
@@ -106,6 +106,7 @@ class ControlServer:
         """Listen. Returns the bound address. Raises WireError if it cannot listen there."""
         configure_control(self._router, self._settings)
         bound_strangers(self._router)
+        allow_family(self._router, self._address)
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         if self._gate is not None:
             self._gate.start()

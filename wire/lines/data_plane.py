@@ -22,7 +22,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from kvrelay.common.logs import RareWarnings
-from kvrelay.wire.addresses import SocketFile
+from kvrelay.wire.addresses import SocketFile, with_brackets
 from kvrelay.wire.blocks.frames import HEADER_NBYTES, parse_header
 from kvrelay.wire.blocks.seal import TAG_NBYTES
 from kvrelay.wire.blocks.send_job import JobQueue, SendJob, Wakeup
@@ -30,12 +30,13 @@ from kvrelay.wire.errors import BlockRefusedError, PeerLostError, WireError
 from kvrelay.wire.leases.table import LeaseTable
 from kvrelay.wire.metrics import WireMetrics
 from kvrelay.wire.security.authentication import PeerGate, show_token
-from kvrelay.wire.sockets import bound_strangers, close_dead_connections
+from kvrelay.wire.sockets import allow_family, bound_strangers, close_dead_connections
 
 logger = logging.getLogger(__name__)
 
 _SEND_AHEAD_MESSAGES = 32  # blocks with checksum or seal that the kernel has not taken yet
-_READ_AHEAD_MESSAGES = 32  # per sender
+_READ_AHEAD_MESSAGES = 32  # per sender, and no more than this many bytes:
+_READ_AHEAD_NBYTES = 64 * 2**20
 _LOOK_S = 0.01  # period at which a busy line checks its connection
 _DEAD_AFTER_S = 10.0  # an idle connection is closed this long after its other machine vanished
 
@@ -66,6 +67,7 @@ class TcpLine:
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDHWM, _SEND_AHEAD_MESSAGES)
+        allow_family(self._socket, address)
         close_dead_connections(self._socket, _DEAD_AFTER_S)
         if token is not None:
             show_token(self._socket, token)
@@ -201,6 +203,11 @@ class _Buffers:
             self._in_use.popleft()
 
 
+def read_ahead(block_nbytes: int) -> int:
+    """How many blocks of one sender may wait in ZeroMQ's memory."""
+    return max(1, min(_READ_AHEAD_MESSAGES, _READ_AHEAD_NBYTES // block_nbytes))
+
+
 class BlockReceiver:
     """The port that receives blocks, and its thread. ``start`` once, ``stop`` at the end."""
 
@@ -216,14 +223,16 @@ class BlockReceiver:
         """Listens at once. ``gate``: decides who may connect, once the caller starts it; None: everybody. Raises WireError."""
         self._leases = leases
         self._block_nbytes = block_nbytes
+        address = with_brackets(address)
         self._socket = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         # ZeroMQ reads ahead into memory beside the pool, which soon leaves the cache. So keep it to a few blocks; TCP holds
         # senders back.
-        self._socket.setsockopt(zmq.RCVHWM, _READ_AHEAD_MESSAGES)
+        self._socket.setsockopt(zmq.RCVHWM, read_ahead(block_nbytes))
         self._socket.setsockopt(zmq.MAXMSGSIZE, max(block_nbytes, HEADER_NBYTES) + 1024)
         close_dead_connections(self._socket, _DEAD_AFTER_S)
         bound_strangers(self._socket)
+        allow_family(self._socket, address)
         if gate is not None:
             gate.guard_data(self._socket)
         try:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-import socket
 from collections.abc import Iterator
 from typing import Any, Protocol
 
@@ -22,6 +21,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from kvrelay.common.errors import SettingsError
+from kvrelay.common.listening import listen
 from kvrelay.engine.step.interface import Profiler
 
 _MAX_PROFILE_STEPS = 100  # a step of 30 layers is 2 MB of trace, and the worker waits while it is written
@@ -103,8 +103,10 @@ class AdminServer:
         config = uvicorn.Config(
             admin_app(probe, registry),
             log_config=None,
+            log_level="error",  # uvicorn would warn of each request that is not HTTP
             access_log=False,
             lifespan="off",
+            ws="none",
             date_header=False,
             timeout_graceful_shutdown=1,
         )
@@ -113,18 +115,15 @@ class AdminServer:
 
     async def start(self) -> int:
         """Listen, and return the port. Raises SettingsError if the address is not available."""
-        listener = socket.socket()
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            listener.bind((self._host, self._port))
-            listener.listen()  # here and not in uvicorn's task: probes wait, and a taken port raises
+            # Here and not in uvicorn's task: probes wait, and a taken port raises.
+            listeners = listen(self._host, self._port)
         except OSError as error:
-            listener.close()
             raise SettingsError(
                 f"--admin-port: cannot listen on {self._host}:{self._port} ({error.strerror}); choose another port, or 0"
             ) from error
-        port: int = listener.getsockname()[1]
-        self._task = asyncio.create_task(self._server.serve(sockets=[listener]))
+        port: int = listeners[0].getsockname()[1]
+        self._task = asyncio.create_task(self._server.serve(sockets=listeners))
         return port
 
     async def stop(self) -> None:

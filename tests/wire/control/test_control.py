@@ -30,12 +30,21 @@ from kvrelay.wire.messages import (
 )
 from kvrelay.wire.settings import LinkSettings
 
+from ...ipv6 import needs_ipv6
 from ..links import FAST, SOON_LOST, WAIT_S, Initiator, Net, Worker, next_of
 
 
-@pytest.mark.parametrize("transport", ["tcp", "ipc"])
-async def test_messages_go_both_ways(net: Net, transport: str, tmp_path: Any) -> None:
-    address = "tcp://127.0.0.1:0" if transport == "tcp" else f"ipc://{tmp_path}/control"
+@pytest.mark.parametrize(
+    "address",
+    [
+        "tcp://127.0.0.1:0",
+        "ipc://{tmp_path}/control",
+        pytest.param("tcp://[::1]:0", marks=needs_ipv6),
+        pytest.param("tcp://::1:0", marks=needs_ipv6),  # as a pod writes it, which knows its bare address
+    ],
+)
+async def test_messages_go_both_ways(net: Net, address: str, tmp_path: Any) -> None:
+    address = address.format(tmp_path=tmp_path)
     worker, server, initiator, client = await net.linked(address=address)
     assert client.is_up
     assert server.is_alive

@@ -15,8 +15,9 @@ from kvrelay.wire.addresses import SocketFile
 from kvrelay.wire.blocks.frames import parse_header
 from kvrelay.wire.blocks.send_job import SendTicket
 from kvrelay.wire.errors import WireError
-from kvrelay.wire.lines.data_plane import BlockReceiver
+from kvrelay.wire.lines.data_plane import BlockReceiver, read_ahead
 
+from ...ipv6 import needs_ipv6
 from ..lease_bench import BLOCK_SIZE, WAIT_S, until
 from ..rig import Rig
 from ..sending import NOWHERE, Sending, assert_all_done_soon, header_for
@@ -68,6 +69,18 @@ def test_closing_fences_off_a_peer_that_does_not_read(sending: Make, peer: Any) 
 def test_a_taken_data_address_is_a_clear_error(one_rig: Rig) -> None:
     with pytest.raises(WireError, match="cannot listen for KV blocks"):
         BlockReceiver(one_rig.receiver.address, one_rig.table, 512, context=one_rig.context)
+
+
+@pytest.mark.parametrize(("block_nbytes", "num_blocks"), [(2**16, 32), (8 * 2**20, 8), (2**28, 1)])
+def test_few_large_blocks_wait_beside_the_pool(block_nbytes: int, num_blocks: int) -> None:
+    assert read_ahead(block_nbytes) == num_blocks
+
+
+@needs_ipv6
+def test_a_hand_off_goes_over_ipv6(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(address="tcp://::1:0")
+    assert rig.receiver.address.startswith("tcp://[::1]:")
+    rig.assert_holds(rig.hand_over())
 
 
 def test_a_receiver_that_never_started_stops(one_rig: Rig) -> None:

@@ -1,0 +1,48 @@
+"""Opens the TCP sockets that a process's HTTP server listens on."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import socket
+
+_FAMILY_IS_MISSING = (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)
+
+
+def listen(host: str, port: int) -> list[socket.socket]:
+    """Sockets that listen on ``port`` of ``host``; the caller closes them. Port 0: any free one, the same for all of them.
+
+    The host ``::`` means all addresses of this machine. IPv4 has a socket of its own then, so that its clients keep their usual
+    addresses. A machine that lacks one of the two families listens on the other one. Raises OSError if nothing is available.
+    """
+    if host != "::":
+        return [_listen(socket.AF_INET6 if ":" in host else socket.AF_INET, host, port)]
+    with contextlib.ExitStack() as opened:
+        found: list[socket.socket] = []
+        for family, everywhere in ((socket.AF_INET6, "::"), (socket.AF_INET, "0.0.0.0")):
+            try:
+                listener = opened.enter_context(_listen(family, everywhere, port))
+            except OSError as error:
+                if error.errno not in _FAMILY_IS_MISSING:
+                    raise
+                continue
+            found.append(listener)
+            port = listener.getsockname()[1]
+        if not found:
+            raise OSError(errno.EADDRNOTAVAIL, "neither IPv6 nor IPv4 is available")
+        opened.pop_all()
+    return found
+
+
+def _listen(family: socket.AddressFamily, host: str, port: int) -> socket.socket:
+    listener = socket.socket(family)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        listener.bind((host, port))
+        listener.listen()  # two sockets may be bound to one port; only listening shows that it is taken
+    except OSError:
+        listener.close()
+        raise
+    return listener
