@@ -29,7 +29,11 @@ class WireMetrics:
         self.refused_greetings = counter("refused_shared_memory", "Offers of shared memory that were refused", "cause")
         self.blocks_received = counter("kv_blocks_received", "KV blocks received and verified")
         self.bytes_received = counter("kv_bytes_received", "KV bytes received and verified")
-        self.refused_blocks = counter("refused_kv_blocks", "KV blocks that failed verification, by cause", "cause")
+        self.refused_blocks = counter(
+            "refused_kv_blocks",
+            "KV blocks that were dropped, by cause: failed verification, or late (unknown_lease, duplicate, stale_epoch)",
+            "cause",
+        )
         self.reused_blocks = counter("kv_blocks_reused", "KV blocks that were not sent because the receiver had them")
         self.handoffs = counter("handoffs", "Hand-offs that ended on this side, by outcome", "outcome")
         self.transfer_s = Histogram(

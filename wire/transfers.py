@@ -333,12 +333,14 @@ class TransferTable:
     def _close_done(self, transfer: _Transfer) -> None:
         """Close the reads that are over."""
         pending: list[tuple[int, SendTicket]] = []
+        has_left = False
         for block_id, ticket in transfer.tickets:
             if ticket.is_done:
                 self._store.close_read(block_id)
+                has_left = has_left or ticket.was_taken  # a block that was called off in the queue never leaves
             else:
                 pending.append((block_id, ticket))
-        if len(pending) < len(transfer.tickets):
+        if has_left:
             transfer.progress_s = transfer.link.left_s = self._clock()
         transfer.tickets = pending
 

@@ -202,6 +202,7 @@ class _PlayedData:
         header.pack(payload)
         self._played.shipped.append((header, bytes(payload)))
         ticket = SendTicket()
+        ticket.take()
         ticket.end()
         return ticket
 

@@ -289,6 +289,26 @@ def test_a_way_is_given_up_if_nothing_moves_on_it(one_rig: Rig, moving: str) -> 
     assert queue.is_given_up is (moving == "nobody's")
 
 
+def test_blocks_that_are_called_off_in_the_queue_do_not_count_as_sent(one_rig: Rig) -> None:
+    """A connection is stuck. Requests that wait for it are cancelled, and it is given up nevertheless."""
+    rig, queue = one_rig, Queue()
+    stuck = replace(rig.link, data=queue)
+    for lease_id, name in ((1, "mine"), (2, "cancelled")):
+        rig.open(offer_of([lease_id * 1000 + index for index in range(NUM_TOKENS)], name), stuck)
+        rig.transfers.on_message(stuck, grant_of(lease_id, name))
+    rig.commit(("mine", 1))
+    assert queue.tickets[0].take()
+    rig.transfers.blocks_ready(("cancelled", 1), 3)
+    rig.clock.now_s += 20.0
+    rig.transfers.abort(("cancelled", 1), "test")
+    rig.transfers.tick()
+    assert rig.transfer_ends.released == [("cancelled", 1)]
+    rig.clock.now_s += 11.0
+    rig.transfers.tick()
+    assert [key for key, _, _ in rig.transfer_ends.failed] == [("mine", 1)]
+    assert queue.is_given_up, "a cancelled request passed for a block that left"
+
+
 def test_granted_leases_are_renewed_while_the_prompt_computes(one_rig: Rig) -> None:
     _, grant = one_rig.granted()
     for _ in range(3):

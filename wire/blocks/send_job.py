@@ -36,6 +36,11 @@ class SendTicket:
         """Whether the memory may be written again."""
         return self._is_over or (self._tracker is not None and self._tracker.done)
 
+    @property
+    def was_taken(self) -> bool:
+        """Whether the sender took the block. A done ticket without this was called off, or ended, in the queue."""
+        return self._is_taken
+
     def take(self) -> bool:
         """Begin to read the memory. False if the block was called off."""
         with self._lock:
