@@ -7,9 +7,11 @@ that cannot be served is logged once and does not disturb the others.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import shutil
 import tempfile
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -28,6 +30,8 @@ from kvrelay.common.adapter_files import (
 logger = logging.getLogger(__name__)
 
 _SCAN_S = 2.0
+_LEFT_S = 3600.0  # a temporary folder of this age is left from a gateway that was killed
+_ADDING, _REMOVING = ".adding-", ".removing-"  # names of temporary folders; a scan ignores them
 
 _Stamp = tuple[tuple[int, int, int], ...]
 """The size, modification time and inode of each file."""
@@ -45,7 +49,8 @@ class AdapterRegistry:
         self._lock = asyncio.Lock()
 
     async def watch(self) -> None:
-        """Scan the directory until cancelled."""
+        """Remove what killed gateways have left in the directory, then scan it until cancelled."""
+        await asyncio.to_thread(_remove_leftovers, self.directory, time.time())
         while True:
             await asyncio.sleep(_SCAN_S)
             await self.scan()
@@ -87,8 +92,8 @@ def _add(root: Path, name: str, source: Path, replaces: bool) -> None:
     if target.exists() and not replaces:
         raise AdapterError(f"there is an adapter {name!r} already: unload it first, or ask for load_inplace")
     try:
-        # A scan ignores this name, so it never sees a half-written adapter.
-        with tempfile.TemporaryDirectory(prefix=".adding-", dir=root) as directory:
+        # A scan never sees a half-written adapter.
+        with tempfile.TemporaryDirectory(prefix=_ADDING, dir=root) as directory:
             fresh = Path(directory, "fresh")
             fresh.mkdir()
             for file in (CONFIG_FILE, WEIGHTS_FILE):
@@ -106,12 +111,21 @@ def _remove(root: Path, name: str) -> None:
     if not (root / name / CONFIG_FILE).is_file():  # anything else there is not ours to delete
         raise AdapterAbsentError(f"there is no adapter {name!r}")
     try:
-        with tempfile.TemporaryDirectory(prefix=".removing-", dir=root) as directory:
+        with tempfile.TemporaryDirectory(prefix=_REMOVING, dir=root) as directory:
             (root / name).rename(Path(directory, "gone"))
     except FileNotFoundError as error:
         raise AdapterAbsentError(f"there is no adapter {name!r}") from error
     except OSError as error:
         raise AdapterError(f"{root}, of --adapters, cannot be written: {error}") from error
+
+
+def _remove_leftovers(directory: Path, now_s: float) -> None:
+    """Remove temporary folders that nobody works on any more, as far as this process may. Never raises OSError."""
+    with contextlib.suppress(OSError):  # a scan tells why the directory cannot be read
+        for folder in directory.iterdir():
+            if folder.name.startswith((_ADDING, _REMOVING)) and now_s - folder.lstat().st_mtime > _LEFT_S:
+                logger.info("removing %s, which a killed gateway has left", folder)
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _look(

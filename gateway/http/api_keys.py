@@ -27,7 +27,7 @@ from typing import Any
 
 from kvrelay.common.clock import Clock
 from kvrelay.common.errors import SettingsError
-from kvrelay.common.fair_queue import MAX_WEIGHT, MIN_WEIGHT, Flow
+from kvrelay.common.fair_queue import MAX_PRIORITY, MAX_WEIGHT, MIN_PRIORITY, MIN_WEIGHT, Flow
 from kvrelay.gateway.errors import TooManyRequestsError, UnauthorizedError
 from kvrelay.gateway.routing.budgets import OtherGateways, TokenBudget
 from kvrelay.wire.messages import KeyTokens
@@ -86,6 +86,8 @@ class KeyLimits:
         if "requests_per_s" in values:
             values.setdefault("burst", max(1.0, math.ceil(values["requests_per_s"])))
         limits = cls(**values)
+        if Flow(priority=limits.min_priority).problem() is not None:
+            raise ValueError(f"min_priority must be {MIN_PRIORITY} to {MAX_PRIORITY}")
         if Flow(weight=limits.weight).problem() is not None:
             raise ValueError(f"weight must be {MIN_WEIGHT:g} to {MAX_WEIGHT:g}")
         return limits

@@ -22,7 +22,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from kvrelay.common.fair_queue import MIN_PRIORITY, Flow
-from kvrelay.gateway.errors import ApiError, InvalidRequestError
+from kvrelay.gateway.errors import ApiError, InvalidRequestError, RequestTimeoutError
 from kvrelay.gateway.http.api_keys import KeyLimits, KeyUse
 from kvrelay.gateway.relay.request import GenerationRequest
 from kvrelay.gateway.text.output import Usage, total
@@ -105,13 +105,27 @@ class ApiRequest(Request):
         self._num_reserved = self.key_use.budget.reserve(limits, least, most, now_s)
 
     def settle(self) -> None:
-        """Replace the reservation by what the request really used. An answer without a token costs nothing."""
+        """Replace the reservation by what the request really used.
+
+        Without a token it costs nothing, unless its client gave it up: workers may have computed its prompts.
+        """
         if self.key_use is None or not self._num_reserved:
             return
-        has_output = any(one.timings.first_token_s is not None for one in self.sequences)
-        usage = total(self.sequences, self.usages) if has_output else Usage(0)
-        num_used = usage.num_prompt_tokens + usage.num_output_tokens
+        num_used = 0
+        if any(one.timings.first_token_s is not None for one in self.sequences):
+            usage = total(self.sequences, self.usages)
+            num_used = usage.num_prompt_tokens + usage.num_output_tokens
+        elif self._was_given_up():
+            submitted = [one for one in self.sequences if one.timings.submitted_s is not None]
+            num_used = sum(len(one.prompt_token_ids) for one in submitted if one.is_first)
         self.key_use.budget.settle(self._num_reserved, num_used, time.monotonic())
+
+    def _was_given_up(self) -> bool:
+        """Whether the client ended the request: it left without an answer, or the timeout that passed was its own."""
+        if self.error is None:
+            return self.has_left()
+        is_own = self.sequences[0].timeout_s == self.timeout_s()  # otherwise the server's was shorter
+        return is_own and isinstance(self.error, RequestTimeoutError)
 
     def answer_headers(self) -> list[tuple[bytes, bytes]]:
         """The headers of every answer: the request's id, and its API key's limits."""

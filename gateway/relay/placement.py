@@ -49,7 +49,7 @@ class Placement:
 
     def no_room(self, max_len: int) -> str:
         """Why there is no place for a request of ``max_len`` tokens."""
-        reasons = self._pool.absent + [reason.split(" (")[0] for reason in self._pool.not_ready()]
+        reasons = self._pool.absent + self._pool.public_reasons
         for role, workers in (("prefill", self._pool.prefills), ("decode", self._pool.decodes)):
             if not reasons and workers and not any(worker.holds(max_len) for worker in workers.values()):
                 reasons.append(f"no {role} worker that is up holds the {max_len} tokens of prompt and output any more")
@@ -102,8 +102,14 @@ class Placement:
         ]
         return Supply.of(prefillers, decodes, self._settings.prefill_backlog_s)
 
+    def look(self, request: GenerationRequest) -> int:
+        """Tokens of the request's prompt that a worker must compute, as estimated now. Costs a look-up of its blocks."""
+        if not self._pool.is_local_only and not request.follows:
+            request.prefix.cached_tokens(request.output, views(self._pool.workers, request.max_len))
+        return self.num_to_compute(request)
+
     def num_to_compute(self, request: GenerationRequest) -> int:
-        """Tokens of the request's prompt that a worker must compute, as estimated when it was last routed."""
+        """The same, as estimated at the last look or search for a place."""
         if self._pool.is_local_only or request.follows:
             return 0
         return request.num_tokens - max(request.prefix.cached.values(), default=0)
@@ -176,10 +182,7 @@ class Placement:
 
     def _shut(self, now_s: float) -> Collection[Part]:
         """Workers and pairs that no request may use now."""
-        if not self._breakers.is_any:
-            return ()
-        self._breakers.keep({worker.address: worker.up_since_s for worker in self._pool.workers})
-        return self._breakers.shut(now_s)
+        return self._breakers.shut(now_s) if self._breakers.is_any else ()
 
     def _shared_place(self, request: GenerationRequest, num_tokens_to_hold: int) -> Place | None:
         """The decode worker that already has the prompt for another of its choices; None if it has no room for one more."""

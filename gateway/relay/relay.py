@@ -53,6 +53,7 @@ class Relay:
         self.prompt_ways: Counter[tuple[str, str]] = Counter()  # number of attempts by way and reason
         self.breakers = CircuitBreakers(self._on_breaker)
         self._placement = Placement(pool, settings, self.breakers, clock)
+        pool.on_stock_taken = self._keep_breakers
         self.admission = Admission(
             settings.max_queued,
             settings.room_timeout_s,
@@ -96,6 +97,9 @@ class Relay:
             except TimeoutError as error:
                 raise request.timed_out() from error
             timeout_left_s = request.deadline_s - asyncio.get_running_loop().time()
+            asked.is_follower = request.share.decode_address is not None
+        if self.admission.num_queued:  # then it joins the line without a search for a place
+            asked.num_to_compute = self._placement.look(request)
         request.place = await self.admission.place(
             lambda: self._place(request, asked),
             asked,
@@ -140,6 +144,10 @@ class Relay:
                 f"{request.num_failures} attempts failed, the last one: {failure.code.value}; try again",
                 retry_after_s=_RETRY_AFTER_S,
             ) from failure
+
+    def _keep_breakers(self) -> None:
+        """Forget the failures of workers that are gone or have come up again."""
+        self.breakers.keep({worker.address: worker.up_since_s for worker in self.pool.workers})
 
     def _on_breaker(self, part: Part, is_open: bool) -> None:
         self.metrics.breakers_open.labels("worker" if len(part) == 1 else "pair").inc(1 if is_open else -1)
@@ -212,6 +220,7 @@ class Relay:
             outcome = failure.code.value
             if failure.blamed and failure.code.is_fault:
                 self.breakers.on_failure(trial, tuple(failure.blamed), self.clock())
+                self._keep_breakers()  # the worker may have left before its failure was known
             if not request.is_complete:
                 self._on_failure(request, failure)
                 return False

@@ -7,7 +7,8 @@ A request that finds a place does not wait; otherwise it joins the line. It is r
 the line is full, if its wait would be too long, or if it could not be answered in time. The wait is forecast from the workers'
 reports and from running requests; the length of the answer from similar requests (:mod:`kvrelay.gateway.routing.forecast`). No
 request is refused on an estimate before a similar one has ended. A request whose turn comes too late is refused as well. Attempts
-after the first do not join the line, because their clients are already being answered.
+after the first do not join the line, because their clients are already being answered. For the same reason a further choice of a
+prompt joins a full line once the first choice has its K/V, and is not pushed out of it.
 
 Lives on the gateway's asyncio loop.
 """
@@ -41,8 +42,9 @@ class Asked:
 
     num_prompt_tokens: int
     max_tokens: int
-    num_to_compute: int = 0  # prompt tokens to compute, as estimated by the last search for a place
+    num_to_compute: int = 0  # prompt tokens to compute, as last estimated
     flow: Flow = field(default_factory=Flow)
+    is_follower: bool = False  # its client is already being answered with another choice of the prompt
     kind: Kind = field(init=False)
     num_tokens: float = field(init=False, default=0.0)  # of prompt and output, as estimated on arrival
     arrival_s: float = field(init=False, default=0.0)
@@ -99,7 +101,9 @@ class Admission:
         """Raises OverloadedError if a new request of ``flow`` would be refused, before any work is done for it."""
         if len(self._line) < self._max_queued:
             return
-        last = self._line[-1].flow
+        if (newcomer := _last_newcomer(self._line)) is None:
+            raise self._full()
+        last = newcomer.flow
         if flow.priority > last.priority or (flow.priority, flow.key) == (last.priority, last.key):
             raise self._full()
 
@@ -161,17 +165,19 @@ class Admission:
         self._running[asked] = now_s
 
     def _join(self, asked: Asked, timeout_s: float, now_s: float) -> None:
-        """Join the line and push the last one out if the line is full. Raises OverloadedError if the request may not join."""
+        """Join the line, and push the last newcomer out of a full one. Raises OverloadedError if the request may not join."""
         line = self._with(asked, now_s)
         index = line.index(asked)
-        is_full, is_last = len(self._line) >= self._max_queued, index == len(self._line)
-        if is_full and is_last:
-            raise self._full()
-        self._check_in_time(asked, line[:index], timeout_s, now_s)
-        if is_full:
-            pushed_out = line.pop()
-            pushed_out.is_pushed_out = True
-            pushed_out.is_called.set()
+        is_last = index == len(self._line)
+        if not asked.is_follower:
+            pushed_out = _last_newcomer(line) if len(self._line) >= self._max_queued else None
+            if pushed_out is asked:
+                raise self._full()
+            self._check_in_time(asked, line[:index], timeout_s, now_s)
+            if pushed_out is not None:
+                line.remove(pushed_out)
+                pushed_out.is_pushed_out = True
+                pushed_out.is_called.set()
         if self._forecast is not None and is_last:
             self._forecast[1].place(self._need(asked))
         else:
@@ -249,7 +255,7 @@ class Admission:
             raise self._refusal("would_be_late", detail, wait_s)
 
     def _full(self) -> OverloadedError:
-        return self._refusal("queue_full", f"{len(self._line)} requests wait already, which is the limit")
+        return self._refusal("queue_full", f"{self._max_queued} requests wait already, which is the limit")
 
     def _refusal(self, reason: str, detail: str, retry_after_s: float = 0.0) -> OverloadedError:
         self._metrics.refused.labels(reason).inc()
@@ -280,3 +286,8 @@ class Admission:
         if is_whole:
             self._forecast = (now_s, forecast)
         return forecast
+
+
+def _last_newcomer(line: Sequence[Asked]) -> Asked | None:
+    """The last request of the line whose client is not being answered yet: a full line refuses only those."""
+    return next((asked for asked in reversed(line) if not asked.is_follower), None)

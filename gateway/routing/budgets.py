@@ -2,7 +2,7 @@
 
 A budget is a sliding window of sixty slots (N. Mahdi, "An alternative approach to rate limiting", Figma 2017): no more than the
 limit in *any* minute or day. On arrival a request reserves its prompt and ``max_tokens``. At its end the real use replaces the
-reservation.
+reservation. A request that its client gives up before the first token has used the prompts that workers got.
 
 Each gateway counts its own requests exactly. Every ``TELL_S`` it hears what each other gateway has used
 (:class:`~kvrelay.wire.messages.KeyTokens`, through workers). Between two reports it takes only its share of what is left (B.

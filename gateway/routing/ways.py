@@ -13,7 +13,7 @@ generate there. On idle pools the decode worker computes short uncached rests it
 of a short prompt's time, and less than a tenth of a long one's.
 
 A decode worker that has computed no prompt has no known speed. It is tried with one prompt, at the fastest prefill worker's speed.
-While no speed is known, prompts are handed over.
+While no speed is known, prompts are handed over. If no prefill worker may be used, it is tried all the same.
 """
 
 from __future__ import annotations
@@ -188,7 +188,8 @@ def best_local(
         if (speed := view.tokens_per_s) is not None:
             most_waiting = speed * backlog_s
         else:
-            speed, most_waiting = fastest, 0.0
+            # Without prefill workers there is no speed to assume. With 1.0 such workers rank behind those of known speed.
+            speed, most_waiting = fastest or (0.0 if prefills else 1.0), 0.0
         if speed > 0 and view.num_waiting_tokens <= most_waiting and not view.is_full and view.has_room(num_tokens + 1):
             num_to_compute = view.num_waiting_tokens + num_tokens - cached.get(view.address, 0)
             ways.append((num_to_compute / speed, view.address))

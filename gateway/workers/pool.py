@@ -81,9 +81,12 @@ class WorkerPool:
         self.on_key_tokens: Callable[[KeyTokens], object] = lambda _: (
             None
         )  # called with other gateways' reports, which come through workers
+        self.on_stock_taken: Callable[[], object] = lambda: None  # called when workers have come or gone
         self.changed = asyncio.Event()  # set when a worker came, went or reported; waiters clear it
         for role in (Role.PREFILL, Role.DECODE):
-            metrics.distrusted_workers.labels(role.value)  # from 0 on, so that an alert sees the first one
+            # From 0 on, so that alerts see a gateway that never learns of workers, and the first wrong worker.
+            metrics.workers_up.labels(role.value)
+            metrics.distrusted_workers.labels(role.value)
         for gauge, state, read in (
             (metrics.worker_requests, "running", lambda status: status.num_running),
             (metrics.worker_requests, "waiting", lambda status: status.num_waiting),
@@ -215,6 +218,11 @@ class WorkerPool:
                 reasons.append(f"no {role} worker is up ({problems})")
         return reasons
 
+    @property
+    def public_reasons(self) -> list[str]:
+        """The reasons of ``not_ready`` without what is wrong with which worker: anybody may read them."""
+        return [reason.split(" (")[0] for reason in self.not_ready()]
+
     def _missing_roles(self) -> list[str]:
         needed = [Role.PREFILL] if self._needs_prefill_workers else []
         return [f"there is no {role} worker" for role in (*needed, Role.DECODE) if not self._staying(role)]
@@ -269,6 +277,7 @@ class WorkerPool:
         self.limits = SharedLimits.of(self.cards) if self.cards else None
         self.absent = self._missing_roles()
         self._had_prefill_worker = self._had_prefill_worker or any(worker.role is Role.PREFILL for worker in up)
+        self.on_stock_taken()
         self.changed.set()
 
 

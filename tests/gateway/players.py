@@ -63,6 +63,7 @@ class Player:
         self.role = role
         self.card = card or fake_card()
         self.num_waiting_tokens = 0
+        self.prompt_tokens_per_s: float | None = None
         self.num_running = 0
         self.num_free_blocks = 64
         self.script = script
@@ -87,6 +88,7 @@ class Player:
             num_free_blocks=self.num_free_blocks,
             num_blocks=64,
             max_running=1000,
+            prompt_tokens_per_s=self.prompt_tokens_per_s,
         )
 
     def on_message(self, peer_id: str, role: Role, message: Message) -> None:
@@ -150,6 +152,11 @@ class Stage:
         value = self.metrics.registry.get_sample_value("kvrelay_attempts_total", {"model": "tiny", "outcome": outcome})
         return value or 0.0
 
+    @property
+    def num_open_breakers(self) -> float | None:
+        labels = {"model": "tiny", "of": "worker"}
+        return self.metrics.registry.get_sample_value("kvrelay_circuit_breakers_open", labels)
+
     async def run(self, max_tokens: int = 4, request_id: str = "r") -> tuple[list[int], FinishReason | None]:
         deltas = await self.deltas(asking(max_tokens, request_id))
         assert all(delta.finish_reason is None for delta in deltas[:-1]), "tokens behind the end"
@@ -191,6 +198,7 @@ async def stage(
     *scripts: Script,
     prefill: Script | Sequence[Script] = (),
     needs_prefill_workers: bool = False,
+    local_prefill: str = "fallback",
     **settings: float,
 ) -> AsyncIterator[Stage]:
     """A relay connected to a decode player for each script, and to a prefill player for each script of ``prefill``."""
@@ -208,7 +216,7 @@ async def stage(
     pool.update(static_workers(*addresses))
     try:
         await until(pool, lambda: all(worker.is_usable for worker in pool.workers))
-        chosen = RelaySettings(local_prefill="fallback", **settings)  # type: ignore[arg-type]
+        chosen = RelaySettings(local_prefill=local_prefill, **settings)  # type: ignore[arg-type]
         yield Stage(Relay(pool, chosen, of_model, network.clock), pool, players, metrics)
     finally:
         await pool.stop()

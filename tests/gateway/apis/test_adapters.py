@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import threading
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -90,6 +92,20 @@ async def test_an_operator_brings_and_takes_adapters(app: App, registry: Path, t
     await app.post(TEXT, 404, prompt="x", model="new")
     await app.post(UNLOAD, 404, lora_name="new")
     assert [path.name for path in registry.iterdir()] == ["formal"]
+
+
+async def test_what_a_killed_gateway_left_is_removed(registry: Path) -> None:
+    for name, age_s in ((".adding-a", 4000), (".removing-b", 4000), (".adding-c", 60), (".snapshot", 4000)):
+        write_adapter(registry / name / "fresh", SHAPES)
+        os.utime(registry / name, (time.time() - age_s,) * 2)
+    watching = asyncio.create_task(AdapterRegistry(registry).watch())
+    try:
+        async with asyncio.timeout(20):
+            while any((registry / name).exists() for name in (".adding-a", ".removing-b")):
+                await asyncio.sleep(0.005)  # polls for a state, bounded by the timeout above
+    finally:
+        watching.cancel()
+    assert {path.name for path in registry.iterdir()} == {"formal", ".adding-c", ".snapshot"}
 
 
 async def test_a_name_that_is_taken_is_replaced_only_if_asked(app: App, registry: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import time
 from functools import partial
@@ -12,7 +13,8 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Message as AsgiMessage
 
 from kvrelay.common.errors import SettingsError
 from kvrelay.engine.fake.engine import fake_card
@@ -107,6 +109,8 @@ def test_a_file_that_breaks_costs_nobody_access(
         ("alice hunter2\n", "line 1 of .* is not 'NAME SHA256'"),
         (f"a {'0' * 64}\na {'1' * 64}\n", "line 2 of .* the name 'a' a second time"),
         (f"a {'0' * 64} concurrency=0", "line 1 of .*: concurrency must be above 0"),
+        (f"a {'0' * 64} min_priority=3000", "line 1 of .*: min_priority must be -2000 to 2000"),
+        (f"a {'0' * 64} weight=0.0001", "line 1 of .*: weight must be 0.001 to 1000"),
         (f"a {'0' * 64} concurrency=many", "line 1 of .* is not 'NAME SHA256' .*, with requests_per_s=NUMBER"),
         ("a b\udcff", "cannot read"),
     ],
@@ -254,6 +258,41 @@ async def test_what_no_worker_answers_costs_no_tokens(tmp_path: Path, model_dire
             assert (answer.status_code, answer.headers["x-ratelimit-remaining-tokens"]) == (504, "16")
 
 
+@pytest.mark.parametrize("leaves", [True, False], ids=["it leaves", "its own timeout passes"])
+async def test_a_client_that_gives_up_before_the_first_token_pays_for_its_prompt(
+    tmp_path: Path, model_directory: Path, leaves: bool
+) -> None:
+    """A worker may have computed it. Otherwise a client that always leaves in time would pass any budget."""
+    keys = limited(tmp_path, "tokens_per_minute=60")
+    body = {"prompt": [1, 2, 3, 4], "max_tokens": 40}
+    begun = asyncio.Event()
+    async with app_for(model_directory, lambda *_: begun.set(), api_keys=keys) as app:
+        if leaves:
+            await _leave_after(begun, app.asgi, json.dumps(body).encode())
+        else:
+            headers = {**ALICE, "x-request-timeout": "0.2"}
+            assert (await app.client.post("/v1/completions", json=body, headers=headers)).status_code == 504
+        assert begun.is_set()
+        told = await app.client.get("/v1/models", headers=ALICE)
+        assert told.headers["x-ratelimit-remaining-tokens"] == "56"
+
+
+async def _leave_after(begun: asyncio.Event, app: ASGIApp, body: bytes) -> None:
+    """Ask for a completion, and leave when a worker has begun it."""
+    messages: asyncio.Queue[AsgiMessage] = asyncio.Queue()
+    messages.put_nowait({"type": "http.request", "body": body, "more_body": False})
+
+    async def send(message: AsgiMessage) -> None:
+        raise AssertionError(f"nobody is there to read {message}")
+
+    headers = [(b"content-type", b"application/json"), (b"authorization", b"Bearer key-of-alice")]
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers, "query_string": b""}
+    asked = asyncio.create_task(app(scope, messages.get, send))
+    await asyncio.wait_for(begun.wait(), 20)
+    messages.put_nowait({"type": "http.disconnect"})
+    await asked
+
+
 def test_the_headers_tell_of_requests_too() -> None:
     limits, use = KeyLimits.parse({"requests_per_s": "0.01", "burst": "5"}), new_use()
     use.enter(limits, 0.0)
@@ -392,6 +431,7 @@ def test_one_a_second_at_least_can_come_at_once() -> None:
         ({"concurrency": "0"}, "concurrency must be above 0"),
         ({"tokens_per_day": "1e6"}, "tokens_per_day is not a number"),
         ({"weight": "2000"}, "weight must be 0.001 to 1000"),
+        ({"min_priority": "-2001"}, "min_priority must be -2000 to 2000"),
         ({"requests_per_s": "1.2.3"}, "requests_per_s is not a number"),
         ({"burst": "2"}, "burst means nothing without requests_per_s"),
     ],

@@ -13,6 +13,7 @@ from kvrelay.gateway.errors import (
     RequestTimeoutError,
     UnavailableError,
 )
+from kvrelay.gateway.relay.request import PromptShare
 from kvrelay.gateway.routing.breaker import BreakerState
 from kvrelay.wire.messages import (
     Cancelled,
@@ -272,9 +273,69 @@ async def test_a_worker_that_fails_everybody_costs_three_requests_an_attempt(cap
             assert await s.run(request_id=f"r{number}") == ALL
         assert 3 <= len(broken.submits) <= 4, "a probe, if a second has passed"
         assert s.relay.breakers.states() == {(broken.address,): BreakerState.OPEN}
-        gauge = s.metrics.registry.get_sample_value("kvrelay_circuit_breakers_open", {"model": "tiny", "of": "worker"})
-        assert gauge == 1
+        assert s.num_open_breakers == 1
     assert f"{broken.address} failed several requests" in caplog.text
+
+
+async def test_a_worker_that_is_gone_has_no_open_breaker() -> None:
+    """Three requests fail on a worker, and it leaves. No other request comes."""
+    async with stage(failing(FailureCode.INTERNAL), max_attempts=1) as s:
+        for number in range(3):
+            with pytest.raises(AttemptsFailedError):
+                await s.run(request_id=f"r{number}")
+        assert s.num_open_breakers == 1
+        s.pool.update([])
+        assert s.num_open_breakers == 0
+        assert s.relay.breakers.states() == {}
+
+
+async def test_who_would_wait_too_long_for_prompts_in_the_line_is_refused_at_once() -> None:
+    """A prefill worker computes a token in ten seconds. Three tokens wait there, and another three wait in the line."""
+    async with stage(good, prefill=good, room_timeout_s=50.0) as s:
+        served = asking()  # from now on it is known how long answers take
+        await s.deltas(served, lambda _: served.timings.on_tokens(s.relay.clock()))
+        slow, worker = s.players[0], s.pool.prefills[s.players[0].address]
+        slow.num_waiting_tokens, slow.prompt_tokens_per_s = 3, 0.1
+        await until(s.pool, lambda: worker.tokens_per_s is not None)
+        first = asyncio.create_task(s.run(request_id="first"))
+        while not s.relay.admission.num_queued:
+            await asyncio.sleep(0)  # lets the request start
+        with pytest.raises(UnavailableError, match=r"would come free in some 5\d s; the limit is 50 s"):
+            await s.run(request_id="second")
+        assert s.relay.admission.num_queued == 1
+        first.cancel()
+
+
+async def test_another_choice_of_an_answered_prompt_joins_a_full_line() -> None:
+    def begins(player: Player, submit: Submit) -> None:
+        player.tokens(submit, 0, [100], timings=Timings(prefill_s=0.1))
+
+    async with stage(in_turn(begins, good), max_queued=1) as s:
+        share = PromptShare()
+        first, second = asking(), asking(request_id="second", choice=1)
+        first.share = second.share = share
+        running = asyncio.create_task(s.deltas(first))
+        await share.settled()
+        player, worker = s.players[0], s.pool.decodes[s.players[0].address]
+        player.num_running = 10**6
+        await until(s.pool, lambda: worker.status is not None and worker.status.num_running > 0)
+        tasks = [asyncio.create_task(s.deltas(one)) for one in (asking(request_id="other"), second)]
+        while s.relay.admission.num_queued < len(tasks):
+            await asyncio.sleep(0)  # lets the requests start
+        with pytest.raises(UnavailableError, match="1 requests wait already"):
+            await s.run(request_id="too many")
+        player.num_running = 0
+        for task in tasks:
+            assert (await task)[-1].finish_reason is FinishReason.LENGTH
+        running.cancel()
+
+
+async def test_decode_workers_that_were_never_tried_compute_what_cannot_be_handed_over() -> None:
+    """The only prefill worker fails all requests, and no worker's speed is known."""
+    async with stage(good, prefill=failing(FailureCode.INTERNAL), local_prefill="sooner", room_timeout_s=0.3) as s:
+        assert await s.run() == ALL
+        assert [len(player.submits) for player in s.players] == [1, 1]
+        assert s.players[1].submits[0].decode is None
 
 
 async def test_a_prefill_worker_is_not_blamed_for_a_full_decode_worker() -> None:

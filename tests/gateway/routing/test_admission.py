@@ -50,9 +50,15 @@ class Office:
         self.admission.on_end(asked, 10, begun_s + service_s / 2)
 
     async def ask(
-        self, name: str, num_tokens: int = 100, timeout_s: float = 600.0, priority: int = 0, key: str = ""
+        self,
+        name: str,
+        num_tokens: int = 100,
+        timeout_s: float = 600.0,
+        priority: int = 0,
+        key: str = "",
+        is_follower: bool = False,
     ) -> str:
-        asked = Asked(num_tokens, 10, num_to_compute=num_tokens, flow=Flow(key, priority))
+        asked = Asked(num_tokens, 10, num_tokens, Flow(key, priority), is_follower)
         await self.admission.place(self.find, asked, timeout_s, lambda: "no worker has room")
         self.served.append(name)
         return name
@@ -271,6 +277,53 @@ async def test_keys_take_turns_and_a_full_line_pushes_out_who_floods_it() -> Non
         await asyncio.sleep(0.1)
     await asyncio.gather(*tasks.values())
     assert office.served == ["f1", "o1", "f2", "o2"]
+
+
+async def test_who_is_already_being_answered_joins_a_full_line_and_stays_there() -> None:
+    """Further choices of an answered prompt are last in the line. Newcomers are refused and pushed out, they are not."""
+    office = Office(num_places=0, max_queued=2)
+    newcomer = asyncio.ensure_future(office.ask("newcomer"))
+    tasks: list[asyncio.Task[str]] = []
+    for name in ("choice 2", "choice 3"):
+        tasks.append(asyncio.ensure_future(office.ask(name, priority=5, is_follower=True)))
+        await asyncio.sleep(0.1)
+    assert office.queued == 3
+    tasks.append(asyncio.ensure_future(office.ask("early", priority=-1)))
+    with pytest.raises(UnavailableError, match="2 requests wait already"):
+        await newcomer
+    with pytest.raises(UnavailableError, match="2 requests wait already"):
+        await office.ask("late", priority=3)
+    with pytest.raises(UnavailableError):
+        office.admission.check_not_full(Flow(priority=3))
+    office.admission.check_not_full(Flow(priority=-2))
+    for _ in tasks:
+        office.free()
+        await asyncio.sleep(0.1)
+    await asyncio.gather(*tasks)
+    assert office.served == ["early", "choice 2", "choice 3"]
+
+
+async def test_a_line_of_further_choices_takes_no_newcomer() -> None:
+    office = Office(num_places=0, max_queued=1)
+    choice = asyncio.ensure_future(office.ask("choice", is_follower=True))
+    await asyncio.sleep(0.1)
+    with pytest.raises(UnavailableError):
+        office.admission.check_not_full(Flow(priority=-1))
+    with pytest.raises(UnavailableError):
+        await office.ask("early", priority=-1)
+    office.free()
+    assert await choice == "choice"
+
+
+async def test_who_is_already_being_answered_is_not_refused_on_an_estimate() -> None:
+    office = Office(0)
+    await office.serve(2.0)
+    office.backlog_s = 3.0
+    choice = asyncio.ensure_future(office.ask("choice", timeout_s=4.0, is_follower=True))
+    await asyncio.sleep(0.1)
+    office.free()
+    assert await choice == "choice"
+    assert office.refused("would_be_late") == 0
 
 
 async def test_a_class_that_waits_for_long_gets_a_turn() -> None:

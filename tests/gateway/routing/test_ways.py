@@ -102,7 +102,11 @@ def test_a_decode_worker_whose_speed_is_not_known_is_tried() -> None:
 
 def test_who_may_not_be_handed_over_is_computed_by_a_decode_worker_that_can() -> None:
     assert choose_way([], [worker("d")], 5000, 0, {}, LIMITS) == (LOCAL, Reason.ONLY_WAY)
-    assert choose_way([], [worker("d", None)], 5000, 0, {}, LIMITS) is None
+    assert choose_way([], [worker("d", None)], 5000, 0, {}, LIMITS) == (LOCAL, Reason.ONLY_WAY)
+    slow, untried = worker("slow", 10.0), worker("untried", None)
+    assert choose_way([], [untried, slow], 5000, 0, {}, LIMITS) == (Route(None, "slow"), Reason.ONLY_WAY)
+    tried = worker("d", None, num_waiting_tokens=1)
+    assert choose_way([], [tried], 5000, 0, {}, LIMITS) is None, "it has one prompt already"
     assert choose_way([worker("p")], [], 20, 0, {}, LIMITS) is None
 
 

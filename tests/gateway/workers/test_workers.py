@@ -208,14 +208,18 @@ async def test_workers_on_their_way_out_are_as_good_as_none() -> None:
 
 
 async def test_a_gateway_that_was_told_nothing_is_not_ready() -> None:
+    """It reports that it has no workers, which an alert sees, too."""
+    metrics = GatewayMetrics(CollectorRegistry())
     pool = WorkerPool(
         "g",
-        GatewayMetrics(CollectorRegistry()).of_model("tiny"),
+        metrics.of_model("tiny"),
         LinkSettings(),
         Network.open(),
         needs_prefill_workers=False,
     )
     assert pool.not_ready() == ["who the workers are is not known yet"]
+    for role in ("prefill", "decode"):
+        assert metrics.registry.get_sample_value("kvrelay_workers_up", {"model": "tiny", "role": role}) == 0
     pool.update([])
     assert pool.not_ready() == []
     assert pool.absent == ["there is no decode worker"]
