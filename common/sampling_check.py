@@ -10,10 +10,11 @@ from collections.abc import Iterable
 from kvrelay.common.model_card import ModelCard
 from kvrelay.common.sampling import Guide, SamplingParams
 
+MAX_ALLOWED_TOKENS = 4096  # of one sequence; every step that samples it writes each of them down
+MAX_GUIDE_BYTES = 2**16  # what a compiler reads from a stranger
 MAX_PROMPT_LOGPROBS = 2**18  # of one prompt, which travel in one message: 4 MiB of the 16 that one may have
 
 _MAX_COUNT = 2**31
-_MAX_GUIDE_BYTES = 2**16  # what a compiler reads from a stranger
 _MAX_WEIGHT = 1e6  # of any float of sampling; the API's own bounds are far below
 _COUNTS = ("max_tokens", "top_k", "num_logprobs", "num_prompt_logprobs", "min_tokens", "choice")
 _WEIGHTS = (
@@ -58,6 +59,8 @@ def _invalid_tokens(sampling: SamplingParams, vocab_size: int) -> str | None:
         wrong = next((token_id for token_id in token_ids if not 0 <= token_id < vocab_size), None)
         return None if wrong is None else f"{name} has token {wrong}; a token id must be 0 to {vocab_size - 1}"
 
+    if (num_allowed := len(sampling.allowed_token_ids)) > MAX_ALLOWED_TOKENS:
+        return f"allowed_token_ids has {num_allowed} tokens; it must have at most {MAX_ALLOWED_TOKENS}"
     for _, value in sampling.logit_bias:
         if (problem := _unlike_a_weight("logit_bias", value)) is not None:
             return problem
@@ -74,8 +77,8 @@ def _invalid_tokens(sampling: SamplingParams, vocab_size: int) -> str | None:
 def invalid_guide(guide: Guide | None) -> str | None:
     """Why no worker takes the guide, as far as that shows without compiling it; None if nothing does."""
     size = 0 if guide is None else len(guide.text.encode(errors="surrogatepass"))
-    if size > _MAX_GUIDE_BYTES:
-        return f"the guide has {size} bytes; it must have at most {_MAX_GUIDE_BYTES}"
+    if size > MAX_GUIDE_BYTES:
+        return f"the guide has {size} bytes; it must have at most {MAX_GUIDE_BYTES}"
     return None
 
 

@@ -199,7 +199,7 @@ class _Readiness:
 
     def look(self) -> tuple[bool, dict[str, list[str]]]:
         """Whether it is ready, and why models cannot be served, by model name."""
-        unavailable = {model.name: reasons for model in self._models if (reasons := model.pool.not_ready())}
+        unavailable = {model.name: reasons for model in self._models if (reasons := model.pool.public_reasons)}
         if self._wait_until_s is not None and (not unavailable or self._clock() >= self._wait_until_s):
             self._wait_until_s = None
         is_waiting = self._wait_until_s is not None
@@ -218,7 +218,7 @@ def _add_operations(app: FastAPI, models: Models, metrics: GatewayMetrics) -> No
     async def ready() -> Response:
         """Requests are well placed here; else 503 with the reasons. Without any worker they are: the answer to them says so.
 
-        A model whose workers are down fails alone; `unavailable` names it.
+        A model whose workers are down fails alone; `unavailable` names it. What is wrong with which worker is in `/debug/workers`.
         """
         is_ready, unavailable = readiness.look()
         if not is_ready:

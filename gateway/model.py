@@ -92,7 +92,7 @@ class Model:
         """
         limits, absent = self.pool.limits, self.pool.absent
         if absent or limits is None:
-            reasons = absent or [reason.split(" (")[0] for reason in self.pool.not_ready()]
+            reasons = absent or self.pool.public_reasons
             raise UnavailableError(f"model {self.name!r}: {'; '.join(reasons)}; try again later", retry_after_s=1.0)
         return limits
 

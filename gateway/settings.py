@@ -204,7 +204,7 @@ class GatewaySettings:
         "how the model marks its reasoning. auto: what its chat template shows",
         choices=REASONING_PARSERS,
     )
-    host: str = setting("127.0.0.1", "address that the HTTP API listens on")
+    host: str = setting("127.0.0.1", "address that the HTTP API listens on; ::, all of them, IPv6 and IPv4")
     port: int = setting(8000, "port of the HTTP API", minimum=0, maximum=65535)
     keys: str | None = setting(None, KEYS_HELP)
     api_keys: str | None = setting(

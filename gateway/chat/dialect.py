@@ -105,6 +105,7 @@ class Dialect:
     tells_calls: bool  # the template shows earlier calls and their results; otherwise text describes them
     has_system: bool  # the template takes system messages
     takes_parallel: bool  # the template takes several calls of one answer
+    parsers: tuple[str, str]  # the settings tool_parser and reasoning_parser
 
     @classmethod
     def of(cls, chat_template: str | None, tool_parser: str = "auto", reasoning_parser: str = "auto") -> Dialect:
@@ -124,6 +125,7 @@ class Dialect:
             tells_calls=known is not None and "tool_calls" in template,
             has_system="System role not supported" not in template,
             takes_parallel=not any(mark in template for mark in _SINGLE_CALL),
+            parsers=(tool_parser, reasoning_parser),
         )
 
     @property
@@ -252,12 +254,18 @@ def read_chat(
 
     ``continues``: the last message is the beginning of the answer. ``echoes``: the answer repeats that message. ``variables``:
     further names for the template. Raises InvalidRequestError naming the wrong field.
+
+    If tools are shown, the model's own template for them is used if it has one, as in transformers.
     """
     choice = parse_tool_choice(tool_choice, parse_tools(tools), allows_parallel=allows_parallel)
     if continues and choice.mode is not ToolMode.NONE:
         raise InvalidRequestError(
             "continue_final_message and tools are given together; leave one out", param="continue_final_message"
         )
+    if choice.shown and template.with_tools is not None:
+        own = Dialect.of(template.with_tools.source, *dialect.parsers)
+        if own.describes_tools:  # otherwise its format is unknown, and the other template shows tools in words
+            template, dialect = template.with_tools, own
     shown, functions = dialect.render_arguments(messages, choice)
     prompt = template.render(
         shown,

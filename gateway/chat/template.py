@@ -39,8 +39,12 @@ class _GenerationTag(jinja2.ext.Extension):
 class ChatTemplate:
     """A compiled template. Without a source it refuses every chat with a clear error."""
 
-    def __init__(self, source: str | None, special_tokens: Mapping[str, str]) -> None:
+    def __init__(
+        self, source: str | None, special_tokens: Mapping[str, str], with_tools: ChatTemplate | None = None
+    ) -> None:
+        """``with_tools``: the model's own template for chats with tools, if it has one."""
         self.source = source or ""  # also shows what the model can do
+        self.with_tools = with_tools
         self._special_tokens = dict(special_tokens)
         self._template: jinja2.Template | None = None
         if source is None:
@@ -58,14 +62,11 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, directory: Path, special_tokens: Mapping[str, str]) -> ChatTemplate:
-        """Read ``chat_template.jinja``, or the template in ``tokenizer_config.json`` (a string, or a list of named ones)."""
-        path = directory / "chat_template.jinja"
-        if path.is_file():
-            return cls(path.read_text(encoding="utf-8"), special_tokens)
-        source = read_json(directory / "tokenizer_config.json").get("chat_template")
-        if isinstance(source, list):
-            source = {entry["name"]: entry["template"] for entry in source}.get("default")
-        return cls(source, special_tokens)
+        """Read the templates of a model's directory. Raises ModelError if one does not compile."""
+        sources = _sources(directory)
+        tool_use = sources.get("tool_use")
+        with_tools = None if tool_use is None else cls(tool_use, special_tokens)
+        return cls(sources.get("default"), special_tokens, with_tools)
 
     def render(
         self,
@@ -108,6 +109,22 @@ class ChatTemplate:
                 f"the chat template cannot render these messages: {error}", param="messages"
             ) from error
         return _up_to(text, mark) if continues else text
+
+
+def _sources(directory: Path) -> dict[str, str | None]:
+    """The templates in a model's directory by name. As in transformers, files come before those in ``tokenizer_config.json``."""
+    paths = {
+        "default": directory / "chat_template.jinja",
+        "tool_use": directory / "additional_chat_templates" / "tool_use.jinja",
+    }
+    sources: dict[str, str | None] = {
+        name: path.read_text(encoding="utf-8") for name, path in paths.items() if path.is_file()
+    }
+    if "default" in sources:
+        return sources
+    source = read_json(directory / "tokenizer_config.json").get("chat_template")
+    named = {entry["name"]: entry["template"] for entry in source} if isinstance(source, list) else {"default": source}
+    return named | sources
 
 
 def _marked(message: Mapping[str, Any], mark: str) -> dict[str, Any]:

@@ -63,9 +63,12 @@ def total(sequences: Sequence[GenerationRequest], usages: Sequence[Usage]) -> Us
 
 def overlap(text: str, marker: str) -> int:
     """Length of the longest end of ``text`` that is a proper beginning of ``marker``."""
-    for length in range(min(len(marker) - 1, len(text)), 0, -1):
+    length = min(len(marker) - 1, len(text))
+    while length > 0:
+        length = marker.rfind(text[-1], 0, length) + 1  # no other length can match
         if text.endswith(marker[:length]):
             return length
+        length -= 1
     return 0
 
 

@@ -122,7 +122,11 @@ class Tokenizer:
 
     @classmethod
     def load(cls, directory: Path) -> Tokenizer:
-        """Read ``tokenizer.json`` and its neighbours. Raises ModelError that names the file and the way out."""
+        """Read ``tokenizer.json`` and its neighbours. Raises ModelError that names the file and the way out.
+
+        As in transformers 5, only ``tokenizer.json`` says which special tokens ``encode`` adds: ``add_bos_token`` and
+        ``add_eos_token`` beside it are ignored.
+        """
         path = directory / "tokenizer.json"
         if not path.is_file():
             raise ModelError(

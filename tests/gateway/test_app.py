@@ -82,7 +82,10 @@ async def test_every_chunk_tells_the_usage_so_far(model_directory: Path) -> None
             assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == prompts
             ends = [chunk["usage"] for chunk in chunks if chunk["choices"][0]["finish_reason"]]
             assert sum(usage["total_tokens"] for usage in ends) == last["usage"]["total_tokens"]
-        assert "usage" not in (await app.events(CHAT, messages=USER, stream_options={"include_usage": True}))[0]
+        *before, last = await app.events(CHAT, messages=USER, stream_options={"include_usage": True})
+        assert all(chunk["usage"] is None for chunk in before)
+        assert last["usage"]["completion_tokens"] > 0
+        assert not any("usage" in chunk for chunk in await app.events(CHAT, messages=USER))
 
 
 async def test_log_probabilities(model_directory: Path) -> None:
@@ -197,6 +200,18 @@ async def test_nothing_in_a_request_chooses_a_worker_a_path_or_an_address(model_
 
 def _pairs(submits: list[Submit]) -> list[tuple[Submit, Submit]]:
     return list(zip(submits[::2], submits[1::2], strict=True))
+
+
+async def test_readiness_tells_nothing_of_single_workers(app: App) -> None:
+    """Anybody may ask whether a gateway is ready. What is wrong with its workers is for operators."""
+    await app.player.server.stop()
+    async with asyncio.timeout(20):
+        while (answer := await app.client.get("/health/ready")).status_code == 200:
+            await asyncio.sleep(0.005)  # polls for a state, bounded by the timeout above
+    assert answer.json() == {"status": "unavailable", "reasons": ["no decode worker is up"]}
+    (model,) = (await app.client.get("/debug/workers")).json()["models"]
+    (problem,) = model["problems"]
+    assert problem.startswith("no decode worker is up (")
 
 
 async def test_the_version(app: App) -> None:

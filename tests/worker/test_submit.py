@@ -51,6 +51,7 @@ def test_sampling_that_would_break_a_step_is_refused(sampling: dict[str, Any]) -
         ({"logit_bias": ((5, math.inf),)}, "logit_bias is inf; it must be -1e+06 to 1e+06"),
         ({"logit_bias": ((5, 1.0), (1000, 1.0))}, "logit_bias has token 1000; a token id must be 0 to 999"),
         ({"allowed_token_ids": (3, -1)}, "allowed_token_ids has token -1; "),
+        ({"allowed_token_ids": (3,) * 4097}, "allowed_token_ids has 4097 tokens; it must have at most 4096"),
         ({"bad_words": ((3,), ())}, "bad_words has an empty one"),
         ({"bad_words": ((3, 1000),)}, "bad_words has token 1000; "),
         ({"watermark": Watermark(gamma=1.0)}, "watermark.gamma is 1.0; it must lie between 0 and 1"),

@@ -15,7 +15,6 @@ from kvrelay.common.sampling import FinishReason
 from kvrelay.gateway.apis.answering import Choice, Format
 from kvrelay.gateway.chat.tools.calls import Part, Said, Thought
 from kvrelay.gateway.chat.tools.parser import CallParser
-from kvrelay.gateway.chat.tools.reader import is_json_object
 from kvrelay.gateway.errors import ApiError, anthropic_error
 from kvrelay.gateway.http.sse import sse
 from kvrelay.gateway.text.output import TextDelta, Usage
@@ -100,7 +99,7 @@ class MessageFormat(Format):
         block, text = self._content[-1], "".join(self._pieces)
         self._pieces = []
         if block["type"] == "tool_use":
-            block["input"] = json.loads(text) if is_json_object(text.strip()) else {}  # the arguments were cut off
+            block["input"] = _input(text)
         else:
             block[block["type"]] = text
         yield _event("content_block_stop", index=len(self._content) - 1)
@@ -112,6 +111,16 @@ class MessageFormat(Format):
         if delta.finish_reason is FinishReason.LENGTH:
             reason = self._limit_reason
         self._ending = {"stop_reason": reason, "stop_sequence": stop}
+
+
+def _input(arguments: str) -> dict[str, Any]:
+    """A call's arguments as an object. It is empty if they were cut off, or hold infinity or half of a character."""
+    try:
+        value = json.loads(arguments)
+        json.dumps(value, allow_nan=False, ensure_ascii=False).encode()  # as the answer is written
+    except (RecursionError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def _event(kind: str, **fields: Any) -> bytes:

@@ -18,7 +18,7 @@ from kvrelay.gateway.apis.answering import chat_of, model_for, respond
 from kvrelay.gateway.apis.anthropic.answer import AnthropicErrorBody, MessageAnswer, MessageFormat, TokenCount
 from kvrelay.gateway.apis.openai.bodies import beginning_of, text_of
 from kvrelay.gateway.apis.openai.output_format import make_guide
-from kvrelay.gateway.apis.openai.sampling import MAX_STOPS, OpenAIBody, refuse_unsupported
+from kvrelay.gateway.apis.openai.sampling import OpenAIBody, Stops, refuse_unsupported
 from kvrelay.gateway.chat.dialect import Chat, read_chat
 from kvrelay.gateway.errors import InvalidRequestError
 from kvrelay.gateway.http.request import ApiRequest, ApiRoute, RequestBody
@@ -102,7 +102,7 @@ class CountBody(OpenAIBody):
             messages.append({"role": "system", "content": text_of(self.system, "system", _BETWEEN)})
         for index, message in enumerate(self.messages):
             _add_message(messages, message, f"messages[{index}]")
-        choice = self.tool_choice or ToolChoice(type="auto" if self.tools else "none")
+        choice = self.tool_choice or ToolChoice(type="auto")
         named = {"type": "function", "function": {"name": choice.name}}
         return read_chat(
             model.template,
@@ -127,7 +127,8 @@ class CountBody(OpenAIBody):
     def _continues(self, last: Mapping[str, Any], choice: ToolChoice) -> bool:
         if last["role"] != "assistant":
             return False
-        if not last["content"] or choice.type != "none":
+        may_call = choice.type != "none" and (self.tools or choice.type != "auto")
+        if not last["content"] or may_call:
             raise InvalidRequestError(
                 f"messages[{len(self.messages) - 1}] is the assistant's, so the answer continues its text; that needs a text, "
                 "and cannot go with tools: end with a user's message"
@@ -151,7 +152,7 @@ class MessageBody(CountBody):
 
     max_tokens: Annotated[int, Field(ge=1)]
     """At most so many tokens are generated; fewer if no more fit."""
-    stop_sequences: Annotated[list[str], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
+    stop_sequences: Stops | None = None
     """The answer ends in front of any of these texts."""
     top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     """Only so many of the likeliest tokens are sampled; 0 switches it off."""

@@ -102,7 +102,7 @@ Messages = Annotated[
     Field(min_length=1, fail_fast=True),
     WithJsonSchema({"type": "array", "minItems": 1, "items": _MESSAGE_SCHEMA}),
 ]
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class ChatBody(SamplingBody):

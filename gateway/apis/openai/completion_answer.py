@@ -35,7 +35,8 @@ class OpenAIFormat(Format):
     def __init__(self, head: dict[str, Any], chunk_kind: str, tokenizer: Tokenizer, shown: Shown) -> None:
         """``head``: the first fields of a whole answer. Chunks begin with them too, but have the object type ``chunk_kind``."""
         self._head = head
-        self._chunk_head = {**head, "object": chunk_kind}
+        # OpenAI's clients are told that the usage is still to come.
+        self._chunk_head = {**head, "object": chunk_kind, **({"usage": None} if shown.usage else {})}
         self._template = ChunkTemplate(self._chunk_head, "choices")
         self._tokenizer = tokenizer
         self._shown = shown

@@ -16,6 +16,7 @@ from pydantic import Field
 from kvrelay.common.block_hash import MAX_CACHE_SALT
 from kvrelay.common.retention import MAX_PRIORITY, MIN_PRIORITY, Retention
 from kvrelay.common.sampling import BeamSearch
+from kvrelay.common.sampling_check import MAX_ALLOWED_TOKENS
 from kvrelay.gateway.apis.openai.output_format import GUIDED_FIELDS, requested_guide
 from kvrelay.gateway.errors import InvalidRequestError
 from kvrelay.gateway.http.request import OpenBody, RequestBody
@@ -25,14 +26,18 @@ MAX_STOPS = 16
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128
 MAX_PROMPTS = 128
+_MAX_STOP_CHARS = 1024  # each new piece of text is compared with all of a stop string
 _MAX_WORDS = 256
 _MAX_BAD_CHARS = 8192  # tokenized twice, with and without a space
 _RAISED_PRIORITY = 80  # for a client that gives only a duration
-_TIER_PRIORITY = {"priority": -10, "flex": 10}  # others: 0
+_TIER_PRIORITY = {"priority": -10, "fast": -10, "flex": 10}  # others: 0
 
 # A list fails at its first bad item: one error for each of a million items would block the loop for seconds.
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+AllowedIds = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED_TOKENS, fail_fast=True)]
+Stop = Annotated[str, Field(max_length=_MAX_STOP_CHARS)]
+Stops = Annotated[list[Stop], Field(max_length=MAX_STOPS, fail_fast=True)]
 Probability = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
@@ -132,7 +137,7 @@ class SamplingBody(OpenAIBody):
     """Subtracted from the logits of tokens that the output has."""
     frequency_penalty: Penalty | None = None
     """Subtracted from a token's logit for each time that the output has it."""
-    stop: str | Annotated[list[str], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
+    stop: Stop | Stops | None = None
     """The answer ends in front of any of these texts."""
     stop_token_ids: Annotated[list[TokenId], Field(max_length=_MAX_WORDS, fail_fast=True)] | None = None
     """The answer also ends at any of these tokens."""
@@ -144,7 +149,7 @@ class SamplingBody(OpenAIBody):
     """Whether special tokens are left out of the text, as by default."""
     logit_bias: Annotated[dict[str, Bias], Field(max_length=1024)] | None = None
     """Added to logits, by token id."""
-    allowed_token_ids: TokenIds | None = None
+    allowed_token_ids: AllowedIds | None = None
     """Only these tokens may come."""
     bad_words: Annotated[list[str], Field(max_length=_MAX_WORDS, fail_fast=True)] | None = None
     """Texts that must not come, spelled with or without a space before them."""
@@ -168,8 +173,8 @@ class SamplingBody(OpenAIBody):
     """Whether the text carries a watermark that `kvrelay watermark` detects."""
     logits_processors: Annotated[list[Name], Field(max_length=16, fail_fast=True)] | None = None
     """Names of processors that the operator installed."""
-    service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None
-    """`priority` and `flex` move the request ten places of priority ahead and back."""
+    service_tier: Literal["auto", "default", "fast", "flex", "priority", "scale"] | None = None
+    """`priority`, also called `fast`, and `flex` move the request ten places of priority ahead and back."""
     priority: Annotated[int, Field(ge=-1000, le=1000)] | None = None
     """Place in the line for a worker; the smaller, the earlier."""
     cache_priority: Annotated[int, Field(ge=MIN_PRIORITY, le=MAX_PRIORITY)] | None = None
@@ -224,7 +229,7 @@ class SamplingBody(OpenAIBody):
             includes_stop=bool(self.include_stop_str_in_output),
             keeps_special=self.skip_special_tokens is False,
             logit_bias=_bias_entries(self.logit_bias) if self.logit_bias else (),
-            allowed_token_ids=tuple(self.allowed_token_ids or ()),
+            allowed_token_ids=tuple(dict.fromkeys(self.allowed_token_ids or ())),
             bad_words=tuple(word for word in self.bad_words if word) if self.bad_words else (),
             num_choices=num_choices,
             best_of=best_of,

@@ -216,7 +216,7 @@ class ResponseFormat(Format):
             "output": list(self._items.done),
             "usage": {
                 "input_tokens": usage.num_prompt_tokens,
-                "input_tokens_details": {"cached_tokens": usage.num_cached_tokens},
+                "input_tokens_details": {"cached_tokens": usage.num_cached_tokens, "cache_write_tokens": 0},
                 "output_tokens": usage.num_output_tokens,
                 "output_tokens_details": {"reasoning_tokens": self._num_reasoning_tokens},
                 "total_tokens": usage.num_prompt_tokens + usage.num_output_tokens,

@@ -110,6 +110,7 @@ class ResponseBody(OpenAIBody):
         else:
             for index, item in enumerate(self.input):
                 _add_item(messages, item, f"input[{index}]")
+            messages = [message for message in messages if not _has_only_thoughts(message)]
         choice = self.tool_choice
         if isinstance(choice, dict) and choice.get("type") == "function" and "function" not in choice:
             choice = {"type": "function", "function": {"name": choice.get("name")}}
@@ -137,7 +138,11 @@ def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any], param: st
     match kind:
         case "message":
             content = text_of(item.get("content"), f"{param}.content")
-            messages.append({"role": checked_role(item.get("role"), param), "content": content})
+            role = checked_role(item.get("role"), param)
+            if role == "assistant" and messages and _has_only_thoughts(messages[-1]):
+                messages[-1]["content"] = content
+            else:
+                messages.append({"role": role, "content": content})
         case "function_call":
             name, arguments = item.get("name"), item.get("arguments")
             if not isinstance(name, str) or not isinstance(arguments, str):
@@ -154,13 +159,32 @@ def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any], param: st
         case "function_call_output":
             output = text_of(item.get("output"), f"{param}.output")
             messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
-        case "reasoning":
-            pass  # a model does not see its reasoning of earlier turns again
+        case "reasoning":  # of the message or the calls behind it; the template decides how long the model sees it
+            if thoughts := _thoughts(item, param):
+                messages.append({"role": "assistant", "content": None, "reasoning_content": thoughts})
         case _:
             raise InvalidRequestError(
                 f"{param}.type is {str(kind)[:80]!r}; it must be message, function_call, function_call_output or reasoning",
                 param=param,
             )
+
+
+def _thoughts(item: Mapping[str, Any], param: str) -> str:
+    """The text of a reasoning item, or else its summary. It is empty if only OpenAI's servers could read the item."""
+    name = "content" if item.get("content") else "summary"
+    parts = item.get(name) or []
+    if not isinstance(parts, list) or not all(
+        isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in parts
+    ):
+        raise InvalidRequestError(
+            f"{param}.{name} must be a list of parts with a text, not {str(parts)[:80]!r}", param=f"{param}.{name}"
+        )
+    return "".join(part["text"] for part in parts)
+
+
+def _has_only_thoughts(message: Mapping[str, Any]) -> bool:
+    """Whether the message or the calls of these thoughts have not come."""
+    return "reasoning_content" in message and message["content"] is None and "tool_calls" not in message
 
 
 @router.post("/v1/responses", responses=answers(ResponseAnswer), openapi_extra=REQUEST_HEADERS)

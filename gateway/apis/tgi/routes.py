@@ -18,7 +18,7 @@ from kvrelay.gateway.apis.answer_docs import REQUEST_HEADERS
 from kvrelay.gateway.apis.answering import model_for, respond, sequences_of, served_models
 from kvrelay.gateway.apis.openai.bodies import BEGINNING_LEN
 from kvrelay.gateway.apis.openai.output_format import make_guide
-from kvrelay.gateway.apis.openai.sampling import MAX_CHOICES, MAX_LOGPROBS, MAX_STOPS
+from kvrelay.gateway.apis.openai.sampling import MAX_CHOICES, MAX_LOGPROBS, Stops
 from kvrelay.gateway.apis.tgi.answer import GenerateFormat, Wanted
 from kvrelay.gateway.apis.tgi.answer_docs import HEALTHY, GenerateAnswer, Info, StreamEvent, tgi_answers
 from kvrelay.gateway.errors import InvalidRequestError, ModelNotFoundError
@@ -80,7 +80,7 @@ class GenerateParameters(RequestBody):
     """At most so many tokens are generated; null: as many as fit."""
     return_full_text: bool | None = None
     """Whether the text begins with the prompt."""
-    stop: Annotated[list[str], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
+    stop: Stops | None = None
     """The text ends with the first of these."""
     truncate: Annotated[int, Field(gt=0)] | None = None
     """Only so many of the prompt's last tokens are used."""

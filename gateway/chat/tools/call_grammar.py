@@ -8,7 +8,7 @@
 - Arguments: a ``strict`` function follows its schema; with ``"strict": false`` its arguments are any object. Without ``strict``, a
   required call follows the schema. Under ``auto`` it follows a *loosened* schema, which always compiles: a schema that no grammar
   can express must not fail a request that can be answered with text. A loosened schema admits more values. But an object that names
-  its properties and does not mention others has no others.
+  its properties and does not mention others has no others. If it is too large for a guide, arguments are any object.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from kvrelay.common.sampling import Guide
 from kvrelay.gateway.chat import structural_tag as st
 from kvrelay.gateway.chat.tools.formats.families import Spelling, ToolFamily
 from kvrelay.gateway.chat.tools.functions import Function, ToolChoice, ToolMode
+from kvrelay.gateway.errors import UnusableGuideError
 
 Schema = dict[str, Any]
 
@@ -35,13 +36,14 @@ _DEFINITIONS = ("$defs", "definitions")
 def tool_guide(family: ToolFamily, choice: ToolChoice, content: Guide | None = None) -> Guide | None:
     """The guide for the answer; None if the answer is free. ``content``: the guide for an answer without calls.
 
-    Raises ValueError if ``content`` is malformed, as far as that can be seen without compiling it.
+    Raises ValueError if ``content`` is malformed, as far as that can be seen without compiling it. Raises UnusableGuideError if
+    arguments that must follow their schema need too large a guide.
     """
     spelling, mode = family.spelling, choice.mode
     if family.whole_answer is not None:
         if mode is ToolMode.NONE and content is None:
             return None
-        calls = [(each.name, spelling.arguments(arguments_schema(each, mode))) for each in choice.functions]
+        calls = [(each.name, _arguments(spelling, each, mode)) for each in choice.functions]
         text = st.free_text() if content is None else st.format_of(content)
         part = family.whole_answer(calls, None if mode is ToolMode.REQUIRED else text)
     elif mode is ToolMode.NONE:
@@ -93,7 +95,7 @@ def _calls(spelling: Spelling, choice: ToolChoice, trigger: str = "") -> st.Form
     calls = [
         st.tag(
             spelling.before(function.name).removeprefix(trigger),
-            spelling.arguments(arguments_schema(function, choice.mode)),
+            _arguments(spelling, function, choice.mode),
             spelling.after,
         )
         for function in choice.functions
@@ -102,6 +104,16 @@ def _calls(spelling: Spelling, choice: ToolChoice, trigger: str = "") -> st.Form
         return st.either(calls)
     row = st.tags(calls, spelling.separator, is_one=choice.max_calls == 1)
     return st.sequence(st.const(spelling.begin.removeprefix(trigger)), row, st.const(spelling.end))
+
+
+def _arguments(spelling: Spelling, function: Function, mode: ToolMode) -> st.Format:
+    """The format of a call's arguments: any, if a loosened schema is too large. Raises UnusableGuideError for another schema."""
+    try:
+        return spelling.arguments(arguments_schema(function, mode))
+    except UnusableGuideError:
+        if function.strict is not None or mode is not ToolMode.AUTO:
+            raise
+        return spelling.arguments(ANY_OBJECT)
 
 
 def loosened(schema: Mapping[str, Any]) -> Schema:
@@ -129,7 +141,7 @@ def _loose(schema: Any, root: Mapping[str, Any]) -> Schema:
     loose: Schema = {}
     kinds = schema.get("type")
     kinds = [kinds] if isinstance(kinds, str) else kinds
-    if isinstance(kinds, list) and kinds and all(kind in _TYPES for kind in kinds):
+    if isinstance(kinds, list) and kinds and all(isinstance(kind, str) and kind in _TYPES for kind in kinds):
         loose["type"] = schema["type"]
     if isinstance(schema.get("items"), Mapping):
         loose["items"] = _loose(schema["items"], root)
@@ -144,7 +156,7 @@ def _loose_object(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Schema:
     is_open = bool(schema.get("additionalProperties", False)) or bool(_COMBINING & schema.keys())
     return {
         "properties": properties,
-        "required": [name for name in required if name in properties] if isinstance(required, list) else [],
+        "required": [name for name in properties if isinstance(required, list) and name in required],
         "additionalProperties": is_open,
     }
 

@@ -129,7 +129,7 @@ def _function(tool: Any, param: str) -> Function:
             expected = "text" if kind is str else "true or false"
             raise InvalidRequestError(f"{where}.{key} must be {expected}", param=f"{where}.{key}")
     key = "input_schema" if "input_schema" in fields else "parameters"
-    if (parameters := fields.get(key)) is not None:
+    if (parameters := _without_nulls(fields.get(key))) is not None:
         _check_schema(parameters, f"{where}.{key}")
     return Function(
         name=name,
@@ -138,6 +138,14 @@ def _function(tool: Any, param: str) -> Function:
         strict=fields.get("strict"),
         param=where,
     )
+
+
+def _without_nulls(schema: Any) -> Any:
+    """``schema`` without ``properties`` and ``required`` that are null: typed clients send so what they leave out."""
+    if not isinstance(schema, Mapping):
+        return schema
+    optional = ("properties", "required")
+    return {key: value for key, value in schema.items() if value is not None or key not in optional}
 
 
 def _check_schema(schema: Any, param: str) -> None:

@@ -2,7 +2,8 @@
 
 Clients send a call's arguments as JSON text, its result as a message of role ``tool``, and null as the content of a message that
 has only calls. Templates differ. Most want arguments as an object, some as text. Some distinguish null from empty, most cannot take
-null. Some accept only short ids, or ids that name the function. A :class:`MessageStyle` says what a template expects.
+null. Some accept only short ids, or ids that name the function. Few know the role ``developer``. A :class:`MessageStyle` says what
+a template expects.
 
 If a template knows no tools, the system prompt describes them, and calls and results become text. The model is asked for its
 family's own format, spelled as a guide would, so that parser and guide fit.
@@ -41,6 +42,7 @@ class MessageStyle:
     has_short_ids: bool = False  # exactly nine letters and digits
     has_numbered_ids: bool = False  # ``functions.NAME:0``, counted through the conversation
     has_thinking: bool = False  # thoughts are in a field ``thinking``
+    has_developer: bool = False  # knows the role ``developer``; others drop or refuse it
 
     @classmethod
     def of(cls, chat_template: str) -> MessageStyle:
@@ -51,6 +53,7 @@ class MessageStyle:
             has_short_ids=_SHORT_IDS.search(chat_template) is not None,
             has_numbered_ids=_NUMBERED_IDS.search(chat_template) is not None,
             has_thinking=_THINKING.search(chat_template) is not None,
+            has_developer="developer" in chat_template,
         )
 
 
@@ -76,6 +79,8 @@ def template_messages(
 
 def _message(message: Mapping[str, Any], style: MessageStyle, known: _Calls, param: str) -> Message:
     result = dict(message)
+    if message.get("role") == "developer" and not style.has_developer:
+        result["role"] = "system"
     content = message.get("content")
     if isinstance(content, list):
         content = "".join(part["text"] for part in content if isinstance(part, Mapping) and "text" in part)
@@ -130,8 +135,8 @@ def _arguments(arguments: Any, style: MessageStyle, param: str) -> dict[str, Any
         arguments = {} if arguments in (None, "") else arguments
         if isinstance(arguments, Mapping):
             return json.dumps(arguments, ensure_ascii=False) if style.has_text_arguments else dict(arguments)
-    except RecursionError:
-        pass  # nested too deep to parse
+    except (RecursionError, ValueError):
+        pass  # nested too deep to parse, or a number of thousands of digits
     raise InvalidRequestError(
         f"{param} is no JSON object: {str(arguments)[:80]!r}; leave out a call whose arguments were cut off",
         param=param,

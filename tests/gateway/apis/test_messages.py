@@ -169,6 +169,16 @@ async def test_why_an_answer_ends(model_directory: Path) -> None:
         assert [block.input for block in cut.content if block.type == "tool_use"] == [{}]
 
 
+@pytest.mark.parametrize("value", ["1e999", '"\\ud83d"'])
+async def test_arguments_that_no_json_can_tell_are_left_out(model_directory: Path, value: str) -> None:
+    """An infinite number, and half of a character."""
+    call = f'<tool_call>\n{{"name": "weather", "arguments": {{"city": {value}}}}}\n</tool_call>'
+    async with served(model_directory, saying(call)) as (_, client):
+        whole = await client.messages.create(**ASKED, tools=[WEATHER])
+        assert whole.stop_reason == "tool_use"
+        assert [block.input for block in whole.content if block.type == "tool_use"] == [{}]
+
+
 async def test_an_answer_that_is_begun_goes_on(model_directory: Path) -> None:
     async with served(model_directory, saying(" and done")) as (app, client):
         begun: Any = {**ASKED, "messages": [*HELLO, {"role": "assistant", "content": "Begun"}]}
@@ -176,6 +186,7 @@ async def test_an_answer_that_is_begun_goes_on(model_directory: Path) -> None:
         assert block.type == "text"
         assert block.text == " and done"
         assert prompt_of(app).endswith("Begun")
+        await client.messages.create(**begun, tool_choice={"type": "auto"})  # of no tools: nothing to choose
         with pytest.raises(anthropic.BadRequestError, match=r"messages\[1\] is the assistant's"):
             await client.messages.create(**begun, tools=[WEATHER])
 

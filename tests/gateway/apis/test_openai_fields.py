@@ -36,7 +36,8 @@ BECOMES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"frequency_penalty": 1.0, "presence_penalty": -1.0, "repetition_penalty": 1.5},
     ),
     "logit_bias": ({"logit_bias": {"7": -100, "9": 2.5}}, {"logit_bias": ((7, -100.0), (9, 2.5))}),
-    "allowed_token_ids": ({"allowed_token_ids": [4, 5]}, {"allowed_token_ids": (4, 5)}),
+    "allowed_token_ids": ({"allowed_token_ids": [5, 4, 5]}, {"allowed_token_ids": (5, 4)}),
+    "as many allowed_token_ids as may be": ({"allowed_token_ids": [7] * 4096}, {"allowed_token_ids": (7,)}),
     "watermark": ({"watermark": True}, {"watermark": Watermark()}),
     "prompt_logprobs": ({"prompt_logprobs": 2}, {"num_prompt_logprobs": 2}),
     "json_object": ({"response_format": {"type": "json_object"}}, _guide(GuideKind.JSON_OBJECT)),
@@ -105,6 +106,28 @@ async def test_retention_hints_travel(app: App) -> None:
         assert app.player.submits[-1].retention == expected
 
 
+async def test_a_tier_moves_the_request_in_the_line(app: App) -> None:
+    for fields, expected in (
+        ({}, 0),
+        ({"service_tier": "auto"}, 0),
+        ({"service_tier": "flex"}, 10),
+        ({"service_tier": "priority", "priority": 3}, -7),
+        ({"service_tier": "fast"}, -10),
+    ):
+        await app.post(CHAT, messages=USER, **fields)
+        assert app.player.submits[-1].flow.priority == expected, fields
+
+
+async def test_the_template_hears_of_the_effort(thinking_directory: Path) -> None:
+    (thinking_directory / "chat_template.jinja").write_text("effort {{ reasoning_effort }}")
+    async with app_for(thinking_directory, saying("x")) as app:
+        for effort in ("none", "minimal", "low", "medium", "high", "xhigh", "max"):
+            await app.post(CHAT, messages=USER, reasoning_effort=effort)
+            await app.post("/v1/responses", input="x", reasoning={"effort": effort})
+            prompts = [app.tokenizer.decode_all(submit.token_ids) for submit in app.player.submits[-2:]]
+            assert prompts == [f"effort {effort}"] * 2
+
+
 BODIES: dict[str, dict[str, Any]] = {CHAT: {"messages": USER}, TEXT: {"prompt": "x"}, "/v1/responses": {"input": "x"}}
 
 
@@ -140,6 +163,8 @@ async def test_the_stop_string_and_why_it_ended(model_directory: Path) -> None:
         assert (choice["text"], choice["stop_reason"], choice["finish_reason"]) == ("one", " two", "stop")
         fields = {"stop": " two", "include_stop_str_in_output": True}
         assert (await app.post(TEXT, prompt="x", max_tokens=99, **fields))["choices"][0]["text"] == "one two"
+        longest = (await app.post(TEXT, prompt="x", max_tokens=99, stop="z" * 1024))["choices"][0]
+        assert longest["text"] == "one two three"
         late = (await app.post(TEXT, prompt="x", max_tokens=99, stop=["o"], min_tokens=10))["choices"][0]
         num_tokens = len(app.tokenizer.encode("one two", add_special_tokens=False))
         assert len(late["text"]) >= len("one tw") if num_tokens < 10 else late["text"]

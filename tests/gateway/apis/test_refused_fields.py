@@ -60,9 +60,9 @@ OUTSIDE: Mapping[str, Sequence[Any]] = {
     "priority": (-1001, 1001),
     "cache_priority": (-1, 101),
     "cache_salt": ("", "x" * 257, "\n"),
-    "stop": (["x"] * 17, [1]),
+    "stop": (["x"] * 17, [1], "x" * 1025, ["x" * 1025]),
     "stop_token_ids": ([-1], [2**31], [1] * 257),
-    "allowed_token_ids": ([], [-1], [1.5]),
+    "allowed_token_ids": ([], [-1], [1.5], [1] * 4097),
     "bad_words": (["x"] * 257,),
     "logits_processors": (["x"] * 17, [""], ["x" * 65]),
 }
@@ -136,7 +136,7 @@ OF_TEXTS: list[Case] = [
     ({"guided_json_object": 1}, "guided_json_object", "must be true"),
     ({"guided_json": '{"properties":{"a":' * 5000 + "1" + "}}" * 5000}, "guided_json", "guided_json is"),
     ({"stream_options": {"include_usage": True}}, "stream_options", "stream is not true"),
-    ({"service_tier": "gold"}, "service_tier", "'auto', 'default', 'flex', 'priority' or 'scale'"),
+    ({"service_tier": "gold"}, "service_tier", "'auto', 'default', 'fast', 'flex', 'priority' or 'scale'"),
     *(
         ({name: value}, name, "not supported")
         for name, value in {
@@ -214,6 +214,7 @@ async def test_what_cannot_be_served_is_refused_by_name(model_directory: Path, p
         ({"top_k": -1}, "top_k"),
         ({"temperature": 2.1}, "temperature"),
         ({"stop_sequences": ["x"] * 17}, "stop_sequences"),
+        ({"stop_sequences": ["x" * 1025]}, "at most 1024 characters"),
         ({"messages": []}, "messages is an empty list"),
         ({"thinking": {"type": "always"}}, "thinking.type"),
         ({"system": [{"type": "image", "source": {}}]}, "system[0] must be a text part"),

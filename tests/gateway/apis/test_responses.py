@@ -42,6 +42,8 @@ async def test_text(model_directory: Path) -> None:
         assert (response.output_text, response.status) == ("the baton, née", "completed")
         assert response.usage is not None
         assert response.usage.output_tokens == len(app.tokenizer.encode("the baton, née", add_special_tokens=False))
+        assert response.usage.input_tokens_details.cached_tokens == 0
+        assert response.usage.input_tokens_details.cache_write_tokens == 0
         prompt = app.tokenizer.decode_all(app.player.submits[-1].token_ids)
         assert prompt.index("Be brief.") < prompt.index("hand over")
 
@@ -105,6 +107,37 @@ async def test_calls_both_ways(model_directory: Path) -> None:
         guide = app.player.submits[-1].sampling.guide
         assert guide is not None
         assert guide.kind is GuideKind.STRUCTURAL_TAG
+
+
+async def test_thoughts_that_come_back_are_of_the_message_or_the_calls_behind_them(thinking_directory: Path) -> None:
+    template = "{% for m in messages %}{{ m['role'] }}({{ m['reasoning_content'] }}){{ m['content'] }}\n{% endfor %}"
+    (thinking_directory / "chat_template.jinja").write_text(template)
+    history: Any = [
+        {"role": "user", "content": "Weather?"},
+        _thought("I look.", "Look."),
+        {"type": "function_call", "call_id": "call_7", "name": "weather", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "call_7", "output": "snow"},
+        {"type": "reasoning", "id": "rs_2", "summary": [{"type": "summary_text", "text": "It snows."}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Snow."}]},
+        _thought("Nothing follows."),
+        {"role": "user", "content": "And now?"},
+        _thought("Nothing either."),
+    ]
+    async with served(thinking_directory, saying("x")) as (app, client):
+        await client.responses.create(model="tiny", input=history)
+        told = app.tokenizer.decode_all(app.player.submits[-1].token_ids)
+        assert "assistant(I look.Look.)<tool_call>" in told
+        assert "assistant(It snows.)Snow.\nuser()And now?\n" in told
+        assert "Nothing" not in told
+        for wrong in (5, "x", ["x"], [{"type": "reasoning_text"}]):
+            refused = await app.post("/v1/responses", 400, input=[{"type": "reasoning", "content": wrong}])
+            assert refused["error"]["param"] == "input[0].content"
+
+
+def _thought(*texts: str) -> dict[str, Any]:
+    parts = [{"type": "reasoning_text", "text": text} for text in texts]
+    summary = [{"type": "summary_text", "text": "In short."}]
+    return {"type": "reasoning", "id": "rs_1", "summary": summary, "content": parts}
 
 
 async def test_thoughts_are_an_item_of_their_own(thinking_directory: Path) -> None:

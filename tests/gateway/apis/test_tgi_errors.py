@@ -58,6 +58,7 @@ WRONG: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"max_new_tokens": 600}, ("max_new_tokens is 600", "512 tokens", "lower max_new_tokens to")),
     ({"stop": ["x"] * 17}, ("parameters.stop", "16")),
     ({"stop": "x"}, ("parameters.stop", "array", "'x'")),
+    ({"stop": ["x" * 1025]}, ("parameters.stop", "1024")),
     ({"adapter_id": "lora"}, ("adapter_id='lora'", "not served")),
     ({"grammar": {"type": "ebnf", "value": "x"}}, ("parameters.grammar.type",)),
     ({"grammar": {"type": "regex", "value": 5}}, ("grammar.value", "a string")),

@@ -15,9 +15,11 @@ from kvrelay.gateway.chat.dialect import (
     Dialect,
     ReasoningFamily,
     after_reasoning,
+    read_chat,
     read_thoughts,
     reasoning_for,
 )
+from kvrelay.gateway.chat.template import ChatTemplate
 from kvrelay.gateway.chat.tools.call_grammar import tool_guide
 from kvrelay.gateway.chat.tools.calls import random_call_id
 from kvrelay.gateway.chat.tools.formats.families import FAMILIES
@@ -242,3 +244,39 @@ def test_required_calls_come_after_the_thoughts(grammars: Grammars) -> None:
         answer = read(parser(QWEN, starts_inside=True, syntax=hermes.syntax, choice=choice), [text])
         assert answer.calls
         assert answer.content == ""
+
+
+PLAIN = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+WITH_TOOLS = (
+    "{% for tool in tools %}{{ tool.function.name }}, {% endfor %}call by [TOOL_CALLS]\n"
+    "{% for message in messages %}{{ message.role }}: {{ message.content or message.tool_calls }}\n{% endfor %}"
+)
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+HI = {"role": "user", "content": "hi"}
+CALLED = {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{}"}}]}
+
+
+def test_a_models_own_template_for_tools_shows_them() -> None:
+    template = ChatTemplate(PLAIN, {}, ChatTemplate(WITH_TOOLS, {}))
+    dialect = Dialect.of(PLAIN)
+    chat = read_chat(template, dialect, [HI], tools=TOOLS)
+    assert chat.prompt == "f, call by [TOOL_CALLS]\nuser: hi\n"
+    answer = read(chat.parser(), ['[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}]'])
+    assert answer.parsed_calls == [("f", {"a": 1})]
+    assert read_chat(template, dialect, [HI]).prompt == "user: hi\n"
+    # Such templates fail without tools, so the other one tells earlier calls in words.
+    assert '"name": "f"' in read_chat(template, dialect, [HI, CALLED]).prompt
+
+
+@pytest.mark.parametrize("known", ["auto", "mistral"])
+def test_a_template_for_tools_of_an_unknown_format_needs_the_setting(known: str) -> None:
+    source = WITH_TOOLS.replace("[TOOL_CALLS]", "name")
+    template = ChatTemplate(PLAIN, {}, ChatTemplate(source, {}))
+    prompt = read_chat(template, Dialect.of(PLAIN, tool_parser=known), [HI], tools=TOOLS).prompt
+    assert ("f, call by name" in prompt, "<tool_call>" in prompt) == (known == "mistral", known == "auto")
+
+
+def test_a_template_for_tools_does_not_switch_them_on() -> None:
+    template = ChatTemplate(PLAIN, {}, ChatTemplate(WITH_TOOLS, {}))
+    with pytest.raises(InvalidRequestError, match="switched off"):
+        read_chat(template, Dialect.of(PLAIN, tool_parser="none"), [HI], tools=TOOLS)

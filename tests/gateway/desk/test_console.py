@@ -6,15 +6,19 @@ KVRELAY_TEST_PICTURES names a directory for screenshots.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvrelay.gateway.desk.feed import MAX_BYTES_PER_S
+from kvrelay.gateway.desk.spans import _WELL_ENDED
 from kvrelay.gateway.http.api_keys import line_of
 
 from ..http_app import app_for
@@ -43,6 +47,13 @@ async def test_the_page_needs_no_key_and_what_it_asks_for_does(model_directory: 
         for path in ("/debug/live", "/consoles", "/console/../debug/live"):
             assert (await app.client.get(path)).status_code == 401
         assert (await app.client.get("/console/other")).status_code == 404
+
+
+def test_the_page_and_traces_agree_on_which_attempts_ended_well() -> None:
+    page_file = resources.files("kvrelay.gateway.desk").joinpath("page", "request.js")
+    found = re.search(r"const GOOD = (\[.*\]);", page_file.read_text())
+    assert found is not None
+    assert {*json.loads(found[1])} == {"", *_WELL_ENDED}, "an attempt that runs has no outcome yet"
 
 
 @asynccontextmanager

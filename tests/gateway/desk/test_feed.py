@@ -14,12 +14,12 @@ from starlette.types import Message, Scope
 
 from kvrelay.gateway.desk.feed import MAX_BYTES_PER_S, Feed
 from kvrelay.gateway.desk.figures import Figures, Tally
-from kvrelay.gateway.desk.records import Records
+from kvrelay.gateway.desk.records import NUM_KEPT, Records
 from kvrelay.gateway.http.request import ApiRequest
 from kvrelay.gateway.http.sse import EventStream
 from kvrelay.gateway.metrics import GatewayMetrics
 from kvrelay.gateway.model import Model, ModelFiles, Models
-from kvrelay.gateway.relay.request import RequestTimings
+from kvrelay.gateway.relay.request import AttemptNote, RequestTimings
 from kvrelay.wire.messages import FailureCode, Submit
 
 from ..clock import Clock
@@ -115,6 +115,23 @@ async def test_what_is_there_and_what_it_does(model_directory: Path, clock: Cloc
         assert state["figures"]["parts_s"]["prefill"] == 0.15
         running.cancel()
         await asyncio.gather(running, first.leave(), late.leave(), return_exceptions=True)
+
+
+async def test_flows_are_right_when_more_requests_end_than_are_kept(model_directory: Path, clock: Clock) -> None:
+    async with stage(good, prefill=good) as s:
+        feed, records = feed_of(s, model_directory, clock)
+        pair = tuple(worker.address for worker in s.pool.workers)
+        for number in range(2 * NUM_KEPT):  # in 10 s, with 5 prompt tokens each
+            timings = RequestTimings(clock())
+            timings.on_attempt(AttemptNote(pair, "", clock(), 0, 1))
+            request = arrived(f"r{number}", sequence(timings))
+            records.begin(request)
+            records.end(request, "/")
+            clock.now_s += 0.005
+        looker = Looker(feed)
+        [_, (_, state)] = await looker.events(2)
+        assert state["flows"] == [[0, 1, 1000]], "prompt tokens a second"
+        await looker.leave()
 
 
 async def test_over_a_socket(model_directory: Path) -> None:

@@ -5,19 +5,21 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, SupportsIndex
 
 import pytest
 import tokenizers
 import tokenizers.decoders
 import tokenizers.models
 import tokenizers.pre_tokenizers
+import tokenizers.processors
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvrelay.common.errors import ModelError
 from kvrelay.gateway.chat.template import ChatTemplate
 from kvrelay.gateway.errors import InvalidRequestError
-from kvrelay.gateway.text.output import StopMatcher
+from kvrelay.gateway.text.output import StopMatcher, overlap
 from kvrelay.gateway.text.tokenizer import Detokenizer, Tokenizer
 
 
@@ -160,6 +162,28 @@ def test_no_part_of_a_stop_string_is_sent(text: str, stops: list[str], cuts: lis
     assert (sent + matcher.finish(), matcher.matched is not None) == cut_at_stop(text[:start], stops)
 
 
+class Marker(str):
+    """A text that counts the copies of its parts."""
+
+    num_copies = 0
+
+    def __getitem__(self, part: SupportsIndex | slice) -> str:
+        self.num_copies += 1
+        return super().__getitem__(part)
+
+
+def test_only_a_beginning_that_may_match_is_copied() -> None:
+    """For a long stop string, anything else would take a copy per character, for each new token."""
+    marker = Marker("ab" * 5000)
+    assert overlap("x" * 9000 + "y", marker) == 0
+    assert overlap("x" * 9000 + "ab", marker) == 2
+    assert overlap("ab" * 4000, marker) == 8000
+    assert overlap("", marker) == overlap("x", "") == 0
+    short = Marker("y" + "z" * 5000)
+    assert overlap("x" * 9000 + "y", short) == 1
+    assert short.num_copies <= 2
+
+
 def test_the_tokenizer_says_what_is_missing(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"no tokenizer\.json.*save_pretrained"):
         Tokenizer.load(tmp_path)
@@ -284,3 +308,51 @@ def test_templates_are_found_where_models_keep_them(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text("{% if %}")
     with pytest.raises(ModelError, match="does not compile"):
         ChatTemplate.load(tmp_path, {})
+
+
+def save_words(directory: Path, post_processor: Any = None) -> None:
+    """Save a tokenizer of the words ``<s>`` and ``x``."""
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<s>": 0, "x": 1}, "x"))
+    backend.add_special_tokens(["<s>"])
+    if post_processor is not None:
+        backend.post_processor = post_processor
+    backend.save(str(directory / "tokenizer.json"))
+
+
+@pytest.mark.parametrize("layout", ["named", "files", "one file beside named ones"])
+def test_the_template_for_tools_is_the_one_that_transformers_takes(layout: str, tmp_path: Path) -> None:
+    from transformers import PreTrainedTokenizerFast  # noqa: PLC0415 - the reference, slow to import
+
+    save_words(tmp_path)
+    named = [{"name": "default", "template": "named"}, {"name": "tool_use", "template": "named for tools"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    if layout != "named":
+        (tmp_path / "chat_template.jinja").write_text("file")
+    if layout == "files":
+        (tmp_path / "additional_chat_templates").mkdir()
+        (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("file for tools")
+    ours, theirs = ChatTemplate.load(tmp_path, {}), PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    assert ours.source == theirs.get_chat_template()
+    for_tools = ours if ours.with_tools is None else ours.with_tools
+    assert for_tools.source == theirs.get_chat_template(tools=[{}])
+
+
+@pytest.mark.parametrize(
+    "post_processor",
+    [
+        None,
+        tokenizers.processors.ByteLevel(),  # DeepSeek's
+        tokenizers.processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)]),  # Llama 3's
+    ],
+    ids=["none", "bytes", "template"],
+)
+@pytest.mark.parametrize("switch", [True, False])
+def test_a_prompt_begins_as_in_transformers(post_processor: Any, switch: bool, tmp_path: Path) -> None:
+    """tokenizer.json alone decides: transformers ignores the switches in tokenizer_config.json beside it."""
+    from transformers import PreTrainedTokenizerFast  # noqa: PLC0415 - the reference, slow to import
+
+    save_words(tmp_path, post_processor)
+    config = {"bos_token": "<s>", "eos_token": "<s>", "add_bos_token": switch, "add_eos_token": switch}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path)("x")["input_ids"]
+    assert Tokenizer.load(tmp_path).encode("x", add_special_tokens=True) == theirs

@@ -14,9 +14,11 @@ import re
 import warnings
 from typing import Any, NoReturn
 
+from kvrelay.common.sampling_check import MAX_GUIDE_BYTES
 from kvrelay.gateway.chat.structural_tag import Format, const, either, json_schema, optional, regex, sequence, star
 from kvrelay.gateway.chat.tools.parser import Context, ListEnd, Syntax, read_rest
 from kvrelay.gateway.chat.tools.reader import Reader, Reading
+from kvrelay.gateway.errors import UnusableGuideError
 
 BEGIN, END = "<|python_start|>", "<|python_end|>"
 LFM_BEGIN, LFM_END = "<|tool_call_start|>", "<|tool_call_end|>"
@@ -150,6 +152,9 @@ def keyword_arguments(schema: dict[str, Any]) -> Format:
 
     Only the schema's properties count. An open schema without properties admits any arguments. A name that is no Python identifier
     cannot be a keyword and is left out.
+
+    Without a required argument, an optional one is written anew for each that may be the first; definitions come with every one.
+    Raises UnusableGuideError if that is too large for a guide.
     """
     properties = {name: value for name, value in schema.get("properties", {}).items() if name.isidentifier()}
     definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
@@ -161,8 +166,19 @@ def keyword_arguments(schema: dict[str, Any]) -> Format:
         value = {**value, **definitions} if isinstance(value, dict) else value
         return sequence(const(f"{separator}{name}="), json_schema(value))
 
-    required = [name for name in properties if name in schema.get("required", [])]
-    others = [name for name in properties if name not in required]
+    names = set(schema.get("required", []))
+    required = [name for name in properties if name in names]
+    others = [name for name in properties if name not in names]
+    shared_size, size = _size(definitions), 0  # counted first: to write it may take gigabytes
+    for index, name in enumerate([*required, *others]):
+        num_times = 1 if required else index + 1
+        size += num_times * (_size(sequence(const(f"{name}="), json_schema(properties[name]))) + shared_size)
+    if size > MAX_GUIDE_BYTES:
+        raise UnusableGuideError(
+            "tools",
+            f"a function's {len(properties)} arguments take {size} bytes of guide; at most {MAX_GUIDE_BYTES} are allowed: leave "
+            "some out, or require one if none is",
+        )
     if required:
         first, *rest = required
         more = [optional(argument(name, ", ")) for name in others]
@@ -177,6 +193,11 @@ def keyword_arguments(schema: dict[str, Any]) -> Format:
 def write_keywords(arguments: str) -> str:
     """JSON text of an object as keyword arguments."""
     return ", ".join(f"{name}={value!r}" for name, value in json.loads(arguments).items())
+
+
+def _size(value: Any) -> int:
+    """The least number of bytes that a guide needs for it."""
+    return len(json.dumps(value, ensure_ascii=False, separators=(",", ":")))
 
 
 def _any_arguments() -> Format:

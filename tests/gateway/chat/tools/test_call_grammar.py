@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import jsonschema
+import msgspec
 import pytest
 
 from kvrelay.common.sampling import Guide, GuideKind
@@ -15,6 +16,7 @@ from kvrelay.gateway.chat.structural_tag import format_of
 from kvrelay.gateway.chat.tools.call_grammar import ANY_OBJECT, NO_ARGUMENTS, arguments_schema, loosened, tool_guide
 from kvrelay.gateway.chat.tools.formats.families import FAMILIES, ToolFamily
 from kvrelay.gateway.chat.tools.functions import Function, ToolChoice, ToolMode, parse_tool_choice, parse_tools
+from kvrelay.gateway.errors import UnusableGuideError
 
 from .cases import Answer, parser_of, read
 from .grammars import Grammars
@@ -181,6 +183,36 @@ def test_a_schema_that_does_not_compile_fails_no_request_that_did_not_ask_for_it
         grammars.answer(guide_of(family, ToolChoice(mode=ToolMode.AUTO, functions=(strict,))), 0)
 
 
+NUMBER = {"type": "number"}
+TOO_LARGE: dict[str, dict[str, Any]] = {
+    "each optional argument may be the first": {"properties": {f"a{index}": NUMBER for index in range(3000)}},
+    "definitions are written with each argument": {
+        "properties": {"a0": {"$ref": "#/$defs/d"}, "a1": {"$ref": "#/$defs/d"}},
+        "required": ["a1"],
+        "$defs": {"d": {"enum": ["x" * 40_000]}},
+    },
+}
+
+
+@pytest.mark.parametrize("schema", TOO_LARGE.values(), ids=TOO_LARGE.keys())
+def test_a_schema_that_is_too_large_in_pythons_notation_allows_any_arguments(
+    grammars: Grammars, schema: dict[str, Any]
+) -> None:
+    """Unless the request asked for arguments that follow it. The guide that would be refused is not made."""
+    family = FAMILIES["lfm2"]
+    function = Function(name="f", parameters=schema)
+    guide = guide_of(family, ToolChoice(mode=ToolMode.AUTO, functions=(function,)))
+    assert len(guide.text) < 2**12
+    assert grammars.allows(guide, family.spelling.write([("f", "a1=1, b=true")]))
+    strict = msgspec.structs.replace(function, strict=True)
+    for choice in (
+        ToolChoice(mode=ToolMode.AUTO, functions=(strict,)),
+        ToolChoice(mode=ToolMode.REQUIRED, functions=(function,)),
+    ):
+        with pytest.raises(UnusableGuideError, match=r"tools cannot be followed: a function.s .* bytes of guide"):
+            tool_guide(family, choice)
+
+
 @pytest.mark.parametrize(
     ("parameters", "strict", "mode", "expected"),
     [
@@ -249,3 +281,9 @@ def test_loosened_keeps_what_compiles_and_drops_the_rest() -> None:
 def test_loosened_objects_stay_objects() -> None:
     assert loosened({}) == {"type": "object"}
     assert loosened({"anyOf": [{"required": ["a"]}]})["type"] == "object"
+
+
+def test_nonsense_inside_of_a_schema_is_dropped() -> None:
+    inner = {"type": [{}], "properties": {"b": {}}, "required": [{}, ["b"], "b"]}
+    loose = {"properties": {"b": {}}, "required": ["b"], "additionalProperties": False}
+    assert loosened({"properties": {"a": inner}})["properties"] == {"a": loose}

@@ -54,6 +54,15 @@ def test_a_function_without_parameters_takes_an_empty_object(parameters: object)
     assert function.as_tool()["function"]["parameters"] == {"type": "object", "properties": {}}
 
 
+@pytest.mark.parametrize("key", ["parameters", "input_schema"])
+def test_what_a_typed_client_leaves_out_is_null(key: str) -> None:
+    (function,) = parse_tools([{"name": "f", key: {"type": "object", "properties": None, "required": None}}])
+    assert function.parameters == {"type": "object"}
+    properties = {"a": {"type": "string"}}
+    (function,) = parse_tools([{"name": "f", key: {"properties": properties, "required": None}}])
+    assert function.parameters == {"properties": properties}
+
+
 @pytest.mark.parametrize(
     ("tools", "param"),
     [

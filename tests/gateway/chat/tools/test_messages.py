@@ -100,6 +100,10 @@ def test_arguments_that_clients_send(arguments: Any, expected: dict[str, Any]) -
             {"tool_calls": [{"function": {"name": "f", "arguments": '{"a": ' + "[" * 10**5 + "]" * 10**5 + "}"}}]},
             "messages[0].tool_calls[0].function.arguments",
         ),
+        (
+            {"tool_calls": [{"function": {"name": "f", "arguments": '{"a": ' + "1" * 5000 + "}"}}]},
+            "messages[0].tool_calls[0].function.arguments",
+        ),
         ({"tool_call_id": 3}, "messages[0].tool_call_id"),
     ],
 )  # fmt: skip
@@ -118,6 +122,7 @@ def test_a_malformed_call_is_named(message: dict[str, Any], param: str) -> None:
         ("{%- if message['content'] is none -%}", MessageStyle(takes_null=True)),
         ("{% if message.content is not none %}", MessageStyle(takes_null=True)),
         ("{% if tool_call.id|length != 9 %}{{ raise_exception('…') }}", MessageStyle(has_short_ids=True)),
+        ("{% if message.role in ['system', 'developer'] %}", MessageStyle(has_developer=True)),
     ],
 )
 def test_styles_are_read_off_the_template(template: str, style: MessageStyle) -> None:
@@ -172,6 +177,17 @@ def test_a_template_that_knows_none_gets_words() -> None:
         '{"name": "f", "arguments": {"a": 1}}\n</tool_call>\n<tool_call>\n{"name": "f", "arguments": {"a": 2}}\n</tool_call>'
         "<user><tool_response>\none\n</tool_response>\n<tool_response>\ntwo\n</tool_response>"
     )
+
+
+def test_a_developer_is_the_system_to_a_template_without_that_role() -> None:
+    developer = {"role": "developer", "content": "Be brief."}
+    dialect = Dialect.of(PLAIN)
+    messages, _ = dialect.render_arguments([developer, USER], CHOICE)
+    assert [message["role"] for message in messages] == ["system", "user"]
+    assert messages[0]["content"].startswith("Be brief.\n\nYou can call functions.")
+    assert developer["role"] == "developer", "the client's messages stay as they are"
+    knowing = Dialect.of(PLAIN + "{% if message.role == 'developer' %}{% endif %}")
+    assert knowing.render_arguments([developer, USER], ToolChoice())[0] == [developer, USER]
 
 
 def test_without_tools_nothing_is_added_and_old_calls_are_still_told() -> None:
