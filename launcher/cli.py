@@ -58,7 +58,8 @@ _OF_WORKERS = (
 COMMANDS: dict[str, CommandEntry] = {
     "local": CommandEntry(
         "Serve a model on this machine: gateway and workers, each in its own process.",
-        "Ctrl-C stops everything in order. Every option of a gateway or a worker is one here, and reaches those that have it.",
+        "Ctrl-C stops everything in order. Options of gateways and workers are options here, and reach those that have them. "
+        "Only names, addresses and nodes of workers, and how they are found, are chosen for you.",
         "kvrelay.launcher.settings:LOCAL",
         "kvrelay.launcher.local.deployment:run",
         (
@@ -159,8 +160,9 @@ class KvrelayGroup(click.Group):
 def cli() -> None:
     """kvrelay serves large language models with prefill and decode on separate pools of workers.
 
-    Start with `kvrelay local`. Every option of every command can also be given as a variable (--max-num-seqs is
-    KVRELAY_MAX_NUM_SEQS) or in a TOML file (--config); a flag wins over a variable, a variable over the file.
+    Start with `kvrelay local`. Every option of local, gateway, prefill-worker, decode-worker, verify and bench can also be
+    given as a variable (--max-num-seqs is KVRELAY_MAX_NUM_SEQS) or in a TOML file (--config). A flag wins over a variable,
+    a variable over the file.
     """
 
 
@@ -228,7 +230,11 @@ def api_key(name: str, operator: bool) -> None:
 
 @cli.command("top")
 @click.argument("url", default="http://127.0.0.1:8000")
-@click.option("--api-key", envvar="KVRELAY_API_KEY", help="an operator's key, where a gateway asks for keys")
+@click.option(
+    "--api-key",
+    envvar="KVRELAY_API_KEY",
+    help="an operator's key, where a gateway asks for keys; better as KVRELAY_API_KEY: others on this machine see flags",
+)
 def top(url: str, api_key: str | None) -> int:
     """Show what the gateway at URL and its workers do just now. An authority of your own: SSL_CERT_FILE=ca.crt."""
     show: Callable[[str, str | None, Any], int] = _load("kvrelay.launcher.top:run")

@@ -25,13 +25,18 @@ def http_client(url: str, timeout_s: float, api_key: str | None = None) -> httpx
     return httpx.Client(base_url=url, timeout=timeout_s, trust_env=not is_here, limits=limits, headers=headers)
 
 
-def served_model(client: httpx.Client, model: str | None = None) -> str:
-    """The first model that the server lists, or ``model`` if it is listed. Raises AnswerError."""
+def served_models(client: httpx.Client) -> list[str]:
+    """The names that the server lists, of models, their adapters and aliases. Raises AnswerError."""
     answer = _json(client, "GET", "v1/models", None)
     try:
-        names = [str(entry["id"]) for entry in answer["data"]]
+        return [str(entry["id"]) for entry in answer["data"]]
     except (KeyError, TypeError) as error:
         raise AnswerError(f"{client.base_url} names no models at v1/models: {answer}") from error
+
+
+def served_model(client: httpx.Client, model: str | None = None) -> str:
+    """The first model that the server lists, or ``model`` if it is listed. Raises AnswerError."""
+    names = served_models(client)
     if not names or (model is not None and model not in names):
         asked = "a model" if model is None else repr(model)
         raise AnswerError(f"{client.base_url} does not serve {asked}; it serves {', '.join(names) or 'none'}")

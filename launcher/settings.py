@@ -13,8 +13,8 @@ from kvrelay.launcher.options import Options
 from kvrelay.prefill_worker.settings import PrefillSettings
 
 COMPONENTS = (DecodeSettings, PrefillSettings, GatewaySettings)
-# The launcher chooses the addresses and names of the local components.
-_CHOSEN = frozenset(
+# Settings of components that ``kvrelay local`` does not take: it chooses their addresses and names itself.
+CHOSEN = frozenset(
     {
         "address", "admin_host", "admin_port", "data_address", "decode_workers", "discovery", "leader_address", "namespace",
         "node_name", "node_rank", "nodes", "prefill_workers", "worker_id", "worker_selector",
@@ -52,7 +52,7 @@ class DeploymentSettings:
 
 @dataclass(frozen=True, slots=True)
 class LocalSettings:
-    """``kvrelay local``: one deployment on this machine. Every option of a component is one of it."""
+    """``kvrelay local``: one deployment on this machine. Every option of a component is one of it, but those in ``CHOSEN``."""
 
     deployment: DeploymentSettings
     gateway: GatewaySettings
@@ -79,7 +79,8 @@ def options_for(component: type, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def local_infos() -> list[SettingInfo]:
-    """All options of ``kvrelay local``: its own, then the components'. If defaults differ, each component keeps its own.
+    """All options of ``kvrelay local``: its own, then the components' but for ``CHOSEN``. If defaults differ, each component keeps
+    its own.
 
     Options of models have the gateway's form, with values for several models. Each worker gets the value of its model.
     """
@@ -94,7 +95,7 @@ def local_infos() -> list[SettingInfo]:
             continue
         defaults = [str(one.default) for one in (first, info) if one.default is not None]
         found[info.name] = replace(first, default=" or ".join(defaults), is_optional=True)
-    return [info for name, info in found.items() if name not in _CHOSEN]
+    return [info for name, info in found.items() if name not in CHOSEN]
 
 
 LOCAL = Options(local_infos(), lambda values: LocalSettings.of(**values))
@@ -106,15 +107,22 @@ class VerifySettings:
 
     model: str = setting("demo", "model directory, GGUF file, Hugging Face id, or 'demo'")
     dtype: str = setting(
-        "float32", "number format of weights and KV, on both sides", choices=("bfloat16", "float16", "float32")
+        "float32",
+        "number format of weights and KV, on both sides; with --url that of the deployment",
+        choices=("bfloat16", "float16", "float32"),
     )
     prompts: str | None = setting(None, "JSON lines with a text 'prompt' each; default: 20 built-in prompts")
     max_tokens: int = setting(64, "tokens to generate for each prompt", unit="tokens", minimum=1)
     url: str | None = setting(None, "compare a running deployment, instead of starting two here")
-    api_key: str | None = setting(None, "sent to the deployment at --url as a bearer token")
+    api_key: str | None = setting(
+        None,
+        "sent to the deployment at --url as a bearer token; better as KVRELAY_API_KEY: others on this machine see flags",
+    )
     concurrency: int = setting(16, "requests at a time in the second pass", minimum=1, maximum=1024)
     device: str = setting(
-        "auto", "where the model runs; auto takes CUDA if there is a GPU", choices=("auto", "cpu", "cuda")
+        "auto",
+        "where the model runs. auto: CUDA if there is a GPU, but with --url the CPU, because the deployment has the GPU",
+        choices=("auto", "cpu", "cuda"),
     )
     backend: str = setting(
         "auto",

@@ -6,6 +6,7 @@ On a terminal it runs until Ctrl-C, even while the gateway is away. Otherwise it
 from __future__ import annotations
 
 import json
+import ssl
 import threading
 import time
 import urllib.error
@@ -27,7 +28,8 @@ from kvrelay.launcher.errors import AnswerError
 _TIMEOUT_S = 10.0  # without data
 _AGAIN_S = 1.0
 _STATE_STYLES = {"up": "green", "leaving": "yellow", "misfit": "red", "down": "bold red"}
-_PARTS = ("accept", "queue", "prefill", "transfer", "first_step")
+_PARTS = ("accept", "queue", "prefill")  # of the time to the first token
+_LATER_PARTS = ("transfer", "first_step")  # from the first token to the second
 
 
 def run(url: str, api_key: str | None, console: Console) -> int:
@@ -54,12 +56,15 @@ def run(url: str, api_key: str | None, console: Console) -> int:
 
 
 class Picture:
-    """Keeps the latest picture of a gateway, for a view that shows it beside other content. Empty while there is none."""
+    """Keeps the latest picture of our own gateway, for a view that shows it beside other content. Empty while there is none."""
 
     def __init__(self, url: str) -> None:
         """Raises SettingsError on an invalid URL."""
         self.last: RenderableType = ""  # may be read on any thread
         self._request = _request(url, None)
+        # The certificate is for the name that clients use, so it is not checked: we started the gateway.
+        self._tls = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        self._tls.check_hostname, self._tls.verify_mode = False, ssl.CERT_NONE
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -69,7 +74,7 @@ class Picture:
         def watch() -> None:
             while not is_over.is_set():
                 with suppress(AnswerError):
-                    for picture in _pictures(self._request):
+                    for picture in _pictures(self._request, self._tls):
                         self.last = picture
                         if is_over.is_set():
                             return
@@ -92,7 +97,8 @@ def render(known: dict[str, Any], state: dict[str, Any]) -> Group:
         f"{state['num_running']} running   {state['num_queued']} queued   {figures['prompt_tokens_per_s']} prompt and "
         f"{figures['output_tokens_per_s']} output tokens/s   {cached} cached",
     )  # fmt: skip
-    parts = " + ".join(f"{name} {_ms(figures['parts_s'][name])}" for name in _PARTS if name in figures["parts_s"])
+    first, second = (_sum(figures["parts_s"], names) for names in (_PARTS, _LATER_PARTS))
+    parts = "; ".join(part for part in (first, second and f"then {second}") if part)
     (ttft, ttft_95), (itl, itl_99) = figures["ttft_s"], figures["itl_s"]
     times = Text(
         f"first token {_ms(ttft)} ms, 95 %: {_ms(ttft_95)}{f' ({parts})' if parts else ''}   "
@@ -103,6 +109,11 @@ def render(known: dict[str, Any], state: dict[str, Any]) -> Group:
         for at, request_id, status, what in state["errors"]
     ]
     return Group(head, times, _workers(known["workers"], state), *errors)
+
+
+def _sum(parts_s: dict[str, float], names: tuple[str, ...]) -> str:
+    """The parts of these names that are known, as a sum; empty without any."""
+    return " + ".join(f"{name} {_ms(parts_s[name])}" for name in names if name in parts_s)
 
 
 def _workers(known: list[dict[str, Any]], state: dict[str, Any]) -> Table:
@@ -151,11 +162,17 @@ def _ms(value_s: float | None) -> str:
     return "-" if value_s is None else f"{value_s * 1000:.3g}" if value_s < 1 else f"{value_s * 1000:.0f}"
 
 
-def _pictures(request: urllib.request.Request) -> Iterator[Group]:
-    """One picture for each state that the gateway sends. Raises AnswerError when it does not answer, or the stream ends."""
+def _pictures(request: urllib.request.Request, tls: ssl.SSLContext | None = None) -> Iterator[Group]:
+    """One picture for each state that the gateway sends. ``tls``: how its certificate is checked; None: as usual.
+
+    Raises AnswerError when the gateway does not answer, or the stream ends.
+    """
     # Do not ask a proxy for addresses on this machine.
     is_here = urlsplit(request.full_url).hostname in ("127.0.0.1", "localhost", "::1")
-    opener = urllib.request.build_opener(*([urllib.request.ProxyHandler({})] if is_here else []))
+    handlers: list[urllib.request.BaseHandler] = [urllib.request.HTTPSHandler(context=tls)]
+    if is_here:
+        handlers.append(urllib.request.ProxyHandler({}))
+    opener = urllib.request.build_opener(*handlers)
     known: dict[str, Any] = {}
     try:
         with opener.open(request, timeout=_TIMEOUT_S) as answer:

@@ -23,7 +23,7 @@ from kvrelay.decode_worker.settings import DecodeSettings
 from kvrelay.gateway.settings import GatewaySettings
 from kvrelay.launcher.local.deployment import LocalDeployment
 from kvrelay.launcher.models import resolve_model
-from kvrelay.launcher.settings import DeploymentSettings, LocalSettings
+from kvrelay.launcher.settings import CHOSEN, DeploymentSettings, LocalSettings
 from kvrelay.prefill_worker.settings import PrefillSettings
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -38,7 +38,7 @@ Every setting has one name. `max_num_seqs` is the flag `--max-num-seqs`, the var
 `max_num_seqs` in the TOML file that `--config` names, and `decode.settings.max_num_seqs` in the [chart](../helm/README.md).
 A flag wins over a variable, a variable over the file. A name that does not exist is an error, wherever it stands.
 
-`kvrelay local` takes all settings below. `tools/pages.py` writes this page from the code.
+`tools/pages.py` writes this page from the code.
 """
 _METRICS_HEAD = """# Metrics
 
@@ -59,7 +59,9 @@ def settings_page() -> str:
         "kvrelay decode-worker": {name: info for name, info in decode.items() if name not in both},
         "kvrelay local": by_name(DeploymentSettings),
     }
-    lines = [_SETTINGS_HEAD.rstrip()]
+    chosen = sorted(info.flag for name, info in (gateway | prefill | decode).items() if name in CHOSEN)
+    lines = [_SETTINGS_HEAD.rstrip(), "", "`kvrelay local` takes all settings below, but chooses these itself:"]
+    lines += [", ".join(f"`{flag}`" for flag in chosen) + "."]
     for title, infos in parts.items():
         lines += ["", f"## {title}", "", "| setting | default | |", "| --- | --- | --- |"]
         lines += [f"| `{info.flag}` | {default_of(info)} | {cell(limits_of(info))} |" for info in infos.values()]
@@ -114,8 +116,9 @@ def told_by_deployment() -> tuple[Told, dict[str, Any]]:
 def metrics_page(told: Told) -> str:
     """docs/metrics.md."""
     gateway, prefill, decode = told["gateway"], told["prefill-0"], told["decode-0"]
-    of_all = gateway.keys() & prefill.keys() & decode.keys()
-    of_workers = (prefill.keys() & decode.keys()) - of_all
+    of_both = alike(prefill, decode)
+    of_all = alike(gateway, decode) & of_both
+    of_workers = of_both - of_all
     parts = {
         "Of gateways": without(gateway, of_all),
         "Of workers": {name: decode[name] for name in of_workers},
@@ -203,6 +206,11 @@ def families(url: str) -> dict[str, Metric]:
         for name, one in named.items()
         if not name.startswith(("python_", "process_")) and "_created" not in name
     }
+
+
+def alike(first: dict[str, Metric], second: dict[str, Metric]) -> set[str]:
+    """The names that both have with the same meaning."""
+    return {name for name in first.keys() & second.keys() if first[name].documentation == second[name].documentation}
 
 
 def without(told: dict[str, Metric], names: set[str]) -> dict[str, Metric]:

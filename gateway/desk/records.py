@@ -5,6 +5,7 @@ A running request is read when an operator asks. The latest finished ones are ke
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -111,6 +112,12 @@ class Records:
     def ended(self) -> Iterator[RequestRecord]:
         """The finished requests, newest first."""
         return reversed(self._ended)
+
+    @property
+    def kept_since_s(self) -> float:
+        """All requests that ended after this moment are kept."""
+        oldest_s = self._ended[0].ended_s if len(self._ended) == NUM_KEPT else None
+        return -math.inf if oldest_s is None else oldest_s
 
     @property
     def failed(self) -> Iterator[RequestRecord]:

@@ -83,8 +83,10 @@ def state(models: Models, records: Records, figures: Figures, now_s: float) -> S
     """The current state. ``now_s``: on the clock of requests."""
     pairs = _suspect_pairs(models)
     indices = {worker.address: index for index, (_, worker, _) in enumerate(_all(models))}
+    # Under much load the kept requests reach less far back than the window.
+    since_s = max(now_s - WINDOW_S, records.kept_since_s)
     flows: Counter[tuple[int, int]] = Counter()
-    for note, num_tokens in _begun(records, now_s - WINDOW_S):
+    for note, num_tokens in _begun(records, since_s):
         prefill, decode = indices.get(note.workers[0]), indices.get(note.workers[-1])
         if prefill is not None and decode is not None:
             flows[-1 if len(note.workers) == 1 else prefill, decode] += num_tokens
@@ -94,7 +96,7 @@ def state(models: Models, records: Records, figures: Figures, now_s: float) -> S
         num_queued=sum(model.relay.admission.num_queued for model in models),
         figures=figures,
         workers=[_load(worker, breaker) for _, worker, breaker in _all(models)],
-        flows=[(*pair, round(num / WINDOW_S)) for pair, num in flows.most_common(_NUM_FLOWS)],
+        flows=[(*pair, round(num / max(now_s - since_s, 1e-9))) for pair, num in flows.most_common(_NUM_FLOWS)],
         pairs=[
             (indices[prefill], indices[decode], breaker)
             for prefill, decode, breaker in pairs

@@ -25,7 +25,10 @@ class TargetSettings:
         "route to ask, and what prompts are: completions with token ids (exact lengths), completions with text, or chats",
         choices=("completions", "text", "chat"),
     )
-    api_key: str | None = setting(None, "sent as a bearer token; not kept in the result")
+    api_key: str | None = setting(
+        None,
+        "sent as a bearer token; not kept in the result; better as KVRELAY_API_KEY: others on this machine see flags",
+    )
     self_serve: bool = setting(False, "start a deployment on a free port of this machine, measure it and stop it")
     serve: str | None = setting(
         None, 'how to serve: options of `kvrelay local` as "prefill=1,decode=1,dtype=bfloat16"; means --self-serve'

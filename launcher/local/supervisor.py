@@ -16,6 +16,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
+from http.client import HTTPException
 from typing import Protocol
 
 from kvrelay.launcher.errors import ComponentDiedError, NotReadyError
@@ -283,8 +284,8 @@ class Supervisor:
 
 
 def own_answer(url: str) -> str | None:
-    """The answer of our own process at ``url`` within two seconds; None if its status is not 200."""
-    with contextlib.suppress(OSError, ValueError), _OPENER.open(url, timeout=2.0) as answer:
+    """The answer of our own process at ``url`` within two seconds; None without a whole one, or if its status is not 200."""
+    with contextlib.suppress(OSError, ValueError, HTTPException), _OPENER.open(url, timeout=2.0) as answer:
         return str(answer.read(), "utf-8") if answer.status == 200 else None
     return None
 

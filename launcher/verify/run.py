@@ -12,14 +12,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from kvrelay.common.errors import ModelError, SettingsError
 from kvrelay.common.system import available_cores
-from kvrelay.launcher.client import counter_values, greedy, http_client, served_model
-from kvrelay.launcher.errors import LauncherError, VerifyError
+from kvrelay.launcher.client import counter_values, greedy, http_client, served_models
+from kvrelay.launcher.errors import AnswerError, LauncherError, VerifyError
 from kvrelay.launcher.local.deployment import LocalDeployment
 from kvrelay.launcher.models import resolve_model
 from kvrelay.launcher.settings import LocalSettings, VerifySettings
@@ -70,8 +71,10 @@ def run(settings: VerifySettings) -> int:
         prompts = prompts_from_file(Path(settings.prompts), encode, limit)
     if settings.url is not None:  # first: transformers takes minutes
         with http_client(settings.url, settings.timeout_s, settings.api_key) as client:
-            served_model(client)
-    reference = Reference(directory, settings.dtype, settings.device, settings.threads or available_cores())
+            _asked(client, settings.model, directory)
+    # A deployment that runs has taken the memory of its GPU.
+    device = "cpu" if settings.url is not None and settings.device == "auto" else settings.device
+    reference = Reference(directory, settings.dtype, device, settings.threads or available_cores())
     columns_of_bars = (TextColumn("{task.description:<32}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns_of_bars, console=console) as bars:
         task = bars.add_task("transformers", total=None)
@@ -80,7 +83,7 @@ def run(settings: VerifySettings) -> int:
         columns: list[Column] = []
         if settings.url is not None:
             for concurrency in (1, settings.concurrency):
-                columns.append(_pass(settings, settings.url, "url", prompts, bars, concurrency))
+                columns.append(_pass(settings, directory, settings.url, "url", prompts, bars, concurrency))
         else:
             columns += _deployed(settings, directory, "local prefill", prompts, bars, num_prefill=0)
             columns += _deployed(settings, directory, "hand-off", prompts, bars, num_prefill=1)
@@ -123,7 +126,7 @@ def _deployed(
         with LocalDeployment.from_settings(local, directory) as deployment:
             deployment.wait_ready(settings.timeout_s)
             try:
-                columns.append(_pass(settings, deployment.url, path, prompts, bars, concurrency))
+                columns.append(_pass(settings, directory, deployment.url, path, prompts, bars, concurrency))
                 if num_prefill:
                     _check_handed_over(deployment.admin_urls["decode-0"], len(prompts))
             except LauncherError as error:
@@ -141,15 +144,29 @@ def _check_handed_over(decode_url: str, num_prompts: int) -> None:
         )
 
 
+def _asked(client: httpx.Client, model: str, directory: Path) -> str:
+    """The served model to ask: the one named like ``--model`` or its directory, else the first. Raises AnswerError."""
+    names = served_models(client)
+    if not names:
+        raise AnswerError(f"{client.base_url} serves no model")
+    return next((name for name in names if name in (model, directory.name)), names[0])
+
+
 def _pass(
-    settings: VerifySettings, url: str, path: str, prompts: Sequence[Prompt], bars: Progress, concurrency: int
+    settings: VerifySettings,
+    directory: Path,
+    url: str,
+    path: str,
+    prompts: Sequence[Prompt],
+    bars: Progress,
+    concurrency: int,
 ) -> Column:
     """Answer all prompts once, ``concurrency`` at a time."""
     title = f"{path}, {'alone' if concurrency == 1 else f'{concurrency} at a time'}"
     task = bars.add_task(title, total=len(prompts))
     answers: list[tuple[int, ...]] = []
     with http_client(url, settings.timeout_s, settings.api_key) as client, ThreadPoolExecutor(concurrency) as pool:
-        model = served_model(client)
+        model = _asked(client, settings.model, directory)
         for answer in pool.map(lambda prompt: greedy(client, model, prompt.token_ids, settings.max_tokens), prompts):
             answers.append(answer)
             bars.advance(task)

@@ -31,12 +31,20 @@ if behaviour == "dies at start" or behaviour == "dies at restart" and num_starts
     print("the reason: no such weights", file=sys.stderr)
     sys.exit(3)
 
+has_broken_off = threading.Event()
+
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         if self.path == "/die":
             print("told to die", flush=True)
             os._exit(7)
         self.send_response(200 if behaviour != "never ready" else 503)
+        if behaviour == "breaks off at first" and not has_broken_off.is_set():
+            has_broken_off.set()
+            self.send_header("Content-Length", "10")
+            self.end_headers()
+            self.wfile.write(b"ok\\n")
+            return
         self.end_headers()
         if behaviour == "dies when ready":
             os._exit(3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -11,11 +12,12 @@ from typing import Any
 import pytest
 
 from kvrelay.common.errors import ModelError, SettingsError
-from kvrelay.common.settings import setting
+from kvrelay.common.settings import describe, setting
 from kvrelay.decode_worker.settings import DecodeSettings
 from kvrelay.gateway.http.api_keys import ApiKeys
 from kvrelay.launcher import cli
 from kvrelay.launcher.options import Options
+from kvrelay.launcher.settings import COMPONENTS, local_infos
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,19 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(command in text for command in [*COMMANDS, "fetch"])
     assert cli.run(["--version"]) == 0
     assert capsys.readouterr().out.startswith("kvrelay, version ")
+
+
+def test_help_names_the_commands_whose_options_are_variables_too() -> None:
+    named = " ".join((cli.cli.help or "").split()).partition(" can also be given as a variable")[0]
+    named = named.rpartition("Every option of ")[2]
+    assert re.split(", | and ", named) == list(cli.COMMANDS)
+
+
+def test_the_page_names_the_settings_that_local_does_not_take() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "settings.md").read_text(encoding="utf-8")
+    [flags] = re.findall(r"`kvrelay local` takes all settings below, but chooses these itself:\n(.*)\n", page)
+    of_components = {info.flag for component in COMPONENTS for info in describe(component)}
+    assert set(re.findall(r"`([^`]+)`", flags)) == of_components - {info.flag for info in local_infos()}
 
 
 def test_help_and_the_gateways_settings_load_nothing_heavy() -> None:

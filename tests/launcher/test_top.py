@@ -40,7 +40,7 @@ STATE = State(
     num_queued=2,
     figures=Figures(
         prompt_tokens_per_s=1200, output_tokens_per_s=34, cached=0.25, ttft_s=(0.2, 1.5), itl_s=(0.0123, None),
-        parts_s={"prefill": 0.15, "queue": 0.03},
+        parts_s={"prefill": 0.15, "queue": 0.03, "first_step": 0.012, "transfer": 0.004},
     ),
     workers=[Load("up", "closed", 2, 1, 512, 40, 900), Load("down", "open", 0, 0, 0, 0, None)],
     flows=[(0, 1, 77), (-1, 1, 5)],
@@ -50,12 +50,14 @@ STATE = State(
 
 
 @contextmanager
-def gateway(*events: bytes, certificate: tuple[Path, Path] | None = None) -> Iterator[str]:
-    """The URL of a server that requires the key 'k' and sends ``events``."""
+def gateway(
+    *events: bytes, certificate: tuple[Path, Path] | None = None, authorization: str | None = "Bearer k"
+) -> Iterator[str]:
+    """The URL of a server that requires this authorization, if any, and sends ``events``."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            is_let_in = self.headers["Authorization"] == "Bearer k" and self.path == "/debug/live"
+            is_let_in = self.headers["Authorization"] == authorization and self.path == "/debug/live"
             self.send_response(200 if is_let_in else 403)
             self.end_headers()
             self.wfile.write(b"".join(events) if is_let_in else json.dumps({"error": {"message": "not you"}}).encode())
@@ -92,7 +94,8 @@ def test_one_picture_where_there_is_no_terminal() -> None:
     with gateway(*SAID) as url:
         text = shown(url)
     assert "3 running   2 queued   1200 prompt and 34 output tokens/s   25% cached" in text
-    assert "first token 200 ms, 95 %: 1500 (queue 30 + prefill 150)   between tokens 12.3 ms, 99 %: -" in text
+    parts = "queue 30 + prefill 150; then transfer 4 + first_step 12"
+    assert f"first token 200 ms, 95 %: 1500 ({parts})   between tokens 12.3 ms, 99 %: -" in text
     prefill, decode = (next(line for line in text.splitlines() if word in line) for word in ("pre-0", "tcp://b:2"))
     assert prefill.split() == ["pre-0", "prefill", "up", "2/4", "1", "512", "40%", "900", "77"]
     assert "down, breaker open (no [red]route[/red]" in decode
@@ -143,7 +146,7 @@ def test_on_a_terminal_it_goes_on_while_the_gateway_is_away(monkeypatch: pytest.
 def test_a_picture_for_others_follows_the_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
     is_shown, is_gone = threading.Event(), threading.Event()
 
-    def pictures(_: object) -> Iterator[str]:
+    def pictures(*_: object) -> Iterator[str]:
         yield "up"
         is_shown.set()
         assert is_gone.wait(10)
@@ -159,6 +162,19 @@ def test_a_picture_for_others_follows_the_gateway(monkeypatch: pytest.MonkeyPatc
     is_gone.set()
     thread.join(10)
     assert picture.last == ""
+
+
+def test_a_picture_of_our_own_gateway_needs_no_authority(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_drawn = threading.Event()
+
+    def render(*_: object) -> str:
+        is_drawn.set()
+        return "up"
+
+    monkeypatch.setattr("kvrelay.launcher.top.render", render)
+    pair = write_pair(tmp_path, "gateway")
+    with gateway(*SAID, certificate=pair, authorization=None) as url, top.Picture(url).watched():
+        assert is_drawn.wait(10)
 
 
 def test_it_reads_what_gateways_say() -> None:

@@ -21,7 +21,7 @@ const CHARTS = [
     sum(state.workers.map((load, index) => (roster.workers[index].role === "decode" ? load[2] : 0))),
     sum(state.workers.map((load, index) => (roster.workers[index].role === "prefill" ? load[3] : 0))),
   ]],
-  ["Time to the first token, by its parts", ms, PARTS, (_, { figures }) => PARTS.map((name) => figures.parts_s[name] ?? null), true],
+  ["From accept to the second token, by parts", ms, PARTS, (_, { figures }) => PARTS.map((name) => figures.parts_s[name] ?? null), true],
   ["Time between tokens", ms, ["median", "99 %"], (_, { figures }) => figures.itl_s],
   ["KV in use", percent, ["prefill", "decode"], (roster, state) => ["prefill", "decode"].map((role) => kvInUse(roster, state, role))],
   ["Prompt tokens from the cache", percent, ["cached"], (_, { figures }) => [figures.cached]],

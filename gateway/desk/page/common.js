@@ -55,12 +55,18 @@ export async function ask(path, options = {}) {
 // The server-sent events of an answer as they arrive, each as [name, text].
 export async function* events(answer) {
   let rest = "";
-  for await (const text of answer.body.pipeThrough(new TextDecoderStream())) {
-    const blocks = (rest + text).split("\n\n");
-    rest = blocks.pop();
-    for (const block of blocks) {
-      const fields = Object.fromEntries(block.split("\n").map((line) => line.split(/: (.*)/s, 2)));
-      yield [fields.event ?? "message", fields.data ?? ""];
+  // Not "for await": not every browser can iterate over a stream.
+  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+  try {
+    for (let part = await reader.read(); !part.done; part = await reader.read()) {
+      const blocks = (rest + part.value).split("\n\n");
+      rest = blocks.pop();
+      for (const block of blocks) {
+        const fields = Object.fromEntries(block.split("\n").map((line) => line.split(/: (.*)/s, 2)));
+        yield [fields.event ?? "message", fields.data ?? ""];
+      }
     }
+  } finally {
+    reader.cancel().catch(() => {}); // whoever reads no further needs no connection; one that broke has been reported
   }
 }

@@ -2,7 +2,7 @@
 
 import { $, ask, clockTime, count, el, ms, nameOf } from "./common.js";
 
-const GOOD = ["", "finished", "stopped", "moved", "taken_back"];
+const GOOD = ["", "finished", "stopped", "moved", "taken_back", "given_up"];
 
 function rows(request, one) {
   const end = request.ended_s ?? Math.max(one.last_token_s ?? 0, ...one.attempts.map((attempt) => attempt.ended_s ?? attempt.begun_s));

@@ -88,6 +88,12 @@ def test_a_command_that_does_not_exist_is_a_death_at_start(recorder: Recorder) -
     assert supervisor.stop(20)
 
 
+def test_a_component_that_breaks_off_its_answer_is_asked_again(make_spec: MakeSpec, recorder: Recorder) -> None:
+    supervisor = supervised([make_spec("gateway", "breaks off at first")], recorder)
+    supervisor.wait_ready(20)
+    assert supervisor.stop(20)
+
+
 def test_a_component_that_dies_later_is_restarted(make_spec: MakeSpec, recorder: Recorder) -> None:
     spec, other = make_spec("decode-0"), make_spec("gateway")
     supervisor = supervised([spec, other], recorder)

@@ -41,6 +41,7 @@ class FakeDeployment(http.server.ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.wrong_length: int | None = None
         self.without_ids = False
+        self.served = ["tiny"]
         self.num_handoffs = 0
         self.requests: list[dict[str, Any]] = []
 
@@ -61,7 +62,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             ]
             self.answer_text("\n".join(lines) + "\n")
         else:
-            self.answer_text(json.dumps({"data": [{"id": "tiny"}]}))
+            self.answer_text(json.dumps({"data": [{"id": name} for name in self.server.served]}))
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -130,6 +131,17 @@ def test_equal_answers_end_with_0(model: Path, deployment: FakeDeployment, capsy
     )
 
 
+@pytest.mark.parametrize(
+    ("served", "asked"), [(["other", "tiny"], "tiny"), (["other", "tiny-adapter"], "other"), (["other"], "other")]
+)
+def test_the_model_that_is_compared_is_asked(
+    served: list[str], asked: str, model: Path, deployment: FakeDeployment
+) -> None:
+    deployment.served = served
+    assert cli.run(["verify", "--model", str(model), "--url", deployment.url]) == 0
+    assert {request["model"] for request in deployment.requests} == {asked}
+
+
 def test_one_other_token_ends_with_1_and_is_shown(
     model: Path, deployment: FakeDeployment, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -139,6 +151,25 @@ def test_one_other_token_ends_with_1_and_is_shown(
     assert "2 of 40 answers differ from transformers" in output
     assert "at 2: " in output
     assert "logit gap 0.25" in output
+
+
+@pytest.mark.parametrize(("arguments", "device"), [([], "cpu"), (["--device", "cuda"], "cuda")])
+def test_transformers_leaves_the_gpu_to_the_deployment_at_the_url(
+    arguments: list[str], device: str, model: Path, deployment: FakeDeployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devices: list[str] = []
+
+    def generate(self: Reference, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[tuple[int, ...]]:
+        devices.append(self.device)
+        return [tuple(right_answer(prompt, max_tokens)) for prompt in prompts]
+
+    monkeypatch.setattr("kvrelay.launcher.verify.run.Reference.generate", generate)
+    command = ["verify", "--model", str(model), "--max-tokens", "3"]
+    assert cli.run([*command, "--url", deployment.url, *arguments]) == 0
+    fake_local_deployment(deployment, monkeypatch)
+    deployment.num_handoffs = 20
+    assert cli.run([*command, *arguments]) == 0
+    assert devices == [device, *(arguments[1:] or ["auto"])]
 
 
 def test_a_server_that_sends_no_token_ids(
