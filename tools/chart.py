@@ -36,6 +36,7 @@ TEXTS: Schema = {"type": "array", "items": {"type": "string"}}
 STRINGS: Schema = {"type": "object", "additionalProperties": {"type": "string"}}
 NUMBER_OR_SHARE: Schema = {"oneOf": [{"type": "integer", "minimum": 0}, {"type": "string", "pattern": "^[0-9]+%$"}]}
 QUANTITY: Schema = {"type": "string", "pattern": "^([0-9]+(\\.[0-9]+)?([kMGTPE]i?|m)?)?$"}
+PORT: Schema = {"type": "integer", "minimum": 1, "maximum": 65535}
 
 
 NODES = (
@@ -182,12 +183,18 @@ def schema() -> Schema:
         ),
         sameHost=closed(hostPath={"type": "string", "pattern": "^(/.*)?$"}),
         metrics=closed(rules=closed(enabled=BOOL, labels=STRINGS), dashboard=closed(enabled=BOOL, labels=STRINGS)),
-        networkPolicy=closed(enabled=BOOL, clients=OBJECTS, scrapers=OBJECTS),
+        networkPolicy=closed(
+            enabled=BOOL,
+            clients=OBJECTS,
+            scrapers=OBJECTS,
+            apiServerPorts={"type": "array", "items": PORT},
+            extraEgress=OBJECTS,
+        ),
         gateway=component(
             GatewaySettings,
             service=closed(
                 type=choice("ClusterIP", "NodePort", "LoadBalancer"),
-                port=whole(1) | {"maximum": 65535},
+                port=PORT,
                 annotations=STRINGS,
             ),
             tls=closed(secretName=TEXT),

@@ -1,12 +1,15 @@
 {{/* Objects with the same form for gateway, prefill and decode workers. All templates take (dict "root" $ "role" ROLE). */}}
 
+{{/* Also takes "seen": a dict with the names of accounts that are rendered already. Pools of several models may share one. */}}
 {{- define "kvrelay.component.serviceaccount" -}}
 {{- $account := (index .root.Values .role).serviceAccount -}}
-{{- if $account.create -}}
+{{- $name := include "kvrelay.component.serviceAccountName" . -}}
+{{- if and $account.create (not (hasKey .seen $name)) -}}
+{{- $_ := set .seen $name true -}}
 apiVersion: v1
 kind: ServiceAccount
 metadata:
-  name: {{ include "kvrelay.component.serviceAccountName" . }}
+  name: {{ $name }}
   labels:
     {{- include "kvrelay.component.labels" . | nindent 4 }}
   {{- with $account.annotations }}
@@ -36,6 +39,12 @@ spec:
 
 {{- define "kvrelay.component.autoscaling" -}}
 {{- $scaling := (index .root.Values .role).autoscaling -}}
+{{- range $scaler, $own := dict "hpa" "metrics" "keda" "triggers" -}}
+{{- $set := index $scaling $scaler -}}
+{{- if and $set.enabled (eq (int $set.minReplicas) 0) (empty (index $set $own)) -}}
+{{- fail (printf "%s.autoscaling.%s.minReplicas is 0, and the default metrics come from the pods themselves, so nothing would start the first pod; set it to 1, or give %s of your own" $.role $scaler $own) -}}
+{{- end -}}
+{{- end -}}
 {{- if $scaling.hpa.enabled -}}
 apiVersion: autoscaling/v2
 kind: HorizontalPodAutoscaler

@@ -45,18 +45,19 @@ kvrelay.dev/model: {{ . | quote }}
 
 {{/*
 A role's objects of one template: (dict "root" $ "role" ROLE "template" NAME). Of several models each has its own, of values in which
-those below models.NAME lie over the others.
+those below models.NAME lie over the others. The objects of all models share the dict "seen".
 */}}
 {{- define "kvrelay.pools" -}}
 {{- $all := . -}}
+{{- $seen := dict -}}
 {{- if not .root.Values.models }}
-{{ include .template (dict "root" .root "role" .role) }}
+{{ include .template (dict "root" .root "role" .role "seen" $seen) }}
 {{- end }}
 {{- range $name, $given := .root.Values.models }}
 {{- $values := mergeOverwrite (deepCopy $all.root.Values) (deepCopy $given) }}
 {{- $root := dict "Values" $values "Release" $all.root.Release "Chart" $all.root.Chart "Capabilities" $all.root.Capabilities }}
 ---
-{{ include $all.template (dict "root" $root "role" $all.role "model" $name) }}
+{{ include $all.template (dict "root" $root "role" $all.role "model" $name "seen" $seen) }}
 {{- end }}
 {{- end -}}
 
@@ -245,6 +246,13 @@ hostPath:
     path: {{ .adapters.hostPath }}
     type: Directory
   {{- end }}
+{{- end -}}
+
+{{/* Refuses adapters that a component's settings name, too. Takes (dict "role" ROLE "settings" SETTINGS), and renders nothing. */}}
+{{- define "kvrelay.adapters.onePlace" -}}
+{{- if .settings.adapters -}}
+{{- fail (printf "%s.settings.adapters and adapters both say where adapters are; leave %s.settings.adapters out" .role .role) -}}
+{{- end -}}
 {{- end -}}
 
 {{/* Of several models, the comma-separated names of those with adapters. */}}

@@ -132,6 +132,9 @@ spec:
         - name: KVRELAY_LOG_FORMAT
           value: json
         {{- end }}
+        {{- if include "kvrelay.adapters.given" .root.Values.adapters }}
+        {{- include "kvrelay.adapters.onePlace" (dict "role" .role "settings" $values.settings) }}
+        {{- end }}
         {{- include "kvrelay.model.env" .root | nindent 8 }}
         {{- with $values.settings }}
         {{- include "kvrelay.settings" . | trim | nindent 8 }}
@@ -325,6 +328,9 @@ spec:
         - {port: data, protocol: TCP}
     {{- end }}
     {{- include "kvrelay.networkpolicy.download" .root | nindent 4 }}
+    {{- with .root.Values.networkPolicy.extraEgress }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
 {{- end -}}
 {{- end -}}
 

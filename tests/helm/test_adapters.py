@@ -9,7 +9,7 @@ import pytest
 from kvrelay.common.settings import build
 from kvrelay.gateway.settings import GatewaySettings
 
-from .chart import CHART, NODES, Manifest, env_of, helm, needs_helm, objects, pod_of, rendered
+from .chart import CHART, NODES, Manifest, env_of, helm, needs_helm, objects, pod_of, refusal, rendered
 
 
 @needs_helm
@@ -61,6 +61,16 @@ def test_each_of_several_models_has_adapters_of_its_own() -> None:
         "template", str(CHART), "--set", "adapters.hostPath=/srv", "--set-json", f"models={json.dumps(models)}"
     )
     assert "there are several: leave them out, and set models.NAME.adapters" in refused.stderr
+
+
+@needs_helm
+@pytest.mark.parametrize(
+    ("role", "value"), [("gateway", "gateway.settings.adapters[0]"), ("prefill", "prefill.settings.adapters")]
+)
+def test_adapters_are_named_in_one_place(role: str, value: str) -> None:
+    assert f"leave {role}.settings.adapters out" in refusal(f"adapters.hostPath=/srv,{value}=/elsewhere")
+    component = "gateway" if role == "gateway" else f"{role}-worker"
+    assert env_of(pod_of(objects("--set", f"{value}=/own"), component))["KVRELAY_ADAPTERS"] == "/own"
 
 
 @needs_helm

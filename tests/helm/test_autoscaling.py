@@ -22,6 +22,16 @@ def test_keda_without_anything_to_ask_is_refused() -> None:
 
 
 @needs_helm
+@pytest.mark.parametrize(("scaler", "own"), [("hpa", "metrics"), ("keda", "triggers")])
+def test_pods_that_are_not_there_cannot_ask_for_the_first_one(scaler: str, own: str) -> None:
+    to_nothing = f"prefill.autoscaling.{scaler}.enabled=true,prefill.autoscaling.{scaler}.minReplicas=0"
+    said = refusal(f"{to_nothing},prefill.autoscaling.keda.prometheus=http://p")
+    assert f"prefill.autoscaling.{scaler}.minReplicas is 0" in said
+    assert f"give {own} of your own" in said
+    objects("--set", f"{to_nothing},prefill.autoscaling.{scaler}.{own}[0].type=cron")
+
+
+@needs_helm
 def test_an_autoscaler_owns_the_replicas() -> None:
     plain, scaled = objects(), objects("--values", str(CHART / "examples/autoscaled.yaml"))
     for component in ("gateway", "prefill-worker", "decode-worker"):

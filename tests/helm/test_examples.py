@@ -97,3 +97,12 @@ def test_examples_are_what_kubernetes_takes(example: Path) -> None:
         for version in VERSIONS:
             problem = problem_of(json.dumps(document), version)
             assert problem is None, f"{kind} {name} against {version}: {problem}"
+
+
+@needs_helm
+def test_a_route_does_not_cut_long_answers_off() -> None:
+    """Without time-outs of its own, a route gets the Gateway's, which may be 15 seconds."""
+    found = objects("--set", "gateway.httpRoute.enabled=true,gateway.httpRoute.parentRefs[0].name=g")
+    (rule,) = found["HTTPRoute", "relay-kvrelay-gateway"]["spec"]["rules"]
+    assert rule["timeouts"] == {"request": "0s"}
+    assert rule["backendRefs"] == [{"name": "relay-kvrelay-gateway", "port": 80}]

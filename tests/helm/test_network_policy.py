@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import pytest
 
 from .chart import NODES, env_of, needs_helm, objects, pod_of
@@ -36,6 +39,30 @@ def test_a_gateway_that_traces_reaches_its_collector(endpoint: str, port: int) -
     assert env_of(pod_of(found, "gateway"))["KVRELAY_TRACE_ENDPOINT"] == endpoint
     egress = found["NetworkPolicy", "relay-kvrelay-gateway"]["spec"]["egress"]
     assert {"ports": [{"port": port, "protocol": "TCP"}]} in egress
+
+
+@needs_helm
+def test_a_gateway_reaches_the_api_server_wherever_it_listens() -> None:
+    def ports(*arguments: str) -> list[list[int]]:
+        rules = objects(*arguments)["NetworkPolicy", "relay-kvrelay-gateway"]["spec"]["egress"]
+        return [[of["port"] for of in rule["ports"]] for rule in rules if "to" not in rule]
+
+    dns = [53, 53]
+    assert ports() == [dns, [443, 6443, 8443, 16443]]
+    assert ports("--set", "networkPolicy.apiServerPorts={7443}") == [dns, [7443]]
+    assert ports("--set-json", "networkPolicy.apiServerPorts=[]") == [dns], "a rule without ports would allow all"
+
+
+@needs_helm
+def test_all_pods_may_be_let_out_further() -> None:
+    proxy: dict[str, Any] = {
+        "to": [{"ipBlock": {"cidr": "10.0.0.7/32"}}],
+        "ports": [{"port": 3128, "protocol": "TCP"}],
+    }
+    model = "model.source=volume,model.volume.hostPath=/models"  # then workers download nothing
+    found = objects("--set-json", f"networkPolicy.extraEgress={json.dumps([proxy])}", "--set", model)
+    for component in ("gateway", "prefill-worker", "decode-worker"):
+        assert proxy in found["NetworkPolicy", f"relay-kvrelay-{component}"]["spec"]["egress"]
 
 
 @needs_helm

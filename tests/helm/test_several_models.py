@@ -61,3 +61,14 @@ def test_a_gateway_may_download_the_tokenizer_of_a_gated_model(common: str, toke
     variables = pod_of(objects("--set", named + common), "gateway")["containers"][0]["env"]
     (secret,) = [one["valueFrom"]["secretKeyRef"] for one in variables if one["name"] == "HF_TOKEN"]
     assert secret == {"name": token, "key": "token"}
+
+
+@needs_helm
+def test_pools_that_name_one_service_account_share_it() -> None:
+    """The account is rendered once. A pool of one model may still have its own."""
+    accounts = "prefill.serviceAccount.name=shared,models.code.prefill.serviceAccount.name=own"
+    found = objects("--values", str(CHART / "examples/several-models.yaml"), "--set", accounts)
+    assert {("ServiceAccount", "shared"), ("ServiceAccount", "own")} <= found.keys()
+    for model, account in (("v1", "shared"), ("v2", "shared"), ("code", "own")):
+        pod = found["Deployment", f"relay-kvrelay-{model}-prefill-worker"]["spec"]["template"]["spec"]
+        assert pod["serviceAccountName"] == account

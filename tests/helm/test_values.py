@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import http.server
+import json
+import subprocess
+import sys
+import threading
+from typing import ClassVar
+
 import pytest
 
 from .chart import env_of, needs_helm, objects, pod_of, refusal
@@ -21,6 +28,7 @@ from .chart import env_of, needs_helm, objects, pod_of, refusal
         ("image.pullPolicy=Sometimes", "pullPolicy"),
         ("model.source=s3", "source"),
         ("gateway.service.port=70000", "port"),
+        ("networkPolicy.apiServerPorts={70000}", "apiServerPorts"),
         ("prefill.tensorParallel=0", "tensorParallel"),
         ("decode.settings.tensor_parallel=2", "tensor_parallel"),
         ("decode.nodesPerWorker=0", "nodesPerWorker"),
@@ -68,3 +76,46 @@ def test_a_drain_fits_into_the_grace_period() -> None:
     assert pod_of(found, "decode-worker")["terminationGracePeriodSeconds"] == 121 + 15
     assert pod_of(found, "prefill-worker")["terminationGracePeriodSeconds"] == 30 + 15
     assert pod_of(found, "gateway")["terminationGracePeriodSeconds"] == 30 + 5 + 15
+
+
+class Answering(http.server.BaseHTTPRequestHandler):
+    """A gateway that streams ``deltas`` to everybody."""
+
+    deltas: ClassVar[list[dict[str, str]]] = []
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        self.send_response(200)
+        self.end_headers()
+        for delta in self.deltas:
+            self.wfile.write(b"data: %s\n\n" % json.dumps({"choices": [{"index": 0, "delta": delta}]}).encode())
+        self.wfile.write(b"data: [DONE]\n\n")
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@needs_helm
+@pytest.mark.parametrize(
+    ("deltas", "printed"),
+    [
+        ([{"role": "assistant", "content": ""}, {"content": "Hel"}, {"content": "lo"}], "Hello\n"),
+        ([{"role": "assistant", "content": ""}, {"reasoning_content": "The user"}], "The user\n"),
+        ([{"role": "assistant", "content": ""}], None),
+    ],
+    ids=["text", "only thoughts", "nothing"],
+)
+def test_the_test_request_wants_some_output(deltas: list[dict[str, str]], printed: str | None) -> None:
+    """The script of `helm test`, against a server. A model that reasons may have only thoughts to show for so few tokens."""
+    (container,) = objects()["Pod", "relay-kvrelay-test-completion"]["spec"]["containers"]
+    handler = type("Handler", (Answering,), {"deltas": deltas})
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        script = container["args"][0].replace("relay-kvrelay-gateway:80", f"127.0.0.1:{server.server_port}")
+        ended = subprocess.run(
+            [sys.executable, "-c", script], env={}, capture_output=True, text=True, check=False, timeout=60
+        )
+        server.shutdown()
+        thread.join()
+    assert (ended.stdout if ended.returncode == 0 else None) == printed, ended.stderr
