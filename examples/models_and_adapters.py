@@ -1,6 +1,10 @@
 """Asks every model and adapter of a server the same question. Try it with
 
-kvrelay local --model a=demo --model b=demo --alias chat=a:50+b:50 kvrelay local --adapters DIRECTORY
+    kvrelay local --model a=demo --model b=demo --alias chat=a:50+b:50
+
+or
+
+    kvrelay local --adapters DIRECTORY
 """
 
 import asyncio
