@@ -170,9 +170,10 @@ def _layer_of(
         raise ModelError(f"{name} attends in both directions: it is not served")
     if query.shape[0] != 1 or query.shape[1] % key.shape[1] or query.shape[3] != key.shape[3]:
         raise ModelError(f"{name} hands attention queries {tuple(query.shape)} for keys {tuple(key.shape)}: not served")
+    positions_device = torch.device("cpu") if query.device.type == "meta" else query.device
     return AttentionLayer(
         module=module,
-        window=_window_of(name, mask),
+        window=_window_of(name, mask, positions_device),
         num_q_heads=query.shape[1],
         num_kv_heads=key.shape[1],
         key_size=key.shape[3],
@@ -189,8 +190,8 @@ def _temperature_of(module: Any) -> Temperature | None:
     return Temperature(float(module.attn_scale), float(module.floor_scale))
 
 
-def _window_of(name: str, mask: Any) -> Window | None:
-    """The window of a mask; None for plain causal attention.
+def _window_of(name: str, mask: Any, device: torch.device) -> Window | None:
+    """The window of a mask; None for plain causal attention. ``device``: that of the positions.
 
     Raises ModelError on a mask that is neither causal, a sliding window, nor chunks.
     """
@@ -205,8 +206,9 @@ def _window_of(name: str, mask: Any) -> Window | None:
         # Positions around the edges of windows and chunks. A mask function depends only on positions.
         queries = _around(2 * window, last)
         keys = _around(8, window, last - window, 2 * window, last)
-    queries, keys = queries[:, None], keys[None]
-    zero = torch.tensor(0)
+    # A mask may hold tensors of the model's device.
+    queries, keys = queries[:, None].to(device), keys[None].to(device)
+    zero = torch.tensor(0, device=device)
     kept = torch.as_tensor(mask.keeps(zero, zero, queries, keys)).expand(queries.shape[0], keys.shape[1])
     causal = keys <= queries
     if bool((kept == causal).all()):

@@ -186,7 +186,7 @@ def test_our_cpu_kernels_give_a_row_the_same_bits_in_any_batch(
 ) -> None:
     model = saved(model_type, tmp_path / "base", **heads)
     refs = adapters_of(model, tmp_path)
-    options = {"block_size": 16, "adapter_bytes": 1, "dtype": "bfloat16"}
+    options = {"device": "cpu", "block_size": 16, "adapter_bytes": 1, "dtype": "bfloat16"}
     engine = engine_of(tmp_path / "base", cpu_kernels="native", **options)
     torch_engine = engine_of(tmp_path / "base", cpu_kernels="torch", **options)
     for one in (engine, torch_engine):

@@ -1,7 +1,8 @@
 """Every type of transformers that generates text: the same tokens as its own ``generate``, or a refusal by name.
 
 A prefill worker computes prompts of unequal length in chunks and hands them over to decode workers. These continue all
-of them in one batch. One sequence is preempted, and one loses its decode worker (``services.py``).
+of them in one batch. One sequence is preempted, and one loses its decode worker (``services.py``). If there is a GPU,
+models run there, and those of transformers on the CPU.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from kvrelay.engine.outline import outline_model
 from kvrelay.engine.torch_engine import TorchEngine
 from kvrelay.engine.transformers_engine import load_transformers_engine
 
-from .services import Engines, served
+from .services import MAX_BATCHED_TOKENS, MAX_NUM_SEQS, Engines, served
 from .tiny import VOCAB, NotTinyError, generate, text_types, tiny_model
 
 # One type of each kind: windows, chunks, softcaps, sinks, experts, latent attention, unequal layers, learned positions,
@@ -47,10 +48,11 @@ whisper xlnet zamba2 zaya
 """
 NOT_TINY = frozenset(_NOT_TINY.split())
 
-BLOCK_SIZE = 4
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BLOCK_SIZE = 8 if DEVICE == "cuda" else 4  # kernels take no smaller ones
 NUM_BLOCKS = 96
 NUM_TOKENS = 12
-NUM_SCARCE_BLOCKS = 20  # enough for all prompts, but not for all finished sequences
+NUM_SCARCE_BLOCKS = 12 if DEVICE == "cuda" else 20  # enough for all prompts, but not for all finished sequences
 _GENERATOR = torch.Generator().manual_seed(2)
 PROMPTS = [torch.randint(3, VOCAB, (count,), generator=_GENERATOR).tolist() for count in (9, 5, 13, 22)]
 
@@ -62,7 +64,8 @@ def engine_of(directory: Path, **changes: Any) -> TorchEngine:
 
 def options_of(directory: Path, **changes: Any) -> EngineOptions:
     """Options for a small pool in float32."""
-    chosen: dict[str, Any] = {"device": "cpu", "dtype": "float32", "num_blocks": NUM_BLOCKS, "block_size": BLOCK_SIZE}
+    chosen: dict[str, Any] = {"device": DEVICE, "dtype": "float32", "num_blocks": NUM_BLOCKS, "block_size": BLOCK_SIZE}
+    chosen |= {"max_num_seqs": MAX_NUM_SEQS, "max_batched_tokens": MAX_BATCHED_TOKENS}
     return EngineOptions(model_dir=directory, model_id="tiny", **(chosen | changes))
 
 
