@@ -26,6 +26,8 @@ from pathlib import Path
 import click
 
 _NUMERICS_FAILED, _SECTION_FAILED = 1, 3
+# torch is not asked, because that would open the device before processes are forked.
+_DEVICE_SIGNS = (Path("/dev/nvidiactl"), Path("/proc/driver/nvidia/version"))
 _CLOSING_S = 8.0  # of the budget: the last section is ended, and the report printed
 _DRY = "DRY RUN: every way is gone, with sizes of next to nothing. ITS TIMES MEAN NOTHING."
 
@@ -45,7 +47,7 @@ def main(
     only: tuple[str, ...], budget_s: float, output: Path | None, work_dir: Path | None, seed: int | None, dry_run: bool
 ) -> None:
     """Check, measure and print. Needs one CUDA device, or --dry-run."""
-    has_device = Path("/dev/nvidiactl").exists()
+    has_device = any(sign.exists() for sign in _DEVICE_SIGNS)
     if not has_device and not dry_run:
         raise click.UsageError("there is no NVIDIA device here; --dry-run goes all ways without one")
     if not has_device:
@@ -57,11 +59,19 @@ def main(
     # The fork server imports its preloads before it gets this process's path.
     paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
-    sys.exit(_run(only, budget_s, output, work_dir, secrets.randbits(31) if seed is None else seed, is_dry=dry_run))
+    chosen_seed = secrets.randbits(31) if seed is None else seed
+    sys.exit(_run(only, budget_s, output, work_dir, chosen_seed, "cuda" if has_device else "cpu", is_dry=dry_run))
 
 
 def _run(
-    only: tuple[str, ...], budget_s: float, output: Path | None, work_dir: Path | None, seed: int, *, is_dry: bool
+    only: tuple[str, ...],
+    budget_s: float,
+    output: Path | None,
+    work_dir: Path | None,
+    seed: int,
+    device_type: str,
+    *,
+    is_dry: bool,
 ) -> int:
     ends_s = time.monotonic() + budget_s - _CLOSING_S  # imports count, too
     # Import only after the environment is set.
@@ -77,7 +87,6 @@ def _run(
     sizes = dry_sizes() if is_dry else full_sizes()
     shape = sizes.shape
     nbytes = (shape.num_layer_weights + 2 * shape.num_head_weights) * shape.itemsize
-    device_type = "cuda" if Path("/dev/nvidiactl").exists() else "cpu"
     if is_dry:
         click.echo(f"{_DRY}\n")
     with tempfile.TemporaryDirectory(prefix="kvrelay-gpu-", dir=work_dir or scratch_directory(nbytes)) as work:

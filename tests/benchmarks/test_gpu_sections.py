@@ -9,24 +9,26 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from gpu_parts.checks import check_attention, check_linear, check_model, check_sampling
+from gpu_parts.checks import check_attention, check_experts, check_linear, check_model, check_sampling
 from gpu_parts.checks.comparing import compared
-from gpu_parts.engine import batching, model_dir, steps, ttft
+from gpu_parts.engine import batching, gaps, model_dir, start, steps, ttft
 from gpu_parts.frame.floors import Limits
 from gpu_parts.frame.rows import Checked, Kernel, Row
 from gpu_parts.frame.running import Context, Fact, Finding, Note, Run
-from gpu_parts.frame.sizes import TINY, dry_sizes
-from gpu_parts.kernels import attention, fp8_linears, limits, linears, prefill_boxes, sampling
+from gpu_parts.frame.sizes import TINY, Sizes, dry_sizes, full_sizes
+from gpu_parts.kernels import attention, experts, fp8_linears, limits, linears, prefill_boxes, sampling, stored_linears
 from gpu_parts.kernels.paged import attention_float64, paged_context, random_pool
 from safetensors.torch import load_file
 
 from kvrelay.common.sampling import SampledToken
+from kvrelay.kernels.linear import grouped
 
 pytestmark = pytest.mark.full  # kernels take a minute in the interpreter
 
@@ -44,6 +46,10 @@ def found(run: Run, context: Context) -> list[Finding]:
     return list(run(context))
 
 
+def iter_rows(run: Run, context: Context) -> Iterator[Row]:
+    return (finding for finding in run(context) if isinstance(finding, Row))
+
+
 @pytest.mark.parametrize(
     ("run", "kernel"),
     [
@@ -54,6 +60,8 @@ def found(run: Run, context: Context) -> list[Finding]:
         (check_attention.check_fp8, Kernel.FP8),
         (check_linear.check_linear, Kernel.LINEAR),
         (check_linear.check_fp8_linear, Kernel.FP8_LINEAR),
+        (check_linear.check_stored_linear, Kernel.STORED_LINEAR),
+        (check_experts.check_experts, Kernel.EXPERTS),
     ],
 )
 def test_kernels_are_right(run: Run, kernel: Kernel, context: Context) -> None:
@@ -74,10 +82,16 @@ def test_kernels_are_right(run: Run, kernel: Kernel, context: Context) -> None:
         sampling.measure_sampling,
         linears.measure_linears,
         fp8_linears.measure_fp8_linears,
+        stored_linears.measure_stored_linears,
+        experts.measure_experts,
         steps.measure_decode_steps,
         steps.measure_decode_steps_int8,
+        steps.measure_decode_steps_fp8,
+        steps.measure_decode_steps_4bit,
         steps.measure_prefill_steps,
         ttft.measure_ttft,
+        gaps.measure_gaps,
+        start.measure_starts,
     ],
 )
 def test_figures_come_with_what_they_are_compared_with(run: Run, context: Context) -> None:
@@ -139,6 +153,48 @@ def test_a_wrong_token_or_log_probability_is_found(damage: str) -> None:
         "not a number": SampledToken(0, math.nan),
     }[damage]
     assert not check_model.largest_error(expected, [tokens[0], wrong]) <= 0.1
+
+
+@pytest.mark.parametrize("sizes", [dry_sizes(), full_sizes()])
+def test_each_kernel_of_experts_is_checked(sizes: Sizes) -> None:
+    shape = sizes.experts
+    rows = [-(-num_tokens * shape.top_k // shape.num_experts) for num_tokens in sizes.expert_checks]
+    some, many = grouped.ROWS_PER_EXPERT[1:]
+    assert {(one >= some) + (one >= many) for one in rows} == {0, 1, 2}
+
+
+def test_steps_are_compared_with_full_weights(context: Context) -> None:
+    facts = [finding for finding in found(steps.measure_decode_steps, context) if isinstance(finding, Fact)]
+    assert [fact.name for fact in facts] == [steps.full_step_fact(*step) for step in context.sizes.steps]
+    row = next(iter_rows(steps.measure_decode_steps_4bit, replace(context, facts={facts[0].name: facts[0].value})))
+    assert [peer.value for peer in row.peers] == [facts[0].value]
+    row = next(iter_rows(steps.measure_decode_steps_4bit, context))
+    assert "decode-step did not measure" in row.note
+    assert row.verdict(row.goals[1]) == "no peer"
+
+
+def test_a_start_is_told_by_the_phases_that_its_log_has() -> None:
+    lines = [
+        (10.0, "started"),
+        (10.5, "INFO loading model: 2 MB of weights in 3 files from /model"),
+        (11.0, "INFO read 40 % of 2 MB of weights in 1 s"),
+        (13.0, "INFO read 2 MB of weights in 2.5 s"),
+        (14.0, "INFO capturing decode graphs: 1 of 12, batches of up to 64"),
+        (15.0, "INFO capturing decode graphs: 12 of 12, batches of up to 1"),
+        (17.0, "INFO decode-1: ready after 6.8 s"),
+    ]
+    assert start.phases_of(lines) == {
+        "imports of the command": 0.5,
+        "torch and weights": 2.5,
+        "other kernels": 1.0,
+        "graphs and sockets": 3.0,
+    }
+
+
+def test_a_percentile_is_a_value_that_was_measured() -> None:
+    values = [float(value) for value in range(1, 101)]
+    assert [gaps.percentile(values, share) for share in (0.5, 0.99, 1.0)] == [50.0, 99.0, 100.0]
+    assert gaps.percentile([3.0], 0.99) == 3.0
 
 
 def test_throughput_is_told_to_the_section_of_the_peer(context: Context) -> None:

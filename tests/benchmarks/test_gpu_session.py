@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import gpu
+import gpu_compare
 import pytest
 from click.testing import CliRunner
 from gpu_parts.frame.floors import Limits
@@ -124,7 +125,7 @@ def test_an_early_section_leaves_the_later_ones_time() -> None:
     assert time_for(first, [second], 1000.0) == 100.0
     assert time_for(first, [second], 90.0) == pytest.approx(77.5)
     assert time_for(second, [], 30.0) == 30.0
-    assert time_for(first, [second], 10.0) == 0.0
+    assert time_for(first, [second], 10.0) == 5.0
 
 
 def test_what_is_wrong_or_unchecked_is_not_timed() -> None:
@@ -291,3 +292,23 @@ assert not torch.cuda.is_initialized()
     environment = {"PATH": "", "PYTHONPATH": str(directory), "PYTHONSAFEPATH": "1"}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_two_results_stand_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GIT_COMMIT", "abc123")
+    paths = [tmp_path / "before.json", tmp_path / "after.json"]
+    context = Context(dry_sizes(), "cpu", False, tmp_path, time.monotonic() + 5, 7)
+    figures = [[Row("a step", Unit.SECONDS, 0.004, 0.002), Row("gone", Unit.SHARE, 0.5)],
+               [Row("a step", Unit.SECONDS, 0.003, 0.002), Row("new", Unit.BYTES_PER_S, 2e9)]]  # fmt: skip
+    for path, rows in zip(paths, figures, strict=True):
+        session = Session(context, lambda line: None, path, rows=rows)
+        path.write_text(json.dumps(session.document()))
+    result = CliRunner().invoke(gpu_compare.main, list(map(str, paths)))
+    assert result.exit_code == 0, result.output
+    assert result.output.count("commit abc123") == 2
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in result.output.splitlines() if "|" in line]
+    assert cells[2:] == [
+        ["a step", "4.00 ms", "3.00 ms", "0.750", "2.00", "1.50"],
+        ["gone", "50.0 %", "-", "-", "-", "-"],
+        ["new", "-", "2.00 GB/s", "-", "-", "-"],
+    ]

@@ -1,4 +1,4 @@
-"""Checks products with 8-bit weights against float64 for every row tile, and the dequantised slabs for many rows."""
+"""Checks products with 8-bit and 4-bit weights against float64 for every row tile, and the dequantised slabs for many rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from gpu_parts.frame.rows import Kernel
 from gpu_parts.frame.running import Context, Finding, Note
 from gpu_parts.kernels.linears import compute_dtype, random_linear, roundings
 from gpu_parts.kernels.paged import num_multiprocessors
-from kvrelay.engine.backends.cuda.linear import RoundedLinear
+from gpu_parts.kernels.stored_linears import random_stored
+from kvrelay.engine.backends.cuda.linear import RoundedLinear, StoredLinear
 from kvrelay.engine.weights.rounding import Rounding
 from kvrelay.kernels.linear.fp8 import fp8_linear, fp8_linear_reference, round_rows
 from kvrelay.kernels.linear.weight_only import dequantise_weight, linear_splits
@@ -39,6 +40,21 @@ def check_linear(context: Context) -> Iterator[Finding]:
                 yield from compared(Kernel.LINEAR, case, linear(x[:num_rows]), expected[:num_rows])
         slab = dequantise_weight(weight.values, weight.scale, dtype)
         yield from compared(Kernel.LINEAR, f"{rounding.value} slab", slab, exact)
+
+
+def check_stored_linear(context: Context) -> Iterator[Finding]:
+    """Multiply with 4-bit weights as the engine does. The weights are rounded once to 16 bits, so they are exact here."""
+    generator, dtype = context.generator(), compute_dtype(context)
+    for name in ("QKV", "down"):
+        weight = random_stored(generator, *context.sizes.shape.linears[name], context.sizes.group_size, dtype)
+        linear = StoredLinear(weight, None, num_multiprocessors(context.device))
+        exact = weight.dequantised().double()
+        rows = _ROWS[:3] if context.is_dry else (*_ROWS, _MANY_ROWS)
+        x = torch.randn(max(rows), weight.shape[1], device=context.device, generator=generator).to(dtype)
+        expected = x.double() @ exact.T
+        for num_rows in rows:
+            case = f"4-bit {name}, {num_rows} rows"
+            yield from compared(Kernel.STORED_LINEAR, case, linear(x[:num_rows]), expected[:num_rows])
 
 
 def check_fp8_linear(context: Context) -> Iterator[Finding]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import torch
 from prometheus_client import CollectorRegistry
@@ -37,9 +38,10 @@ def load_engine(
     max_batched_tokens: int,
     decodes: bool,
     weight_format: str = "full",
+    directory: Path | None = None,
 ) -> TorchEngine:
-    """Load the run's model on the measured device, as a worker with such a scheduler does."""
-    directory = model_directory(context)
+    """Load a model on the measured device, as a worker with such a scheduler does. ``directory``: None for the run's model."""
+    directory = model_directory(context) if directory is None else directory
     options = EngineOptions(
         directory,
         directory.name,

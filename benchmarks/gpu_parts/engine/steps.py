@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
-from torch.autograd import DeviceType  # type: ignore[attr-defined]
-from torch.profiler import ProfilerActivity, profile
 
+from gpu_parts.engine.model_dir import model_directory, stored_model_directory
+from gpu_parts.engine.profiles import profiled
 from gpu_parts.engine.stepping import DecodeDriver, PrefillDriver, fill_pool, load_engine
-from gpu_parts.frame.floors import decode_step_bytes, prefill_flops
-from gpu_parts.frame.rows import Against, Goal, Row, Unit
-from gpu_parts.frame.running import Context, Finding, Note
+from gpu_parts.frame.floors import decode_step_bytes, prefill_flops, stored_itemsize
+from gpu_parts.frame.rows import Against, Goal, Peer, Row, Unit
+from gpu_parts.frame.running import Context, Fact, Finding, Note
 from gpu_parts.frame.sizes import BLOCK_SIZE, ModelShape
-from gpu_parts.frame.timing import busy_s
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
 
@@ -24,28 +25,61 @@ _MEMORY_SHARE = 0.9  # share of a device for weights and K/V; the rest is for st
 _PREFILL_REPEATS = 5
 _PREFILL_WARM_UPS = 2  # enough for the defaults to learn the cost of steps
 _STEP_GOAL = Goal("≤ 1.25x the floor", Against.FLOOR, 1.25)
+_FASTER_GOAL = Goal("≥ 1.7x the tokens/s of full weights", Against.PEER, 1 / 1.7)
 _GAP_GOAL = Goal("≤ 3 % of the step", Against.VALUE, 0.03)
 _PREFILL_GOAL = Goal("≤ 1.5x the floor", Against.FLOOR, 1.5)
 
 
+@dataclass(frozen=True, slots=True)
+class _Weights:
+    """How a model's weights are stored or rounded."""
+
+    name: str  # in figures; empty: full
+    weight_format: str = "full"  # the engine's option
+    layer_itemsize: float | None = None  # bytes of a layer's weight element, if not the model's
+    directory: Callable[[Context], Path] = model_directory
+    is_compared: bool = False  # with full weights
+
+
 def measure_decode_steps(context: Context) -> Iterator[Finding]:
     """Greedy steps as in the decode worker's model thread, by wall time; and the share in which the device idles."""
-    yield from _decode_steps(context, context.sizes.steps, "full")
+    yield from _decode_steps(context, context.sizes.steps, _Weights(""))
 
 
 def measure_decode_steps_int8(context: Context) -> Iterator[Finding]:
     """The same with 8-bit weights, for batches in which weights are most of a step's bytes."""
-    if context.device.type != "cuda":
-        yield Row(
-            "decode step, int8 weights", Unit.SECONDS, None, note="needs a GPU: the model of a dry run is in fp32"
-        )
-        return
-    yield from _decode_steps(context, context.sizes.steps[:-1], "int8")
+    yield from _rounded_steps(context, context.sizes.steps[:-1], _Weights("int8", "int8", 1))
 
 
-def _decode_steps(context: Context, steps: Sequence[tuple[int, int]], weight_format: str) -> Iterator[Finding]:
+def measure_decode_steps_fp8(context: Context) -> Iterator[Finding]:
+    """The same in fp8, for the smallest batch, compared with full weights."""
+    yield from _rounded_steps(context, context.sizes.steps[:1], _Weights("fp8", "fp8", 1, is_compared=True))
+
+
+def measure_decode_steps_4bit(context: Context) -> Iterator[Finding]:
+    """The same with a checkpoint of 4-bit weights. In a dry run the CPU's engine expands them when it loads them."""
     sizes = context.sizes
-    suffix = "" if weight_format == "full" else f", {weight_format} weights"
+    itemsize = stored_itemsize(sizes.group_size, sizes.shape.itemsize)
+    weights = _Weights("4-bit", layer_itemsize=itemsize, directory=stored_model_directory, is_compared=True)
+    yield from _decode_steps(context, sizes.steps[:1], weights)
+
+
+def full_step_fact(batch: int, length: int) -> str:
+    """The name of the fact with a step's time with full weights."""
+    return f"seconds of a decode step with full weights, {batch} x {length:,}"
+
+
+def _rounded_steps(context: Context, steps: Sequence[tuple[int, int]], weights: _Weights) -> Iterator[Finding]:
+    if context.device.type != "cuda":
+        note = "needs a GPU: the model of a dry run is in fp32"
+        yield Row(f"decode step, {weights.name} weights", Unit.SECONDS, None, note=note)
+        return
+    yield from _decode_steps(context, steps, weights)
+
+
+def _decode_steps(context: Context, steps: Sequence[tuple[int, int]], weights: _Weights) -> Iterator[Finding]:
+    sizes = context.sizes
+    suffix = f", {weights.name} weights" if weights.name else ""
     growth = sizes.num_steps + 2 * _WARM_UPS + _PROFILED_STEPS
     if context.device.type == "cuda":
         total = torch.cuda.get_device_properties(context.device).total_memory
@@ -63,7 +97,8 @@ def _decode_steps(context: Context, steps: Sequence[tuple[int, int]], weight_for
         max_num_seqs=max_num_seqs,
         max_batched_tokens=max_batched_tokens,
         decodes=True,
-        weight_format=weight_format,
+        weight_format=weights.weight_format,
+        directory=weights.directory(context),
     )
     yield Note(f"loaded, {context.remaining_s:.0f} s left")
     fill_pool(engine, context.generator())
@@ -77,18 +112,24 @@ def _decode_steps(context: Context, steps: Sequence[tuple[int, int]], weight_for
             driver.step()
         steps_s = [driver.step() for _ in range(sizes.num_steps)]
         step_s = statistics.median(steps_s)
-        layer_itemsize = None if weight_format == "full" else 1
-        nbytes = decode_step_bytes(sizes.shape, batch, length + _WARM_UPS + sizes.num_steps // 2, layer_itemsize)
+        mean_length = length + _WARM_UPS + sizes.num_steps // 2
+        nbytes = decode_step_bytes(sizes.shape, batch, mean_length, weights.layer_itemsize)
+        full_s = context.facts.get(full_step_fact(batch, length)) if weights.is_compared else None
+        is_missing = weights.is_compared and full_s is None
+        missing = "; the section decode-step did not measure full weights" if is_missing else ""
         slowest = statistics.quantiles(steps_s, n=20)[-1]
         yield Row(
             f"decode step{suffix}, {batch} x {length:,}",
             Unit.SECONDS,
             step_s,
             None if context.limits is None else context.limits.bytes_s(nbytes),
-            (_STEP_GOAL,),
-            note=f"greedy, on the wall; p95 {slowest * 1e3:.2f} ms; {nbytes / 1e9:.2f} GB",
+            (_STEP_GOAL, _FASTER_GOAL) if weights.is_compared else (_STEP_GOAL,),
+            () if full_s is None else (Peer(f"{sizes.shape.dtype} weights", full_s),),
+            f"greedy, on the wall; p95 {slowest * 1e3:.2f} ms; {nbytes / 1e9:.2f} GB{missing}",
         )
-        yield _gap_row(context, f"device idle between decode steps{suffix}, {batch} x {length:,}", driver, step_s)
+        if not weights.name:
+            yield Fact(full_step_fact(batch, length), step_s)
+        yield from _gap(context, f"device idle between decode steps{suffix}, {batch} x {length:,}", driver, step_s)
         driver.clear()
     if sizes.num_steps and context.limits is not None:
         yield Note("floors: weights without the embedding, and all K/V, over the copy bandwidth")
@@ -139,34 +180,31 @@ def measure_prefill_steps(context: Context) -> Iterator[Finding]:
             (_PREFILL_GOAL,) if number in (0, len(ways) - 1) else (),
             note=f"{num_steps} steps; {flops / seconds / 1e12:.0f} TFLOP/s; {sizes.prefill_len / seconds:,.0f} tokens/s",
         )
+        if context.device.type == "cuda" and number == 0:
+            seen = profiled(lambda driver=driver: driver.prefill(sizes.prefill_len), 1)  # type: ignore[misc]
+            if seen is not None:
+                yield Note(f"a prompt: device busy {seen.busy_s * 1e3:.1f} ms: {seen.text()}")
 
 
-def _gap_row(context: Context, name: str, driver: DecodeDriver, step_s: float) -> Row:
-    """The idle share: the part of an undisturbed step that exceeds the device's busy time under the profiler."""
+def _gap(context: Context, name: str, driver: DecodeDriver, step_s: float) -> Iterator[Finding]:
+    """The idle share: the part of an undisturbed step that exceeds the device's busy time under the profiler.
+
+    And a note of the costliest kernels.
+    """
     if context.device.type != "cuda":
-        return Row(name, Unit.SHARE, None, note="no device that could idle")
+        yield Row(name, Unit.SHARE, None, note="no device that could idle")
+        return
     driver.step()
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        for _ in range(_PROFILED_STEPS):
-            driver.step()
-        torch.cuda.synchronize()
-    events = profiler.events()
-    intervals = [
-        (event.time_range.start, event.time_range.end)
-        for event in (events or [])
-        if event.device_type == DeviceType.CUDA
-    ]
-    if not intervals:
-        return Row(name, Unit.SHARE, None, note="the profiler saw no kernel")
-    # A step may already run when the profiler starts, and one runs when it ends. Both count, or neither.
-    of_step_s = busy_s(intervals) * 1e-6 / _PROFILED_STEPS
-    span_s = (max(end for _, end in intervals) - min(start for start, _ in intervals)) * 1e-6
-    under_profiler = 1 - of_step_s * _PROFILED_STEPS / span_s
-    return Row(
+    seen = profiled(driver.step, _PROFILED_STEPS)
+    if seen is None:
+        yield Row(name, Unit.SHARE, None, note="the profiler saw no kernel")
+        return
+    busy = f"device busy {seen.busy_s * 1e3:.2f} ms of {step_s * 1e3:.2f} ms"
+    yield Row(
         name,
         Unit.SHARE,
-        max(0.0, 1 - of_step_s / step_s),
+        max(0.0, 1 - seen.busy_s / step_s),
         goals=(_GAP_GOAL,),
-        note=f"device busy {of_step_s * 1e3:.2f} ms of {step_s * 1e3:.2f} ms; idle under the profiler {under_profiler:.1%}",
+        note=f"{busy}; idle under the profiler {seen.idle_share:.1%}",
     )
+    yield Note(f"a step: {seen.text()}")

@@ -37,6 +37,14 @@ _KEPT_PROMPTS = 4  # room of the pools
 
 
 @dataclass(frozen=True, slots=True)
+class Room:
+    """What both workers have room for."""
+
+    max_num_seqs: int
+    num_blocks: int  # of each pool
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
     """One request, on the asker's clock, in seconds from its sending."""
 
@@ -45,23 +53,39 @@ class Answer:
     transfer_s: float | None  # commit received until every block was verified, by the decode worker
 
 
-def run_prefill_worker(connection: Connection, context: Context) -> None:
-    """A process: load, report the control address, serve, and end when the connection closes."""
-    asyncio.run(_serve(connection, _load(context, decodes=False)))
+def run_prefill_worker(connection: Connection, context: Context, room: Room | None = None) -> None:
+    """A process: load, report the control address, serve, and end when the connection closes.
+
+    ``room``: None: for one request after the other.
+    """
+    asyncio.run(_serve(connection, _load(context, room or _room_for_one(context), decodes=False)))
 
 
-def run_decode_worker(connection: Connection, context: Context) -> None:
+def run_decode_worker(connection: Connection, context: Context, room: Room | None = None) -> None:
     """The same for a decode worker."""
-    asyncio.run(_serve(connection, _load(context, decodes=True)))
+    asyncio.run(_serve(connection, _load(context, room or _room_for_one(context), decodes=True)))
 
 
-def _load(context: Context, *, decodes: bool) -> Callable[[], PrefillWorker | DecodeWorker]:
+def blocks_of(num_tokens: int) -> int:
+    """The blocks of a sequence of ``num_tokens``."""
+    return -(-num_tokens // BLOCK_SIZE)
+
+
+def prompt_blocks(context: Context) -> int:
+    """The blocks of some long prompts with their answers."""
+    return _KEPT_PROMPTS * blocks_of(context.sizes.prefill_len + _NUM_TOKENS + 1)
+
+
+def _room_for_one(context: Context) -> Room:
+    return Room(_MAX_NUM_SEQS, prompt_blocks(context))
+
+
+def _load(context: Context, room: Room, *, decodes: bool) -> Callable[[], PrefillWorker | DecodeWorker]:
     """Load the engine. Returns a function that makes the worker inside the event loop."""
     keep_freed_memory()
-    chunk = max(_MAX_NUM_SEQS, context.sizes.ttft_chunk) if decodes else context.sizes.ttft_chunk
-    engine = load_engine(
-        context, _num_blocks(context), max_num_seqs=_MAX_NUM_SEQS, max_batched_tokens=chunk, decodes=decodes
-    )
+    max_num_seqs = room.max_num_seqs
+    chunk = max(max_num_seqs, context.sizes.ttft_chunk) if decodes else context.sizes.ttft_chunk
+    engine = load_engine(context, room.num_blocks, max_num_seqs=max_num_seqs, max_batched_tokens=chunk, decodes=decodes)
 
     def make() -> PrefillWorker | DecodeWorker:
         anywhere = "tcp://127.0.0.1:*"
@@ -75,7 +99,7 @@ def _load(context: Context, *, decodes: bool) -> Callable[[], PrefillWorker | De
             shared_memory=SharedPlace(),
         )
         if decodes:
-            settings = DecodeSchedulerSettings(max_num_seqs=_MAX_NUM_SEQS, max_batched_tokens=chunk)
+            settings = DecodeSchedulerSettings(max_num_seqs=max_num_seqs, max_batched_tokens=chunk)
             return DecodeWorker(engine, settings, anywhere, setup)
         return PrefillWorker(engine, PrefillSchedulerSettings(max_batched_tokens=chunk), setup)
 
@@ -93,27 +117,24 @@ async def _serve(connection: Connection, make: Callable[[], PrefillWorker | Deco
 
 
 class Asker:
-    """Acts as a gateway, with one request at a time."""
+    """Acts as a gateway. Requests may be asked at the same time."""
 
     def __init__(self, prefill: DirectLink, decode: DirectLink) -> None:
         self._prefill, self._decode = prefill, decode
         self._num_asked = 0
 
-    async def ask(self, token_ids: list[int], *, is_local: bool) -> Answer:
-        """Ask with a hand-off, or only on the decode worker. Raises RuntimeError if it fails."""
-        self._num_asked += 1
-        submit = Submit(
-            request_id=f"r{self._num_asked}",
-            attempt=1,
-            token_ids=token_ids,
-            num_prompt_tokens=len(token_ids),
-            sampling=SamplingParams(max_tokens=_NUM_TOKENS, temperature=0.0),
-            decode=None if is_local else DecodeTarget(address=self._decode.client.address),
-        )
+    async def ask(self, token_ids: list[int], *, is_local: bool, has_begun: asyncio.Event | None = None) -> Answer:
+        """Ask with a hand-off, or only on the decode worker. Raises RuntimeError if it fails.
+
+        ``has_begun`` is set when the first token has come.
+        """
+        submit = self._submit(token_ids, _NUM_TOKENS, is_local=is_local)
         begun_s = time.monotonic()
         first = self._decode if is_local else self._prefill
         assert first.client.send(submit), "the link is not up"
         first_s, delta = await first.next(submit.request_id)
+        if has_begun is not None:
+            has_begun.set()
         second_s, transfer_s = first_s, None
         num_tokens = len(delta.tokens) if is_local else 0  # the decode worker repeats the first token
         finished = delta.finish_reason if is_local else None
@@ -126,6 +147,28 @@ class Asker:
                 transfer_s = delta.timings.transfer_s
             finished = delta.finish_reason
         return Answer(first_s - begun_s, second_s - begun_s, transfer_s)
+
+    async def stream(self, token_ids: list[int], num_tokens: int) -> AsyncIterator[float]:
+        """Ask only the decode worker. Yields the monotonic time of each arrival. Raises RuntimeError if it fails."""
+        submit = self._submit(token_ids, num_tokens, is_local=True)
+        assert self._decode.client.send(submit), "the link is not up"
+        finished = None
+        while finished is None:
+            at_s, delta = await self._decode.next(submit.request_id)
+            yield at_s
+            finished = delta.finish_reason
+
+    def _submit(self, token_ids: list[int], num_tokens: int, *, is_local: bool) -> Submit:
+        """A greedy request without stop tokens."""
+        self._num_asked += 1
+        return Submit(
+            request_id=f"r{self._num_asked}",
+            attempt=1,
+            token_ids=token_ids,
+            num_prompt_tokens=len(token_ids),
+            sampling=SamplingParams(max_tokens=num_tokens, temperature=0.0),
+            decode=None if is_local else DecodeTarget(address=self._decode.client.address),
+        )
 
 
 @asynccontextmanager
@@ -144,7 +187,3 @@ async def asker(prefill_address: str, decode_address: str) -> AsyncIterator[Aske
         for link in links:
             await link.client.stop()
         await asyncio.to_thread(network.close)
-
-
-def _num_blocks(context: Context) -> int:
-    return _KEPT_PROMPTS * -(-(context.sizes.prefill_len + _NUM_TOKENS + 1) // BLOCK_SIZE)

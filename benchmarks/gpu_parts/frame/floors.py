@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gpu_parts.frame.sizes import ModelShape
+from gpu_parts.frame.sizes import ExpertShape, ModelShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +37,20 @@ def decode_attention_bytes(shape: ModelShape, batch: int, context: int, itemsize
     return batch * (context * kv_bytes + 2 * shape.num_q_heads * shape.head_dim * shape.itemsize)
 
 
-def linear_bytes(num_rows: int, num_outs: int, num_ins: int, weight_itemsize: int) -> int:
+def linear_bytes(num_rows: int, num_outs: int, num_ins: int, weight_itemsize: float) -> int:
     """Bytes of a product: the weight, and input and output rows in 16 bits."""
-    return num_outs * num_ins * weight_itemsize + 2 * num_rows * (num_ins + num_outs)
+    return round(num_outs * num_ins * weight_itemsize) + 2 * num_rows * (num_ins + num_outs)
+
+
+def experts_bytes(shape: ExpertShape, num_tokens: int, num_read: int, itemsize: int) -> int:
+    """Bytes of a layer of experts: the weights of the ``num_read`` experts that have rows, and input and output rows."""
+    weights = num_read * 3 * shape.hidden_size * shape.intermediate_size
+    return itemsize * (weights + 2 * num_tokens * shape.hidden_size)
+
+
+def stored_itemsize(group_size: int, scale_itemsize: int) -> float:
+    """Bytes of a 4-bit weight in a checkpoint, with its share of its group's scale."""
+    return 0.5 + scale_itemsize / group_size
 
 
 def prefill_attention_flops(shape: ModelShape, new: int, cached: int) -> int:
@@ -48,13 +59,13 @@ def prefill_attention_flops(shape: ModelShape, new: int, cached: int) -> int:
     return 4 * shape.num_q_heads * shape.head_dim * num_pairs
 
 
-def decode_step_bytes(shape: ModelShape, batch: int, context: int, layer_itemsize: int | None = None) -> int:
+def decode_step_bytes(shape: ModelShape, batch: int, context: int, layer_itemsize: float | None = None) -> int:
     """Bytes of a decode step: all matrices once (only ``batch`` rows of the embedding), and all keys and values.
 
     ``layer_itemsize``: bytes of a layer's weight element, if not the model's.
     """
     weights = (shape.num_head_weights + batch * shape.hidden_size) * shape.itemsize
-    weights += shape.num_layer_weights * (layer_itemsize or shape.itemsize)
+    weights += round(shape.num_layer_weights * (layer_itemsize or shape.itemsize))
     return weights + batch * context * shape.kv_bytes_per_token
 
 

@@ -118,6 +118,8 @@ class Kernel(enum.StrEnum):
     FP8 = "attention over fp8 KV"
     LINEAR = "linears with 8-bit weights"
     FP8_LINEAR = "linears of fp8 with fp8"
+    STORED_LINEAR = "linears with 4-bit weights"
+    EXPERTS = "experts"
     SAMPLING = "sampling"
     MODEL = "whole model"
 

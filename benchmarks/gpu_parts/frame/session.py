@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
+import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -18,10 +20,22 @@ from gpu_parts.frame.floors import Limits
 from gpu_parts.frame.plan import CHECKS, refusal, time_for
 from gpu_parts.frame.rows import Checked, Row, absences, table
 from gpu_parts.frame.running import Context, Fact, Failure, Finding, Note, Outcome, Section, run_section
+from gpu_parts.frame.timing import device_state
 
 _SHORTEST_S = 2.0  # a section with less time is not started
 
 RunSection = Callable[[Section, Context, Callable[[Finding], None]], Outcome]
+
+
+def _commit() -> str | None:
+    """What is measured: GIT_COMMIT of the environment, or the repository's; None if nobody knows."""
+    if (given := os.environ.get("GIT_COMMIT")) is not None:
+        return given
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
 
 
 @dataclass(slots=True)
@@ -36,6 +50,8 @@ class Session:
     outcomes: list[Outcome] = field(default_factory=list)
     is_right: dict[str, bool] = field(default_factory=dict)  # results of completed kernel checks
     begun_s: float = field(default_factory=time.monotonic)
+    device: str = field(default_factory=lambda: device_state().partition(",")[0])
+    commit: str | None = field(default_factory=_commit)
 
     def run(self, sections: Sequence[Section], run_one: RunSection = run_section) -> None:
         """Run every section, or record why not. Facts are passed to later sections."""
@@ -87,6 +103,8 @@ class Session:
         context = self.context
         return {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "device": self.device,
+            "commit": self.commit,
             "is_dry_run": context.is_dry,
             "times_mean_something": not context.is_dry,
             "python": platform.python_version(),

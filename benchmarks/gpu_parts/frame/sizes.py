@@ -87,6 +87,16 @@ class ModelShape:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertShape:
+    """The sizes of one layer of experts."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_experts: int
+    top_k: int  # experts of a token
+
+
+@dataclass(frozen=True, slots=True)
 class Batching:
     """Requests that are answered together."""
 
@@ -108,6 +118,11 @@ class Sizes:
     check_blocks: int  # blocks of their pool; enough on a GPU for offsets over 32 bits
     linear_rows: tuple[int, ...]  # rows of products with 8-bit weights
     fp8_rows: int  # rows of products of fp8 with fp8
+    stored_rows: tuple[int, ...]  # rows of products with 4-bit weights
+    group_size: int  # inputs that share a scale of 4-bit weights
+    experts: ExpertShape
+    expert_batches: tuple[int, ...]  # tokens
+    expert_checks: tuple[int, ...]  # tokens of their check: a batch for each of the kernels
     check_draws: int  # draws for the check of the sampling distribution
     decode_cells: tuple[tuple[int, int], ...]  # (sequences, context)
     prefill_cells: tuple[tuple[int, int], ...]  # (new tokens, cached tokens before them)
@@ -122,6 +137,7 @@ class Sizes:
     handoff_rounds: int
     ttft_chunk: int
     ttft_rounds: int
+    streams: Batching  # answers that long prompts come beside
     warm_ups: int  # calls before a measurement
     min_repeats: int  # fewest repeats of a measurement
     max_repeats: int
@@ -151,6 +167,10 @@ TINY = ModelShape(
 )
 
 
+QWEN3_30B_A3B = ExpertShape(hidden_size=2048, intermediate_size=768, num_experts=128, top_k=8)
+TINY_EXPERTS = ExpertShape(hidden_size=32, intermediate_size=24, num_experts=8, top_k=2)
+
+
 def full_sizes() -> Sizes:
     """Sizes for one GPU of 80 GB or more. Cases that do not fit are skipped and named."""
     return Sizes(
@@ -163,6 +183,11 @@ def full_sizes() -> Sizes:
         check_blocks=2560,  # of 2 ** 20 elements
         linear_rows=(1, 16, 64),
         fp8_rows=2048,
+        stored_rows=(1, 16),
+        group_size=128,
+        experts=QWEN3_30B_A3B,
+        expert_batches=(1, 64),
+        expert_checks=(1, 64, 300, 1100),
         check_draws=64 * 128,
         decode_cells=tuple((batch, context) for batch in (1, 16, 64, 256) for context in (1024, 4096, 32768)),
         prefill_cells=(
@@ -186,6 +211,7 @@ def full_sizes() -> Sizes:
         handoff_rounds=5,
         ttft_chunk=2048,
         ttft_rounds=5,
+        streams=Batching(num_requests=16, input_len=512, output_len=512),
         warm_ups=3,
         min_repeats=5,
         max_repeats=50,
@@ -204,6 +230,11 @@ def dry_sizes() -> Sizes:
         check_blocks=8,
         linear_rows=(1, 3),
         fp8_rows=5,
+        stored_rows=(1, 3),
+        group_size=32,
+        experts=TINY_EXPERTS,
+        expert_batches=(1, 3),
+        expert_checks=(1, 3, 70, 260),
         check_draws=12,
         decode_cells=((2, 20),),
         prefill_cells=((24, 0), (8, 16)),
@@ -218,6 +249,7 @@ def dry_sizes() -> Sizes:
         handoff_rounds=2,
         ttft_chunk=32,
         ttft_rounds=2,
+        streams=Batching(num_requests=3, input_len=16, output_len=96),
         warm_ups=1,
         min_repeats=1,
         max_repeats=1,
