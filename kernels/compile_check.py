@@ -32,7 +32,7 @@ from kvrelay.kernels.binaries import (
     programs_per_processor,
 )
 from kvrelay.kernels.launches import Launch, Target, launches
-from kvrelay.kernels.linear import fp8, group_scaled, grouped, low_rank, weight_only
+from kvrelay.kernels.linear import few_routes, fp8, group_scaled, grouped, low_rank, vector, weight_only
 from kvrelay.kernels.rows import activation, norm
 from kvrelay.kernels.sampling import bitmask, penalties, sample_kernels
 
@@ -43,6 +43,8 @@ _KERNELS = {
         bitmask._bitmask_kernel,
         splits.decode_combine_kernel,
         decode._decode_split_kernel,
+        few_routes._few_down_kernel,
+        few_routes._few_gate_up_kernel,
         fp8._fp8_linear_kernel,
         fp8._round_rows_kernel,
         group_scaled._dequantise_groups_kernel,
@@ -58,6 +60,7 @@ _KERNELS = {
         rotary._rotary_kv_write_kernel,
         sample_kernels.draw_kernel,
         sample_kernels.group_kernel,
+        vector._vector_linear_kernel,
         weight_only._add_splits_kernel,
         weight_only._dequantise_kernel,
         weight_only._weight_only_linear_kernel,

@@ -16,8 +16,8 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kvrelay.kernels.attention import decode, latent, prefill, rotary
-from kvrelay.kernels.attention.prefill_tiles import TileLoads, tile_loads
-from kvrelay.kernels.linear import fp8, group_scaled, grouped, low_rank, weight_only
+from kvrelay.kernels.attention.prefill_tiles import TileLoads, has_much_shared_memory, tile_loads
+from kvrelay.kernels.linear import few_routes, fp8, group_scaled, grouped, low_rank, vector, weight_only
 from kvrelay.kernels.rows import activation, norm
 from kvrelay.kernels.sampling import bitmask, penalties, sample
 
@@ -149,10 +149,13 @@ def _latent_launches(num_q_heads: int, dtype: torch.dtype) -> list[Launch]:
     return _record(f"{_NAMES[dtype]} latents of 512 + 64, {num_q_heads} heads", call)
 
 
+def _capability(target: Target) -> tuple[int, int] | None:
+    backend, arch = target
+    return divmod(arch, 10) if backend == "cuda" and isinstance(arch, int) else None
+
+
 def _box_launches(target: Target) -> list[Launch]:
     """Prefill attention over blocks of 64 tokens, whose tiles are loaded as boxes."""
-    backend, arch = target
-    capability = divmod(arch, 10) if backend == "cuda" and isinstance(arch, int) else None
     found: list[Launch] = []
     for head_dim, num_q_heads, num_kv_heads, dtype in (
         (64, 9, 3, torch.bfloat16),
@@ -163,7 +166,7 @@ def _box_launches(target: Target) -> list[Launch]:
     ):
         pool = torch.empty((2, 2, 2, num_kv_heads, 64, head_dim), dtype=dtype)
         is_fp8 = dtype == torch.float8_e4m3fn
-        if tile_loads(capability, pool, has_window=False) is TileLoads.BOXES:
+        if tile_loads(_capability(target), pool, has_window=False) is TileLoads.BOXES:
             q = torch.empty((4, num_q_heads, head_dim), dtype=torch.bfloat16)
             lens = torch.empty((5,), dtype=torch.int32)
             call = partial(
@@ -231,6 +234,29 @@ def _group_scaled_launches() -> list[Launch]:
     return found
 
 
+def _vector_launches() -> list[Launch]:
+    """One row with a matrix of few and of many outputs, for each format."""
+    found: list[Launch] = []
+    bf16 = torch.bfloat16
+    x = torch.empty((1, 4096), dtype=bf16)
+    for num_outs in (1024, 4096, 28672):
+        ints, e4m3 = (torch.empty((num_outs, 4096), dtype=dtype) for dtype in (torch.int8, torch.float8_e4m3fn))
+        words, factors = ints.view(torch.uint8)[:, :2048], torch.empty((num_outs, 32), dtype=bf16)
+        case = f"{{}}, one row, {num_outs} outputs"
+        one, full = torch.empty((num_outs,)), torch.empty((num_outs, 4096), dtype=bf16)
+        stored = partial(vector.vector_stored_linear, x)
+        found += _record(case.format("bf16"), partial(vector.vector_linear, x, full, None))
+        found += _record(case.format("bf16 int8"), partial(vector.vector_rounded_linear, x, ints, one, None))
+        found += _record(case.format("bf16 e4m3"), partial(vector.vector_rounded_linear, x, e4m3, one, None))
+        for group_size in (128, 32):
+            scale = factors.repeat(1, 128 // group_size)
+            zero = torch.empty(scale.shape, dtype=torch.uint8)
+            call = partial(stored, words, scale, zero, group_size, None)
+            found += _record(case.format(f"bf16 4 bits by {group_size}"), call)
+        found += _record(case.format("bf16 e4m3 by 128"), partial(stored, e4m3, factors.float(), None, 128, None))
+    return found
+
+
 def _fp8_launches() -> list[Launch]:
     """Every tile over a scale for each output and row, and over blocks of 128 on both sides; rows as each scheme rounds them."""
     found: list[Launch] = []
@@ -270,7 +296,32 @@ def _expert_launches() -> list[Launch]:
         factors = torch.empty((num_tokens, 4))
         call = partial(grouped.grouped_linear, x, weight, routes, bias=bias, scale=scale, factors=factors)
         found += _record(f"bf16 {name}, 4 of 32 experts, {num_tokens} rows", call)
-    return found + _stored_expert_launches()
+    return found + _few_route_launches() + _stored_expert_launches()
+
+
+def _few_route_launches() -> list[Launch]:
+    """One token: Qwen3-30B-A3B's sizes in each format, and gpt-oss's activation and biases with half as many experts."""
+    found: list[Launch] = []
+    bf16, num_experts = torch.bfloat16, 16
+    for name, dtype, top_k, sizes, gate in (
+        ("bf16", bf16, 8, (2048, 768), few_routes.Gate()),
+        ("bf16 int8", torch.int8, 8, (2048, 768), few_routes.Gate()),
+        ("bf16 e4m3", torch.float8_e4m3fn, 8, (2048, 768), few_routes.Gate()),
+        ("bf16", bf16, 4, (2880, 2880), few_routes.Gate(1.702, 7.0)),
+        ("bf16, another activation", bf16, 2, (4096, 1024), None),
+    ):
+        hidden, intermediate = sizes
+        num_rows = (2 * num_experts * intermediate, num_experts * hidden)
+        scales = [None if dtype == bf16 else torch.empty((num,)) for num in num_rows]
+        biases = [torch.empty((num,), dtype=bf16) if top_k == 4 else None for num in num_rows]
+        gate_up = few_routes.ExpertMatrix(torch.empty((num_rows[0], hidden), dtype=dtype), scales[0], biases[0])
+        down = few_routes.ExpertMatrix(torch.empty((num_rows[1], intermediate), dtype=dtype), scales[1], biases[1])
+        x, rows = torch.empty((1, hidden), dtype=bf16), torch.empty((top_k, intermediate), dtype=bf16)
+        ids, factors = torch.zeros((1, top_k), dtype=torch.int64), torch.empty((1, top_k))
+        case = f"{name}, {top_k} experts of {hidden} x {intermediate}"
+        found += _record(case, partial(few_routes.few_gate_up, x, gate_up, ids, num_experts, gate))
+        found += _record(case, partial(few_routes.few_down, rows, down, ids, factors, num_experts))
+    return found
 
 
 def _stored_expert_launches() -> list[Launch]:
@@ -322,11 +373,16 @@ def launches(target: Target) -> list[Launch]:
     """The representative specialisations for a target: SmolLM2-135M, Llama-3-8B, Gemma 2, Gemma 4, gpt-oss, Llama 4's chunks, and
     the edges of the tile tables.
     """
-    # A wrapper would ask this of its device.
-    with mock.patch.object(prefill, "looks_ahead", return_value=target != ("cuda", 80)):
+    is_roomy = has_much_shared_memory(_capability(target))
+    # Wrappers would ask the first two of their device. Batches that combine their splits themselves have the larger kernel.
+    with (
+        mock.patch.object(prefill, "looks_ahead", return_value=target != ("cuda", 80)),
+        mock.patch.object(prefill, "has_much_shared_memory", return_value=is_roomy),
+        mock.patch.object(decode, "_FEW_SEQS", 0),
+    ):
         found = _all_launches()
-    found = [launch for launch in found if target in _FP8_TARGETS or "*fp8e4nv" not in launch.signature.values()]
-    return found + _box_launches(target)
+        boxes = _box_launches(target)
+    return [*(one for one in found if target in _FP8_TARGETS or "*fp8e4nv" not in one.signature.values()), *boxes]
 
 
 def _all_launches() -> list[Launch]:
@@ -366,12 +422,14 @@ def _all_launches() -> list[Launch]:
         *_attention_launches(64, 9, 3, torch.float32, None),
         *_attention_launches(128, 32, 8, torch.float32, None),
     ):
-        # The rotary kernel does not depend on the window, and the combine kernel also not on the pool's dtype.
+        # The rotary and the combine kernel do not depend on the window. Without fp8 only large heads need the combine kernel.
         is_representative = launch.case == "bf16 d128 32/8"
+        if launch.kernel.startswith("decode_combine"):
+            is_representative = launch.case in ("bf16 d128 32/8 fp8 pool", "bf16 d512 16/2")
         if launch.kernel.startswith("_rotary"):
             is_representative |= launch.case == "bf16 d128 32/8 fp8 pool"
         if is_representative or launch.kernel.startswith(("_prefill", "_decode_split")):
             found.append(launch)
     found += [*_latent_launches(128, bf16), *_latent_launches(16, bf16)]
-    found += [*_linear_launches(), *_group_scaled_launches(), *_fp8_launches()]
+    found += [*_linear_launches(), *_group_scaled_launches(), *_vector_launches(), *_fp8_launches()]
     return [*found, *_expert_launches(), *_adapter_launches()]

@@ -1,10 +1,10 @@
 """Attention of one query per sequence over the paged KV pool, for decode.
 
 Split-KV: several programs share the keys of a long sequence. Each writes an fp32 partial result and the log-sum-exp of its scores
-to the caller's workspace, and a second kernel combines them (Flash-Decoding, Dao et al., 2023). The splits of the whole batch are
-numbered consecutively, and every program finds its own from the lengths on the device. So the grid is an upper bound with few idle
-programs, and a launch captured in a CUDA graph can be replayed for other lengths. For several queries per sequence see
-`prefill_attention`.
+to the caller's workspace (Flash-Decoding, Dao et al., 2023). The program that finishes last combines a sequence's results, in
+their order. In small batches, and for large heads and fp8 pools, a second kernel does. The splits of the whole batch are numbered
+consecutively, and every program finds its own from the lengths on the device. So the grid is an upper bound, and a launch captured
+in a CUDA graph can be replayed for other lengths. For several queries per sequence see `prefill_attention`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,14 @@ import triton.language as tl
 from kvrelay.kernels.attention.kv_scales import require_compute_dtype
 from kvrelay.kernels.attention.prefill import paged_prefill_attention_reference
 from kvrelay.kernels.attention.splits import (
-    COMBINE_SPLITS,
     MIN_KEYS_PER_SPLIT,
+    combined_splits,
     decode_combine_kernel,
     find_split,
     first_key_of,
+    most_splits,
+    most_waves,
+    store_result,
 )
 from kvrelay.kernels.attention.tiles import LOG2_E, cap, to_half, window_at
 from kvrelay.kernels.checks import (
@@ -40,6 +43,10 @@ from kvrelay.kernels.checks import (
 # A tensor core's tile has 16 rows; a group of fewer query heads is padded up to it.
 _MIN_ROWS = 16
 _MIN_SEQS = 16
+_FEW_SEQS = 16  # up to so many have many splits each, which `decode_combine_kernel` combines sooner
+# Numbers of a program's heads up to which a split's program combines. More would be read in too many small pieces.
+_MOST_COMBINED = 1024
+_PROGRAMS_PER_MULTIPROCESSOR = 3
 _LOG2_E = tl.constexpr(LOG2_E)
 
 
@@ -50,9 +57,10 @@ class DecodeWorkspace:
     One workspace serves all layers, and all batches of up to `max_seqs` sequences, of one stream.
     """
 
-    partial_out: torch.Tensor  # [max_splits + 2 * max_seqs, num_q_heads, head_dim] fp32
-    partial_lse: torch.Tensor  # [max_splits + 2 * max_seqs, num_q_heads] fp32, base 2
-    plan: torch.Tensor  # first split and number of splits per sequence
+    partial_out: torch.Tensor  # [most_splits(max_seqs, max_splits), num_q_heads, head_dim] fp32
+    partial_lse: torch.Tensor  # [most_splits(max_seqs, max_splits), num_q_heads] fp32, base 2
+    plan: torch.Tensor  # [max_seqs, 2] int32: first split and number of splits per sequence, for the second kernel
+    arrivals: torch.Tensor  # [max_seqs, num_q_heads] int32: finished splits per program of a split; 0 between calls
     max_splits: int  # most splits of a sequence that decodes alone
 
     @classmethod
@@ -64,29 +72,29 @@ class DecodeWorkspace:
         max_splits: int,
         device: torch.device | str,
     ) -> DecodeWorkspace:
-        """Allocates uninitialised buffers on `device`.
+        """Allocates buffers on `device`; only the counters are initialised.
 
-        A batch of n sequences is cut into about `max_splits + n` splits of equal length, or fewer if they would be short. Each
-        split is one program per KV head. The device's memory is busy with two programs per multiprocessor; `splits_for_device`
-        gives the number of splits for that.
+        `max_splits` is the number of splits that run at once, a wave. Each split is one program per KV head. `splits_for_device`
+        gives the number. A batch is cut so that its last wave, too, keeps the memory busy.
 
         Raises:
             ValueError: max_splits < 1.
         """
         if max_splits < 1:
             raise ValueError(f"max_splits is {max_splits}, expected >= 1")
-        shape = (max_splits + 2 * max_seqs, num_q_heads)
+        shape = (most_splits(max_seqs, max_splits), num_q_heads)
         return cls(
             torch.empty((*shape, head_dim), dtype=torch.float32, device=device),
             torch.empty(shape, dtype=torch.float32, device=device),
             torch.empty((max_seqs, 2), dtype=torch.int32, device=device),
+            torch.zeros((max_seqs, num_q_heads), dtype=torch.int32, device=device),
             max_splits,
         )
 
 
 def splits_for_device(num_multiprocessors: int, num_kv_heads: int) -> int:
-    """The `max_splits` with which one sequence fills a device: two programs per multiprocessor."""
-    return -(-2 * num_multiprocessors // num_kv_heads)
+    """The `max_splits` of a device: the splits that run at once. A multiprocessor of Hopper or Blackwell holds three programs."""
+    return max(1, _PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors // num_kv_heads)
 
 
 def decode_batch_sizes(max_seqs: int) -> list[int]:
@@ -118,6 +126,16 @@ def _tile(head_dim_pad: int, element_size: int) -> _Tile:
     if head_dim_pad == 128 or element_size == 1:
         return _Tile(keys=64, num_warps=4, num_stages=3)
     return _Tile(keys=32, num_warps=4, num_stages=3)
+
+
+def _splits_at_once(num_seqs: int, group_pad: int, value_dim_pad: int, *, has_scales: bool) -> int:
+    """How many splits the last program of a sequence combines at once; 0: `decode_combine_kernel` combines.
+
+    Over an fp8 pool Triton 3.6 would take 192 registers for it. Only two programs would fit a multiprocessor, not three.
+    """
+    if num_seqs <= _FEW_SEQS or has_scales or group_pad * value_dim_pad > _MOST_COMBINED:
+        return 0
+    return combined_splits(group_pad, value_dim_pad)
 
 
 def paged_decode_attention_reference(
@@ -171,7 +189,8 @@ def _low_halves(pairs):
 
 # Block tables of several groups of layers are in one tensor, one after the other. One kernel serves all their start addresses.
 @triton.jit(
-    do_not_specialize=["num_seqs", "block_tables_stride_seq"], do_not_specialize_on_alignment=["block_tables_ptr"]
+    do_not_specialize=["num_seqs", "max_waves", "block_tables_stride_seq"],
+    do_not_specialize_on_alignment=["block_tables_ptr"],
 )
 @no_type_check
 def _decode_split_kernel(
@@ -185,18 +204,24 @@ def _decode_split_kernel(
     partial_out_ptr,
     partial_lse_ptr,
     plan_ptr,
+    arrivals_ptr,
+    out_ptr,
     scale_log2,
     softcap,
     window,
     num_seqs,
+    max_waves,
     q_stride_seq,
     q_stride_head,
+    out_stride_seq,
+    out_stride_head,
     block_tables_stride_seq,
     pool_stride_block,
     pool_stride_value,
     NUM_Q_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
     ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_PAD: tl.constexpr,
@@ -207,7 +232,8 @@ def _decode_split_kernel(
     SEQS: tl.constexpr,
     KEYS: tl.constexpr,
     MIN_KEYS: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
+    WAVE: tl.constexpr,
+    COMBINED_SPLITS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     CHUNK: tl.constexpr,
     HAS_SCALES: tl.constexpr,
@@ -218,11 +244,11 @@ def _decode_split_kernel(
     kv_head = tl.program_id(0)
     item = tl.program_id(1)
     seq, first_split, num_splits = find_split(
-        item, seq_lens_ptr, window, num_seqs, SEQS, KEYS, MIN_KEYS, MAX_SPLITS, HAS_WINDOW, CHUNK
+        item, seq_lens_ptr, window, num_seqs, max_waves, SEQS, KEYS, MIN_KEYS, WAVE, HAS_WINDOW, CHUNK
     )
     if seq >= num_seqs:
         return
-    if (kv_head == 0) & (item == first_split):
+    if (COMBINED_SPLITS == 0) & (kv_head == 0) & (item == first_split):
         tl.store(plan_ptr + 2 * seq, first_split)
         tl.store(plan_ptr + 2 * seq + 1, num_splits)
     seq_len = tl.load(seq_lens_ptr + seq)
@@ -304,11 +330,28 @@ def _decode_split_kernel(
     if HAS_SCALES:
         acc = tl.join(acc, acc_odd).reshape(ROWS, VALUE_DIM_PAD) * tl.load(kv_scales_ptr + NUM_KV_HEADS + kv_head)
     # A split without keys has no weight: its log-sum-exp is -inf.
-    acc = acc / tl.where(row_sum > 0.0, row_sum, 1.0)[:, None]
-    partials = item.to(tl.int64) * NUM_Q_HEADS + heads
-    value_row_mask = (rows < GROUP)[:, None] & (value_dims < VALUE_DIM)[None, :]
-    tl.store(partial_out_ptr + partials[:, None] * VALUE_DIM + value_dims[None, :], acc, mask=value_row_mask)
-    tl.store(partial_lse_ptr + partials, row_max + tl.log2(row_sum), mask=rows < GROUP)
+    weight_sum = tl.where(row_sum > 0.0, row_sum, 1.0)
+    store_result(
+        acc / weight_sum[:, None],
+        row_max + tl.log2(weight_sum),
+        heads,
+        rows < GROUP,
+        item,
+        first_split,
+        num_splits,
+        partial_out_ptr,
+        partial_lse_ptr,
+        arrivals_ptr + seq * NUM_Q_HEADS + kv_head,
+        out_ptr + seq.to(tl.int64) * out_stride_seq,
+        out_stride_head,
+        kv_head,
+        NUM_Q_HEADS,
+        GROUP,
+        GROUP_PAD,
+        VALUE_DIM,
+        VALUE_DIM_PAD,
+        COMBINED_SPLITS,
+    )
 
 
 def paged_decode_attention(
@@ -364,17 +407,20 @@ def paged_decode_attention(
     require_scores(num_q_heads, softcap, sinks)
     max_splits = workspace.max_splits
     max_seqs = workspace.plan.shape[0]
-    require_shape("partial_out", workspace.partial_out, (max_splits + 2 * max_seqs, num_q_heads, geometry.value_dim))
-    require_shape("partial_lse", workspace.partial_lse, (max_splits + 2 * max_seqs, num_q_heads))
+    bound = most_splits(max_seqs, max_splits)
+    require_shape("partial_out", workspace.partial_out, (bound, num_q_heads, geometry.value_dim))
+    require_shape("partial_lse", workspace.partial_lse, (bound, num_q_heads))
     if num_seqs > max_seqs:
         raise ValueError(f"{num_seqs} sequences, the workspace holds {max_seqs}")
 
     head_dim_pad = next_power_of_2(head_dim)
     value_dim_pad = next_power_of_2(geometry.value_dim)
     tile = _tile(max(head_dim_pad, value_dim_pad), pool.dtype.itemsize)
+    group_pad = next_power_of_2(group)
+    splits_at_once = _splits_at_once(num_seqs, group_pad, value_dim_pad, has_scales=kv_scales is not None)
     kv = PagedKv.of(pool)
     layer_keys = kv.keys[:, layer]
-    _decode_split_kernel[(geometry.num_kv_heads, max_splits + 2 * num_seqs - 1)](
+    _decode_split_kernel[(geometry.num_kv_heads, most_splits(num_seqs, max_splits))](
         q,
         layer_keys,
         None if kv_scales is None else layer_keys.view(torch.int16),
@@ -385,18 +431,24 @@ def paged_decode_attention(
         workspace.partial_out,
         workspace.partial_lse,
         workspace.plan,
+        workspace.arrivals,
+        out,
         scale * LOG2_E,
         softcap or 0.0,
         sliding_window or 0,
         num_seqs,
+        most_waves(num_seqs, max_splits),
         q.stride(0),
         q.stride(1),
+        out.stride(0),
+        out.stride(1),
         block_tables.stride(0),
         layer_keys.stride(0),
         kv.value_start,
         NUM_Q_HEADS=num_q_heads,
         NUM_KV_HEADS=geometry.num_kv_heads,
         GROUP=group,
+        GROUP_PAD=group_pad,
         ROWS=max(_MIN_ROWS, next_power_of_2(group)),
         HEAD_DIM=head_dim,
         HEAD_DIM_PAD=head_dim_pad,
@@ -407,7 +459,8 @@ def paged_decode_attention(
         SEQS=max(_MIN_SEQS, next_power_of_2(num_seqs)),
         KEYS=tile.keys,
         MIN_KEYS=MIN_KEYS_PER_SPLIT,
-        MAX_SPLITS=max_splits,
+        WAVE=max_splits,
+        COMBINED_SPLITS=splits_at_once,
         HAS_WINDOW=sliding_window is not None or chunk_size is not None,
         CHUNK=chunk_size or 0,
         HAS_SCALES=kv_scales is not None,
@@ -416,17 +469,18 @@ def paged_decode_attention(
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
-    decode_combine_kernel[(num_seqs, num_q_heads)](
-        workspace.partial_out,
-        workspace.partial_lse,
-        workspace.plan,
-        seq_lens,
-        out,
-        out.stride(0),
-        out.stride(1),
-        NUM_Q_HEADS=num_q_heads,
-        HEAD_DIM=geometry.value_dim,
-        HEAD_DIM_PAD=value_dim_pad,
-        SPLITS=COMBINE_SPLITS,
-        num_warps=2,
-    )
+    if not splits_at_once:
+        decode_combine_kernel[(num_seqs, num_q_heads)](
+            workspace.partial_out,
+            workspace.partial_lse,
+            workspace.plan,
+            seq_lens,
+            out,
+            out.stride(0),
+            out.stride(1),
+            NUM_Q_HEADS=num_q_heads,
+            HEAD_DIM=geometry.value_dim,
+            HEAD_DIM_PAD=value_dim_pad,
+            SPLITS=combined_splits(1, value_dim_pad),
+            num_warps=2 if value_dim_pad <= 256 else 4,
+        )

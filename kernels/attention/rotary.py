@@ -93,32 +93,33 @@ def _rotary_kv_write_kernel(
     kv_head = tl.program_id(1)
     dims = tl.arange(0, HALF_PAD)
     mask = dims < HALF
-    position = tl.load(positions_ptr + token)
-    cos = tl.load(cos_ptr + position * HALF + dims, mask=mask, other=0.0)
-    sin = tl.load(sin_ptr + position * HALF + dims, mask=mask, other=0.0)
-
     group = tl.arange(0, GROUP_PAD)
     heads = kv_head * GROUP + group
     q_ptrs = q_ptr + token * q_stride_token + (heads * q_stride_head)[:, None] + dims[None, :]
     q_mask = (group < GROUP)[:, None] & mask[None, :]
+    k_ptrs = k_ptr + token * k_stride_token + kv_head * k_stride_head + dims
+    v_ptrs = v_ptr + token * v_stride_token + kv_head * v_stride_head + dims
+    # All loads come before the first store: the compiler moves no load over a store, and so would add their latencies.
     q_first = tl.load(q_ptrs, mask=q_mask, other=0.0).to(tl.float32)
     q_second = tl.load(q_ptrs + HALF, mask=q_mask, other=0.0).to(tl.float32)
+    k_first = tl.load(k_ptrs, mask=mask, other=0.0).to(tl.float32)
+    k_second = tl.load(k_ptrs + HALF, mask=mask, other=0.0).to(tl.float32)
+    v_first = tl.load(v_ptrs, mask=mask, other=0.0)
+    v_second = tl.load(v_ptrs + HALF, mask=mask, other=0.0)
+    slot = tl.load(slot_mapping_ptr + token)
+    position = tl.load(positions_ptr + token)
+    cos = tl.load(cos_ptr + position * HALF + dims, mask=mask, other=0.0)
+    sin = tl.load(sin_ptr + position * HALF + dims, mask=mask, other=0.0)
+
     q_dtype = q_ptr.dtype.element_ty
     tl.store(q_ptrs, (q_first * cos[None, :] - q_second * sin[None, :]).to(q_dtype), mask=q_mask)
     tl.store(q_ptrs + HALF, (q_second * cos[None, :] + q_first * sin[None, :]).to(q_dtype), mask=q_mask)
 
-    slot = tl.load(slot_mapping_ptr + token)
     block_offset = (slot // BLOCK_SIZE) * pool_stride_block + kv_head * pool_stride_head
     key_ptrs = pool_ptr + block_offset + (slot % BLOCK_SIZE) * (2 * HALF) + dims
-    k_ptrs = k_ptr + token * k_stride_token + kv_head * k_stride_head + dims
-    k_first = tl.load(k_ptrs, mask=mask, other=0.0).to(tl.float32)
-    k_second = tl.load(k_ptrs + HALF, mask=mask, other=0.0).to(tl.float32)
+    value_ptrs = key_ptrs + pool_stride_value
     rotated_first = (k_first * cos - k_second * sin).to(q_dtype)
     rotated_second = (k_second * cos + k_first * sin).to(q_dtype)
-    value_ptrs = key_ptrs + pool_stride_value
-    v_ptrs = v_ptr + token * v_stride_token + kv_head * v_stride_head + dims
-    v_first = tl.load(v_ptrs, mask=mask, other=0.0)
-    v_second = tl.load(v_ptrs + HALF, mask=mask, other=0.0)
     if HAS_SCALES:
         key_scale = tl.load(kv_scales_ptr + kv_head)
         value_scale = tl.load(kv_scales_ptr + NUM_KV_HEADS + kv_head)

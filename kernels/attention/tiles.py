@@ -77,11 +77,14 @@ def cap(scores, softcap):
 
 @triton.jit
 @no_type_check
-def _weigh(scores, row_max, row_sum):
-    """One step of the online softmax: the weights, the factor for earlier results, and the new `row_max` and `row_sum`."""
-    new_max = tl.maximum(row_max, tl.max(scores, axis=1))
+def _weigh(scores, factor, row_max, row_sum):
+    """One step of the online softmax: the weights, the correction of earlier results, and the new `row_max` and `row_sum`.
+
+    `factor`, positive, brings `scores` to base 2. Applied here, product and difference are one instruction.
+    """
+    new_max = tl.maximum(row_max, tl.max(scores, axis=1) * factor)
     correction = tl.exp2(row_max - new_max)
-    weights = tl.exp2(scores - new_max[:, None])
+    weights = tl.exp2(scores * factor - new_max[:, None])
     return weights, correction, new_max, row_sum * correction + tl.sum(weights, axis=1)
 
 
@@ -144,9 +147,11 @@ def accumulate(
         starts = blocks.to(tl.int64) * pool_stride_block
         key_ptrs = head_ptr + (starts + (positions % BLOCK_SIZE) * HEAD_DIM)[:, None] + dims[None, :]
         keys = _load_tile(key_ptrs, present, HEAD_DIM, HEAD_DIM_PAD, HAS_SCALES, MASKED)
-        scores = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale_log2
+        scores = tl.dot(q, tl.trans(keys), input_precision="ieee")
+        factor = scale_log2
         if HAS_SOFTCAP:
-            scores = cap(scores, softcap)
+            scores = cap(scores * scale_log2, softcap)
+            factor = 1.0
         if MASKED:
             distance = query_positions[:, None] - positions[None, :]
             visible = distance >= 0
@@ -155,7 +160,7 @@ def accumulate(
             elif HAS_WINDOW:
                 visible = visible & (distance < window)
             scores = tl.where(visible, scores, float("-inf"))
-        weights, correction, row_max, row_sum = _weigh(scores, row_max, row_sum)
+        weights, correction, row_max, row_sum = _weigh(scores, factor, row_max, row_sum)
         if VALUE_DIM == HEAD_DIM:
             value_ptrs = key_ptrs + value_offset  # separate addresses would spill registers
         else:
@@ -201,10 +206,12 @@ def accumulate_boxes(
         keys = boxes.load([row, 0])
         if HAS_SCALES:
             keys = keys.to(tl.float16)
-        scores = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale_log2
+        scores = tl.dot(q, tl.trans(keys), input_precision="ieee")
+        factor = scale_log2
         if HAS_SOFTCAP:
-            scores = cap(scores, softcap)
-        weights, correction, row_max, row_sum = _weigh(scores, row_max, row_sum)
+            scores = cap(scores * scale_log2, softcap)
+            factor = 1.0
+        weights, correction, row_max, row_sum = _weigh(scores, factor, row_max, row_sum)
         values = boxes.load([row + value_rows, 0])
         if HAS_SCALES:
             values = values.to(tl.float16)

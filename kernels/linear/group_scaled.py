@@ -186,7 +186,7 @@ def group_scaled_linear(
     Raises:
         ValueError: wrong shape, dtype or stride, too many rows, or no split.
     """
-    out_features, in_features = _check_integers(values, scale, zero, group_size)
+    out_features, in_features = check_integers(values, scale, zero, group_size)
     num_tokens = require_rows(x, in_features, out_features, bias, num_splits)
     tile = tile_of(num_tokens)
     out = torch.empty((num_tokens, out_features), dtype=x.dtype, device=x.device)
@@ -236,7 +236,7 @@ def dequantise_groups(
     Raises:
         ValueError: wrong shape, dtype or stride.
     """
-    out_features, in_features = _check_integers(values, scale, zero, group_size)
+    out_features, in_features = check_integers(values, scale, zero, group_size)
     out = torch.empty((out_features, in_features), dtype=dtype, device=values.device)
     require_dtype("the result", out, *COMPUTE_DTYPES)
     _dequantise_groups_kernel[(out_features, triton.cdiv(in_features, DEQUANTISE_BLOCK))](
@@ -255,7 +255,7 @@ def dequantise_groups(
     return out
 
 
-def _check_integers(
+def check_integers(
     values: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, group_size: int
 ) -> tuple[int, int]:
     """Like `check_stored`, for weights other than MXFP4."""

@@ -187,7 +187,7 @@ def weight_only_linear(
     Raises:
         ValueError: wrong shape, dtype or stride, too many rows, or no split.
     """
-    _check_weight(weight, scale)
+    check_weight(weight, scale)
     out_features, in_features = weight.shape
     num_tokens = require_rows(x, in_features, out_features, bias, num_splits)
     tile = tile_of(num_tokens)
@@ -243,7 +243,7 @@ def dequantise_weight(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dt
     Raises:
         ValueError: wrong shape, dtype or stride.
     """
-    _check_weight(weight, scale)
+    check_weight(weight, scale)
     out = torch.empty(weight.shape, dtype=dtype, device=weight.device)
     require_dtype("the result", out, *COMPUTE_DTYPES)
     num_outs, in_features = weight.shape
@@ -272,7 +272,7 @@ def require_rows(
     return num_tokens
 
 
-def _check_weight(weight: torch.Tensor, scale: torch.Tensor) -> None:
+def check_weight(weight: torch.Tensor, scale: torch.Tensor) -> None:
     require_shape("weight", weight, ("out_features", "in_features"))
     require_dtype("weight", weight, *_WEIGHT_DTYPES)
     require_unit_stride("weight", weight)

@@ -64,6 +64,8 @@ def _rms_norm_kernel(
 
     x_offsets = token * x_stride_token + heads * x_stride_head + dims[None, :]
     x = tl.load(x_ptr + x_offsets, mask=mask, other=0.0)
+    # Loaded before the sum is known, so that its latency is not added to that of the rows.
+    weight = tl.load(weight_ptr + dims, mask=dims < DIM, other=0.0)
     if ADD_RESIDUAL:
         residual_offsets = token * residual_stride_token + heads * residual_stride_head + dims[None, :]
         residual = tl.load(residual_ptr + residual_offsets, mask=mask, other=0.0)
@@ -73,7 +75,6 @@ def _rms_norm_kernel(
     wide = x.to(tl.float32)
     inverse_rms = tl.rsqrt(tl.sum(wide * wide, axis=1) / DIM + eps)
     normalised = (wide * inverse_rms[:, None]).to(x.dtype)
-    weight = tl.load(weight_ptr + dims, mask=dims < DIM, other=0.0)
     y = normalised.to(tl.float32) * weight.to(tl.float32)[None, :]
     y_offsets = token * y_stride_token + heads * y_stride_head + dims[None, :]
     tl.store(y_ptr + y_offsets, y.to(x.dtype), mask=mask)

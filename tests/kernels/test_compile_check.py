@@ -53,6 +53,8 @@ def test_every_kernel_compiles_within_the_limits(environment: dict[str, str]) ->
         "_dequantise_groups_kernel",
         "_dequantise_kernel",
         "_expand_kernel",
+        "_few_down_kernel",
+        "_few_gate_up_kernel",
         "_fp8_linear_kernel",
         "_group_scaled_linear_kernel",
         "_grouped_linear_kernel",
@@ -65,6 +67,7 @@ def test_every_kernel_compiles_within_the_limits(environment: dict[str, str]) ->
         "_round_rows_kernel",
         "_shrink_kernel",
         "_swiglu_kernel",
+        "_vector_linear_kernel",
         "_weight_only_linear_kernel",
         "decode_combine_kernel",
         "draw_kernel",
@@ -76,9 +79,40 @@ def test_every_kernel_compiles_within_the_limits(environment: dict[str, str]) ->
     _check_boxes([row for row in rows if row["kernel"] == "_prefill_attention_kernel"])
     _check_linears([row for row in rows if row["kernel"] == "_weight_only_linear_kernel"])
     _check_group_scaled([row for row in rows if row["kernel"] == "_group_scaled_linear_kernel"])
+    _check_vectors([row for row in rows if row["kernel"] == "_vector_linear_kernel"])
     _check_fp8([row for row in rows if row["kernel"] in ("_fp8_linear_kernel", "_round_rows_kernel")])
     _check_experts([row for row in rows if row["kernel"] == "_grouped_linear_kernel"])
+    _check_few_routes([row for row in rows if row["kernel"].startswith("_few")])
     _check_adapters([row for row in rows if row["kernel"] in ("_shrink_kernel", "_expand_kernel")])
+
+
+def _check_vectors(rows: list[dict[str, Any]]) -> None:
+    """Weights and the row are loaded by 16 bytes, beside scales and zeros of groups, without tensor cores. Enough warps
+    fit to have many loads under way."""
+    assert {row["target"] for row in rows if "4 bits" in row["case"]} == {
+        "cuda:80",
+        "cuda:90",
+        "cuda:100",
+        "hip:gfx942",
+    }
+    assert {row["target"] for row in rows if "e4m3" in row["case"]} == {"cuda:90", "cuda:100"}
+    for row in (row for row in rows if row["loops"] is not None):
+        loads = row["loops"]["global_loads"]
+        assert set(loads) <= ({"1", "2", "4", "16"} if " by " in row["case"] else {"16"}), row
+        assert loads["16"] >= 5, row
+        assert row["loops"]["matrix_count"] == 0, row
+        assert row["programs"] * row["threads"] >= 12 * 32, row
+
+
+def _check_few_routes(rows: list[dict[str, Any]]) -> None:
+    """Weights and rows are loaded by 16 bytes, beside experts' numbers, without tensor cores. Enough warps fit to have
+    many loads under way."""
+    for row in (row for row in rows if row["loops"] is not None):
+        loads = row["loops"]["global_loads"]
+        assert set(loads) <= ({"2", "4", "8", "16"} if row["kernel"] == "_few_down_kernel" else {"16"}), row
+        assert loads["16"] >= 5, row
+        assert row["loops"]["matrix_count"] == 0, row
+        assert row["programs"] * row["threads"] >= 12 * 32, row
 
 
 def _check_experts(rows: list[dict[str, Any]]) -> None:

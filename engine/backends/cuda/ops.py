@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from kvrelay.engine.backends.cuda.experts import CudaExperts
-from kvrelay.engine.backends.cuda.linear import Fp8Linear, RoundedLinear, StoredLinear
+from kvrelay.engine.backends.cuda.linear import Fp8Linear, FullLinear, RoundedLinear, StoredLinear, is_for_vectors
 from kvrelay.engine.backends.cuda.low_rank import CudaLowRank
 from kvrelay.engine.backends.cuda.step import CudaPagedStep, CudaStep, GraphInputs, StepInputs, StepKv
 from kvrelay.engine.config.model import KvSizes, ModelConfig, ModelShape
@@ -32,7 +32,7 @@ from kvrelay.kernels.attention.kv_scales import require_compute_dtype, require_e
 from kvrelay.kernels.attention.latent import latent_programs
 from kvrelay.kernels.attention.prefill_tiles import nvidia_capability, tile_loads
 from kvrelay.kernels.checks import PagedKv
-from kvrelay.kernels.rows.activation import clamped_swiglu, silu_mul
+from kvrelay.kernels.rows import activation
 from kvrelay.kernels.rows.norm import add_rms_norm, rms_norm
 from kvrelay.kernels.sampling.bitmask import apply_bitmask
 from kvrelay.kernels.sampling.penalties import NewTokens, apply_penalties
@@ -95,6 +95,9 @@ def _num_multiprocessors(device: torch.device) -> int:
 class CudaPagedOps:
     """Implements PagedOps, for models that rotate and normalise by themselves."""
 
+    # The kernel's own function, which CudaExperts recognises.
+    silu_mul = staticmethod(activation.silu_mul)
+
     def __init__(
         self,
         shape: ModelShape,
@@ -128,14 +131,20 @@ class CudaPagedOps:
             len(groups.windows), max_num_seqs + 1, max_blocks, dtype=torch.int32, device=pool.device
         )
         self._num_multiprocessors = _num_multiprocessors(pool.device)
-        self._compiled: set[tuple[object, ...]] = set()  # kinds of 4-bit and 8-bit products that are compiled
+        self._compiled: set[tuple[object, ...]] = set()  # kinds of products by our kernels that are compiled
         workspaces = _workspaces(shape, groups, max_num_seqs, self._num_multiprocessors, pool.device)
         self._kv = StepKv(pool, pools, views, groups, by_group, loads, workspaces)
 
     def make_linear(self, weight: AnyWeight, bias: torch.Tensor | None) -> Linear:
         """See Ops. cuBLAS reads ``[out, in]`` as it is. Other weights need bf16 or fp16 activations."""
         if isinstance(weight, torch.Tensor):
-            return lambda hidden: F.linear(hidden, weight, bias)
+            if nvidia_capability(weight.device) is None or not is_for_vectors(weight):
+                return lambda hidden: F.linear(hidden, weight, bias)
+            full, full_kind = FullLinear(weight, bias), (weight.dtype, *weight.shape, bias is None)
+            if full_kind not in self._compiled:
+                self._compiled.add(full_kind)
+                full.compile()
+            return full
         linear: RoundedLinear | StoredLinear | Fp8Linear
         inputs = None
         if isinstance(weight, RoundedWeight):
@@ -164,10 +173,6 @@ class CudaPagedOps:
     def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """See PagedOps."""
         return rms_norm(hidden, weight, eps)
-
-    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """See PagedOps."""
-        return silu_mul(gate_up)
 
     def upload(self, arrays: Seq[npt.NDArray[Any]]) -> list[torch.Tensor]:
         """See Ops."""
@@ -250,6 +255,8 @@ class CudaPagedOps:
 class CudaOps(CudaPagedOps):
     """Implements Ops."""
 
+    clamped_swiglu = staticmethod(activation.clamped_swiglu)
+
     def __init__(
         self,
         config: ModelConfig,
@@ -273,10 +280,6 @@ class CudaOps(CudaPagedOps):
     def step_of(self, inputs: StepInputs) -> CudaStep:
         """A step over numbers that are already on the device."""
         return CudaStep(inputs, self._config, self._kv, self.block_tables, self._tables)
-
-    def clamped_swiglu(self, gate_up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
-        """See Ops."""
-        return clamped_swiglu(gate_up, alpha, limit)
 
     def add_rms_norm(
         self, hidden: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float

@@ -1,8 +1,11 @@
-"""A layer of experts on the CPU, and the GPU's code over torch's products, against each token's experts one by one."""
+"""A layer of experts on the CPU, and the GPU's code over torch's products, against each token's experts one by one; a GPU's few
+tokens against many."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,10 +17,14 @@ from kvrelay.engine.backends.cpu.build import load_kernels
 from kvrelay.engine.backends.cpu.native import CpuKernelsError
 from kvrelay.engine.backends.cpu.native_ops import NativeCpuPagedOps
 from kvrelay.engine.backends.cpu.ops import CpuPagedOps
+from kvrelay.engine.backends.cuda import experts as cuda_experts
+from kvrelay.engine.backends.cuda.experts import CudaExperts
+from kvrelay.engine.backends.cuda.ops import CudaOps
 from kvrelay.engine.backends.options import EngineOptions
 from kvrelay.engine.config.model import KvSizes
 from kvrelay.engine.weights.parameters import ExpertWeights
 from kvrelay.engine.weights.rounding import Rounding, rounded
+from kvrelay.kernels.rows.activation import clamped_swiglu, silu_mul
 
 NUM_EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 5, 2, 96, 48
 
@@ -136,3 +143,42 @@ def test_a_tokens_result_does_not_depend_on_what_is_beside_it() -> None:
         assert torch.equal(experts(hidden[rows], ids[rows], factors[rows]), together[rows])
     hidden[7] = float("nan")
     assert torch.equal(experts(hidden, ids, factors)[8:], together[8:])
+
+
+def on(device: str, weights: ExpertWeights) -> ExpertWeights:
+    gate_up, gate_up_bias, down, down_bias = (
+        None if part is None else part.to(device)  # type: ignore[union-attr]  # full weights
+        for part in (weights.gate_up, weights.gate_up_bias, weights.down, weights.down_bias)
+    )
+    assert gate_up is not None
+    assert down is not None
+    return ExpertWeights(weights.num_experts, gate_up, gate_up_bias, down, down_bias)
+
+
+@pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # of numpy about rows for another rank's experts
+@pytest.mark.parametrize("rounding", [None, Rounding.INT8])
+@pytest.mark.parametrize("activation", [silu_mul, partial(clamped_swiglu, alpha=1.702, limit=0.5), swiglu])
+def test_few_tokens_on_a_gpu_give_what_many_give(
+    monkeypatch: pytest.MonkeyPatch, activation: Callable[[torch.Tensor], torch.Tensor], rounding: Rounding | None
+) -> None:
+    """Few tokens have kernels of their own, which sort nothing."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    weights = on(device, layer(torch.float16))
+    if rounding is not None:
+        gate_up, down = (rounded(weight, rounding) for weight in (weights.gate_up, weights.down))  # type: ignore[arg-type]
+        weights = replace(weights, gate_up=gate_up, down=down)
+    experts = CudaExperts(weights, activation)
+    hidden, ids, factors = (given.to(device) for given in tokens(9, torch.float16))
+    ids[1, 0] = NUM_EXPERTS  # an expert of another rank
+    many = experts(hidden, ids, factors)
+    with monkeypatch.context() as patch:
+        patch.setattr(cuda_experts, "plan_routes", None)
+        for rows in (slice(0, 1), slice(0, 2)):
+            torch.testing.assert_close(
+                experts(hidden[rows], ids[rows], factors[rows]), many[rows], rtol=2e-3, atol=1e-3
+            )
+
+
+def test_the_gpus_operations_have_the_activations_that_few_tokens_fuse() -> None:
+    assert CudaOps.silu_mul is silu_mul
+    assert CudaOps.clamped_swiglu is clamped_swiglu

@@ -158,3 +158,6 @@ def test_no_step_compiles_what_the_start_did_not(
     assert said["_shrink_kernel"] == said["_expand_kernel"] == "4"
     # Both products of experts have one kernel each for few, more and many rows per expert. Steps have up to 400.
     assert said.get("_grouped_linear_kernel") == ("6" if "num_experts" in given else None)
+    # Steps of one token and of two, which have as few routes as there are experts. Tokens with more experts have another kernel.
+    assert said.get("_few_gate_up_kernel") == ("1" if "num_experts" in given else None)
+    assert said.get("_few_down_kernel") == ("2" if "num_experts" in given else None)

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from kvrelay.engine.backends.cuda import linear as module
-from kvrelay.engine.backends.cuda.linear import StoredLinear, can_multiply
+from kvrelay.engine.backends.cuda.linear import FullLinear, RoundedLinear, StoredLinear, can_multiply, is_for_vectors
 from kvrelay.engine.backends.cuda.ops import CudaOps
 from kvrelay.engine.config.model import ModelConfig, load_config
 from kvrelay.engine.models.decoder import DecoderModel
@@ -108,6 +108,37 @@ def test_products_are_those_of_full_weights(
             hidden = torch.randn(num_rows, wanted.shape[1], generator=generator).to(HALF)
             expected = hidden.double() @ wanted.double().T + (0 if bias is None else bias.double())
             torch.testing.assert_close(linear(hidden).double(), expected, rtol=2**-10, atol=1e-3)
+
+
+def test_only_a_row_alone_goes_to_the_vector_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(3)
+    full = torch.randn(40, 64, generator=generator).to(HALF)
+    bias, hidden = full[:, 0].contiguous(), torch.randn(3, 64, generator=generator).to(HALF)
+    alone: list[int] = []
+
+    def counted(kernel: Any, x: torch.Tensor, *rest: Any) -> Any:
+        alone.append(len(x))
+        return kernel(x, *rest)
+
+    for name in ("vector_linear", "vector_rounded_linear"):
+        monkeypatch.setattr(module, name, partial(counted, getattr(module, name)))
+    weight = rounded(full, Rounding.INT8)
+    for linear, exact in (
+        (FullLinear(full, bias), full.double()),
+        (RoundedLinear(weight, bias, num_multiprocessors=16), weight.values.double() * weight.scale.double()[:, None]),
+    ):
+        for num_rows in (1, 3):
+            expected = hidden[:num_rows].double() @ exact.T + bias.double()
+            torch.testing.assert_close(linear(hidden[:num_rows]).double(), expected, rtol=2**-10, atol=1e-3)
+    assert alone == [1, 1]
+
+
+def test_full_weights_for_vectors_are_contiguous_and_in_16_bits() -> None:
+    weight = torch.empty(4096, 4096, dtype=torch.bfloat16, device="meta")
+    assert is_for_vectors(weight)
+    assert not is_for_vectors(weight.float())
+    assert not is_for_vectors(weight.T)
+    assert not is_for_vectors(weight[:512])  # too few outputs for our programs
 
 
 def test_what_a_gpu_does_not_multiply_becomes_full(qwen: Path, tmp_path: Path) -> None:

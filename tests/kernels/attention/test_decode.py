@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from kvrelay.kernels.attention import decode
 from kvrelay.kernels.attention.decode import (
     DecodeWorkspace,
     paged_decode_attention,
@@ -23,7 +24,15 @@ AssertClose = Callable[[torch.Tensor, torch.Tensor], None]
 
 
 @pytest.fixture
-def check(device: str, randn: Randn, paged_context: PagedContext, assert_close: AssertClose) -> Callable[..., None]:
+def check(
+    device: str,
+    randn: Randn,
+    paged_context: PagedContext,
+    assert_close: AssertClose,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Callable[..., None]:
+    """Compare with the reference, as a small batch and as one whose programs combine their splits themselves."""
+
     def run(
         seq_lens: list[int],
         *,
@@ -54,11 +63,15 @@ def check(device: str, randn: Randn, paged_context: PagedContext, assert_close: 
         sinks = torch.linspace(-2, 3, num_q_heads).to(dtype).to(device) if has_sinks else None
         options = {"scale": head_dim**-0.5, "sliding_window": sliding_window, "kv_scales": scales}
         options |= {"chunk_size": chunk_size, "softcap": softcap, "sinks": sinks}
-        paged_decode_attention(q, pool, 1, tables, lens, **options, workspace=workspace, out=out)
         wide = pool if fp8 else pool.double()
         paged_decode_attention_reference(q.double(), wide, 1, tables, lens, **options, out=expected)
-        # Over an fp8 pool the weights are rounded to fp16, so fp16's tolerance applies.
-        assert_close(out.half() if fp8 and dtype == torch.float32 else out, expected)
+        for most_of_few in (len(seq_lens), 0):
+            monkeypatch.setattr(decode, "_FEW_SEQS", most_of_few)
+            out.fill_(math.nan)
+            paged_decode_attention(q, pool, 1, tables, lens, **options, workspace=workspace, out=out)
+            # Over an fp8 pool the weights are rounded to fp16, so fp16's tolerance applies.
+            assert_close(out.half() if fp8 and dtype == torch.float32 else out, expected)
+            assert not workspace.arrivals.any(), workspace.arrivals
 
     return run
 
@@ -147,9 +160,10 @@ def test_more_sequences_than_splits(check: Callable[..., None]) -> None:
 
 
 def test_splits_for_device() -> None:
-    assert splits_for_device(132, 8) == 33
-    assert splits_for_device(132, 1) == 264
-    assert splits_for_device(108, 64) == 4
+    assert splits_for_device(132, 8) == 49
+    assert splits_for_device(132, 1) == 396
+    assert splits_for_device(108, 64) == 5
+    assert splits_for_device(4, 64) == 1
 
 
 def test_an_empty_sequence_gives_zeros(check: Callable[..., None]) -> None:
@@ -208,6 +222,28 @@ def test_a_captured_launch_follows_the_lengths(randn: Randn, paged_context: Page
         graph.replay()
         paged_decode_attention_reference(q, pool, 1, tables, lens, **options, out=expected)
         torch.testing.assert_close(out, expected, rtol=1.6e-2, atol=1.6e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="an interpreted grid is not parallel")
+def test_programs_that_finish_at_any_time_give_the_same_bits(randn: Randn, paged_context: PagedContext) -> None:
+    """Whichever split of a sequence finishes last combines all of them, in their order."""
+    lengths = [5000, 17, 0, 3000, 900, 64, *[16] * 11]
+    pool, tables = paged_context(lengths, 8, 128, 16, torch.bfloat16)
+    q = randn(len(lengths), 32, 128, dtype=torch.bfloat16)
+    out, expected = torch.empty_like(q), torch.empty_like(q)
+    lens = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+    workspace = DecodeWorkspace.allocate(len(lengths), 32, 128, splits_for_device(132, 8), "cuda")
+    options = {"scale": 0.1, "sliding_window": None}
+    paged_decode_attention_reference(q, pool, 1, tables, lens, **options, out=expected)
+    results = []
+    for _ in range(200):
+        out.fill_(math.nan)
+        paged_decode_attention(q, pool, 1, tables, lens, **options, workspace=workspace, out=out)
+        results.append(out.clone())
+    assert all(torch.equal(result, out) for result in results)
+    torch.testing.assert_close(out, expected, rtol=1.6e-2, atol=1.6e-2)
+    assert not workspace.arrivals.any()
 
 
 def test_wrong_arguments_are_refused(device: str, randn: Randn) -> None:

@@ -9,6 +9,7 @@ from kvrelay.kernels.attention.prefill_tiles import (
     TileLoads,
     box_obstacle,
     choose_tile,
+    has_much_shared_memory,
     layer_boxes,
     looks_ahead,
     tile_loads,
@@ -90,3 +91,12 @@ def test_boxes_reach_the_layers_last_row_and_not_past_the_pool(layer: int) -> No
 
 def test_block_ids_are_loaded_ahead_where_there_is_no_older_gpu() -> None:
     assert looks_ahead(torch.device("cpu"))
+
+
+def test_only_gpus_with_room_keep_a_third_buffer() -> None:
+    assert [has_much_shared_memory(one) for one in (None, (8, 0), (8, 9), HOPPER, BLACKWELL, (12, 0))] == [
+        False, False, False, True, True, False,
+    ]  # fmt: skip
+    for element_size, is_chunked, stages in ((2, False, 3), (1, False, 2), (2, True, 2), (4, False, 1)):
+        tile = choose_tile(128, element_size, is_chunked=is_chunked, is_roomy=True)
+        assert tile.num_stages == stages

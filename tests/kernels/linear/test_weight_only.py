@@ -197,7 +197,7 @@ def test_wrong_arguments_are_refused(randn: Randn) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="sizes and bits of a device")
 @pytest.mark.parametrize("weight_dtype", FORMATS)
 def test_a_rows_bits_do_not_depend_on_the_batch(randn: Randn, weight_dtype: torch.dtype) -> None:
-    """docs/kernels.md promises this within calls of up to 32 rows, and within calls of 33 and more."""
+    """docs/kernels.md promises this within calls of 2 to 32 rows, and of 33 and more. The engine multiplies one row elsewhere."""
     x, (values, scale) = randn(MAX_ROWS, 4096, dtype=torch.bfloat16), weights(randn, 4096, 4096, weight_dtype)
     for sizes in ((1, 2, 7, 16, 17, 32), (33, 64, 65, 128, MAX_ROWS)):
         results = [weight_only_linear(x[:size], values, scale, None, 8) for size in sizes]
