@@ -29,11 +29,12 @@ from kvrelay.engine.kv.copies import CudaCopies, StagingPlan
 from kvrelay.engine.kv.geometry import geometry_of
 from kvrelay.engine.kv.pool import KvPool
 
-TCP, SAME_HOST = "verified", "shared"  # names in handoff_ways
-_NAMES = {TCP: "loopback TCP", SAME_HOST: "shared memory"}
+TCP, SAME_HOST, SEALED = "verified", "shared", "shared-sealed"  # names in handoff_ways
+_NAMES = {TCP: "loopback TCP", SAME_HOST: "shared memory", SEALED: "shared memory, sealed"}
 _GOALS = {
     TCP: Goal("≥ 4 GB/s", Against.VALUE, 4e9, is_at_least=True),
     SAME_HOST: Goal("≥ 20 GB/s", Against.VALUE, 20e9, is_at_least=True),
+    SEALED: Goal("≥ 12 GB/s", Against.VALUE, 12e9, is_at_least=True),
 }
 
 

@@ -187,7 +187,7 @@ def full_sizes() -> Sizes:
         group_size=128,
         experts=QWEN3_30B_A3B,
         expert_batches=(1, 64),
-        expert_checks=(1, 64, 300, 1100),
+        expert_checks=(1, 2, 64, 300, 1100),
         check_draws=64 * 128,
         decode_cells=tuple((batch, context) for batch in (1, 16, 64, 256) for context in (1024, 4096, 32768)),
         prefill_cells=(
