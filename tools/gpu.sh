@@ -4,7 +4,7 @@
 #     sh tools/gpu.sh OUT       in the project's folder
 #     PYTHON=python3 …          an interpreter with what workers and tests need; default: .venv/bin/python
 #
-# A part that fails, or is stopped at its time, stops no other. OUT gets the tests' results (gpu-kernels.xml, gpu-kv.xml, kernels.xml),
+# A part that fails, or is stopped at its time, stops no other. OUT gets the tests' results (gpu-*.xml, kernels.xml),
 # and all figures so far (gpu.json), also of a part that is stopped. The exit code is 1 if a part failed.
 set -u
 out=${1:?"usage: sh tools/gpu.sh OUT"}
@@ -14,7 +14,7 @@ failed=0
 mkdir -p "$out"
 export PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1 PYTHONPATH="$PWD/src:$PWD/benchmarks${PYTHONPATH:+:$PYTHONPATH}"
 modules="torch triton transformers numpy safetensors huggingface_hub llguidance click msgspec zmq cryptography xxhash prometheus_client \
-starlette uvicorn hypothesis pytest pytest_asyncio pytest_timeout xdist"
+starlette uvicorn fastapi httptools httpx tokenizers jinja2 rich hypothesis pytest pytest_asyncio pytest_timeout xdist"
 import_all='
 import importlib, sys
 missing = []
@@ -53,6 +53,9 @@ part "imports" 90 "$python" -c "$import_all" $modules
 # Apart, because a conftest that cannot be imported ends pytest.
 tests "kernels' tests that need a GPU" 120 gpu-kernels.xml -m gpu --timeout 50 tests/kernels
 tests "the KV pool's tests that need a GPU" 60 gpu-kv.xml -m gpu --timeout 50 tests/engine/kv
+tests "workers that are killed" 120 gpu-workers.xml -m gpu --timeout 110 tests/e2e/test_on_gpu.py
+tests "one model of each kind" 90 gpu-models.xml -m 'not full' -n 8 --timeout 60 \
+    tests/models/test_types.py tests/models/test_kernels.py tests/models/test_transformers_adapters.py
 budget=$(($(left) - 120))
 part "numerics and figures" $((budget + 20)) "$python" benchmarks/gpu.py --budget-s "$budget" --json "$out/gpu.json"
 tests "kernels against their references" "$(left)" kernels.xml \

@@ -73,14 +73,16 @@ def test_a_part_that_fails_keeps_no_other_from_running(tmp_path: Path) -> None:
     calls = (tmp_path / "calls").read_text().splitlines()
     root = SCRIPT.parents[1]  # without its own folder on the path, gpu.py needs it there
     assert all(call.startswith(f"{root}/src:{root}/benchmarks:/others ") for call in calls)
-    gpu_kernels, gpu_kv, figures, kernels = calls
+    gpu_kernels, gpu_kv, gpu_workers, gpu_models, figures, kernels = calls
     out = tmp_path / "out"
     for call, results, folder in ((gpu_kernels, "gpu-kernels.xml", "kernels"), (gpu_kv, "gpu-kv.xml", "engine/kv")):
         assert f"--junitxml {out}/{results} -m gpu" in call
         assert call.endswith(f" tests/{folder}")
+    assert f"--junitxml {out}/gpu-workers.xml -m gpu" in gpu_workers
+    assert "tests/models/test_types.py" in gpu_models
     assert "-m not full and not gpu" in kernels
     # A file that cannot be imported ends no other's tests.
-    assert all("--continue-on-collection-errors" in call for call in (gpu_kernels, gpu_kv, kernels))
+    assert all("--continue-on-collection-errors" in call for call in (gpu_kernels, gpu_kv, gpu_workers, gpu_models, kernels))
     budget_s = int(figures.split("--budget-s ")[1].split()[0])
     assert 430 < budget_s <= 450  # the tests took no time
     assert f"== numerics and figures, at most {budget_s + 20} s" in done.stdout
@@ -96,7 +98,7 @@ def test_all_missing_modules_are_named_before_the_first_part(tmp_path: Path) -> 
     assert "cannot import torch (No module named 'torch'), triton" in told
     assert all(f"'{name}'" in told for name in ("msgspec", "zmq", "llguidance", "pytest_asyncio", "xdist")), told
     assert "imports FAILED with status 1" in told
-    assert len((tmp_path / "calls").read_text().splitlines()) == 4  # the others may need none of them
+    assert len((tmp_path / "calls").read_text().splitlines()) == 6  # the others may need none of them
 
 
 def test_the_modules_that_are_asked_for_exist() -> None:
