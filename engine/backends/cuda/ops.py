@@ -146,15 +146,17 @@ class CudaPagedOps:
                 full.compile()
             return full
         linear: RoundedLinear | StoredLinear | Fp8Linear
-        inputs = None
+        inputs = groups = None
         if isinstance(weight, RoundedWeight):
             linear = RoundedLinear(weight, bias, self._num_multiprocessors)
         elif (inputs := weight.inputs) is not None:
             linear = Fp8Linear(weight, bias, self._num_multiprocessors)
         else:
             linear = StoredLinear(weight, bias, self._num_multiprocessors)
+            groups = (weight.group_size, weight.zero is None)
         rounds = None if inputs is None else (inputs.group_size, inputs.scale is None)
-        kind = (weight.values.dtype, weight.scale.dtype, weight.scale.numel(), *weight.shape, bias is None, rounds)
+        dtypes = weight.values.dtype, weight.scale.dtype
+        kind = (*dtypes, weight.scale.numel(), *weight.shape, bias is None, rounds, groups)
         if weight.values.is_cuda and kind not in self._compiled:
             self._compiled.add(kind)
             linear.compile()
