@@ -82,7 +82,9 @@ def test_a_part_that_fails_keeps_no_other_from_running(tmp_path: Path) -> None:
     assert "tests/models/test_types.py" in gpu_models
     assert "-m not full and not gpu" in kernels
     # A file that cannot be imported ends no other's tests.
-    assert all("--continue-on-collection-errors" in call for call in (gpu_kernels, gpu_kv, gpu_workers, gpu_models, kernels))
+    assert all(
+        "--continue-on-collection-errors" in call for call in (gpu_kernels, gpu_kv, gpu_workers, gpu_models, kernels)
+    )
     budget_s = int(figures.split("--budget-s ")[1].split()[0])
     assert 430 < budget_s <= 450  # the tests took no time
     assert f"== numerics and figures, at most {budget_s + 20} s" in done.stdout
