@@ -105,12 +105,12 @@ def _check_vectors(rows: list[dict[str, Any]]) -> None:
 
 
 def _check_few_routes(rows: list[dict[str, Any]]) -> None:
-    """Weights and rows are loaded by 16 bytes, beside experts' numbers, without tensor cores. Enough warps fit to have
+    """Weights are loaded by 16 bytes, beside rows and experts' numbers, without tensor cores. Enough warps fit to have
     many loads under way."""
     for row in (row for row in rows if row["loops"] is not None):
         loads = row["loops"]["global_loads"]
-        assert set(loads) <= ({"2", "4", "8", "16"} if row["kernel"] == "_few_down_kernel" else {"16"}), row
-        assert loads["16"] >= 5, row
+        assert set(loads) <= ({"2", "4", "8", "16"} if row["kernel"] == "_few_down_kernel" else {"8", "16"}), row
+        assert loads["16"] >= 2, row  # one row for each warp, of gate and of up if they are gated
         assert row["loops"]["matrix_count"] == 0, row
         assert row["programs"] * row["threads"] >= 12 * 32, row
 
