@@ -12,7 +12,7 @@ from gpu_parts.frame.running import Context, Finding, Note
 from gpu_parts.kernels.linears import compute_dtype, random_linear, roundings
 from gpu_parts.kernels.paged import num_multiprocessors
 from gpu_parts.kernels.stored_linears import random_stored
-from kvrelay.engine.backends.cuda.linear import RoundedLinear, StoredLinear
+from kvrelay.engine.backends.cuda.linear import FullLinear, RoundedLinear, StoredLinear
 from kvrelay.engine.weights.rounding import Rounding
 from kvrelay.kernels.linear.fp8 import fp8_linear, fp8_linear_reference, round_rows
 from kvrelay.kernels.linear.weight_only import dequantise_weight, linear_splits
@@ -22,9 +22,14 @@ _MANY_ROWS = 300  # more rows than the kernel takes
 
 
 def check_linear(context: Context) -> Iterator[Finding]:
-    """Multiply as the engine does: rounded weights, splits for this device, a bias."""
+    """Multiply as the engine does: one row in 16 bits, then rounded weights with splits for this device; with a bias."""
     generator, dtype = context.generator(), compute_dtype(context)
     shapes = context.sizes.shape.linears
+    for name, shape in shapes.items():
+        full = (torch.randn(shape, device=context.device, generator=generator) * shape[1] ** -0.5).to(dtype)
+        x, bias = (torch.randn(1, n, device=context.device, generator=generator).to(dtype) for n in reversed(shape))
+        expected = x.double() @ full.double().T + bias.double()
+        yield from compared(Kernel.LINEAR, f"{name}, 1 row", FullLinear(full, bias[0])(x), expected)
     for rounding in roundings(context.device):
         # QKV has split inputs on a GPU; down has the longest sums.
         for name in ("QKV", "down"):

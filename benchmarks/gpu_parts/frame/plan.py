@@ -26,7 +26,7 @@ CHECKS: dict[Kernel, Section] = {
     Kernel.MODEL: Section("check-model", "gpu_parts.checks.check_model:check_model", 120),
 }
 FIGURES: tuple[Section, ...] = (
-    Section("decode-step", "gpu_parts.engine.steps:measure_decode_steps", 110, _OF_A_STEP),
+    Section("decode-step", "gpu_parts.engine.steps:measure_decode_steps", 110, (*_OF_A_STEP, Kernel.LINEAR)),
     Section("prefill", "gpu_parts.engine.steps:measure_prefill_steps", 45, _OF_A_STEP),
     Section("decode-attention", "gpu_parts.kernels.attention:measure_decode", 90, (Kernel.DECODE,)),
     Section("prefill-attention", "gpu_parts.kernels.attention:measure_prefill", 70, (Kernel.PREFILL,)),

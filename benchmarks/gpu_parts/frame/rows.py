@@ -116,7 +116,7 @@ class Kernel(enum.StrEnum):
     PREFILL = "prefill attention"
     BOXES = "prefill attention by TMA"
     FP8 = "attention over fp8 KV"
-    LINEAR = "linears with 8-bit weights"
+    LINEAR = "linears of one row, and with 8-bit weights"
     FP8_LINEAR = "linears of fp8 with fp8"
     STORED_LINEAR = "linears with 4-bit weights"
     EXPERTS = "experts"

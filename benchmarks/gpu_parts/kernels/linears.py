@@ -10,10 +10,12 @@ import torch.nn.functional as F
 from gpu_parts.frame.floors import linear_bytes
 from gpu_parts.frame.rows import Against, Goal, Peer, Row, Unit
 from gpu_parts.frame.running import Context, Finding
+from gpu_parts.frame.timing import Stopwatch
 from gpu_parts.kernels.paged import num_multiprocessors
+from kvrelay.engine.backends.cuda.linear import RoundedLinear
+from kvrelay.engine.models.ops import Linear
 from kvrelay.engine.weights.rounding import RoundedWeight, Rounding, rounded
 from kvrelay.kernels.attention.kv_scales import require_e4m3
-from kvrelay.kernels.linear.weight_only import linear_splits, weight_only_linear
 
 _STD = 0.02
 _BUDGET_S = 0.15
@@ -26,28 +28,40 @@ def measure_linears(context: Context) -> Iterator[Finding]:
     for name, shape in context.sizes.shape.linears.items():
         weights = {one: random_linear(context, generator, *shape, one) for one in roundings(context.device)}
         full = weights[Rounding.INT8].dequantised().to(dtype)
-        num_splits = linear_splits(num_multiprocessors(context.device), *shape)
         for num_rows in context.sizes.linear_rows:
             x = torch.randn(num_rows, shape[1], device=context.device, generator=generator).to(dtype)
-            full_s = stopwatch.median_s(lambda x=x, full=full: F.linear(x, full), budget_s=_BUDGET_S)  # type: ignore[misc]
-            nbytes = linear_bytes(num_rows, *shape, 1)
             for rounding, weight in weights.items():
-                seconds = stopwatch.median_s(
-                    lambda x=x, one=weight, splits=num_splits: weight_only_linear(  # type: ignore[misc]
-                        x, one.values, one.scale, None, splits
-                    ),
-                    budget_s=_BUDGET_S,
-                )
-                yield Row(
-                    f"{rounding.value} {name}, {num_rows} rows",
-                    Unit.SECONDS,
-                    seconds,
-                    None if context.limits is None else context.limits.bytes_s(nbytes),
-                    (_GOAL,),
-                    (Peer(f"cuBLAS, {str(dtype).removeprefix('torch.')}", full_s),),
-                    f"{nbytes / seconds / 1e9:.0f} GB/s, cuBLAS {linear_bytes(num_rows, *shape, 2) / full_s / 1e9:.0f}; "
-                    f"{num_splits} splits",
-                )
+                linear = RoundedLinear(weight, None, num_multiprocessors(context.device))
+                yield beside_cublas(context, stopwatch, f"{rounding.value} {name}", linear, full, x, 1, _GOAL)
+
+
+def beside_cublas(
+    context: Context,
+    stopwatch: Stopwatch,
+    name: str,
+    linear: Linear,
+    full: torch.Tensor,
+    x: torch.Tensor,
+    itemsize: float,
+    goal: Goal,
+) -> Row:
+    """The time of the engine's ``linear`` for the rows ``x``, and of cuBLAS with the same weight in 16 bits, ``full``.
+
+    ``itemsize``: bytes of a number of the engine's weight.
+    """
+    num_rows, (num_outs, num_ins) = len(x), full.shape
+    seconds = stopwatch.median_s(lambda: linear(x), budget_s=_BUDGET_S)
+    full_s = stopwatch.median_s(lambda: F.linear(x, full), budget_s=_BUDGET_S)
+    nbytes, full_nbytes = (linear_bytes(num_rows, num_outs, num_ins, size) for size in (itemsize, 2))
+    return Row(
+        f"{name}, {num_rows} rows",
+        Unit.SECONDS,
+        seconds,
+        None if context.limits is None else context.limits.bytes_s(nbytes),
+        (goal,),
+        (Peer(f"cuBLAS, {str(x.dtype).removeprefix('torch.')}", full_s),),
+        f"{nbytes / seconds / 1e9:.0f} GB/s, cuBLAS {full_nbytes / full_s / 1e9:.0f}",
+    )
 
 
 def roundings(device: torch.device) -> Sequence[Rounding]:

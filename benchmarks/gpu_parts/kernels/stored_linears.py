@@ -5,21 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 
-from gpu_parts.frame.floors import linear_bytes, stored_itemsize
-from gpu_parts.frame.rows import Against, Goal, Peer, Row, Unit
+from gpu_parts.frame.floors import stored_itemsize
+from gpu_parts.frame.rows import Against, Goal
 from gpu_parts.frame.running import Context, Finding
-from gpu_parts.kernels.linears import compute_dtype
+from gpu_parts.kernels.linears import beside_cublas, compute_dtype
 from gpu_parts.kernels.paged import num_multiprocessors
+from kvrelay.engine.backends.cuda.linear import StoredLinear
 from kvrelay.engine.weights.stored import StoredWeight
-from kvrelay.kernels.linear.group_scaled import group_scaled_linear
-from kvrelay.kernels.linear.weight_only import linear_splits
 
 _STD = 0.02
 _STD_OF_INTEGERS = 4.6  # of 0 to 15
 _ZERO = 8  # of symmetric weights
-_BUDGET_S = 0.15
 _GOAL = Goal("≥ 1.7x of 16 bits", Against.PEER, 1 / 1.7)  # what the decode step needs
 
 
@@ -29,29 +26,11 @@ def measure_stored_linears(context: Context) -> Iterator[Finding]:
     for name, shape in context.sizes.shape.linears.items():
         weight = random_stored(generator, *shape, context.sizes.group_size, dtype)
         full = weight.dequantised()
-        num_splits = linear_splits(num_multiprocessors(context.device), *shape)
+        linear = StoredLinear(weight, None, num_multiprocessors(context.device))
+        itemsize = stored_itemsize(weight.group_size, dtype.itemsize)
         for num_rows in context.sizes.stored_rows:
             x = torch.randn(num_rows, shape[1], device=context.device, generator=generator).to(dtype)
-
-            def ours(x: torch.Tensor = x, one: StoredWeight = weight, splits: int = num_splits) -> torch.Tensor:
-                return group_scaled_linear(x, one.values, one.scale, one.zero, one.group_size, None, splits)
-
-            def theirs(x: torch.Tensor = x, full: torch.Tensor = full) -> torch.Tensor:
-                return F.linear(x, full)
-
-            seconds = stopwatch.median_s(ours, budget_s=_BUDGET_S)
-            full_s = stopwatch.median_s(theirs, budget_s=_BUDGET_S)
-            nbytes = linear_bytes(num_rows, *shape, stored_itemsize(weight.group_size, dtype.itemsize))
-            yield Row(
-                f"4-bit {name}, {num_rows} rows",
-                Unit.SECONDS,
-                seconds,
-                None if context.limits is None else context.limits.bytes_s(nbytes),
-                (_GOAL,),
-                (Peer(f"cuBLAS, {str(dtype).removeprefix('torch.')}", full_s),),
-                f"{nbytes / seconds / 1e9:.0f} GB/s, cuBLAS {linear_bytes(num_rows, *shape, 2) / full_s / 1e9:.0f}; "
-                f"{num_splits} splits",
-            )
+            yield beside_cublas(context, stopwatch, f"4-bit {name}", linear, full, x, itemsize, _GOAL)
 
 
 def random_stored(
