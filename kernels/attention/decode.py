@@ -91,6 +91,25 @@ class DecodeWorkspace:
             max_splits,
         )
 
+    def combine(self, seq_lens: torch.Tensor, out: torch.Tensor) -> None:
+        """Write what the splits of each sequence have together into `out` `[num_seqs, num_q_heads, head_dim]`; one launch."""
+        num_seqs, num_q_heads, head_dim = out.shape
+        head_dim_pad = next_power_of_2(head_dim)
+        decode_combine_kernel[(num_seqs, num_q_heads)](
+            self.partial_out,
+            self.partial_lse,
+            self.plan,
+            seq_lens,
+            out,
+            out.stride(0),
+            out.stride(1),
+            NUM_Q_HEADS=num_q_heads,
+            HEAD_DIM=head_dim,
+            HEAD_DIM_PAD=head_dim_pad,
+            SPLITS=combined_splits(1, head_dim_pad),
+            num_warps=2 if head_dim_pad <= 256 else 4,
+        )
+
 
 def splits_for_device(num_multiprocessors: int, num_kv_heads: int) -> int:
     """The `max_splits` of a device: the splits that run at once. A multiprocessor of Hopper or Blackwell holds three programs."""
@@ -470,17 +489,4 @@ def paged_decode_attention(
         num_stages=tile.num_stages,
     )
     if not splits_at_once:
-        decode_combine_kernel[(num_seqs, num_q_heads)](
-            workspace.partial_out,
-            workspace.partial_lse,
-            workspace.plan,
-            seq_lens,
-            out,
-            out.stride(0),
-            out.stride(1),
-            NUM_Q_HEADS=num_q_heads,
-            HEAD_DIM=geometry.value_dim,
-            HEAD_DIM_PAD=value_dim_pad,
-            SPLITS=combined_splits(1, value_dim_pad),
-            num_warps=2 if value_dim_pad <= 256 else 4,
-        )
+        workspace.combine(seq_lens, out)

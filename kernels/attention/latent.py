@@ -18,11 +18,9 @@ import triton
 import triton.language as tl
 
 from kvrelay.kernels.attention.decode import DecodeWorkspace
-from kvrelay.kernels.attention.latent_tiles import MAX_RANK, LatentSizes, Tile, accumulate_latents, load_queries
+from kvrelay.kernels.attention.latent_tiles import LatentSizes, Tile, accumulate_latents, load_queries
 from kvrelay.kernels.attention.splits import (
     MIN_KEYS_PER_SPLIT,
-    combined_splits,
-    decode_combine_kernel,
     find_split,
     most_splits,
     most_waves,
@@ -284,20 +282,7 @@ def latent_decode_attention(
         WAVE=max_splits,
         **sizes.constants,
     )
-    decode_combine_kernel[(num_seqs, sizes.num_q_heads)](
-        workspace.partial_out,
-        workspace.partial_lse,
-        workspace.plan,
-        seq_lens,
-        out,
-        out.stride(0),
-        out.stride(1),
-        NUM_Q_HEADS=sizes.num_q_heads,
-        HEAD_DIM=rank,
-        HEAD_DIM_PAD=next_power_of_2(rank),
-        SPLITS=combined_splits(1, next_power_of_2(rank)),
-        num_warps=2 if rank <= MAX_RANK // 2 else 4,
-    )
+    workspace.combine(seq_lens, out)
 
 
 def latent_prefill_attention(
