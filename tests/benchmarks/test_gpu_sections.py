@@ -259,7 +259,7 @@ def test_a_dry_run_of_the_command_says_that_its_times_mean_nothing(tmp_path: Pat
     assert document["is_dry_run"]
     figures = [row["figure"] for row in document["rows"]]
     assert [name for name in figures if name.startswith("hand-off")] == figures[4:]
-    assert len(figures[4:]) == 2  # plain, and sealed
+    assert len(figures[4:]) == 3  # over TCP, through shared memory, and sealed there
     assert [section["failure"] for section in document["sections"]] == [None, None]
 
 
