@@ -292,7 +292,6 @@ class TransferTable:
             block_index=index,
             payload_nbytes=piece.nbytes,
             block_hash=transfer.offer.block_hashes[index],
-            sender_rank=piece.sender_rank,
             piece_index=piece_index,
         )
         try:

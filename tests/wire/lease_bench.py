@@ -10,7 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 from prometheus_client import CollectorRegistry
@@ -40,8 +40,8 @@ EPOCH = 7
 TTL_S = 30.0
 FINGERPRINT = b"f" * 16
 GEOMETRY = fake_card(block_size=BLOCK_SIZE, token_nbytes=BLOCK_NBYTES // BLOCK_SIZE).layout.geometry
-TWO_PIECES = (Piece(0, 0, 128), Piece(1, 128, BLOCK_NBYTES - 128))  # of two ranks
-TWO_GROUPS = (Piece(0, 0, BLOCK_NBYTES), Piece(0, 0, BLOCK_NBYTES - 64, group=1, window=5))  # the second is smaller
+TWO_PIECES = (Piece(BLOCK_NBYTES), Piece(BLOCK_NBYTES - 64, group=1))  # the second is smaller
+TWO_WITH_WINDOW = (TWO_PIECES[0], replace(TWO_PIECES[1], window=5))
 
 
 class Clock:
@@ -216,9 +216,8 @@ class LeaseBench:
         num_tokens = len(lease.offer.token_ids)
         for piece in self.pieces:
             for index in range(piece.first_block(num_tokens, BLOCK_SIZE), len(lease.offer.block_hashes)):
-                there = slice(piece.start, piece.start + piece.nbytes)
-                found = bytes(self.store.block(lease.block_tables[piece.group][index]))[there]
-                assert found == content_of(lease.offer.block_hashes[index])[there]
+                found = bytes(self.store.block(lease.block_tables[piece.group][index]))[: piece.nbytes]
+                assert found == content_of(lease.offer.block_hashes[index])[: piece.nbytes]
 
     def assert_all_free(self) -> None:
         """Check that there is no lease, no open view and no held block."""
@@ -246,10 +245,8 @@ class Granted:
         key = key or self.grant.seal_key
         whole = content_of(self.offer.block_hashes[min(index, len(self.offer.block_hashes) - 1)])
         part = self.pieces[piece]
-        right = whole[part.start : part.start + part.nbytes]
-        draft = BlockHeader(
-            self.grant.lease_id, self.grant.epoch, index, part.nbytes, whole[:16], part.sender_rank, piece
-        )
+        right = whole[: part.nbytes]
+        draft = BlockHeader(self.grant.lease_id, self.grant.epoch, index, part.nbytes, whole[:16], piece)
         header = msgspec.structs.replace(draft, is_sealed=key is not None, **changes)
         if key is None:
             return header.pack(memoryview(right)), right if payload is None else payload

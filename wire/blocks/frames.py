@@ -1,7 +1,6 @@
 """The header in front of a KV block's bytes on the data socket: a frame brings one piece of one block.
 
-Little endian, fixed size: magic, version, lease id, epoch, block index, sending rank, piece index, payload size, block hash, and in
-a plain piece's header the checksum. The checksum is XXH3-64 over the header's other fields and then the payload, so a payload under
+Little endian, fixed size: magic, version, lease id, epoch, block index, piece index, payload size, block hash, and in a plain piece's header the checksum. The checksum is XXH3-64 over the header's other fields and then the payload, so a payload under
 another header does not pass. It finds accidents of all kinds; it is not a signature. A sealed piece
 (:mod:`kvrelay.wire.blocks.seal`) has a version of its own and no checksum: its seal covers the header. The payload size is always
 that of the open piece.
@@ -19,7 +18,7 @@ from kvrelay.wire.errors import BlockRefusedError
 
 _MAGIC = b"KVRB"
 _PLAIN, _SEALED = 1, 2  # versions
-_FIELDS = struct.Struct(f"<4sHQQIHHI{HASH_NBYTES}s")
+_FIELDS = struct.Struct(f"<4sHQQIHI{HASH_NBYTES}s")
 _CHECKSUM = struct.Struct("<Q")
 _STRETCH_NBYTES = 256 * 1024  # copied and hashed together, while the bytes are in the core's cache
 HEADER_NBYTES = _FIELDS.size + _CHECKSUM.size
@@ -36,7 +35,6 @@ class BlockHeader(msgspec.Struct, frozen=True):
     block_index: int  # in the sequence, from 0
     payload_nbytes: int
     block_hash: bytes
-    sender_rank: int = 0  # of the sending worker's ranks
     piece_index: int = 0  # of the block's pieces
     checksum: int = 0
     is_sealed: bool = False
@@ -57,7 +55,6 @@ class BlockHeader(msgspec.Struct, frozen=True):
             self.lease_id,
             self.epoch,
             self.block_index,
-            self.sender_rank,
             self.piece_index,
             self.payload_nbytes,
             self.block_hash,
@@ -102,7 +99,7 @@ def parse_header(frame: bytes | memoryview) -> BlockHeader:
     if len(frame) not in (HEADER_NBYTES, SEALED_HEADER_NBYTES):
         detail = f"a header of {len(frame)} bytes; it must have {HEADER_NBYTES}, or sealed {SEALED_HEADER_NBYTES}"
         raise BlockRefusedError("bad_header", detail)
-    magic, version, lease_id, epoch, block_index, rank, piece_index, payload_nbytes, block_hash = _FIELDS.unpack_from(
+    magic, version, lease_id, epoch, block_index, piece_index, payload_nbytes, block_hash = _FIELDS.unpack_from(
         frame
     )
     is_sealed = len(frame) == SEALED_HEADER_NBYTES
@@ -110,4 +107,4 @@ def parse_header(frame: bytes | memoryview) -> BlockHeader:
     if magic != _MAGIC or version != expected:
         raise BlockRefusedError("bad_header", f"magic {magic!r} version {version}; expected {_MAGIC!r} {expected}")
     checksum = 0 if is_sealed else _CHECKSUM.unpack_from(frame, _FIELDS.size)[0]
-    return BlockHeader(lease_id, epoch, block_index, payload_nbytes, block_hash, rank, piece_index, checksum, is_sealed)
+    return BlockHeader(lease_id, epoch, block_index, payload_nbytes, block_hash, piece_index, checksum, is_sealed)

@@ -2,8 +2,8 @@
 
 A sealed payload is the ciphertext and behind it the tag, ``TAG_NBYTES`` more than the block. The header is the associated data, so
 a block under another header, of another lease or with one bit changed does not open; a checksum beside it would add nothing.
-The nonce names sending rank, piece and block: a key is made for one lease, and each rank of its sender seals each piece once
-(``claim`` refuses the second time). So no pair of key and nonce is used twice.
+The nonce names piece and block: a key is made for one lease, and its sender seals each piece once (``claim`` refuses the second
+time). So no pair of key and nonce is used twice.
 
 The key travels on the control channel. Whoever can read that channel can open and forge every block.
 """
@@ -19,7 +19,7 @@ from kvrelay.wire.blocks.frames import BlockHeader
 
 KEY_NBYTES = 32
 TAG_NBYTES = 16
-_NONCE = struct.Struct("<HHQ")  # sending rank, piece, block
+_NONCE = struct.Struct("<IQ")  # piece, block
 
 
 def new_key() -> bytes:
@@ -48,8 +48,8 @@ class BlockSealer:
         nonce = _nonce(header)
         if nonce in self._claimed:
             raise ValueError(
-                f"rank {header.sender_rank} sealed piece {header.piece_index} of block {header.block_index} under this key "
-                "already; a block that changed needs a new lease"
+                f"piece {header.piece_index} of block {header.block_index} was sealed under this key already; a block that changed "
+                "needs a new lease"
             )
         self._claimed.add(nonce)
 
@@ -86,4 +86,4 @@ def _cipher(key: bytes) -> AESGCM:
 
 
 def _nonce(header: BlockHeader) -> bytes:
-    return _NONCE.pack(header.sender_rank, header.piece_index, header.block_index)
+    return _NONCE.pack(header.piece_index, header.block_index)

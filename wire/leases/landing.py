@@ -29,8 +29,8 @@ def misfit(
         detail = f"block {header.block_index} with another hash than that of {len(block_hashes)} offered ones"
         return BlockRefusedError("wrong_block", detail)
     piece = pieces[header.piece_index] if header.piece_index < len(pieces) else None
-    if piece is None or header.sender_rank != piece.sender_rank:
-        detail = f"piece {header.piece_index} of {len(pieces)} from rank {header.sender_rank}, which does not send it"
+    if piece is None:
+        detail = f"piece {header.piece_index} of {len(pieces)}"
         return BlockRefusedError("wrong_piece", detail)
     if header.block_index < (first := first_blocks[header.piece_index]):
         detail = f"piece {header.piece_index} of block {header.block_index}, which nobody sees: it comes from block {first} on"

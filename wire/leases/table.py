@@ -243,7 +243,7 @@ class LeaseTable:
             block_id = lease.block_tables[piece.group][header.block_index]
         # Without the lock: no other thread may touch this piece now, and opening a view may take a while.
         try:
-            view = self._store.open_write(block_id, piece.group)[piece.start : piece.start + piece.nbytes]
+            view = self._store.open_write(block_id, piece.group)[: piece.nbytes]
             refusal = land(header, payload, view, lease.opener)
             if refusal is not None:
                 self._counted(refusal)

@@ -56,7 +56,7 @@ def test_no_bit_of_the_header_can_be_changed() -> None:
             continue
         num_parsed += 1
         assert opens(key, header, sealed) is None, bit
-    assert num_parsed == 8 * (8 + 8 + 4 + 2 + 2 + 4 + 16)  # lease, epoch, index, rank, piece, size, hash
+    assert num_parsed == 8 * (8 + 8 + 4 + 2 + 4 + 16)  # lease, epoch, index, piece, size, hash
 
 
 def test_no_bit_of_a_plain_header_can_be_changed() -> None:
@@ -72,17 +72,17 @@ def test_no_bit_of_a_plain_header_can_be_changed() -> None:
         assert parsed.checksum_of(PAYLOAD) != parsed.checksum, bit
 
 
-RANKS, PIECES, BLOCKS = (0, 1, 255, 256, 2**16 - 1), (0, 1, 255, 256, 2**16 - 1), (0, 1, 255, 256, 2**16, 2**32 - 1)
-NAMES = [replace(HEADER, sender_rank=r, piece_index=p, block_index=b) for r in RANKS for p in PIECES for b in BLOCKS]
+PIECES, BLOCKS = (0, 1, 255, 256, 2**16 - 1), (0, 1, 255, 256, 2**16, 2**32 - 1)
+NAMES = [replace(HEADER, piece_index=p, block_index=b) for p in PIECES for b in BLOCKS]
 
 
-def test_a_nonce_is_given_once_for_each_rank_piece_and_block() -> None:
+def test_a_nonce_is_given_once_for_each_piece_and_block() -> None:
     sealer = BlockSealer(new_key())
     for header in NAMES:
         sealer.claim(header)
     for header in NAMES:
         with pytest.raises(
-            ValueError, match=f"piece {header.piece_index} of block {header.block_index} under this key already"
+            ValueError, match=f"piece {header.piece_index} of block {header.block_index} was sealed under this key already"
         ):
             sealer.claim(header)
 

@@ -21,7 +21,6 @@ HEADER = BlockHeader(
     block_index=2**32 - 1,
     payload_nbytes=8,
     block_hash=b"h" * 16,
-    sender_rank=3,
     piece_index=2**16 - 1,
 )
 PAYLOAD = memoryview(b"payload!")

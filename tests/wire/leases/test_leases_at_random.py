@@ -16,13 +16,13 @@ from kvrelay.wire.errors import BlockRefusedError
 from kvrelay.wire.leases.lease import VerifiedLease
 from kvrelay.wire.messages import Abort, Grant, Offer, Renew
 
-from ..lease_bench import BLOCK_SIZE, EPOCH, TTL_S, TWO_GROUPS, TWO_PIECES, Granted, LeaseBench, offer_of
+from ..lease_bench import BLOCK_SIZE, EPOCH, TTL_S, TWO_WITH_WINDOW, TWO_PIECES, Granted, LeaseBench, offer_of
 
 
 class LeaseMachine(RuleBasedStateMachine):
     """Two receivers with at most one open write each, leases from two peers, and a pool that may run out of blocks.
 
-    Blocks come in two pieces, of two ranks.
+    Blocks come in two pieces, of two groups.
     """
 
     leases = Bundle("leases")
@@ -72,7 +72,7 @@ class LeaseMachine(RuleBasedStateMachine):
         index=st.integers(0, 4),
         piece=st.integers(0, 1),
         epoch=st.sampled_from([EPOCH, EPOCH, EPOCH, 2]),
-        skew=st.sampled_from([{}, {}, {}, {"block_hash": b"?" * 16}, {"sender_rank": 2}, {"piece_index": 2}]),
+        skew=st.sampled_from([{}, {}, {}, {"block_hash": b"?" * 16}, {"piece_index": 2}]),
         receiver=st.integers(0, 1),
     )
     def begin(self, lease_id: int, index: int, piece: int, epoch: int, skew: dict[str, Any], receiver: int) -> None:
@@ -187,7 +187,7 @@ class SealedLeaseMachine(LeaseMachine):
 class TwoGroupsMachine(LeaseMachine):
     """Two groups of layers. The second has a window, so its first blocks are not sent."""
 
-    pieces = TWO_GROUPS
+    pieces = TWO_WITH_WINDOW
 
 
 TestTwoGroupsAtRandom = TwoGroupsMachine.TestCase

@@ -180,7 +180,7 @@ MESSAGES: Sequence[Message] = (
 
 HEADERS = tuple(
     BlockHeader(
-        **_LEASE, block_index=3, payload_nbytes=48, block_hash=_HASH, sender_rank=2, piece_index=1, is_sealed=one
+        **_LEASE, block_index=3, payload_nbytes=48, block_hash=_HASH, piece_index=1, is_sealed=one
     )
     for one in (False, True)
 )
