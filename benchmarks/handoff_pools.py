@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import xxhash
 
+from kvrelay.common.block_digests import landed
 from kvrelay.common.kv_geometry import GroupKind, KvGeometry, KvGroup
 
 
@@ -43,12 +44,19 @@ class Pool:
         self.bytes = memoryview(memory)
         self.clear()
 
+    register = None
+
     def open_read(self, block_id: int, group: int = 0) -> memoryview:
         """The block's bytes."""
         return self.bytes[block_id * self.block_nbytes : (block_id + 1) * self.block_nbytes]
 
     def close_read(self, block_id: int) -> None:
         """Nothing to do in host memory."""
+
+    def begin_write(self, block_id: int, group: int, payload: memoryview) -> Callable[[], bytes]:
+        """Write a block. The result gives the digests of what is there."""
+        digests = landed(payload, self.open_read(block_id)[: len(payload)])
+        return lambda: digests
 
     def open_write(self, block_id: int, group: int = 0) -> memoryview:
         """The block's bytes."""

@@ -85,7 +85,9 @@ class KvrelayReceiver:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._receiver: BlockReceiver | SharedReceiver
         if way.is_shared:
-            self._receiver = SharedReceiver(SharedPlace(), self._leases, sizes.block_nbytes, metrics)
+            self._receiver = SharedReceiver(
+                SharedPlace(), self._leases, sizes.block_nbytes, metrics, register=pool.register
+            )
             self._receiver.start()
             self.address = self._receiver.name
             return
@@ -192,7 +194,8 @@ class KvrelaySender:
         self._sizes, self._control = sizes, PipeControl(peer)
         metrics = WireMetrics(CollectorRegistry())
         # If shared memory fails, TCP goes to an address without a listener: an error, not a wrong figure.
-        shared = SharedTarget(address, SharedPlace(), sizes.block_nbytes) if way.is_shared else None
+        place = (address, SharedPlace(), sizes.block_nbytes)
+        shared = SharedTarget(*place, register=pool.register) if way.is_shared else None
         address = "tcp://127.0.0.1:9" if way.is_shared else address
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._sender = BlockSender(address, metrics=metrics, context=self._context, shared=shared)

@@ -107,7 +107,8 @@ class DecodeWorker(Worker[DecodeService]):
         shared_name = None
         if setup.shared_memory is not None:
             place, metrics = setup.shared_memory, self._wire_metrics
-            shared = SharedReceiver(place, self.leases, card.layout.geometry.physical_nbytes, metrics, token=token)
+            nbytes, register = card.layout.geometry.physical_nbytes, engine.store.register
+            shared = SharedReceiver(place, self.leases, nbytes, metrics, token=token, register=register)
             self._receivers["the shared memory's socket"] = shared
             shared_name = shared.name
         self.data_address = receiver.address

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
+from kvrelay.common.late_bytes import Register
 from kvrelay.common.model_card import ModelCard
 from kvrelay.wire.addresses import data_address
 from kvrelay.wire.control.client import ControlClient
@@ -93,7 +94,9 @@ class _Peer:
             metrics=self._links.metrics,
             context=setup.network.context,
             token=welcome.data_token,
-            shared=SharedTarget(welcome.shared_memory, setup.shared_memory, nbytes, welcome.data_token),
+            shared=SharedTarget(
+                welcome.shared_memory, setup.shared_memory, nbytes, welcome.data_token, self._links.register
+            ),
             on_end=self._on_mute,
         )
         self.link = DecodeLink(self.client, self._sender, setup.seal_kv)
@@ -150,11 +153,19 @@ class _Peer:
 class DecodeLinks:
     """All links of a prefill worker, by control address. Asyncio loop only."""
 
-    def __init__(self, card: ModelCard, setup: Setup, handler: LinkHandler, metrics: WireMetrics) -> None:
+    def __init__(
+        self,
+        card: ModelCard,
+        setup: Setup,
+        handler: LinkHandler,
+        metrics: WireMetrics,
+        register: Register | None = None,
+    ) -> None:
         self.card = card
         self.setup = setup
         self.handler = handler
         self.metrics = metrics
+        self.register = register
         self._clock = setup.network.clock
         self._peers: dict[str, _Peer] = {}
         self._stopping: set[asyncio.Task[None]] = set()

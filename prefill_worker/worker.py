@@ -35,7 +35,7 @@ class PrefillWorker(Worker[PrefillService]):
     ) -> None:
         super().__init__(Leader(engine), settings, setup, PrefillScheduler, PrefillService)
         service, clock, card = self.service, setup.network.clock, engine.card
-        self._links = DecodeLinks(card, setup, service, self._wire_metrics)
+        self._links = DecodeLinks(card, setup, service, self._wire_metrics, engine.store.register)
         settings_of_transfers = transfer_settings or TransferSettings()
         transfers = TransferTable(
             engine.store, card.layout.geometry, service, settings_of_transfers, self._wire_metrics, clock

@@ -63,7 +63,7 @@ class ReadableStore(Protocol):
     """The pool's bytes, as a transfer sees them (see kvrelay.engine.step.interface.BlockStore)."""
 
     def open_read(self, block_id: int, group: int) -> memoryview | LateBytes:
-        """Begin to read a block: its bytes, or a handle for bytes that are on their way from a device."""
+        """Open a block for reading: its bytes, or a handle for bytes that are on their way from a device."""
 
     def close_read(self, block_id: int) -> None:
         """The bytes are no longer read."""

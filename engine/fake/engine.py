@@ -15,6 +15,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import pairwise
 
+from kvrelay.common.block_digests import landed
 from kvrelay.common.kv_geometry import GroupKind, KvGeometry, KvGroup, Window, window_at
 from kvrelay.common.model_card import KvLayout, ModelCard
 from kvrelay.common.sampling import SampledToken
@@ -43,12 +44,20 @@ class MemoryStore:
         """The block's memory."""
         return self._memory[block_id * self.block_nbytes : (block_id + 1) * self.block_nbytes]
 
+    register = None
+
     def open_read(self, block_id: int, group: int = 0) -> memoryview:
         """See BlockStore."""
         return self.block(block_id).toreadonly()
 
     def close_read(self, block_id: int) -> None:
         """See BlockStore."""
+
+    def begin_write(self, block_id: int, group: int, payload: memoryview) -> Callable[[], bytes]:
+        """See BlockStore."""
+        digests = landed(payload, self.open_write(block_id, group)[: len(payload)])
+        self.close_write(block_id)
+        return lambda: digests
 
     def open_write(self, block_id: int, group: int = 0) -> memoryview:
         """See BlockStore."""

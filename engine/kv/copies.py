@@ -1,14 +1,19 @@
-"""Copies between a GPU's pool and pinned memory: one interface around the CUDA calls, without any decisions.
+"""Copies between a GPU's pool and the host's memory, and digests of blocks: one interface around CUDA, without any decisions.
 
 :mod:`kvrelay.engine.kv.staging` decides when a block is copied and who may use which memory until then. It is tested without a GPU.
 """
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+
+from kvrelay.common.block_digests import STRETCH_NBYTES, num_stretches
+
+_READ_ONLY = 8  # cudaHostRegisterReadOnly
 
 
 class Copied(Protocol):
@@ -19,6 +24,19 @@ class Copied(Protocol):
 
     def synchronize(self) -> None:
         """Wait until the device has passed it. Raises RuntimeError like ``query``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Digests:
+    """Digests of a block's stretches (:mod:`kvrelay.common.block_digests`) on their way to the host."""
+
+    copied: Copied  # behind them
+    on_host: torch.Tensor  # [num_stretches] int64
+
+    def wait(self) -> bytes:
+        """The digests. Raises RuntimeError if the device has failed."""
+        self.copied.synchronize()
+        return self.on_host.numpy().tobytes()
 
 
 class CopyDevice(Protocol):
@@ -32,6 +50,21 @@ class CopyDevice(Protocol):
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> Copied:
         """Launch a copy. Do not change either tensor before the returned point has passed. Any thread, one at a time."""
+
+    def can_digest(self, nbytes: int) -> bool:
+        """Whether ``digest`` takes so many bytes of a block."""
+
+    def digest(self, blocks: torch.Tensor, block_id: int, nbytes: int) -> Digests:
+        """Launch: hash the first ``nbytes`` bytes of a block as they are after the copies so far. Any thread, one at a time.
+
+        ``blocks``: ``[num_blocks, block_nbytes]`` uint8 on the device.
+        """
+
+    def register(self, address: int, nbytes: int, *, is_read_only: bool) -> bool:
+        """Let copies reach memory of this process directly. False if the device cannot. ``address``: of a page."""
+
+    def unregister(self, address: int) -> None:
+        """End that, before the memory is unmapped. No copy may use it any more."""
 
     def hold_steps(self, copied: Copied) -> None:
         """Computation that the calling thread launches from now on runs after ``copied``. The host does not wait."""
@@ -51,6 +84,9 @@ class CudaCopies:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        from kvrelay.kernels.rows import digests  # noqa: PLC0415 - Triton takes a second to import, and only a GPU needs it
+
+        self._is_digestible, self._block_digests = digests.is_digestible, digests.block_digests
 
     def pinned(self, nbytes: int) -> torch.Tensor:
         """See CopyDevice."""
@@ -67,6 +103,34 @@ class CudaCopies:
             copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             copied.record()
         return copied
+
+    def can_digest(self, nbytes: int) -> bool:
+        """See CopyDevice."""
+        return self._is_digestible(nbytes)
+
+    def digest(self, blocks: torch.Tensor, block_id: int, nbytes: int) -> Digests:
+        """See CopyDevice."""
+        count = num_stretches(nbytes)
+        on_host = torch.empty(count, dtype=torch.int64, pin_memory=True)
+        with torch.cuda.stream(self._stream):
+            made = torch.empty(count, dtype=torch.int64, device=self._device)
+            self._block_digests(blocks, block_id, nbytes, STRETCH_NBYTES, made)
+            return Digests(self.copy(on_host, made), on_host)
+
+    def register(self, address: int, nbytes: int, *, is_read_only: bool) -> bool:
+        """See CopyDevice."""
+        with torch.cuda.device(self._device):
+            error = torch.cuda.cudart().cudaHostRegister(address, nbytes, _READ_ONLY if is_read_only else 0)  # type: ignore[no-untyped-call]
+            if int(error) == 0:
+                return True
+            with contextlib.suppress(RuntimeError):  # CUDA reports the error once more, to the thread's next call
+                torch.zeros(1, device=self._device)
+            return False
+
+    def unregister(self, address: int) -> None:
+        """See CopyDevice."""
+        with torch.cuda.device(self._device):
+            torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
     def hold_steps(self, copied: Copied) -> None:
         """See CopyDevice."""

@@ -7,7 +7,7 @@ its sender reads it. A received block is verified as a whole and then split. So 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,6 +15,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from kvrelay.common.block_digests import landed
 from kvrelay.common.kv_geometry import KvGeometry
 from kvrelay.common.late_bytes import Reader
 from kvrelay.engine.config.cut import cuts_of
@@ -69,13 +70,21 @@ class GatheredStore:
         ]
         self._writes: dict[int, tuple[Bytes, int]] = {}  # by block: the memory, and the group
 
+    register = None
+
     def open_read(self, block_id: int, group: int) -> GatheredRead:
         """See BlockStore."""
         self._check(block_id)
-        return GatheredRead(self, block_id, group, self.block_nbytes)
+        return GatheredRead(self, block_id, group)
 
     def close_read(self, block_id: int) -> None:
         """See BlockStore."""
+
+    def begin_write(self, block_id: int, group: int, payload: memoryview) -> Callable[[], bytes]:
+        """See BlockStore. The digests are of the whole block, before it is split."""
+        digests = landed(payload, self.open_write(block_id, group)[: len(payload)])
+        self.close_write(block_id)
+        return lambda: digests
 
     def open_write(self, block_id: int, group: int) -> memoryview:
         """See BlockStore. Raises ValueError if the block is open for writing already."""
@@ -115,9 +124,17 @@ class GatheredRead:
     _store: GatheredStore
     _block_id: int
     _group: int
-    nbytes: int
     is_scarce: bool = False
+
+    def begin(self) -> None:
+        """See LateBytes: it is gathered when somebody waits."""
+
+    def begin_copy_to(self, _target: memoryview) -> None:
+        """See LateBytes: no rank has the whole block."""
 
     def wait(self, _reader: Reader, _timeout_s: float) -> memoryview:
         """See LateBytes."""
         return self._store.gather(self._block_id, self._group).data
+
+    def digests(self, _nbytes: int) -> None:
+        """See LateBytes: no rank has the whole block."""

@@ -16,14 +16,17 @@ import math
 import mmap
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
+from kvrelay.common.block_digests import landed
 from kvrelay.common.kv_geometry import KvGeometry
+from kvrelay.common.late_bytes import Register
 from kvrelay.engine.kv.copies import Copied, StagingPlan
-from kvrelay.engine.kv.staging import StagedRead, Staging
+from kvrelay.engine.kv.staged_read import StagedRead
+from kvrelay.engine.kv.staging import Staging
 from kvrelay.engine.step.uploads import Uploader
 
 _MADV_POPULATE_WRITE = 23  # <linux/mman.h>; Python has no name for it
@@ -66,24 +69,37 @@ class KvPool:
         self.block_nbytes = self.tensor[0].nbytes
         self._bytes = self.tensor.view(len(self.tensor), -1).view(torch.uint8)  # [num_blocks + num_spare, block_nbytes]
         self._uploader = Uploader(device)  # uploads block numbers; for the model thread only
+        self._group_nbytes = [geometry.block_size * group.token_nbytes for group in geometry.groups]
         self._host: memoryview | None = None
         self._staging: Staging | None = None
         if staging is not None:
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()  # the zeros must be written before the first copies
-            self._staging = Staging(self._bytes[:num_blocks], staging)
+            self._staging = Staging(self._bytes[:num_blocks], staging, self._group_nbytes)
         elif device.type == "cpu":
             self._host = self._bytes.numpy().data.cast("B")
 
     def open_read(self, block_id: int, group: int = 0) -> memoryview | StagedRead:
         """See BlockStore. Two readers of one block share a view."""
         self._check(block_id)
-        return self._staged.open_read(block_id) if self._host is None else self._host_view(block_id)
+        return (
+            self._staged.open_read(block_id, self._group_nbytes[group])
+            if self._host is None
+            else self._host_view(block_id)
+        )
 
     def close_read(self, block_id: int) -> None:
         """See BlockStore."""
         if self._host is None:
             self._staged.close_read(block_id)
+
+    def begin_write(self, block_id: int, group: int, payload: memoryview) -> Callable[[], bytes]:
+        """See BlockStore."""
+        self._check(block_id)
+        if self._host is None:
+            return self._staged.begin_write(block_id, payload)
+        digests = landed(payload, self._host_view(block_id)[: len(payload)])
+        return lambda: digests
 
     def open_write(self, block_id: int, group: int = 0) -> memoryview:
         """See BlockStore. With staging it raises ValueError if the block is open for writing already."""
@@ -114,6 +130,12 @@ class KvPool:
     def _host_view(self, block_id: int) -> memoryview:
         assert self._host is not None
         return self._host[block_id * self.block_nbytes : (block_id + 1) * self.block_nbytes]
+
+    @property
+    def register(self) -> Register | None:
+        """See BlockStore."""
+        registered = None if self._staging is None else self._staging.registered
+        return None if registered is None else registered.register
 
     @property
     def blocks(self) -> torch.Tensor:

@@ -1,20 +1,24 @@
-"""Stages blocks between a GPU's KV pool and the threads that ship and receive them: a bounded number of pinned buffers, with copies
+"""Moves blocks between a GPU's KV pool and the threads that ship and receive them: a bounded number of pinned buffers, with copies
 beside the steps.
 
 A **slot** is pinned memory for one block; all are allocated at the start. Copies run in the order of their launches
 (:mod:`kvrelay.engine.kv.copies`), so no copy meets a slot or a block that an earlier one still uses. This module orders what the
 *host* reads or writes in a slot, and what *steps* compute, after the copies::
 
-    read    open_read ─▶ queued ─▶ copied ahead, on half of the slots ─▶ wait: lent until the reader is done ─▶ close_read
+    read    open_read ─▶ begin: queued ─▶ copied ahead, on half of the slots ─▶ wait: lent until the reader is done ─▶ close_read
     write   open_write: a slot whose last copy is over ─▶ filled, proved ─▶ close_write: copied ─▶ order_steps, before a step
 
-Opening and closing a read never waits. Call ``StagedRead.wait`` on a sender's thread: it waits for the block's copy and, if the
-block has no slot, for a slot. Half of the slots are reserved for such waits, so that blocks for a decode worker that does not read
-delay no others. The network decides when readers are done, so some take long. Such readers keep at most a quarter of the slots:
+A device that can hash makes the digests of each block that it copies, from the block in the pool. Copies from and to memory that is
+registered with it (:mod:`kvrelay.engine.kv.registered`) go there directly: ``StagedRead.begin_copy_to`` and ``begin_write``.
+
+Opening, beginning and closing a read never waits. Call ``StagedRead.wait`` on a sender's thread: it waits for the block's copy and,
+if the block has no slot, for a slot. Half of the slots are reserved for such waits, so that blocks for a decode worker that does
+not read delay no others.
+The network decides when readers are done, so some take long. Such readers keep at most a quarter of the slots:
 above that, ``StagedRead.is_scarce`` asks them to copy the bytes elsewhere. So some slots always become free soon.
 
-Call ``open_write`` on a receiver's thread. It waits for the oldest copy, some tens of microseconds. If there are more threads than
-slots, it waits for another thread's block to be verified; that is the backpressure.
+Call ``begin_write`` and ``open_write`` on a receiver's thread. They wait for the oldest copy, some tens of microseconds. If there
+are more threads than slots, they wait for another thread's block to be verified; that is the backpressure.
 
 A step may read a block as soon as ``close_write`` has returned, because ``order_steps`` makes the *device* wait for the last copy
 so far. That is seldom more than one copy, because blocks arrive no faster than the host can verify them. It also orders a step
@@ -28,57 +32,20 @@ import math
 import threading
 import time
 from collections import OrderedDict, deque
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 
 import torch
 
+from kvrelay.common.block_digests import copy_bytes, landed
 from kvrelay.common.errors import ModelError
 from kvrelay.common.late_bytes import Reader
 from kvrelay.engine.kv.copies import Copied, CopyDevice, StagingPlan
+from kvrelay.engine.kv.registered import RegisteredMemory
+from kvrelay.engine.kv.staged_read import LaunchedCopy, Slot, StagedRead
 
 _DEFAULT_NBYTES = 2**28
 _MIN_SLOTS = 4  # two threads of receivers or senders, and a next slot for each
 _LOOK_S = 0.001  # readers do not report when they are done
-
-
-@dataclass(frozen=True, slots=True)
-class _Copy:
-    number: int  # in the order of launches
-    copied: Copied
-
-
-@dataclass(slots=True, eq=False)
-class _Slot:
-    memory: torch.Tensor  # [block_nbytes] uint8, pinned
-    last: _Copy | None = None  # the last copy from or to it
-
-
-@dataclass(slots=True, eq=False)
-class StagedRead:
-    """A block's bytes on their way to the host. Made by ``Staging.open_read``. Its fields change only under the staging's lock.
-
-    Without a slot it is queued, or all its readers so far are done. With a slot it is copied ahead or, with readers, lent.
-    """
-
-    _staging: Staging
-    block_id: int
-    nbytes: int
-    num_open: int = 0
-    slot: _Slot | None = None
-    readers: list[Reader] = field(default_factory=list)
-
-    def wait(self, reader: Reader, timeout_s: float) -> memoryview | None:
-        """The block's bytes (flat), which do not change until ``reader`` is done; None if no slot came free in time.
-
-        Call it on the reading thread; ``reader`` must not be done before. Raises RuntimeError if the copy failed, ValueError if the
-        read is closed.
-        """
-        return self._staging.wait(self, reader, timeout_s)
-
-    @property
-    def is_scarce(self) -> bool:
-        """See kvrelay.common.late_bytes.LateBytes: more than a quarter of the slots are lent, including this one."""
-        return self._staging.lends_much()
 
 
 def pinned_pieces(num_slots: int, slot_nbytes: int) -> list[int]:
@@ -98,8 +65,9 @@ def pinned_pieces(num_slots: int, slot_nbytes: int) -> list[int]:
 class Staging:
     """The slots of one pool. Thread-safe, except that only the model thread calls ``order_steps``."""
 
-    def __init__(self, blocks: torch.Tensor, plan: StagingPlan) -> None:
-        """``blocks``: the pool's bytes, ``[num_blocks, block_nbytes]`` uint8, on ``plan.device``.
+    def __init__(self, blocks: torch.Tensor, plan: StagingPlan, group_nbytes: Sequence[int]) -> None:
+        """``blocks``: the pool's bytes, ``[num_blocks, block_nbytes]`` uint8, on ``plan.device``. ``group_nbytes``: what each group
+        uses of its blocks.
 
         Raises ModelError if the plan's memory is too small, or cannot be pinned.
         """
@@ -123,7 +91,7 @@ class Staging:
             raise ModelError(
                 f"cannot pin {self.num_slots * self._block_nbytes / 2**20:.0f} MiB of host memory ({error}): lower --staging-mb"
             ) from error
-        self._free = deque(_Slot(slot) for piece in pieces for slot in piece)  # first in, first out
+        self._free = deque(Slot(slot) for piece in pieces for slot in piece)  # first in, first out
         self._changed = threading.Condition()
         self._reads: dict[int, StagedRead] = {}  # by block
         self._queued: OrderedDict[int, StagedRead] = OrderedDict()  # the next reads to copy ahead, in order
@@ -131,25 +99,34 @@ class Staging:
         self._lent: dict[StagedRead, None] = {}  # reads with a slot and readers
         self._num_waiting = 0  # threads that wait for a slot
         self._looked_s = 0.0  # when the lent slots were last checked, and too many were still in use
-        self._writes: dict[int, _Slot] = {}  # by block
+        self._writes: dict[int, Slot] = {}  # by block
         self._num_copies = 0
-        self._unordered: _Copy | None = None  # a copy that the next step must follow
+        self._unordered: LaunchedCopy | None = None  # a copy that the next step must follow
+        self._hashes = all(map(plan.device.can_digest, group_nbytes))
+        self.registered = RegisteredMemory(plan.device) if self._hashes else None
+        if self._hashes:
+            plan.device.digest(blocks, 0, max(group_nbytes)).wait()  # compiles the kernel before blocks wait for it
 
     # -- reads -----------------------------------------------------------------------------------------------------
 
-    def open_read(self, block_id: int) -> StagedRead:
-        """Bring a block to the host, in turn. The step that computed it must have returned.
+    def open_read(self, block_id: int, nbytes: int) -> StagedRead:
+        """Open a block for readers, who share its copies. The step that computed it must have returned.
 
-        Two readers of one block share a copy.
+        ``nbytes``: what the block's group uses of it.
         """
         with self._changed:
             read = self._reads.get(block_id)
             if read is None:
-                read = self._reads[block_id] = StagedRead(self, block_id, self._block_nbytes)
-                self._queued[block_id] = read
-                self._copy_ahead()
+                read = self._reads[block_id] = StagedRead(self, block_id, nbytes)
             read.num_open += 1
             return read
+
+    def begin(self, read: StagedRead) -> None:
+        """Bring a block to a slot, in turn."""
+        with self._changed:
+            if read.slot is None and read.num_open > 0:
+                self._queued[read.block_id] = read
+                self._copy_ahead()
 
     def close_read(self, block_id: int) -> None:
         """End one ``open_read`` of the block. After the next ``order_steps``, steps may write to the block."""
@@ -168,8 +145,7 @@ class Staging:
         """See StagedRead."""
         deadline_s = time.monotonic() + timeout_s
         with self._changed:
-            if read.num_open == 0:
-                raise ValueError(f"block {read.block_id} is read, but is not open")
+            read.check_open()
             if not self._wait_for_slot(read, deadline_s):
                 return None
             if read.slot is None:
@@ -189,6 +165,17 @@ class Staging:
             self._copy_ahead()
         copied.synchronize()  # each reader waits itself, and learns itself of a copy that failed
         return slot.memory.numpy().data
+
+    def begin_copy_to(self, read: StagedRead, target: memoryview) -> Callable[[], bytes] | None:
+        """See LateBytes."""
+        memory = None if self.registered is None else self.registered.find(target)
+        with self._changed:
+            if memory is None or read.slot is not None:
+                return None
+            read.check_open()
+            self._queued.pop(read.block_id, None)
+            self._device.copy(memory, self._blocks[read.block_id, : len(target)])
+            return self._device.digest(self._blocks, read.block_id, len(target)).wait
 
     def lends_much(self) -> bool:
         """Whether readers hold more than a quarter of the slots, or did a moment ago."""
@@ -213,6 +200,7 @@ class Staging:
         slot = self._free.popleft()
         try:
             self._copy(slot, slot.memory, self._blocks[read.block_id])
+            self._hash(slot, read.block_id, read.nbytes)
         except BaseException:
             self._give(slot)
             raise
@@ -263,6 +251,22 @@ class Staging:
             finally:
                 self._give(slot)
 
+    def begin_write(self, block_id: int, payload: memoryview) -> Callable[[], bytes]:
+        """See BlockStore. Raises ValueError if the block is open for writing."""
+        source = None if self.registered is None else self.registered.find(payload)
+        if source is None:
+            view = self.open_write(block_id)[: len(payload)]
+            if not self._hashes:
+                digests = landed(payload, view)
+                self.close_write(block_id)
+                return lambda: digests
+            copy_bytes(payload, view)
+            self.close_write(block_id)
+        with self._changed:
+            if source is not None:
+                self._device.copy(self._blocks[block_id, : len(payload)], source)
+            return self._device.digest(self._blocks, block_id, len(payload)).wait
+
     # -- steps -----------------------------------------------------------------------------------------------------
 
     def order_steps(self) -> Copied | None:
@@ -281,17 +285,23 @@ class Staging:
             self._device.hold_steps(copied)
             return copied  # the next step gets it again, so an error is not forgotten
 
-    def _order_behind(self, slot: _Slot) -> None:
+    def _order_behind(self, slot: Slot) -> None:
         assert slot.last is not None
         if self._unordered is None or slot.last.number > self._unordered.number:
             self._unordered = slot.last
 
     # -- slots -----------------------------------------------------------------------------------------------------
 
-    def _copy(self, slot: _Slot, target: torch.Tensor, source: torch.Tensor) -> None:
+    def _copy(self, slot: Slot, target: torch.Tensor, source: torch.Tensor) -> None:
         copied = self._device.copy(target, source)
         self._num_copies += 1
-        slot.last = _Copy(self._num_copies, copied)
+        slot.last = LaunchedCopy(self._num_copies, copied)
+
+    def _hash(self, slot: Slot, block_id: int, nbytes: int) -> None:
+        if self._hashes:
+            slot.digests = self._device.digest(self._blocks, block_id, nbytes)
+            self._num_copies += 1
+            slot.last = LaunchedCopy(self._num_copies, slot.digests.copied)
 
     def _wait_for_slot(self, read: StagedRead | None, deadline_s: float) -> bool:
         """Wait until a slot is free, or ``read`` has one. False after the deadline. Waiting threads come before copies ahead."""
@@ -315,6 +325,6 @@ class Staging:
         for read in [read for read in self._lent if all(reader.is_done for reader in read.readers)]:
             self._take_from(read)
 
-    def _give(self, slot: _Slot) -> None:
+    def _give(self, slot: Slot) -> None:
         self._free.append(slot)
         self._changed.notify_all()

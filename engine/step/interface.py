@@ -10,6 +10,7 @@ must hold a lease or a sequence's reference, which guarantees that no step compu
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Protocol
 
 from kvrelay.common.adapter_files import AdapterFiles
 from kvrelay.common.errors import KvrelayError
-from kvrelay.common.late_bytes import LateBytes
+from kvrelay.common.late_bytes import LateBytes, Register
 from kvrelay.common.model_card import ModelCard
 from kvrelay.engine.step.plan import RowResult, SamplingInputs, StepPlan
 from kvrelay.engine.step.sequence import Sequence
@@ -82,9 +83,8 @@ class LaunchedStep(Protocol):
 class BlockStore(Protocol):
     """Byte access to the KV pool by physical block, for shipping and receiving.
 
-    On a CPU the views are the pool's own memory. On a GPU they are pinned staging memory: ``open_read`` begins to copy out and
-    ``close_write`` to copy in, and neither waits for the copy. A reader waits through the returned object; steps wait by
-    themselves.
+    On a CPU the views are the pool's own memory. On a GPU they are pinned staging memory: a reader copies out through the object
+    that ``open_read`` returns, ``close_write`` begins to copy in, and steps wait by themselves.
     """
 
     @property
@@ -95,6 +95,10 @@ class BlockStore(Protocol):
     def block_nbytes(self) -> int:
         """Bytes of one physical block: all layers of the largest group, K and V."""
 
+    @property
+    def register(self) -> Register | None:
+        """Lets copies to and from other memory go there directly; None without a device that moves whole blocks by itself."""
+
     def open_read(self, block_id: int, group: int) -> memoryview | LateBytes:
         """The block's bytes (flat, ``block_nbytes``), or a promise of them; they do not change until ``close_read``. Never waits.
 
@@ -104,6 +108,15 @@ class BlockStore(Protocol):
 
     def close_read(self, block_id: int) -> None:
         """The caller no longer reads the bytes of ``open_read``. It may release the block."""
+
+    def begin_write(self, block_id: int, group: int, payload: memoryview) -> Callable[[], bytes]:
+        """Begin to write the block's first bytes. ``payload`` must not change until the result is called, once.
+
+        That waits until they are there, and returns the digests of what is there (:mod:`kvrelay.common.block_digests`). If the
+        device that has the pool can hash, it makes them from its own memory. Every step launched afterwards sees the bytes. The
+        caller must own the block, and no step may compute on it. This may wait, too: call it on a receiver's thread without a lock.
+        Both raise RuntimeError if the bytes cannot be copied.
+        """
 
     def open_write(self, block_id: int, group: int) -> memoryview:
         """A writable view (flat, ``block_nbytes``) to fill. ``group``: the group that the physical block is in.

@@ -1,16 +1,21 @@
-"""A device whose copies happen as late as a GPU's may: when something waits for them, in the order of their launches.
+"""A device whose copies and digests happen as late as a GPU's may: when something waits for them, in the order of their launches.
 
 With ``random`` some happen earlier, whenever the host calls the device. A copy reads its source when it happens, not
-when it is launched. Anything not ordered after it reads the old bytes.
+when it is launched. Anything not ordered after it reads the old bytes. Digests are of the block as it is then.
 """
 
 from __future__ import annotations
 
+import mmap
 import random
 import threading
 from collections import deque
+from collections.abc import Callable
 
 import torch
+
+from kvrelay.common.block_digests import digests_of, num_stretches
+from kvrelay.engine.kv.copies import Digests
 
 
 class LateCopied:
@@ -30,12 +35,26 @@ class LateCopied:
 class LateDevice:
     """Implements :class:`kvrelay.engine.kv.copies.CopyDevice` over host memory. Steps run at once."""
 
-    def __init__(self, chance: random.Random | None = None, *, fails_at: int | None = None) -> None:
-        """``fails_at``: the number, from 1, of the copy that breaks the device for good."""
+    def __init__(
+        self,
+        chance: random.Random | None = None,
+        *,
+        fails_at: int | None = None,
+        hashes: bool = False,
+        reaches: bool = False,
+    ) -> None:
+        """``fails_at``: the number, from 1, of the copy that breaks the device for good. ``hashes``: whether it makes digests.
+        ``reaches``: whether it lets memory be registered.
+        """
         self._chance = chance
         self._fails_at = fails_at
         self._lock = threading.Lock()
-        self._pending: deque[tuple[int, torch.Tensor, torch.Tensor]] = deque()
+        self._pending: deque[tuple[int, torch.Tensor, torch.Tensor | None, Callable[[], object]]] = deque()
+        self._hashes = hashes
+        self._reaches = reaches
+        self.registered: dict[int, int] = {}  # by address: how many bytes
+        self.flips = False  # whether copies change a bit
+        self.num_direct = 0  # copies from or to registered memory
         self._is_broken = False
         self.num_launched = 0
         self.num_pinned = 0  # pieces of pinned memory
@@ -46,11 +65,48 @@ class LateDevice:
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> LateCopied:
         assert target.shape == source.shape
+        self.num_direct += any(
+            start <= one.data_ptr() < start + nbytes
+            for start, nbytes in self.registered.items()
+            for one in (target, source)
+        )
+        return self._launch(target, source, lambda: self._copy(target, source))
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        target.copy_(source)
+        target[-1] ^= self.flips
+
+    def can_digest(self, nbytes: int) -> bool:
+        return self._hashes
+
+    def digest(self, blocks: torch.Tensor, block_id: int, nbytes: int) -> Digests:
+        memory = blocks[block_id, :nbytes]
+        digests = torch.zeros(num_stretches(nbytes), dtype=torch.int64)
+        made = lambda: digests.numpy().data.cast("B").__setitem__(slice(None), digests_of(memory.numpy().data))  # noqa: E731
+        return Digests(self._launch(memory, None, made), digests)
+
+    def register(self, address: int, nbytes: int, *, is_read_only: bool) -> bool:
+        if self._reaches:
+            assert address % mmap.PAGESIZE == 0
+            self.registered[address] = nbytes
+        return self._reaches
+
+    def unregister(self, address: int) -> None:
+        with self._lock:
+            assert not any(
+                address <= one.data_ptr() < address + self.registered[address]
+                for _, target, source, _ in self._pending
+                for one in (target, source)
+                if one is not None
+            ), "a copy may still use it"
+        del self.registered[address]
+
+    def _launch(self, target: torch.Tensor, source: torch.Tensor | None, run: Callable[[], object]) -> LateCopied:
         with self._lock:
             self._check()
             self._drift()
             self.num_launched += 1
-            self._pending.append((self.num_launched, target, source))
+            self._pending.append((self.num_launched, target, source, run))
             return LateCopied(self, self.num_launched)
 
     def hold_steps(self, copied: LateCopied) -> None:
@@ -70,7 +126,11 @@ class LateDevice:
 
     def uses(self, memory: torch.Tensor) -> bool:
         """Whether a pending copy reads or writes this memory."""
-        return any(memory.data_ptr() in (target.data_ptr(), source.data_ptr()) for _, target, source in self._pending)
+        return any(
+            one is not None and memory.data_ptr() == one.data_ptr()
+            for _, target, source, _ in self._pending
+            for one in (target, source)
+        )
 
     def _drift(self) -> None:
         if self._chance is not None and self._pending:
@@ -78,10 +138,10 @@ class LateDevice:
 
     def _run_to(self, number: int) -> None:
         while self._pending and self._pending[0][0] <= number and not self._is_broken:
-            its_number, target, source = self._pending.popleft()
+            its_number, _, _, run = self._pending.popleft()
             self._is_broken = its_number == self._fails_at
             if not self._is_broken:
-                target.copy_(source)
+                run()
 
     def _check(self) -> None:
         if self._is_broken:

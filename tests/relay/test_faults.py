@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
+from kvrelay.common.block_digests import digests_of
 from kvrelay.engine.fake.engine import fake_card
 from kvrelay.wire.blocks.frames import BlockHeader
 from kvrelay.wire.blocks.seal import BlockSealer, new_key
@@ -54,13 +55,9 @@ class Proved:
 
     def __init__(self, header: BlockHeader, payload: memoryview) -> None:
         self.payload_nbytes = header.payload_nbytes
-        self._frame = header.pack(payload)
+        self._frame = header.pack(digests_of(payload))
 
-    def pack(self, payload: memoryview) -> bytes:
-        return self._frame
-
-    def pack_copying(self, payload: memoryview, target: memoryview) -> bytes:
-        target[:] = payload
+    def pack(self, _digests: bytes) -> bytes:
         return self._frame
 
 

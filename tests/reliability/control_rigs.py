@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from prometheus_client import CollectorRegistry
 
+from kvrelay.common.block_digests import digests_of
 from kvrelay.common.block_hash import HashChain
 from kvrelay.common.sampling import SamplingParams
 from kvrelay.decode_worker.scheduler import DecodeScheduler
@@ -174,9 +175,9 @@ class DecodeRig(_Rig):
     def land(self, lease_id: int, offer: Offer, index: int, block: bytes) -> None:
         """Receive a right block."""
         draft = BlockHeader(lease_id, EPOCH, index, BLOCK_NBYTES, offer.block_hashes[index])
-        header = parse_header(draft.pack(memoryview(block)))
+        header = parse_header(draft.pack(digests_of(memoryview(block))))
         self.leases.begin_piece(header)
-        self.leases.finish_piece(header, memoryview(block))
+        self.leases.write_piece(header, memoryview(block))()
 
 
 class PlayedLink:
@@ -199,7 +200,7 @@ class _PlayedData:
 
     def send(self, header: BlockHeader, payload: memoryview, sealer: Any = None) -> SendTicket:
         """See BlockSender. The block is packed and its ticket ends at once."""
-        header.pack(payload)
+        header.pack(digests_of(payload))
         self._played.shipped.append((header, bytes(payload)))
         ticket = SendTicket()
         ticket.take()

@@ -34,6 +34,7 @@ from pathlib import Path
 
 import zmq
 
+from kvrelay.common.block_digests import digests_of
 from kvrelay.wire.blocks.frames import BlockHeader
 from kvrelay.wire.codec import Codec
 from kvrelay.wire.messages import Cancel, Hello, Role
@@ -151,7 +152,7 @@ def _say_everything(dealer: zmq.Socket[bytes]) -> None:
         [hello],
         [codec.encode(Cancel(request_id="honest-1", attempt=1))],
         [b"\x00"],
-        [header.pack(memoryview(bytes(512))), bytes(512)],
+        [header.pack(digests_of(memoryview(bytes(512)))), bytes(512)],
         [b"", b"", b""],
     ):
         with contextlib.suppress(zmq.Again):  # the connection may be refused already

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, cast
 
+from kvrelay.common.block_digests import digests_of
 from kvrelay.common.clock import Clock
 from kvrelay.common.late_bytes import LateBytes
 from kvrelay.engine.step.interface import DeviceFailedError
@@ -149,7 +150,7 @@ class SimSender:
         _, header, late, sealer, _ = self._jobs[0]
         payload = memoryview(_bytes_of(late))
         if sealer is None:
-            self._later(self._read, header.pack(payload), None)
+            self._later(self._read, header.pack(digests_of(payload)), None)
         else:
             sealed = bytearray(len(payload) + TAG_NBYTES)
             self._later(self._read, sealer.seal(header, payload, memoryview(sealed)), bytes(sealed))
@@ -265,7 +266,7 @@ class SimReceiver:
 
     def _finish(self, header: Any, data: bytes) -> None:
         with contextlib.suppress(BlockRefusedError):  # counted by the table
-            self._leases.finish_piece(header, memoryview(data))
+            self._leases.write_piece(header, memoryview(data))()
         self._begin()
 
 

@@ -11,10 +11,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import msgspec
 from prometheus_client import CollectorRegistry
 
+from kvrelay.common.block_digests import digests_of
 from kvrelay.common.block_hash import HashChain
 from kvrelay.common.sampling import SampledToken, SamplingParams
 from kvrelay.engine.fake.engine import MemoryStore, fake_card
@@ -118,10 +120,13 @@ class WatchedLeases(LeaseTable):
             raise
         self.inside.put(header.block_index)
 
-    def finish_piece(self, header: BlockHeader, payload: memoryview | None) -> None:
+    def write_piece(self, header: BlockHeader, payload: memoryview | None) -> Callable[[], None]:
         self.may_finish.wait(WAIT_S)
+        return partial(self._watched, super().write_piece(header, payload))
+
+    def _watched(self, verify: Callable[[], None]) -> None:
         try:
-            super().finish_piece(header, payload)
+            verify()
         except BlockRefusedError as error:
             self.seen.put(error.cause_name)
             raise
@@ -191,7 +196,7 @@ class LeaseBench:
         try:
             header = parse_header(frames[0])
             self.table.begin_piece(header)
-            self.table.finish_piece(header, memoryview(frames[1]))
+            self.table.write_piece(header, memoryview(frames[1]))()
         except BlockRefusedError as error:
             return error.cause_name
         return "ok"
@@ -249,7 +254,7 @@ class Granted:
         draft = BlockHeader(self.grant.lease_id, self.grant.epoch, index, part.nbytes, whole[:16], piece)
         header = msgspec.structs.replace(draft, is_sealed=key is not None, **changes)
         if key is None:
-            return header.pack(memoryview(right)), right if payload is None else payload
+            return header.pack(digests_of(memoryview(right))), right if payload is None else payload
         sealed = bytearray(len(right) + TAG_NBYTES)
         frame = BlockSealer(key).seal(header, memoryview(right), memoryview(sealed))
         return frame, bytes(sealed) if payload is None else payload

@@ -93,7 +93,9 @@ class Rig(LeaseBench):
         self.prefill_metrics = WireMetrics(self.prefill_registry)
         self.receiver = BlockReceiver(address, self.table, BLOCK_NBYTES, context=context)
         self.receiver.start()
-        self.shared = SharedReceiver(SharedPlace(), self.table, BLOCK_NBYTES, self.metrics)
+        self.shared = SharedReceiver(
+            SharedPlace(), self.table, BLOCK_NBYTES, self.metrics, register=self.store.register
+        )
         self.shared.start()
         self.source_manager = BlockManager(num_blocks, BLOCK_SIZE, lambda: 0.0)
         self.source = self.new_store(num_blocks)
@@ -108,7 +110,8 @@ class Rig(LeaseBench):
     def new_link(self, address: str | None = None) -> tuple[DecodeLink, ControlLine]:
         """A link over the rig's path, or to ``address``."""
         is_shared = address is None and self.path == "shared_memory"
-        shared = SharedTarget(self.shared.name, SharedPlace(), BLOCK_NBYTES) if is_shared else None
+        place = (self.shared.name, SharedPlace(), BLOCK_NBYTES)
+        shared = SharedTarget(*place, register=self.source.register) if is_shared else None
         self.senders.append(
             BlockSender(
                 address or self.receiver.address,

@@ -74,6 +74,15 @@ class NeverThere:
     def __init__(self) -> None:
         self.is_awaited = threading.Event()
 
+    def begin(self) -> None:
+        pass
+
+    def begin_copy_to(self, target: memoryview) -> None:
+        pass
+
+    def digests(self, nbytes: int) -> None:
+        raise AssertionError("they never arrive")
+
     def wait(self, reader: object, timeout_s: float) -> None:
         self.is_awaited.set()
         threading.Event().wait(timeout_s)

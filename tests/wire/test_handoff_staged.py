@@ -5,20 +5,21 @@ from __future__ import annotations
 import random
 import socket as sockets
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
 from kvrelay.engine.kv.copies import StagingPlan
-from kvrelay.engine.kv.staging import StagedRead, Staging
+from kvrelay.engine.kv.staged_read import StagedRead
+from kvrelay.engine.kv.staging import Staging
 from kvrelay.wire.blocks.frames import BlockHeader, parse_header
 from kvrelay.wire.blocks.seal import TAG_NBYTES
 from kvrelay.wire.messages import FailureCode
 from tests.engine.late_device import LateDevice
 
-from .lease_bench import BLOCK_NBYTES, WAIT_S, Granted, offer_of, until
+from .lease_bench import BLOCK_NBYTES, BLOCK_SIZE, WAIT_S, Granted, offer_of, until
 from .rig import Rig
 from .sending import assert_all_done_soon
 
@@ -29,11 +30,12 @@ NUM_TOKENS = 100  # 25 blocks and more than six times the slots
 class StagedStore:
     """Replaces :class:`tests.wire.lease_bench.CountingStore` by a staged pool on a device that copies late."""
 
-    def __init__(self, num_blocks: int, device: LateDevice | None = None) -> None:
+    def __init__(self, num_blocks: int, device: LateDevice) -> None:
         self.num_blocks, self.block_nbytes = num_blocks, BLOCK_NBYTES
-        self.device = device or LateDevice(random.Random(num_blocks))
+        self.device = device
         self.memory = torch.zeros(num_blocks, BLOCK_NBYTES, dtype=torch.uint8)
-        self.staging = Staging(self.memory, StagingPlan(self.device, NUM_SLOTS * BLOCK_NBYTES))
+        self.staging = Staging(self.memory, StagingPlan(self.device, NUM_SLOTS * BLOCK_NBYTES), [BLOCK_NBYTES])
+        self.register = None if self.staging.registered is None else self.staging.registered.register
         self.reads: Counter[int] = Counter()
         self.writes: Counter[int] = Counter()
 
@@ -42,11 +44,21 @@ class StagedStore:
 
     def open_read(self, block_id: int, group: int = 0) -> StagedRead:
         self.reads[block_id] += 1
-        return self.staging.open_read(block_id)
+        return self.staging.open_read(block_id, BLOCK_NBYTES)
 
     def close_read(self, block_id: int) -> None:
         self.reads[block_id] -= 1
         self.staging.close_read(block_id)
+
+    def begin_write(self, block_id: int, group: int, payload: memoryview) -> Callable[[], bytes]:
+        wait = self.staging.begin_write(block_id, payload)
+        self.writes[block_id] += 1
+
+        def written() -> bytes:
+            self.writes[block_id] -= 1
+            return wait()
+
+        return written
 
     def open_write(self, block_id: int, group: int = 0) -> memoryview:
         view = self.staging.open_write(block_id)
@@ -59,10 +71,14 @@ class StagedStore:
 
 
 class StagedRig(Rig):
-    """A rig whose two pools are staged."""
+    """A rig whose two pools are staged, on devices of one kind."""
+
+    def __init__(self, context: Any, *, hashes: bool, reaches: bool, **options: Any) -> None:
+        self._kind = {"hashes": hashes, "reaches": reaches}
+        super().__init__(context, **options)
 
     def new_store(self, num_blocks: int) -> Any:
-        return StagedStore(num_blocks)
+        return StagedStore(num_blocks, LateDevice(random.Random(num_blocks), **self._kind))
 
 
 class Holder:
@@ -71,13 +87,26 @@ class Holder:
     is_done = False
 
 
-@pytest.fixture(params=[False, True], ids=["plain", "sealed"])
+# How blocks are proved: by the host's checksum, a seal, digests of the device, and digests beside copies into the ring itself.
+KINDS = {
+    "plain": {"seals_kv": False, "hashes": False, "reaches": False},
+    "sealed": {"seals_kv": True, "hashes": False, "reaches": False},
+    "hashed": {"seals_kv": False, "hashes": True, "reaches": False},
+    "direct": {"seals_kv": False, "hashes": True, "reaches": True},
+    "direct-sealed": {"seals_kv": True, "hashes": True, "reaches": True},
+}
+
+BY_SLOTS = [kind for kind in KINDS if kind != "direct"]  # a device that reaches the ring needs no slot
+
+
+@pytest.fixture(params=KINDS)
 def rig(request: pytest.FixtureRequest, context: Any, path: str) -> Iterator[Any]:
-    rig = StagedRig(context, num_blocks=80, seals_kv=request.param, path=path)
+    rig = StagedRig(context, num_blocks=80, path=path, **KINDS[request.param])
     yield rig
     rig.close()
     for store in (rig.store, rig.source):
         assert len(store.staging._free) == NUM_SLOTS
+        assert not store.device.registered, "a ring that was unmapped is still registered"
 
 
 def assert_arrived(rig: Any, lease: Any) -> None:
@@ -94,7 +123,7 @@ def hold_all(rig: Any) -> tuple[Holder, list[int]]:
     return holder, block_ids
 
 
-@pytest.mark.parametrize("rig", [True], indirect=True, ids=["sealed"])
+@pytest.mark.parametrize("rig", ["sealed", "direct-sealed"], indirect=True)
 def test_what_was_forged_is_overwritten_by_what_is_genuine(rig: Any) -> None:
     """Forged blocks are copied to their place first. The genuine blocks are copied after them, and remain."""
     key, grant = rig.granted(NUM_TOKENS)
@@ -121,6 +150,7 @@ def test_a_long_prompt_passes_through_few_slots(rig: Any) -> None:
         assert rig.transfer_ends.released[-1] == key
 
 
+@pytest.mark.parametrize("rig", BY_SLOTS, indirect=True)
 def test_a_sender_waits_for_a_slot_and_goes_on_when_one_is_free(rig: Any) -> None:
     holder, block_ids = hold_all(rig)
     key, _ = rig.granted(NUM_TOKENS)
@@ -156,6 +186,7 @@ def test_links_that_take_nothing_leave_slots_for_the_others(rig: Any) -> None:
     rig.settle()
 
 
+@pytest.mark.parametrize("rig", BY_SLOTS, indirect=True)
 def test_a_link_that_is_lost_ends_a_sender_that_waits_for_a_slot(rig: Any) -> None:
     _, block_ids = hold_all(rig)
     key, _ = rig.granted(NUM_TOKENS)
@@ -169,6 +200,7 @@ def test_a_link_that_is_lost_ends_a_sender_that_waits_for_a_slot(rig: Any) -> No
     rig.table.abort_peer("p")
 
 
+@pytest.mark.parametrize("rig", BY_SLOTS, indirect=True)
 def test_an_aborted_transfer_gives_its_slots_back(rig: Any) -> None:
     _, block_ids = hold_all(rig)
     key, _ = rig.granted(NUM_TOKENS, "aborted")
@@ -192,7 +224,7 @@ def test_a_block_that_cannot_be_copied_into_the_pool_is_not_received(rig: Any) -
     rig.table.begin_piece(header)
     rig.store.device._is_broken = True
     with pytest.raises(RuntimeError, match="broken"):
-        rig.table.finish_piece(header, memoryview(payload))
+        rig.table.write_piece(header, memoryview(payload))()
     rig.table.commit("p", lease.commit())
     assert rig.ends.verified.empty()
 
@@ -211,3 +243,38 @@ def test_a_failed_copy_is_not_sent_and_ends_the_link(rig: Any) -> None:
     assert set(outcomes) <= {"ok", "unknown_lease"}, "what the copy left was sent"
     assert len(outcomes) < 3
     assert rig.ends.verified.empty()
+
+
+@pytest.mark.parametrize("path", ["shared_memory"], indirect=True)
+@pytest.mark.parametrize("rig", ["direct"], indirect=True)
+def test_devices_copy_into_the_ring_and_out_of_it(rig: Any) -> None:
+    """Both devices reach the ring, so no block passes the host's own memory."""
+    until(lambda: rig.senders[0]._is_direct, "a line that the device reaches")
+    key, _ = rig.granted(NUM_TOKENS)
+    assert_arrived(rig, rig.complete(key))
+    num_blocks = NUM_TOKENS // BLOCK_SIZE
+    assert rig.source.device.num_direct == rig.store.device.num_direct == num_blocks
+    assert rig.source.device.num_launched == 1 + 2 * num_blocks, "a copy and digests for each, and digests at the start"
+
+
+@pytest.mark.parametrize("rig", ["hashed", "direct"], indirect=True)
+def test_a_block_that_the_device_does_not_hold_as_it_came_is_refused(rig: Any) -> None:
+    """The copy into the pool goes wrong. What came was right, so only the pool's own memory can tell."""
+    rig.store.device.flips = True
+    key, _ = rig.granted(NUM_TOKENS)
+    rig.transfers.blocks_ready(key, 1)
+    assert rig.next_block() == "bad_checksum"
+    assert rig.rejection().code is FailureCode.INTEGRITY
+    rig.pump()
+    rig.settle()
+
+
+@pytest.mark.parametrize("rig", ["hashed", "direct"], indirect=True)
+def test_a_block_that_is_copied_wrongly_out_of_the_pool_is_refused(rig: Any) -> None:
+    rig.source.device.flips = True
+    key, _ = rig.granted(NUM_TOKENS)
+    rig.transfers.blocks_ready(key, 1)
+    assert rig.next_block() == "bad_checksum"
+    assert rig.rejection().code is FailureCode.INTEGRITY
+    rig.pump()
+    rig.settle()

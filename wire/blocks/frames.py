@@ -1,9 +1,10 @@
 """The header in front of a KV block's bytes on the data socket: a frame brings one piece of one block.
 
-Little endian, fixed size: magic, version, lease id, epoch, block index, piece index, payload size, block hash, and in a plain piece's header the checksum. The checksum is XXH3-64 over the header's other fields and then the payload, so a payload under
-another header does not pass. It finds accidents of all kinds; it is not a signature. A sealed piece
-(:mod:`kvrelay.wire.blocks.seal`) has a version of its own and no checksum: its seal covers the header. The payload size is always
-that of the open piece.
+Little endian, fixed size: magic, version, lease id, epoch, block index, piece index, payload size, block hash, and in a plain
+piece's header the checksum. The checksum is XXH3-64 over the header's other fields and then the payload's digests
+(:mod:`kvrelay.common.block_digests`), so a payload under another header does not pass. It finds accidents of all kinds; it is not a
+signature. A sealed piece (:mod:`kvrelay.wire.blocks.seal`) has a version of its own and no checksum: its seal covers the header.
+The payload size is always that of the open piece.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ _MAGIC = b"KVRB"
 _PLAIN, _SEALED = 1, 2  # versions
 _FIELDS = struct.Struct(f"<4sHQQIHI{HASH_NBYTES}s")
 _CHECKSUM = struct.Struct("<Q")
-_STRETCH_NBYTES = 256 * 1024  # copied and hashed together, while the bytes are in the core's cache
 HEADER_NBYTES = _FIELDS.size + _CHECKSUM.size
 SEALED_HEADER_NBYTES = _FIELDS.size
 
@@ -60,34 +60,13 @@ class BlockHeader(msgspec.Struct, frozen=True):
             self.block_hash,
         )
 
-    def checksum_of(self, payload: memoryview) -> int:
-        """What the checksum must be for this header and ``payload``."""
-        hasher = xxhash.xxh3_64(self._fields(_PLAIN))
-        hasher.update(payload)
-        return hasher.intdigest()
+    def checksum_of(self, digests: bytes) -> int:
+        """What the checksum must be for this header and a payload with these digests."""
+        return xxhash.xxh3_64_intdigest(self._fields(_PLAIN) + digests)
 
-    def pack(self, payload: memoryview) -> bytes:
-        """A plain piece's header frame, with the checksum for ``payload``."""
-        return self._fields(_PLAIN) + _CHECKSUM.pack(self.checksum_of(payload))
-
-    def pack_copying(self, payload: memoryview, target: memoryview) -> bytes:
-        """As ``pack``; also copies ``payload`` into ``target``, which has the same size."""
-        fields = self._fields(_PLAIN)
-        hasher = xxhash.xxh3_64(fields)
-        for start in range(0, len(payload), _STRETCH_NBYTES):
-            stretch = payload[start : start + _STRETCH_NBYTES]
-            hasher.update(stretch)
-            target[start : start + len(stretch)] = stretch
-        return fields + _CHECKSUM.pack(hasher.intdigest())
-
-    def lands_whole(self, payload: memoryview, target: memoryview) -> bool:
-        """Copy a plain piece's ``payload`` into ``target``, of the same size; whether the bytes *there* have the checksum."""
-        hasher = xxhash.xxh3_64(self._fields(_PLAIN))
-        for start in range(0, len(payload), _STRETCH_NBYTES):
-            stretch = target[start : start + _STRETCH_NBYTES]
-            stretch[:] = payload[start : start + _STRETCH_NBYTES]
-            hasher.update(stretch)
-        return hasher.intdigest() == self.checksum
+    def pack(self, digests: bytes) -> bytes:
+        """A plain piece's header frame, with the checksum for a payload with these digests."""
+        return self._fields(_PLAIN) + _CHECKSUM.pack(self.checksum_of(digests))
 
     def pack_sealed(self) -> bytes:
         """A sealed piece's header frame, which is also its associated data."""
@@ -99,9 +78,7 @@ def parse_header(frame: bytes | memoryview) -> BlockHeader:
     if len(frame) not in (HEADER_NBYTES, SEALED_HEADER_NBYTES):
         detail = f"a header of {len(frame)} bytes; it must have {HEADER_NBYTES}, or sealed {SEALED_HEADER_NBYTES}"
         raise BlockRefusedError("bad_header", detail)
-    magic, version, lease_id, epoch, block_index, piece_index, payload_nbytes, block_hash = _FIELDS.unpack_from(
-        frame
-    )
+    magic, version, lease_id, epoch, block_index, piece_index, payload_nbytes, block_hash = _FIELDS.unpack_from(frame)
     is_sealed = len(frame) == SEALED_HEADER_NBYTES
     expected = _SEALED if is_sealed else _PLAIN
     if magic != _MAGIC or version != expected:

@@ -11,6 +11,7 @@ from typing import Protocol
 import msgspec
 import zmq
 
+from kvrelay.common.block_digests import copied, copy_bytes, digests_of
 from kvrelay.common.late_bytes import LateBytes
 from kvrelay.wire.blocks.frames import BlockHeader
 from kvrelay.wire.blocks.seal import BlockSealer
@@ -79,7 +80,7 @@ class SendJob(msgspec.Struct, frozen=True):
         """Whether the bytes should be copied instead of given to ZeroMQ, which may keep them for long."""
         return not isinstance(self.payload, memoryview) and self.payload.is_scarce
 
-    def bytes(self, wakeup: Wakeup, look: Callable[[], None]) -> memoryview | None:
+    def wait(self, wakeup: Wakeup, look: Callable[[], None]) -> memoryview | None:
         """Wait for the payload and return it. None if ``wakeup`` came first, or the block was called off.
 
         Called on a sender's thread just before it reads the bytes. The ticket must be taken. While this waits it calls ``look`` now
@@ -96,9 +97,32 @@ class SendJob(msgspec.Struct, frozen=True):
             look()
         return None
 
+    def begin_copy_to(self, target: memoryview) -> Callable[[], bytes] | None:
+        """See LateBytes. Only for a block that is not sealed, and whose ticket is taken."""
+        return None if isinstance(self.payload, memoryview) else self.payload.begin_copy_to(target)
+
+    def copy(self, payload: memoryview, target: memoryview) -> bytes:
+        """Copy ``payload``, which ``wait`` has returned, to ``target`` of its size. Returns its digests."""
+        if (digests := self._made(payload)) is None:
+            return copied(payload, target)
+        copy_bytes(payload, target)
+        return digests
+
+    def digests(self, payload: memoryview) -> bytes:
+        """The digests of ``payload``, which ``wait`` has returned."""
+        return self._made(payload) or digests_of(payload)
+
+    def _made(self, payload: memoryview) -> bytes | None:
+        """The digests that a device has made."""
+        return None if isinstance(self.payload, memoryview) else self.payload.digests(len(payload))
+
 
 class Line(Protocol):
     """A connection to a decode worker's pool. Only the sender's thread calls it."""
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether a device copies blocks into the line's own memory, if they are not sealed. Constant."""
 
     def has_room(self) -> bool:
         """Wait until a block would leave at once; False if the wakeup comes first.

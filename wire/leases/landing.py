@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvrelay.wire.blocks.frames import BlockHeader
 from kvrelay.wire.blocks.pieces import Piece
 from kvrelay.wire.blocks.seal import TAG_NBYTES, BlockOpener
 from kvrelay.wire.errors import BlockRefusedError
+from kvrelay.wire.leases.lease import WritableStore
 
 
 def misfit(
@@ -41,26 +42,31 @@ def misfit(
     return None
 
 
-def land(
+def begin_landing(
     header: BlockHeader,
     payload: memoryview | None,
-    view: memoryview,
+    store: WritableStore,
+    block_id: int,
+    group: int,
     opener: BlockOpener | None,
-) -> BlockRefusedError | None:
-    """Write ``payload`` into ``view``, the piece's memory in the pool, and verify it there.
+) -> Callable[[], BlockRefusedError | None]:
+    """Begin to write ``payload`` into its block of the pool. The result verifies it there, and must be called.
 
-    Returns the reason of a refusal, or None. After a refusal ``view`` may hold any bytes, also bytes that an attacker chose.
-    Nothing may read them before a later ``land`` into the same memory succeeds.
+    That returns the reason of a refusal, or None. After a refusal the block may hold any bytes, also bytes that an attacker chose.
+    Nothing may read them before a later landing in the same block succeeds.
     """
     nbytes = 0 if payload is None else len(payload)
     expected_nbytes = header.payload_nbytes + (0 if opener is None else TAG_NBYTES)
     if payload is None or nbytes != expected_nbytes:
-        return BlockRefusedError("bad_size", f"{nbytes} bytes came, {expected_nbytes} were announced")
-    if opener is not None:
-        if not opener.open(header, payload, view):
-            return BlockRefusedError("bad_seal", str(header))
-        return None
-    # The checksum is over the memory that the model will read, not over the frame, which may be memory of the peer's.
-    if not header.lands_whole(payload, view):
-        return BlockRefusedError("bad_checksum", str(header))
-    return None
+        refusal = BlockRefusedError("bad_size", f"{nbytes} bytes came, {expected_nbytes} were announced")
+        return lambda: refusal
+    if opener is None:
+        # The checksum is over the memory that the model will read, not over the frame, which may be memory of the peer's.
+        written = store.begin_write(block_id, group, payload)
+        return lambda: (
+            None if header.checksum == header.checksum_of(written()) else BlockRefusedError("bad_checksum", str(header))
+        )
+    view = store.open_write(block_id, group)[: header.payload_nbytes]
+    is_right = opener.open(header, payload, view)
+    store.close_write(block_id)
+    return lambda: None if is_right else BlockRefusedError("bad_seal", str(header))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -34,6 +34,9 @@ class BlockReservations(Protocol):
 
 class WritableStore(Protocol):
     """The pool's bytes, as a lease sees them (see kvrelay.engine.step.interface.BlockStore)."""
+
+    def begin_write(self, block_id: int, group: int, payload: memoryview) -> Callable[[], bytes]:
+        """Begin to write the block's first bytes. The result waits, and gives the digests of what is in the pool then."""
 
     def open_write(self, block_id: int, group: int) -> memoryview:
         """A writable view of the block."""

@@ -32,13 +32,14 @@ from __future__ import annotations
 import secrets
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from kvrelay.common.block_hash import HashChain
 from kvrelay.wire.blocks.frames import BlockHeader, Place
 from kvrelay.wire.blocks.seal import BlockOpener, new_key
 from kvrelay.wire.errors import BlockRefusedError
-from kvrelay.wire.leases.landing import land, misfit
+from kvrelay.wire.leases.landing import begin_landing, misfit
 from kvrelay.wire.leases.lease import (
     BlockReservations,
     Lease,
@@ -204,7 +205,7 @@ class LeaseTable:
     # -- the receiver threads --------------------------------------------------------------------------------------
 
     def begin_piece(self, header: BlockHeader) -> None:
-        """Reserve the place of ``header``'s piece in the pool. ``finish_piece`` must follow. Raises BlockRefusedError.
+        """Reserve the place of ``header``'s piece in the pool. ``write_piece`` must follow. Raises BlockRefusedError.
 
         On a lease with seals this waits while another thread writes the piece.
         """
@@ -233,24 +234,35 @@ class LeaseTable:
         self._settle(lease)
         raise refusal
 
-    def finish_piece(self, header: BlockHeader, payload: memoryview | None) -> None:
-        """Write the payload (None: not exactly one frame came) into its place and verify it there. Raises BlockRefusedError."""
+    def write_piece(self, header: BlockHeader, payload: memoryview | None) -> Callable[[], None]:
+        """Begin to write the payload (None: not exactly one frame came) into its place.
+
+        Call the result, on the same thread: it verifies the piece there, and raises BlockRefusedError. A thread may begin several
+        plain pieces first. ``payload`` must not change until then.
+        """
         place = header.place
         with self._lock:
             lease = self._leases[header.lease_id]
-            assert place in lease.writing, f"{header} is finished, but was not begun"
-            piece = lease.pieces[header.piece_index]
-            block_id = lease.block_tables[piece.group][header.block_index]
-        # Without the lock: no other thread may touch this piece now, and opening a view may take a while.
+            assert place in lease.writing, f"{header} is written, but was not begun"
+            group = lease.pieces[header.piece_index].group
+            block_id = lease.block_tables[group][header.block_index]
+        # Without the lock: no other thread may touch this piece now, and a write may take a while.
         try:
-            view = self._store.open_write(block_id, piece.group)[: piece.nbytes]
-            refusal = land(header, payload, view, lease.opener)
-            if refusal is not None:
-                self._counted(refusal)
-            self._store.close_write(block_id)
+            verify = begin_landing(header, payload, self._store, block_id, group, lease.opener)
         except BaseException:  # the pool failed and this thread dies: other threads must not wait for it
             self._leave(lease, place)
             raise
+        return partial(self._finish_piece, lease, header, verify)
+
+    def _finish_piece(self, lease: Lease, header: BlockHeader, verify: Callable[[], BlockRefusedError | None]) -> None:
+        place = header.place
+        try:
+            refusal = verify()
+        except BaseException:  # as above
+            self._leave(lease, place)
+            raise
+        if refusal is not None:
+            self._counted(refusal)
         with self._lock:
             self._leave(lease, place)
             if lease.state is HandoffState.ABORTING:

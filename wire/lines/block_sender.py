@@ -57,6 +57,7 @@ class BlockSender:
         self._jobs = JobQueue()
         self._is_closed = False
         self._has_ended = False
+        self._is_direct = False  # the line's, once it is open
         try:
             self._wakeup = Wakeup()
         except OSError:
@@ -82,6 +83,8 @@ class BlockSender:
             raise WireError("this block sender is closed: its decode worker is lost")
         if sealer is not None:
             sealer.claim(header)
+        if not isinstance(payload, memoryview) and not (self._is_direct and sealer is None):
+            payload.begin()
         ticket = SendTicket()
         self._jobs.put(SendJob(ticket, header, payload, sealer))
         if self._has_ended:  # the thread ended meanwhile, and may not have seen this job
@@ -115,6 +118,7 @@ class BlockSender:
         job: SendJob | None = None
         try:
             line = line or self._open_line()
+            self._is_direct = line.is_direct
             while line.has_room() and (job := self._next(line)) is not None and line.ship(job):
                 pass
         except PeerLostError as error:

@@ -86,11 +86,13 @@ class TcpLine:
         self._room = self._poller_for(self._socket, zmq.POLLOUT)
         self._buffers = _Buffers()
 
+    is_direct = False
+
     def ship(self, job: SendJob) -> bool:
         """See Line. ZeroMQ reads the payload's memory until the job's ticket is done."""
         if not job.ticket.take():
             return True
-        if (plain := job.bytes(self._wakeup, self._look)) is None:
+        if (plain := job.wait(self._wakeup, self._look)) is None:
             return not self._wakeup.is_set
         header, payload = self._prepared(job, plain)
         while not self._sent(job, header, payload, is_ours=payload is not plain):
@@ -147,10 +149,10 @@ class TcpLine:
             header = job.sealer.seal(job.header, plain, payload)
         elif job.is_memory_scarce:
             payload = self._buffers.take(len(plain))
-            header = job.header.pack_copying(plain, payload)
+            header = job.header.pack(job.copy(plain, payload))
         else:
             self._buffers.give_up()
-            return job.header.pack(plain), plain
+            return job.header.pack(job.digests(plain)), plain
         job.ticket.end()  # ZeroMQ reads the buffer, and no longer the pool
         return header, payload
 
@@ -307,7 +309,7 @@ class BlockReceiver:
                 raise BlockRefusedError("bad_header", "a header without a payload")
             self._leases.begin_piece(header)
             # A message of more than two parts is none of ours.
-            self._leases.finish_piece(header, payloads[0].buffer if len(payloads) == 1 else None)
+            self._leases.write_piece(header, payloads[0].buffer if len(payloads) == 1 else None)()
         except BlockRefusedError as error:
             if error.cause_name == "bad_header":
                 self._leases.count_bad_header()

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from kvrelay.common.block_digests import digests_of
 from kvrelay.engine.config.model import load_config
 from kvrelay.engine.kv.copies import CudaCopies, StagingPlan
 from kvrelay.engine.kv.geometry import geometry_of
 from kvrelay.engine.kv.pool import KvPool
-from kvrelay.engine.kv.staging import StagedRead
+from kvrelay.engine.kv.staged_read import StagedRead
 
 
 @pytest.fixture
@@ -85,6 +88,34 @@ def test_on_a_gpu_bytes_travel_through_staging(llama: tuple[Path, Any]) -> None:
         pool.close_write(32 + block_id)
     pool.order_steps()
     assert torch.equal(pool.tensor[:32], pool.tensor[32:])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_on_a_gpu_the_device_hashes_blocks_and_reaches_memory_that_two_workers_share(llama: tuple[Path, Any]) -> None:
+    """The memory is mapped as both ends of a ring map it: writable, and read-only."""
+    pool = gpu_pool(llama[0], 2)
+    pool.tensor[0] = torch.randn(pool.tensor[0].shape, device="cuda")
+    torch.cuda.current_stream().synchronize()
+    expected = digests_of(pool.blocks[0].cpu().numpy().data)
+    assert pool.register is not None
+    descriptor = os.memfd_create("ring")
+    os.ftruncate(descriptor, nbytes := -(-pool.block_nbytes // mmap.PAGESIZE) * mmap.PAGESIZE)
+    sent = memoryview(mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE))
+    came = memoryview(mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ))
+    os.close(descriptor)
+    ends = [pool.register(sent), pool.register(came)]
+    assert None not in ends
+    read = pool.open_read(0)
+    assert isinstance(read, StagedRead)
+    wait = read.begin_copy_to(sent[: pool.block_nbytes])
+    assert wait is not None
+    assert wait() == expected
+    pool.close_read(0)
+    assert pool.begin_write(1, 0, came[: pool.block_nbytes])() == expected
+    assert torch.equal(pool.tensor[0], pool.tensor[1])
+    for end in ends:
+        end()  # type: ignore[misc]
 
 
 @pytest.mark.gpu

@@ -13,7 +13,8 @@ import torch
 
 from kvrelay.common.errors import ModelError
 from kvrelay.engine.kv.copies import StagingPlan
-from kvrelay.engine.kv.staging import StagedRead, Staging, pinned_pieces
+from kvrelay.engine.kv.staged_read import StagedRead
+from kvrelay.engine.kv.staging import Staging, pinned_pieces
 
 from ..late_device import LateDevice
 
@@ -32,7 +33,7 @@ class Bench:
     def __init__(self, num_blocks: int = 16, num_slots: int = 4, device: LateDevice | None = None) -> None:
         self.device = device or LateDevice()
         self.blocks = torch.zeros(num_blocks, NBYTES, dtype=torch.uint8)
-        self.staging = Staging(self.blocks, StagingPlan(self.device, num_slots * NBYTES))
+        self.staging = Staging(self.blocks, StagingPlan(self.device, num_slots * NBYTES), [NBYTES])
         for block_id in range(num_blocks):
             self.compute(block_id, block_id + 1)
 
@@ -40,6 +41,11 @@ class Bench:
         """A step writes the block at once."""
         assert not self.device.uses(self.blocks[block_id]), f"a step writes block {block_id} in the midst of its copy"
         self.blocks[block_id] = value
+
+    def open_read(self, block_id: int) -> StagedRead:
+        read = self.staging.open_read(block_id, NBYTES)
+        read.begin()
+        return read
 
     def wait(self, read: StagedRead, ticket: Ticket | None = None) -> memoryview:
         view = read.wait(ticket or Ticket(), WAIT_S)
@@ -78,7 +84,7 @@ def until(is_so: Callable[[], bool]) -> None:
 
 def test_opening_waits_for_nothing_and_reading_waits_for_the_copy() -> None:
     bench = Bench()
-    reads = [bench.staging.open_read(block_id) for block_id in range(10)]
+    reads = [bench.open_read(block_id) for block_id in range(10)]
     assert [read.nbytes for read in reads] == [NBYTES] * 10
     assert bench.device.num_launched == 2, "half of the slots are for those whose senders wait"
     for block_id, read in enumerate(reads):
@@ -92,7 +98,7 @@ def test_opening_waits_for_nothing_and_reading_waits_for_the_copy() -> None:
 
 def test_later_blocks_are_copied_while_one_is_read() -> None:
     bench = Bench()
-    first, second = bench.staging.open_read(1), bench.staging.open_read(2)
+    first, second = bench.open_read(1), bench.open_read(2)
     view = bench.wait(first)
     assert bench.device.num_launched == 2, "the second copy is under way"
     bench.wait(second)
@@ -101,7 +107,7 @@ def test_later_blocks_are_copied_while_one_is_read() -> None:
 
 def test_slots_of_readers_that_are_done_are_used_ahead_of_the_next_wait() -> None:
     bench = Bench()
-    reads = [bench.staging.open_read(block_id) for block_id in range(10)]
+    reads = [bench.open_read(block_id) for block_id in range(10)]
     tickets = [Ticket() for _ in reads]
     for read, ticket in zip(reads[:3], tickets, strict=False):
         bench.wait(read, ticket)
@@ -113,8 +119,8 @@ def test_slots_of_readers_that_are_done_are_used_ahead_of_the_next_wait() -> Non
 def test_what_is_lent_stays_until_its_reader_is_done() -> None:
     bench = Bench(num_slots=4)
     tickets = [Ticket() for _ in range(4)]
-    views = [bench.wait(bench.staging.open_read(block_id), tickets[block_id]) for block_id in range(4)]
-    fifth = bench.staging.open_read(4)
+    views = [bench.wait(bench.open_read(block_id), tickets[block_id]) for block_id in range(4)]
+    fifth = bench.open_read(4)
     assert fifth.wait(Ticket(), 0.0) is None, "all slots are lent"
     assert [filled(view) for view in views] == [1, 2, 3, 4]
     tickets[2].is_done = True  # the read is not closed yet
@@ -126,8 +132,8 @@ def test_who_waits_for_a_slot_gets_the_next_one() -> None:
     bench = Bench(num_slots=4)
     tickets = [Ticket() for _ in range(4)]
     for block_id, ticket in enumerate(tickets):
-        bench.wait(bench.staging.open_read(block_id), ticket)
-    queued = [bench.staging.open_read(block_id) for block_id in range(4, 10)]
+        bench.wait(bench.open_read(block_id), ticket)
+    queued = [bench.open_read(block_id) for block_id in range(4, 10)]
     found: list[int] = []
     thread = threading.Thread(target=lambda: found.append(filled(bench.wait(queued[-1]))))
     thread.start()
@@ -135,16 +141,16 @@ def test_who_waits_for_a_slot_gets_the_next_one() -> None:
     bench.staging.close_read(3)
     thread.join(WAIT_S)
     assert found == [10]
-    assert bench.staging.open_read(3).wait(Ticket(), 0.0) is None, "nobody else's slot was taken for it"
+    assert bench.open_read(3).wait(Ticket(), 0.0) is None, "nobody else's slot was taken for it"
 
 
 def test_blocks_that_queue_for_a_sender_that_takes_none_hold_up_no_other_sender() -> None:
     bench = Bench(num_blocks=64, num_slots=4)
     for block_id in range(50):
-        bench.staging.open_read(block_id)
+        bench.open_read(block_id)
     for block_id in range(50, 60):
         ticket = Ticket()
-        assert filled(bench.wait(bench.staging.open_read(block_id), ticket)) == block_id + 1
+        assert filled(bench.wait(bench.open_read(block_id), ticket)) == block_id + 1
         ticket.is_done = True
         bench.staging.close_read(block_id)
 
@@ -152,13 +158,13 @@ def test_blocks_that_queue_for_a_sender_that_takes_none_hold_up_no_other_sender(
 def test_two_readers_share_a_copy_and_the_block_stays_open_for_the_second() -> None:
     bench = Bench()
     first, second = Ticket(), Ticket()
-    read = bench.staging.open_read(7)
-    assert bench.staging.open_read(7) is read
+    read = bench.open_read(7)
+    assert bench.open_read(7) is read
     assert filled(bench.wait(read, first)) == 8
     first.is_done = True
     bench.staging.close_read(7)
     for block_id in range(4):  # their slots include the first reader's
-        bench.wait(bench.staging.open_read(block_id), Ticket(is_done=True))
+        bench.wait(bench.open_read(block_id), Ticket(is_done=True))
     assert filled(bench.wait(read, second)) == 8
     bench.staging.close_read(7)
     with pytest.raises(ValueError, match="block 7 is read, but is not open"):
@@ -168,18 +174,18 @@ def test_two_readers_share_a_copy_and_the_block_stays_open_for_the_second() -> N
 def test_a_read_that_is_closed_early_frees_its_slot_and_later_copies_go_on() -> None:
     bench = Bench(num_slots=4)
     for block_id in range(10):
-        bench.staging.open_read(block_id)
+        bench.open_read(block_id)
     for block_id in range(9):
         bench.staging.close_read(block_id)
-    assert filled(bench.wait(bench.staging.open_read(9))) == 10
+    assert filled(bench.wait(bench.open_read(9))) == 10
     tickets = [Ticket() for _ in range(3)]
-    views = [bench.wait(bench.staging.open_read(block_id), tickets[block_id]) for block_id in range(3)]
+    views = [bench.wait(bench.open_read(block_id), tickets[block_id]) for block_id in range(3)]
     assert [filled(view) for view in views] == [1, 2, 3]
 
 
 def test_no_step_writes_a_block_while_a_copy_that_nobody_wanted_reads_it() -> None:
     bench = Bench()
-    bench.staging.open_read(1)
+    bench.open_read(1)
     bench.staging.close_read(1)
     assert bench.device.uses(bench.blocks[1]), "or this shows nothing"
     bench.step()
@@ -233,8 +239,8 @@ def test_a_writer_without_a_slot_waits_until_another_one_is_through() -> None:
 
 def test_what_a_failed_copy_left_is_read_by_nobody() -> None:
     bench = Bench(device=LateDevice(fails_at=1))
-    read = bench.staging.open_read(1)
-    bench.staging.open_read(1)
+    read = bench.open_read(1)
+    bench.open_read(1)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="broken"):
             read.wait(Ticket(), WAIT_S)
@@ -246,8 +252,8 @@ def test_what_a_failed_copy_left_is_read_by_nobody() -> None:
 def test_a_device_that_takes_no_copies_any_more_is_noticed_by_who_reads_not_by_who_opens() -> None:
     bench = Bench(device=LateDevice(fails_at=1))
     with pytest.raises(RuntimeError, match="broken"):
-        bench.staging.open_read(1).wait(Ticket(), WAIT_S)
-    read = bench.staging.open_read(2)
+        bench.open_read(1).wait(Ticket(), WAIT_S)
+    read = bench.open_read(2)
     with pytest.raises(RuntimeError, match="broken"):
         read.wait(Ticket(), WAIT_S)
     for block_id in (1, 2):
@@ -284,9 +290,9 @@ def test_a_copy_that_has_failed_already_stops_every_step() -> None:
 def test_memory_for_too_few_blocks_is_refused_with_the_way_out() -> None:
     blocks = torch.zeros(8, 2**20, dtype=torch.uint8)
     with pytest.raises(ModelError, match=r"gives 3 buffers of 1\.00 MiB, .* at least 4 are needed: raise it to 4"):
-        Staging(blocks, StagingPlan(LateDevice(), 3 * 2**20))
-    assert Staging(torch.zeros(8, 2**26, dtype=torch.uint8), StagingPlan(_Frugal())).num_slots == 4
-    assert Staging(blocks, StagingPlan(_Frugal())).num_slots == 256
+        Staging(blocks, StagingPlan(LateDevice(), 3 * 2**20), [1])
+    assert Staging(torch.zeros(8, 2**26, dtype=torch.uint8), StagingPlan(_Frugal()), [1]).num_slots == 4
+    assert Staging(blocks, StagingPlan(_Frugal()), [1]).num_slots == 256
 
 
 def test_memory_that_cannot_be_pinned_is_refused_with_the_way_out() -> None:
@@ -295,7 +301,7 @@ def test_memory_that_cannot_be_pinned_is_refused_with_the_way_out() -> None:
             raise RuntimeError("out of memory")
 
     with pytest.raises(ModelError, match=r"cannot pin 4 MiB of host memory \(out of memory\): lower --staging-mb"):
-        Staging(torch.zeros(8, 2**20, dtype=torch.uint8), StagingPlan(NoRoom(), 2**22))
+        Staging(torch.zeros(8, 2**20, dtype=torch.uint8), StagingPlan(NoRoom(), 2**22), [1])
 
 
 @pytest.mark.parametrize(
@@ -330,7 +336,7 @@ def test_whatever_happens_in_whatever_order_bytes_are_where_they_belong(seed: in
         act = chance.choice(("open", "open", "wait", "wait", "done", "give up", "write", "fill", "step"))
         if act == "open" and len(writing) < 10:
             block_id = chance.choice([one for one in content if one not in writing])
-            opens.append((block_id, bench.staging.open_read(block_id), Ticket(), None))
+            opens.append((block_id, bench.open_read(block_id), Ticket(), None))
         elif act == "wait" and (waiting := [one for one in opens if one[3] is None]):
             entry = chance.choice(waiting)
             view = entry[1].wait(entry[2], 0.0)
@@ -372,7 +378,7 @@ def test_whatever_happens_in_whatever_order_bytes_are_where_they_belong(seed: in
 
 def test_many_senders_share_few_slots() -> None:
     bench = Bench(num_blocks=60, num_slots=4, device=LateDevice(random.Random(0)))
-    reads = {block_id: bench.staging.open_read(block_id) for block_id in range(60)}
+    reads = {block_id: bench.open_read(block_id) for block_id in range(60)}
     wrong: list[tuple[int, int]] = []
 
     def send(block_ids: range) -> None:

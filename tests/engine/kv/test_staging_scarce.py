@@ -14,7 +14,7 @@ from .test_staging import Bench, Ticket, until
 def test_readers_that_may_take_long_are_told_when_they_hold_a_quarter_of_the_slots() -> None:
     bench = Bench(num_slots=8)
     tickets = [Ticket() for _ in range(3)]
-    reads = [bench.staging.open_read(block_id) for block_id in range(16)]
+    reads = [bench.open_read(block_id) for block_id in range(16)]
     for read, ticket, is_scarce in zip(reads, tickets, (False, False, True), strict=False):
         bench.wait(read, ticket)
         assert read.is_scarce is is_scarce
@@ -44,8 +44,8 @@ def test_slots_that_are_held_for_long_are_not_looked_at_for_every_block(monkeypa
     bench = Bench(num_slots=16)
     held = [LookedAt() for _ in range(5)]
     for block_id, reader in enumerate(held):
-        assert bench.staging.open_read(block_id).wait(reader, 0.0) is not None
-    asks = bench.staging.open_read(9)
+        assert bench.open_read(block_id).wait(reader, 0.0) is not None
+    asks = bench.open_read(9)
     assert asks.wait(Ticket(), 0.0) is not None
     for reader in held:
         reader.num_looks = 0

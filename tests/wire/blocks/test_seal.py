@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from kvrelay.common.block_digests import digests_of
 from kvrelay.wire.blocks.frames import HEADER_NBYTES, SEALED_HEADER_NBYTES, BlockHeader, parse_header
 from kvrelay.wire.blocks.seal import KEY_NBYTES, TAG_NBYTES, BlockOpener, BlockSealer, new_key
 from kvrelay.wire.errors import BlockRefusedError
@@ -61,7 +62,7 @@ def test_no_bit_of_the_header_can_be_changed() -> None:
 
 def test_no_bit_of_a_plain_header_can_be_changed() -> None:
     header = replace(HEADER, is_sealed=False)
-    frame = header.pack(PAYLOAD)
+    frame = header.pack(digests_of(PAYLOAD))
     for bit in range(8 * len(frame)):
         bad = bytearray(frame)
         bad[bit // 8] ^= 1 << bit % 8
@@ -69,7 +70,7 @@ def test_no_bit_of_a_plain_header_can_be_changed() -> None:
             parsed = parse_header(bytes(bad))
         except BlockRefusedError:
             continue
-        assert parsed.checksum_of(PAYLOAD) != parsed.checksum, bit
+        assert parsed.checksum_of(digests_of(PAYLOAD)) != parsed.checksum, bit
 
 
 PIECES, BLOCKS = (0, 1, 255, 256, 2**16 - 1), (0, 1, 255, 256, 2**16, 2**32 - 1)
@@ -82,7 +83,8 @@ def test_a_nonce_is_given_once_for_each_piece_and_block() -> None:
         sealer.claim(header)
     for header in NAMES:
         with pytest.raises(
-            ValueError, match=f"piece {header.piece_index} of block {header.block_index} was sealed under this key already"
+            ValueError,
+            match=f"piece {header.piece_index} of block {header.block_index} was sealed under this key already",
         ):
             sealer.claim(header)
 

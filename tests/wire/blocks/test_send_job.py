@@ -18,7 +18,7 @@ def test_a_block_that_waits_for_memory_can_be_called_off() -> None:
     job = SendJob(SendTicket(), BlockHeader(1, 1, 0, 8, b"h" * 16), payload, None)
     assert job.ticket.take()
     got: list[memoryview | None] = []
-    thread = threading.Thread(target=lambda: got.append(job.bytes(wakeup, lambda: None)))
+    thread = threading.Thread(target=lambda: got.append(job.wait(wakeup, lambda: None)))
     thread.start()
     assert payload.is_awaited.wait(WAIT_S)
     job.ticket.call_off()

@@ -121,9 +121,9 @@ def test_a_genuine_frame_waits_for_the_verdict_on_the_one_before_it(sealed: Leas
         assert second.is_alive(), "it did not wait"
         if expected == "ok":
             with pytest.raises(Exception, match=f"block {header.block_index} of lease"):
-                sealed.table.finish_piece(header, memoryview(forged[1]))
+                sealed.table.write_piece(header, memoryview(forged[1]))()
         else:
-            sealed.table.finish_piece(header, memoryview(forged[1]))
+            sealed.table.write_piece(header, memoryview(forged[1]))()
         second.join(WAIT_S)
         assert told.pop() == expected
     assert sealed.receive(lease.frames(2)) == "ok"
@@ -144,12 +144,12 @@ def test_who_waits_for_a_verdict_that_never_comes_is_let_go(
     second.start()
     if end == "abort":
         sealed.table.abort_peer("p")
-        sealed.table.finish_piece(header, memoryview(frames[1]))
+        sealed.table.write_piece(header, memoryview(frames[1]))()
     else:
         with monkeypatch.context() as broken:
             broken.setattr(sealed.store, "open_write", lambda block_id, group: 1 / 0)
             with pytest.raises(ZeroDivisionError):
-                sealed.table.finish_piece(header, memoryview(frames[1]))
+                sealed.table.write_piece(header, memoryview(frames[1]))()
     second.join(WAIT_S)
     assert told in ([["unknown_lease"]] if end == "abort" else [["ok"], []])
 

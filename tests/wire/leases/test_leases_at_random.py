@@ -16,7 +16,7 @@ from kvrelay.wire.errors import BlockRefusedError
 from kvrelay.wire.leases.lease import VerifiedLease
 from kvrelay.wire.messages import Abort, Grant, Offer, Renew
 
-from ..lease_bench import BLOCK_SIZE, EPOCH, TTL_S, TWO_WITH_WINDOW, TWO_PIECES, Granted, LeaseBench, offer_of
+from ..lease_bench import BLOCK_SIZE, EPOCH, TTL_S, TWO_PIECES, TWO_WITH_WINDOW, Granted, LeaseBench, offer_of
 
 
 class LeaseMachine(RuleBasedStateMachine):
@@ -101,7 +101,7 @@ class LeaseMachine(RuleBasedStateMachine):
         header, payload = self.open.pop(receiver)
         came = memoryview({"bytes": bytes(len(payload)), "size": payload[:-1]}.get(fault, payload))
         try:
-            self.table.finish_piece(header, came)
+            self.table.write_piece(header, came)()
             assert fault == "none"
         except BlockRefusedError:
             assert fault != "none"

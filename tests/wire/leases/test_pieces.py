@@ -1,4 +1,4 @@
-"""Blocks that come in pieces, one of each group of layers. A block is received when all its pieces are, and each piece has its place."""
+"""Blocks that come in pieces, one of each group. A block is received when all its pieces are, and each piece has its place."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_pieces_of_one_block_are_written_side_by_side(bench: LeaseBench) -> None
     for header in headers:
         bench.table.begin_piece(header)
     for header, (_, payload) in zip(headers, frames, strict=True):
-        bench.table.finish_piece(header, memoryview(payload))
+        bench.table.write_piece(header, memoryview(payload))()
     assert [bench.receive(one) for one in frames] == ["duplicate", "duplicate"]
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import zmq
 
+from kvrelay.common.block_digests import digests_of
 from kvrelay.wire.addresses import SocketFile
 from kvrelay.wire.blocks.frames import parse_header
 from kvrelay.wire.blocks.send_job import SendTicket
@@ -39,7 +40,7 @@ def test_the_ticket_is_done_when_the_block_is_out(sending: Make, peer: Any, nbyt
     _, packed, received = peer.recv_multipart()
     assert received == b"k" * nbytes
     payload = memoryview(received)
-    assert parse_header(packed).checksum == header_for(payload).checksum_of(payload)
+    assert parse_header(packed).checksum == header_for(payload).checksum_of(digests_of(payload))
     assert_all_done_soon(tickets)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from kvrelay.common.block_digests import digests_of
 from kvrelay.wire.blocks.seal import BlockSealer, new_key
 from kvrelay.wire.errors import WireError
 from kvrelay.wire.lines.shared.packets import pack_answer, pack_slots, split_block
@@ -146,7 +147,7 @@ def test_the_ticket_is_done_when_the_block_lies_in_its_slot(to: To, door: Shared
     lies = os.pread(door.descriptors[0], BLOCK_NBYTES, slot * RingShape.of(BLOCK_NBYTES).slot_nbytes)
     assert (lies == PAYLOAD) is not is_sealed
     if not is_sealed:
-        assert frame == header_for(PAYLOAD).pack(PAYLOAD)
+        assert frame == header_for(PAYLOAD).pack(digests_of(PAYLOAD))
 
 
 def test_a_sender_waits_for_slots_and_goes_on_when_they_come_back(to: To, door: SharedDoor) -> None:
@@ -175,7 +176,7 @@ def test_a_block_that_was_called_off_while_there_was_no_slot_is_not_sent(to: To,
     assert tickets[NUM_SLOTS].is_done
     connection.send(pack_slots([0]))
     _, frame = split_block(connection.recv(1000))
-    assert frame == header_for(PAYLOAD, NUM_SLOTS + 1).pack(PAYLOAD)
+    assert frame == header_for(PAYLOAD, NUM_SLOTS + 1).pack(digests_of(PAYLOAD))
 
 
 @pytest.mark.parametrize("num_blocks", [1, NUM_SLOTS + 5])

@@ -17,6 +17,7 @@ import msgspec
 
 import kvrelay
 from kvrelay.common.adapter_files import AdapterRef
+from kvrelay.common.block_digests import digests_of
 from kvrelay.common.block_hash import HashChain
 from kvrelay.common.fair_queue import Flow
 from kvrelay.common.kv_geometry import GroupKind, KvGeometry, KvGroup
@@ -179,9 +180,7 @@ MESSAGES: Sequence[Message] = (
 )  # fmt: skip
 
 HEADERS = tuple(
-    BlockHeader(
-        **_LEASE, block_index=3, payload_nbytes=48, block_hash=_HASH, piece_index=1, is_sealed=one
-    )
+    BlockHeader(**_LEASE, block_index=3, payload_nbytes=48, block_hash=_HASH, piece_index=1, is_sealed=one)
     for one in (False, True)
 )
 PAYLOAD = bytes(range(48))
@@ -232,7 +231,7 @@ def recorded_block(header: BlockHeader) -> dict[str, Any]:
         target = memoryview(bytearray(len(payload) + TAG_NBYTES))
         frames = BlockSealer(key).seal(header, payload, target), bytes(target)
     else:
-        frames = header.pack(payload), PAYLOAD
+        frames = header.pack(digests_of(payload)), PAYLOAD
     return {"header": frames[0].hex(), "payload": frames[1].hex(), "says": says(header)}
 
 

@@ -20,8 +20,10 @@ import select
 import socket
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from kvrelay.common.late_bytes import Register
 from kvrelay.common.logs import RareWarnings
 from kvrelay.wire.blocks.frames import parse_header
 from kvrelay.wire.blocks.seal import TAG_NBYTES
@@ -75,13 +77,17 @@ class SharedReceiver:
         metrics: WireMetrics,
         *,
         token: str | None = None,
+        register: Register | None = None,
         stranger_s: float = _STRANGER_S,
     ) -> None:
-        """Listens at once, under ``name``. ``token``: what senders must show; None: nothing. Raises WireError."""
+        """Listens at once, under ``name``. ``token``: what senders must show; None: nothing. ``register``: lets the pool's device
+        copy from rings. Raises WireError.
+        """
         self._leases = leases
         self._block_nbytes = block_nbytes
         self._metrics = metrics
         self._token = token
+        self._register = register
         self._stranger_s = stranger_s
         place.sweep()
         self.name = place.new_name()
@@ -151,10 +157,17 @@ class SharedReceiver:
 
     def take_blocks(self, sender: SharedPeer) -> bool:
         """Take a few blocks of one connection. False if the connection must be closed."""
+        done: list[int] = []
+        written: list[Callable[[], None]] = []  # a device copies them side by side
+        is_sound = self._write_blocks(sender, done, written)
+        self._verify(written)
+        # Slots go back together, so that the sender is woken rarely, and early enough that it can refill them meanwhile.
+        return is_sound and (not done or _sent(sender.connection, pack_slots(done)))
+
+    def _write_blocks(self, sender: SharedPeer, done: list[int], written: list[Callable[[], None]]) -> bool:
+        """Begin to write a few blocks. Adds their slots to ``done``, and what verifies them to ``written``."""
         assert sender.ring is not None
         slots = sender.ring.slots
-        done: list[int] = []
-        # Slots go back together, so that the sender is woken rarely, and early enough that it can refill them meanwhile.
         for _ in range(min(_TURN_BLOCKS, len(slots) // 2) or 1):
             try:
                 packet = sender.connection.recv(MAX_PACKET_NBYTES)
@@ -173,14 +186,25 @@ class SharedReceiver:
                 self._leases.count_bad_header()
                 self._warnings.warn(f"refused a KV block and its sender: {error}", error.cause_name)
                 return False
+            done.append(slot)
             try:
                 self._leases.begin_piece(header)  # the size is checked from here on
                 nbytes = header.payload_nbytes + (TAG_NBYTES if header.is_sealed else 0)
-                self._leases.finish_piece(header, slots[slot][:nbytes])
+                written.append(self._leases.write_piece(header, slots[slot][:nbytes]))
             except BlockRefusedError as error:
                 self._warnings.warn(f"refused a KV block: {error}", error.cause_name)
-            done.append(slot)
-        return not done or _sent(sender.connection, pack_slots(done))
+            if header.is_sealed:  # another piece may claim the same place, and would wait for this one
+                self._verify(written)
+        return True
+
+    def _verify(self, written: list[Callable[[], None]]) -> None:
+        """Verify the blocks, and forget them."""
+        for verify in written:
+            try:
+                verify()
+            except BlockRefusedError as error:
+                self._warnings.warn(f"refused a KV block: {error}", error.cause_name)
+        written.clear()
 
     # -- new connections -----------------------------------------------------------------------------------------------
 
@@ -246,7 +270,7 @@ class SharedReceiver:
         if self._token is not None and not hmac.compare_digest(greeting.token, self._token.encode()):
             self._metrics.refused_tokens.inc()
             raise GreetingRefusedError("wrong_token", "not the token of this process's data port")
-        shape, ours = greeting.shape, RingShape.of(self._block_nbytes)
+        shape, ours = greeting.shape, RingShape.of(self._block_nbytes, is_for_device=True)
         if shape.slot_nbytes != ours.slot_nbytes or not 0 < shape.num_slots <= ours.num_slots:
             detail = (
                 f"{shape.num_slots} slots of {shape.slot_nbytes} bytes; "
@@ -257,7 +281,9 @@ class SharedReceiver:
             raise GreetingRefusedError("bad_memory", "a greeting brings one descriptor, that of its memory")
         if len(self._peers) - len(self._strangers) >= _MAX_SENDERS:
             raise GreetingRefusedError("too_many", f"{_MAX_SENDERS} senders are connected, and no more are taken")
-        return map_ring(descriptors[0], shape)
+        ring = map_ring(descriptors[0], shape)
+        ring.register(self._register)
+        return ring
 
     def _drop(self, peer: SharedPeer) -> None:
         del self._peers[peer.connection.fileno()]

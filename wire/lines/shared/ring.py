@@ -17,8 +17,10 @@ import contextlib
 import fcntl
 import mmap
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from kvrelay.common.late_bytes import Register
 from kvrelay.wire.blocks.seal import TAG_NBYTES
 from kvrelay.wire.errors import GreetingRefusedError, NoSharedMemoryError
 
@@ -26,6 +28,7 @@ _F_SEAL_FUTURE_WRITE = 0x10  # <linux/fcntl.h>, since Linux 5.1; Python 3.11 has
 MAX_SLOTS = 32
 _MIN_SLOTS = 4  # the sender fills one, the receiver reads one, and two may be on their way
 _ENOUGH_NBYTES = 4 * 2**20  # target size of a ring; more does not stay in a core's share of the cache
+_ENOUGH_FOR_DEVICE_NBYTES = 32 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +39,14 @@ class RingShape:
     num_slots: int
 
     @classmethod
-    def of(cls, block_nbytes: int) -> RingShape:
-        """The shape for blocks of ``block_nbytes``. A slot also has room for a seal's tag and is a multiple of the page size."""
+    def of(cls, block_nbytes: int, *, is_for_device: bool = False) -> RingShape:
+        """The shape for blocks of ``block_nbytes``. A slot also has room for a seal's tag and is a multiple of the page size.
+
+        Copies by a device bypass the cache, and more of them should be on their way.
+        """
+        enough_nbytes = _ENOUGH_FOR_DEVICE_NBYTES if is_for_device else _ENOUGH_NBYTES
         slot_nbytes = -(-(block_nbytes + TAG_NBYTES) // mmap.PAGESIZE) * mmap.PAGESIZE
-        return cls(slot_nbytes, min(MAX_SLOTS, max(_MIN_SLOTS, _ENOUGH_NBYTES // slot_nbytes)))
+        return cls(slot_nbytes, min(MAX_SLOTS, max(_MIN_SLOTS, enough_nbytes // slot_nbytes)))
 
     @property
     def nbytes(self) -> int:
@@ -55,10 +62,22 @@ class Ring:
         self._memory = memory
         self._view = memoryview(memory)
         size = shape.slot_nbytes
+        self._unregister: Callable[[], None] | None = None
         self.slots = [self._view[index * size : (index + 1) * size] for index in range(shape.num_slots)]
+
+    def register(self, register: Register | None) -> None:
+        """Let a device's copies reach the slots, if it can. Call it at most once."""
+        self._unregister = None if register is None else register(self._view)
+
+    @property
+    def is_registered(self) -> bool:
+        """Whether a device's copies reach the slots."""
+        return self._unregister is not None
 
     def close(self) -> None:
         """Unmap the memory. If other code still holds a view of it, it is unmapped when that view is released."""
+        if self._unregister is not None:
+            self._unregister()
         with contextlib.suppress(BufferError):
             while self.slots:
                 self.slots.pop().release()

@@ -2,18 +2,22 @@
 
 ``connect`` finds the decode worker's socket, passes the ring and waits for the answer for a bounded time. It runs on the sender's
 thread. Any problem raises :class:`NoSharedMemoryError`, and the blocks go over TCP instead. Afterwards each block takes a free
-slot, one pass for its checksum and one to copy it (or one pass to seal it), and one packet. The pool's memory is free before the
-packet is sent.
+slot, one pass to hash and copy it (or one pass to seal it), and one packet. A device that can reach the ring does both itself. The
+pool's memory is free before the packet is sent.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import socket
 import time
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from kvrelay.common.late_bytes import Register
 from kvrelay.wire.blocks.seal import TAG_NBYTES
 from kvrelay.wire.blocks.send_job import JobQueue, SendJob, Wakeup
 from kvrelay.wire.errors import NoSharedMemoryError, PeerLostError
@@ -29,6 +33,7 @@ from kvrelay.wire.lines.shared.ring import Ring, RingShape, make_ring
 from kvrelay.wire.metrics import WireMetrics
 
 _GONE = "the decode worker's end of the shared memory is gone"
+_MAX_COPIES = 2  # by the device at a time, while this thread prepares the next one
 _ANSWER_S = 5.0  # a stopped decode worker gives no answer; its link notices that by itself
 
 
@@ -40,6 +45,16 @@ class SharedTarget:
     place: SharedPlace | None  # where this worker looks for the socket; None: ``--shared-memory off``
     block_nbytes: int
     token: str | None = None  # the decode worker's data token
+    register: Register | None = None  # lets the device of the pool copy into a ring
+
+
+@dataclass(frozen=True, slots=True)
+class _Copying:
+    """A block that a device copies into a slot."""
+
+    job: SendJob
+    slot: int
+    wait: Callable[[], bytes]  # returns its digests
 
 
 class SharedLine:
@@ -54,12 +69,19 @@ class SharedLine:
         self._wakeup = wakeup
         # The slot that came back last is used first, because it is still in the cache.
         self._free = list(range(ring.shape.num_slots))
+        self._copying: deque[_Copying] = deque()  # to slots that are neither free nor with the receiver yet
         self._readable = _poll_for(connection, select.POLLIN, wakeup)
         self._writable = _poll_for(connection, select.POLLOUT, wakeup)
 
     def __str__(self) -> str:
         """For the log."""
-        return f"{self._ring.shape.num_slots} slots of {self._ring.shape.slot_nbytes} bytes"
+        shape, how = self._ring.shape, ", by the device" if self.is_direct else ""
+        return f"{shape.num_slots} slots of {shape.slot_nbytes} bytes{how}"
+
+    @property
+    def is_direct(self) -> bool:
+        """See Line."""
+        return self._ring.is_registered
 
     @classmethod
     def connect(cls, target: SharedTarget, metrics: WireMetrics, wakeup: Wakeup) -> SharedLine:
@@ -73,8 +95,10 @@ class SharedLine:
             raise NoSharedMemoryError("the decode worker takes none")
         connection = _reach(target.place.address(target.name))
         try:
-            ring, descriptor = make_ring(RingShape.of(target.block_nbytes))
+            shape = RingShape.of(target.block_nbytes, is_for_device=target.register is not None)
+            ring, descriptor = make_ring(shape)
             try:
+                ring.register(target.register)
                 _introduce(connection, Greeting(ring.shape, (target.token or "").encode()), descriptor, wakeup)
             except BaseException:
                 ring.close()
@@ -91,12 +115,16 @@ class SharedLine:
         while not self._wakeup.is_set:
             if self._free:
                 return True
+            if not self._finish_copies(0):
+                break
             if self._wakeup.fileno() not in dict(self._readable.poll()):
                 self._take_back()
         return False
 
     def wait_for(self, jobs: JobQueue) -> None:
         """See Line. Notices the end of the connection. Slots that come back stay in the socket until they are needed."""
+        if not self._finish_copies(0):
+            return
         poll = _poll_for(self._connection, 0, self._wakeup)
         poll.register(jobs.fileno(), select.POLLIN)
         self._check(poll, None)
@@ -110,24 +138,45 @@ class SharedLine:
             raise PeerLostError(f"{_GONE}: the connection has ended")
 
     def ship(self, job: SendJob) -> bool:
-        """See Line. The payload's memory is not read any more when this returns."""
+        """See Line. The payload's memory is not read any more when this returns, unless a device copies it."""
         if not job.ticket.take():
             return True
-        if (payload := job.bytes(self._wakeup, self._look)) is None:
-            return not self._wakeup.is_set
         slot = self._free.pop()
         memory = self._ring.slots[slot]
+        copying = None if job.sealer is not None else job.begin_copy_to(memory[: job.header.payload_nbytes])
+        if copying is not None:
+            self._copying.append(_Copying(job, slot, copying))
+            return self._finish_copies(_MAX_COPIES)
+        if not self._finish_copies(0):
+            return False
+        if (payload := job.wait(self._wakeup, self._look)) is None:
+            self._free.append(slot)
+            return not self._wakeup.is_set
         if job.sealer is None:
-            frame = job.header.pack_copying(payload, memory[: len(payload)])
+            frame = job.header.pack(job.copy(payload, memory[: len(payload)]))
         else:
             frame = job.sealer.seal(job.header, payload, memory[: len(payload) + TAG_NBYTES])
-        self._blocks_sent.inc()
-        self._bytes_sent.inc(len(payload))
         job.ticket.end()
-        return self._send(pack_block(slot, frame))
+        return self._send(job, slot, frame)
+
+    def _finish_copies(self, num_left: int) -> bool:
+        """Wait for the oldest copies by the device and send their packets, until so many are left. False as ``_send``."""
+        while len(self._copying) > num_left:
+            oldest = self._copying.popleft()
+            try:
+                digests = oldest.wait()
+            finally:
+                oldest.job.ticket.end()
+            if not self._send(oldest.job, oldest.slot, oldest.job.header.pack(digests)):
+                return False
+        return True
 
     def close(self) -> None:
         """See Line. The receiver still takes the blocks that it was told of; its own mapping keeps the memory."""
+        for one in self._copying:
+            with contextlib.suppress(RuntimeError):
+                one.wait()
+            one.job.ticket.end()
         self._connection.close()
         self._ring.close()
 
@@ -139,13 +188,16 @@ class SharedLine:
             raise PeerLostError(f"{_GONE}: {error.strerror}") from error
         if not slots or max(slots) >= self._ring.shape.num_slots or len({*slots}) < len(slots):
             raise PeerLostError(f"{_GONE}: the connection has ended")
-        self._free += slots  # called only with no free slot left, so none of these is free already
+        self._free += slots  # called only when the receiver has all slots, so none of these is free already
 
-    def _send(self, packet: bytes) -> bool:
-        """Send a packet. False if the wakeup comes before the socket has room. Raises PeerLostError."""
+    def _send(self, job: SendJob, slot: int, frame: bytes) -> bool:
+        """Send a block's packet. False if the wakeup comes before the socket has room. Raises PeerLostError."""
+        packet = pack_block(slot, frame)
         while not self._wakeup.is_set:
             try:
                 self._connection.send(packet)
+                self._blocks_sent.inc()
+                self._bytes_sent.inc(job.header.payload_nbytes)
                 return True
             except BlockingIOError:
                 self._writable.poll()

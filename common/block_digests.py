@@ -1,0 +1,59 @@
+"""The digests of a KV block that its checksum is made of: XXH3-64 of each stretch, 8 bytes little endian, one behind the other.
+
+Stretches let a device hash a block with many threads at once (:mod:`kvrelay.kernels.rows.digests`). These functions do it on the
+host, a stretch at a time: what was just copied is hashed while it is in the core's cache.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+
+import numpy as np
+import xxhash
+
+STRETCH_NBYTES = 64 * 1024
+
+
+def num_stretches(nbytes: int) -> int:
+    """How many stretches ``nbytes`` have. The last one takes what is left, and is less than two stretches long."""
+    return max(1, nbytes // STRETCH_NBYTES)
+
+
+def digests_of(memory: memoryview) -> bytes:
+    """The digests of the bytes in ``memory``."""
+    return _packed([xxhash.xxh3_64_intdigest(memory[part]) for part in _stretches(len(memory))])
+
+
+def copied(source: memoryview, target: memoryview) -> bytes:
+    """Copy ``source`` to ``target``, of the same size. Returns the digests of ``source``."""
+    digests = []
+    for part in _stretches(len(source)):
+        digests.append(xxhash.xxh3_64_intdigest(source[part]))
+        target[part] = source[part]
+    return _packed(digests)
+
+
+def landed(source: memoryview, target: memoryview) -> bytes:
+    """Copy ``source`` to ``target``, of the same size. Returns the digests of what is in ``target`` then."""
+    digests = []
+    for part in _stretches(len(source)):
+        target[part] = source[part]
+        digests.append(xxhash.xxh3_64_intdigest(target[part]))
+    return _packed(digests)
+
+
+def copy_bytes(source: memoryview, target: memoryview) -> None:
+    """Copy ``source`` to ``target``, of the same size, without Python's lock, which an assignment of views holds."""
+    np.copyto(np.frombuffer(target, dtype=np.uint8), np.frombuffer(source, dtype=np.uint8))
+
+
+def _stretches(nbytes: int) -> Iterator[slice]:
+    last = num_stretches(nbytes) - 1
+    for number in range(last):
+        yield slice(number * STRETCH_NBYTES, (number + 1) * STRETCH_NBYTES)
+    yield slice(last * STRETCH_NBYTES, nbytes)
+
+
+def _packed(digests: list[int]) -> bytes:
+    return struct.pack(f"<{len(digests)}Q", *digests)
