@@ -119,9 +119,9 @@ class CudaCopies:
 
     def register(self, address: int, nbytes: int, *, is_read_only: bool) -> bool:
         """See CopyDevice."""
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         with torch.cuda.device(self._device):
-            error = torch.cuda.cudart().cudaHostRegister(address, nbytes, _READ_ONLY if is_read_only else 0)  # type: ignore[no-untyped-call]
-            if int(error) == 0:
+            if runtime.cudaHostRegister(address, nbytes, _READ_ONLY if is_read_only else 0) == runtime.cudaError.success:
                 return True
             with contextlib.suppress(RuntimeError):  # CUDA reports the error once more, to the thread's next call
                 torch.zeros(1, device=self._device)

@@ -1,7 +1,8 @@
 """A hand-off of a long prompt's KV between two processes on one device, from pool to pool, verified, by each way.
 
-A block goes from the device to pinned memory, through a socket or shared memory, to pinned memory and the device. The device copies
-overlap with the other steps and bound the speed. Leases, transfers and both ends are kvrelay's, as in :mod:`handoff_ways`.
+Over TCP, and sealed, a block goes from the device to pinned memory, through a socket or shared memory, to pinned memory and the
+device. Plain blocks of one host are copied by the device into shared memory and out of it. The device hashes all plain blocks.
+Leases, transfers and both ends are kvrelay's, as in :mod:`handoff_ways`.
 """
 
 from __future__ import annotations
