@@ -11,11 +11,10 @@ A **slot** is pinned memory for one block; all are allocated at the start. Copie
 A device that can hash makes the digests of each block that it copies, from the block in the pool. Copies from and to memory that is
 registered with it (:mod:`kvrelay.engine.kv.registered`) go there directly: ``StagedRead.begin_copy_to`` and ``begin_write``.
 
-Opening, beginning and closing a read never waits. Call ``StagedRead.wait`` on a sender's thread: it waits for the block's copy and,
+Opening, beginning and closing a read neither waits nor launches anything. Call ``StagedRead.wait`` on a sender's thread: it waits for the block's copy and,
 if the block has no slot, for a slot. Half of the slots are reserved for such waits, so that blocks for a decode worker that does
-not read delay no others.
-The network decides when readers are done, so some take long. Such readers keep at most a quarter of the slots:
-above that, ``StagedRead.is_scarce`` asks them to copy the bytes elsewhere. So some slots always become free soon.
+not read delay no others. The network decides when readers are done, so some take long. Such readers keep at most a quarter of the
+slots: above that, ``StagedRead.is_scarce`` asks them to copy the bytes elsewhere. So some slots always become free soon.
 
 Call ``begin_write`` and ``open_write`` on a receiver's thread. They wait for the oldest copy, some tens of microseconds. If there
 are more threads than slots, they wait for another thread's block to be verified; that is the backpressure.
@@ -46,6 +45,7 @@ from kvrelay.engine.kv.staged_read import LaunchedCopy, Slot, StagedRead
 _DEFAULT_NBYTES = 2**28
 _MIN_SLOTS = 4  # two threads of receivers or senders, and a next slot for each
 _LOOK_S = 0.001  # readers do not report when they are done
+_AHEAD_AT_ONCE = 4  # copies ahead that a thread launches before it waits for its own
 
 
 def pinned_pieces(num_slots: int, slot_nbytes: int) -> list[int]:
@@ -122,11 +122,10 @@ class Staging:
             return read
 
     def begin(self, read: StagedRead) -> None:
-        """Bring a block to a slot, in turn."""
+        """Let the next threads that wait bring the block to a slot, in turn."""
         with self._changed:
             if read.slot is None and read.num_open > 0:
                 self._queued[read.block_id] = read
-                self._copy_ahead()
 
     def close_read(self, block_id: int) -> None:
         """End one ``open_read`` of the block. After the next ``order_steps``, steps may write to the block."""
@@ -139,7 +138,6 @@ class Staging:
                 if read.slot is not None:
                     self._order_behind(read.slot)  # its copy may still run if no reader has waited for it
                     self._take_from(read)
-            self._copy_ahead()
 
     def wait(self, read: StagedRead, reader: Reader, timeout_s: float) -> memoryview | None:
         """See StagedRead."""
@@ -159,7 +157,6 @@ class Staging:
             copied = slot.last.copied
             read.readers.append(reader)
             self._lent[read] = None
-            # Not in _copy_ahead: the network thread calls that for every block, and this checks all readers.
             if not self._free and 4 * self._num_ahead < self.num_slots:
                 self._reclaim()
             self._copy_ahead()
@@ -189,8 +186,10 @@ class Staging:
             return 4 * len(self._lent) > self.num_slots
 
     def _copy_ahead(self) -> None:
-        """Give slots to the next reads, up to half of all; none while a thread waits for one."""
-        while self._queued and self._free and not self._num_waiting and 2 * self._num_ahead < self.num_slots:
+        """Give slots to a few of the next reads, up to half of all; none while a thread waits for one."""
+        for _ in range(_AHEAD_AT_ONCE):
+            if not self._queued or not self._free or self._num_waiting or 2 * self._num_ahead >= self.num_slots:
+                break
             _, read = self._queued.popitem(last=False)
             with contextlib.suppress(RuntimeError):  # the reader that waits for it tries again, and gets the error
                 self._bring(read)

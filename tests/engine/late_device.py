@@ -93,7 +93,7 @@ class LateDevice:
 
     def unregister(self, address: int) -> None:
         with self._lock:
-            assert not any(
+            assert self._is_broken or not any(
                 address <= one.data_ptr() < address + self.registered[address]
                 for _, target, source, _ in self._pending
                 for one in (target, source)

@@ -86,7 +86,9 @@ def test_opening_waits_for_nothing_and_reading_waits_for_the_copy() -> None:
     bench = Bench()
     reads = [bench.open_read(block_id) for block_id in range(10)]
     assert [read.nbytes for read in reads] == [NBYTES] * 10
-    assert bench.device.num_launched == 2, "half of the slots are for those whose senders wait"
+    assert bench.device.num_launched == 0, "the network thread launched a copy"
+    assert filled(bench.wait(reads[0], Ticket(is_done=True))) == 1
+    assert bench.device.num_launched == 3, "half of the slots are for those whose senders wait"
     for block_id, read in enumerate(reads):
         ticket = Ticket()
         assert filled(bench.wait(read, ticket)) == block_id + 1
@@ -186,6 +188,7 @@ def test_a_read_that_is_closed_early_frees_its_slot_and_later_copies_go_on() -> 
 def test_no_step_writes_a_block_while_a_copy_that_nobody_wanted_reads_it() -> None:
     bench = Bench()
     bench.open_read(1)
+    bench.wait(bench.open_read(2))
     bench.staging.close_read(1)
     assert bench.device.uses(bench.blocks[1]), "or this shows nothing"
     bench.step()
