@@ -17,7 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kvrelay.kernels.attention import decode, latent, prefill, rotary
 from kvrelay.kernels.attention.prefill_tiles import TileLoads, has_much_shared_memory, tile_loads
-from kvrelay.kernels.linear import few_routes, fp8, group_scaled, grouped, low_rank, vector, weight_only
+from kvrelay.kernels.linear.cases import NAMES, linear_cases
 from kvrelay.kernels.rows import activation, norm
 from kvrelay.kernels.sampling import bitmask, penalties, sample
 
@@ -32,10 +32,8 @@ _TYPES = {
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
-_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
-# e4m3 is a hardware type from compute capability 8.9 on. Before, Triton refuses it. On gfx942, whose fp8 has another bias,
-# Triton emulates it
-# slowly and with spills. Products of fp8 with fp8 have no other targets either.
+# e4m3 is a hardware type from compute capability 8.9 on. Before, Triton refuses it. On gfx942, whose fp8 has another bias, Triton
+# emulates it slowly and with spills. Products of fp8 with fp8 have no other targets either.
 _FP8_TARGETS = {("cuda", 90), ("cuda", 100)}
 Target = tuple[str, int | str]  # backend and architecture
 
@@ -104,7 +102,7 @@ def _attention_launches(
     has_sinks: bool = False,
     chunk: int | None = None,
 ) -> list[Launch]:
-    case = f"{_NAMES[dtype]} d{head_dim} {num_q_heads}/{num_kv_heads}"
+    case = f"{NAMES[dtype]} d{head_dim} {num_q_heads}/{num_kv_heads}"
     case += (
         (" fp8 pool" if fp8 else "")
         + (f" window {window}" if window else "")
@@ -146,7 +144,7 @@ def _latent_launches(num_q_heads: int, dtype: torch.dtype) -> list[Launch]:
         latent.latent_prefill_attention(q, pool, 1, tables, lens, lens[:4], max_query_len=4, **options)
         latent.latent_decode_attention(q, pool, 1, tables, lens[:4], workspace=workspace, **options)
 
-    return _record(f"{_NAMES[dtype]} latents of 512 + 64, {num_q_heads} heads", call)
+    return _record(f"{NAMES[dtype]} latents of 512 + 64, {num_q_heads} heads", call)
 
 
 def _capability(target: Target) -> tuple[int, int] | None:
@@ -181,191 +179,6 @@ def _box_launches(target: Target) -> list[Launch]:
             )
             case = f"bf16 d{head_dim} {num_q_heads}/{num_kv_heads}{' fp8 pool' if is_fp8 else ''} boxes"
             found += _record(case, call)
-    return found
-
-
-def _linear_launches() -> list[Launch]:
-    """Every tile over both formats of weights; the other kernels once."""
-    found: list[Launch] = []
-    scale = torch.empty((256,))
-    for weight_dtype, name in ((torch.int8, "int8"), (torch.float8_e4m3fn, "e4m3")):
-        weight = torch.empty((256, 4096), dtype=weight_dtype)
-        for num_tokens, dtype, num_splits in (
-            (16, torch.bfloat16, 1),
-            (16, torch.float16, 4),
-            (32, torch.bfloat16, 1),
-            (64, torch.bfloat16, 1),
-            (256, torch.bfloat16, 1),
-        ):
-            x = torch.empty((num_tokens, 4096), dtype=dtype)
-            case = f"{_NAMES[dtype]} {name}, {num_tokens} rows" + (f", {num_splits} splits" if num_splits > 1 else "")
-            found += _record(case, partial(weight_only.weight_only_linear, x, weight, scale, None, num_splits))
-        dequantise = partial(weight_only.dequantise_weight, weight, scale, torch.bfloat16)
-        found += _record(f"bf16 {name}", dequantise)
-    # The kernel that adds splits does not depend on the format.
-    return [launch for launch in found if launch.kernel != "_add_splits_kernel" or "int8" in launch.case]
-
-
-def _group_scaled_launches() -> list[Launch]:
-    """Every tile over 4 bits in groups of 128, as AWQ and GPTQ have them; fp8 in blocks; groups of 32."""
-    found: list[Launch] = []
-    bf16 = torch.bfloat16
-    for dtype, name, group_size, sizes in (
-        (
-            torch.uint8,
-            "4 bits",
-            128,
-            ((16, bf16, 1), (16, torch.float16, 4), (32, bf16, 1), (64, bf16, 1), (256, bf16, 1)),
-        ),
-        (torch.float8_e4m3fn, "e4m3", 128, ((16, bf16, 1), (64, bf16, 1), (256, bf16, 1))),
-        (torch.uint8, "4 bits", 32, ((16, bf16, 1), (64, bf16, 1))),
-    ):
-        is_packed = dtype == torch.uint8
-        values = torch.empty((256, 4096 // (1 + is_packed)), dtype=dtype)
-        scale = torch.empty((256, 4096 // group_size), dtype=torch.float16 if is_packed else torch.float32)
-        zero = torch.empty(scale.shape, dtype=torch.uint8) if is_packed else None
-        for num_tokens, x_dtype, num_splits in sizes:
-            x = torch.empty((num_tokens, 4096), dtype=x_dtype)
-            case = f"{_NAMES[x_dtype]} {name} by {group_size}, {num_tokens} rows"
-            call = partial(group_scaled.group_scaled_linear, x, values, scale, zero, group_size, None, num_splits)
-            found += _record(case + (f", {num_splits} splits" if num_splits > 1 else ""), call)
-        dequantise = partial(group_scaled.dequantise_groups, values, scale, zero, group_size, bf16)
-        found += _record(f"bf16 {name} by {group_size}", dequantise)
-    return found
-
-
-def _vector_launches() -> list[Launch]:
-    """One row with a matrix of few and of many outputs, for each format."""
-    found: list[Launch] = []
-    bf16 = torch.bfloat16
-    x = torch.empty((1, 4096), dtype=bf16)
-    for num_outs in (1024, 4096, 28672):
-        ints, e4m3 = (torch.empty((num_outs, 4096), dtype=dtype) for dtype in (torch.int8, torch.float8_e4m3fn))
-        words, factors = ints.view(torch.uint8)[:, :2048], torch.empty((num_outs, 32), dtype=bf16)
-        case = f"{{}}, one row, {num_outs} outputs"
-        one, full = torch.empty((num_outs,)), torch.empty((num_outs, 4096), dtype=bf16)
-        stored = partial(vector.vector_stored_linear, x)
-        found += _record(case.format("bf16"), partial(vector.vector_linear, x, full, None))
-        found += _record(case.format("bf16 int8"), partial(vector.vector_rounded_linear, x, ints, one, None))
-        found += _record(case.format("bf16 e4m3"), partial(vector.vector_rounded_linear, x, e4m3, one, None))
-        for group_size in (128, 32):
-            scale = factors.repeat(1, 128 // group_size)
-            zero = torch.empty(scale.shape, dtype=torch.uint8)
-            call = partial(stored, words, scale, zero, group_size, None)
-            found += _record(case.format(f"bf16 4 bits by {group_size}"), call)
-        found += _record(case.format("bf16 e4m3 by 128"), partial(stored, e4m3, factors.float(), None, 128, None))
-    return found
-
-
-def _fp8_launches() -> list[Launch]:
-    """Every tile over a scale for each output and row, and over blocks of 128 on both sides; rows as each scheme rounds them."""
-    found: list[Launch] = []
-    bf16 = torch.bfloat16
-    for name, size in (("by channel", 4096), ("by 128", 128)):
-        values, scale = torch.empty((256, 4096), dtype=torch.float8_e4m3fn), torch.empty((256, 4096 // size))
-        for num_rows, dtype, num_splits in (
-            (16, bf16, 1),
-            (16, torch.float16, 4),
-            (32, bf16, 1),
-            (64, bf16, 1),
-            (2048, bf16, 1),
-        ):
-            shape = (num_rows, 4096 // size)
-            rows = fp8.Fp8Rows(values.new_empty(num_rows, 4096), torch.empty(shape), size, dtype)
-            case = f"{_NAMES[dtype]} {name}, {num_rows} rows" + (f", {num_splits} splits" if num_splits > 1 else "")
-            found += _record(case, partial(fp8.fp8_linear, rows, values, scale, size, None, num_splits))
-        x = torch.empty((4, 4096), dtype=bf16)
-        found += _record(f"bf16 {name}", partial(fp8.round_rows, x, size, None))
-    found += _record("bf16 with one scale", partial(fp8.round_rows, x, 4096, 0.5))
-    return [launch for launch in found if launch.kernel != "_add_splits_kernel"]
-
-
-def _expert_launches() -> list[Launch]:
-    """Every tile over 16-bit weights, with biases as in gpt-oss; 8-bit formats with the tile for few rows."""
-    found: list[Launch] = []
-    for num_tokens, dtype, name in (
-        (16, torch.bfloat16, "bf16"),
-        (16, torch.int8, "int8"),
-        (16, torch.float8_e4m3fn, "e4m3"),
-        (512, torch.bfloat16, "bf16"),
-        (2048, torch.bfloat16, "bf16"),
-    ):
-        x, weight = torch.empty((num_tokens, 2880), dtype=torch.bfloat16), torch.empty((32 * 64, 2880), dtype=dtype)
-        bias, scale = torch.empty((32 * 64,), dtype=torch.bfloat16), None if name == "bf16" else torch.empty((32 * 64,))
-        routes = grouped.plan_routes(torch.zeros((num_tokens, 4), dtype=torch.int64), 32)
-        factors = torch.empty((num_tokens, 4))
-        call = partial(grouped.grouped_linear, x, weight, routes, bias=bias, scale=scale, factors=factors)
-        found += _record(f"bf16 {name}, 4 of 32 experts, {num_tokens} rows", call)
-    return found + _few_route_launches() + _stored_expert_launches()
-
-
-def _few_route_launches() -> list[Launch]:
-    """One token: Qwen3-30B-A3B's sizes in each format, and gpt-oss's activation and biases with half as many experts."""
-    found: list[Launch] = []
-    bf16, num_experts = torch.bfloat16, 16
-    for name, dtype, top_k, sizes, gate in (
-        ("bf16", bf16, 8, (2048, 768), few_routes.Gate()),
-        ("bf16 int8", torch.int8, 8, (2048, 768), few_routes.Gate()),
-        ("bf16 e4m3", torch.float8_e4m3fn, 8, (2048, 768), few_routes.Gate()),
-        ("bf16", bf16, 4, (2880, 2880), few_routes.Gate(1.702, 7.0)),
-        ("bf16, another activation", bf16, 2, (4096, 1024), None),
-    ):
-        hidden, intermediate = sizes
-        num_rows = (2 * num_experts * intermediate, num_experts * hidden)
-        scales = [None if dtype == bf16 else torch.empty((num,)) for num in num_rows]
-        biases = [torch.empty((num,), dtype=bf16) if top_k == 4 else None for num in num_rows]
-        gate_up = few_routes.ExpertMatrix(torch.empty((num_rows[0], hidden), dtype=dtype), scales[0], biases[0])
-        down = few_routes.ExpertMatrix(torch.empty((num_rows[1], intermediate), dtype=dtype), scales[1], biases[1])
-        x, rows = torch.empty((1, hidden), dtype=bf16), torch.empty((top_k, intermediate), dtype=bf16)
-        ids, factors = torch.zeros((1, top_k), dtype=torch.int64), torch.empty((1, top_k))
-        case = f"{name}, {top_k} experts of {hidden} x {intermediate}"
-        found += _record(case, partial(few_routes.few_gate_up, x, gate_up, ids, num_experts, gate))
-        found += _record(case, partial(few_routes.few_down, rows, down, ids, factors, num_experts))
-    return found
-
-
-def _stored_expert_launches() -> list[Launch]:
-    """Every tile over MXFP4 with gpt-oss's sizes and biases; fp8 in blocks of 128, 4 bits with zeros in groups of 128 and of 64."""
-    found: list[Launch] = []
-    fp8 = torch.float8_e4m3fn
-    for name, dtype, scale_dtype, num_ins, group_size in (
-        ("mxfp4", torch.uint8, torch.uint8, 2880, 32),
-        ("e4m3 by 128", fp8, torch.float32, 2048, 128),
-        ("4 bits by 128", torch.uint8, torch.float16, 2048, 128),
-        ("4 bits by 64", torch.uint8, torch.float16, 2048, 64),
-    ):
-        values = torch.empty((32 * 64, num_ins // (1 + (dtype == torch.uint8))), dtype=dtype)
-        scale = torch.empty((32 * 64, num_ins // group_size), dtype=scale_dtype)
-        zero = torch.empty(scale.shape, dtype=torch.uint8) if scale_dtype == torch.float16 else None
-        bias = torch.empty((32 * 64,), dtype=torch.bfloat16) if name == "mxfp4" else None
-        for num_tokens in (16, 512, 2048):
-            x, factors = torch.empty((num_tokens, num_ins), dtype=torch.bfloat16), torch.empty((num_tokens, 4))
-            routes = grouped.plan_routes(torch.zeros((num_tokens, 4), dtype=torch.int64), 32)
-            call = partial(
-                grouped.grouped_stored_linear,
-                *(x, values, scale, zero, group_size, routes),
-                bias=bias,
-                factors=factors,
-            )
-            found += _record(f"bf16 {name}, 4 of 32 experts, {num_tokens} rows", call)
-    return found
-
-
-def _adapter_launches() -> list[Launch]:
-    """Every tiling over q, k and v of Llama-3-8B, and over o, which has as many inputs, as a site of one part."""
-    found: list[Launch] = []
-    for tiling, name, dtype in (
-        (low_rank.FEW_ROWS, "few rows", torch.bfloat16),
-        (low_rank.MANY_ROWS, "many rows", torch.bfloat16),
-        (low_rank.FP32_ROWS, "any rows", torch.float32),
-    ):
-        for widths in ((4096, 1024, 1024), (4096,)):
-            table = low_rank.LowRankTable(1, 4096, widths, 256, dtype, torch.device("cpu"))
-            x, out = torch.empty((4, 4096), dtype=dtype), torch.empty((4, sum(widths)), dtype=dtype)
-            rows = torch.empty((4,), dtype=torch.int64)
-            adapted = low_rank.AdaptedRows(tiling, rows, torch.empty((4, 3), dtype=torch.int32))
-            case = f"{_NAMES[dtype]} {'+'.join(map(str, widths))}, {name}"
-            found += _record(case, partial(low_rank.add_low_rank, x, out, table, adapted))
     return found
 
 
@@ -431,5 +244,8 @@ def _all_launches() -> list[Launch]:
         if is_representative or launch.kernel.startswith(("_prefill", "_decode_split")):
             found.append(launch)
     found += [*_latent_launches(128, bf16), *_latent_launches(16, bf16)]
-    found += [*_linear_launches(), *_group_scaled_launches(), *_vector_launches(), *_fp8_launches()]
-    return [*found, *_expert_launches(), *_adapter_launches()]
+    for case, call in linear_cases():
+        # The kernel that adds splits does not depend on the format, only on whether sums have scales.
+        has_own_sums = "int8" in case or "4 bits" in case
+        found += [one for one in _record(case, call) if has_own_sums or one.kernel != "_add_splits_kernel"]
+    return found

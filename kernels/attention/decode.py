@@ -133,11 +133,8 @@ class _Tile:
 
 def _tile(head_dim_pad: int, element_size: int) -> _Tile:
     if head_dim_pad > 256:
-        return (
-            _Tile(keys=16, num_warps=8, num_stages=1)
-            if element_size == 4
-            else _Tile(keys=16, num_warps=4, num_stages=2)
-        )
+        num_warps, num_stages = (8, 1) if element_size == 4 else (4, 2)
+        return _Tile(16, num_warps, num_stages)
     if element_size == 4:
         return _Tile(keys=32 if head_dim_pad <= 64 else 16, num_warps=4, num_stages=1)
     if head_dim_pad <= 64 or (head_dim_pad == 128 and element_size == 1):
@@ -238,7 +235,6 @@ def _decode_split_kernel(
     pool_stride_block,
     pool_stride_value,
     NUM_Q_HEADS: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_PAD: tl.constexpr,
     ROWS: tl.constexpr,
@@ -246,7 +242,6 @@ def _decode_split_kernel(
     HEAD_DIM_PAD: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     VALUE_DIM_PAD: tl.constexpr,
-    ACC_DIMS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     SEQS: tl.constexpr,
     KEYS: tl.constexpr,
@@ -255,10 +250,9 @@ def _decode_split_kernel(
     COMBINED_SPLITS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     CHUNK: tl.constexpr,
-    HAS_SCALES: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
 ):
+    HAS_SCALES: tl.constexpr = kv_scales_ptr is not None
     # Adjacent programs read adjacent heads of the same blocks.
     kv_head = tl.program_id(0)
     item = tl.program_id(1)
@@ -295,14 +289,15 @@ def _decode_split_kernel(
     # running maximum is finite after the first tile.
     row_max = tl.full([ROWS], float("-inf"), tl.float32)
     row_sum = tl.zeros([ROWS], tl.float32)
-    if HAS_SINKS:
+    if sinks_ptr is not None:
         # A sink counts as a key before the first one: its weight is 1, and it has no value.
         is_first = item == first_split
         sinks = tl.load(sinks_ptr + heads, mask=rows < GROUP, other=0.0).to(tl.float32) * _LOG2_E
         row_max = tl.where(is_first, sinks, row_max)
         row_sum += tl.where(is_first, 1.0, 0.0)
-    acc = tl.zeros([ROWS, ACC_DIMS], tl.float32)
     # Over an fp8 pool `acc` has the even dimensions and `acc_odd` the odd ones.
+    ACC_DIMS: tl.constexpr = VALUE_DIM_PAD // 2 if HAS_SCALES else VALUE_DIM_PAD
+    acc = tl.zeros([ROWS, ACC_DIMS], tl.float32)
     acc_odd = tl.zeros([ROWS, ACC_DIMS], tl.float32)
     pairs = tl.arange(0, ACC_DIMS)
     offsets_in_tile = tl.arange(0, KEYS)
@@ -339,15 +334,16 @@ def _decode_split_kernel(
         correction = tl.exp2(row_max - new_max)
         weights = tl.exp2(scores - new_max[:, None])
         row_sum = row_sum * correction + tl.sum(weights, axis=1)
-        acc = tl.dot(weights.to(values.dtype), values, acc * correction[:, None], input_precision="ieee")
+        weights = weights.to(values.dtype)
+        acc = tl.dot(weights, values, acc * correction[:, None], input_precision="ieee")
         if HAS_SCALES:
-            odd_weights = weights.to(values.dtype)
-            acc_odd = tl.dot(odd_weights, odd_values, acc_odd * correction[:, None], input_precision="ieee")
+            acc_odd = tl.dot(weights, odd_values, acc_odd * correction[:, None], input_precision="ieee")
         row_max = new_max
         blocks = next_blocks
 
     if HAS_SCALES:
-        acc = tl.join(acc, acc_odd).reshape(ROWS, VALUE_DIM_PAD) * tl.load(kv_scales_ptr + NUM_KV_HEADS + kv_head)
+        value_scale = tl.load(kv_scales_ptr + NUM_Q_HEADS // GROUP + kv_head)  # behind the scales of all keys
+        acc = tl.join(acc, acc_odd).reshape(ROWS, VALUE_DIM_PAD) * value_scale
     # A split without keys has no weight: its log-sum-exp is -inf.
     weight_sum = tl.where(row_sum > 0.0, row_sum, 1.0)
     store_result(
@@ -465,7 +461,6 @@ def paged_decode_attention(
         layer_keys.stride(0),
         kv.value_start,
         NUM_Q_HEADS=num_q_heads,
-        NUM_KV_HEADS=geometry.num_kv_heads,
         GROUP=group,
         GROUP_PAD=group_pad,
         ROWS=max(_MIN_ROWS, next_power_of_2(group)),
@@ -473,7 +468,6 @@ def paged_decode_attention(
         HEAD_DIM_PAD=head_dim_pad,
         VALUE_DIM=geometry.value_dim,
         VALUE_DIM_PAD=value_dim_pad,
-        ACC_DIMS=value_dim_pad // 2 if kv_scales is not None else value_dim_pad,
         BLOCK_SIZE=geometry.block_size,
         SEQS=max(_MIN_SEQS, next_power_of_2(num_seqs)),
         KEYS=tile.keys,
@@ -482,9 +476,7 @@ def paged_decode_attention(
         COMBINED_SPLITS=splits_at_once,
         HAS_WINDOW=sliding_window is not None or chunk_size is not None,
         CHUNK=chunk_size or 0,
-        HAS_SCALES=kv_scales is not None,
         HAS_SOFTCAP=softcap is not None,
-        HAS_SINKS=sinks is not None,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )

@@ -14,41 +14,26 @@ weights in groups, which `grouped_stored_linear` multiplies.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import no_type_check
+from typing import Any, no_type_check
 
 import torch
 import triton
 import triton.language as tl
 
 from kvrelay.kernels.checks import FLOAT_DTYPES, FP8_DTYPE, require_dtype, require_shape, require_unit_stride
+from kvrelay.kernels.linear.grouped import grouped_linear_reference
+from kvrelay.kernels.linear.vector import PIECE_BYTES, finished, widened
 
 MAX_FEW_ROUTES = 64  # with 128 of 128 experts, sorting is as fast on an H200
 TOP_KS = (1, 5)
 """For each kernel of the second product, the number of a token's experts to compile it with."""
 
+# The tiles of both products, as measured on an H200. A step's loads are not ahead of it: they go to registers.
 _WARP = 32
-_PIECE_BYTES = 16
+_WARPS = 4
+_GATE_UP_WIDTH = 2  # warps of the first product beside each other along the inputs; others have other rows
+_OUTS = 4  # results of a program: pairs of rows of gate and up, or rows of down of each of a token's experts
 _MAX_ROUTES = 8  # of a token in one step of the second product
-
-
-@dataclass(frozen=True)
-class RouteTile:
-    """The part of an expert's weight that a program reads in a step of the loop."""
-
-    outs: int  # results: pairs of rows of gate and up, or rows of down of each of the experts
-    warps: int
-    width: int  # warps beside each other along the inputs; the others have other rows
-    stages: int  # steps whose loads are under way; 1 for one at a time, in registers
-
-
-def gate_up_tile() -> RouteTile:
-    """The tile of the first product."""
-    return RouteTile(outs=4, warps=4, width=2, stages=1)
-
-
-def down_tile() -> RouteTile:
-    """The tile of the second product, for up to 8 experts of a token."""
-    return RouteTile(outs=4, warps=4, width=1, stages=1)
 
 
 def are_few_routes(num_routes: int, num_experts: int) -> bool:
@@ -77,36 +62,11 @@ def few_down_reference(
     x: torch.Tensor, matrix: ExpertMatrix, expert_ids: torch.Tensor, factors: torch.Tensor, num_experts: int
 ) -> torch.Tensor:
     """`few_down` in float64, without any rounding. With one token's factor 1 for an expert it is a row of `few_gate_up`, too."""
-    num_tokens, top_k = expert_ids.shape
-    out = x.new_zeros(num_tokens, len(matrix.values) // num_experts, dtype=torch.float64)
-    for route, expert in enumerate(expert_ids.flatten().tolist()):
-        if expert < num_experts:
-            rows = slice(expert * out.shape[1], (expert + 1) * out.shape[1])
-            product = matrix.values[rows].double() @ x[route].double()
-            product = product if matrix.scale is None else product * matrix.scale[rows].double()
-            product = product if matrix.bias is None else product + matrix.bias[rows].double()
-            out[route // top_k] += product * factors.flatten()[route].double()
-    return out
-
-
-@triton.jit
-@no_type_check
-def _products(weight, x):
-    """In fp32. An e4m3 number is an fp16 number, too."""
-    if weight.dtype == tl.float8e4nv:
-        weight = weight.to(tl.float16)
-    return weight.to(tl.float32) * x.to(tl.float32)
-
-
-@triton.jit
-@no_type_check
-def _finished(total, rows, present, scale_ptr, bias_ptr):
-    """Sums with the rows' scales and biases."""
-    if scale_ptr is not None:
-        total *= tl.load(scale_ptr + rows, mask=present, other=0.0)
-    if bias_ptr is not None:
-        total += tl.load(bias_ptr + rows, mask=present, other=0.0).to(tl.float32)
-    return total
+    is_none = expert_ids == num_experts  # such rows may be NaN
+    rows, ids = x.double().masked_fill(is_none.view(-1, 1), 0), expert_ids.masked_fill(is_none, 0)
+    given = {"bias": matrix.bias, "scale": matrix.scale, "factors": factors.double().masked_fill(is_none, 0)}
+    products = grouped_linear_reference(rows, matrix.values, ids, num_experts, **given)
+    return products.view(*ids.shape, -1).sum(dim=1)
 
 
 @triton.jit(do_not_specialize=["top_k"], do_not_specialize_on_alignment=["ids_ptr"])
@@ -131,7 +91,6 @@ def _few_gate_up_kernel(
     OUTS: tl.constexpr,
     LANES: tl.constexpr,
     PIECE: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
     """`out_features` is the number of results: half of an expert's rows if they are gated."""
     route = tl.program_id(0)
@@ -147,26 +106,22 @@ def _few_gate_up_kernel(
         gate_ptrs = weight_ptr + rows[:, None] * weight_stride_out + ins[None, :]
         up_ptrs = weight_ptr + (rows + out_features)[:, None] * weight_stride_out + ins[None, :]
         gate_sums, up_sums = tl.zeros([OUTS, LANES], tl.float32), tl.zeros([OUTS, LANES], tl.float32)
-        for start in tl.range(0, in_features, INS, num_stages=STAGES):
+        for start in tl.range(0, in_features, INS, num_stages=1):
             present = (start + ins < in_features)[None, :]
             # Loaded before the weight: so the compiler moves x between lanes, and leaves the weight where it was loaded.
-            x = tl.load(x_ptrs + start, mask=present, other=0.0)
+            x = tl.load(x_ptrs + start, mask=present, other=0.0).to(tl.float32)
             gate_weight = tl.load(gate_ptrs + start, mask=present, other=0.0)
             if IS_GATED:
                 up_weight = tl.load(up_ptrs + start, mask=present, other=0.0)
-            gate_sums += tl.sum(tl.reshape(_products(gate_weight, x), (OUTS, LANES, PIECE)), 2)
+            gate_sums += tl.sum(tl.reshape(widened(gate_weight) * x, (OUTS, LANES, PIECE)), 2)
             if IS_GATED:
-                up_sums += tl.sum(tl.reshape(_products(up_weight, x), (OUTS, LANES, PIECE)), 2)
+                up_sums += tl.sum(tl.reshape(widened(up_weight) * x, (OUTS, LANES, PIECE)), 2)
         dtype = out_ptr.dtype.element_ty
-        out = _finished(tl.sum(gate_sums, 1), rows, has_out, scale_ptr, bias_ptr)
+        out = finished(tl.sum(gate_sums, 1), rows, has_out, scale_ptr, bias_ptr)
         if IS_GATED:
-            # Rounded as if it were stored before the activation.
-            gate = out.to(dtype).to(tl.float32)
-            up = (
-                _finished(tl.sum(up_sums, 1), rows + out_features, has_out, scale_ptr, bias_ptr)
-                .to(dtype)
-                .to(tl.float32)
-            )
+            up = finished(tl.sum(up_sums, 1), rows + out_features, has_out, scale_ptr, bias_ptr)
+            # Rounded as if they were stored before the activation.
+            gate, up = out.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
             if IS_CLAMPED:
                 gate = tl.where(gate > limit, limit, gate)
                 up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
@@ -184,7 +139,6 @@ def _few_down_kernel(
     scale_ptr,
     bias_ptr,
     ids_ptr,
-    factor_ptr,
     out_ptr,
     num_experts,
     out_features,
@@ -192,11 +146,11 @@ def _few_down_kernel(
     top_k,
     x_stride_row,
     weight_stride_out,
+    factor_ptr,
     ROUTES: tl.constexpr,
     OUTS: tl.constexpr,
     LANES: tl.constexpr,
     PIECE: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
     """A tile is `OUTS` outputs of `ROUTES` experts."""
     INS: tl.constexpr = LANES * PIECE
@@ -217,12 +171,12 @@ def _few_down_kernel(
         x_ptrs = x_ptr + tl.broadcast_to(x_places, (OUTS, ROUTES, INS))
         weight_ptrs = weight_ptr + rows[:, :, None] * weight_stride_out + ins[None, None, :]
         acc = tl.zeros([OUTS, ROUTES, LANES], tl.float32)
-        for start in tl.range(0, in_features, INS, num_stages=STAGES):
-            has_in = (start + ins < in_features)[None, None, :]
-            x = tl.load(x_ptrs + start, mask=is_row[:, :, None] & has_in, other=0.0)  # first, as in the first product
-            weight = tl.load(weight_ptrs + start, mask=is_row[:, :, None] & has_in, other=0.0)
-            acc += tl.sum(tl.reshape(_products(weight, x), (OUTS, ROUTES, LANES, PIECE)), 3)
-        total = _finished(tl.sum(acc, 2), rows, is_row, scale_ptr, bias_ptr)
+        for start in tl.range(0, in_features, INS, num_stages=1):
+            present = is_row[:, :, None] & (start + ins < in_features)[None, None, :]
+            x = tl.load(x_ptrs + start, mask=present, other=0.0).to(tl.float32)  # first, as in the first product
+            weight = tl.load(weight_ptrs + start, mask=present, other=0.0)
+            acc += tl.sum(tl.reshape(widened(weight) * x, (OUTS, ROUTES, LANES, PIECE)), 3)
+        total = finished(tl.sum(acc, 2), rows, is_row, scale_ptr, bias_ptr)
         total *= tl.load(factor_ptr + routes, mask=is_ours, other=0.0)[None, :]
         # Rounded as if each expert's output were stored before the sum.
         out += tl.sum(total.to(out_ptr.dtype.element_ty).to(tl.float32), 1)
@@ -257,35 +211,17 @@ def few_gate_up(
             raise ValueError(f"an expert has {out_features} rows of gate and up, expected an even number")
         out_features //= 2
     out = torch.empty((num_tokens * top_k, out_features), dtype=x.dtype, device=x.device)
-    if not len(out):
-        return out
-    tile = gate_up_tile()
     limit = None if gate is None else gate.limit
-    # Routes come first, so that those to one expert run side by side and read it from memory once.
-    _few_gate_up_kernel[(num_tokens * top_k, triton.cdiv(out_features, tile.outs))](
-        x,
-        matrix.values,
-        matrix.scale,
-        matrix.bias,
-        expert_ids,
-        out,
-        num_experts,
-        out_features,
-        x.shape[1],
-        top_k,
-        x.stride(0),
-        matrix.values.stride(0),
+    return _launch(
+        _few_gate_up_kernel,
+        *(x, matrix, expert_ids, out, num_experts),
         1.0 if gate is None else gate.alpha,
         0.0 if limit is None else limit,
         IS_GATED=gate is not None,
         IS_CLAMPED=limit is not None,
-        OUTS=tile.outs,
-        LANES=_WARP * tile.width,
-        PIECE=_PIECE_BYTES // matrix.values.element_size(),
-        STAGES=tile.stages,
-        num_warps=tile.warps,
+        LANES=_WARP * _GATE_UP_WIDTH,
+        num_warps=_WARPS,
     )
-    return out
 
 
 def few_down(
@@ -312,34 +248,50 @@ def few_down(
     if not factors.is_contiguous():
         raise ValueError(f"factors has strides {factors.stride()}, expected a contiguous tensor")
     out = torch.empty((num_tokens, out_features), dtype=x.dtype, device=x.device)
-    if not num_tokens:
-        return out
-    tile = down_tile()
     # Half as many experts take half as many warps.
-    routes, warps = (
-        (_MAX_ROUTES, tile.warps) if top_k > _MAX_ROUTES // 2 else (_MAX_ROUTES // 2, max(1, tile.warps // 2))
+    parts = 1 if top_k > _MAX_ROUTES // 2 else 2
+    factors = factors.float()  # one kernel for all their types
+    return _launch(
+        _few_down_kernel,
+        *(x, matrix, expert_ids, out, num_experts, factors),
+        ROUTES=_MAX_ROUTES // parts,
+        LANES=_WARP,
+        num_warps=_WARPS // parts,
     )
-    _few_down_kernel[(num_tokens, triton.cdiv(out_features, tile.outs))](
-        x,
-        matrix.values,
-        matrix.scale,
-        matrix.bias,
-        expert_ids,
-        factors.float(),  # one kernel for all their types
-        out,
-        num_experts,
-        out_features,
-        x.shape[1],
-        top_k,
-        x.stride(0),
-        matrix.values.stride(0),
-        ROUTES=routes,
-        OUTS=tile.outs,
-        LANES=_WARP * tile.width,
-        PIECE=_PIECE_BYTES // matrix.values.element_size(),
-        STAGES=tile.stages,
-        num_warps=warps,
-    )
+
+
+def _launch(
+    kernel: Any,
+    x: torch.Tensor,
+    matrix: ExpertMatrix,
+    expert_ids: torch.Tensor,
+    out: torch.Tensor,
+    num_experts: int,
+    *others: torch.Tensor | float,
+    **constants: int,
+) -> torch.Tensor:
+    """Launch programs for each row of `out`, and return it."""
+    num_rows, out_features = out.shape
+    if num_rows:
+        # Rows come first, so that routes to one expert run side by side and read it from memory once.
+        kernel[(num_rows, triton.cdiv(out_features, _OUTS))](
+            x,
+            matrix.values,
+            matrix.scale,
+            matrix.bias,
+            expert_ids,
+            out,
+            num_experts,
+            out_features,
+            x.shape[1],
+            expert_ids.shape[1],
+            x.stride(0),
+            matrix.values.stride(0),
+            *others,
+            OUTS=_OUTS,
+            PIECE=PIECE_BYTES // matrix.values.element_size(),
+            **constants,
+        )
     return out
 
 

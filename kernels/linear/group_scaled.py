@@ -19,9 +19,8 @@ from kvrelay.kernels.linear.weight_only import (
     COMPUTE_DTYPES,
     DEQUANTISE_BLOCK,
     SPLIT_UNIT,
-    add_splits,
+    multiply_tiles,
     require_rows,
-    tile_of,
 )
 
 VALUE_DTYPES = (torch.uint8, torch.int8, FP8_DTYPE)
@@ -85,9 +84,9 @@ def _group_scaled_linear_kernel(
     out_features,
     num_columns,
     group_size,
+    num_groups,
     x_stride_token,
     values_stride_out,
-    scale_stride_out,
     PER_COLUMN: tl.constexpr,
     SPLITS: tl.constexpr,
     SPLIT_UNIT: tl.constexpr,
@@ -117,7 +116,7 @@ def _group_scaled_linear_kernel(
         x = tl.load(x_ptrs + start, mask=has_token[:, None] & present[None, :], other=0.0)
         weight = tl.load(values_ptrs + column, mask=(column + columns < last)[None, :], other=0.0)
         weight = meant_numbers(weight, PER_COLUMN, False)
-        places = rows * scale_stride_out + start // group_size
+        places = rows * num_groups + start // group_size
         if zero_ptr is not None:
             weight -= tl.load(zero_ptr + places).to(tl.float32)[:, None]
         weight *= tl.load(scale_ptr + places).to(tl.float32)[:, None]
@@ -141,7 +140,7 @@ def _dequantise_groups_kernel(
     in_features,
     group_size,
     values_stride_out,
-    scale_stride_out,
+    num_groups,
     PER_COLUMN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -150,10 +149,8 @@ def _dequantise_groups_kernel(
     mask = ins < in_features
     columns = tl.program_id(1) * (BLOCK // PER_COLUMN) + tl.arange(0, BLOCK // PER_COLUMN)
     wide = tl.load(values_ptr + row * values_stride_out + columns, mask=columns < in_features // PER_COLUMN, other=0.0)
-    if PER_COLUMN == 2:
-        wide = tl.interleave(wide & 15, wide >> 4)
-    wide = wide.to(tl.float32)
-    places = row * scale_stride_out + ins // group_size
+    wide = meant_numbers(wide, PER_COLUMN, False)
+    places = row * num_groups + ins // group_size
     if zero_ptr is not None:
         wide -= tl.load(zero_ptr + places, mask=mask, other=0.0).to(tl.float32)
     wide *= tl.load(scale_ptr + places, mask=mask, other=0.0).to(tl.float32)
@@ -187,39 +184,14 @@ def group_scaled_linear(
         ValueError: wrong shape, dtype or stride, too many rows, or no split.
     """
     out_features, in_features = check_integers(values, scale, zero, group_size)
-    num_tokens = require_rows(x, in_features, out_features, bias, num_splits)
-    tile = tile_of(num_tokens)
-    out = torch.empty((num_tokens, out_features), dtype=x.dtype, device=x.device)
-    target = out
-    if num_splits > 1:
-        target = torch.empty((num_splits, num_tokens, out_features), dtype=torch.float32, device=x.device)
-    grid = (triton.cdiv(num_tokens, tile.tokens), triton.cdiv(out_features, tile.outs), num_splits)
-    _group_scaled_linear_kernel[grid](
-        x,
-        values,
-        scale,
-        zero,
-        bias,
-        target,
-        num_tokens,
-        out_features,
-        values.shape[1],
-        group_size,
-        x.stride(0),
-        values.stride(0),
-        scale.shape[1],
+    require_rows(x, in_features, out_features, bias, num_splits)
+    num_groups = scale.shape[1]
+    return multiply_tiles(
+        _group_scaled_linear_kernel,
+        *(x, values, (scale, zero), bias, num_splits, group_size, num_groups),
+        most_ins=SPLIT_UNIT if num_groups == 1 else group_size & -group_size,
         PER_COLUMN=in_features // values.shape[1],
-        SPLITS=num_splits,
-        SPLIT_UNIT=SPLIT_UNIT,
-        TOKENS=tile.tokens,
-        OUTS=tile.outs,
-        INS=tile.ins if scale.shape[1] == 1 else min(tile.ins, group_size & -group_size),
-        num_warps=tile.warps,
-        num_stages=tile.stages,
     )
-    if num_splits > 1:
-        add_splits(target, None, bias, out)
-    return out
 
 
 def dequantise_groups(

@@ -25,8 +25,8 @@ from kvrelay.kernels.checks import FP8_DTYPE, require_dtype, require_shape, requ
 from kvrelay.kernels.linear.group_scaled import check_integers
 from kvrelay.kernels.linear.weight_only import COMPUTE_DTYPES, check_weight
 
-_PIECE_BYTES = 16
-_MAX_PIECE = 32  # numbers of 4 bits in 16 bytes
+PIECE_BYTES = 16  # what a lane loads at once
+_MAX_PIECE = 32  # numbers of 4 bits in a piece
 # cuBLAS reads larger matrices, such as heads, as fast as memory goes, and smaller ones have too few rows for our programs.
 _MAX_FULL_NUMBERS = 2**27
 _MIN_FULL_OUTS = 1024
@@ -73,6 +73,26 @@ def vector_linear_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.T
 
 @triton.jit
 @no_type_check
+def widened(weight):
+    """Stored numbers in fp32. An e4m3 number is an fp16 number, too."""
+    if weight.dtype == tl.float8e4nv:
+        weight = weight.to(tl.float16)
+    return weight.to(tl.float32)
+
+
+@triton.jit
+@no_type_check
+def finished(total, rows, present, scale_ptr, bias_ptr):
+    """Sums with the scales and biases of their rows of the weight; either pointer may be None."""
+    if scale_ptr is not None:
+        total *= tl.load(scale_ptr + rows, mask=present, other=0.0).to(tl.float32)
+    if bias_ptr is not None:
+        total += tl.load(bias_ptr + rows, mask=present, other=0.0).to(tl.float32)
+    return total
+
+
+@triton.jit
+@no_type_check
 def _shifted_numbers(stored, nothing, BITS: tl.constexpr, OUTS: tl.constexpr, LANES: tl.constexpr, PIECE: tl.constexpr):
     """`[OUTS, LANES * 4]` words as `[OUTS, LANES, PIECE]` numbers in fp32, plus the excess that `_piece_sums` knows.
 
@@ -108,7 +128,7 @@ def _piece_sums(x, BITS: tl.constexpr, LANES: tl.constexpr, PIECE: tl.constexpr)
 
 @triton.jit
 @no_type_check
-def _vector_linear_kernel(  # noqa: PLR0912
+def _vector_linear_kernel(
     x_ptr,
     weight_ptr,
     scale_ptr,
@@ -155,10 +175,7 @@ def _vector_linear_kernel(  # noqa: PLR0912
         stored = tl.load(weight_ptrs + column, mask=(column + columns < num_columns)[None, :], other=0.0)
         x = tl.reshape(x, (1, LANES, PIECE)).to(tl.float32)
         if BITS is None:
-            stored = tl.reshape(stored, (OUTS, LANES, PIECE))
-            if stored.dtype == tl.float8e4nv:
-                stored = stored.to(tl.float16)
-            part = tl.sum(stored.to(tl.float32) * x, 2)
+            part = tl.sum(widened(tl.reshape(stored, (OUTS, LANES, PIECE))) * x, 2)
         else:
             sum_x, excess = _piece_sums(x, BITS, LANES, PIECE)
             part = tl.sum(_shifted_numbers(stored, nothing, BITS, OUTS, LANES, PIECE) * x, 2) - excess
@@ -170,13 +187,9 @@ def _vector_linear_kernel(  # noqa: PLR0912
             sums += sum_x
         acc += part
     total = tl.sum(acc, 1)
-    if GROUP is None:
-        if zero_ptr is not None:
-            total -= tl.load(zero_ptr + rows).to(tl.float32) * tl.sum(sums)
-        if scale_ptr is not None:
-            total *= tl.load(scale_ptr + rows).to(tl.float32)
-    if bias_ptr is not None:
-        total += tl.load(bias_ptr + rows).to(tl.float32)
+    if GROUP is None and zero_ptr is not None:
+        total -= tl.load(zero_ptr + rows).to(tl.float32) * tl.sum(sums)
+    total = finished(total, rows, has_out, scale_ptr if GROUP is None else None, bias_ptr)
     tl.store(out_ptr + outs, total.to(out_ptr.dtype.element_ty), mask=has_out)
 
 
@@ -267,8 +280,8 @@ def _multiply(
         1 if scale is None else scale.numel() // out_features,
         GROUP=group_size,
         BITS=bits if is_integer else None,
-        PIECE=_PIECE_BYTES * 8 // bits,
-        COLUMNS=_PIECE_BYTES // weight.element_size(),
+        PIECE=PIECE_BYTES * 8 // bits,
+        COLUMNS=PIECE_BYTES // weight.element_size(),
         OUTS=tile.outs,
         LANES=32 * tile.warps,
         STAGES=tile.stages,

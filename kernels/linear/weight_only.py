@@ -14,7 +14,7 @@ bits.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import no_type_check
+from typing import Any, no_type_check
 
 import torch
 import triton
@@ -22,9 +22,8 @@ import triton.language as tl
 
 from kvrelay.kernels.checks import FP8_DTYPE, require_dtype, require_shape, require_unit_stride
 
-# Largest number of rows for which `weight_only_linear` is faster (an estimate, see docs/kernels.md). Callers slice larger
-# ones, or multiply them
-# in another way.
+# Largest number of rows for which `weight_only_linear` is faster (an estimate, see docs/kernels.md). Callers multiply more in
+# another way.
 MAX_ROWS = 256
 ROW_TILES = (16, 32, 64, MAX_ROWS)  # each has its own kernel, for up to so many rows
 
@@ -188,36 +187,57 @@ def weight_only_linear(
         ValueError: wrong shape, dtype or stride, too many rows, or no split.
     """
     check_weight(weight, scale)
-    out_features, in_features = weight.shape
-    num_tokens = require_rows(x, in_features, out_features, bias, num_splits)
+    require_rows(x, weight.shape[1], len(weight), bias, num_splits)
+    return multiply_tiles(_weight_only_linear_kernel, x, weight, (scale,), bias, num_splits, scale_of_sums=scale)
+
+
+def multiply_tiles(
+    kernel: Any,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    factors: tuple[torch.Tensor | None, ...],
+    bias: torch.Tensor | None,
+    num_splits: int,
+    *sizes: int,
+    scale_of_sums: torch.Tensor | None = None,
+    most_ins: int = SPLIT_UNIT,
+    **constants: int,
+) -> torch.Tensor:
+    """A product of checked arguments: launch `kernel` for every tile, and add the splits.
+
+    Steps have at most `most_ins` inputs. `factors` are the kernel's scales, and zeros if it has any; a kernel that leaves scales to
+    the sums of splits needs them as `scale_of_sums`, too.
+    """
+    num_tokens, out_features = len(x), len(weight)
     tile = tile_of(num_tokens)
     out = torch.empty((num_tokens, out_features), dtype=x.dtype, device=x.device)
     target = out
     if num_splits > 1:
         target = torch.empty((num_splits, num_tokens, out_features), dtype=torch.float32, device=x.device)
     # Tiles of tokens come first, so that programs that read the same part of the weight run side by side.
-    grid = (triton.cdiv(num_tokens, tile.tokens), triton.cdiv(out_features, tile.outs), num_splits)
-    _weight_only_linear_kernel[grid](
+    kernel[(triton.cdiv(num_tokens, tile.tokens), triton.cdiv(out_features, tile.outs), num_splits)](
         x,
         weight,
-        scale,
+        *factors,
         bias,
         target,
         num_tokens,
         out_features,
-        in_features,
+        weight.shape[1],
+        *sizes,
         x.stride(0),
         weight.stride(0),
         SPLITS=num_splits,
         SPLIT_UNIT=SPLIT_UNIT,
         TOKENS=tile.tokens,
         OUTS=tile.outs,
-        INS=tile.ins,
+        INS=min(tile.ins, most_ins),
         num_warps=tile.warps,
         num_stages=tile.stages,
+        **constants,
     )
     if num_splits > 1:
-        add_splits(target, scale, bias, out)
+        add_splits(target, scale_of_sums, bias, out)
     return out
 
 
@@ -255,24 +275,23 @@ def dequantise_weight(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dt
 
 def require_rows(
     x: torch.Tensor, in_features: int, out_features: int, bias: torch.Tensor | None, num_splits: int
-) -> int:
-    """Check a product's `x` and return its number of rows. Raises ValueError."""
+) -> None:
+    """Raise ValueError unless `x`, `bias` and `num_splits` are as for `weight_only_linear`."""
     require_shape("x", x, ("num_tokens", in_features))
     require_dtype("x", x, *COMPUTE_DTYPES)
     require_unit_stride("x", x)
-    num_tokens = x.shape[0]
-    if num_tokens > MAX_ROWS:
-        raise ValueError(f"x has {num_tokens} rows, expected at most {MAX_ROWS}: multiply with dequantised slabs")
+    if len(x) > MAX_ROWS:
+        raise ValueError(f"x has {len(x)} rows, expected at most {MAX_ROWS}: multiply with dequantised slabs")
     if bias is not None:
         require_shape("bias", bias, (out_features,))
         require_dtype("bias", bias, x.dtype)
         require_unit_stride("bias", bias)
     if num_splits < 1:
         raise ValueError(f"num_splits is {num_splits}, expected at least 1")
-    return num_tokens
 
 
 def check_weight(weight: torch.Tensor, scale: torch.Tensor) -> None:
+    """Raise ValueError unless both are as for `weight_only_linear`."""
     require_shape("weight", weight, ("out_features", "in_features"))
     require_dtype("weight", weight, *_WEIGHT_DTYPES)
     require_unit_stride("weight", weight)

@@ -47,7 +47,7 @@ class CudaExperts:
         """See Experts."""
         num_experts = self._weights.num_experts
         if self._few is not None and are_few_routes(expert_ids.numel(), num_experts):
-            return self._few(hidden, expert_ids, factors)
+            return self._few(hidden, expert_ids.contiguous(), factors)
         out = self._multiplied(hidden, plan_routes(expert_ids, num_experts), factors)
         # Rows routed to no expert were not computed.
         return out.view(*expert_ids.shape, -1).masked_fill(expert_ids[:, :, None] == num_experts, 0).sum(dim=1)

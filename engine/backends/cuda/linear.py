@@ -55,7 +55,7 @@ class FullLinear:
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """See Linear."""
-        if hidden.shape == (1, self._weight.shape[1]):
+        if hidden.shape == (1, self._weight.shape[1]) and hidden.stride(1) == 1:
             return vector_linear(hidden, self._weight, self._bias)
         return F.linear(hidden, self._weight, self._bias)
 

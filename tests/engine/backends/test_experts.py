@@ -179,6 +179,14 @@ def test_few_tokens_on_a_gpu_give_what_many_give(
             )
 
 
+def test_expert_ids_of_few_tokens_may_be_strided() -> None:
+    """A router of transformers may give a view. Many tokens' ids may be one, too."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    experts = CudaExperts(on(device, layer(torch.float16)), silu_mul)
+    hidden, ids, factors = (given.to(device) for given in tokens(2, torch.float16))
+    assert torch.equal(experts(hidden, ids.T.contiguous().T, factors), experts(hidden, ids, factors))
+
+
 def test_the_gpus_operations_have_the_activations_that_few_tokens_fuse() -> None:
     assert CudaOps.silu_mul is silu_mul
     assert CudaOps.clamped_swiglu is clamped_swiglu

@@ -133,6 +133,14 @@ def test_only_a_row_alone_goes_to_the_vector_kernel(monkeypatch: pytest.MonkeyPa
     assert alone == [1, 1]
 
 
+def test_a_row_alone_may_be_strided() -> None:
+    """Parts of transformers give such rows, and cuBLAS takes them."""
+    generator = torch.Generator().manual_seed(3)
+    full, wide = (torch.randn(shape, generator=generator).to(HALF) for shape in ((40, 64), (1, 128)))
+    hidden = wide[:, ::2]
+    torch.testing.assert_close(FullLinear(full, None)(hidden), hidden @ full.T, rtol=2**-10, atol=1e-3)
+
+
 def test_full_weights_for_vectors_are_contiguous_and_in_16_bits() -> None:
     weight = torch.empty(4096, 4096, dtype=torch.bfloat16, device="meta")
     assert is_for_vectors(weight)

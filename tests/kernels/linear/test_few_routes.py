@@ -111,6 +111,17 @@ def test_a_route_to_no_expert_adds_nothing(device: str, randn: Randn) -> None:
     assert not out[1].any()
 
 
+def test_offsets_beyond_31_bits(device: str, randn: Randn) -> None:
+    """Rows of the weight are 2**29 elements apart. Untouched pages take no memory."""
+    values, ids = randn(8, 32).half(), torch.tensor([[3, 2]], device=device)
+    far = torch.empty(7 * 2**29 + 32, dtype=torch.float16, device=device).as_strided((8, 32), (2**29, 1))
+    far.copy_(values)
+    x, rows, factors = randn(1, 32).half(), randn(2, 32).half(), randn(1, 2)
+    near, apart = ExpertMatrix(values, None, None), ExpertMatrix(far, None, None)
+    assert torch.equal(few_gate_up(x, apart, ids, 4, Gate()), few_gate_up(x, near, ids, 4, Gate()))
+    assert torch.equal(few_down(rows, apart, ids, factors, 4), few_down(rows, near, ids, factors, 4))
+
+
 def test_a_tokens_bits_do_not_depend_on_the_others(device: str, randn: Randn) -> None:
     x, ids, factors = randn(4, 64, dtype=torch.bfloat16), choices(device, 4, 3, 12), randn(4, 3)
     first, second = (matrix(randn, 12 * num, 64, torch.bfloat16, has_bias=False) for num in (128, 20))
