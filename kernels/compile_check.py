@@ -33,7 +33,7 @@ from kvrelay.kernels.binaries import (
 )
 from kvrelay.kernels.launches import Launch, Target, launches
 from kvrelay.kernels.linear import few_routes, fp8, group_scaled, grouped, low_rank, vector, weight_only
-from kvrelay.kernels.rows import activation, norm
+from kvrelay.kernels.rows import activation, digests, norm
 from kvrelay.kernels.sampling import bitmask, penalties, sample_kernels
 
 _KERNELS = {
@@ -41,6 +41,7 @@ _KERNELS = {
     for kernel in (
         activation._swiglu_kernel,
         bitmask._bitmask_kernel,
+        digests._digest_kernel,
         splits.decode_combine_kernel,
         decode._decode_split_kernel,
         few_routes._few_down_kernel,

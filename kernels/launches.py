@@ -18,7 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from kvrelay.kernels.attention import decode, latent, prefill, rotary
 from kvrelay.kernels.attention.prefill_tiles import TileLoads, has_much_shared_memory, tile_loads
 from kvrelay.kernels.linear.cases import NAMES, linear_cases
-from kvrelay.kernels.rows import activation, norm
+from kvrelay.kernels.rows import activation, digests, norm
 from kvrelay.kernels.sampling import bitmask, penalties, sample
 
 _TYPES = {
@@ -207,11 +207,13 @@ def _all_launches() -> list[Launch]:
     counts = torch.empty((4,), dtype=torch.int32)
     new = penalties.NewTokens(ids, counts, torch.empty((5,), dtype=torch.int32))
     logits, words = torch.empty((4, 128256)), torch.empty((4, 128256 // 32), dtype=torch.int32)
+    blocks = torch.empty((2, 2**21), dtype=torch.uint8)
     found = [
         *_record("bf16 4096 add", lambda: norm.add_rms_norm(hidden, hidden, hidden[0], 1e-5)),
         *_record("bf16 32x128", lambda: norm.rms_norm(heads, heads[0, 0], 1e-5)),
         *_record("bf16 2x2048", lambda: activation.silu_mul(hidden)),
         *_record("bf16 2x2048 clamped", lambda: activation.clamped_swiglu(hidden, 1.702, 7.0)),
+        *_record("2 MiB", lambda: digests.block_digests(blocks, 0, 2**21, 2**16, torch.empty((32,), dtype=torch.int64))),
         *_record("bf16 128256", lambda: bitmask.apply_bitmask(logits.bfloat16(), ids, words)),
         *_record("128256", lambda: sample.sample(logits, rows, counts, rows, rows, rows)),
         *_record("128256", lambda: penalties.apply_penalties(logits, ids, ids, counts, rows, rows, rows)),
