@@ -141,7 +141,7 @@ class PrefillService(Service[PrefillEntry]):
         entry.num_ready_blocks = new.num_ready_blocks
         if entry.hand_off_holds:
             self._transfers.blocks_ready(entry.key, new.num_ready_blocks)
-        if new.token is not None:
+        if new.token is not None and entry.phase is not Phase.CLOSING:  # the data link may just have broken
             self._on_first_token(entry, new, new.token)
 
     def _on_first_token(self, entry: PrefillEntry, new: Progress, token: SampledToken) -> None:

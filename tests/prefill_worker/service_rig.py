@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import cast
 
 from kvrelay.common.sampling import SampledToken, SamplingParams
@@ -12,8 +13,7 @@ from kvrelay.prefill_worker.links import DecodeLinks
 from kvrelay.prefill_worker.scheduler import PrefillScheduler
 from kvrelay.prefill_worker.service import PrefillService
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
-from kvrelay.wire.errors import WireError
-from kvrelay.wire.messages import DecodeTarget, Offer, Submit
+from kvrelay.wire.messages import DecodeTarget, FailureCode, Offer, Submit
 from kvrelay.wire.transfers import DecodeLink, TransferTable
 from tests.worker.rig import ServiceRig
 
@@ -37,6 +37,7 @@ class PlayedTransfers:
     """Transfers that are granted and committed at once, and end when the test says so."""
 
     def __init__(self) -> None:
+        self.on_failed: Callable[..., None]
         self.open_keys: list[tuple[str, int]] = []
         self.committed: list[tuple[str, int]] = []
         self.aborted: list[tuple[str, int]] = []
@@ -51,7 +52,7 @@ class PlayedTransfers:
 
     def blocks_ready(self, key: tuple[str, int], num_blocks: int) -> None:
         if key in self.broken and num_blocks > 0:
-            raise WireError("this block sender is closed: its decode worker is lost")
+            self.on_failed(key, FailureCode.PEER_LOST, "this block sender is closed: its decode worker is lost", None)
 
     def commit(self, key: tuple[str, int], token: SampledToken, num_cached_tokens: int) -> None:
         self.committed.append(key)
@@ -91,6 +92,7 @@ class Rig(ServiceRig[PrefillService]):
         super().__init__(CARD, blocks, self.scheduler, PrefillService)
         self.transfers = PlayedTransfers()
         self.links = PlayedLinks()
+        self.transfers.on_failed = self.service.on_failed
         self.service.attach(cast("DecodeLinks", self.links), cast("TransferTable", self.transfers))
 
     def submit(self, name: str, max_tokens: int = 3) -> Submit:
