@@ -121,7 +121,10 @@ class CudaCopies:
         """See CopyDevice."""
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         with torch.cuda.device(self._device):
-            if runtime.cudaHostRegister(address, nbytes, _READ_ONLY if is_read_only else 0) == runtime.cudaError.success:
+            if (
+                runtime.cudaHostRegister(address, nbytes, _READ_ONLY if is_read_only else 0)
+                == runtime.cudaError.success
+            ):
                 return True
             with contextlib.suppress(RuntimeError):  # CUDA reports the error once more, to the thread's next call
                 torch.zeros(1, device=self._device)

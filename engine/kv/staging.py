@@ -11,10 +11,11 @@ A **slot** is pinned memory for one block; all are allocated at the start. Copie
 A device that can hash makes the digests of each block that it copies, from the block in the pool. Copies from and to memory that is
 registered with it (:mod:`kvrelay.engine.kv.registered`) go there directly: ``StagedRead.begin_copy_to`` and ``begin_write``.
 
-Opening, beginning and closing a read neither waits nor launches anything. Call ``StagedRead.wait`` on a sender's thread: it waits for the block's copy and,
-if the block has no slot, for a slot. Half of the slots are reserved for such waits, so that blocks for a decode worker that does
-not read delay no others. The network decides when readers are done, so some take long. Such readers keep at most a quarter of the
-slots: above that, ``StagedRead.is_scarce`` asks them to copy the bytes elsewhere. So some slots always become free soon.
+Opening, beginning and closing a read neither waits nor launches anything. Call ``StagedRead.wait`` on a sender's thread: it waits
+for the block's copy and, if the block has no slot, for a slot. Half of the slots are reserved for such waits, so that blocks for a
+decode worker that does not read delay no others. The network decides when readers are done, so some take long. Such readers keep at
+most a quarter of the slots: above that, ``StagedRead.is_scarce`` asks them to copy the bytes elsewhere. So some slots always become
+free soon.
 
 Call ``begin_write`` and ``open_write`` on a receiver's thread. They wait for the oldest copy, some tens of microseconds. If there
 are more threads than slots, they wait for another thread's block to be verified; that is the backpressure.
