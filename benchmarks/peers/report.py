@@ -16,7 +16,6 @@ _DISTURBANCE = ("others' cores, median (most)", "stolen cores", "generator late"
 class Outcome:
     """The result for a target."""
 
-    figure: str
     target: Target
     side: str | None  # the better one of our sides; None if nothing could be compared
     value: float | None  # median of the ratios within each round (or of the metric itself)
@@ -50,7 +49,7 @@ def outcomes(samples: Sequence[Sample], figure: Figure) -> list[Outcome]:
     """The outcome of every target of a figure, with the better of our sides."""
     found: list[Outcome] = []
     for target in figure.targets:
-        best = Outcome(figure.name, target, None, None, None, None)
+        best = Outcome(target, None, None, None, None)
         for side in target.ours:
             ratios = paired(samples, figure.name, target.metric, side, target.theirs)
             if not ratios:
@@ -58,7 +57,7 @@ def outcomes(samples: Sequence[Sample], figure: Figure) -> list[Outcome]:
             middle = median(ratios)
             is_better = best.value is None or (middle < best.value if target.is_at_most else middle > best.value)
             if is_better:
-                best = Outcome(figure.name, target, side, middle, min(ratios), max(ratios))
+                best = Outcome(target, side, middle, min(ratios), max(ratios))
         found.append(best)
     return found
 

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+import torch
 import transformers
 from known_head import save_known_head
 
 from tests.engine.conftest import SIZES, VOCAB, save_model
 from tests.heads import WIDE, ReferenceHead
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Products this small take fifty times as long if several threads wait for a core that others use."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def test_it_drafts_the_texts_that_it_was_trained_on(tmp_path: Path) -> None:

@@ -7,49 +7,16 @@ context it was scheduled. Callbacks of a killed process never run; callbacks of 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import contextvars
 import enum
 import random
 import selectors
-import sys
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 _THREAD_HOP_S = 0.002  # at most, from another thread to the loop's
-
-
-@contextlib.contextmanager
-def no_real_clock(problems: list[str]) -> Iterator[None]:
-    """Make kvrelay's own code fail when it reads the real clock or sleeps by it. Libraries may still read it.
-
-    The failure is also added to ``problems``, because a worker may take the exception for a failed step.
-    """
-    # Threads that an earlier test left running may read the real clock.
-    others = {thread.ident for thread in threading.enumerate()} - {threading.get_ident()}
-
-    def guarded(name: str) -> Callable[..., Any]:
-        real = getattr(time, name)
-
-        def read(*args: float) -> Any:
-            reader = sys._getframe(1).f_globals["__name__"]
-            if reader.startswith("kvrelay.") and threading.get_ident() not in others:
-                problems.append(f"{reader} calls time.{name}() in virtual time")
-                raise AssertionError(problems[-1])
-            return real(*args)
-
-        return read
-
-    names = ("monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns", "time", "time_ns", "sleep")
-    with contextlib.ExitStack() as stack:
-        for name in names:
-            stack.enter_context(mock.patch.object(time, name, guarded(name)))
-        yield
 
 
 class ProcessState(enum.Enum):
@@ -73,6 +40,11 @@ class Process:
         self._parked: list[tuple[_Call, contextvars.Context]] = []
         self.context = contextvars.copy_context()
         self.context.run(_PROCESS.set, self)
+
+    @property
+    def member(self) -> str:
+        """The name of the member whose process it is: without the number of the start."""
+        return self.name.partition(".")[0]
 
     def clock(self) -> float:
         """The time that the process's threads read."""
@@ -183,6 +155,7 @@ class SimLoop(asyncio.SelectorEventLoop):
         self.num_events = 0
         self.triggers: dict[int, Callable[[], None]] = {}  # by number of the event: called right before it
         self.after_event: Callable[[Process], None] = lambda _: None
+        self.problems: list[str] = []  # what must not happen, and did
         super().__init__(_JumpingSelector(self._jump))
         self.set_default_executor(_InlineExecutor(1))
         # All tasks are kept: else the garbage collector would end those of a killed process at some moment.
@@ -192,7 +165,12 @@ class SimLoop(asyncio.SelectorEventLoop):
     def _make_task(self, _: asyncio.AbstractEventLoop, work: Any, **options: Any) -> asyncio.Task[Any]:
         task = asyncio.Task(work, loop=self, **options)
         self.tasks.append(task)
+        task.add_done_callback(self._on_task_done, context=contextvars.Context())  # in no process
         return task
+
+    def _on_task_done(self, task: asyncio.Task[Any]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.problems.append(f"{task.get_coro()} failed: {error!r}")
 
     def _jump(self, timeout: float | None) -> None:
         if timeout is None:

@@ -22,8 +22,9 @@ from kvrelay.engine.fake.engine import FakePace
 from kvrelay.gateway.settings import RelaySettings
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
 
-from .pools import Arrival, Outcome, ask, calm
-from .world import Machines, World, living
+from .machines import Machines
+from .pools import Arrival, Outcome, ask, calm, finish
+from .world import World, living
 
 _STEP_S, _TOKEN_S, _ROW_S = 0.011, 0.00056, 0.0006  # of one core
 _MAX_PROMPT_LEN = 3900
@@ -99,12 +100,13 @@ def run(loop: Loop, split: Split, itl_budget_ms: float | None, seed: int = 1) ->
                 outcomes.append(Outcome(world.loop.now_s))
                 await ask(world, f"{name}.{number}", request, outcomes[-1])
 
-        def begin(names: list[str], requests: Iterator[Arrival]) -> None:
-            tasks.extend(asyncio.ensure_future(client(name, requests)) for name in names)
-
         def start(names: list[str], requests: list[Arrival], seconds: float) -> None:
             arrivals = iter(requests)
-            world.loop.call_at(world.loop.now_s, lambda: begin(names, arrivals), context=gateway.process.context)
+
+            def begin() -> None:
+                tasks.extend(asyncio.ensure_future(client(name, arrivals)) for name in names)
+
+            world.loop.call_at(world.loop.now_s, begin, context=gateway.process.context)
             world.advance(seconds)
 
         start(["warm"], [Arrival(0.0, 128, 8)], _WARM_UP_S)
@@ -112,11 +114,7 @@ def run(loop: Loop, split: Split, itl_budget_ms: float | None, seed: int = 1) ->
         begun_s = world.loop.now_s
         names = [f"c{number}" for number in range(loop.num_clients)]
         start(names, loop.requests(random.Random(seed)), 0.1)
-        while not all(task.done() for task in tasks):
-            world.advance(0.1)
-        for task in tasks:
-            task.result()
-        assert not world.problems, world.problems[:3]
+        finish(world, tasks, step_s=0.1)
         assert all(outcome.is_finished for outcome in outcomes), "somebody was refused"
         assert gateway.relay is not None
         times = [outcome.token_s for outcome in outcomes]

@@ -11,15 +11,17 @@ import random
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from kvrelay.common.fair_queue import Flow
 from kvrelay.common.sampling import SamplingParams
 from kvrelay.gateway.relay.request import GenerationRequest, RequestTimings
 from kvrelay.gateway.settings import RelaySettings
-from kvrelay.wire.messages import TokenDelta
 
+from . import pools
+from .machines import VOCAB
 from .pools import MACHINES, PACE, calm
-from .world import VOCAB, World, living
+from .world import World, living
 
 NUM_PREFILLS, NUM_DECODES, NUM_GATEWAYS = 2, 4, 2
 OTHERS = ("a", "b", "c", "d")
@@ -44,19 +46,12 @@ class Client:
         return self.per_s * PROMPT_LEN > PREFILL_TOKENS_PER_S
 
 
-@dataclass
-class Outcome:
-    """One request and the time of its first token."""
+@dataclass(kw_only=True)
+class Outcome(pools.Outcome):
+    """The times of one request's tokens, and whose it is."""
 
     client: Client
-    begun_s: float
     prompt_len: int
-    first_s: float | None = None
-
-    @property
-    def ttft_s(self) -> float:
-        assert self.first_s is not None
-        return self.first_s - self.begun_s
 
 
 @dataclass
@@ -75,7 +70,7 @@ class Result:
 
     def rate(self, keys: Iterable[str]) -> float:
         """Those keys' first tokens a second, from the first to the last."""
-        times = sorted(one.first_s for one in self.of(keys) if one.first_s is not None)
+        times = sorted(one.token_s[0] for one in self.of(keys))
         return len(times) / (times[-1] - times[0])
 
     def shares(self) -> list[float]:
@@ -114,45 +109,28 @@ def run(clients: Sequence[Client], seconds: float, *, has_keys: bool = True, see
             chance, at_s = random.Random(f"{seed} {client.key}"), WARM_UP_S if client.floods else 0.0
             while (at_s := at_s + chance.expovariate(client.per_s)) < WARM_UP_S + seconds:
                 prompt = chance.choices(range(VOCAB), k=int(PROMPT_LEN * chance.uniform(0.5, 1.5)))
-                outcome = Outcome(client, world.loop.now_s + at_s, len(prompt))
+                outcome = Outcome(world.loop.now_s + at_s, client=client, prompt_len=len(prompt))
                 answer_len, gateway = int(ANSWER_LEN * chance.uniform(0.5, 1.5)), f"g{chance.randrange(NUM_GATEWAYS)}"
                 result.outcomes.append(outcome)
-                name = f"{client.key}{len(result.outcomes)}"
-
-                def begin(
-                    prompt: list[int] = prompt,
-                    outcome: Outcome = outcome,
-                    answer_len: int = answer_len,
-                    gateway: str = gateway,
-                    name: str = name,
-                ) -> None:
-                    client = outcome.client
-                    flow = Flow(client.key, client.priority, client.weight) if has_keys else Flow()
-                    tasks.append(asyncio.ensure_future(_ask(world, gateway, name, prompt, answer_len, flow, outcome)))
-
+                request = GenerationRequest(
+                    f"{client.key}{len(result.outcomes)}",
+                    prompt,
+                    SamplingParams(max_tokens=answer_len, temperature=0.0),
+                    RequestTimings(outcome.begun_s),
+                    flow=Flow(client.key, client.priority, client.weight) if has_keys else Flow(),
+                )
+                begin = partial(_begin, world, gateway, request, outcome, tasks)
                 world.loop.call_at(outcome.begun_s, begin, context=world.members[gateway].process.context)
         world.advance(WARM_UP_S + seconds)
-        while not all(task.done() for task in tasks):
-            world.advance(1.0)
-        for task in tasks:
-            task.result()
-        assert not world.problems, world.problems[:3]
+        pools.finish(world, tasks)
+    assert all(one.is_finished for one in result.outcomes), "somebody was refused"
     return Result([one for one in result.outcomes if one.begun_s >= counted_s])
 
 
-async def _ask(
-    world: World, gateway: str, name: str, prompt: list[int], answer_len: int, flow: Flow, outcome: Outcome
+def _begin(
+    world: World, gateway: str, request: GenerationRequest, outcome: Outcome, tasks: list[asyncio.Task[None]]
 ) -> None:
-    def take(delta: TokenDelta) -> bool:
-        if delta.tokens and outcome.first_s is None:
-            outcome.first_s = world.loop.now_s
-        return True
-
-    sampling = SamplingParams(max_tokens=answer_len, temperature=0.0)
-    request = GenerationRequest(name, prompt, sampling, RequestTimings(outcome.begun_s), flow=flow)
-    relay = world.members[gateway].relay
-    assert relay is not None
-    await relay.run(request, take)
+    tasks.append(asyncio.ensure_future(pools.send(world, gateway, request, outcome)))
 
 
 def main(seconds: float = 30.0, seeds: float = 3) -> None:

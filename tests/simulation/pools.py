@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvrelay.common.sampling import SamplingParams
@@ -22,7 +22,8 @@ from kvrelay.gateway.settings import RelaySettings
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
 from kvrelay.wire.messages import TokenDelta
 
-from .world import VOCAB, Machines, World, living
+from .machines import VOCAB, Machines
+from .world import World, living
 
 TTFT_S = 2.0
 GAP_P99_S = 0.06
@@ -166,11 +167,7 @@ def run(pools: Pools, mix: Mix, seconds: float, seed: int = 1, machines: Machine
         world.advance(_WARM_UP_S)
         outcomes = come(mix.arrivals(num_workers, seconds, random.Random(seed)))
         world.advance(seconds)
-        while not all(task.done() for task in tasks):
-            world.advance(1.0)
-        for task in tasks:
-            task.result()
-        assert not world.problems, world.problems[:3]
+        finish(world, tasks)
         assert gateway.relay is not None
         return Result(outcomes, dict(gateway.relay.prompt_ways), seconds)
 
@@ -182,10 +179,21 @@ def calm(world: World) -> None:
     wires.long_delays = 0.0
 
 
+def finish(world: World, tasks: Sequence[asyncio.Task[None]], step_s: float = 1.0) -> None:
+    """Wait in steps until all tasks have ended, and check that none has failed."""
+    world.until(lambda: all(task.done() for task in tasks), step_s=step_s)
+    assert not world.problems, world.problems[:3]
+
+
 async def ask(world: World, request_id: str, arrival: Arrival, outcome: Outcome) -> None:
     """Send one request with its own random prompt to gateway g0, and wait for its end."""
-    chance = random.Random(request_id)
-    prompt = chance.choices(range(VOCAB), k=arrival.prompt_len)
+    prompt = random.Random(request_id).choices(range(VOCAB), k=arrival.prompt_len)
+    sampling = SamplingParams(max_tokens=arrival.answer_len, temperature=0.0)
+    await send(world, "g0", GenerationRequest(request_id, prompt, sampling, RequestTimings(outcome.begun_s)), outcome)
+
+
+async def send(world: World, gateway: str, request: GenerationRequest, outcome: Outcome) -> None:
+    """Send a request to a gateway, and wait for its end."""
 
     def take(delta: TokenDelta) -> bool:
         if delta.tokens:
@@ -193,9 +201,7 @@ async def ask(world: World, request_id: str, arrival: Arrival, outcome: Outcome)
         outcome.is_finished |= delta.finish_reason is not None
         return True
 
-    sampling = SamplingParams(max_tokens=arrival.answer_len, temperature=0.0)
-    request = GenerationRequest(request_id, prompt, sampling, RequestTimings(outcome.begun_s))
-    relay = world.members["g0"].relay
+    relay = world.members[gateway].relay
     assert relay is not None
     with contextlib.suppress(ApiError):  # then ``is_finished`` stays False
         await relay.run(request, take)

@@ -55,7 +55,7 @@ class Acts(RuleBasedStateMachine):
     @precondition(lambda self: self.world.clients)
     @rule(index=st.integers(0, 100))
     def leave(self, index: int) -> None:
-        self.world.cancel(self.world.clients[index % len(self.world.clients)])
+        self.world.clients[index % len(self.world.clients)].leave()
 
     @rule(milliseconds=st.sampled_from([1, 3, 10, 30, 100, 500, 2000, 6000]))
     def wait(self, milliseconds: int) -> None:
@@ -111,7 +111,7 @@ class Acts(RuleBasedStateMachine):
             world.drain(name)
         else:
             world.kill(name)
-        world.later(seconds, lambda: world.start_anew(name, member))
+        world.later(seconds, lambda: world.start_anew(member))
 
     @invariant()
     def books_agree(self) -> None:

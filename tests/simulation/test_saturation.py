@@ -23,8 +23,10 @@ from kvrelay.wire.messages import (
 from kvrelay.wire.metrics import WireMetrics
 
 from .clock import Process
+from .machines import LINKS, VOCAB
+from .members import Member
 from .threads import sim_network
-from .world import LINKS, VOCAB, Member, World, running
+from .world import World, running
 
 NUM_IN_FLIGHT = 32  # handed-over requests at a time
 
@@ -109,16 +111,12 @@ class Flood:
 
 def num_served_before(flood: Flood, world: World, name: str) -> int:
     """Counts the handed-over requests that finish between the moment d0 takes request ``name`` and its end."""
-    begun_s = world.loop.now_s
     worker = world.members["d0"].worker
     assert worker is not None
-    while f"{name}/1" not in worker.service.debug():
-        assert world.loop.now_s < begun_s + 20, f"{name} is not taken"
-        world.advance(0.001)
+    assert world.until(lambda: f"{name}/1" in worker.service.debug(), 20.0), f"{name} is not taken"
     num_before = len(flood.finished)
-    while name not in flood.finished:
-        assert world.loop.now_s < begun_s + 20, f"{name} has {flood.num_tokens[name]} tokens, others go on"
-        world.advance(0.001)
+    is_over = world.until(lambda: name in flood.finished, 20.0)
+    assert is_over, f"{name} has {flood.num_tokens[name]} tokens, others go on"
     return sum(one.startswith("flood") for one in flood.finished[num_before:])
 
 

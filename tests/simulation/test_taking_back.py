@@ -6,7 +6,7 @@ decode workers are the sooner way for the last prompts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -17,8 +17,9 @@ from kvrelay.engine.fake.engine import FakePace
 from kvrelay.gateway.settings import RelaySettings
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
 
-from .faults import Fault, cut, drain, freeze, kill, stop
-from .world import Machines, World, living
+from .faults import Fault, cut, drain, freeze, kill, stop, strike
+from .machines import Machines
+from .world import World, living
 
 NUM_PROMPTS = 24
 NUM_TOKENS = 6
@@ -54,20 +55,13 @@ def num_taken_back(world: World) -> float:
     return world.count("kvrelay_attempts_total", outcome="taken_back")
 
 
-def until(world: World, holds: Callable[[], bool]) -> None:
-    begun_s = world.loop.now_s
-    while not holds():
-        assert world.loop.now_s < begun_s + 30
-        world.advance(0.001)
-
-
 @pytest.fixture(scope="module")
 def moments() -> range:
     """The numbers of the events around the first prompt that is taken back, without a fault."""
     with crowded() as world:
-        until(world, lambda: num_taken_back(world) > 0)
+        assert world.until(lambda: num_taken_back(world) > 0)
         moment = world.loop.num_events
-        until(world, lambda: all(client.outcome for client in world.clients))
+        assert world.until(world.are_over)
         world.settle()
         world.check()
         assert {client.outcome for client in world.clients} == {"finished"}
@@ -85,9 +79,9 @@ def test_whatever_fails_meanwhile_every_client_gets_its_answer(name: str, moment
     offset = list(WORKER_FAULTS).index(name) % STRIDE
     for moment in moments[offset::STRIDE]:
         with crowded() as world:
-            world.loop.triggers[moment] = lambda world=world: WORKER_FAULTS[name](world)
+            struck = strike(world, moment, WORKER_FAULTS[name])
             world.advance(20.0)
-            assert moment not in world.loop.triggers, "the fault never came"
+            assert struck == [True], "the fault never came"
             world.settle()
             world.check()
             outcomes = {client.outcome for client in world.clients}
@@ -98,12 +92,13 @@ def test_a_client_may_leave_at_any_moment_meanwhile(moments: range) -> None:
     for moment in moments[:: max(1, STRIDE // 3)]:
         with crowded() as world:
 
-            def leave(world: World = world, first: int = moment % 2) -> None:
+            def leave(world: World, first: int = moment % 2) -> bool:
                 for client in world.clients[first::2]:
-                    world.cancel(client)
+                    client.leave()
+                return True
 
-            world.loop.triggers[moment] = leave
+            strike(world, moment, leave)
             world.advance(20.0)
             world.settle()
             world.check()
-            assert {client.outcome for client in world.clients} <= {"finished", "cancelled"}
+            assert {client.outcome for client in world.clients} == {"finished", "cancelled"}

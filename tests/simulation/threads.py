@@ -165,7 +165,7 @@ class SimSender:
         ticket, _, late, _, promised = self._jobs.popleft()
         payload = _bytes_of(late)
         if payload != promised:
-            self._wires.problems.append(f"a block's memory changed while {self.process.name} was sending it")
+            self._wires.loop.problems.append(f"a block's memory changed while {self.process.name} was sending it")
         data = payload if sealed is None else sealed
         ticket.end()
         wires, chance = self._wires, self._wires.loop.random
@@ -273,7 +273,8 @@ class SimReceiver:
 class SimModelLoop:
     """Stands in for :class:`kvrelay.worker.loop.ModelLoop`: steps take virtual time.
 
-    A random time passes before each step. An engine with a pace adds its own time (``Process.ahead_s``).
+    A random time passes before each step. An engine with a pace adds its own time (``Process.ahead_s``). A command or a step that
+    fails is a problem of the world, unless the device has failed.
     """
 
     def __init__(self, worker: Any, name: str, clock: Clock) -> None:
@@ -319,6 +320,7 @@ class SimModelLoop:
                 try:
                     self._worker.handle(command)
                 except Exception as error:
+                    loop.problems.append(f"{process.name}: {command} failed: {error!r}")
                     self._worker.on_command_failed(command, error)
             could_compute = True
             if self._worker.has_work():
@@ -326,6 +328,8 @@ class SimModelLoop:
                 try:
                     could_compute = self._worker.step()
                 except Exception as error:
+                    if not isinstance(error, DeviceFailedError):
+                        loop.problems.append(f"{process.name}: a step failed: {error!r}")
                     failed = error
                 step_s, process.ahead_s = process.ahead_s, 0.0
                 if step_s > 0:

@@ -55,7 +55,6 @@ class Wires:
         self.receivers: dict[str, Any] = {}
         self.senders: list[Any] = []  # open senders of KV blocks
         self.connections: list[Connection] = []
-        self.problems: list[str] = []
         self.message_s = 0.004  # longest delay of a message …
         self.long_delays = 0.02  # … but for this share of messages
         self.send_s = 0.002  # longest time of each of the two steps of sending a block
@@ -134,6 +133,15 @@ class Wires:
             self.connections.remove(connection)
         if server is not None and not client.closed:
             self.loop.call_at(self.loop.now_s + self.delay_s(), client.tell_broken, context=client.process.context)
+
+    def close(self, connection: Connection) -> None:
+        """The client closes its end. The server forgets it once all messages of the client have arrived."""
+        if connection in self.connections:
+            self.connections.remove(connection)
+        server = connection.server
+        if server is not None and not connection.is_frozen:
+            arrives_s = max(self.loop.now_s, connection.arrives_s[True]) + 1e-9
+            self.loop.call_at(arrives_s, server.routes.pop, connection.routing_id, None, context=server.process.context)
 
     def freeze(self, connection: Connection) -> None:
         """Nothing gets through, and neither end notices it."""
@@ -246,8 +254,8 @@ class SimSocket:
             del self.wires.listeners[self.address]
             for connection in list(self.routes.values()):
                 self.wires.break_off(connection)
-        if self.connection is not None and self.connection in self.wires.connections:
-            self.wires.connections.remove(self.connection)
+        if self.connection is not None:
+            self.wires.close(self.connection)
 
 
 class SimLoopSocket:
