@@ -42,9 +42,9 @@ class LateBytes(Protocol):
         """
 
     def digests(self, nbytes: int) -> bytes | None:
-        """Behind ``wait``: the digests that the device made; None if it makes none.
+        """The digests, which the device makes now; None if it makes none.
 
-        ``nbytes``: what the block's group uses of it, from its start.
+        ``nbytes``: what the block's group uses of it, from its start. Waits for them. Raises RuntimeError if the device failed.
         """
 
     @property

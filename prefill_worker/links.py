@@ -89,14 +89,13 @@ class _Peer:
             self._refuse(FailureCode.INVALID, f"{self.address} is a {welcome.role} worker: it takes no KV blocks")
             return
         setup, nbytes = self._links.setup, self._links.card.layout.geometry.physical_nbytes
+        register = None if setup.seal_kv else self._links.register  # a seal needs the host
         self._sender = setup.network.block_sender(
             data_address(self.address, welcome.data_address),
             metrics=self._links.metrics,
             context=setup.network.context,
             token=welcome.data_token,
-            shared=SharedTarget(
-                welcome.shared_memory, setup.shared_memory, nbytes, welcome.data_token, self._links.register
-            ),
+            shared=SharedTarget(welcome.shared_memory, setup.shared_memory, nbytes, welcome.data_token, register),
             on_end=self._on_mute,
         )
         self.link = DecodeLink(self.client, self._sender, setup.seal_kv)

@@ -6,12 +6,15 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from kvrelay.common.block_digests import STRETCH_NBYTES, num_stretches
+
+logger = logging.getLogger(__name__)
 
 _READ_ONLY = 8  # cudaHostRegisterReadOnly
 
@@ -119,21 +122,22 @@ class CudaCopies:
 
     def register(self, address: int, nbytes: int, *, is_read_only: bool) -> bool:
         """See CopyDevice."""
+        return self._is_done("cudaHostRegister", address, nbytes, _READ_ONLY if is_read_only else 0)
+
+    def unregister(self, address: int) -> None:
+        """See CopyDevice."""
+        if not self._is_done("cudaHostUnregister", address):
+            logger.error("CUDA keeps memory at %#x that was shared with a worker", address)
+
+    def _is_done(self, name: str, *args: int) -> bool:
+        """Whether a call of CUDA's runtime succeeds. Its error is cleared."""
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         with torch.cuda.device(self._device):
-            if (
-                runtime.cudaHostRegister(address, nbytes, _READ_ONLY if is_read_only else 0)
-                == runtime.cudaError.success
-            ):
+            if getattr(runtime, name)(*args) == runtime.cudaError.success:
                 return True
             with contextlib.suppress(RuntimeError):  # CUDA reports the error once more, to the thread's next call
                 torch.zeros(1, device=self._device)
             return False
-
-    def unregister(self, address: int) -> None:
-        """See CopyDevice."""
-        with torch.cuda.device(self._device):
-            torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
     def hold_steps(self, copied: Copied) -> None:
         """See CopyDevice."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ import numpy as np
 import torch
 
 from kvrelay.engine.kv.copies import CopyDevice
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,6 +37,7 @@ class RegisteredMemory:
         """
         address = _address(memory)
         if not self._device.register(address, memory.nbytes, is_read_only=memory.readonly):
+            logger.warning("the device cannot reach memory that two workers share; its blocks pass pinned memory")
             return None
         # From the address: a tensor over the buffer itself would keep it mapped, and torch warns about memory that is read-only.
         tensor = torch.frombuffer((ctypes.c_uint8 * memory.nbytes).from_address(address), dtype=torch.uint8)

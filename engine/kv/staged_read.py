@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvrelay.common.late_bytes import Reader
-from kvrelay.engine.kv.copies import Copied, Digests
+from kvrelay.engine.kv.copies import Copied
 
 if TYPE_CHECKING:
     from kvrelay.engine.kv.staging import Staging
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LaunchedCopy:
-    """A copy, or digests behind one."""
+    """A copy to or from a slot."""
 
     number: int  # in the order of launches
     copied: Copied
@@ -28,7 +28,6 @@ class Slot:
     """Pinned memory for one block."""
 
     memory: torch.Tensor  # [block_nbytes] uint8, pinned
-    digests: Digests | None = None  # of the block that was copied from or to it, behind ``last``
     last: LaunchedCopy | None = None  # the last copy from or to it
 
 
@@ -56,9 +55,8 @@ class StagedRead:
 
     def digests(self, nbytes: int) -> bytes | None:
         """See LateBytes."""
-        assert nbytes == self.nbytes, f"the device hashed {self.nbytes} bytes of block {self.block_id}, not {nbytes}"
-        assert self.slot is not None
-        return None if self.slot.digests is None else self.slot.digests.wait()
+        assert nbytes == self.nbytes, f"block {self.block_id} has {self.nbytes} bytes, not {nbytes}"
+        return self._staging.digests(self)
 
     def wait(self, reader: Reader, timeout_s: float) -> memoryview | None:
         """The block's bytes (flat), which do not change until ``reader`` is done; None if no slot came free in time.

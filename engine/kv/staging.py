@@ -8,8 +8,8 @@ A **slot** is pinned memory for one block; all are allocated at the start. Copie
     read    open_read ─▶ begin: queued ─▶ copied ahead, on half of the slots ─▶ wait: lent until the reader is done ─▶ close_read
     write   open_write: a slot whose last copy is over ─▶ filled, proved ─▶ close_write: copied ─▶ order_steps, before a step
 
-A device that can hash makes the digests of each block that it copies, from the block in the pool. Copies from and to memory that is
-registered with it (:mod:`kvrelay.engine.kv.registered`) go there directly: ``StagedRead.begin_copy_to`` and ``begin_write``.
+A device that can hash makes the digests of blocks that are not sealed, from the block in the pool. Copies from and to memory that
+is registered with it (:mod:`kvrelay.engine.kv.registered`) go there directly: ``StagedRead.begin_copy_to`` and ``begin_write``.
 
 Opening, beginning and closing a read neither waits nor launches anything. Call ``StagedRead.wait`` on a sender's thread: it waits
 for the block's copy and, if the block has no slot, for a slot. Half of the slots are reserved for such waits, so that blocks for a
@@ -22,7 +22,7 @@ are more threads than slots, they wait for another thread's block to be verified
 
 A step may read a block as soon as ``close_write`` has returned, because ``order_steps`` makes the *device* wait for the last copy
 so far. That is seldom more than one copy, because blocks arrive no faster than the host can verify them. It also orders a step
-after the copy of a block whose read was closed early.
+after the copy of a block whose read was closed early. Whoever waits for a block's digests has waited for its copy.
 """
 
 from __future__ import annotations
@@ -172,8 +172,16 @@ class Staging:
                 return None
             read.check_open()
             self._queued.pop(read.block_id, None)
-            self._device.copy(memory, self._blocks[read.block_id, : len(target)])
-            return self._device.digest(self._blocks, read.block_id, len(target)).wait
+            return self._copy_and_digest(memory, self._blocks[read.block_id, : len(target)], read.block_id)
+
+    def digests(self, read: StagedRead) -> bytes | None:
+        """See LateBytes."""
+        if not self._hashes:
+            return None
+        with self._changed:
+            read.check_open()
+            made = self._device.digest(self._blocks, read.block_id, read.nbytes)
+        return made.wait()
 
     def lends_much(self) -> bool:
         """Whether readers hold more than a quarter of the slots, or did a moment ago."""
@@ -200,7 +208,6 @@ class Staging:
         slot = self._free.popleft()
         try:
             self._copy(slot, slot.memory, self._blocks[read.block_id])
-            self._hash(slot, read.block_id, read.nbytes)
         except BaseException:
             self._give(slot)
             raise
@@ -263,9 +270,9 @@ class Staging:
             copy_bytes(payload, view)
             self.close_write(block_id)
         with self._changed:
-            if source is not None:
-                self._device.copy(self._blocks[block_id, : len(payload)], source)
-            return self._device.digest(self._blocks, block_id, len(payload)).wait
+            if source is None:
+                return self._device.digest(self._blocks, block_id, len(payload)).wait
+            return self._copy_and_digest(self._blocks[block_id, : len(payload)], source, block_id)
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
@@ -275,9 +282,9 @@ class Staging:
         Returns the copy that it runs after, or None if all are over. After waiting for the step, check that copy for errors. Raises
         RuntimeError if a copy has failed; nothing may be computed then.
         """
+        if self._unordered is None:  # without the lock, as at most steps
+            return None
         with self._changed:
-            if self._unordered is None:
-                return None
             copied = self._unordered.copied
             if copied.query():
                 self._unordered = None
@@ -292,16 +299,20 @@ class Staging:
 
     # -- slots -----------------------------------------------------------------------------------------------------
 
+    def _copy_and_digest(self, target: torch.Tensor, source: torch.Tensor, block_id: int) -> Callable[[], bytes]:
+        """Launch a copy, and digests of the block behind it. The result waits for both, and returns the digests."""
+        copied = self._device.copy(target, source)
+        try:
+            return self._device.digest(self._blocks, block_id, len(target)).wait
+        except BaseException:
+            with contextlib.suppress(RuntimeError):
+                copied.synchronize()  # nobody else knows of this copy, and the memory may be unmapped
+            raise
+
     def _copy(self, slot: Slot, target: torch.Tensor, source: torch.Tensor) -> None:
         copied = self._device.copy(target, source)
         self._num_copies += 1
         slot.last = LaunchedCopy(self._num_copies, copied)
-
-    def _hash(self, slot: Slot, block_id: int, nbytes: int) -> None:
-        if self._hashes:
-            slot.digests = self._device.digest(self._blocks, block_id, nbytes)
-            self._num_copies += 1
-            slot.last = LaunchedCopy(self._num_copies, slot.digests.copied)
 
     def _wait_for_slot(self, read: StagedRead | None, deadline_s: float) -> bool:
         """Wait until a slot is free, or ``read`` has one. False after the deadline. Waiting threads come before copies ahead."""

@@ -53,6 +53,7 @@ class LateDevice:
         self._hashes = hashes
         self._reaches = reaches
         self.registered: dict[int, int] = {}  # by address: how many bytes
+        self.fails_to_digest = False  # copies are launched, and digests are not
         self.flips = False  # whether copies change a bit
         self.num_direct = 0  # copies from or to registered memory
         self._is_broken = False
@@ -77,9 +78,11 @@ class LateDevice:
         target[-1] ^= self.flips
 
     def can_digest(self, nbytes: int) -> bool:
-        return self._hashes
+        return self._hashes and nbytes % 8 == 0
 
     def digest(self, blocks: torch.Tensor, block_id: int, nbytes: int) -> Digests:
+        if self.fails_to_digest:
+            raise torch.OutOfMemoryError("no memory for digests")
         memory = blocks[block_id, :nbytes]
         digests = torch.zeros(num_stretches(nbytes), dtype=torch.int64)
         made = lambda: digests.numpy().data.cast("B").__setitem__(slice(None), digests_of(memory.numpy().data))  # noqa: E731

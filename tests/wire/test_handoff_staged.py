@@ -19,7 +19,7 @@ from kvrelay.wire.blocks.seal import TAG_NBYTES
 from kvrelay.wire.messages import FailureCode
 from tests.engine.late_device import LateDevice
 
-from .lease_bench import BLOCK_NBYTES, BLOCK_SIZE, WAIT_S, Granted, offer_of, until
+from .lease_bench import BLOCK_NBYTES, WAIT_S, Granted, offer_of, until
 from .rig import Rig
 from .sending import assert_all_done_soon
 
@@ -243,38 +243,3 @@ def test_a_failed_copy_is_not_sent_and_ends_the_link(rig: Any) -> None:
     assert set(outcomes) <= {"ok", "unknown_lease"}, "what the copy left was sent"
     assert len(outcomes) < 3
     assert rig.ends.verified.empty()
-
-
-@pytest.mark.parametrize("path", ["shared_memory"], indirect=True)
-@pytest.mark.parametrize("rig", ["direct"], indirect=True)
-def test_devices_copy_into_the_ring_and_out_of_it(rig: Any) -> None:
-    """Both devices reach the ring, so no block passes the host's own memory."""
-    until(lambda: rig.senders[0]._is_direct, "a line that the device reaches")
-    key, _ = rig.granted(NUM_TOKENS)
-    assert_arrived(rig, rig.complete(key))
-    num_blocks = NUM_TOKENS // BLOCK_SIZE
-    assert rig.source.device.num_direct == rig.store.device.num_direct == num_blocks
-    assert rig.source.device.num_launched == 1 + 2 * num_blocks, "a copy and digests for each, and digests at the start"
-
-
-@pytest.mark.parametrize("rig", ["hashed", "direct"], indirect=True)
-def test_a_block_that_the_device_does_not_hold_as_it_came_is_refused(rig: Any) -> None:
-    """The copy into the pool goes wrong. What came was right, so only the pool's own memory can tell."""
-    rig.store.device.flips = True
-    key, _ = rig.granted(NUM_TOKENS)
-    rig.transfers.blocks_ready(key, 1)
-    assert rig.next_block() == "bad_checksum"
-    assert rig.rejection().code is FailureCode.INTEGRITY
-    rig.pump()
-    rig.settle()
-
-
-@pytest.mark.parametrize("rig", ["hashed", "direct"], indirect=True)
-def test_a_block_that_is_copied_wrongly_out_of_the_pool_is_refused(rig: Any) -> None:
-    rig.source.device.flips = True
-    key, _ = rig.granted(NUM_TOKENS)
-    rig.transfers.blocks_ready(key, 1)
-    assert rig.next_block() == "bad_checksum"
-    assert rig.rejection().code is FailureCode.INTEGRITY
-    rig.pump()
-    rig.settle()

@@ -6,8 +6,8 @@ owns the blocks from then on) or ``on_lease_rejected`` (its blocks are released)
     epoch        the frame was written for this process, not for an earlier one under the same address
     lease        the lease is live; a lease id is never used twice
     index, hash  the block is the one that the offer promised at this place: same model, tokens and position
-    rank, piece  this rank of the sender has this piece, and the window of the piece's group reaches the block; a block is
-                 verified when all pieces that are sent of it are verified
+    piece        the sender has this piece, and the window of the piece's group reaches the block; a block is verified when all
+                 pieces that are sent of it are verified
     size         exactly that piece
     checksum     over the header and over the bytes in *pool memory* after the write;
     or seal      of sealed blocks: decryption into pool memory shows that the lease's peer sealed this header and payload

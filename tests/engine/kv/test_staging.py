@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -30,10 +30,16 @@ class Ticket:
 class Bench:
     """A pool of bytes, its staging, and the device between them."""
 
-    def __init__(self, num_blocks: int = 16, num_slots: int = 4, device: LateDevice | None = None) -> None:
+    def __init__(
+        self,
+        num_blocks: int = 16,
+        num_slots: int = 4,
+        device: LateDevice | None = None,
+        group_nbytes: Sequence[int] = (NBYTES,),
+    ) -> None:
         self.device = device or LateDevice()
         self.blocks = torch.zeros(num_blocks, NBYTES, dtype=torch.uint8)
-        self.staging = Staging(self.blocks, StagingPlan(self.device, num_slots * NBYTES), [NBYTES])
+        self.staging = Staging(self.blocks, StagingPlan(self.device, num_slots * NBYTES), group_nbytes)
         for block_id in range(num_blocks):
             self.compute(block_id, block_id + 1)
 

@@ -21,6 +21,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from kvrelay.common.late_bytes import Register
@@ -159,8 +160,10 @@ class SharedReceiver:
         """Take a few blocks of one connection. False if the connection must be closed."""
         done: list[int] = []
         written: list[Callable[[], None]] = []  # a device copies them side by side
-        is_sound = self._write_blocks(sender, done, written)
-        self._verify(written)
+        try:
+            is_sound = self._write_blocks(sender, done, written)
+        finally:  # no device may read the slots any more when their memory is unmapped
+            self._verify(written)
         # Slots go back together, so that the sender is woken rarely, and early enough that it can refill them meanwhile.
         return is_sound and (not done or _sent(sender.connection, pack_slots(done)))
 
@@ -198,13 +201,17 @@ class SharedReceiver:
         return True
 
     def _verify(self, written: list[Callable[[], None]]) -> None:
-        """Verify the blocks, and forget them."""
-        for verify in written:
-            try:
-                verify()
-            except BlockRefusedError as error:
-                self._warnings.warn(f"refused a KV block: {error}", error.cause_name)
-        written.clear()
+        """Verify the blocks, and forget them. If one raises, the others are verified first."""
+        with ExitStack() as stack:
+            for verify in reversed(written):
+                stack.callback(self._verify_one, verify)
+            written.clear()
+
+    def _verify_one(self, verify: Callable[[], None]) -> None:
+        try:
+            verify()
+        except BlockRefusedError as error:
+            self._warnings.warn(f"refused a KV block: {error}", error.cause_name)
 
     # -- new connections -----------------------------------------------------------------------------------------------
 
@@ -282,7 +289,8 @@ class SharedReceiver:
         if len(self._peers) - len(self._strangers) >= _MAX_SENDERS:
             raise GreetingRefusedError("too_many", f"{_MAX_SENDERS} senders are connected, and no more are taken")
         ring = map_ring(descriptors[0], shape)
-        ring.register(self._register)
+        if self._register is not None:
+            ring.register(self._register)
         return ring
 
     def _drop(self, peer: SharedPeer) -> None:

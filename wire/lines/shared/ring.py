@@ -65,9 +65,9 @@ class Ring:
         self._unregister: Callable[[], None] | None = None
         self.slots = [self._view[index * size : (index + 1) * size] for index in range(shape.num_slots)]
 
-    def register(self, register: Register | None) -> None:
+    def register(self, register: Register) -> None:
         """Let a device's copies reach the slots, if it can. Call it at most once."""
-        self._unregister = None if register is None else register(self._view)
+        self._unregister = register(self._view)
 
     @property
     def is_registered(self) -> bool:

@@ -95,10 +95,8 @@ class SharedLine:
             raise NoSharedMemoryError("the decode worker takes none")
         connection = _reach(target.place.address(target.name))
         try:
-            shape = RingShape.of(target.block_nbytes, is_for_device=target.register is not None)
-            ring, descriptor = make_ring(shape)
+            ring, descriptor = _ring_for(target)
             try:
-                ring.register(target.register)
                 _introduce(connection, Greeting(ring.shape, (target.token or "").encode()), descriptor, wakeup)
             except BaseException:
                 ring.close()
@@ -204,6 +202,18 @@ class SharedLine:
             except OSError as error:
                 raise PeerLostError(f"{_GONE}: {error.strerror}") from error
         return False
+
+
+def _ring_for(target: SharedTarget) -> tuple[Ring, int]:
+    """A ring, which the pool's device reaches if it can, and its descriptor. Raises NoSharedMemoryError."""
+    if target.register is not None:
+        ring, descriptor = make_ring(RingShape.of(target.block_nbytes, is_for_device=True))
+        ring.register(target.register)
+        if ring.is_registered:
+            return ring, descriptor
+        ring.close()
+        os.close(descriptor)
+    return make_ring(RingShape.of(target.block_nbytes))
 
 
 def _reach(address: str) -> socket.socket:

@@ -1,0 +1,60 @@
+"""Digests that a device makes of its blocks, and memory that its copies reach directly."""
+
+from __future__ import annotations
+
+import mmap
+
+import pytest
+
+from kvrelay.common.block_digests import digests_of
+from kvrelay.engine.kv.registered import RegisteredMemory
+
+from ..late_device import LateDevice
+from .test_staging import NBYTES, Bench
+
+
+def test_digests_are_of_what_the_group_uses_of_its_block() -> None:
+    bench = Bench(device=LateDevice(hashes=True), group_nbytes=[NBYTES, 40])
+    bench.blocks[3, 40:] = 0xEE  # another group's, from an earlier use
+    read = bench.staging.open_read(3, 40)
+    bench.wait(read)
+    assert read.digests(40) == digests_of(memoryview(bytes([4]) * 40))
+    assert bench.staging.begin_write(5, memoryview(b"x" * 40))() == digests_of(memoryview(b"x" * 40))
+
+
+def test_a_device_that_cannot_hash_one_group_hashes_none() -> None:
+    bench = Bench(device=LateDevice(hashes=True, reaches=True), group_nbytes=[NBYTES, 36])
+    assert bench.staging.registered is None
+    read = bench.open_read(3)
+    bench.wait(read)
+    assert read.digests(NBYTES) is None
+    assert bench.staging.begin_write(5, memoryview(b"x" * 36))() == digests_of(memoryview(b"x" * 36))
+
+
+def test_only_memory_that_is_registered_in_full_is_reached() -> None:
+    device = LateDevice(reaches=True)
+    registered = RegisteredMemory(device)
+    with mmap.mmap(-1, 2 * mmap.PAGESIZE) as memory:
+        both = memoryview(memory)
+        page = both[: mmap.PAGESIZE]
+        end = registered.register(page)
+        assert end is not None
+        found = registered.find(page[8:24])
+        assert found is not None
+        found.fill_(7)
+        assert bytes(both[7:25]) == b"\0" + b"\x07" * 16 + b"\0"
+        assert registered.find(both[mmap.PAGESIZE - 8 : mmap.PAGESIZE + 8]) is None
+        assert registered.find(both[mmap.PAGESIZE :]) is None
+        end()
+        assert registered.find(page[8:24]) is None
+        assert not device.registered
+        page.release()
+        both.release()
+
+
+def test_a_device_that_reaches_nothing_says_so_once_for_each_ring(caplog: pytest.LogCaptureFixture) -> None:
+    with mmap.mmap(-1, mmap.PAGESIZE) as memory, memoryview(memory) as view:
+        assert RegisteredMemory(LateDevice(reaches=False)).register(view) is None
+    assert [record.message for record in caplog.records] == [
+        "the device cannot reach memory that two workers share; its blocks pass pinned memory"
+    ]
