@@ -33,7 +33,7 @@ from kvrelay.wire.lines.shared.ring import Ring, RingShape, make_ring
 from kvrelay.wire.metrics import WireMetrics
 
 _GONE = "the decode worker's end of the shared memory is gone"
-_MAX_COPIES = 2  # by the device at a time, while this thread prepares the next one
+_MAX_COPIES = 4  # by the device at a time, while this thread prepares the next ones
 _ANSWER_S = 5.0  # a stopped decode worker gives no answer; its link notices that by itself
 
 
