@@ -114,8 +114,8 @@ class CudaCopies:
     def digest(self, blocks: torch.Tensor, block_id: int, nbytes: int) -> Digests:
         """See CopyDevice."""
         count = num_stretches(nbytes)
-        on_host = torch.empty(count, dtype=torch.int64, pin_memory=True)
         with torch.cuda.stream(self._stream):
+            on_host = torch.empty(count, dtype=torch.int64, pin_memory=True)
             made = torch.empty(count, dtype=torch.int64, device=self._device)
             self._block_digests(blocks, block_id, nbytes, STRETCH_NBYTES, made)
             return Digests(self.copy(on_host, made), on_host)
