@@ -102,10 +102,7 @@ class CudaCopies:
         """
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
-            # One event per copy: recording an event again would move it for everyone who holds it.
-            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            copied.record()
-        return copied
+            return _new_point()
 
     def can_digest(self, nbytes: int) -> bool:
         """See CopyDevice."""
@@ -118,7 +115,8 @@ class CudaCopies:
             on_host = torch.empty(count, dtype=torch.int64, pin_memory=True)
             made = torch.empty(count, dtype=torch.int64, device=self._device)
             self._block_digests(blocks, block_id, nbytes, STRETCH_NBYTES, made)
-            return Digests(self.copy(on_host, made), on_host)
+            on_host.copy_(made, non_blocking=True)
+            return Digests(_new_point(), on_host)
 
     def register(self, address: int, nbytes: int, *, is_read_only: bool) -> bool:
         """See CopyDevice."""
@@ -143,3 +141,10 @@ class CudaCopies:
         """See CopyDevice."""
         assert isinstance(copied, torch.cuda.Event), copied
         torch.cuda.current_stream(self._device).wait_event(copied)
+
+
+def _new_point() -> Copied:
+    """The end of the current stream. Each has an event of its own: recording one again would move it for all who hold it."""
+    copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    copied.record()
+    return copied
