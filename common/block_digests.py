@@ -9,7 +9,6 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 
-import numpy as np
 import xxhash
 
 STRETCH_NBYTES = 64 * 1024
@@ -45,6 +44,8 @@ def landed(source: memoryview, target: memoryview) -> bytes:
 
 def copy_bytes(source: memoryview, target: memoryview) -> None:
     """Copy ``source`` to ``target``, of the same size, without Python's lock, which an assignment of views holds."""
+    import numpy as np  # noqa: PLC0415 - called beside a device only, and other processes do without numpy
+
     np.copyto(np.frombuffer(target, dtype=np.uint8), np.frombuffer(source, dtype=np.uint8))
 
 

@@ -52,6 +52,7 @@ def test_every_kernel_compiles_within_the_limits(environment: dict[str, str]) ->
         "_decode_split_kernel",
         "_dequantise_groups_kernel",
         "_dequantise_kernel",
+        "_digest_kernel",
         "_expand_kernel",
         "_few_down_kernel",
         "_few_gate_up_kernel",
@@ -84,6 +85,15 @@ def test_every_kernel_compiles_within_the_limits(environment: dict[str, str]) ->
     _check_experts([row for row in rows if row["kernel"] == "_grouped_linear_kernel"])
     _check_few_routes([row for row in rows if row["kernel"].startswith("_few")])
     _check_adapters([row for row in rows if row["kernel"] in ("_shrink_kernel", "_expand_kernel")])
+    _check_digests([row for row in rows if row["kernel"] == "_digest_kernel"])
+
+
+def _check_digests(rows: list[dict[str, Any]]) -> None:
+    """A warp has 8 KiB on their way at a time, a word in each load, and many warps fit."""
+    for row in rows:
+        if row["loops"] is not None:
+            assert row["loops"]["global_loads"] == {"8": 32}, row
+        assert row["programs"] >= 16, row
 
 
 def _check_vectors(rows: list[dict[str, Any]]) -> None:
