@@ -35,6 +35,8 @@ class MemoryStore:
     A page takes memory only once it is written, so a hundred idle workers do not hold a hundred pools.
     """
 
+    register = None  # there is no device
+
     def __init__(self, num_blocks: int, block_nbytes: int) -> None:
         self.num_blocks = num_blocks
         self.block_nbytes = block_nbytes
@@ -43,8 +45,6 @@ class MemoryStore:
     def block(self, block_id: int) -> memoryview:
         """The block's memory."""
         return self._memory[block_id * self.block_nbytes : (block_id + 1) * self.block_nbytes]
-
-    register = None
 
     def open_read(self, block_id: int, group: int = 0) -> memoryview:
         """See BlockStore."""

@@ -54,6 +54,8 @@ class HostPart:
 class GatheredStore:
     """Implements :class:`kvrelay.engine.step.interface.BlockStore` over the pools of all ranks."""
 
+    register = None  # no device has whole blocks
+
     def __init__(self, geometry: KvGeometry, num_blocks: int, parts: Sequence[Part], num_stages: int = 1) -> None:
         """``geometry``: of the whole model. ``num_blocks``: physical ones. ``parts``: of all ranks, in order."""
         self.num_blocks = num_blocks
@@ -69,8 +71,6 @@ class GatheredStore:
             for group in groups
         ]
         self._writes: dict[int, tuple[Bytes, int]] = {}  # by block: the memory, and the group
-
-    register = None
 
     def open_read(self, block_id: int, group: int) -> GatheredRead:
         """See BlockStore."""

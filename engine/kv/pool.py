@@ -82,11 +82,9 @@ class KvPool:
     def open_read(self, block_id: int, group: int = 0) -> memoryview | StagedRead:
         """See BlockStore. Two readers of one block share a view."""
         self._check(block_id)
-        return (
-            self._staged.open_read(block_id, self._group_nbytes[group])
-            if self._host is None
-            else self._host_view(block_id)
-        )
+        if self._host is None:
+            return self._staged.open_read(block_id, self._group_nbytes[group])
+        return self._host_view(block_id)
 
     def close_read(self, block_id: int) -> None:
         """See BlockStore."""

@@ -35,13 +35,13 @@ def test_a_copy_is_digested_on_its_way(nbytes: int, copy: object) -> None:
 
 
 class Torn(bytearray):
-    """Memory that loses what is written to it."""
+    """Memory that loses what is written to it, in whole or in part."""
 
     def __setitem__(self, part: object, content: object) -> None:
         pass
 
-    def __getitem__(self, part: slice) -> bytes:  # type: ignore[override]
-        return bytes(super().__getitem__(part))
+    def __getitem__(self, part: slice) -> Torn:  # type: ignore[override]
+        return Torn(super().__getitem__(part))
 
 
 def test_what_landed_is_digested_where_it_landed() -> None:

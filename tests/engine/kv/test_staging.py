@@ -11,10 +11,9 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from kvrelay.common.errors import ModelError
 from kvrelay.engine.kv.copies import StagingPlan
 from kvrelay.engine.kv.staged_read import StagedRead
-from kvrelay.engine.kv.staging import Staging, pinned_pieces
+from kvrelay.engine.kv.staging import Staging
 
 from ..late_device import LateDevice
 
@@ -294,38 +293,6 @@ def test_a_copy_that_has_failed_already_stops_every_step() -> None:
     for _ in range(2):
         with pytest.raises(RuntimeError, match="broken"):
             bench.staging.order_steps()
-
-
-def test_memory_for_too_few_blocks_is_refused_with_the_way_out() -> None:
-    blocks = torch.zeros(8, 2**20, dtype=torch.uint8)
-    with pytest.raises(ModelError, match=r"gives 3 buffers of 1\.00 MiB, .* at least 4 are needed: raise it to 4"):
-        Staging(blocks, StagingPlan(LateDevice(), 3 * 2**20), [1])
-    assert Staging(torch.zeros(8, 2**26, dtype=torch.uint8), StagingPlan(_Frugal()), [1]).num_slots == 4
-    assert Staging(blocks, StagingPlan(_Frugal()), [1]).num_slots == 256
-
-
-def test_memory_that_cannot_be_pinned_is_refused_with_the_way_out() -> None:
-    class NoRoom(LateDevice):
-        def pinned(self, nbytes: int) -> torch.Tensor:
-            raise RuntimeError("out of memory")
-
-    with pytest.raises(ModelError, match=r"cannot pin 4 MiB of host memory \(out of memory\): lower --staging-mb"):
-        Staging(torch.zeros(8, 2**20, dtype=torch.uint8), StagingPlan(NoRoom(), 2**22), [1])
-
-
-@pytest.mark.parametrize(
-    ("num_slots", "slot_nbytes"), [(150, 2**21), (4, 3 * 2**19), (170, 3 * 2**19), (1, 5), (128, 2**21)]
-)
-def test_what_is_pinned_is_hardly_more_than_what_was_asked_for(num_slots: int, slot_nbytes: int) -> None:
-    pieces = pinned_pieces(num_slots, slot_nbytes)
-    assert sum(pieces) == num_slots
-    taken = sum(1 << (piece * slot_nbytes - 1).bit_length() for piece in pieces)  # as torch rounds
-    assert num_slots * slot_nbytes <= taken <= (num_slots + len(pieces)) * slot_nbytes
-
-
-class _Frugal(LateDevice):
-    def pinned(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device="meta")
 
 
 # -- everything at once ------------------------------------------------------------------------------------------------------

@@ -229,7 +229,9 @@ def test_what_a_sender_sent_that_is_gone_is_taken_and_its_memory_is_let_go(one_r
     one_rig.table.may_finish.set()
     assert one_rig.next_block() == "ok"
     until(lambda: one_rig.shared.num_connections == 0, "who has left is still there")
-    until(lambda: num_mapped_rings() == rings, "the memory of who has left is still there")  # it is unmapped behind that
+    until(
+        lambda: num_mapped_rings() == rings, "the memory of who has left is still there"
+    )  # it is unmapped behind that
 
 
 # -- strangers -------------------------------------------------------------------------------------------------------------
