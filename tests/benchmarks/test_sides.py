@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import is_alive
+
 SIDES = """
 import os, time
 from sides import Side
@@ -22,13 +24,6 @@ def asleep(connection):
     connection.send(os.getpid())
     time.sleep(600)
 """
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def test_a_side_ends_when_its_starter_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,9 @@ from kvrelay.engine.ranks.nodes import OtherNodes
 from kvrelay.engine.settings import FakeSettings, KvSettings, ModelSettings
 from kvrelay.engine.step.interface import Engine
 from tests.engine.conftest import SIZES, save_model
+from tests.processes import is_alive
 
-from .rig import is_alive, pids
+from .rig import pids
 
 
 def load_ranks(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -22,13 +21,6 @@ def pids(leader: int | None = None) -> list[int]:
     children = psutil.Process(leader).children()
     ranks = [child for child in children if "kvrelay.engine.rank_main" in child.cmdline()]
     return [rank.pid for rank in sorted(ranks, key=psutil.Process.create_time)]
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def wait_until(condition: Any, what: str) -> None:

@@ -21,9 +21,10 @@ from kvrelay.engine.settings import KvSettings, ModelSettings
 from kvrelay.engine.step.interface import DeviceFailedError, StepRow
 from tests.engine.conftest import SIZES, assert_same_tokens, load, save_model, sequence, tokens
 from tests.engine.led import step
+from tests.processes import is_alive
 
 from .conftest import load_ranks
-from .rig import SOON_S, is_alive, pids, run, wait_until
+from .rig import SOON_S, pids, run, wait_until
 
 
 @pytest.fixture(scope="module")

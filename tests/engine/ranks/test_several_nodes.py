@@ -33,9 +33,10 @@ from kvrelay.engine.ranks.messages import FromLeader, Hello, Refused
 from kvrelay.engine.ranks.nodes import HostDirectories, NodePlace, OtherNodes
 from kvrelay.engine.step.interface import DeviceFailedError
 from tests.engine.conftest import SIZES, VOCAB, assert_same_tokens, load, save_model
+from tests.processes import is_alive
 
 from .conftest import load_ranks
-from .rig import SOON_S, is_alive, run, wait_until
+from .rig import SOON_S, run, wait_until
 
 SECRET = secrets.token_bytes(32)
 ROOT = Path(__file__).parents[3]

@@ -20,9 +20,10 @@ from kvrelay.engine.step.leader import Leader
 from kvrelay.engine.step.plan import StepPlan
 from tests.engine.conftest import SIZES, VOCAB, assert_same_tokens, load, save_model, sequence, tokens
 from tests.engine.led import step
+from tests.processes import is_alive
 
 from .conftest import load_ranks
-from .rig import ROUNDING, SOON_S, is_alive, pids, run, wait_until
+from .rig import ROUNDING, SOON_S, pids, run, wait_until
 
 
 @pytest.fixture
