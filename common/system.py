@@ -15,9 +15,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import os
 import resource
 import sys
+from pathlib import Path
+
+_CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")  # microseconds of CPU time, and of the period in which they may be used
 
 # <malloc.h>
 _M_TRIM_THRESHOLD = -1
@@ -28,9 +32,18 @@ _LARGEST_MMAP_THRESHOLD_NBYTES = 32 * 2**20  # glibc takes no more
 _ENOUGH = 65_536  # not all that there may be: a connection in its handshake takes some 20 KB, and a crowd's must fit
 
 
-def available_cores() -> int:
-    """Cores this process may use. A container's limit on CPU *time* leaves it all cores, and is not counted."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else (os.cpu_count() or 1)
+def available_cores(limit: Path = _CPU_LIMIT) -> int:
+    """Cores this process may use. A container's limit on CPU time counts, rounded up: more threads would wait for one another.
+
+    ``limit``: the file of the container's cgroup (version 2); there is none outside of containers.
+    """
+    if sys.platform != "linux":
+        return os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0))
+    with contextlib.suppress(OSError, ValueError):  # ValueError: "max", no limit
+        used, period = limit.read_text().split()
+        cores = min(cores, math.ceil(int(used) / int(period)))
+    return cores
 
 
 def keep_freed_memory() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvrelay.common.errors import ModelError
+from kvrelay.common.system import available_cores
 from kvrelay.engine.config.tokenizer import require_same_tokens
 from kvrelay.engine.fake.engine import FakeEngine, FakePace, fake_card
 from kvrelay.engine.guides.guidance import GuideCompiler, NoGuides
@@ -186,7 +187,7 @@ def load_part(settings: LoadSettings, part: RankPart | None, progress: Callable[
         kv_memory_bytes=None if kv.kv_memory_mb is None else kv.kv_memory_mb * 2**20,
         staging_bytes=None if kv.staging_mb is None else kv.staging_mb * 2**20,
         max_model_len=model.max_model_len,
-        num_threads=max(1, (model.threads or os.cpu_count() or 1) // (1 if part is None else part.num_local)),
+        num_threads=max(1, (model.threads or available_cores()) // (1 if part is None else part.num_local)),
         kv_memory_fraction=kv.kv_memory_fraction,
         max_num_seqs=sequences_at_a_time(settings.max_num_seqs, device_of(model.device).type),
         max_batched_tokens=prompt_step_tokens(settings.max_batched_tokens, device_of(model.device).type),

@@ -120,7 +120,9 @@ class ModelSettings:
     adapter_memory_mb: int = setting(
         512, "memory for adapters; the least recently used ones make room for others", unit="MiB", minimum=1
     )
-    threads: int | None = setting(None, "CPU threads of the model; default: all cores", minimum=1, maximum=1024)
+    threads: int | None = setting(
+        None, "CPU threads of the model; default: as many as the process has cores", minimum=1, maximum=1024
+    )
 
     @property
     def num_ranks(self) -> int:

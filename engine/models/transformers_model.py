@@ -234,7 +234,7 @@ def check_files(directory: Path, dtype: torch.dtype) -> None:
     headers = read_headers(directory)
     config = load_transformers_config(directory).get_text_config()
     check_layers(directory, int(config.num_hidden_layers), headers)
-    with CheckpointReader(headers, load_quantisation(directory), dtype, "cpu") as reader:
+    with CheckpointReader(headers, load_quantisation(directory), dtype) as reader:
         check_full(reader.headers)
     check_tokenizer(directory, int(config.vocab_size))
     _from_pretrained(directory, dtype, "meta")
@@ -291,7 +291,7 @@ def _dequantised(directory: Path, quantisation: Quantisation, how: dict[str, Any
     config = load_full_config(directory)
     with torch.device("meta"):
         model_class = type(transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False))
-    with CheckpointReader(read_headers(directory), quantisation, how["dtype"], "cpu") as reader:
+    with CheckpointReader(read_headers(directory), quantisation, how["dtype"]) as reader:
         tensors: dict[str, Any] = {}
         for name, header in reader.headers.items():
             if not is_attention_scale(name):

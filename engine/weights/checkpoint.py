@@ -3,9 +3,9 @@
 Parameters are allocated once, on the model's device, in the form that the model computes with (q, k and v in one matrix, gate and
 up in one). If a model is cut among ranks (:mod:`kvrelay.engine.config.cut`), only the rank's part of each tensor is read.
 
-On a CPU every checkpoint tensor is copied from the memory-mapped file to its place, so no weight is in memory twice. On a GPU
-safetensors reads each tensor onto the device, where it is converted and copied to its place. Beside the parameters the device holds
-one tensor at a time in the file's format, and the host holds none but that one.
+On a CPU every checkpoint tensor is copied from the memory-mapped file to its place, so no weight is in memory twice. For a GPU it
+is copied to the device, where it is converted and copied to its place. Beside the parameters the device holds one tensor at a time
+in the file's format, and the host two pieces of 32 MiB (:mod:`kvrelay.engine.weights.upload`).
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from kvrelay.engine.weights.reader import CheckpointReader
 from kvrelay.engine.weights.rounding import Rounding
 from kvrelay.engine.weights.stored import StoredWeight
 from kvrelay.engine.weights.targets import NOTHING_KEPT, Kept, Place
+from kvrelay.engine.weights.upload import TensorUpload
 
 Progress = Callable[[int, int], None]
 _SAMPLE_NBYTES = 4096  # bytes of a sample for the digest
@@ -83,12 +84,11 @@ def _load(
     keeps: Callable[[StoredWeight], bool] | None,
     activations: Activations | None,
 ) -> ModelWeights:
-    # With its index: safetensors would assume index 0.
-    device_name = str(torch.empty(0, device=device).device)
     num_parts = cut.num_ranks * cut.num_stages
     total = sum(path.stat().st_size for path in checkpoint_files(directory)) // num_parts
     quantisation = load_quantisation(directory)
-    with CheckpointReader(read_headers(directory), quantisation, dtype, device_name, activations) as reader:
+    upload = TensorUpload(device) if device.type == "cuda" else None
+    with CheckpointReader(read_headers(directory), quantisation, dtype, activations, upload) as reader:
         check_checkpoint(directory, reader, config)
         num_bytes_checked = reader.num_bytes_read
         kept = NOTHING_KEPT if keeps is None or rounding is not None else Kept(reader.outlines, keeps)
@@ -139,7 +139,7 @@ def check_checkpoint(directory: Path, reader: CheckpointReader, config: ModelCon
 def check_files(directory: Path, config: ModelConfig) -> None:
     """Like :func:`check_checkpoint` for a checkpoint that is not loaded yet; also checks its tokenizer."""
     check_tokenizer(directory, config.vocab_size)
-    with CheckpointReader(read_headers(directory), load_quantisation(directory), torch.float32, "cpu") as reader:
+    with CheckpointReader(read_headers(directory), load_quantisation(directory), torch.float32) as reader:
         check_checkpoint(directory, reader, config)
 
 

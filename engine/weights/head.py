@@ -56,7 +56,7 @@ def load_head_weights(
                 f"{header.path}: tensor {name} has shape {list(header.shape)}; config.json and the model ask for {list(shape)}"
             )
     check_full({name: header for name, header in headers.items() if name in shapes})
-    with CheckpointReader(headers, None, dtype, "cpu") as reader:
+    with CheckpointReader(headers, None, dtype) as reader:
 
         def read(*names: str) -> torch.Tensor:
             return torch.cat([reader.read(name) for name in names]).to(device, dtype)

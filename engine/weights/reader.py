@@ -7,7 +7,7 @@ when the weight is asked for. Here they are one weight, under the name of the fu
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -36,26 +36,27 @@ _FULL = "BF16"
 
 
 class CheckpointReader:
-    """Reads tensors onto a device. A context in which files stay open, each from its first tensor on."""
+    """Reads tensors, by default for a CPU. A context in which files stay open, each from its first tensor on."""
 
     def __init__(
         self,
         headers: Mapping[str, TensorHeader],
         quantisation: Quantisation | None,
         dtype: torch.dtype,
-        device: str,
         activations: Activations | None = None,
+        upload: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         """``headers`` and ``quantisation``: of the checkpoint. ``dtype``: of dequantised weights.
 
         ``activations``: how inputs of e4m3 weights are rounded; None: not at all.
+        ``upload``: copies tensors to the device where they are wanted; None: they stay in the mapped file.
         Raises ModelError naming a stored weight whose tensors do not fit together; this reads none of them in full.
         """
         self._tensors = headers
         self._quantisation = quantisation
         self._activations = activations
         self._dtype = dtype
-        self._device = device
+        self._upload = upload
         self._files = ExitStack()
         self._open: dict[Path, Any] = {}
         self._parts: dict[str, dict[str, str]] = {}  # for stored weights: their tensors
@@ -164,8 +165,8 @@ class CheckpointReader:
                 one.indices(size) == (0, size, 1) for one, size in zip(part, header.shape, strict=False)
             )
             found: torch.Tensor = file.get_tensor(tensor) if is_whole else file.get_slice(tensor)[part]
-        self.num_bytes_read += found.nbytes
-        return found
+            self.num_bytes_read += found.nbytes
+            return found if self._upload is None else self._upload(found)
 
     def _outline(self, tensor: str) -> torch.Tensor:
         """A matrix without its numbers; vectors keep theirs."""
@@ -193,7 +194,7 @@ class CheckpointReader:
 
     def _file(self, path: Path) -> Any:
         if path not in self._open:
-            self._open[path] = self._files.enter_context(safe_open(path, framework="pt", device=self._device))
+            self._open[path] = self._files.enter_context(safe_open(path, framework="pt"))
         return self._open[path]
 
     def _index(self, is_mxfp4: bool) -> None:

@@ -1,12 +1,14 @@
-"""The limit on descriptors is raised as far as allowed, and never lowered."""
+"""The limit on descriptors is raised as far as allowed, and never lowered; a container's cores are those it may use."""
 
 from __future__ import annotations
 
+import os
 import resource
+from pathlib import Path
 
 import pytest
 
-from kvrelay.common.system import raise_descriptor_limit
+from kvrelay.common.system import available_cores, raise_descriptor_limit
 
 ENDLESS = resource.RLIM_INFINITY
 
@@ -28,3 +30,23 @@ def test_the_limit_is_what_it_may_be(soft: int, hard: int, expected: int, monkey
     monkeypatch.setattr(resource, "setrlimit", lambda _, limits: set_to.append(limits))
     assert raise_descriptor_limit() == expected
     assert set_to == ([(expected, hard)] if soft == 1024 else [])
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [
+        ("max 100000\n", 8),
+        ("400000 100000\n", 4),
+        ("150000 100000\n", 2),
+        ("10000 100000\n", 1),
+        ("3200000 100000\n", 8),
+        (None, 8),  # not in a container
+    ],
+)
+def test_a_limit_on_cpu_time_leaves_as_many_cores(
+    limit: str | None, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    if limit is not None:
+        (tmp_path / "cpu.max").write_text(limit)
+    assert available_cores(tmp_path / "cpu.max") == expected

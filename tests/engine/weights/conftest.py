@@ -37,21 +37,18 @@ def edit(directory: Path, **tensors: torch.Tensor | None) -> None:
 
 
 class Device:
-    """Replaces safetensors' ``safe_open``. Tensors are new memory on ``kind``, which it counts."""
+    """Replaces safetensors' ``safe_open``. Tensors are new memory, which it counts."""
 
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
-        self.asked: set[str] = set()  # devices for which files were opened
+    def __init__(self) -> None:
         self.live_nbytes = self.peak_nbytes = self.largest_nbytes = 0
         self.read_nbytes = 0
         self.fails_at: str | None = None
 
-    def open(self, path: Path, framework: str, device: str) -> DeviceFile:
-        self.asked.add(device)
+    def open(self, path: Path, framework: str) -> DeviceFile:
         return DeviceFile(self, safe_open(path, framework))
 
     def hold(self, tensor: torch.Tensor) -> torch.Tensor:
-        held = torch.empty_like(tensor, device=self.kind).copy_(tensor)
+        held = torch.empty_like(tensor).copy_(tensor)
         self.read_nbytes += held.nbytes
         self.largest_nbytes = max(self.largest_nbytes, held.nbytes)
         self.live_nbytes += held.nbytes
@@ -119,6 +116,6 @@ def copy(llama: tuple[Path, Any], tmp_path: Path) -> Path:
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> Device:
     """A counting device in the CPU's memory, which replaces the reader's ``safe_open``."""
-    device = Device("cpu")
+    device = Device()
     monkeypatch.setattr("kvrelay.engine.weights.reader.safe_open", device.open)
     return device

@@ -58,7 +58,7 @@ class Read:
             return weight
 
     def _reader(self, dtype: torch.dtype) -> CheckpointReader:
-        return CheckpointReader(self._headers, self._quantisation, dtype, "cpu")
+        return CheckpointReader(self._headers, self._quantisation, dtype)
 
 
 COMPRESSED = Quantisation("compressed-tensors")
@@ -279,4 +279,4 @@ def test_blocks_that_are_no_mxfp4(tmp_path: Path) -> None:
     blocks, scales = torch.zeros(2, 4, 8, dtype=torch.uint8), torch.zeros(2, 4, dtype=torch.uint8)
     save_file({"m_blocks": blocks, "m_scales": scales}, tmp_path / "model.safetensors")
     with pytest.raises(ModelError, match=r"m cannot be read as it is stored: blocks .*\[2, 4, 8\].* are no MXFP4"):
-        CheckpointReader(read_headers(tmp_path), Quantisation("mxfp4"), torch.float32, "cpu")
+        CheckpointReader(read_headers(tmp_path), Quantisation("mxfp4"), torch.float32)

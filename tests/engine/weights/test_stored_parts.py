@@ -63,7 +63,7 @@ def save(case: str, directory: Path) -> Quantisation:
 @pytest.mark.parametrize("case", [*SCHEMES, *OTHERS])
 def test_a_part_is_that_of_the_whole_and_little_else_is_read(case: str, tmp_path: Path) -> None:
     quantisation, num_bytes = save(case, tmp_path), []
-    with CheckpointReader(read_headers(tmp_path), quantisation, torch.bfloat16, "cpu") as reader:
+    with CheckpointReader(read_headers(tmp_path), quantisation, torch.bfloat16) as reader:
         whole = reader.read("m.weight")
         for rows, columns in PARTS:
             part = (range(1, 3), columns, rows) if case == "mxfp4" else (rows, columns)
@@ -97,7 +97,7 @@ def test_parts_of_numbers_that_do_not_fill_their_last_word(
         tensors["weight_zero_point"] = (ints.zero - 8).to(torch.int8)
     stored = PackedQuantizationCompressor.compress(tensors, scheme)
     save_file({f"m.{name}": one.contiguous() for name, one in stored.items()}, tmp_path / "model.safetensors")
-    with CheckpointReader(read_headers(tmp_path), Quantisation("compressed-tensors"), torch.float32, "cpu") as reader:
+    with CheckpointReader(read_headers(tmp_path), Quantisation("compressed-tensors"), torch.float32) as reader:
         whole = reader.read("m.weight")
         torch.testing.assert_close(whole, ints.full())
         halves = [(range(size // 2), range(size // 2, size)) for size in shape]

@@ -116,18 +116,6 @@ def test_a_device_and_the_cpu_get_the_same_bits(
     assert (there.lm_head is there.embed) == (model == "tied")
 
 
-def test_files_are_read_onto_the_device_of_the_parameters(opened: Device, sharded: Path) -> None:
-    opened.kind = "meta"
-    heard: list[tuple[int, int]] = []
-    weights = load_weights(
-        sharded, load_config(sharded), torch.bfloat16, torch.device("meta"), lambda *told: heard.append(told)
-    )
-    assert opened.asked == {"meta"}
-    assert {tensor.device.type for tensor in parameters(weights).values()} == {"meta"}
-    assert heard == sorted(heard)
-    assert heard[-1][0] == heard[-1][1]
-
-
 def test_a_model_that_does_not_fit_the_device_is_refused(opened: Device, llama: tuple[Path, Any]) -> None:
     opened.fails_at = "model.layers.2.mlp.down_proj.weight"
     with pytest.raises(ModelError, match=r"do not fit the memory of cpu \(CUDA out of memory.*larger GPU"):
