@@ -191,6 +191,14 @@ def test_a_start_is_told_by_the_phases_that_its_log_has() -> None:
     }
 
 
+def test_a_start_that_takes_too_long_tells_how_far_it_came(context: Context) -> None:
+    model_dir.model_directory(context)
+    late = replace(context, ends_s=time.monotonic() + start._TELLING_S + 0.05)
+    with pytest.raises(RuntimeError, match=r"the worker is not ready \((no phase ended|imports of the command .*)\)"):
+        found(start.measure_starts, late)
+    assert time.monotonic() < late.ends_s
+
+
 def test_a_percentile_is_a_value_that_was_measured() -> None:
     values = [float(value) for value in range(1, 101)]
     assert [gaps.percentile(values, share) for share in (0.5, 0.99, 1.0)] == [50.0, 99.0, 100.0]

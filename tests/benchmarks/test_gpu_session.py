@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import gpu
@@ -229,6 +230,17 @@ def test_sections_behind_the_end_of_the_time_are_named(context: Context) -> None
     session.run(chosen(["handoff"]), scripted({}, []))
     assert session.sections_failed
     assert "time was used up" in session.report()
+
+
+def test_a_section_that_has_too_little_time_leaves_it_to_the_next(context: Context) -> None:
+    """A start of 11 s would tell nothing, and take a tenth of the run."""
+    long, short = Section("long", "", 90.0, least_s=60.0), Section("short", "", 50.0)
+    seen: list[Context] = []
+    session = Session(replace(context, ends_s=time.monotonic() + 52.7), lambda line: None)
+    session.run([long, short], scripted({}, seen))
+    assert [outcome.failure is None for outcome in session.outcomes] == [False, True]
+    assert "long: not begun: the run's time was used up: 40 s of the 60 s it takes" in session.report()
+    assert seen[0].remaining_s > 45
 
 
 def test_a_section_runs_in_a_process_of_its_own(

@@ -26,6 +26,7 @@ from kvrelay.launcher.local.supervisor import own_answer
 
 _POLL_S = 0.05
 _GRACE_S = 10.0  # from SIGTERM to SIGKILL
+_TELLING_S = 3.0  # of the section's time, to say why a worker is not ready
 _GOAL = Goal("≤ 20 s", Against.VALUE, 20.0)
 # Each phase ends with the first log line of this form; what a device does not have is not there.
 _PHASES = {
@@ -48,8 +49,7 @@ def measure_starts(context: Context) -> Iterator[Finding]:
     with tempfile.TemporaryDirectory(prefix="triton-", dir=context.work) as cache:
         for name, goals in (("an empty Triton cache", ()), ("a filled Triton cache", (_GOAL,))):
             seconds, lines = _start(context, directory, cache)
-            phases = ", ".join(f"{phase} {took_s:.1f} s" for phase, took_s in phases_of(lines).items())
-            yield Row(f"start of a decode worker, {name}", Unit.SECONDS, seconds, goals=goals, note=phases)
+            yield Row(f"start of a decode worker, {name}", Unit.SECONDS, seconds, goals=goals, note=_phases_text(lines))
             yield Note(f"{context.remaining_s:.0f} s left")
 
 
@@ -65,10 +65,14 @@ def phases_of(lines: list[Line]) -> dict[str, float]:
     return found
 
 
+def _phases_text(lines: list[Line]) -> str:
+    return ", ".join(f"{phase} {took_s:.1f} s" for phase, took_s in phases_of(lines).items()) or "no phase ended"
+
+
 def _start(context: Context, directory: Path, cache: str) -> tuple[float, list[Line]]:
     """Start a worker and end it. Returns the seconds until it was ready, and its log.
 
-    Raises RuntimeError if it ends, or is not ready in the section's time.
+    Raises RuntimeError, with the phases so far, if it ends or is not ready in the section's time.
     """
     (admin_port,) = free_ports(1)
     ready_url = f"http://127.0.0.1:{admin_port}/health/ready"
@@ -80,26 +84,30 @@ def _start(context: Context, directory: Path, cache: str) -> tuple[float, list[L
     spec = ComponentSpec("decode worker", tuple(command), ready_url, environment={"TRITON_CACHE_DIR": cache})
     heard: queue.SimpleQueue[Line] = queue.SimpleQueue()
     child = Child(spec, lambda _, text: heard.put((time.monotonic(), text)))
+
+    def lines() -> list[Line]:
+        return [(child.started_s, "started"), *(heard.get() for _ in range(heard.qsize()))]
+
     try:
         while own_answer(ready_url) is None:  # not listening yet, or not ready
-            if (code := child.exit_code()) is not None:
-                raise RuntimeError(f"the worker ended with {code}: {' / '.join(child.tail[-3:])}")
-            if context.remaining_s < _GRACE_S / 2:
-                raise RuntimeError(f"the worker is not ready: {' / '.join(child.tail[-3:])}")
+            code, is_late = child.exit_code(), context.remaining_s < _TELLING_S
+            if code is not None or is_late:
+                how = "is not ready" if code is None else f"ended with {code}"
+                raise RuntimeError(f"the worker {how} ({_phases_text(lines())}): {' / '.join(child.tail[-3:])}")
             time.sleep(_POLL_S)
         seconds = time.monotonic() - child.started_s
-    finally:
         _end(child)
-    return seconds, [(child.started_s, "started"), *(heard.get() for _ in range(heard.qsize()))]
+    finally:
+        child.kill()  # also one that is not ready, at once: while it loads it may not hear SIGTERM, and no time is left
+    return seconds, lines()
 
 
 def _end(child: Child) -> None:
-    """Ask the process to stop, wait, and kill what is left: the next start needs its memory."""
+    """Ask the process to stop, and wait: the next start needs its memory."""
     child.terminate()
     ends_s = time.monotonic() + _GRACE_S
     while child.exit_code() is None and time.monotonic() < ends_s:
         time.sleep(_POLL_S)
-    child.kill()
 
 
 def _write_tokenizer(directory: Path, vocab_size: int) -> None:

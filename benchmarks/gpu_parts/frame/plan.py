@@ -10,7 +10,10 @@ from gpu_parts.frame.running import Section
 CHECKS_ONLY = "checks"
 _RESERVED = 0.25  # share of the later sections' longest times that is kept for them,
 _LEAST = 0.5  # but a section may have this share of what is left: without checks and limits nothing is measured
+# Until a section with a whole model, a start, and rounds of streams have a figure on an H200: measured, and twice estimated.
+_LOAD_S, _START_S, _STREAMS_S = 12.0, 40.0, 30.0
 _OF_A_STEP = (Kernel.DECODE, Kernel.PREFILL, Kernel.MODEL)
+_WITH_LINEARS, _WITH_STORED_LINEARS = (*_OF_A_STEP, Kernel.LINEAR), (*_OF_A_STEP, Kernel.STORED_LINEAR)
 
 LIMITS = Section("limits", "gpu_parts.kernels.limits:measure_limits", 60)
 CHECKS: dict[Kernel, Section] = {
@@ -26,29 +29,27 @@ CHECKS: dict[Kernel, Section] = {
     Kernel.MODEL: Section("check-model", "gpu_parts.checks.check_model:check_model", 120),
 }
 FIGURES: tuple[Section, ...] = (
-    Section("decode-step", "gpu_parts.engine.steps:measure_decode_steps", 110, (*_OF_A_STEP, Kernel.LINEAR)),
-    Section("prefill", "gpu_parts.engine.steps:measure_prefill_steps", 45, _OF_A_STEP),
+    Section("decode-step", "gpu_parts.engine.steps:measure_decode_steps", 110, _WITH_LINEARS, _LOAD_S),
+    Section("prefill", "gpu_parts.engine.steps:measure_prefill_steps", 45, _OF_A_STEP, _LOAD_S),
     Section("decode-attention", "gpu_parts.kernels.attention:measure_decode", 90, (Kernel.DECODE,)),
     Section("prefill-attention", "gpu_parts.kernels.attention:measure_prefill", 70, (Kernel.PREFILL,)),
     Section("prefill-boxes", "gpu_parts.kernels.prefill_boxes:measure_prefill_boxes", 15, (Kernel.BOXES,)),
     Section("sampling", "gpu_parts.kernels.sampling:measure_sampling", 30, (Kernel.SAMPLING,)),
     Section("experts", "gpu_parts.kernels.experts:measure_experts", 30, (Kernel.EXPERTS,)),
     Section("handoff", "gpu_parts.engine.handoff:measure_handoff", 50),
-    Section("ttft", "gpu_parts.engine.ttft:measure_ttft", 70, _OF_A_STEP),
-    Section("gaps", "gpu_parts.engine.gaps:measure_gaps", 70, _OF_A_STEP),
-    Section("start", "gpu_parts.engine.start:measure_starts", 90, _OF_A_STEP),
-    Section("batching", "gpu_parts.engine.batching:measure_ours", 45, _OF_A_STEP),
-    Section("batching-peer", "gpu_parts.engine.batching:measure_theirs", 75),
+    Section("ttft", "gpu_parts.engine.ttft:measure_ttft", 70, _OF_A_STEP, _LOAD_S),
+    Section("gaps", "gpu_parts.engine.gaps:measure_gaps", 70, _OF_A_STEP, _STREAMS_S),
+    Section("start", "gpu_parts.engine.start:measure_starts", 90, _OF_A_STEP, _START_S),
+    Section("batching", "gpu_parts.engine.batching:measure_ours", 45, _OF_A_STEP, _LOAD_S),
+    Section("batching-peer", "gpu_parts.engine.batching:measure_theirs", 75, least_s=_STREAMS_S),
     # The figures of default settings come before this. Those of options come last, and are the first to be skipped.
     Section("decode-attention-fp8", "gpu_parts.kernels.attention:measure_decode_fp8", 35, (Kernel.DECODE, Kernel.FP8)),
     Section("linears", "gpu_parts.kernels.linears:measure_linears", 35, (Kernel.LINEAR,)),
     Section("linears-fp8", "gpu_parts.kernels.fp8_linears:measure_fp8_linears", 15, (Kernel.FP8_LINEAR,)),
     Section("linears-4bit", "gpu_parts.kernels.stored_linears:measure_stored_linears", 20, (Kernel.STORED_LINEAR,)),
-    Section("decode-step-int8", "gpu_parts.engine.steps:measure_decode_steps_int8", 45, (*_OF_A_STEP, Kernel.LINEAR)),
-    Section("decode-step-fp8", "gpu_parts.engine.steps:measure_decode_steps_fp8", 45, (*_OF_A_STEP, Kernel.LINEAR)),
-    Section(
-        "decode-step-4bit", "gpu_parts.engine.steps:measure_decode_steps_4bit", 45, (*_OF_A_STEP, Kernel.STORED_LINEAR)
-    ),
+    Section("decode-step-int8", "gpu_parts.engine.steps:measure_decode_steps_int8", 45, _WITH_LINEARS, _LOAD_S),
+    Section("decode-step-fp8", "gpu_parts.engine.steps:measure_decode_steps_fp8", 45, _WITH_LINEARS, _LOAD_S),
+    Section("decode-step-4bit", "gpu_parts.engine.steps:measure_decode_steps_4bit", 45, _WITH_STORED_LINEARS, _LOAD_S),
 )
 NAMES = (CHECKS_ONLY, *(section.name for section in FIGURES))
 

@@ -119,6 +119,7 @@ class Section:
     entry: str  # module:generator, loaded in the section's process, so that only it fails without them
     longest_s: float
     kernels: tuple[Kernel, ...] = ()  # kernels whose checks must pass first
+    least_s: float = 2.0  # with less time it is not begun: it would find nothing, and later ones can use the time
 
 
 @dataclass(frozen=True, slots=True)

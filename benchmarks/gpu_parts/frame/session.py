@@ -22,8 +22,6 @@ from gpu_parts.frame.rows import Checked, Row, absences, table
 from gpu_parts.frame.running import Context, Fact, Failure, Finding, Note, Outcome, Section, run_section
 from gpu_parts.frame.timing import device_state
 
-_SHORTEST_S = 2.0  # a section with less time is not started
-
 RunSection = Callable[[Section, Context, Callable[[Finding], None]], Outcome]
 
 
@@ -58,8 +56,10 @@ class Session:
         for number, section in enumerate(sections):
             seconds = time_for(section, sections[number + 1 :], self.context.remaining_s)
             reason = refusal(section, self.is_right)
-            if reason is None and seconds < _SHORTEST_S:
-                reason = "not begun: the run's time was used up"
+            if reason is None and seconds < section.least_s:
+                reason = (
+                    f"not begun: the run's time was used up: {seconds:.0f} s of the {section.least_s:.0f} s it takes"
+                )
             if reason is not None:
                 outcome = Outcome(section.name, 0.0, (), Failure(reason), "")
             else:

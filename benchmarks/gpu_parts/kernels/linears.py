@@ -1,4 +1,4 @@
-"""A layer's products with 8-bit weights, compared with cuBLAS on the same weights in 16 bits."""
+"""A layer's products of one row, and with 8-bit weights, compared with cuBLAS on the same weights in 16 bits."""
 
 from __future__ import annotations
 
@@ -12,22 +12,26 @@ from gpu_parts.frame.rows import Against, Goal, Peer, Row, Unit
 from gpu_parts.frame.running import Context, Finding
 from gpu_parts.frame.timing import Stopwatch
 from gpu_parts.kernels.paged import num_multiprocessors
-from kvrelay.engine.backends.cuda.linear import RoundedLinear
+from kvrelay.engine.backends.cuda.linear import FullLinear, RoundedLinear
 from kvrelay.engine.models.ops import Linear
 from kvrelay.engine.weights.rounding import RoundedWeight, Rounding, rounded
 from kvrelay.kernels.attention.kv_scales import require_e4m3
 
 _STD = 0.02
 _BUDGET_S = 0.15
+_FULL_GOAL = Goal("≥ 1x of cuBLAS", Against.PEER, 1.0)
 _GOAL = Goal("≥ 1.5x of 16 bits", Against.PEER, 1 / 1.5)
 
 
 def measure_linears(context: Context) -> Iterator[Finding]:
-    """One row for each matrix, format and number of rows. The floor is the bytes with 8-bit weights."""
+    """Figures of each matrix: one row with full weights, then each 8-bit format and number of rows. Floors are the bytes."""
     stopwatch, generator, dtype = context.stopwatch(), context.generator(), compute_dtype(context)
     for name, shape in context.sizes.shape.linears.items():
         weights = {one: random_linear(context, generator, *shape, one) for one in roundings(context.device)}
         full = weights[Rounding.INT8].dequantised().to(dtype)
+        row = torch.randn(1, shape[1], device=context.device, generator=generator).to(dtype)
+        full_name = f"{str(dtype).removeprefix('torch.')} {name}"
+        yield beside_cublas(context, stopwatch, full_name, FullLinear(full, None), full, row, 2, _FULL_GOAL)
         for num_rows in context.sizes.linear_rows:
             x = torch.randn(num_rows, shape[1], device=context.device, generator=generator).to(dtype)
             for rounding, weight in weights.items():

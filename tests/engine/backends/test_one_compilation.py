@@ -41,6 +41,7 @@ from kvrelay.engine.config.model import load_config
 from kvrelay.engine.backends.cuda.ops import CudaOps
 from kvrelay.engine.step.sequence import Sequence
 from kvrelay.engine.weights.checkpoint import load_weights
+from kvrelay.kernels.linear import vector
 
 MAX_NUM_SEQS, NUM_BLOCKS = 40, 600
 backend = make_backend(GPUTarget("cuda", 90, 32))
@@ -59,8 +60,9 @@ def record(kernel, *args, grid, warmup, **kwargs):
 jit.JITFunction.run = record
 random.seed(0)
 block_size = int(sys.argv[2])
-if block_size == 64:  # tiles are boxes there
+if block_size == 64:  # tiles are boxes there, and one row is multiplied without cuBLAS
     ops_cuda.nvidia_capability = lambda device: (9, 0)
+    vector._MIN_FULL_OUTS = 1
 options = EngineOptions(
     Path(sys.argv[1]), "tiny", dtype="bfloat16", device="cpu", block_size=block_size, num_blocks=NUM_BLOCKS, run_ahead="on",
     max_num_seqs=MAX_NUM_SEQS, max_batched_tokens=30, adapter_bytes=1,
@@ -74,6 +76,8 @@ def pool_with_a_spare_block(*of, num_spare, staging, shared_memory):
 pool_and_card.KvPool = pool_with_a_spare_block
 torch_engine.cpu_ops = lambda options, *of: CudaOps(*of, options.max_num_seqs)
 engine = torch_engine.TorchEngine.load(options, lambda done, total: None)
+# One row's kernel comes with the model: of a start's steps only those of adapters have one row.
+of_model = {"_vector_linear_kernel": set(keys.get("_vector_linear_kernel", ()))}
 config = load_config(options.model_dir)
 weights = load_weights(options.model_dir, config, torch.bfloat16, torch.device("cpu"), lambda done, total: None)
 # What a start does on a GPU.
@@ -83,7 +87,7 @@ cuda.compile_steps(engine._model, engine._ops, engine._pool, options)
 cuda.compile_adapters(engine._model, engine._ops, engine._pool, AdaptedSteps(engine._adapters, engine._adapters._products))
 cuda.compile_sampling(torch.zeros(1, config.vocab_size), engine._ops)
 engine._adapters._loaded.update((1, 2, 3))  # nothing reads their matrices
-known = {name: set(found) for name, found in keys.items()}
+known = {name: set(found) for name, found in keys.items()} | of_model
 
 
 def params():
@@ -154,6 +158,8 @@ def test_no_step_compiles_what_the_start_did_not(
     assert said["_prefill_attention_kernel"] == "1"
     assert said["_decode_split_kernel"] == "3"
     assert said["_penalties_kernel"] == "2"  # with and without a token in flight
+    # Of the matrices only o has inputs in whole pieces.
+    assert said.get("_vector_linear_kernel") == ("1" if block_size == 64 else None)
     # For few and for many rows, with products of one linear layer and of several.
     assert said["_shrink_kernel"] == said["_expand_kernel"] == "4"
     # Both products of experts have one kernel each for few, more and many rows per expert. Steps have up to 400.
