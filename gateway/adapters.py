@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 _SCAN_S = 2.0
 _LEFT_S = 3600.0  # a temporary folder of this age is left from a gateway that was killed
 _ADDING, _REMOVING = ".adding-", ".removing-"  # names of temporary folders; a scan ignores them
+_BEFORE = "before"  # in a temporary folder: the adapter that is being replaced, under its name
 
 _Stamp = tuple[tuple[int, int, int], ...]
 """The size, modification time and inode of each file."""
@@ -49,11 +50,11 @@ class AdapterRegistry:
         self._lock = asyncio.Lock()
 
     async def watch(self) -> None:
-        """Remove what killed gateways have left in the directory, then scan it until cancelled."""
-        await asyncio.to_thread(_remove_leftovers, self.directory, time.time())
+        """Tidy up what killed gateways have left in the directory, then scan it until cancelled."""
+        await asyncio.to_thread(_tidy, self.directory, time.time())
         while True:
-            await asyncio.sleep(_SCAN_S)
             await self.scan()
+            await asyncio.sleep(_SCAN_S)
 
     async def scan(self) -> None:
         """Scan the directory once."""
@@ -99,9 +100,14 @@ def _add(root: Path, name: str, source: Path, replaces: bool) -> None:
             for file in (CONFIG_FILE, WEIGHTS_FILE):
                 shutil.copyfile(source / file, fresh / file)
             AdapterFiles.read(fresh)
-            if target.exists():
-                target.rename(Path(directory, "before"))
-            fresh.rename(target)
+            before = Path(directory, _BEFORE, name)
+            before.parent.mkdir()
+            try:
+                if target.exists():
+                    target.rename(before)
+                fresh.rename(target)
+            finally:
+                _put_back(root, Path(directory))
     except OSError as error:
         raise AdapterError(f"{root}, of --adapters, cannot be written: {error}") from error
 
@@ -119,10 +125,23 @@ def _remove(root: Path, name: str) -> None:
         raise AdapterError(f"{root}, of --adapters, cannot be written: {error}") from error
 
 
-def _remove_leftovers(directory: Path, now_s: float) -> None:
-    """Remove temporary folders that nobody works on any more, as far as this process may. Never raises OSError."""
+def _put_back(root: Path, folder: Path) -> None:
+    """Put back an adapter that was moved away into a temporary folder, and that no other took the place of."""
+    for before in (folder / _BEFORE).glob("*"):
+        if not (root / before.name).exists():
+            before.rename(root / before.name)
+
+
+def _tidy(directory: Path, now_s: float) -> None:
+    """Put back and remove what lies in temporary folders, as far as this process may. Never raises OSError."""
     with contextlib.suppress(OSError):  # a scan tells why the directory cannot be read
         for folder in directory.iterdir():
+            if folder.name.startswith(_ADDING):
+                # Also if a gateway just works on it: its rename then fails, and the old adapter stays.
+                try:
+                    _put_back(directory, folder)
+                except OSError:
+                    continue  # the folder may have the only copy
             if folder.name.startswith((_ADDING, _REMOVING)) and now_s - folder.lstat().st_mtime > _LEFT_S:
                 logger.info("removing %s, which a killed gateway has left", folder)
                 shutil.rmtree(folder, ignore_errors=True)

@@ -181,6 +181,8 @@ class DecodeLinks:
             self._peers[address] = peer
             peer.client.start()
         peer.asked_s = self._clock()
+        if peer.link is None:  # the gateway that names the address has a link to it: a restarted worker is up again
+            peer.client.hurry()
         if peer.unfit is not None:  # no second Welcome will come, so nothing else would follow
             asyncio.get_running_loop().call_soon(self.handler.on_link_down, address, None, *peer.unfit)
         return peer.link

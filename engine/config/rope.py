@@ -35,8 +35,11 @@ class RopeConfig:
 
     @classmethod
     def parse(cls, config: Mapping[str, Any], directory: str) -> RopeConfig:
-        """Parse a config.json of transformers 4 (``rope_theta``, ``rope_scaling``) or 5 (``rope_parameters``)."""
-        parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+        """Parse a config.json of transformers 4 (``rope_theta``, ``rope_scaling``) or 5 (``rope_parameters``).
+
+        If both generations' keys are there, ``rope_scaling`` counts, as in transformers.
+        """
+        parameters = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
         theta = float(parameters.pop("rope_theta", None) or config.get("rope_theta") or 10000.0)
         kind = str(parameters.pop("rope_type", None) or parameters.pop("type", None) or "default")
         parameters.pop("type", None)

@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from queue import LifoQueue
 
@@ -31,11 +32,17 @@ logger = logging.getLogger(__name__)
 _NUM_PROCESSES = 2  # so that one bad guide does not delay all others
 _NUM_STATE_THREADS = 2  # of their own, so that a compiled guide does not wait for others' compilations
 _NUM_MASK_THREADS = 2  # threads for the masks of slow grammars
-_MAX_KNOWN_LEN = 2**23  # cached characters of guides
+_MAX_KNOWN_LEN = 2**23  # cached characters of guides and grammars
 _ENTRY_LEN = 1000  # counted in addition for each entry
 _MAX_DETAIL = 500
 
 Compiled = str | GuideRefusal  # a grammar's text, or a refusal
+
+
+@dataclass(slots=True)
+class _Known:
+    future: Future[Compiled]
+    num_chars: int  # of the guide and, once it is there, of the grammar
 
 
 class GrammarCompiler:
@@ -46,7 +53,7 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._lock = threading.Lock()
         # Least recently used first; includes running compilations.
-        self._known: OrderedDict[Guide, Future[Compiled]] = OrderedDict()
+        self._known: OrderedDict[Guide, _Known] = OrderedDict()
         self._known_len = 0
         self._is_closed = False
         self._threads = ThreadPoolExecutor(_NUM_PROCESSES, thread_name_prefix="guides")
@@ -94,16 +101,24 @@ class GrammarCompiler:
         """The guide's grammar, perhaps still being compiled. Call with the lock held."""
         if guide in self._known:
             self._known.move_to_end(guide)
-            return self._known[guide]
-        future = self._known[guide] = self._threads.submit(self._compile, guide)
-        self._known_len += len(guide.text) + _ENTRY_LEN
-        while self._known_len > _MAX_KNOWN_LEN and len(self._known) > 1:
-            self._forget(next(iter(self._known)))
+            return self._known[guide].future
+        future = self._threads.submit(self._compile, guide)
+        self._known[guide] = _Known(future, 0)
+        self._count(guide, len(guide.text) + _ENTRY_LEN)
         return future
 
+    def _count(self, guide: Guide, num_chars: int) -> None:
+        """Count characters that are kept for a guide, and forget others for them. Call with the lock held."""
+        if (known := self._known.get(guide)) is None:
+            return
+        known.num_chars += num_chars
+        self._known_len += num_chars
+        while self._known_len > _MAX_KNOWN_LEN and len(self._known) > 1:
+            self._forget(next(iter(self._known)))
+
     def _forget(self, guide: Guide) -> None:
-        if self._known.pop(guide, None) is not None:
-            self._known_len -= len(guide.text) + _ENTRY_LEN
+        if (known := self._known.pop(guide, None)) is not None:
+            self._known_len -= known.num_chars
 
     def _warm(self) -> None:
         """Start a process before the first guide arrives."""
@@ -125,6 +140,8 @@ class GrammarCompiler:
         process = self._idle.get_nowait()  # there are as many processes as threads
         try:
             answer = process.compile(guide)
+            with self._lock:
+                self._count(guide, len(answer.grammar))
             return GuideRefusal(_detail(answer.error)) if answer.error else answer.grammar
         except Exception as error:
             with self._lock:

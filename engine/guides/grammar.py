@@ -19,6 +19,7 @@ from kvrelay.engine.guides.parameters import STYLES, parameters
 from kvrelay.engine.guides.schema import followable, parse_json
 
 _MAX_DEPTH = 64  # nesting depth of formats
+_MAX_LEN = 2**22  # characters of a grammar, of which a sequence's state takes up to eight bytes each
 
 
 def lark_of(guide: Guide, special_ids: Mapping[str, int]) -> str:
@@ -27,7 +28,10 @@ def lark_of(guide: Guide, special_ids: Mapping[str, int]) -> str:
     Raises UnsupportedGuideError, or ValueError if llguidance's converter refuses the guide.
     """
     lark = Lark()
-    return lark.grammar(_root(lark, guide, special_ids))
+    grammar = lark.grammar(_root(lark, guide, special_ids))
+    if len(grammar) > _MAX_LEN:
+        raise UnsupportedGuideError(f"it becomes a grammar of {len(grammar)} characters; at most {_MAX_LEN} may be")
+    return grammar
 
 
 def _root(lark: Lark, guide: Guide, special_ids: Mapping[str, int]) -> Part:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from kvrelay.gateway.errors import AttemptsFailedError
 from kvrelay.gateway.metrics import ModelMetrics
 from kvrelay.gateway.relay.failover import blamed_roles
 from kvrelay.gateway.relay.placement import views
@@ -34,7 +33,6 @@ from kvrelay.wire.messages import (
     Withdrawn,
 )
 
-_RETRY_AFTER_S = 1.0
 _PROVED_TOKENS = 8
 
 Take = Callable[[TokenDelta], bool]
@@ -89,8 +87,8 @@ class Attempt:
         self._prefill = place.prefill
         self._taking_back: TakingBack | None = None  # while the prompt may be taken back
         self._is_handed_over = False
-        # The last tokens wait for the prompt's log probabilities, which arrive from another worker.
-        self._last: TokenDelta | None = None
+        # Tokens that are there before the prompt's log probabilities, which another worker sends.
+        self._early: list[TokenDelta] = []
         self._end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._error: Exception | None = None  # why the attempt ended
         self.is_finished = False  # all output has been taken
@@ -145,20 +143,27 @@ class Attempt:
             self._end.set_result(None)
 
     def _on_tokens(self, item: TokenDelta) -> bool:
-        """Whether the attempt is over."""
-        is_wanted = True
+        """Whether the attempt is over. If the prompt's log probabilities are asked for, no token of any choice precedes them."""
+        if not self._request.lacks_prompt_logprobs:
+            return self._on_next(item)
+        if item.prompt_logprobs is None:
+            self._early.append(item)
+            return False
+        early, self._early = self._early, []
+        return any(self._on_next(one) for one in (item, *early))
+
+    def _on_next(self, item: TokenDelta) -> bool:
+        """Pass the new part of ``item`` on. Whether the attempt is over."""
         delta = self._accept(item)
-        if item.finish_reason is not None:
-            self._last = delta
-        elif delta is not None:
-            is_wanted = self._take(delta)
-        is_over = self._is_over()
-        if not self._is_proved and (is_over or not is_wanted or len(self._request.output) >= self._proved_len):
+        self.is_finished = item.finish_reason is not None
+        is_wanted = delta is None or self._take(delta)
+        is_over = self.is_finished or not is_wanted
+        if not self._is_proved and (is_over or len(self._request.output) >= self._proved_len):
             self._is_proved = True
             self._trial.decode_succeeded()
         if item.timings is not None:  # after the token, because a client waits for it
             self._on_first_token(item)
-        return is_over or not is_wanted
+        return is_over
 
     def _on_news(self, event: AttemptEvent) -> bool:
         """Whether the attempt is over."""
@@ -174,11 +179,7 @@ class Attempt:
                 raise AttemptMovedError("taken_back")
             case DeadlinePassed():
                 raise self._request.timed_out()
-            case WorkerLost() | GaveUp() if self._last is not None:
-                raise AttemptsFailedError(
-                    "the prompt's log probabilities were lost with a worker; ask again", retry_after_s=_RETRY_AFTER_S
-                )
-            case WorkerLost(role=Role.PREFILL) | GaveUp(role=Role.PREFILL) if self._needs_no_prefill_worker:
+            case WorkerLost(role=Role.PREFILL) | GaveUp(role=Role.PREFILL) if self._is_handed_over:
                 pass  # the decode worker owns the request: the loss or failure of the prefill worker no longer matters
             case _:
                 raise _failure(event, self._involved)
@@ -195,17 +196,6 @@ class Attempt:
         if self._taking_back is not None:
             self._taking_back.end()
             self._taking_back = None
-
-    @property
-    def _needs_no_prefill_worker(self) -> bool:
-        return self._is_handed_over and not self._request.lacks_prompt_logprobs
-
-    def _is_over(self) -> bool:
-        if self._last is None or self._request.lacks_prompt_logprobs:
-            return False
-        self.is_finished = True
-        self._take(self._last)
-        return True
 
     def _on_first_token(self, item: TokenDelta) -> None:
         """A worker has computed the prompt, or the decode worker's own stream begins."""

@@ -174,7 +174,7 @@ class GenerationSpec(SamplingOptions, frozen=True, kw_only=True):
     @property
     def num_sequences(self) -> int:
         """The number of sequences to generate for each prompt."""
-        return 1 if self.beam_search is not None else max(self.best_of, self.num_choices)
+        return 1 if self.beam_search is not None else self.best_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,7 +102,7 @@ def _check_together(spec: GenerationSpec) -> None:
             if value != default and not (name == "temperature" and value == 0):
                 public = _PUBLIC_NAMES.get(name, name)
                 raise InvalidRequestError(f"{public} and beam search are given together; leave one out", param=public)
-    elif spec.best_of not in (1, spec.num_choices) and spec.best_of < spec.num_choices:
+    if spec.best_of < spec.num_choices:
         raise InvalidRequestError(
             f"best_of is {spec.best_of}, less than n, which is {spec.num_choices}", param="best_of"
         )

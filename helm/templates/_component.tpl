@@ -1,11 +1,15 @@
 {{/* Objects with the same form for gateway, prefill and decode workers. All templates take (dict "root" $ "role" ROLE). */}}
 
-{{/* Also takes "seen": a dict with the names of accounts that are rendered already. Pools of several models may share one. */}}
+{{/* Also takes "seen": a dict with the annotations of accounts that are rendered already, by name. Components may share one. */}}
 {{- define "kvrelay.component.serviceaccount" -}}
 {{- $account := (index .root.Values .role).serviceAccount -}}
 {{- $name := include "kvrelay.component.serviceAccountName" . -}}
+{{- $annotations := toJson $account.annotations -}}
+{{- if and $account.create (ne (get .seen $name | default $annotations) $annotations) -}}
+{{- fail (printf "serviceAccount %s has other annotations in %s than elsewhere; give them in one place, and set create to false in the others" $name .role) -}}
+{{- end -}}
 {{- if and $account.create (not (hasKey .seen $name)) -}}
-{{- $_ := set .seen $name true -}}
+{{- $_ := set .seen $name $annotations -}}
 apiVersion: v1
 kind: ServiceAccount
 metadata:
@@ -17,6 +21,16 @@ metadata:
     {{- toYaml . | nindent 4 }}
   {{- end }}
 automountServiceAccountToken: false
+{{- end -}}
+{{- end -}}
+
+{{/* The accounts of a role's pools, except those that a role before it has, too. */}}
+{{- define "kvrelay.component.serviceaccounts" -}}
+{{- $seen := dict -}}
+{{- range $role := list "gateway" "prefill" "decode" -}}
+{{- $template := ternary "kvrelay.component.serviceaccount" "kvrelay.pools" (eq $role "gateway") -}}
+{{- $accounts := include $template (dict "root" $.root "role" $role "template" "kvrelay.component.serviceaccount" "seen" $seen) -}}
+{{- if eq $role $.role -}}{{ $accounts }}{{- end -}}
 {{- end -}}
 {{- end -}}
 

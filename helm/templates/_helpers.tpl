@@ -22,9 +22,26 @@
 {{- define "kvrelay.component.fullname" -}}
 {{- $name := include "kvrelay.fullname" .root -}}
 {{- with .model -}}
-{{- $name = printf "%s-%s" ($name | trunc (int (sub 47 (len .))) | trimSuffix "-") . -}}
+{{- $name = include "kvrelay.model.fullname" $ -}}
 {{- end -}}
 {{- $name }}-{{ include "kvrelay.component.suffix" . -}}
+{{- end -}}
+
+{{/* With a role's suffix at most 57 characters: Kubernetes cuts longer names of Deployments off in the names of their pods. */}}
+{{- define "kvrelay.model.fullname" -}}
+{{- printf "%s-%s" (include "kvrelay.fullname" .root | trunc (int (sub 41 (len .model))) | trimSuffix "-") .model -}}
+{{- end -}}
+
+{{/* The regular expression of all pods' names. With a long name, pools of several models begin with a part of it only. */}}
+{{- define "kvrelay.pods" -}}
+{{- $names := list (include "kvrelay.fullname" .) -}}
+{{- range $model, $given := .Values.models -}}
+{{- $name := include "kvrelay.model.fullname" (dict "root" $ "model" $model) -}}
+{{- if not (hasPrefix (printf "%s-" (first $names)) $name) -}}
+{{- $names = append $names $name -}}
+{{- end -}}
+{{- end -}}
+{{- join "-.*|" $names }}-.*
 {{- end -}}
 
 {{- define "kvrelay.selectorLabels" -}}
@@ -45,19 +62,18 @@ kvrelay.dev/model: {{ . | quote }}
 
 {{/*
 A role's objects of one template: (dict "root" $ "role" ROLE "template" NAME). Of several models each has its own, of values in which
-those below models.NAME lie over the others. The objects of all models share the dict "seen".
+those below models.NAME lie over the others. A template gets "seen", if it is given.
 */}}
 {{- define "kvrelay.pools" -}}
 {{- $all := . -}}
-{{- $seen := dict -}}
 {{- if not .root.Values.models }}
-{{ include .template (dict "root" .root "role" .role "seen" $seen) }}
+{{ include .template (dict "root" .root "role" .role "seen" .seen) }}
 {{- end }}
 {{- range $name, $given := .root.Values.models }}
 {{- $values := mergeOverwrite (deepCopy $all.root.Values) (deepCopy $given) }}
 {{- $root := dict "Values" $values "Release" $all.root.Release "Chart" $all.root.Chart "Capabilities" $all.root.Capabilities }}
 ---
-{{ include $all.template (dict "root" $root "role" $all.role "model" $name "seen" $seen) }}
+{{ include $all.template (dict "root" $root "role" $all.role "model" $name "seen" $all.seen) }}
 {{- end }}
 {{- end -}}
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
-from .chart import CHART, MONITORING, env_of, needs_helm, objects, pod_of
+from .chart import CHART, MONITORING, env_of, needs_helm, objects, pod_of, refusal
 
 
 @needs_helm
@@ -63,12 +64,61 @@ def test_a_gateway_may_download_the_tokenizer_of_a_gated_model(common: str, toke
     assert secret == {"name": token, "key": "token"}
 
 
+SHARED = "prefill.serviceAccount.name=shared,decode.serviceAccount.name=shared"
+
+
 @needs_helm
 def test_pools_that_name_one_service_account_share_it() -> None:
     """The account is rendered once. A pool of one model may still have its own."""
-    accounts = "prefill.serviceAccount.name=shared,models.code.prefill.serviceAccount.name=own"
+    accounts = f"{SHARED},models.code.prefill.serviceAccount.name=own"
     found = objects("--values", str(CHART / "examples/several-models.yaml"), "--set", accounts)
     assert {("ServiceAccount", "shared"), ("ServiceAccount", "own")} <= found.keys()
     for model, account in (("v1", "shared"), ("v2", "shared"), ("code", "own")):
         pod = found["Deployment", f"relay-kvrelay-{model}-prefill-worker"]["spec"]["template"]["spec"]
         assert pod["serviceAccountName"] == account
+
+
+@needs_helm
+def test_gateways_and_workers_that_name_one_service_account_share_it() -> None:
+    found = objects("--set", f"{SHARED},gateway.serviceAccount.name=shared")
+    assert [name for kind, name in found if kind == "ServiceAccount"] == ["shared"]
+    for component in ("gateway", "prefill-worker", "decode-worker"):
+        assert pod_of(found, component)["serviceAccountName"] == "shared"
+
+
+@needs_helm
+def test_one_service_account_has_one_set_of_annotations() -> None:
+    """An identity that only one of two pools gives would depend on the order of pools."""
+    role = "decode.serviceAccount.annotations.role=reader"
+    assert "serviceAccount shared has other annotations in decode" in refusal(f"{SHARED},{role}")
+    found = objects("--set", f"{SHARED},{role},prefill.serviceAccount.create=false")
+    assert found["ServiceAccount", "shared"]["metadata"]["annotations"] == {"role": "reader"}
+
+
+@needs_helm
+def test_alerts_and_autoscalers_find_pods_however_long_the_names_are() -> None:
+    """A Deployment's pods have the first 58 characters of its ReplicaSet's name and a dash, and five more."""
+    values = {"fullnameOverride": "long-" * 7 + "names"}
+    for model in ("a", "a-model-of-20-letters"[:20]):
+        values |= {f"models.{model}.model.name": "x", f"models.{model}.prefill.autoscaling.keda.enabled": "true"}
+        values[f"models.{model}.prefill.autoscaling.keda.prometheus"] = "http://x"
+    found = objects(*MONITORING, "--set", ",".join(f"{name}={value}" for name, value in values.items()))
+    pods = [f"{f'{name}-0123456789-'[:58]}abcde" for kind, name in found if kind == "Deployment"]
+    assert len(pods) == 5
+
+    def chosen(expression: str) -> set[str]:
+        (pattern,) = set(re.findall(r'pod=~"([^"]*)"', expression))
+        return {pod for pod in pods if re.fullmatch(pattern, pod)}
+
+    (group,) = found["PrometheusRule", values["fullnameOverride"]]["spec"]["groups"]
+    decode = [chosen(rule["expr"]) for rule in group["rules"] if rule["alert"] == "KvrelayDecodeFull"]
+    scaled = [one["spec"]["triggers"] for (kind, _), one in found.items() if kind == "ScaledObject"]
+    prefill = [chosen(trigger["metadata"]["query"]) for triggers in scaled for trigger in triggers[:1]]
+    assert [len(one) for one in (*decode, *prefill)] == [1] * 4
+    others = [chosen(rule["expr"]) for rule in group["rules"] if rule["alert"] != "KvrelayDecodeFull"]
+    assert set.union(*decode, *prefill) < set(pods)
+    assert others
+    assert all(one == set(pods) for one in others)
+    # The dashboard finds pods by their role.
+    assert sum("-decode-worker-" in pod for pod in pods) == 2
+    assert sum("-prefill-worker-" in pod for pod in pods) == 2

@@ -89,6 +89,7 @@ class ControlClient:
         self._end_reason: str | None = None  # why the session ended; None while it goes on
         self._num_unproved = 0  # sessions in a row that ended in the handshake
         self._changed = asyncio.Event()  # the session is up, or at its end
+        self._is_wanted = asyncio.Event()  # somebody waits for the link since the last try began
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -99,6 +100,10 @@ class ControlClient:
     def is_up(self) -> bool:
         """Whether the worker welcomed us and has not been lost since."""
         return self._is_up
+
+    def hurry(self) -> None:
+        """Try again soon, because somebody waits for the link. Otherwise tries become ever rarer."""
+        self._is_wanted.set()
 
     def send(self, message: Message) -> bool:
         """Queue a message; False if the link is not up. Never blocks."""
@@ -116,12 +121,13 @@ class ControlClient:
     async def _run(self) -> None:
         first_pause_s = pause_s = min(self._settings.ping_interval_s / 4, _FIRST_PAUSE_S)
         while True:
+            self._is_wanted.clear()
             try:
                 dealer, watched = self._connecting()
             except zmq.ZMQError as error:  # no descriptor is left at the moment; or the address is none, and stays none
                 refused = HelloRefused(code=FailureCode.PEER_LOST, detail=f"cannot connect to {self.address}: {error}")
                 self._handle(self._handler.on_refused, refused)
-                await asyncio.sleep(pause_s)
+                await self._pause(first_pause_s, pause_s)
                 pause_s = min(pause_s * 2, self._settings.reconnect_max_s)
                 continue
             monitor = self._network.loop_socket(watched, self._on_event)
@@ -146,8 +152,15 @@ class ControlClient:
                 pause_s = first_pause_s
                 self._metrics.lost_peers.inc()
                 self._handle(self._handler.on_lost, reason)
-            await asyncio.sleep(pause_s)
+            await self._pause(first_pause_s, pause_s)
             pause_s = min(pause_s * 2, self._settings.reconnect_max_s)
+
+    async def _pause(self, least_s: float, most_s: float) -> None:
+        """Wait before the next try. Also a link that is wanted waits ``least_s``, because a worker may refuse every try."""
+        await asyncio.sleep(least_s)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(most_s - least_s):
+                await self._is_wanted.wait()
 
     def _connecting(self) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
         """A socket that is connecting, and its monitor. Raises zmq.ZMQError, and leaves none behind then."""

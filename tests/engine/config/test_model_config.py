@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,23 @@ def test_rope_of_transformers_4_and_5_is_the_same() -> None:
     new = parse(rope_parameters={"rope_theta": 500000.0, **LLAMA3})
     assert old.rope == older.rope == new.rope
     assert old.rope.kind == "llama3"
+
+
+@pytest.mark.parametrize("theta", [{}, {"rope_theta": 1e6}])
+@pytest.mark.parametrize("scaling", [LLAMA3, {}, None])
+def test_of_both_ropes_the_one_is_taken_that_transformers_takes(
+    scaling: dict[str, Any] | None, theta: dict[str, float]
+) -> None:
+    """A recipe's ``rope_scaling`` may be added to the config of a checkpoint that transformers 5 has written."""
+    both = {
+        "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5},
+        "rope_scaling": scaling,
+        **theta,
+    }
+    theirs = dict(transformers.LlamaConfig(**copy.deepcopy(both)).rope_parameters)
+    ours = parse(**both).rope
+    assert (ours.kind, ours.theta) == (theirs.pop("rope_type"), theirs.pop("rope_theta"))
+    assert json.loads(ours.parameters) == theirs
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from kvrelay.common.sampling import GuideKind
+from kvrelay.common.sampling_check import MAX_GUIDE_BYTES
 from kvrelay.engine.guides.compiler import GrammarCompiler
 from kvrelay.engine.guides.guidance import GuideCompiler, GuideRefusal, GuideResult
 from kvrelay.engine.step.sequence import GuideState
@@ -191,6 +192,16 @@ def test_what_cannot_be_followed_is_refused_with_the_reason(
     assert reason in detail
     assert "start:" not in detail, "a place in our text, of which the client knows nothing"
     assert len(detail) <= 500
+
+
+def test_a_short_guide_that_becomes_a_long_grammar_is_refused(guide_compiler: GrammarCompiler) -> None:
+    """Each parameter in tags has a copy of all definitions, which every sequence would hold."""
+    definitions = {f"d{number}": {"type": "object", "properties": {"x": {"type": "integer"}}} for number in range(400)}
+    parameters = {f"p{number}": {"$ref": "#/$defs/d0"} for number in range(400)}
+    schema = {"type": "object", "properties": parameters, "$defs": definitions}
+    tag = json.dumps({"format": {"type": "qwen_xml_parameter", "json_schema": schema}})
+    assert len(tag) < MAX_GUIDE_BYTES
+    assert "becomes a grammar of" in refusal(guide_compiler, GuideKind.STRUCTURAL_TAG, tag)
 
 
 def test_a_long_reason_is_cut(guide_compiler: GrammarCompiler) -> None:

@@ -153,6 +153,25 @@ def test_a_bounded_number_of_guides_is_kept_and_no_failure_of_the_process(
         compiler.close()
 
 
+def test_grammars_that_are_longer_than_their_guides_are_bounded_too(
+    demo_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+
+    def lengthening(process: GuideProcess, guide: Guide) -> Answer:
+        seen.append(guide.text)
+        return Answer('start: "a"\n//' + "x" * 3_000_000)
+
+    monkeypatch.setattr(GuideProcess, "compile", lengthening)
+    compiler = GrammarCompiler(demo_directory, DEMO_VOCAB)
+    try:
+        for letter in "ababcba":  # two of these are kept
+            assert_compiles(compiler, letter)
+        assert "".join(seen) == "abca"
+    finally:
+        compiler.close()
+
+
 def test_close_ends_what_compiles(demo_directory: Path) -> None:
     before = children()
     compiler = GrammarCompiler(demo_directory, DEMO_VOCAB)

@@ -14,7 +14,7 @@ from typing import Any
 import openai
 import pytest
 
-from kvrelay.common.adapter_files import WEIGHTS_FILE, AdapterRef
+from kvrelay.common.adapter_files import WEIGHTS_FILE, AdapterError, AdapterRef, adapter_digest
 from kvrelay.gateway.adapters import AdapterRegistry
 from kvrelay.gateway.http.api_keys import hash_key
 from tests.adapters import write_adapter
@@ -106,6 +106,53 @@ async def test_what_a_killed_gateway_left_is_removed(registry: Path) -> None:
     finally:
         watching.cancel()
     assert {path.name for path in registry.iterdir()} == {"formal", ".adding-c", ".snapshot"}
+
+
+async def test_a_gateway_that_is_killed_while_it_replaces_an_adapter_loses_none(
+    registry: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is on the disk before each rename, the next gateway serves the old adapter or the new one."""
+    refs = {"formal": AdapterRef("formal", adapter_digest(registry / "formal"))}
+    source, moments, rename = tmp_path / "trained", list[Path](), Path.rename
+    new = write_adapter(source, SHAPES, seed=1)
+
+    def noting(path: Path, target: Path) -> Path:
+        moments.append(Path(shutil.copytree(registry, tmp_path / f"moment {len(moments)}")))
+        return rename(path, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", noting)
+        await AdapterRegistry(registry).add("formal", source, replaces=True)
+    assert len(moments) == 2
+    for moment in moments:
+        found = AdapterRegistry(moment)
+        watching = asyncio.create_task(found.watch())
+        try:
+            async with asyncio.timeout(20):
+                while found.refs != refs:
+                    await asyncio.sleep(0.005)  # polls for a state, bounded by the timeout above
+        finally:
+            watching.cancel()
+    assert adapter_digest(registry / "formal") == new.digest
+
+
+async def test_an_adapter_that_cannot_be_replaced_stays(
+    registry: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digest = adapter_digest(registry / "formal")
+    source, rename = tmp_path / "trained", Path.rename
+    write_adapter(source, SHAPES, seed=1)
+
+    def failing(path: Path, target: Path) -> Path:
+        if path.name == "fresh":
+            raise OSError(5, "Input/output error")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", failing)
+    with pytest.raises(AdapterError, match="Input/output error"):
+        await AdapterRegistry(registry).add("formal", source, replaces=True)
+    assert [path.name for path in registry.iterdir()] == ["formal"]
+    assert adapter_digest(registry / "formal") == digest
 
 
 async def test_a_name_that_is_taken_is_replaced_only_if_asked(app: App, registry: Path, tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -248,18 +250,37 @@ async def test_prompt_logprobs(model_directory: Path) -> None:
         assert sum("prompt_logprobs" in event for event in events) == 1
 
 
+def tells_prompt_late(player: Player, submit: Submit) -> None:
+    """One worker says " one two three"; another tells the first token and the prompt's log probabilities later."""
+    tokens = tokens_of(player.tokenizer, " one two three")
+    player.tokens(submit, 0, tokens[:2], timings=Timings(transfer_s=0.01))
+    player.tokens(submit, 2, tokens[2:], FinishReason.LENGTH)
+    if submit.sampling.num_prompt_logprobs is not None:
+        known = [SampledToken(token_id, -0.25, ((token_id, -0.25), (3, -2.0))) for token_id in submit.token_ids[1:]]
+        tell = partial(player.tokens, submit, 0, tokens[:1], timings=Timings(prefill_s=0.01), prompt_logprobs=known)
+        asyncio.get_running_loop().call_later(0.05, tell)
+
+
 async def test_all_choices_have_prompt_logprobs_that_came_behind_the_first_token(model_directory: Path) -> None:
-    """Another worker may tell them later than the first tokens."""
-
-    def script(player: Player, submit: Submit) -> None:
-        tokens = tokens_of(player.tokenizer, "one two")
-        known = None if submit.sampling.num_prompt_logprobs is None else tokens_of(player.tokenizer, "and over")
-        player.tokens(submit, 0, tokens[:1], timings=Timings(transfer_s=0.01))
-        player.tokens(submit, 1, tokens[1:], FinishReason.LENGTH, prompt_logprobs=known)
-
-    async with app_for(model_directory, script) as app:
+    async with app_for(model_directory, tells_prompt_late) as app:
         choices = (await app.post(TEXT, prompt="hand over", prompt_logprobs=0, n=2))["choices"]
         assert choices[0]["prompt_logprobs"] == choices[1]["prompt_logprobs"]
+
+
+async def test_a_stream_echoes_the_log_probabilities_that_the_whole_answer_does(model_directory: Path) -> None:
+    """Also if the prompt's come behind all output, or behind all of it that a stop string leaves."""
+    async with app_for(model_directory, tells_prompt_late) as app:
+        wishes = {"prompt": ["hand over", "run on"], "echo": True, "logprobs": 2, "n": 2, "stop": " three"}
+        whole = (await app.post(TEXT, **wishes))["choices"]
+        events = await app.events(TEXT, **wishes)
+        assert len(whole) == 4
+        for choice in whole:
+            assert choice["logprobs"]["token_logprobs"][:2] == [None, -0.25]
+            parts = [event["choices"][0] for event in events if event["choices"][0]["index"] == choice["index"]]
+            assert "".join(part["text"] for part in parts) == choice["text"]
+            assert parts[-1]["finish_reason"] == choice["finish_reason"] == "stop"
+            for name, values in choice["logprobs"].items():
+                assert [value for part in parts for value in part["logprobs"][name]] == values
 
 
 async def test_what_backs_an_answer(app: App) -> None:

@@ -78,7 +78,7 @@ OUTSIDE_RESPONSES: Mapping[str, Sequence[Any]] = {
 # By path: fields that are added to a valid body, the field that the error names, and its text.
 Case = tuple[dict[str, Any], str, str]
 OF_TEXTS: list[Case] = [
-    ({"n": 3, "best_of": 2}, "best_of", "less than n"),
+    *(({"n": 3, "best_of": best_of, **more}, "best_of", "less than n") for best_of in (1, 2) for more in ({}, BEAMS)),
     ({"best_of": 2, "stream": True}, "best_of", "cannot be streamed"),
     ({**BEAMS, "stream": True}, "use_beam_search", "cannot be streamed"),
     ({**BEAMS, "beam_width": 2, "n": 3}, "beam_width", "less than n"),

@@ -7,7 +7,6 @@ import asyncio
 import pytest
 
 from kvrelay.common.sampling import FinishReason, SampledToken
-from kvrelay.gateway.errors import AttemptsFailedError
 from kvrelay.wire.messages import FailureCode, Submit, Timings, TokenDelta, Tokens
 
 from ..players import PROMPT, Player, Stage, asking, good, stage
@@ -75,16 +74,20 @@ async def test_a_later_attempt_does_not_compute_them_again() -> None:
         assert asked == {1: 0, 2: None}
 
 
-async def test_if_they_are_lost_that_is_said() -> None:
-    """All tokens have arrived, but the prefill worker fails before it has sent the log probabilities. The request fails."""
+async def test_if_they_are_lost_another_attempt_tells_them() -> None:
+    """All tokens have arrived, but the prefill worker fails before it has sent the log probabilities."""
 
     def prefill(player: Player, submit: Submit) -> None:
-        decode = players[1]
+        decode = players[-1]
         decode.gateway_id = "gateway"
         decode.tokens(submit, 0, [100, 101, 102], FinishReason.LENGTH, timings=Timings(transfer_s=0.1))
-        asyncio.get_running_loop().call_later(0.1, player.fail, submit, FailureCode.INTERNAL)
+        if submit.attempt == 1:
+            player.fail(submit, FailureCode.INTERNAL)
+        else:
+            first_token(player, submit)
 
-    async with stage(good, prefill=prefill) as s:
+    async with stage(good, prefill=[prefill, prefill]) as s:
         players = s.players
-        with pytest.raises(AttemptsFailedError, match="log probabilities were lost"):
-            await deltas_of(s)
+        deltas = await deltas_of(s)
+        assert tokens_of(deltas) == [100, 101, 102]
+        assert deltas[0].prompt_logprobs == KNOWN

@@ -112,6 +112,20 @@ async def test_a_newer_peer_that_still_speaks_ours_is_welcome(net: Net) -> None:
     assert (await next_of(initiator.events)).protocol == 1
 
 
+async def test_a_worker_that_refuses_is_not_asked_all_the_time_by_those_who_hurry(net: Net) -> None:
+    worker, initiator = Worker(), Initiator()
+    worker.refusal = HelloRefused(code=FailureCode.LAYOUT_MISMATCH, detail="mine / yours")
+    settings = LinkSettings(ping_interval_s=0.4, reconnect_max_s=0.4)
+    client = net.client(await net.server(worker).start(), initiator, settings=settings)
+    loop = asyncio.get_running_loop()
+    await next_of(initiator.events)
+    begun_s = loop.time()
+    for _ in range(3):
+        client.hurry()
+        await next_of(initiator.events)
+    assert loop.time() - begun_s > 3 * 0.09  # a pause has 0.1 s at least
+
+
 async def test_a_refused_client_comes_in_when_the_worker_changes_its_mind(net: Net) -> None:
     worker, initiator = Worker(), Initiator()
     worker.refusal = HelloRefused(code=FailureCode.LAYOUT_MISMATCH, detail="mine / yours")
