@@ -32,7 +32,9 @@ def test_devices_copy_into_the_ring_and_out_of_it(rig: Any) -> None:
     assert_arrived(rig, rig.complete(key))
     num_blocks = NUM_TOKENS // BLOCK_SIZE
     assert rig.source.device.num_direct == rig.store.device.num_direct == num_blocks
-    assert rig.source.device.num_launched == 1 + 2 * num_blocks, "a copy and digests for each, and digests at the start"
+    device = rig.source.device
+    assert device.num_launched == num_blocks + device.num_digests, "every block is copied once"
+    assert device.num_digests <= 1 + num_blocks, "digests of a block are made twice"
 
 
 @pytest.mark.parametrize("rig", ["hashed", "direct"], indirect=True)
@@ -86,6 +88,19 @@ def test_a_line_that_closes_waits_for_the_copies_into_its_ring(direct: Any) -> N
         assert direct.source.device.uses(direct.source.memory[0])
     assert all(one.ticket.is_done for one in jobs)
     for index in range(2):
+        direct.source.close_read(index)
+
+
+def test_blocks_that_are_copied_one_behind_the_other_are_hashed_together(direct: Any) -> None:
+    device, num_before = direct.source.device, direct.source.device.num_digests
+    jobs = [job(direct.source.open_read(index), index) for index in range(6)]
+    with connected(direct) as line:
+        for number, one in enumerate(jobs):
+            assert line.ship(one)
+            assert device.num_digests == num_before + (number >= 4), "a launch for each block"
+        assert jobs[1].ticket.is_done
+    assert device.num_digests == num_before + 2
+    for index in range(6):
         direct.source.close_read(index)
 
 
