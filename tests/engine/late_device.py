@@ -56,6 +56,7 @@ class LateDevice:
         self.registered: dict[int, int] = {}  # by address: how many bytes
         self.fails_to_digest = False  # copies are launched, and digests are not
         self.flips = False  # whether copies change a bit
+        self.num_asked = 0  # calls of ``register``
         self.num_direct = 0  # copies from or to registered memory
         self._is_broken = False
         self.num_launched = 0
@@ -96,6 +97,7 @@ class LateDevice:
         return Digests(self._launch(hashed, make), on_host)
 
     def register(self, address: int, nbytes: int, *, is_read_only: bool) -> bool:
+        self.num_asked += 1
         if self._reaches:
             assert address % mmap.PAGESIZE == 0
             self.registered[address] = nbytes
