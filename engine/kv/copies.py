@@ -21,6 +21,9 @@ from kvrelay.common.block_digests import STRETCH_NBYTES, num_stretches
 logger = logging.getLogger(__name__)
 
 _READ_ONLY = 8  # cudaHostRegisterReadOnly
+_MIN_WORDS = (
+    1024  # of pinned memory for digests: so much for most launches, because more of another size waits for all kernels
+)
 
 
 class Copied(Protocol):
@@ -124,8 +127,9 @@ class CudaCopies:
         while self._hashing and self._hashing[0].made.query():
             self._hashing.popleft()
         num_blocks, count = len(block_ids), num_stretches(nbytes)
-        memory = torch.empty(num_blocks * (1 + count), dtype=torch.int64, pin_memory=True)
-        numbers, digests = memory[:num_blocks], memory[num_blocks:].view(num_blocks, count)
+        num_words = num_blocks * (1 + count)
+        memory = torch.empty(max(num_words, _MIN_WORDS), dtype=torch.int64, pin_memory=True)
+        numbers, digests = memory[:num_blocks], memory[num_blocks:num_words].view(num_blocks, count)
         numbers.numpy()[:] = block_ids
         with self._on_stream():
             self._block_digests(blocks, numbers, nbytes, STRETCH_NBYTES, digests)
