@@ -94,7 +94,7 @@ class StagingPlan:
 class CudaCopies:
     """One side stream of a GPU: its copy engines work while kernels run. Implements :class:`CopyDevice`.
 
-    Its digests come before the kernels of steps that are not running yet. Otherwise each would wait for all of a step's kernel.
+    By its priority digests start between the thread blocks of a step's kernel. Otherwise they would wait until that kernel ends.
     """
 
     def __init__(self, device: torch.device) -> None:
