@@ -15,7 +15,7 @@ from kvrelay.wire.lines.shared.place import SharedPlace
 from kvrelay.wire.lines.shared.sender import SharedLine, SharedTarget
 from kvrelay.wire.messages import FailureCode
 
-from .lease_bench import BLOCK_NBYTES, BLOCK_SIZE, WAIT_S, until
+from .lease_bench import BAD_PAYLOAD, BLOCK_NBYTES, BLOCK_SIZE, WAIT_S, until
 from .sending import NeverThere
 from .shared_peer import SharedPeer
 from .test_handoff_staged import KINDS, NUM_TOKENS, StagedRig, assert_arrived, rig
@@ -140,6 +140,48 @@ def test_a_slot_goes_back_when_its_copy_is_over(direct: Any) -> None:
         direct.table.commit("p", lease.commit())
         direct.assert_verified(lease)
     peer.ring.close()
+
+
+def send_in_one_turn(rig: Any, lease: Any, peer: SharedPeer, *payloads: bytes | None) -> None:
+    """Send a block for each payload (None: the right one), and hold the receiver at the first until all are there."""
+    rig.table.may_finish.clear()
+    for index, payload in enumerate(payloads):
+        frame, right = lease.frames(index)
+        peer.send(index, frame, right if payload is None else payload)
+    assert rig.table.inside.get(timeout=WAIT_S) == 0
+
+
+def test_a_ring_whose_sender_is_gone_stays_until_its_blocks_are_copied(direct: Any) -> None:
+    lease, num_connections = direct.leased(4 * BLOCK_SIZE), direct.shared.num_connections
+    with SharedPeer(direct.shared.name) as peer:
+        assert peer.greet(BLOCK_NBYTES) is None
+        send_in_one_turn(direct, lease, peer, None, None, None)
+    peer.ring.close()
+    direct.table.may_finish.set()
+    assert [direct.next_block() for _ in range(3)] == ["ok"] * 3
+    until(lambda: direct.shared.num_connections == num_connections, "who has left is still there")
+    direct.table.abort_peer("p")
+    assert direct.ends.rejected.get(timeout=WAIT_S).code is FailureCode.PEER_LOST
+    direct.assert_all_free()
+
+
+def test_a_wrong_block_among_others_of_a_turn_ends_its_lease_once(direct: Any) -> None:
+    """Its blocks are free when the device writes none of them any more, and all slots go back."""
+    lease = direct.leased(4 * BLOCK_SIZE)
+    with SharedPeer(direct.shared.name) as peer:
+        assert peer.greet(BLOCK_NBYTES) is None
+        send_in_one_turn(direct, lease, peer, None, BAD_PAYLOAD, None, None)
+        direct.table.may_finish.set()
+        assert [direct.next_block() for _ in range(4)] == ["ok", "bad_checksum", "ok", "ok"]
+        assert direct.ends.rejected.get(timeout=WAIT_S).code is FailureCode.INTEGRITY
+        assert not direct.store.device._pending, "blocks are free, and a copy into one is under way"
+        direct.assert_all_free()
+        given: set[int] = set()
+        while len(given) < 4:
+            given |= {*peer.slots_back()}
+        assert given == {0, 1, 2, 3}
+    peer.ring.close()
+    assert direct.ends.rejected.empty()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
