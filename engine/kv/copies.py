@@ -148,7 +148,8 @@ class CudaCopies:
     def _is_done(self, name: str, *args: int) -> bool:
         """Whether a call of CUDA's runtime succeeds. Its error is cleared."""
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        with contextlib.suppress(RuntimeError), torch.cuda.device(self._device):
+        with contextlib.suppress(RuntimeError):
+            torch.cuda.set_device(self._device)
             if getattr(runtime, name)(*args) == runtime.cudaError.success:
                 return True
             torch.zeros(1, device=self._device)  # CUDA reports the error once more, to the thread's next call
@@ -161,11 +162,12 @@ class CudaCopies:
 
     @contextlib.contextmanager
     def _on_stream(self) -> Iterator[None]:
-        """Launch on the side stream, whatever the calling thread's device is.
+        """Launch on the side stream. The calling thread keeps the device.
 
-        The device comes first: to leave a stream of another device, torch would set up the thread's own one, in hundreds of MiB.
+        A new thread has the host's first GPU. When it left the stream, or waited for a point, a rank would take memory there.
         """
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+        torch.cuda.set_device(self._device)
+        with torch.cuda.stream(self._stream):
             yield
 
     def _new_point(self) -> Copied:
