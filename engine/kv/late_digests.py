@@ -1,7 +1,7 @@
 """Digests of blocks in a device's pool, launched for several blocks at a time.
 
-They are asked for when a block's copy is launched. When the first of those who asked waits, they are launched for all blocks of this
-size that are asked for by then. To launch a kernel takes the host longer than to launch a copy, and the device hashes blocks side by
+They are asked for when a block's copy is launched. When the first of those who asked waits, they are launched for all blocks of
+this size that are asked for by then. A kernel's launch takes the host longer than a copy's, and the device hashes blocks side by
 side. Not for blocks that the host hashes.
 """
 
