@@ -264,18 +264,18 @@ class Staging:
     def begin_write(self, block_id: int, payload: memoryview) -> Callable[[], bytes]:
         """See BlockStore. Raises ValueError if the block is open for writing."""
         source = None if self.registered is None else self.registered.find(payload)
-        if source is None:
-            view = self.open_write(block_id)[: len(payload)]
-            if not self._hashes:
-                digests = landed(payload, view)
-                self.close_write(block_id)
-                return lambda: digests
-            copy_bytes(payload, view)
+        if source is not None:
+            with self._changed:
+                return self._digests.ask_behind(self._blocks[block_id, : len(payload)], source, block_id)
+        view = self.open_write(block_id)[: len(payload)]
+        if not self._hashes:
+            digests = landed(payload, view)
             self.close_write(block_id)
+            return lambda: digests
+        copy_bytes(payload, view)
         with self._changed:
-            if source is None:
-                return self._digests.ask(block_id, len(payload))
-            return self._digests.ask_behind(self._blocks[block_id, : len(payload)], source, block_id)
+            self.close_write(block_id)
+            return self._digests.ask(block_id, len(payload))
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
