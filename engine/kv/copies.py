@@ -21,9 +21,8 @@ from kvrelay.common.block_digests import STRETCH_NBYTES, num_stretches
 logger = logging.getLogger(__name__)
 
 _READ_ONLY = 8  # cudaHostRegisterReadOnly
-_MIN_WORDS = (
-    1024  # of pinned memory for digests: so much for most launches, because more of another size waits for all kernels
-)
+# Of pinned memory for digests. Most launches take so much, and use it again: to pin memory of another size waits for all kernels.
+_MIN_WORDS = 1024
 
 
 class Copied(Protocol):

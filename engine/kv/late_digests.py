@@ -37,10 +37,10 @@ class LateDigests:
         self._asked: dict[int, list[_Asked]] = {}  # by bytes of a block
 
     def ask(self, block_id: int, nbytes: int) -> Callable[[], bytes]:
-        """Ask for the digests of a block's first ``nbytes`` bytes, as they are after all copies launched so far. Holds the lock.
+        """Ask for the digests of a block's first ``nbytes`` bytes, as they are after all copies launched so far.
 
-        The result waits for them. Until then the block must not change. Call it once, on any thread, without the lock. It raises
-        RuntimeError if they cannot be made.
+        The caller holds the lock. The result waits for the digests. Until then the block must not change. Call the result once, on
+        any thread, without the lock. It raises RuntimeError if they cannot be made.
         """
         asked = _Asked(block_id)
         self._asked.setdefault(nbytes, []).append(asked)
