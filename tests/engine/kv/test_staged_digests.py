@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import mmap
+import random
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -53,6 +55,44 @@ def test_digests_that_cannot_be_launched_are_not_tried_for_others() -> None:
     bench.device.digest = watched  # type: ignore[method-assign]
     assert waits[1]() == digests_of(memoryview(bytes(NBYTES)))
     assert hashed == [[1]]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_threads_that_share_launches_get_the_digests_of_their_own_blocks(seed: int) -> None:
+    """Each has blocks and a page of its own, copies some of the blocks in or out, and waits in any order."""
+    bench = Bench(16, device=LateDevice(random.Random(seed), hashes=True, reaches=True), group_nbytes=[NBYTES, 40])
+    assert bench.staging.registered is not None
+    memory = memoryview(mmap.mmap(-1, 4 * mmap.PAGESIZE))
+    end = bench.staging.registered.register(memory)
+    assert end is not None
+
+    def work(number: int) -> int:
+        chance, page = random.Random(f"{seed} {number}"), memory[number * mmap.PAGESIZE :]
+        num_blocks = 0
+        for _ in range(50):
+            nbytes, comes_in = chance.choice([NBYTES, 40]), chance.random() < 0.5
+            waits = []
+            for place in range(chance.randrange(1, 5)):
+                block_id, part = 4 * number + place, page[place * NBYTES : place * NBYTES + nbytes]
+                if comes_in:
+                    part[:] = chance.randbytes(nbytes)
+                    wait = bench.staging.begin_write(block_id, part)
+                else:
+                    wait = bench.staging.open_read(block_id, nbytes).begin_copy_to(part)  # type: ignore[assignment]
+                waits.append((block_id, part, wait))
+            num_blocks += len(waits)
+            chance.shuffle(waits)
+            for block_id, part, wait in waits:
+                assert wait() == digests_of(part)
+                assert bench.blocks[block_id, :nbytes].numpy().tobytes() == bytes(part)
+                if not comes_in:
+                    bench.staging.close_read(block_id)
+        return num_blocks
+
+    with ThreadPoolExecutor(4) as threads:
+        num_blocks = sum(threads.map(work, range(4)))
+    end()
+    assert bench.device.num_digests < num_blocks
 
 
 def test_a_device_that_cannot_hash_one_group_hashes_none() -> None:
