@@ -107,7 +107,8 @@ class DecodeWorker(Worker[DecodeService]):
         shared_name = None
         if setup.shared_memory is not None:
             place, metrics = setup.shared_memory, self._wire_metrics
-            nbytes, register = card.layout.geometry.physical_nbytes, engine.store.register
+            nbytes = card.layout.geometry.physical_nbytes
+            register = None if setup.seal_kv else engine.store.register  # a seal needs the host
             shared = SharedReceiver(place, self.leases, nbytes, metrics, token=token, register=register)
             self._receivers["the shared memory's socket"] = shared
             shared_name = shared.name

@@ -214,7 +214,7 @@ def _all_launches() -> list[Launch]:
         *_record("bf16 2x2048", lambda: activation.silu_mul(hidden)),
         *_record("bf16 2x2048 clamped", lambda: activation.clamped_swiglu(hidden, 1.702, 7.0)),
         *_record(
-            "2 MiB", lambda: digests.block_digests(blocks, 0, 2**21, 2**16, torch.empty((32,), dtype=torch.int64))
+            "2 MiB", lambda: digests.block_digests(blocks, ids, 2**21, 2**16, torch.empty((4, 32), dtype=torch.int64))
         ),
         *_record("bf16 128256", lambda: bitmask.apply_bitmask(logits.bfloat16(), ids, words)),
         *_record("128256", lambda: sample.sample(logits, rows, counts, rows, rows, rows)),

@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvrelay.common.block_digests import STRETCH_NBYTES, num_stretches
@@ -17,10 +21,12 @@ from kvrelay.common.block_digests import STRETCH_NBYTES, num_stretches
 logger = logging.getLogger(__name__)
 
 _READ_ONLY = 8  # cudaHostRegisterReadOnly
+# Of pinned memory for digests. Most launches take so much, and use it again: to pin memory of another size waits for all kernels.
+_MIN_WORDS = 1024
 
 
 class Copied(Protocol):
-    """A point in the stream after one copy (a CUDA event). Use it on any thread."""
+    """A point in the stream after a copy, or behind digests (a CUDA event). Use it on any thread."""
 
     def query(self) -> bool:
         """Whether the device has passed it. Raises RuntimeError if the copy, or the device, has failed."""
@@ -31,19 +37,22 @@ class Copied(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Digests:
-    """Digests of a block's stretches (:mod:`kvrelay.common.block_digests`) on their way to the host."""
+    """Digests of some blocks' stretches (:mod:`kvrelay.common.block_digests`) on their way to the host."""
 
-    copied: Copied  # behind them
-    on_host: torch.Tensor  # [num_stretches] int64
+    made: Copied  # behind them
+    on_host: npt.NDArray[np.int64]  # [num_blocks, num_stretches]
 
-    def wait(self) -> bytes:
-        """The digests. Raises RuntimeError if the device has failed."""
-        self.copied.synchronize()
-        return self.on_host.numpy().tobytes()
+    def wait(self, index: int) -> bytes:
+        """Those of one of the blocks. Raises RuntimeError if the device has failed. On any thread."""
+        self.made.synchronize()
+        return self.on_host[index : index + 1].tobytes()
 
 
 class CopyDevice(Protocol):
-    """One device's copies. They run one after the other, in the order of their launches; the host does not wait for them."""
+    """One device's copies and digests. They run one after the other, in the order of their launches; the host waits for none.
+
+    Any thread may launch them, one at a time.
+    """
 
     def pinned(self, nbytes: int) -> torch.Tensor:
         """``[nbytes]`` uint8 of pinned host memory, which the device can copy directly.
@@ -52,15 +61,15 @@ class CopyDevice(Protocol):
         """
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> Copied:
-        """Launch a copy. Do not change either tensor before the returned point has passed. Any thread, one at a time."""
+        """Launch a copy. Do not change either tensor before the returned point has passed."""
 
     def can_digest(self, nbytes: int) -> bool:
         """Whether ``digest`` takes so many bytes of a block."""
 
-    def digest(self, blocks: torch.Tensor, block_id: int, nbytes: int) -> Digests:
-        """Launch: hash the first ``nbytes`` bytes of a block as they are after the copies so far. Any thread, one at a time.
+    def digest(self, blocks: torch.Tensor, block_ids: Sequence[int], nbytes: int) -> Digests:
+        """Launch: hash the first ``nbytes`` bytes of some blocks, side by side, as they are after the copies so far.
 
-        ``blocks``: ``[num_blocks, block_nbytes]`` uint8 on the device.
+        ``blocks``: ``[num_blocks, block_nbytes]`` uint8 on the device. Raises RuntimeError if it cannot be launched.
         """
 
     def register(self, address: int, nbytes: int, *, is_read_only: bool) -> bool:
@@ -82,11 +91,15 @@ class StagingPlan:
 
 
 class CudaCopies:
-    """One side stream of a GPU: its copy engines work while kernels run. Implements :class:`CopyDevice`."""
+    """One side stream of a GPU: its copy engines work while kernels run. Implements :class:`CopyDevice`.
+
+    By its priority digests start between the thread blocks of a step's kernel. Otherwise they would wait until that kernel ends.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+        self._device: torch.device = self._stream.device
+        self._hashing: deque[Digests] = deque()  # a kernel may still use their memory, whether or not anybody waits
         from kvrelay.kernels.rows import digests  # noqa: PLC0415 - Triton takes a second to import, and only a GPU needs it
 
         self._is_digestible, self._block_digests = digests.is_digestible, digests.block_digests
@@ -100,23 +113,27 @@ class CudaCopies:
 
         The stream waits for no kernel, because a block is opened only after the step that computed it has returned.
         """
-        with torch.cuda.stream(self._stream):
+        with self._on_stream():
             target.copy_(source, non_blocking=True)
-            return _new_point()
+        return self._new_point()
 
     def can_digest(self, nbytes: int) -> bool:
         """See CopyDevice."""
         return self._is_digestible(nbytes)
 
-    def digest(self, blocks: torch.Tensor, block_id: int, nbytes: int) -> Digests:
-        """See CopyDevice."""
-        count = num_stretches(nbytes)
-        with torch.cuda.stream(self._stream):
-            on_host = torch.empty(count, dtype=torch.int64, pin_memory=True)
-            made = torch.empty(count, dtype=torch.int64, device=self._device)
-            self._block_digests(blocks, block_id, nbytes, STRETCH_NBYTES, made)
-            on_host.copy_(made, non_blocking=True)
-            return Digests(_new_point(), on_host)
+    def digest(self, blocks: torch.Tensor, block_ids: Sequence[int], nbytes: int) -> Digests:
+        """See CopyDevice. The kernel itself reads and writes the host's memory: copies of so few bytes take longer."""
+        while self._hashing and self._hashing[0].made.query():
+            self._hashing.popleft()
+        num_blocks, count = len(block_ids), num_stretches(nbytes)
+        num_words = num_blocks * (1 + count)
+        memory = torch.empty(max(num_words, _MIN_WORDS), dtype=torch.int64, pin_memory=True)
+        numbers, digests = memory[:num_blocks], memory[num_blocks:num_words].view(num_blocks, count)
+        numbers.numpy()[:] = block_ids
+        with self._on_stream():
+            self._block_digests(blocks, numbers, nbytes, STRETCH_NBYTES, digests)
+        self._hashing.append(Digests(self._new_point(), digests.numpy()))
+        return self._hashing[-1]
 
     def register(self, address: int, nbytes: int, *, is_read_only: bool) -> bool:
         """See CopyDevice."""
@@ -130,21 +147,30 @@ class CudaCopies:
     def _is_done(self, name: str, *args: int) -> bool:
         """Whether a call of CUDA's runtime succeeds. Its error is cleared."""
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        with torch.cuda.device(self._device):
+        with contextlib.suppress(RuntimeError):
+            torch.cuda.set_device(self._device)
             if getattr(runtime, name)(*args) == runtime.cudaError.success:
                 return True
-            with contextlib.suppress(RuntimeError):  # CUDA reports the error once more, to the thread's next call
-                torch.zeros(1, device=self._device)
-            return False
+            torch.zeros(1, device=self._device)  # CUDA reports the error once more, to the thread's next call
+        return False
 
     def hold_steps(self, copied: Copied) -> None:
         """See CopyDevice."""
         assert isinstance(copied, torch.cuda.Event), copied
         torch.cuda.current_stream(self._device).wait_event(copied)
 
+    @contextlib.contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        """Launch on the side stream. The calling thread keeps the device.
 
-def _new_point() -> Copied:
-    """The end of the current stream. Each has an event of its own: recording one again would move it for all who hold it."""
-    copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    copied.record()
-    return copied
+        A new thread has the host's first GPU. When it left the stream, or waited for a point, a rank would take memory there.
+        """
+        torch.cuda.set_device(self._device)
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def _new_point(self) -> Copied:
+        """The end of the stream. Each has an event of its own: recording one again would move it for all who hold it."""
+        point = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        point.record(self._stream)
+        return point

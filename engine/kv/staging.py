@@ -8,8 +8,9 @@ A **slot** is pinned memory for one block; all are allocated at the start. Copie
     read    open_read ─▶ begin: queued ─▶ copied ahead, on half of the slots ─▶ wait: lent until the reader is done ─▶ close_read
     write   open_write: a slot whose last copy is over ─▶ filled, proved ─▶ close_write: copied ─▶ order_steps, before a step
 
-A device that can hash makes the digests of blocks that are not sealed, from the block in the pool. Copies from and to memory that
-is registered with it (:mod:`kvrelay.engine.kv.registered`) go there directly: ``StagedRead.begin_copy_to`` and ``begin_write``.
+A device that can hash makes the digests of blocks that are not sealed, from the block in the pool
+(:mod:`kvrelay.engine.kv.late_digests`). Copies from and to memory that is registered with it (:mod:`kvrelay.engine.kv.registered`)
+go there directly: ``StagedRead.begin_copy_to`` and ``begin_write``.
 
 Opening, beginning and closing a read neither waits nor launches anything. Call ``StagedRead.wait`` on a sender's thread: it waits
 for the block's copy and, if the block has no slot, for a slot. Half of the slots are reserved for such waits, so that blocks for a
@@ -40,6 +41,7 @@ from kvrelay.common.block_digests import copy_bytes, landed
 from kvrelay.common.errors import ModelError
 from kvrelay.common.late_bytes import Reader
 from kvrelay.engine.kv.copies import Copied, CopyDevice, StagingPlan
+from kvrelay.engine.kv.late_digests import LateDigests
 from kvrelay.engine.kv.registered import RegisteredMemory
 from kvrelay.engine.kv.staged_read import LaunchedCopy, Slot, StagedRead
 
@@ -104,9 +106,10 @@ class Staging:
         self._num_copies = 0
         self._unordered: LaunchedCopy | None = None  # a copy that the next step must follow
         self._hashes = all(map(plan.device.can_digest, group_nbytes))
+        self._digests = LateDigests(plan.device, blocks, self._changed)
         self.registered = RegisteredMemory(plan.device) if self._hashes else None
         if self._hashes:
-            plan.device.digest(blocks, 0, max(group_nbytes)).wait()  # compiles the kernel before blocks wait for it
+            plan.device.digest(blocks, [0], max(group_nbytes)).wait(0)  # compiles the kernel before blocks wait for it
 
     # -- reads -----------------------------------------------------------------------------------------------------
 
@@ -172,7 +175,7 @@ class Staging:
                 return None
             read.check_open()
             self._queued.pop(read.block_id, None)
-            return self._copy_and_digest(memory, self._blocks[read.block_id, : len(target)], read.block_id)
+            return self._digests.ask_behind(memory, self._blocks[read.block_id, : len(target)], read.block_id)
 
     def digests(self, read: StagedRead) -> bytes | None:
         """See LateBytes."""
@@ -180,8 +183,8 @@ class Staging:
             return None
         with self._changed:
             read.check_open()
-            made = self._device.digest(self._blocks, read.block_id, read.nbytes)
-        return made.wait()
+            digests = self._digests.ask(read.block_id, read.nbytes)
+        return digests()
 
     def lends_much(self) -> bool:
         """Whether readers hold more than a quarter of the slots, or did a moment ago."""
@@ -261,18 +264,18 @@ class Staging:
     def begin_write(self, block_id: int, payload: memoryview) -> Callable[[], bytes]:
         """See BlockStore. Raises ValueError if the block is open for writing."""
         source = None if self.registered is None else self.registered.find(payload)
-        if source is None:
-            view = self.open_write(block_id)[: len(payload)]
-            if not self._hashes:
-                digests = landed(payload, view)
-                self.close_write(block_id)
-                return lambda: digests
-            copy_bytes(payload, view)
+        if source is not None:
+            with self._changed:
+                return self._digests.ask_behind(self._blocks[block_id, : len(payload)], source, block_id)
+        view = self.open_write(block_id)[: len(payload)]
+        if not self._hashes:
+            digests = landed(payload, view)
             self.close_write(block_id)
+            return lambda: digests
+        copy_bytes(payload, view)
         with self._changed:
-            if source is None:
-                return self._device.digest(self._blocks, block_id, len(payload)).wait
-            return self._copy_and_digest(self._blocks[block_id, : len(payload)], source, block_id)
+            self.close_write(block_id)
+            return self._digests.ask(block_id, len(payload))
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
@@ -298,16 +301,6 @@ class Staging:
             self._unordered = slot.last
 
     # -- slots -----------------------------------------------------------------------------------------------------
-
-    def _copy_and_digest(self, target: torch.Tensor, source: torch.Tensor, block_id: int) -> Callable[[], bytes]:
-        """Launch a copy, and digests of the block behind it. The result waits for both, and returns the digests."""
-        copied = self._device.copy(target, source)
-        try:
-            return self._device.digest(self._blocks, block_id, len(target)).wait
-        except BaseException:
-            with contextlib.suppress(RuntimeError):
-                copied.synchronize()  # nobody else knows of this copy, and the memory may be unmapped
-            raise
 
     def _copy(self, slot: Slot, target: torch.Tensor, source: torch.Tensor) -> None:
         copied = self._device.copy(target, source)

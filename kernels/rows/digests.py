@@ -46,27 +46,32 @@ def is_digestible(nbytes: int) -> bool:
     return nbytes % _WORD_NBYTES == 0 and nbytes >= _MIN_WORDS * _WORD_NBYTES
 
 
-def block_digests(blocks: torch.Tensor, block_id: int, nbytes: int, stretch_nbytes: int, digests: torch.Tensor) -> None:
-    """Write the XXH3-64 of each stretch of the first `nbytes` bytes of a block into `digests`, without waiting.
+def block_digests(
+    blocks: torch.Tensor, block_ids: torch.Tensor, nbytes: int, stretch_nbytes: int, digests: torch.Tensor
+) -> None:
+    """Write the XXH3-64 of each stretch of the first `nbytes` bytes of some blocks into `digests`, without waiting.
 
-    `blocks`: `[num_blocks, block_nbytes]` uint8, contiguous and aligned to 8 bytes. `digests`: `[n]` int64 on the same device, with
-    the bits of the unsigned digests. There are n stretches of `stretch_nbytes`, and the last has the rest, too. Raises ValueError
-    unless `is_digestible(nbytes)`.
+    `blocks`: `[num_blocks, block_nbytes]` uint8, contiguous and aligned to 8 bytes. `block_ids`: `[n]` int64. `digests`:
+    `[n, num_stretches]` int64, with the bits of the unsigned digests. Both are contiguous, on the same device or in pinned memory,
+    and in use until the kernel is over. Stretches have `stretch_nbytes`, and the last has the rest, too. Raises ValueError unless
+    `is_digestible(nbytes)`.
     """
     require_shape("blocks", blocks, ["num_blocks", "block_nbytes"])
     require_dtype("blocks", blocks, torch.uint8)
+    require_shape("block_ids", block_ids, ["n"])
+    require_dtype("block_ids", block_ids, torch.int64)
     require_dtype("digests", digests, torch.int64)
     num_stretches = max(1, nbytes // stretch_nbytes)
-    require_shape("digests", digests, [num_stretches])
+    require_shape("digests", digests, [len(block_ids), num_stretches])
     if not is_digestible(nbytes) or nbytes > blocks.shape[1]:
         raise ValueError(
             f"{nbytes} bytes of a block of {blocks.shape[1]} cannot be hashed in words of {_WORD_NBYTES} bytes"
         )
-    _digest_kernel[(num_stretches,)](
+    _digest_kernel[(num_stretches, len(block_ids))](
         blocks.view(torch.int64),
         _table(blocks.device),
+        block_ids,
         digests,
-        block_id,
         blocks.shape[1] // _WORD_NBYTES,
         nbytes // _WORD_NBYTES,
         STRETCH_WORDS=stretch_nbytes // _WORD_NBYTES,
@@ -82,24 +87,26 @@ def _table(device: torch.device) -> torch.Tensor:
     return torch.frombuffer(bytearray(b"".join(pieces)), dtype=torch.int64).to(device)
 
 
-# One compilation serves all blocks: their sizes and numbers are not specialised.
-@triton.jit(do_not_specialize=["block_id", "block_words", "num_words"])
+# One compilation serves all: sizes are not specialised, nor how many blocks there are, by which numbers and digests are aligned.
+@triton.jit(
+    do_not_specialize=["block_words", "num_words"], do_not_specialize_on_alignment=["block_ids_ptr", "digests_ptr"]
+)
 @no_type_check
 def _digest_kernel(
     words_ptr,
     table_ptr,
+    block_ids_ptr,
     digests_ptr,
-    block_id,
     block_words,
     num_words,
     STRETCH_WORDS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """One program for each stretch. The last one has the rest of the block, too."""
-    stretch = tl.program_id(0)
+    """One program for each stretch of each block. The last one has the rest of the block, too."""
+    stretch, block = tl.program_id(0), tl.program_id(1)
     is_last = stretch == tl.num_programs(0) - 1
     length = tl.where(is_last, num_words - stretch * STRETCH_WORDS, STRETCH_WORDS)
-    words_ptr += block_id.to(tl.int64) * block_words + stretch * STRETCH_WORDS
+    words_ptr += tl.load(block_ids_ptr + block) * block_words + stretch * STRETCH_WORDS
     row = tl.arange(0, ROWS)
     stripe = tl.arange(0, 16)
     lane = tl.arange(0, 8)
@@ -135,7 +142,7 @@ def _digest_kernel(
     digest = length.to(tl.uint64) * 8 * _PRIME64_1 + tl.sum((low * high) ^ tl.umulhi(low, high), axis=0)
     digest = (digest ^ (digest >> 37)) * _PRIME_MX1
     digest = digest ^ (digest >> 32)
-    tl.store(digests_ptr + stretch, digest.to(tl.int64, bitcast=True))
+    tl.store(digests_ptr + block * tl.num_programs(0) + stretch, digest.to(tl.int64, bitcast=True))
 
 
 @triton.jit

@@ -10,8 +10,9 @@ import mmap
 import random
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 
 from kvrelay.common.block_digests import digests_of, num_stretches
@@ -49,15 +50,17 @@ class LateDevice:
         self._chance = chance
         self._fails_at = fails_at
         self._lock = threading.Lock()
-        self._pending: deque[tuple[int, torch.Tensor, torch.Tensor | None, Callable[[], object]]] = deque()
+        self._pending: deque[tuple[int, tuple[torch.Tensor, ...], Callable[[], object]]] = deque()
         self._hashes = hashes
         self._reaches = reaches
         self.registered: dict[int, int] = {}  # by address: how many bytes
         self.fails_to_digest = False  # copies are launched, and digests are not
         self.flips = False  # whether copies change a bit
+        self.num_asked = 0  # calls of ``register``
         self.num_direct = 0  # copies from or to registered memory
         self._is_broken = False
         self.num_launched = 0
+        self.num_digests = 0  # launches of these
         self.num_pinned = 0  # pieces of pinned memory
 
     def pinned(self, nbytes: int) -> torch.Tensor:
@@ -71,7 +74,7 @@ class LateDevice:
             for start, nbytes in self.registered.items()
             for one in (target, source)
         )
-        return self._launch(target, source, lambda: self._copy(target, source))
+        return self._launch((target, source), lambda: self._copy(target, source))
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source)
@@ -80,15 +83,21 @@ class LateDevice:
     def can_digest(self, nbytes: int) -> bool:
         return self._hashes and nbytes % 8 == 0
 
-    def digest(self, blocks: torch.Tensor, block_id: int, nbytes: int) -> Digests:
+    def digest(self, blocks: torch.Tensor, block_ids: Sequence[int], nbytes: int) -> Digests:
         if self.fails_to_digest:
             raise torch.OutOfMemoryError("no memory for digests")
-        memory = blocks[block_id, :nbytes]
-        digests = torch.zeros(num_stretches(nbytes), dtype=torch.int64)
-        made = lambda: digests.numpy().data.cast("B").__setitem__(slice(None), digests_of(memory.numpy().data))  # noqa: E731
-        return Digests(self._launch(memory, None, made), digests)
+        hashed = tuple(blocks[block_id, :nbytes] for block_id in block_ids)
+        on_host = np.zeros((len(block_ids), num_stretches(nbytes)), dtype=np.int64)
+
+        def make() -> None:
+            for its, memory in zip(on_host, hashed, strict=True):
+                its[:] = np.frombuffer(digests_of(memory.numpy().data), dtype=np.int64)
+
+        self.num_digests += 1
+        return Digests(self._launch(hashed, make), on_host)
 
     def register(self, address: int, nbytes: int, *, is_read_only: bool) -> bool:
+        self.num_asked += 1
         if self._reaches:
             assert address % mmap.PAGESIZE == 0
             self.registered[address] = nbytes
@@ -98,18 +107,17 @@ class LateDevice:
         with self._lock:
             assert self._is_broken or not any(
                 address <= one.data_ptr() < address + self.registered[address]
-                for _, target, source, _ in self._pending
-                for one in (target, source)
-                if one is not None
+                for _, memory, _ in self._pending
+                for one in memory
             ), "a copy may still use it"
         del self.registered[address]
 
-    def _launch(self, target: torch.Tensor, source: torch.Tensor | None, run: Callable[[], object]) -> LateCopied:
+    def _launch(self, memory: tuple[torch.Tensor, ...], run: Callable[[], object]) -> LateCopied:
         with self._lock:
             self._check()
             self._drift()
             self.num_launched += 1
-            self._pending.append((self.num_launched, target, source, run))
+            self._pending.append((self.num_launched, memory, run))
             return LateCopied(self, self.num_launched)
 
     def hold_steps(self, copied: LateCopied) -> None:
@@ -128,12 +136,8 @@ class LateDevice:
             return not self._pending or self._pending[0][0] > number
 
     def uses(self, memory: torch.Tensor) -> bool:
-        """Whether a pending copy reads or writes this memory."""
-        return any(
-            one is not None and memory.data_ptr() == one.data_ptr()
-            for _, target, source, _ in self._pending
-            for one in (target, source)
-        )
+        """Whether a pending copy reads or writes this memory, or pending digests are of it."""
+        return any(memory.data_ptr() == one.data_ptr() for _, used, _ in self._pending for one in used)
 
     def _drift(self) -> None:
         if self._chance is not None and self._pending:
@@ -141,7 +145,7 @@ class LateDevice:
 
     def _run_to(self, number: int) -> None:
         while self._pending and self._pending[0][0] <= number and not self._is_broken:
-            its_number, _, _, run = self._pending.popleft()
+            its_number, _, run = self._pending.popleft()
             self._is_broken = its_number == self._fails_at
             if not self._is_broken:
                 run()

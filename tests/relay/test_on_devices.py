@@ -52,22 +52,33 @@ class DeviceStore(MemoryStore):
     def begin_write(self, block_id: int, group: int, payload: memoryview) -> Callable[[], bytes]:
         return self._staging.begin_write(block_id, payload)
 
+    def open_write(self, block_id: int, group: int = 0) -> memoryview:
+        return self._staging.open_write(block_id)
+
+    def close_write(self, block_id: int) -> None:
+        self._staging.close_write(block_id)
+
+    def order_steps(self) -> None:
+        self._staging.order_steps()
+
 
 def on_device(card: ModelCard, device: LateDevice) -> FakeEngine:
-    engine = FakeEngine(card)
-    engine.store = DeviceStore(card, device)
+    store = DeviceStore(card, device)
+    engine = FakeEngine(card, lambda rows: store.order_steps())
+    engine.store = store
     return engine
 
 
+@pytest.mark.parametrize("seal_kv", [False, True], ids=["plain", "sealed"])
 @pytest.mark.parametrize("reaches", [True, False], ids=["ring", "slots"])
 @pytest.mark.parametrize("shared_memory", [SharedPlace(), None], ids=["one-host", "tcp"])
 async def test_prompts_of_all_lengths_go_from_device_to_device(
-    shared_memory: SharedPlace | None, reaches: bool
+    shared_memory: SharedPlace | None, reaches: bool, seal_kv: bool
 ) -> None:
     card = fake_card(num_blocks=256, windows=(None, 9))  # two groups, of which one ships its last blocks only
     devices = [LateDevice(random.Random(seed), hashes=True, reaches=reaches) for seed in (1, 2)]
     engines = [on_device(card, device) for device in devices]
-    setups = [worker_setup(name, shared_memory=shared_memory) for name in ("prefill", "decode")]
+    setups = [worker_setup(name, shared_memory=shared_memory, seal_kv=seal_kv) for name in ("prefill", "decode")]
     prefill = PrefillWorker(engines[0], PrefillSchedulerSettings(), setups[0])
     decode = DecodeWorker(engines[1], DecodeSchedulerSettings(), ADDRESS, setups[1])
     async with gateway([prefill], [decode]) as relay:
@@ -77,5 +88,7 @@ async def test_prompts_of_all_lengths_go_from_device_to_device(
             *(generate(relay, f"r{number}", prompt(number, length), 10) for number, length in enumerate(lengths))
         )
     num_direct = [device.num_direct for device in devices]
-    assert all(num_direct) if reaches and shared_memory is not None else not any(num_direct)
+    assert all(num_direct) if reaches and shared_memory is not None and not seal_kv else not any(num_direct)
+    if seal_kv:
+        assert not any(device.num_asked for device in devices), "a seal needs the host: no copy goes directly"
     assert not any(device.registered for device in devices)

@@ -15,7 +15,7 @@ from kvrelay.wire.lines.shared.place import SharedPlace
 from kvrelay.wire.lines.shared.sender import SharedLine, SharedTarget
 from kvrelay.wire.messages import FailureCode
 
-from .lease_bench import BLOCK_NBYTES, BLOCK_SIZE, WAIT_S, until
+from .lease_bench import BAD_PAYLOAD, BLOCK_NBYTES, BLOCK_SIZE, WAIT_S, until
 from .sending import NeverThere
 from .shared_peer import SharedPeer
 from .test_handoff_staged import KINDS, NUM_TOKENS, StagedRig, assert_arrived, rig
@@ -32,7 +32,9 @@ def test_devices_copy_into_the_ring_and_out_of_it(rig: Any) -> None:
     assert_arrived(rig, rig.complete(key))
     num_blocks = NUM_TOKENS // BLOCK_SIZE
     assert rig.source.device.num_direct == rig.store.device.num_direct == num_blocks
-    assert rig.source.device.num_launched == 1 + 2 * num_blocks, "a copy and digests for each, and digests at the start"
+    device = rig.source.device
+    assert device.num_launched == num_blocks + device.num_digests, "every block is copied once"
+    assert device.num_digests <= 1 + num_blocks, "digests of a block are made twice"
 
 
 @pytest.mark.parametrize("rig", ["hashed", "direct"], indirect=True)
@@ -89,6 +91,19 @@ def test_a_line_that_closes_waits_for_the_copies_into_its_ring(direct: Any) -> N
         direct.source.close_read(index)
 
 
+def test_blocks_that_are_copied_one_behind_the_other_are_hashed_together(direct: Any) -> None:
+    device, num_before = direct.source.device, direct.source.device.num_digests
+    jobs = [job(direct.source.open_read(index), index) for index in range(6)]
+    with connected(direct) as line:
+        for number, one in enumerate(jobs):
+            assert line.ship(one)
+            assert device.num_digests == num_before + (number >= 4), "a launch for each block"
+        assert jobs[1].ticket.is_done
+    assert device.num_digests == num_before + 2
+    for index in range(6):
+        direct.source.close_read(index)
+
+
 def test_copies_by_the_device_are_over_before_the_host_copies(direct: Any) -> None:
     first = job(direct.source.open_read(0))
     with connected(direct) as line:
@@ -125,6 +140,48 @@ def test_a_slot_goes_back_when_its_copy_is_over(direct: Any) -> None:
         direct.table.commit("p", lease.commit())
         direct.assert_verified(lease)
     peer.ring.close()
+
+
+def send_in_one_turn(rig: Any, lease: Any, peer: SharedPeer, *payloads: bytes | None) -> None:
+    """Send a block for each payload (None: the right one), and hold the receiver at the first until all are there."""
+    rig.table.may_finish.clear()
+    for index, payload in enumerate(payloads):
+        frame, right = lease.frames(index)
+        peer.send(index, frame, right if payload is None else payload)
+    assert rig.table.inside.get(timeout=WAIT_S) == 0
+
+
+def test_a_ring_whose_sender_is_gone_stays_until_its_blocks_are_copied(direct: Any) -> None:
+    lease, num_connections = direct.leased(4 * BLOCK_SIZE), direct.shared.num_connections
+    with SharedPeer(direct.shared.name) as peer:
+        assert peer.greet(BLOCK_NBYTES) is None
+        send_in_one_turn(direct, lease, peer, None, None, None)
+    peer.ring.close()
+    direct.table.may_finish.set()
+    assert [direct.next_block() for _ in range(3)] == ["ok"] * 3
+    until(lambda: direct.shared.num_connections == num_connections, "who has left is still there")
+    direct.table.abort_peer("p")
+    assert direct.ends.rejected.get(timeout=WAIT_S).code is FailureCode.PEER_LOST
+    direct.assert_all_free()
+
+
+def test_a_wrong_block_among_others_of_a_turn_ends_its_lease_once(direct: Any) -> None:
+    """Its blocks are free when the device writes none of them any more, and all slots go back."""
+    lease = direct.leased(4 * BLOCK_SIZE)
+    with SharedPeer(direct.shared.name) as peer:
+        assert peer.greet(BLOCK_NBYTES) is None
+        send_in_one_turn(direct, lease, peer, None, BAD_PAYLOAD, None, None)
+        direct.table.may_finish.set()
+        assert [direct.next_block() for _ in range(4)] == ["ok", "bad_checksum", "ok", "ok"]
+        assert direct.ends.rejected.get(timeout=WAIT_S).code is FailureCode.INTEGRITY
+        assert not direct.store.device._pending, "blocks are free, and a copy into one is under way"
+        direct.assert_all_free()
+        given: set[int] = set()
+        while len(given) < 4:
+            given |= {*peer.slots_back()}
+        assert given == {0, 1, 2, 3}
+    peer.ring.close()
+    assert direct.ends.rejected.empty()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

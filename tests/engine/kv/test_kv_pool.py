@@ -93,27 +93,30 @@ def test_on_a_gpu_bytes_travel_through_staging(llama: tuple[Path, Any]) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_on_a_gpu_the_device_hashes_blocks_and_reaches_memory_that_two_workers_share(llama: tuple[Path, Any]) -> None:
-    """The memory is mapped as both ends of a ring map it: writable, and read-only."""
-    pool = gpu_pool(llama[0], 2)
-    pool.tensor[0] = torch.randn(pool.tensor[0].shape, device="cuda")
+    """The memory is mapped as both ends of a ring map it: writable, and read-only. Two blocks go and are hashed at a time."""
+    pool = gpu_pool(llama[0], 4)
+    pool.tensor[:2] = torch.randn(pool.tensor[:2].shape, device="cuda")
     torch.cuda.current_stream().synchronize()
-    expected = digests_of(pool.blocks[0].cpu().numpy().data)
+    expected = [digests_of(one.numpy().data) for one in pool.blocks[:2].cpu()]
     assert pool.register is not None
+    slot_nbytes = -(-pool.block_nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    slots = [slice(start, start + pool.block_nbytes) for start in (0, slot_nbytes)]
     descriptor = os.memfd_create("ring")
-    os.ftruncate(descriptor, nbytes := -(-pool.block_nbytes // mmap.PAGESIZE) * mmap.PAGESIZE)
-    sent = memoryview(mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE))
-    came = memoryview(mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ))
+    os.ftruncate(descriptor, 2 * slot_nbytes)
+    sent = memoryview(mmap.mmap(descriptor, 2 * slot_nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE))
+    came = memoryview(
+        mmap.mmap(descriptor, 2 * slot_nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ)
+    )
     os.close(descriptor)
     ends = [pool.register(sent), pool.register(came)]
     assert None not in ends
-    read = pool.open_read(0)
-    assert isinstance(read, StagedRead)
-    wait = read.begin_copy_to(sent[: pool.block_nbytes])
-    assert wait is not None
-    assert wait() == expected
-    pool.close_read(0)
-    assert pool.begin_write(1, 0, came[: pool.block_nbytes])() == expected
-    assert torch.equal(pool.tensor[0], pool.tensor[1])
+    copies = [pool.open_read(block_id).begin_copy_to(sent[slot]) for block_id, slot in enumerate(slots)]  # type: ignore[union-attr]
+    assert [copy() for copy in copies] == expected  # type: ignore[misc]
+    for block_id in range(2):
+        pool.close_read(block_id)
+    writes = [pool.begin_write(2 + number, 0, came[slot]) for number, slot in enumerate(slots)]
+    assert [write() for write in writes] == expected
+    assert torch.equal(pool.tensor[:2], pool.tensor[2:])
     for end in ends:
         end()  # type: ignore[misc]
 

@@ -154,7 +154,6 @@ class SharedLine:
             frame = job.header.pack(job.copy(payload, memory[: len(payload)]))
         else:
             frame = job.sealer.seal(job.header, payload, memory[: len(payload) + TAG_NBYTES])
-        job.ticket.end()
         return self._send(job, slot, frame)
 
     def _finish_copies(self, num_left: int) -> bool:
@@ -163,8 +162,9 @@ class SharedLine:
             oldest = self._copying.popleft()
             try:
                 digests = oldest.wait()
-            finally:
+            except BaseException:
                 oldest.job.ticket.end()
+                raise
             if not self._send(oldest.job, oldest.slot, oldest.job.header.pack(digests)):
                 return False
         return True
@@ -189,13 +189,17 @@ class SharedLine:
         self._free += slots  # called only when the receiver has all slots, so none of these is free already
 
     def _send(self, job: SendJob, slot: int, frame: bytes) -> bool:
-        """Send a block's packet. False if the wakeup comes before the socket has room. Raises PeerLostError."""
+        """End the ticket of a block that is in its slot, and send its packet. Raises PeerLostError.
+
+        False if the wakeup comes before the socket has room.
+        """
         packet = pack_block(slot, frame)
+        self._blocks_sent.inc()
+        self._bytes_sent.inc(job.header.payload_nbytes)
+        job.ticket.end()
         while not self._wakeup.is_set:
             try:
                 self._connection.send(packet)
-                self._blocks_sent.inc()
-                self._bytes_sent.inc(job.header.payload_nbytes)
                 return True
             except BlockingIOError:
                 self._writable.poll()
