@@ -20,7 +20,7 @@ from prometheus_client import CollectorRegistry
 from starlette.types import ASGIApp
 
 from kvrelay.common.errors import SettingsError
-from kvrelay.common.listening import listen
+from kvrelay.common.listening import listen, way_out
 from kvrelay.common.logs import configure_logs
 from kvrelay.common.system import raise_descriptor_limit
 from kvrelay.gateway.app import create_app
@@ -99,7 +99,7 @@ def _listen(host: str, port: int) -> list[socket.socket]:
         return listen(host, port)
     except OSError as error:
         raise SettingsError(
-            f"--port: cannot listen on {host}:{port} ({error.strerror}); choose another port"
+            f"cannot listen on {host}:{port}: {error.strerror}; {way_out(error, '--host', '--port')}"
         ) from error
 
 

@@ -114,8 +114,10 @@ async def test_a_started_server_listens_at_once(probe: Probe, registry: Collecto
         pass
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
         assert (await client.get("/health/live")).status_code == 200
-        with pytest.raises(SettingsError, match=rf"--admin-port: cannot listen on 127\.0\.0\.1:{port} \("):
+        with pytest.raises(SettingsError, match=rf"cannot listen on 127\.0\.0\.1:{port}: .*with --admin-port"):
             await AdminServer("127.0.0.1", port, probe, registry).start()
+        with pytest.raises(SettingsError, match=r"cannot listen on 192\.0\.2\.1:0: .*with --admin-host"):
+            await AdminServer("192.0.2.1", 0, probe, registry).start()
     await server.stop()
     with pytest.raises(ConnectionRefusedError):
         await asyncio.open_connection("127.0.0.1", port)

@@ -21,7 +21,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from kvrelay.common.errors import SettingsError
-from kvrelay.common.listening import listen
+from kvrelay.common.listening import listen, way_out
 from kvrelay.engine.step.interface import Profiler
 
 _MAX_PROFILE_STEPS = 100  # a step of 30 layers is 2 MB of trace, and the worker waits while it is written
@@ -119,9 +119,8 @@ class AdminServer:
             # Here and not in uvicorn's task: probes wait, and a taken port raises.
             listeners = listen(self._host, self._port)
         except OSError as error:
-            raise SettingsError(
-                f"--admin-port: cannot listen on {self._host}:{self._port} ({error.strerror}); choose another port, or 0"
-            ) from error
+            advice = way_out(error, "--admin-host", "--admin-port")
+            raise SettingsError(f"cannot listen on {self._host}:{self._port}: {error.strerror}; {advice}") from error
         port: int = listeners[0].getsockname()[1]
         self._task = asyncio.create_task(self._server.serve(sockets=listeners))
         return port
