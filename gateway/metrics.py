@@ -253,7 +253,11 @@ class Refusals:
         for reason in Reason:
             counter.labels(reason)  # from 0 on, so that alerts see the first increase
 
-    def count(self, reason: Reason, detail: str, client: object) -> None:
+    def count(self, reason: Reason, detail: str, client: tuple[str, int] | None) -> None:
         """Count one refusal. ``detail`` and the ``client``'s address go to the log."""
         self._counter.labels(reason).inc()
-        self._warnings.warn(f"ended the connection of {client}: {detail}", str(reason))
+        who = "a client"  # whose connection ended before it could be looked at
+        if client is not None:
+            host, port = client
+            who = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self._warnings.warn(f"ended the connection of {who}: {detail}", str(reason))
