@@ -34,6 +34,11 @@ def listen(host: str, port: int) -> list[socket.socket]:
     return found
 
 
+def host_port(host: str, port: int) -> str:
+    """``HOST:PORT`` as in a URL, with brackets around an IPv6 host."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def way_out(error: OSError, host: str, port: str) -> str:
     """What to do about an ``error`` of ``listen``. ``host``, ``port``: the names of the settings."""
     if error.errno == errno.EADDRINUSE:

@@ -20,7 +20,7 @@ from prometheus_client import CollectorRegistry
 from starlette.types import ASGIApp
 
 from kvrelay.common.errors import SettingsError
-from kvrelay.common.listening import listen, way_out
+from kvrelay.common.listening import host_port, listen, way_out
 from kvrelay.common.logs import configure_logs
 from kvrelay.common.system import raise_descriptor_limit
 from kvrelay.gateway.app import create_app
@@ -51,7 +51,7 @@ def serve(settings: GatewaySettings) -> int:
         # uvicorn handles the signals and raises them again after it has ended. That must not kill the process.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, stop)
-        logger.info("gateway: %s://%s:%d", "http" if settings.tls.tls_cert is None else "https", host, port)
+        logger.info("gateway: %s://%s", "http" if settings.tls.tls_cert is None else "https", host_port(host, port))
         server.run(sockets=listeners)
     logger.info("gateway: stopped")
     return 0

@@ -17,6 +17,7 @@ from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from kvrelay.common.clock import Clock
+from kvrelay.common.listening import host_port
 from kvrelay.common.logs import RareWarnings
 from kvrelay.wire.metrics import WireMetrics
 
@@ -256,8 +257,6 @@ class Refusals:
     def count(self, reason: Reason, detail: str, client: tuple[str, int] | None) -> None:
         """Count one refusal. ``detail`` and the ``client``'s address go to the log."""
         self._counter.labels(reason).inc()
-        who = "a client"  # whose connection ended before it could be looked at
-        if client is not None:
-            host, port = client
-            who = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        # uvicorn knows no client whose connection ended before it was looked at.
+        who = "a client" if client is None else host_port(*client)
         self._warnings.warn(f"ended the connection of {who}: {detail}", str(reason))

@@ -91,7 +91,9 @@ async def test_metrics_are_prometheus_text_of_this_registry(
 
 async def test_the_ledger_is_shown_and_nothing_else_exists(client: httpx.AsyncClient) -> None:
     assert (await client.get("/debug/kv")).json() == {"num_blocks": 3, "owners": {"lease 1": 2}}
-    assert (await client.get("/v1/models")).status_code == 404
+    answer = await client.get("/v1/models")
+    assert answer.status_code == 404
+    assert answer.text.startswith("there is no '/v1/models' here, but /health, /health/live, ")
     assert (await client.post("/health/ready")).status_code == 405
 
 

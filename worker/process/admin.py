@@ -74,16 +74,19 @@ def admin_app(probe: AdminProbe, registry: CollectorRegistry) -> Starlette:
             return JSONResponse({"error": "a recording is under way"}, 409)
         return JSONResponse({"num_steps": int(steps), "traces": traces}, 202)
 
-    return Starlette(
-        routes=[
-            Route("/health", ready),
-            Route("/health/live", live),
-            Route("/health/ready", ready),
-            Route("/metrics", metrics),
-            Route("/debug/kv", debug_kv),
-            Route("/debug/profile", profile, methods=["POST"]),
-        ]
-    )
+    async def nowhere(request: Request, _: Exception) -> Response:
+        paths = ", ".join(route.path for route in routes)
+        return Response(f"there is no {request.url.path[:80]!r} here, but {paths}\n", 404, media_type="text/plain")
+
+    routes = [
+        Route("/health", ready),
+        Route("/health/live", live),
+        Route("/health/ready", ready),
+        Route("/metrics", metrics),
+        Route("/debug/kv", debug_kv),
+        Route("/debug/profile", profile, methods=["POST"]),
+    ]
+    return Starlette(routes=routes, exception_handlers={404: nowhere})
 
 
 class _Server(uvicorn.Server):
