@@ -191,6 +191,8 @@ def _pictures(request: urllib.request.Request, tls: ssl.SSLContext | None = None
     except (OSError, HTTPException) as error:
         reason = getattr(error, "reason", error)
         way_out = "start a gateway there (`kvrelay local`), or name another URL"
+        if isinstance(reason, ssl.SSLCertVerificationError):
+            way_out = "SSL_CERT_FILE=ca.crt names an authority of your own"
         raise AnswerError(f"{request.full_url} does not answer ({reason}); {way_out}") from error
     except (ValueError, LookupError, TypeError) as error:
         raise AnswerError(f"{request.full_url} is no gateway of this version ({error!r})") from error
