@@ -125,7 +125,11 @@ class GatewayMetrics:
         def gauge(name: str, text: str, *labels: str) -> Gauge:
             return Gauge(f"kvrelay_{name}", text, ["model", *labels], registry=registry)
 
-        self.in_flight = Gauge("kvrelay_requests_in_flight", "Requests being served", registry=registry)
+        self.in_flight = Gauge(
+            "kvrelay_requests_in_flight",
+            "HTTP requests being served, this one for metrics among them",
+            registry=registry,
+        )
         self.key_tokens = Counter(
             "kvrelay_api_key_tokens_total",
             "Tokens of finished requests, by API key, model and kind: prompt, completion, cached (prompt tokens found in a cache)",
