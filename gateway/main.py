@@ -131,4 +131,13 @@ def make_http_server(
         timeout_keep_alive=limits.keep_alive_s,  # type: ignore[arg-type]  # seconds of a timer: parts, too
         **tls,
     )
-    return uvicorn.Server(config)
+    return _Server(config)
+
+
+class _Server(uvicorn.Server):
+    """Says when it begins to drain, as workers do."""
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Let running requests finish, then end. uvicorn calls this after a signal."""
+        logger.info("gateway: draining for at most %d s", self.config.timeout_graceful_shutdown or 0)
+        await super().shutdown(sockets)

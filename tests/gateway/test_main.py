@@ -52,6 +52,7 @@ class Gateway:
         code = self.process.wait(timeout=20)
         log = self.began + self.process.stderr.read()
         assert code == 0, log
+        assert "gateway: draining for at most 30 s" in log
         assert "gateway: stopped" in log
         assert "Traceback" not in log
         return log
