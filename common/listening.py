@@ -34,6 +34,20 @@ def listen(host: str, port: int) -> list[socket.socket]:
     return found
 
 
+def host_port(host: str, port: int) -> str:
+    """``HOST:PORT`` as in a URL, with brackets around an IPv6 host."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def way_out(error: OSError, host: str, port: str) -> str:
+    """What to do about an ``error`` of ``listen``. ``host``, ``port``: the names of the settings."""
+    if error.errno == errno.EADDRINUSE:
+        return f"another process listens there; stop it, or choose another port with {port} (0: any free one)"
+    if error.errno == errno.EACCES:
+        return f"ports below 1024 need root; choose another one with {port}"
+    return f"choose an address of this machine with {host}, or another {port}"
+
+
 def _listen(family: socket.AddressFamily, host: str, port: int) -> socket.socket:
     listener = socket.socket(family)
     try:

@@ -75,6 +75,7 @@ def configure_logs(level: str, log_format: str) -> None:
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     # Its starts and stops are told by the component that runs it.
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    logging.getLogger("asyncio").setLevel(logging.INFO)  # at debug it says only which selector it uses
 
 
 def _context(record: logging.LogRecord) -> dict[str, object]:

@@ -196,4 +196,5 @@ def serve(settings: DecodeSettings) -> int:
     def make(engine: Engine, setup: Setup) -> DecodeWorker:
         return DecodeWorker(engine, settings.scheduler, settings.data_address, setup, draft_engine=draft_engine)
 
-    return serve_worker(Role.DECODE, settings, (settings.address, settings.data_address), make, load_before)
+    listens_at = {"--address": settings.address, "--data-address": settings.data_address}
+    return serve_worker(Role.DECODE, settings, listens_at, make, load_before)

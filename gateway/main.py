@@ -20,7 +20,7 @@ from prometheus_client import CollectorRegistry
 from starlette.types import ASGIApp
 
 from kvrelay.common.errors import SettingsError
-from kvrelay.common.listening import listen
+from kvrelay.common.listening import host_port, listen, way_out
 from kvrelay.common.logs import configure_logs
 from kvrelay.common.system import raise_descriptor_limit
 from kvrelay.gateway.app import create_app
@@ -51,7 +51,7 @@ def serve(settings: GatewaySettings) -> int:
         # uvicorn handles the signals and raises them again after it has ended. That must not kill the process.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, stop)
-        logger.info("gateway: %s://%s:%d", "http" if settings.tls.tls_cert is None else "https", host, port)
+        logger.info("gateway: %s://%s", "http" if settings.tls.tls_cert is None else "https", host_port(host, port))
         server.run(sockets=listeners)
     logger.info("gateway: stopped")
     return 0
@@ -99,7 +99,7 @@ def _listen(host: str, port: int) -> list[socket.socket]:
         return listen(host, port)
     except OSError as error:
         raise SettingsError(
-            f"--port: cannot listen on {host}:{port} ({error.strerror}); choose another port"
+            f"cannot listen on {host}:{port}: {error.strerror}; {way_out(error, '--host', '--port')}"
         ) from error
 
 
@@ -131,4 +131,13 @@ def make_http_server(
         timeout_keep_alive=limits.keep_alive_s,  # type: ignore[arg-type]  # seconds of a timer: parts, too
         **tls,
     )
-    return uvicorn.Server(config)
+    return _Server(config)
+
+
+class _Server(uvicorn.Server):
+    """Says when it begins to drain, as workers do."""
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Let running requests finish, then end. uvicorn calls this after a signal."""
+        logger.info("gateway: draining for at most %d s", self.config.timeout_graceful_shutdown or 0)
+        await super().shutdown(sockets)

@@ -17,6 +17,7 @@ from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from kvrelay.common.clock import Clock
+from kvrelay.common.listening import host_port
 from kvrelay.common.logs import RareWarnings
 from kvrelay.wire.metrics import WireMetrics
 
@@ -124,7 +125,11 @@ class GatewayMetrics:
         def gauge(name: str, text: str, *labels: str) -> Gauge:
             return Gauge(f"kvrelay_{name}", text, ["model", *labels], registry=registry)
 
-        self.in_flight = Gauge("kvrelay_requests_in_flight", "Requests being served", registry=registry)
+        self.in_flight = Gauge(
+            "kvrelay_requests_in_flight",
+            "HTTP requests being served, this one for metrics among them",
+            registry=registry,
+        )
         self.key_tokens = Counter(
             "kvrelay_api_key_tokens_total",
             "Tokens of finished requests, by API key, model and kind: prompt, completion, cached (prompt tokens found in a cache)",
@@ -253,7 +258,9 @@ class Refusals:
         for reason in Reason:
             counter.labels(reason)  # from 0 on, so that alerts see the first increase
 
-    def count(self, reason: Reason, detail: str, client: object) -> None:
+    def count(self, reason: Reason, detail: str, client: tuple[str, int] | None) -> None:
         """Count one refusal. ``detail`` and the ``client``'s address go to the log."""
         self._counter.labels(reason).inc()
-        self._warnings.warn(f"ended the connection of {client}: {detail}", str(reason))
+        # uvicorn knows no client whose connection ended before it was looked at.
+        who = "a client" if client is None else host_port(*client)
+        self._warnings.warn(f"ended the connection of {who}: {detail}", str(reason))

@@ -169,7 +169,10 @@ def cli() -> None:
 @cli.command("fetch")
 @click.argument("model", default="demo")
 def fetch(model: str) -> None:
-    """Download or convert a model, and print its directory."""
+    """Download or convert a model, and print its directory.
+
+    MODEL is a directory, a GGUF file, a Hugging Face id, or 'demo', the default.
+    """
     resolve_model: Callable[[str], Any] = _load("kvrelay.launcher.models:resolve_model")
     click.echo(resolve_model(model))
 
@@ -236,7 +239,10 @@ def api_key(name: str, operator: bool) -> None:
     help="an operator's key, where a gateway asks for keys; better as KVRELAY_API_KEY: others on this machine see flags",
 )
 def top(url: str, api_key: str | None) -> int:
-    """Show what the gateway at URL and its workers do just now. An authority of your own: SSL_CERT_FILE=ca.crt."""
+    """Show what the gateway at URL (default: http://127.0.0.1:8000) and its workers do just now, until Ctrl-C.
+
+    Where there is no terminal, it prints one picture and ends. An authority of your own: SSL_CERT_FILE=ca.crt.
+    """
     show: Callable[[str, str | None, Any], int] = _load("kvrelay.launcher.top:run")
     return show(url, api_key, _load("rich.console:Console")())
 

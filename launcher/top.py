@@ -117,14 +117,14 @@ def _sum(parts_s: dict[str, float], names: tuple[str, ...]) -> str:
 
 
 def _workers(known: list[dict[str, Any]], state: dict[str, Any]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     table.add_column("worker", no_wrap=True)
     shows_models = len({worker["model"] for worker in known}) > 1
     if shows_models:
         table.add_column("model")
     for title in ("role", "state"):
         table.add_column(title)
-    for title in ("running", "waiting", "tokens waiting", "KV in use", "prompt tokens/s", "handed over/s"):
+    for title in ("running", "waiting", "tokens\nwaiting", "KV in\nuse", "prompt\ntokens/s", "handed\nover/s"):
         table.add_column(title, justify="right")
     handed = [0] * len(known)
     for prefill, _, tokens_per_s in state["flows"]:
@@ -189,7 +189,11 @@ def _pictures(request: urllib.request.Request, tls: ssl.SSLContext | None = None
         with error:
             raise AnswerError(f"{request.full_url} answered {error.code}: {_told(error.read(2**16))}") from error
     except (OSError, HTTPException) as error:
-        raise AnswerError(f"{request.full_url} does not answer ({getattr(error, 'reason', error)})") from error
+        reason = getattr(error, "reason", error)
+        way_out = "start a gateway there (`kvrelay local`), or name another URL"
+        if isinstance(reason, ssl.SSLCertVerificationError):
+            way_out = "SSL_CERT_FILE=ca.crt names an authority of your own"
+        raise AnswerError(f"{request.full_url} does not answer ({reason}); {way_out}") from error
     except (ValueError, LookupError, TypeError) as error:
         raise AnswerError(f"{request.full_url} is no gateway of this version ({error!r})") from error
     raise AnswerError(f"{request.full_url} has ended the stream")

@@ -69,4 +69,4 @@ def serve(settings: PrefillSettings) -> int:
     def make(engine: Engine, setup: Setup) -> PrefillWorker:
         return PrefillWorker(engine, settings.scheduler, setup)
 
-    return serve_worker(Role.PREFILL, settings, (settings.address,), make)
+    return serve_worker(Role.PREFILL, settings, {"--address": settings.address}, make)

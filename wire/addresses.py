@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import re
 from pathlib import Path
+
+_TCP = re.compile(r"tcp://.+:(?P<port>[0-9]{1,5}|\*)")
 
 
 def is_local(address: str) -> bool:
@@ -20,6 +23,12 @@ def is_local(address: str) -> bool:
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
     return False  # a name, an interface, or all of them
+
+
+def has_port(address: str) -> bool:
+    """Whether ``address`` is ``tcp://HOST:PORT`` with a port that exists; 0 and ``*``: any. ZeroMQ would take 70000 for 4464."""
+    match = _TCP.fullmatch(address)
+    return match is not None and (match["port"] == "*" or int(match["port"]) <= 65535)
 
 
 def with_brackets(address: str) -> str:

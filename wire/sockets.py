@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+
 import zmq
 
-from kvrelay.wire.addresses import is_ipv6
+from kvrelay.common.errors import SettingsError
+from kvrelay.wire.addresses import has_port, is_ipv6, with_brackets
 from kvrelay.wire.codec import MAX_CONTROL_FRAME_NBYTES
 from kvrelay.wire.settings import LinkSettings
 
@@ -41,6 +44,31 @@ def allow_family(socket: zmq.Socket[bytes], address: str) -> None:
     Not for all addresses: ZeroMQ would look up names as IPv6 only, such as ``localhost``, where a worker may listen on IPv4.
     """
     socket.setsockopt(zmq.IPV6, int(is_ipv6(address)))
+
+
+def check_listenable(address: str, setting: str) -> None:
+    """Check that a worker can listen on ``address``, by doing it for a moment: a model may take minutes to load.
+
+    ``ipc://`` is not tried: ZeroMQ would take the path from the process that listens there. Raises SettingsError that names the
+    ``setting``.
+    """
+    if address.startswith(("ipc://", "inproc://")):
+        return
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        if not has_port(address):
+            raise zmq.ZMQError(errno.EINVAL)
+        with context.socket(zmq.ROUTER) as probe:
+            allow_family(probe, with_brackets(address))
+            probe.bind(with_brackets(address))
+    except zmq.ZMQError as error:
+        reason = zmq.strerror(error.errno or errno.EINVAL)
+        raise SettingsError(
+            f"{setting}: cannot listen on {address} ({reason}); write tcp://HOST:PORT with an address of this machine and a free "
+            "port, such as tcp://127.0.0.1:7100, or ipc://PATH"
+        ) from error
+    finally:
+        context.term()  # returns when the port is free again
 
 
 def configure_control(socket: zmq.Socket[bytes], settings: LinkSettings) -> None:

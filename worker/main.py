@@ -6,7 +6,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from prometheus_client import CollectorRegistry
 
@@ -19,6 +19,7 @@ from kvrelay.wire.lines.shared.place import SharedPlace
 from kvrelay.wire.messages import Role
 from kvrelay.wire.network import Network
 from kvrelay.wire.security.keys import keys_of
+from kvrelay.wire.sockets import check_listenable
 from kvrelay.worker.adapters import AdapterSettings
 from kvrelay.worker.nodes import Leaving, node_addresses, ranks_secret, serve_ranks
 from kvrelay.worker.process.run import Component, ProcessSettings, serve_process
@@ -31,12 +32,13 @@ logger = logging.getLogger(__name__)
 def serve_worker(
     role: Role,
     settings: WorkerSettings,
-    listens_at: tuple[str, ...],
+    listens_at: Mapping[str, str],
     make: Callable[[Engine, Setup], Component],
     load_before: Callable[[], None] = lambda: None,
 ) -> int:
     """Run the worker that ``make`` builds until SIGTERM or SIGINT. Returns the exit code. Raises KvrelayError if it cannot start.
 
+    ``listens_at``: its addresses, by the settings that have them.
     ``load_before``: loads what must get its memory before the model's KV pool takes the rest.
     """
     configure_logs(settings.log_level, settings.log_format)
@@ -45,7 +47,9 @@ def serve_worker(
         return serve_ranks(role, settings, place)
     worker_id = settings.worker_id or f"{role.value}-{socket.gethostname()}-{os.getpid()}"
     registry = CollectorRegistry()
-    keys = keys_of(settings.security, role, (*listens_at, *node_addresses(place)))
+    for setting, address in listens_at.items():
+        check_listenable(address, setting)
+    keys = keys_of(settings.security, role, (*listens_at.values(), *node_addresses(place)))
     leaving = Leaving()
     nodes = None if place is None else OtherNodes(place, ranks_secret(keys), leaving.because)
     shared_memory = SharedPlace.of(settings.same_host)

@@ -14,6 +14,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
+from kvrelay.common.listening import host_port
 from kvrelay.engine.ranks.host import RankHost
 from kvrelay.engine.ranks.nodes import HostDirectories, NodePlace
 from kvrelay.wire.messages import Role
@@ -47,8 +48,7 @@ def node_addresses(place: NodePlace | None) -> tuple[str, ...]:
     """The addresses of the worker's nodes."""
     if place is None:
         return ()
-    host, port = place.leader
-    return (f"tcp://{f'[{host}]' if ':' in host else host}:{port}",)
+    return (f"tcp://{host_port(*place.leader)}",)
 
 
 def ranks_secret(keys: WireKeys | None) -> bytes:

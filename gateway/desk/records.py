@@ -151,7 +151,7 @@ class Records:
                 "reason": note.reason,
                 "begun_s": since(note.begun_s),
                 "ended_s": since(note.ended_s),
-                "num_output_tokens": note.num_output_tokens,
+                "num_output_tokens_before": note.num_output_tokens,
                 "outcome": note.outcome,
                 "parts_s": {name: value for _, timings in note.heard for name, value in parts_of(timings).items()},
             }

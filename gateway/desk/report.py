@@ -1,4 +1,4 @@
-"""The gateway's activity log: one line every ten seconds while there is work."""
+"""The gateway's activity log: one line every ten seconds while there is work, and one about each worker that never answers."""
 
 from __future__ import annotations
 
@@ -7,21 +7,50 @@ import logging
 
 from kvrelay.common.clock import Clock
 from kvrelay.gateway.model import Model, Models
+from kvrelay.gateway.workers.worker import Worker
 from kvrelay.wire.messages import Role
 
 logger = logging.getLogger(__name__)
 
 _EVERY_S = 10.0
+_UNHEARD_S = 60.0  # a worker listens once its model is loaded
 
 
 async def log_activity(models: Models, clock: Clock) -> None:
-    """Log the activity of each model until cancelled."""
+    """Log the activity of each model, and its workers that do not answer, until cancelled."""
     all_of_them = [Activity(model, clock) for model in models]
+    unheard = [Unheard(model, clock) for model in models]
     while True:
         await asyncio.sleep(_EVERY_S)
         for one in all_of_them:
             if (line := one.line()) is not None:
                 logger.info("%s%s", f"{one.model.name}: " if len(all_of_them) > 1 else "", line)
+        for line in (line for one in unheard for line in one.lines()):
+            logger.info("%s", line)
+
+
+class Unheard:
+    """One model's workers that have not answered since this gateway knows them: nobody else would say that an address is wrong."""
+
+    def __init__(self, model: Model, clock: Clock) -> None:
+        self._pool = model.pool
+        self._clock = clock
+        self._known_since_s: dict[Worker, float] = {}
+        self._told: set[Worker] = set()
+
+    def lines(self) -> list[str]:
+        """A line about each worker that has been silent for a minute, once. Call it now and then."""
+        now_s = self._clock()
+        silent = {worker for worker in self._pool.workers if not worker.has_answered}
+        self._known_since_s = {worker: self._known_since_s.get(worker, now_s) for worker in silent}
+        late = [one for one, since_s in self._known_since_s.items() if now_s - since_s >= _UNHEARD_S]
+        new = [one for one in late if one not in self._told]
+        self._told = set(late)
+        return [
+            f"{one.role} worker at {one.address} has not answered for {now_s - self._known_since_s[one]:.0f} s: its model still "
+            "loads, or no worker listens there"
+            for one in new
+        ]
 
 
 class Activity:

@@ -109,7 +109,7 @@ class Edge:
             client.check_length(request.headers.get("content-length", ""))
             if not path.isprintable():
                 # The framework ignores a line end after a path and would call the endpoint.
-                raise NotFoundError("Not Found")
+                raise NotFoundError(_no_such_path(path))
             await self._app(scope, client.receive, reply)
         except ApiError as error:
             await error_response(request.fail(error), path)(scope, receive, reply)
@@ -238,6 +238,20 @@ def error_response(error: ApiError, path: str | None = None) -> JSONResponse:
     return JSONResponse(body, status_code=status, headers=headers)
 
 
+def _refusal(request: Request, error: HTTPException) -> str:
+    """What the framework refuses, and the way out."""
+    path = request.scope["path"]
+    if error.status_code == 404:
+        return _no_such_path(path)
+    if error.status_code == 405 and error.headers is not None and "Allow" in error.headers:
+        return f"{path[:80]!r} does not take {request.method[:20]!r}; send {error.headers['Allow']}"
+    return str(error.detail)
+
+
+def _no_such_path(path: str) -> str:
+    return f"there is no {path[:80]!r} here; /docs lists all paths"
+
+
 def install_error_handlers(app: FastAPI) -> None:
     """Answer every error of ``app`` with an error object, also an unknown path."""
 
@@ -245,7 +259,7 @@ def install_error_handlers(app: FastAPI) -> None:
         asked: ApiRequest = request.state.api_request
         headers: Mapping[str, str] | None = None
         if isinstance(error, HTTPException):
-            api_error: ApiError = InvalidRequestError(str(error.detail))
+            api_error: ApiError = InvalidRequestError(_refusal(request, error))
             api_error.status = error.status_code
             api_error.code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "invalid_request")
             headers = error.headers  # such as Allow

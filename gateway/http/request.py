@@ -5,6 +5,7 @@ Errors name the field, its value and the limit.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import secrets
@@ -32,6 +33,14 @@ SECONDS = r"[0-9]{1,9}(\.[0-9]{0,9})?"
 
 _SECONDS = re.compile(SECONDS)
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+# pydantic's names of complaints about a value whose type is right
+_BOUNDS = frozenset(
+    {
+        "too_short", "too_long", "string_too_short", "string_too_long",
+        "greater_than", "greater_than_equal", "less_than", "less_than_equal",
+    }
+)  # fmt: skip
 
 _MAX_COLONS = 100_000  # colons of a body whose unknown fields are still named: each costs part of a microsecond
 _ALL_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -245,7 +254,9 @@ def _complaint(complaints: Sequence[ErrorDetails]) -> InvalidRequestError:
     if complaints[0]["type"] == "json_invalid":
         reason = complaints[0].get("ctx", {}).get("error", complaints[0]["msg"])
         return InvalidRequestError(f"the body is not valid JSON: {reason}")
-    # A field of several types has one complaint per type. The type that fits best got furthest into the value.
+    # A field of several types has one complaint per type. A bound is only checked where the type fits. Otherwise the type that
+    # fits best got furthest into the value.
+    complaints = [complaint for complaint in complaints if complaint["type"] in _BOUNDS] or complaints
     deepest = max(len(complaint["loc"]) for complaint in complaints)
     chosen = [complaint for complaint in complaints if len(complaint["loc"]) == deepest]
     names = [str(part) for part in chosen[0]["loc"] if not _is_type_name(part)]
@@ -257,8 +268,13 @@ def _complaint(complaints: Sequence[ErrorDetails]) -> InvalidRequestError:
     messages = " or ".join(
         dict.fromkeys(complaint["msg"] for complaint in chosen[:4] if complaint["loc"][:-1] == chosen[0]["loc"][:-1])
     )
-    shown = "" if isinstance(value, dict | list) or chosen[0]["type"] == "missing" else f", not {str(value)[:80]!r}"
+    shown = "" if isinstance(value, dict | list) or chosen[0]["type"] == "missing" else f", not {_shown(value)}"
     return InvalidRequestError(f"{'.'.join(names) or 'body'}: {messages}{shown}", param=names[0] if names else "body")
+
+
+def _shown(value: object) -> str:
+    """A value of a body for an error: a text in quotes, anything else as JSON."""
+    return repr(value[:80]) if isinstance(value, str) else json.dumps(value)[:80]
 
 
 def _is_type_name(part: object) -> bool:

@@ -211,8 +211,8 @@ class Relay:
             await attempt.run(self._submit(request, place), self.clock(), elsewhere, sooner)
             outcome = "finished" if attempt.is_finished else "stopped"
             if request.num_failures:
-                text = "the request went on after %d failed attempts; its client got all of it"
-                logger.info(text, request.num_failures, extra=request.log_context)
+                failed = "1 failed attempt" if request.num_failures == 1 else f"{request.num_failures} failed attempts"
+                logger.info("the request went on after %s; its client got all of it", failed, extra=request.log_context)
         except AttemptMovedError as moved:
             outcome = str(moved)
             return False

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvrelay.common.errors import SettingsError
+from kvrelay.common.listening import host_port
 from kvrelay.gateway.settings import DiscoverySettings
 from kvrelay.gateway.workers.pool import FoundWorker, WorkerPool, static_workers
 from kvrelay.wire.messages import Role
@@ -248,7 +249,7 @@ def worker_of(pod: dict[str, Any]) -> FoundWorker | None:
     )
     return FoundWorker(
         role=role,
-        address=f"tcp://{f'[{host}]' if ':' in host else host}:{port}",
+        address=f"tcp://{host_port(host, port)}",
         uid=metadata["uid"],
         accepts=is_ready and "deletionTimestamp" not in metadata,
         model=labels.get(MODEL_LABEL, ""),

@@ -83,6 +83,7 @@ class Worker:
         self.fingerprint: bytes | None = None  # of its KV layout, while the worker is up
         self.status: Status | None = None
         self.problem = "not connected yet"
+        self.has_answered = False  # since this gateway knows it, be it with a refusal
         self.up_since_s = 0.0  # on the network's clock
         self.misfit = ""  # why it does not fit the other workers; empty if it does
         self.is_retiring = False  # it finishes its requests and gets no new ones
@@ -95,6 +96,7 @@ class Worker:
 
     def on_welcome(self, welcome: Welcome) -> None:
         """The link is up."""
+        self.has_answered = True
         if welcome.role is not self.role:
             self.problem = f"{self.address} is a {welcome.role} worker, but was given as a {self.role} worker"
             logger.error("%s", self.problem)
@@ -144,6 +146,7 @@ class Worker:
 
     def on_refused(self, refused: HelloRefused) -> None:
         """The worker refuses gateways like this one."""
+        self.has_answered = True
         if self.problem != refused.detail:
             logger.error("%s worker at %s refuses this gateway: %s", self.role, self.address, refused.detail)
         self.problem = refused.detail

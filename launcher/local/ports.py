@@ -7,11 +7,10 @@ during a restart. In that range a client that keeps reconnecting to a dead loopb
 
 from __future__ import annotations
 
-import errno
 import random
 import socket
 
-from kvrelay.common.listening import listen
+from kvrelay.common.listening import listen, way_out
 from kvrelay.launcher.errors import PortTakenError
 
 _RANGE = range(20_000, 30_000)  # Linux' outgoing connections start at 32768 by default
@@ -25,12 +24,7 @@ def check_free(host: str, port: int) -> int:
     try:
         probes = listen(host, port)
     except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            advice = "another process listens there; stop it, or choose another port with --port (0: any free one)"
-        elif error.errno == errno.EACCES:
-            advice = "ports below 1024 need root; choose another one with --port"
-        else:
-            advice = "choose an address of this machine with --host, or another --port"
+        advice = way_out(error, "--host", "--port")
         raise PortTakenError(f"cannot listen on {host}:{port}: {error.strerror}; {advice}") from error
     chosen: int = probes[0].getsockname()[1]
     for probe in probes:

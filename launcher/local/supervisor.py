@@ -71,6 +71,7 @@ class Status:
     load_s: float | None  # time from start to ready
     rss_bytes: int | None
     num_restarts: int
+    is_back: bool = False  # ready once more, and the same process
     detail: str = ""  # how it ended, in state DIED
 
 
@@ -91,6 +92,7 @@ class _Component:
     state: State = State.LOADING
     since_s: float = 0.0
     load_s: float | None = None
+    is_back: bool = False
     num_deaths: int = 0  # in a row
     num_restarts: int = 0
     restart_at_s: float = 0.0
@@ -207,6 +209,7 @@ class Supervisor:
         elif own_answer(component.spec.ready_url) is not None:
             component.probe_at_s = time.monotonic() + _READY_PROBE_S
             if component.state is not State.READY:
+                component.is_back = component.load_s is not None
                 if component.load_s is None:
                     component.load_s = time.monotonic() - component.child.started_s
                 self._enter(component, State.READY)
@@ -276,6 +279,7 @@ class Supervisor:
             load_s=component.load_s,
             rss_bytes=child.rss_bytes() if child is not None and is_alive else None,
             num_restarts=component.num_restarts,
+            is_back=component.is_back,
             detail=component.detail if component.state is State.DIED else "",
         )
 

@@ -33,7 +33,7 @@ def describe(status: Status) -> str:
     """A status in words, without the component's name."""
     parts = [status.state.value]
     if status.state is State.READY and status.load_s is not None:
-        parts.append(f"after {status.load_s:.1f} s")
+        parts.append("again" if status.is_back else f"after {status.load_s:.1f} s")
     if status.state is State.DIED:
         # A component that was never ready is not restarted: its next start would fail the same way.
         parts.append(f"({status.detail})" + ("; it is started again" if status.load_s is not None else ""))

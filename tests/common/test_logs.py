@@ -1,8 +1,10 @@
-"""Warnings that may come in a flood are logged once a second."""
+"""What a process logs: warnings that may come in a flood once a second, and nothing that says nothing."""
 
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 
 import pytest
 
@@ -20,3 +22,20 @@ def test_a_flood_is_one_line_a_second(caplog: pytest.LogCaptureFixture) -> None:
     warnings.warn("a third", "bad_size")
     assert caplog.messages == ["a bad frame", "another one (and 999 more since the last such line)", "a third"]
     assert [record.__dict__["cause"] for record in caplog.records] == ["bad_header", "bad_size", "bad_size"]
+
+
+_DEBUG = """
+import asyncio, logging
+from kvrelay.common.logs import configure_logs
+
+async def work():
+    logging.getLogger("kvrelay.work").debug("a step")
+
+configure_logs("debug", "text")
+asyncio.run(work())
+"""
+
+
+def test_all_that_is_logged_at_debug_is_our_own() -> None:
+    ran = subprocess.run([sys.executable, "-P", "-c", _DEBUG], capture_output=True, text=True, timeout=60, check=True)
+    assert [line.partition(" ")[2] for line in ran.stderr.splitlines()] == ["DEBUG   a step"]

@@ -172,7 +172,10 @@ async def test_bodies(model_directory: Path) -> None:
         response = await app.client.get(CHAT)
         assert (response.status_code, response.headers["allow"]) == (405, "POST")
         assert response.json()["error"]["code"] == "method_not_allowed"
-        assert (await app.client.get("/nowhere")).json()["error"]["code"] == "not_found"
+        assert response.json()["error"]["message"] == f"'{CHAT}' does not take 'GET'; send POST"
+        nowhere = (await app.client.get(f"/nowhere{'x' * 1000}")).json()["error"]
+        assert nowhere["code"] == "not_found"
+        assert nowhere["message"] == f"there is no '/nowhere{'x' * 72}' here; /docs lists all paths"
         for path in ("/v1/completions%0A", "/v1/chat/completions%0A", "/generate%0A"):  # the framework accepts them
             answer = await app.client.post(path, json={"prompt": "x", "inputs": "x", "messages": []})
             assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")

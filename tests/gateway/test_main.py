@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,7 @@ class Gateway:
         code = self.process.wait(timeout=20)
         log = self.began + self.process.stderr.read()
         assert code == 0, log
+        assert "gateway: draining for at most 30 s" in log
         assert "gateway: stopped" in log
         assert "Traceback" not in log
         return log
@@ -131,16 +133,15 @@ def _own_logs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_own_logs")
 def test_a_taken_port_is_named(model_directory: Path) -> None:
+    on = partial(GatewaySettings, relay=RelaySettings(), workers=DiscoverySettings(), model=(str(model_directory),))
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(SettingsError, match=f"cannot listen on 127.0.0.1:{port}.*choose another port"):
-            serve(
-                GatewaySettings(
-                    relay=RelaySettings(), workers=DiscoverySettings(), model=(str(model_directory),), port=port
-                )
-            )
+        with pytest.raises(SettingsError, match=f"cannot listen on 127.0.0.1:{port}.*choose another port with --port"):
+            serve(on(port=port))
+        with pytest.raises(SettingsError, match=r"cannot listen on 192\.0\.2\.1:.* with --host"):
+            serve(on(port=port, host="192.0.2.1"))
 
 
 @pytest.mark.usefixtures("_own_logs")

@@ -13,6 +13,7 @@ from kvrelay.launcher.local.ports import free_ports
 from kvrelay.launcher.local.process import ComponentSpec
 
 # Arguments: port, behaviour, name, folder. The files "started" and "stopped" in the folder list names in order.
+# While there is a file "unready" in it, no component is ready.
 FAKE_COMPONENT = """
 import http.server, os, pathlib, signal, sys, threading
 
@@ -38,7 +39,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if self.path == "/die":
             print("told to die", flush=True)
             os._exit(7)
-        self.send_response(200 if behaviour != "never ready" else 503)
+        self.send_response(503 if behaviour == "never ready" or (folder / "unready").exists() else 200)
         if behaviour == "breaks off at first" and not has_broken_off.is_set():
             has_broken_off.set()
             self.send_header("Content-Length", "10")

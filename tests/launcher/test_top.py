@@ -103,10 +103,25 @@ def test_one_picture_where_there_is_no_terminal() -> None:
     assert "502  attempts_failed  request-9" in text
 
 
+def test_no_title_is_cut_off_on_a_narrow_terminal() -> None:
+    console = Console(file=io.StringIO(), width=80)
+    roster = msgspec.structs.replace(
+        ROSTER, workers=[msgspec.structs.replace(one, problem="") for one in ROSTER.workers]
+    )
+    state = msgspec.structs.replace(STATE, workers=[Load("up", "closed", 2, 1, 512, 40, 900)] * 2)
+    console.print(top.render(msgspec.to_builtins(roster), msgspec.to_builtins(state)))
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    assert "…" not in text
+    above, below = (line.split() for line in text.splitlines() if line.endswith(("handed", "over/s")))
+    assert above == ["tokens", "KV", "in", "prompt", "handed"]
+    assert below == ["worker", "role", "state", "running", "waiting", "waiting", "use", "tokens/s", "over/s"]
+
+
 def test_over_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cert, key = write_pair(tmp_path, "gateway")
     with gateway(*SAID, certificate=(cert, key)) as url:
-        with pytest.raises(AnswerError, match=r"does not answer .*certificate"):
+        with pytest.raises(AnswerError, match=r"does not answer .*certificate.*; SSL_CERT_FILE=ca\.crt names"):
             shown(url)
         monkeypatch.setenv("SSL_CERT_FILE", str(cert))
         assert "pre-0" in shown(url)
@@ -118,7 +133,7 @@ def test_what_is_wrong_is_said() -> None:
             shown(url, None)
         with pytest.raises(AnswerError, match="no gateway of this version"):
             shown(url)
-    with pytest.raises(AnswerError, match="does not answer"):
+    with pytest.raises(AnswerError, match=r"does not answer .*; start a gateway there"):
         shown(url)
     with pytest.raises(SettingsError, match="write http://HOST:PORT"):
         shown("ftp://x")

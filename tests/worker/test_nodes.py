@@ -38,12 +38,12 @@ def test_ranks_of_other_hosts_need_keys_or_a_word_of_the_operators(node_rank: in
     with pytest.raises(
         SettingsError, match=r"tcp://10\.1\.2\.3:7202 can be reached from other machines, and without --keys"
     ):
-        serve_worker(Role.DECODE, settings(node_rank=node_rank), ("tcp://127.0.0.1:7200",), never)
+        serve_worker(Role.DECODE, settings(node_rank=node_rank), {"--address": "tcp://127.0.0.1:7200"}, never)
 
 
 def test_nodes_that_do_not_divide_the_ranks_are_refused_before_anything_starts() -> None:
     with pytest.raises(SettingsError, match="take 1, 3 nodes"):
-        serve_worker(Role.DECODE, settings(tensor_parallel=3), (), never)
+        serve_worker(Role.DECODE, settings(tensor_parallel=3), {}, never)
 
 
 def test_nodes_of_one_role_have_the_same_secret(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import socket
@@ -19,6 +20,8 @@ from prometheus_client import CollectorRegistry, Counter
 from kvrelay.common.errors import ModelError, SettingsError
 from kvrelay.worker.process import run as process_module
 from kvrelay.worker.process.run import ProcessSettings, run_process
+
+from ..ipv6 import needs_ipv6
 
 
 def free_port() -> int:
@@ -99,6 +102,21 @@ async def test_from_loading_to_exit_0() -> None:
         played.may_drain.set()
     assert await running == 0
     assert played.calls == ["start", "drain", "stop"]
+
+
+@needs_ipv6
+@pytest.mark.timeout(60)
+async def test_the_log_has_a_url_that_can_be_asked(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    port, played = free_port(), Played()
+    settings = ProcessSettings("::1", port, 30.0)
+    running = asyncio.create_task(run_process(lambda: played, settings, CollectorRegistry(), "played"))
+    async with httpx.AsyncClient(base_url=f"http://[::1]:{port}") as client:
+        await until(client, 200)
+    os.kill(os.getpid(), signal.SIGTERM)
+    played.may_drain.set()
+    assert await running == 0
+    assert f"played: health and metrics at http://[::1]:{port}" in caplog.text.splitlines()[0]
 
 
 @pytest.mark.timeout(60)

@@ -122,9 +122,9 @@ class BlockSender:
             while line.has_room() and (job := self._next(line)) is not None and line.ship(job):
                 pass
         except PeerLostError as error:
-            logger.warning("%s; its link will be made anew", error)
+            logger.warning("KV blocks for %s: %s; its link will be made anew", self._address, error)
         except Exception:
-            logger.exception("a block sender dies; its link will be made anew")
+            logger.exception("KV blocks for %s: the sender dies; its link will be made anew", self._address)
         finally:
             self._has_ended = True
             if line is not None:

@@ -139,7 +139,7 @@ class TcpLine:
         while int(self._monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             event = parse_monitor_message(self._monitor.recv_multipart())["event"]
             if self._is_up:  # the only event that can follow
-                raise PeerLostError(f"the connection for KV blocks to {self._address} broke")
+                raise PeerLostError("the connection broke")
             self._is_up = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
 
     def _prepared(self, job: SendJob, plain: memoryview) -> tuple[bytes, memoryview]:

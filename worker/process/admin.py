@@ -21,7 +21,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from kvrelay.common.errors import SettingsError
-from kvrelay.common.listening import listen
+from kvrelay.common.listening import listen, way_out
 from kvrelay.engine.step.interface import Profiler
 
 _MAX_PROFILE_STEPS = 100  # a step of 30 layers is 2 MB of trace, and the worker waits while it is written
@@ -74,16 +74,19 @@ def admin_app(probe: AdminProbe, registry: CollectorRegistry) -> Starlette:
             return JSONResponse({"error": "a recording is under way"}, 409)
         return JSONResponse({"num_steps": int(steps), "traces": traces}, 202)
 
-    return Starlette(
-        routes=[
-            Route("/health", ready),
-            Route("/health/live", live),
-            Route("/health/ready", ready),
-            Route("/metrics", metrics),
-            Route("/debug/kv", debug_kv),
-            Route("/debug/profile", profile, methods=["POST"]),
-        ]
-    )
+    async def nowhere(request: Request, _: Exception) -> Response:
+        paths = ", ".join(route.path for route in routes)
+        return Response(f"there is no {request.url.path[:80]!r} here, but {paths}\n", 404, media_type="text/plain")
+
+    routes = [
+        Route("/health", ready),
+        Route("/health/live", live),
+        Route("/health/ready", ready),
+        Route("/metrics", metrics),
+        Route("/debug/kv", debug_kv),
+        Route("/debug/profile", profile, methods=["POST"]),
+    ]
+    return Starlette(routes=routes, exception_handlers={404: nowhere})
 
 
 class _Server(uvicorn.Server):
@@ -119,9 +122,8 @@ class AdminServer:
             # Here and not in uvicorn's task: probes wait, and a taken port raises.
             listeners = listen(self._host, self._port)
         except OSError as error:
-            raise SettingsError(
-                f"--admin-port: cannot listen on {self._host}:{self._port} ({error.strerror}); choose another port, or 0"
-            ) from error
+            advice = way_out(error, "--admin-host", "--admin-port")
+            raise SettingsError(f"cannot listen on {self._host}:{self._port}: {error.strerror}; {advice}") from error
         port: int = listeners[0].getsockname()[1]
         self._task = asyncio.create_task(self._server.serve(sockets=listeners))
         return port

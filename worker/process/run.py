@@ -22,6 +22,7 @@ from typing import Any, Protocol, TypeVar
 
 from prometheus_client import CollectorRegistry
 
+from kvrelay.common.listening import host_port
 from kvrelay.common.system import keep_freed_memory, raise_descriptor_limit, return_freed_memory
 from kvrelay.engine.step.interface import Profiler
 from kvrelay.worker.process.admin import AdminProbe, AdminServer
@@ -132,7 +133,7 @@ async def run_process(
     began_s = loop.time()
     leaving = asyncio.create_task(_when(settings.is_leaving, stop_requested))
     try:
-        logger.info("%s: health and metrics at http://%s:%d", name, settings.admin_host, port)
+        logger.info("%s: health and metrics at http://%s", name, host_port(settings.admin_host, port))
         component = await _first(_in_thread(load, f"{name}-loader"), _after(stop_requested, None))
         if component is None:
             logger.info("%s: stopped while loading", name)

@@ -80,7 +80,8 @@ export class Charts {
     chart.plot = new uPlot({
       width: chart.canvas.clientWidth, height: HEIGHT, padding: [8, 30, 0, 0], legend: { show: false }, cursor: { y: false }, series: [{}, ...series],
       hooks: { setCursor: [() => this.#tell(chart)] },
-      scales: { y: { range: (_, _low, high) => [0, high > 0 ? high * 1.1 : 1] } },
+      // Shares are told in whole per cent, so a scale of less than a few has one label several times.
+      scales: { y: { range: (_, _low, high) => [0, high > 0 ? Math.max(high * 1.1, chart.told === percent ? 0.05 : 0) : 1] } },
       axes: [{ ...axis, size: 28, space: 90, values: (_, ticks) => ticks.map(clockTime) }, { ...axis, size: 62, values: (_, ticks) => ticks.map((tick) => chart.told(tick)) }],
     }, this.#data(chart), chart.canvas);
   }

@@ -23,7 +23,8 @@ function filled(element, attributes, children) {
   return element;
 }
 
-export const ms = (s) => (s === null || s === undefined ? "-" : s < 1 ? `${+(s * 1000).toPrecision(3)} ms` : `${+s.toPrecision(3)} s`);
+export const ms = (s) => (s === null || s === undefined ? "-" : s < 1 ? `${short(s * 1000)} ms` : `${short(s)} s`);
+const short = (number) => (number < 1 ? +number.toFixed(2) : +number.toPrecision(3));
 export const count = (n) => (n < 10 ? +n.toFixed(1) : Math.round(n)).toLocaleString("en");
 export const percent = (part) => (part === null ? "-" : `${Math.round(part * 100)} %`);
 export const clockTime = (at) => new Date(at * 1000).toLocaleTimeString();

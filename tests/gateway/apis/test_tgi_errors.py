@@ -54,7 +54,7 @@ ROUTES: list[tuple[str, dict[str, Any]]] = [
     ("/", {"stream": True}),
 ]
 WRONG: list[tuple[dict[str, Any], tuple[str, ...]]] = [
-    ({"temperature": 0}, ("parameters.temperature", "greater than 0", "'0'")),
+    ({"temperature": 0}, ("parameters.temperature", "greater than 0, not 0")),
     ({"max_new_tokens": 600}, ("max_new_tokens is 600", "512 tokens", "lower max_new_tokens to")),
     ({"stop": ["x"] * 17}, ("parameters.stop", "16")),
     ({"stop": "x"}, ("parameters.stop", "array", "'x'")),
@@ -114,7 +114,9 @@ async def test_a_method_that_a_path_does_not_take(app: App) -> None:
     response = await app.client.get("/generate")
     assert response.status_code == 405
     named = {"request_id": response.headers["x-request-id"]}
-    assert response.json() == {"error": "Method Not Allowed", "error_type": "validation", **named}
+    assert response.json() == {
+        "error": "'/generate' does not take 'GET'; send POST", "error_type": "validation", **named
+    }  # fmt: skip
     unknown = await app.client.get("/nowhere")
     assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "not_found")
 

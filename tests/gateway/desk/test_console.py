@@ -31,6 +31,15 @@ in_browser = [
     pytest.mark.full,
     pytest.mark.skipif(PROGRAM is None, reason="no chromium here: apt-get install chromium"),
 ]
+# The labels of the scale of "KV in use", where a decode worker uses this share of its blocks.
+TICKS_OF_KV = """import('/console/charts.js').then(({ Charts }) => {
+  const place = document.body.appendChild(document.createElement("div"));
+  const charts = new Charts(place), used = %s * 10000;
+  const figures = { parts_s: {}, itl_s: [null, null], cached: null, prompt_tokens_per_s: 0, output_tokens_per_s: 0 };
+  const state = { num_running: 0, num_queued: 0, figures, workers: [["up", "closed", 1, 0, 0, used, null]] };
+  for (const at of [1, 2]) charts.add({ workers: [{ role: "decode", num_blocks: 10000 }] }, { at, ...state });
+  return new Promise((tell) => requestAnimationFrame(() => tell(charts.charts[4].plot.axes[1]._values)));
+})"""
 LIVE = "document.getElementById('link').textContent === 'live'"
 
 
@@ -99,6 +108,16 @@ class TestInABrowser:
             ]
             assert unnamed == []
             await look(lambda p: keep(p, "idle"))
+
+    async def test_small_numbers_are_told_apart(self, model_directory: Path, tmp_path: Path) -> None:
+        times_s = [0.00000123, 0.0000704, 0.000671, 0.01234, 1.2345, None]
+        texts = ["0 ms", "0.07 ms", "0.67 ms", "12.3 ms", "1.23 s", "-"]
+        async with scene(model_directory, 1, 1) as s, looking(s, tmp_path) as look:
+            told = f"import('/console/common.js').then((m) => {json.dumps(times_s)}.map(m.ms))"
+            assert await look(lambda p: p.value(told)) == texts
+            for share in (0.0003, 0.02, 0.3, 1):
+                ticks = await look(lambda p, share=share: p.value(TICKS_OF_KV % share))
+                assert len(ticks) == len({*ticks}) > 1, f"at {share}"
 
     async def test_busy_and_a_request_is_followed(self, model_directory: Path, tmp_path: Path) -> None:
         async with scene(model_directory, 3, 3) as s, looking(s, tmp_path, height=1400) as look:

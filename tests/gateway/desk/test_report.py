@@ -7,13 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.gateway.desk.report import Activity
+from kvrelay.gateway.desk.report import Activity, Unheard
 from kvrelay.gateway.model import Model, ModelFiles
-from kvrelay.wire.messages import FailureCode, Submit
+from kvrelay.gateway.workers.pool import FoundWorker
+from kvrelay.wire.messages import FailureCode, Role, Submit
 
 from ..clock import Clock
 from ..http_app import TEXT, app_for
 from ..players import ALL, Player, failing, good, stage, until
+
+NOBODY = "tcp://127.0.0.1:1"  # nobody listens there
 
 
 async def test_workers_and_their_breakers_are_shown(model_directory: Path) -> None:
@@ -55,6 +58,28 @@ async def test_a_line_says_what_was_done_since_the_last_one_and_nothing_of_nothi
         good(*play)
         assert await running == ALL
         assert activity.line() is None
+
+
+async def test_a_worker_that_never_answers_is_told_once(model_directory: Path, clock: Clock) -> None:
+    async with stage(good) as s:
+        at = s.players[0].address
+        await until(s.pool, lambda: s.pool.decodes[at].status is not None)
+        unheard = Unheard(Model("tiny", ModelFiles.load(model_directory), s.relay), clock)
+        s.pool.update([FoundWorker(Role.DECODE, at), FoundWorker(Role.DECODE, NOBODY)])
+        assert unheard.lines() == []
+        clock.now_s += 59
+        assert unheard.lines() == []
+        clock.now_s += 1
+        [line] = unheard.lines()
+        assert line.startswith(f"decode worker at {NOBODY} has not answered for 60 s: ")
+        clock.now_s += 100
+        assert unheard.lines() == []
+        s.pool.update([FoundWorker(Role.DECODE, at)])
+        assert unheard.lines() == []
+        s.pool.update([FoundWorker(Role.DECODE, at), FoundWorker(Role.DECODE, NOBODY)])
+        assert unheard.lines() == [], "it is known anew"
+        clock.now_s += 60
+        assert len(unheard.lines()) == 1
 
 
 async def test_a_gateway_logs_the_line_now_and_then(

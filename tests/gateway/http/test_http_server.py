@@ -63,13 +63,14 @@ def test_a_flood_of_refusals_is_a_line_a_second(caplog: pytest.LogCaptureFixture
     now_s = 0.0
     registry = CollectorRegistry()
     refusals = Refusals(GatewayMetrics(registry).refused_connections, lambda: now_s)
-    for now_s in (0.0, 0.2, 0.9, 1.1):
-        refusals.count(Reason.PIPELINE, f"at {now_s}", "1.2.3.4")
+    for now_s, client in ((0.0, ("1.2.3.4", 5)), (0.2, None), (0.9, None), (1.1, ("fd00::7", 6)), (2.2, None)):
+        refusals.count(Reason.PIPELINE, f"at {now_s}", client)
     assert [record.getMessage() for record in caplog.records] == [
-        "ended the connection of 1.2.3.4: at 0.0",
-        "ended the connection of 1.2.3.4: at 1.1 (and 2 more since the last such line)",
+        "ended the connection of 1.2.3.4:5: at 0.0",
+        "ended the connection of [fd00::7]:6: at 1.1 (and 2 more since the last such line)",
+        "ended the connection of a client: at 2.2",
     ]
     assert caplog.records[0].__dict__["cause"] == "pipeline"
     name = "kvrelay_refused_connections_total"
-    assert registry.get_sample_value(name, {"reason": "pipeline"}) == 4
+    assert registry.get_sample_value(name, {"reason": "pipeline"}) == 5
     assert registry.get_sample_value(name, {"reason": "invalid_http"}) == 0  # the sample exists from the start

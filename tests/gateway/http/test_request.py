@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from starlette.types import Message
 
@@ -38,3 +40,31 @@ def test_what_is_no_id_is_replaced(given: bytes) -> None:
 def test_a_value_that_is_no_json_is_refused_also_where_no_field_is_declared(value: bytes) -> None:
     with pytest.raises(InvalidRequestError, match="not valid JSON"):
         parse_body(CompletionBody, None, b'{"prompt": "x", "metadata": %b}' % value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        (
+            f'"prompt": {json.dumps(["x"] * 129)}',
+            "prompt: List should have at most 128 items after validation, not 129",
+        ),
+        (
+            f'"prompt": {json.dumps([[1]] * 129)}',
+            "prompt: List should have at most 128 items after validation, not 129",
+        ),
+        ('"prompt": [[1], []]', "prompt.1 is an empty list; it must have at least one item"),
+        ('"prompt": []', "prompt is an empty list; it must have at least one item"),
+        ('"prompt": [1, -1]', "prompt.1: Input should be greater than or equal to 0, not -1"),
+        ('"prompt": [[1], ["x"]]', "prompt.1.0: Input should be a valid integer, not 'x'"),
+        ('"prompt": null', "prompt: Input should be a valid string or Input should be a valid array, not null"),
+        (f'"prompt": "x", "stop": {json.dumps(["x"] * 17)}', "stop: List should have at most 16 items"),
+        ('"prompt": "x", "seed": true', "seed: Input should be a valid integer, not true"),
+        (f'"prompt": "x", "seed": {"9" * 4000}', "seed: Input should be less than 9223372036854775808, not 999"),
+    ],
+)
+def test_the_complaint_is_about_the_type_that_the_client_meant(fields: str, text: str) -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        parse_body(CompletionBody, None, f"{{{fields}}}".encode())
+    assert str(refused.value).startswith(text)
+    assert len(str(refused.value)) < 400

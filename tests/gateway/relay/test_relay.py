@@ -39,7 +39,8 @@ async def test_another_attempt_goes_on_where_the_last_one_ended(caplog: pytest.L
         assert (second.token_ids, second.attempt) == ([*PROMPT, 100, 101], 2)
         assert second.num_prompt_tokens == 3
         assert second.sampling == first.sampling
-        assert [record.levelname for record in caplog.records if "went on after 1 failed" in record.message] == ["INFO"]
+        told = "the request went on after 1 failed attempt; its client got all of it"
+        assert [record.levelname for record in caplog.records if record.message == told] == ["INFO"]
         assert (s.attempts("internal"), s.attempts("finished")) == (1, 1)
 
 

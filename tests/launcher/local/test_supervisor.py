@@ -111,6 +111,24 @@ def test_a_component_that_dies_later_is_restarted(make_spec: MakeSpec, recorder:
     assert supervisor.stop(20)
 
 
+def test_a_component_that_is_ready_once_more_has_not_loaded_again(
+    make_spec: MakeSpec, recorder: Recorder, tmp_path: Path
+) -> None:
+    spec = make_spec("gateway")
+    supervisor = supervised([spec], recorder)
+    supervisor.wait_ready(20)
+    assert [status.is_back for status in supervisor.statuses()] == [False]
+    (tmp_path / "unready").touch()
+    recorder.wait_for("gateway", State.UNREADY)
+    (tmp_path / "unready").unlink()
+    recorder.wait_for("gateway", State.READY, count=2)
+    assert [status.is_back for status in supervisor.statuses()] == [True]
+    tell_to_die(spec)
+    recorder.wait_for("gateway", State.READY, count=3)
+    assert [status.is_back for status in supervisor.statuses()] == [False], "a new process has loaded"
+    assert supervisor.stop(20)
+
+
 def test_too_many_deaths_in_a_row_end_the_deployment(make_spec: MakeSpec, recorder: Recorder) -> None:
     spec = make_spec("decode-0", "dies at restart")
     supervisor = supervised([spec], recorder)

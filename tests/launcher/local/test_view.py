@@ -33,10 +33,12 @@ def test_plain_lines() -> None:
     with view.shown():
         view.on_line("decode-0", "hello [not markup]")
         view.on_state(status(State.READY))
+        view.on_state(status(State.READY, is_back=True))
         view.on_state(status(State.DIED, detail="exit code 3"))
     assert stream.getvalue().splitlines() == [
         "decode-0  | hello [not markup]",
         "kvrelay   | decode-0: ready after 2.5 s (5 MiB)",
+        "kvrelay   | decode-0: ready again (5 MiB)",
         "kvrelay   | decode-0: died (exit code 3); it is started again",
     ]
 

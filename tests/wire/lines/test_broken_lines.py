@@ -44,7 +44,9 @@ async def receive(peer: zmq.Socket[bytes]) -> None:
 
 
 @pytest.mark.parametrize("doing", ["waits for room", "has nothing to send", "waits for a block's bytes"])
-async def test_a_break_is_noticed(sending: Make, peer: Any, cable: Cable, doing: str) -> None:
+async def test_a_break_is_noticed(
+    sending: Make, peer: Any, cable: Cable, caplog: pytest.LogCaptureFixture, doing: str
+) -> None:
     """The connection breaks. The sender ends and releases all blocks, because blocks in ZeroMQ's queue may be lost."""
     prefill = sending(f"tcp://127.0.0.1:{cable.port}")
     tickets = prefill.send(*((100, BIG_NBYTES) if doing == "waits for room" else ()))
@@ -57,6 +59,8 @@ async def test_a_break_is_noticed(sending: Make, peer: Any, cable: Cable, doing:
         assert await asyncio.to_thread(late.is_awaited.wait, WAIT_S)
     cable.cut()
     await asyncio.to_thread(prefill.assert_ends, tickets)
+    told = f"KV blocks for tcp://127.0.0.1:{cable.port}: the connection broke; its link will be made anew"
+    assert [record.message for record in caplog.records if record.name.startswith("kvrelay.wire.lines")] == [told]
 
 
 async def test_a_break_is_noticed_by_a_line_that_never_waits(context: Any, peer: Any, cable: Cable) -> None:
