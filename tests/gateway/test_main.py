@@ -77,7 +77,8 @@ def test_who_looks_on_does_not_keep_a_gateway_that_ends(model_directory: Path) -
         connection.sendall(b"GET /debug/live HTTP/1.1\r\nhost: x\r\n\r\n")
         said = b""
         while b"event: roster" not in said:  # the head may come alone
-            assert (part := connection.recv(2**16)), said
+            part = connection.recv(2**16)
+            assert part, said
             said += part
         running.ends_well()  # waits less than the 30 s after which requests are cancelled
 

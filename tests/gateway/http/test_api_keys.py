@@ -187,14 +187,14 @@ async def test_only_a_key_that_may_passes_the_line(tmp_path: Path, model_directo
             served.append(name)
 
         tasks = [asyncio.create_task(ask("alice"))]
-        plays = [await asyncio.wait_for(begun.get(), 10)]
+        plays = [await asyncio.wait_for(begun.get(), 20)]
         for name in ("alice", "bob"):
             tasks.append(asyncio.create_task(ask(name)))
             while (await app.metrics()).get('kvrelay_requests_queued{model="tiny"}', 0) < len(tasks) - 1:
                 await asyncio.sleep(0)
         for _ in tasks[1:]:
             good(*plays[-1])
-            plays.append(await asyncio.wait_for(begun.get(), 10))
+            plays.append(await asyncio.wait_for(begun.get(), 20))
         good(*plays[-1])
         await asyncio.gather(*tasks)
         assert served == ["alice", "bob", "alice"]

@@ -223,6 +223,9 @@ async def test_a_lost_prefill_worker_matters_until_the_hand_off(handed_over: boo
         while not (s.players[0].submits and lost.load and lost.load.attempts):
             await asyncio.sleep(0)  # lets the request start
         submit = s.players[0].submits[0]
+        # A link keeps the order: when a new status has arrived, the hand-off is known.
+        reported = lost.status
+        await until(s.pool, lambda: lost.status is not reported)
         await s.players[0].server.stop()
         await until(s.pool, lambda: not lost.is_usable)
         if handed_over:
