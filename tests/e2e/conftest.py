@@ -68,7 +68,7 @@ def ledger(deployment: LocalDeployment, name: str) -> dict[str, int]:
     return counts
 
 
-def wait_until_idle(deployment: LocalDeployment, timeout_s: float = 10.0) -> None:
+def wait_until_idle(deployment: LocalDeployment, timeout_s: float = 60.0) -> None:
     """Wait until every block on all workers is free or cached. Fails after ``timeout_s``."""
     deadline_s = time.monotonic() + timeout_s
     workers = [name for name in deployment.admin_urls if name != "gateway"]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -13,7 +14,7 @@ import pytest
 
 from kvrelay.launcher.bench.records import read_result
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 
 def test_a_served_run_has_the_servers_cpu_and_the_parts_of_its_ttft(model_directory: Path, tmp_path: Path) -> None:
@@ -49,7 +50,10 @@ def test_a_served_run_has_the_servers_cpu_and_the_parts_of_its_ttft(model_direct
         assert record.parts.transfer_s is not None
     assert "prefill" in ended.stdout
     assert "transfer wait" in ended.stdout
-    assert not [process.pid for process in psutil.process_iter() if _mark_of(process) == mark]
+    latest_s = time.monotonic() + 20
+    while left := [process.pid for process in psutil.process_iter() if _mark_of(process) == mark]:
+        assert time.monotonic() < latest_s, f"the run has ended, and left the processes {left}"
+        time.sleep(0.05)  # one that ends may take a moment
 
 
 def _mark_of(process: psutil.Process) -> str | None:

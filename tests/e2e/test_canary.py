@@ -72,9 +72,13 @@ async def test_a_bit_that_flips_in_a_running_worker_costs_its_clients_nothing(
         assert flip_bit(checked.pids[worker], weight(model_directory), EXPONENT_BIT) > 0
         told = f"{worker}: died exit code {WRONG_EXIT_CODE}"
         await asyncio.to_thread(wait_until, lambda: says(checked, told), PATIENCE_S, told)
-        [dropped] = [found for line in checked.log.lines if (found := _DROPPED.fullmatch(line))]
-        assert int(dropped[1]) > 0, "what it shipped for others before is cached no more"
-        moved = await attempts(client, stream)
+        # The gateway and the decode worker hear of it on their own, perhaps later than the launcher.
+        await asyncio.to_thread(wait_until, lambda: drops(checked) != [], PATIENCE_S, "decode-0 drops blocks")
+        [num_dropped] = drops(checked)
+        assert num_dropped > 0, "what it shipped for others before is cached no more"
+        async with asyncio.timeout(PATIENCE_S):
+            while len(moved := await attempts(client, stream)) < 2:
+                await asyncio.sleep(0.01)  # polls for a state, bounded by the timeout above
     assert stream.told == [expected]
     assert len(moved) == 2, moved
     assert worker_at(checked, moved[1]) != worker
@@ -126,6 +130,11 @@ def ledger_of(deployment: LocalDeployment, name: str) -> dict[str, Any]:
     """A worker's block ledger, from /debug/kv."""
     found: dict[str, Any] = httpx.get(f"{deployment.admin_urls[name]}/debug/kv", timeout=30).json()["ledger"]
     return found
+
+
+def drops(deployment: LocalDeployment) -> list[int]:
+    """The number of blocks of each time at which the decode worker says that it dropped some."""
+    return [int(found[1]) for line in deployment.log.lines if (found := _DROPPED.fullmatch(line))]
 
 
 def says(deployment: LocalDeployment, what: str) -> bool:

@@ -19,7 +19,7 @@ from kvrelay.wire.security.keys import make_keys
 from .conftest import wait_until_idle
 from .test_demo import http, prompt, stream_ids
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.mark.fast
@@ -29,7 +29,7 @@ async def test_fakes_hand_over_real_blocks(model_directory: Path, tmp_path: Path
     secured = {"keys": str(tmp_path), "seal_kv": True}
     settings = LocalSettings.of(port=0, engine="fake", local_prefill="fallback", fake_step_ms=1, **secured)
     with LocalDeployment.from_settings(settings, model_directory) as deployment:
-        await asyncio.to_thread(deployment.wait_ready, timeout_s=60)
+        await asyncio.to_thread(deployment.wait_ready, timeout_s=180)
         prompts = [prompt(seed, 40 + 30 * seed) for seed in range(8)]
         async with http(deployment) as client:
             answers = await asyncio.gather(*(stream_ids(client, tokens, 20) for tokens in prompts))
@@ -62,7 +62,7 @@ async def test_two_models_behind_one_gateway(model_directory: Path, tmp_path: Pa
         room_timeout_s=1,
     )
     with LocalDeployment.from_settings(settings, model_directory, other) as deployment:
-        await asyncio.to_thread(deployment.wait_ready, timeout_s=60)
+        await asyncio.to_thread(deployment.wait_ready, timeout_s=180)
         tokens = [number % 900 for number in range(7, 60)]
         body = {"prompt": tokens, "max_tokens": 12, "temperature": 0, "return_token_ids": True}
         async with http(deployment) as client:

@@ -91,7 +91,7 @@ def make_executor(tiny_model: Path) -> Iterator[MakeExecutor]:
         executor.shutdown()
 
 
-def wait_until_free(worker: DecodeWorker, timeout_s: float = 10.0) -> None:
+def wait_until_free(worker: DecodeWorker, timeout_s: float = 30.0) -> None:
     """Wait until the worker knows no request, and check that every block is free or cached."""
     deadline_s = time.monotonic() + timeout_s
     while worker.service.entries:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -81,10 +82,13 @@ def test_admission_bounds_what_waits(make_executor: MakeExecutor) -> None:
     gate = Gate(1)
     executor, backend = make_executor(gate, max_queued=5, max_num_seqs=4)
     submitted = [executor.submit(Request([5, 6, index + 1], GREEDY), stream=False) for index in range(50)]
-    refused = 0
-    # No request can finish while the gate is shut, so a request that is over was refused.
-    while refused < 50 - 5 - (4 + 4 // 4 + 4):
+    refused, latest_s = 0, time.monotonic() + 30
+    # No request can finish while the gate is shut: one that is over was refused, and of the others five wait.
+    while refused + 5 + len(backend.worker.service.entries) < 50:
+        assert time.monotonic() < latest_s, (refused, len(backend.worker.service.entries))
+        time.sleep(0.002)
         refused = sum(one.progress.over.done() for one in submitted)
+    assert refused >= 50 - 5 - (4 + 4 // 4 + 4)
     gate.open()
     errors: list[ApiError] = []
     for index, one in enumerate(submitted):
@@ -110,7 +114,7 @@ def test_an_abort_frees_blocks_and_keeps_what_has_come(make_executor: MakeExecut
     result.abort()
     result.abort()
     gate.open()
-    output = result.result(10)
+    output = result.result(20)
     assert result.aborted()
     assert output.outputs[0].finish_reason == "cancelled"
     assert output.outputs[0].token_ids == expected_output(list(range(1, 60)), 3, VOCAB)
@@ -175,7 +179,7 @@ def test_shutdown_ends_what_runs_and_what_comes(make_executor: MakeExecutor) -> 
     gate = Gate(2)
     executor, _ = make_executor(gate)
     running = result_of(executor, executor.submit(Request([1, 2], LONG), stream=True))
-    assert gate.reached.wait(10)
+    assert gate.reached.wait(20)
     ending = threading.Thread(target=executor.shutdown)
     ending.start()
     with pytest.raises(ShutDownError):
@@ -237,19 +241,19 @@ def test_a_backend_that_does_not_start() -> None:
         executor.start()
     assert backend.is_stopped
     with pytest.raises(ShutDownError):
-        result_of(executor, executor.submit(Request("x"), stream=False)).result(5)
+        result_of(executor, executor.submit(Request("x"), stream=False)).result(20)
 
 
 def test_a_bug_in_the_backend_is_an_error_of_its_request() -> None:
     executor = Executor(BrokenBackend())
     executor.start()
     with pytest.raises(ApiError, match="bug"):
-        result_of(executor, executor.submit(Request("bug"), stream=False)).result(5)
+        result_of(executor, executor.submit(Request("bug"), stream=False)).result(20)
     waiting = executor.submit(Request("x"), stream=False)
     stats = executor.stats()
     executor.shutdown()
     with pytest.raises(ShutDownError):
-        result_of(executor, waiting).result(5)
+        result_of(executor, waiting).result(20)
     assert stats.cancelled()
 
 
@@ -259,7 +263,7 @@ def test_a_thread_that_dies_fails_what_is_open() -> None:
     waiting = executor.submit(Request("x"), stream=False)
     executor.shutdown()
     with pytest.raises(ApiError):
-        result_of(executor, waiting).result(5)
+        result_of(executor, waiting).result(20)
 
 
 def test_a_forked_process_leaves_it_alone(make_executor: MakeExecutor) -> None:

@@ -80,7 +80,7 @@ async def apps_for(
     players = {name: Player(Role.DECODE, script, network, cards[name]) for name, script in scripts.items()}
     for name, player in players.items():
         player.model, player.tokenizer, player.address = name, tokenizer, await player.server.start()
-    relay = RelaySettings(**{"room_timeout_s": 0.2, **settings.pop("relay", {})})
+    relay = RelaySettings(**{"room_timeout_s": 20.0, **settings.pop("relay", {})})
     of = {name: f"{name}=" if name else "" for name in players}
     chosen = GatewaySettings(
         relay=relay,

@@ -199,9 +199,13 @@ async def stage(
     prefill: Script | Sequence[Script] = (),
     needs_prefill_workers: bool = False,
     local_prefill: str = "fallback",
+    stands_still: bool = False,
     **settings: float,
 ) -> AsyncIterator[Stage]:
-    """A relay connected to a decode player for each script, and to a prefill player for each script of ``prefill``."""
+    """A relay connected to a decode player for each script, and to a prefill player for each script of ``prefill``.
+
+    ``stands_still``: the relay's clock shows the time at which the players were there.
+    """
     network = Network.open()
     prefill_scripts = [prefill] if callable(prefill) else prefill
     prefills = [Player(Role.PREFILL, script, network) for script in prefill_scripts]
@@ -217,7 +221,9 @@ async def stage(
     try:
         await until(pool, lambda: all(worker.is_usable for worker in pool.workers))
         chosen = RelaySettings(local_prefill=local_prefill, **settings)  # type: ignore[arg-type]
-        yield Stage(Relay(pool, chosen, of_model, network.clock), pool, players, metrics)
+        now_s = network.clock()
+        clock = (lambda: now_s) if stands_still else network.clock
+        yield Stage(Relay(pool, chosen, of_model, clock), pool, players, metrics)
     finally:
         await pool.stop()
         for player in players:

@@ -79,7 +79,7 @@ def make_spec(tmp_path: Path) -> MakeSpec:
     script = tmp_path / "fake_component.py"
     script.write_text(FAKE_COMPONENT)
 
-    def make(name: str, behaviour: str = "works", stop_rank: int = 0, grace_s: float = 5.0) -> ComponentSpec:
+    def make(name: str, behaviour: str = "works", stop_rank: int = 0, grace_s: float = 60.0) -> ComponentSpec:
         (port,) = free_ports(1)
         return ComponentSpec(
             name=name,

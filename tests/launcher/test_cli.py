@@ -206,12 +206,13 @@ def test_a_text_that_is_not_utf_8_is_refused(tmp_path: Path, capsys: pytest.Capt
 def test_a_component_ends_at_sigterm_before_it_serves() -> None:
     """By a handler: the kernel does nothing at a signal without one to the first process of a container."""
     script = """
-import signal
+import time
 from kvrelay.launcher import cli, components
 
 def download(*_, **__):
     print("downloading", flush=True)
-    signal.pause()
+    while True:  # one long wait would miss a signal that comes just before it
+        time.sleep(0.05)
 
 components.resolve_model = download
 cli.main(["gateway"])

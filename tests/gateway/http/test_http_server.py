@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 from prometheus_client import CollectorRegistry
 
@@ -35,28 +33,35 @@ async def test_one_connection_too_many_is_told_to_come_again() -> None:
     assert len(app.paths) == 3
 
 
-async def test_probes_and_metrics_are_answered_beyond_the_limit() -> None:
-    """Otherwise many clients would make Kubernetes restart the gateway. Other requests are refused once their headers came."""
+async def test_probes_and_metrics_are_answered_beyond_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise many clients would make Kubernetes restart the gateway. Other requests are refused once their headers came.
+
+    A connection that says nothing has its place for longer than clients here wait, so what is refused at once is not refused late.
+    """
+    monkeypatch.setattr("kvrelay.gateway.http.protocol._OPERATORS_S", 60.0)
     app = Recorder()
     async with serving(app, max_connections=1) as port:
         reader, writer = await port.connect()
         await until(lambda: len(port.server.server_state.connections) == 1)
         for path in (b"/health/live", b"/metrics"):
             assert b"200 OK" in await port.talk(b"GET " + path + b" HTTP/1.1\r\nhost: a\r\n\r\n")  # and then closed
-        begun_s = asyncio.get_running_loop().time()
         assert error_of(await port.talk(GET), 503)["code"] == "too_many_connections"
-        assert asyncio.get_running_loop().time() - begun_s < 0.5
         assert port.refused() == {"too_many_connections": 1}
         silent = [await port.connect() for _ in range(16)]
         await until(lambda: len(port.server.server_state.connections) == 17)
-        begun_s = asyncio.get_running_loop().time()
-        error_of(await port.talk(), 503)
-        assert asyncio.get_running_loop().time() - begun_s < 0.5, "the places for probes are bounded"
-        for other, _ in silent:
-            error_of(await other.read(), 503)
+        error_of(await port.talk(), 503)  # the places for probes are bounded
         for _, one in (*silent, (reader, writer)):
             await close(one)
     assert app.paths == ["/health/live", "/metrics"]
+
+
+async def test_who_says_nothing_beyond_the_limit_is_refused_after_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvrelay.gateway.http.protocol._OPERATORS_S", 0.05)
+    async with serving(Recorder(), max_connections=1) as port:
+        _, writer = await port.connect()
+        await until(lambda: len(port.server.server_state.connections) == 1)
+        assert error_of(await port.talk(), 503)["code"] == "too_many_connections"
+        await close(writer)
 
 
 def test_a_flood_of_refusals_is_a_line_a_second(caplog: pytest.LogCaptureFixture) -> None:

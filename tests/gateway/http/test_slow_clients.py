@@ -27,10 +27,10 @@ async def app() -> Recorder:
 
 @pytest.mark.parametrize("sent", [b"GET / HTT", b"POST / HTTP/1.1\r\nhost: x\r\ncontent-le", b"\r\n\r\n"])
 async def test_half_a_request_is_408(app: Recorder, sent: bytes) -> None:
-    async with serving(app, header_timeout_s=0.1) as port:
+    async with serving(app, header_timeout_s=0.5) as port:
         error = error_of(await port.talk(sent), 408)
         assert error["code"] == "request_too_slow"
-        assert "0.1 s" in error["message"]
+        assert "0.5 s" in error["message"]
         assert port.refused() == {"header_timeout": 1}
     assert app.paths == []
 
@@ -43,7 +43,7 @@ async def test_who_says_nothing_hears_nothing(app: Recorder) -> None:
 
 async def test_a_byte_now_and_then_buys_no_time(app: Recorder) -> None:
     """Slowloris: a client sends headers slowly. The time runs from the request's beginning, on new and used connections."""
-    async with serving(app, header_timeout_s=0.3) as port:
+    async with serving(app, header_timeout_s=0.5) as port:
         for before in (b"", GET):
             reader, writer = await port.connect()
             writer.write(before)
@@ -58,11 +58,11 @@ async def test_an_idle_connection_is_kept_for_so_long(app: Recorder) -> None:
     loop = asyncio.get_running_loop()
     async with serving(app, keep_alive_s=0.3) as port:
         reader, writer = await port.connect()
+        asked_s = loop.time()  # and not the end of the answer, which a client may notice late
         writer.write(GET)
         await answer(reader)
-        answered_s = loop.time()
         assert await all_of(reader) == b""
-        assert loop.time() - answered_s >= 0.25
+        assert loop.time() - asked_s >= 0.25
         await close(writer)
 
 

@@ -136,14 +136,14 @@ async def test_waiting_for_room_is_no_failed_attempt(code: FailureCode) -> None:
         assert s.attempts(code.value) == 6
 
 
-@pytest.mark.parametrize("retry_after_s", [5.0, 0.01])
-async def test_waiting_for_room_is_bounded(retry_after_s: float) -> None:
+@pytest.mark.parametrize(("retry_after_s", "room_timeout_s"), [(60.0, 0.3), (0.01, 2.0)])
+async def test_waiting_for_room_is_bounded(retry_after_s: float, room_timeout_s: float) -> None:
     """Workers never have room. The request fails after ``room_timeout_s``, however soon each attempt is refused."""
-    async with stage(failing(FailureCode.NO_ROOM, retry_after_s=retry_after_s), room_timeout_s=0.3) as s:
+    async with stage(failing(FailureCode.NO_ROOM, retry_after_s=retry_after_s), room_timeout_s=room_timeout_s) as s:
         with pytest.raises(UnavailableError, match="no worker has room") as caught:
             await s.run()
         assert caught.value.retry_after_s is not None
-        assert (len(s.players[0].submits) > 1) is (retry_after_s < 0.3)
+        assert (len(s.players[0].submits) > 1) is (retry_after_s < room_timeout_s)
 
 
 async def test_a_prompt_counts_once_it_has_its_place() -> None:
@@ -172,12 +172,13 @@ async def test_a_request_has_its_time() -> None:
 async def test_the_clients_own_time_counts_and_travels_with_the_request(asked_s: float, given_s: float) -> None:
     """A request's own time-out applies and is sent to the worker, but never exceeds that of the settings."""
     async with stage(lambda player, submit: player.tokens(submit, 0, [100]), request_timeout_s=60.0) as s:
+        begun_s = s.relay.clock()
         running = asyncio.create_task(s.deltas(asking(timeout_s=asked_s)))
         while not s.players[0].submits:
             await asyncio.sleep(0)  # lets the request start
         timeout_s = s.players[0].submits[0].timeout_s
         assert timeout_s is not None
-        assert given_s - 1 < timeout_s <= given_s
+        assert given_s - (s.relay.clock() - begun_s) < timeout_s <= given_s
         if given_s == asked_s:
             with pytest.raises(RequestTimeoutError, match=r"0\.2 s"):
                 await running
@@ -223,6 +224,9 @@ async def test_a_lost_prefill_worker_matters_until_the_hand_off(handed_over: boo
         while not (s.players[0].submits and lost.load and lost.load.attempts):
             await asyncio.sleep(0)  # lets the request start
         submit = s.players[0].submits[0]
+        # A link keeps the order: when a new status has arrived, the hand-off is known.
+        reported = lost.status
+        await until(s.pool, lambda: lost.status is not reported)
         await s.players[0].server.stop()
         await until(s.pool, lambda: not lost.is_usable)
         if handed_over:
@@ -266,13 +270,13 @@ async def test_a_late_failure_of_a_prefill_worker_does_not_end_a_healthy_stream(
 
 
 async def test_a_worker_that_fails_everybody_costs_three_requests_an_attempt(caplog: pytest.LogCaptureFixture) -> None:
-    """A worker fails every request. After three it gets only probes, although it has the least load."""
-    async with stage(good, good) as s:
+    """A worker fails every request. After three it gets only probes, although it has the least load. No time for one passes."""
+    async with stage(good, good, stands_still=True) as s:
         broken = s.players[0]
         broken.script = failing(FailureCode.INTERNAL)
         for number in range(12):
             assert await s.run(request_id=f"r{number}") == ALL
-        assert 3 <= len(broken.submits) <= 4, "a probe, if a second has passed"
+        assert len(broken.submits) == 3
         assert s.relay.breakers.states() == {(broken.address,): BreakerState.OPEN}
         assert s.num_open_breakers == 1
     assert f"{broken.address} failed several requests" in caplog.text

@@ -69,7 +69,7 @@ class _Kubernetes(BaseHTTPRequestHandler):
             self.send_response(200)
             self.send_header("Transfer-Encoding", "chunked")
             self.end_headers()
-            self.server.silent.wait(WAIT_S)
+            self.server.silent.wait(6 * WAIT_S)
             self.close_connection = True
             return
         status, lines, cut = self.server.answers.pop(0)
@@ -175,7 +175,10 @@ async def test_it_lists_anew_when_the_version_is_gone_and_keeps_what_it_knows_wh
     assert "it tries again" in caplog.text
 
 
-async def test_a_watch_that_hears_nothing_ends_when_discovery_does(server: Server, pods: Pods) -> None:
+async def test_a_watch_that_hears_nothing_ends_when_discovery_does(
+    server: Server, pods: Pods, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(discovery, "_STOP_S", 2 * WAIT_S)
     server.answers = [listed(10, pod("a"))]
     told: asyncio.Queue[list[str]] = asyncio.Queue()
     running = Discovery(pods, lambda found: told.put_nowait(uids(found)))

@@ -65,7 +65,7 @@ async def test_what_runs_there_goes_on_elsewhere() -> None:
 
     async with stage(begin, begin) as on:
         running = asyncio.create_task(on.run())
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(20):
             player = await begun.get()
             begun.put_nowait(player)
             await found_wrong(on, player)
@@ -83,7 +83,7 @@ async def test_decode_workers_hear_of_a_prefill_worker_also_those_that_connect_l
             prefill, plain = on.players
             await connect(on, prefill, plain, first)
             await found_wrong(on, prefill)
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(20):
                 assert await first.heard.get() == "w-1"
                 await connect(on, prefill, plain, first, later)
                 assert await later.heard.get() == "w-1"

@@ -48,7 +48,7 @@ async def test_a_retiring_worker_finishes_and_gets_nothing_new() -> None:
         slow, other = on.players
         on.pool.update(found(slow, other, retiring=other))
         running = asyncio.create_task(on.run(request_id="slow"))
-        begun = await asyncio.wait_for(waiting.get(), 10)
+        begun = await asyncio.wait_for(waiting.get(), 20)
         on.pool.update(found(slow, other, retiring=slow))
         assert await on.run() == ALL
         assert len(other.submits) == 1

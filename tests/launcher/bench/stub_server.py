@@ -146,11 +146,11 @@ class StubServer:
 
         thread = threading.Thread(target=lambda: asyncio.run(main()))
         thread.start()
-        assert started.wait(10)
+        assert started.wait(20)
         try:
             yield self
         finally:
             loop, stop = handles[0]
             loop.call_soon_threadsafe(stop.set)
-            thread.join(10)
+            thread.join(20)
             assert not thread.is_alive()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -173,9 +174,10 @@ def test_what_is_no_url_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_nobody_answers(capsys: pytest.CaptureFixture[str]) -> None:
-    with StubServer().in_thread() as stub:
-        url = stub.url
-    assert cli.run(["bench", "--url", url]) == 1
+    with socket.socket() as kept:  # bound, so that nobody else takes the port
+        kept.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{kept.getsockname()[1]}"
+        assert cli.run(["bench", "--url", url]) == 1
     text = capsys.readouterr().err
     assert f"{url} does not answer" in text
     assert "start a server there" in text

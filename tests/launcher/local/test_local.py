@@ -41,7 +41,7 @@ from kvrelay.launcher.local.deployment import LocalDeployment, ready_text, serve
 from kvrelay.launcher.local.plan import Plan
 from kvrelay.launcher.local.process import ComponentSpec
 
-specs = [ComponentSpec(n, tuple(c), u, stop_rank=r, grace_s=5.0) for n, c, u, r in json.load(open(sys.argv[1]))]
+specs = [ComponentSpec(n, tuple(c), u, stop_rank=r, grace_s=120.0) for n, c, u, r in json.load(open(sys.argv[1]))]
 plan = Plan(tuple(specs), "http://127.0.0.1:1", {spec.name: spec.ready_url for spec in specs})
 try:
     sys.exit(serve_until_stopped(LocalDeployment(plan), ready_text(plan.url, "tiny", has_keys=False), hide_logs=False))
@@ -64,14 +64,15 @@ def launched(specs: list[ComponentSpec], folder: Path) -> Iterator[subprocess.Po
             process.kill()
 
 
-def read_until(process: subprocess.Popen[str], text: str) -> str:
+def read_until_ready(process: subprocess.Popen[str], num_components: int) -> str:
+    """The output up to where the launcher is ready and each component has told its process id, in any order."""
     assert process.stdout is not None
     seen = ""
     for line in process.stdout:
         seen += line
-        if text in line:
+        if "is ready at" in seen and len(pids_in(seen)) == num_components:
             return seen
-    raise AssertionError(f"{text!r} never came:\n{seen}")
+    raise AssertionError(f"not ready, or not all have told their ids:\n{seen}")
 
 
 def rest_of(process: subprocess.Popen[str]) -> str:
@@ -99,9 +100,8 @@ def wait_gone(pids: list[int]) -> None:
 def test_local_has_its_components(make_spec: MakeSpec, tmp_path: Path) -> None:
     specs = [make_spec("decode-0", stop_rank=2), make_spec("gateway")]
     with launched(specs, tmp_path) as process:
-        output = read_until(process, "is ready at")
+        output = read_until_ready(process, 2)
         pids = pids_in(output)
-        assert len(pids) == 2
         assert re.search(r"kvrelay   \| decode-0: ready after \d+\.\d s \(\d+ MiB\)", output)
         assert "decode-0  | decode-0 runs as" in output
         process.send_signal(signal.SIGINT)
@@ -116,7 +116,7 @@ def test_local_has_its_components(make_spec: MakeSpec, tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_other_signals_stop_in_order_too(number: signal.Signals, make_spec: MakeSpec, tmp_path: Path) -> None:
     with launched([make_spec("gateway")], tmp_path) as process:
-        pids = pids_in(read_until(process, "is ready at"))
+        pids = pids_in(read_until_ready(process, 1))
         process.send_signal(number)
         assert "all processes have ended" in rest_of(process)
         assert process.wait(20) == 0
@@ -125,22 +125,20 @@ def test_other_signals_stop_in_order_too(number: signal.Signals, make_spec: Make
 
 def test_a_second_ctrl_c_does_not_wait_for_the_grace(make_spec: MakeSpec, tmp_path: Path) -> None:
     with launched([make_spec("decode-0", "stubborn")], tmp_path) as process:
-        pids = pids_in(read_until(process, "is ready at"))
+        pids = pids_in(read_until_ready(process, 1))
         process.send_signal(signal.SIGINT)
         # The component got SIGTERM, so the launcher is handling the first Ctrl-C.
         while not (tmp_path / "stopped").exists():
             assert process.poll() is None
         process.send_signal(signal.SIGINT)
-        rest_of(process)
-        assert process.wait(20) == 0
+        assert process.wait(20) == 0, "the grace is longer"
     wait_gone(pids)
 
 
 def test_a_killed_launcher_takes_everything_with_it(make_spec: MakeSpec, tmp_path: Path) -> None:
     specs = [make_spec("decode-0"), make_spec("prefill-0"), make_spec("gateway", "stubborn")]
     with launched(specs, tmp_path) as process:
-        pids = pids_in(read_until(process, "is ready at"))
-        assert len(pids) == 3
+        pids = pids_in(read_until_ready(process, 3))
         process.kill()
         process.wait(20)
         wait_gone(pids)

@@ -48,7 +48,7 @@ def supervised(specs: list[ComponentSpec], recorder: Recorder, policy: RestartPo
 
 def tell_to_die(spec: ComponentSpec) -> None:
     with pytest.raises((urllib.error.URLError, ConnectionError)):
-        urllib.request.urlopen(spec.ready_url.replace("/health/ready", "/die"), timeout=5)
+        urllib.request.urlopen(spec.ready_url.replace("/health/ready", "/die"), timeout=60)
 
 
 @pytest.fixture
@@ -173,7 +173,7 @@ def test_what_a_component_started_ends_with_it(recorder: Recorder, tmp_path: Pat
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:
         return
-    ended, _, _ = select.select([descriptor], [], [], 10)
+    ended, _, _ = select.select([descriptor], [], [], 20)
     os.close(descriptor)
     assert ended
 
