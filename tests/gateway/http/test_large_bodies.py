@@ -28,7 +28,7 @@ BODIES: dict[str, tuple[str, dict[str, Any], int]] = {
 }
 
 
-NUM_TRIES = 2
+NUM_TRIES = 5
 
 
 class Gaps:
@@ -49,7 +49,7 @@ class Gaps:
 @pytest.mark.full
 @pytest.mark.parametrize("name", BODIES)
 async def test_a_body_that_is_much_work_does_not_stop_the_others(model_directory: Path, name: str) -> None:
-    """The loop is blocked for a tenth of a second at most, in the better of two tries: a garbage collection may disturb one."""
+    """The loop is blocked for a tenth of a second at most, in the best of five tries: a garbage collection or a neighbour may disturb some."""
     path, body, status = BODIES[name]
     async with app_for(model_directory, good, max_body_bytes=2**23) as app:
         request = app.client.build_request("POST", path, json=body)
@@ -63,7 +63,9 @@ async def test_a_body_that_is_much_work_does_not_stop_the_others(model_directory
             watching.cancel()
             assert response.status_code == status, response.text[:300]
             longest_s.append(gaps.longest_s)
-        assert min(longest_s) <= 0.1, f"gaps of {longest_s} s"
+            if gaps.longest_s <= 0.1:
+                return
+        pytest.fail(f"gaps of {longest_s} s")
 
 
 async def test_bad_words_have_a_bound_in_all(app: App) -> None:
