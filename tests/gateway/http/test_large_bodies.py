@@ -49,7 +49,7 @@ class Gaps:
 @pytest.mark.full
 @pytest.mark.parametrize("name", BODIES)
 async def test_a_body_that_is_much_work_does_not_stop_the_others(model_directory: Path, name: str) -> None:
-    """The loop is blocked for a tenth of a second at most, in the best of five tries: a garbage collection or a neighbour may disturb some."""
+    """The loop is blocked for a tenth of a second at most, in the best of five tries: others may disturb some."""
     path, body, status = BODIES[name]
     async with app_for(model_directory, good, max_body_bytes=2**23) as app:
         request = app.client.build_request("POST", path, json=body)
