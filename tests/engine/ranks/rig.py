@@ -12,8 +12,9 @@ from tests.engine.conftest import sequence, tokens
 from tests.engine.led import step
 from tests.processes import started
 
-# Ranks add the parts of a sum in another order: 1.001e-5 in gpt_oss, for log probabilities down to -13.
-ROUNDING = 2e-5
+# Ranks add the parts of a sum in another order, and each processor in its own: 0.8e-5 with AVX2 and AVX-512, and 2.1e-5 with
+# SSE 4.1, for log probabilities down to -13. Sums in bf16 differ by 0.1.
+ROUNDING = 6e-5
 SOON_S = 60.0  # more than anything that happens by itself takes on a busy machine
 
 
