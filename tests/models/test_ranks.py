@@ -14,6 +14,7 @@ from kvrelay.engine.step.sequence import Sequence
 from kvrelay.engine.torch_engine import TorchEngine
 from tests.engine.conftest import assert_same_tokens
 from tests.engine.ranks.conftest import load_ranks
+from tests.engine.ranks.rig import ROUNDING
 
 from .test_kernels import Run, relayed
 from .test_types import BLOCK_SIZE, NUM_BLOCKS, engine_of, options_of, saved
@@ -23,9 +24,6 @@ from .tiny import VOCAB
 SERVED = ("llama", "gemma2", "starcoder2", "cohere2", "gpt_neox", "exaone4")
 # Heads of unequal size, layers that share K/V, partly rotated heads, layers without positions.
 MORE = ("gemma4_text", "phi", "smollm3")
-
-# Log probabilities are about -7 here. Ranks add the parts of a sum in another order: 1.4e-5 in gemma4_text.
-ROUNDING = 2e-5
 
 
 @pytest.mark.parametrize("model_type", [*SERVED, *(pytest.param(name, marks=pytest.mark.full) for name in MORE)])

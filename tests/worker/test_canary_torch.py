@@ -9,7 +9,6 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 import transformers
@@ -27,6 +26,7 @@ from kvrelay.worker.canary import Canary, CanaryPlan
 from tests.bit_flips import flip_bit
 from tests.engine.conftest import SIZES, load, save_model
 from tests.engine.ranks.conftest import load_ranks
+from tests.engine.ranks.rig import pids
 
 
 @pytest.fixture(params=["bfloat16", "float32"])
@@ -129,11 +129,7 @@ def test_a_bit_that_flips_in_the_memory_of_another_rank_is_found(tmp_path: Path)
     try:
         rig = Rig(engine)
         assert rig.run() is True
-        [rank] = [
-            child.pid
-            for child in psutil.Process().children()
-            if "kvrelay.engine.rank_main" in " ".join(child.cmdline())
-        ]
+        [rank] = pids()
         content = norm.detach().numpy().tobytes()
         for verdict in (False, True):  # flipped, then flipped back
             assert flip_bit(rank, content, _EXPONENT_BIT) > 0

@@ -6,11 +6,10 @@ import asyncio
 import logging
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import httpx
@@ -20,15 +19,16 @@ from prometheus_client import CollectorRegistry, Counter
 from kvrelay.common.errors import ModelError, SettingsError
 from kvrelay.worker.process import run as process_module
 from kvrelay.worker.process.run import ProcessSettings, run_process
+from tests.ports import reserved_port
 
 from ..ipv6 import needs_ipv6
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
+@pytest.fixture
+def port() -> Iterator[int]:
+    """The admin port."""
+    with reserved_port() as found:
+        yield found
 
 
 class Played:
@@ -77,8 +77,8 @@ async def until(client: httpx.AsyncClient, status: int) -> Any:
 
 
 @pytest.mark.timeout(60)
-async def test_from_loading_to_exit_0() -> None:
-    port, played, may_load = free_port(), Played(), threading.Event()
+async def test_from_loading_to_exit_0(port: int) -> None:
+    played, may_load = Played(), threading.Event()
     registry = CollectorRegistry()
     Counter("things", "Things", registry=registry).inc()
 
@@ -120,8 +120,8 @@ async def test_the_log_has_a_url_that_can_be_asked(caplog: pytest.LogCaptureFixt
 
 
 @pytest.mark.timeout(60)
-async def test_a_second_signal_does_not_wait_for_requests() -> None:
-    port, played = free_port(), Played()
+async def test_a_second_signal_does_not_wait_for_requests(port: int) -> None:
+    played = Played()
     settings = ProcessSettings("127.0.0.1", port, 3600.0)
     running = asyncio.create_task(run_process(lambda: played, settings, CollectorRegistry(), "played"))
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
@@ -135,9 +135,12 @@ async def test_a_second_signal_does_not_wait_for_requests() -> None:
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("is_signal_first", [True, False])
-async def test_what_it_runs_on_may_ask_it_to_end_beside_a_signal_and_nobody_hurries(is_signal_first: bool) -> None:
+async def test_what_it_runs_on_may_ask_it_to_end_beside_a_signal_and_nobody_hurries(
+    is_signal_first: bool, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """SIGTERM and another node's request to end arrive one after the other. The second one does not cut the drain short."""
-    port, played, asked = free_port(), Played(), threading.Event()
+    monkeypatch.setattr(process_module, "_WATCH_S", 0.001)  # the request is noticed while the test looks on
+    played, asked = Played(), threading.Event()
     settings = ProcessSettings("127.0.0.1", port, 3600.0, asked.is_set)
     running = asyncio.create_task(run_process(lambda: played, settings, CollectorRegistry(), "played"))
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
@@ -202,12 +205,12 @@ async def test_a_drain_that_fails_still_stops_the_component() -> None:
 
 
 @pytest.mark.timeout(60)
-async def test_a_start_that_fails_stops_the_component_and_the_admin_server() -> None:
+async def test_a_start_that_fails_stops_the_component_and_the_admin_server(port: int) -> None:
     class Failing(Played):
         async def start(self) -> None:
             raise SettingsError("the KV port is taken")
 
-    port, played = free_port(), Failing()
+    played = Failing()
     with pytest.raises(SettingsError, match="the KV port is taken"):
         await run_process(lambda: played, ProcessSettings("127.0.0.1", port, 1.0), CollectorRegistry(), "played")
     assert played.calls == ["stop"]

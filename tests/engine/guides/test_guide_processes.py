@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from kvrelay.common.sampling import Guide, GuideKind
@@ -20,6 +19,7 @@ from kvrelay.engine.guides.child import GuideLimits, GuideProcess, GuideProcessE
 from kvrelay.engine.guides.compiler import GrammarCompiler
 from kvrelay.engine.guides.guidance import GuideCompiler, GuideRefusal, GuideResult
 from kvrelay.engine.guides.process import Answer
+from tests.processes import started
 
 from ..conftest import DEMO_VOCAB
 from ..guided import compiled, refusal, sampling_of
@@ -32,8 +32,7 @@ def assert_compiles(compiler: GuideCompiler, regex: str) -> None:
 
 def children() -> set[int]:
     """The compiling processes of this process."""
-    mine = {process.pid for process in psutil.Process().children() if "guides.process" in " ".join(process.cmdline())}
-    return mine
+    return set(started("kvrelay.engine.guides.process"))
 
 
 @pytest.fixture

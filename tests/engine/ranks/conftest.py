@@ -14,6 +14,7 @@ from kvrelay.engine.ranks.nodes import OtherNodes
 from kvrelay.engine.settings import FakeSettings, KvSettings, ModelSettings
 from kvrelay.engine.step.interface import Engine
 from tests.engine.conftest import SIZES, save_model
+from tests.ports import reserved_port
 from tests.processes import is_alive
 
 from .rig import pids
@@ -50,6 +51,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory: Path = tmp_path_factory.mktemp("llama")
     save_model(directory, transformers.LlamaConfig(**SIZES))
     return directory
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """Where a leader listens for ranks of other nodes."""
+    with reserved_port("127.0.0.2") as found:
+        yield found
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from tests.engine.models.test_adapters import generate
 
 from .conftest import load_ranks
 from .test_ranked_adapters import adapters_of, load_all
-from .test_several_nodes import free_port, others, place, running_host
+from .test_several_nodes import others, place, running_host
 
 
 @pytest.fixture(scope="module")
@@ -36,11 +36,10 @@ class Nodes(NamedTuple):
 
 
 @pytest.fixture
-def nodes(base: Path, tmp_path: Path) -> Iterator[Nodes]:
+def nodes(base: Path, tmp_path: Path, port: int) -> Iterator[Nodes]:
     own, other = tmp_path / "own", tmp_path / "other"
     own.mkdir()
     other.mkdir()
-    port = free_port()
     with running_host(place(port, 1), base, adapters=other):
         engine = load_ranks(base, 1, num_stages=2, adapters=str(own), dtype="float32", nodes=others(place(port)))
         yield Nodes(engine, own, other)
@@ -86,8 +85,7 @@ def test_a_rank_that_is_gone_fails_each_load(nodes: Nodes, base: Path) -> None:
     assert not nodes.engine._own.adapters._loaded
 
 
-def test_a_node_without_adapters_is_named_at_the_start(base: Path, tmp_path: Path) -> None:
-    port = free_port()
+def test_a_node_without_adapters_is_named_at_the_start(base: Path, tmp_path: Path, port: int) -> None:
     with (
         running_host(place(port, 1), base),
         pytest.raises(

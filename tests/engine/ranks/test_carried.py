@@ -21,6 +21,8 @@ from kvrelay.engine.ranks.seal import Seal, agree
 from tests.engine.kv.test_fragments import NUM_BLOCKS, geometry
 from tests.engine.late_device import LateDevice
 
+from .rig import SOON_S
+
 MakeRank = Callable[[torch.Tensor, LateDevice | None], CarriedBlocks]
 
 
@@ -122,9 +124,9 @@ def test_a_block_that_the_rank_cannot_serve_ends_the_wait_for_it() -> None:
             serving = threads.submit(BlockCarrier(theirs).serve)
             waiting = threads.submit(CarriedBlocks(ours, 8).reading(3).__enter__)
             with pytest.raises(RuntimeError, match="a rank is gone, and its part of block 3"):
-                waiting.result(10)
+                waiting.result(SOON_S)
             with pytest.raises(AssertionError, match="the leader asks for block 3"):
-                serving.result(10)
+                serving.result(SOON_S)
         finally:
             ours.shut()
             ours.close()
@@ -149,7 +151,7 @@ def test_who_has_another_secret_is_told_nothing_and_believed_nothing() -> None:
     try:
         ours.send(Alive(7))
         with pytest.raises(EOFError, match="the other end has another secret"):
-            theirs.receive(5)
+            theirs.receive(SOON_S)
     finally:
         ours.close()
         theirs.close()

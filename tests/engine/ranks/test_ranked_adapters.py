@@ -23,7 +23,7 @@ from tests.engine.led import step
 from tests.engine.models.test_adapters import PATTERN, generate
 
 from .conftest import load_ranks
-from .rig import ROUNDING
+from .rig import ROUNDING, SOON_S
 
 MODELS: dict[str, tuple[Any, int, dict[str, Any]]] = {  # model, ranks of a stage, and how they are cut
     "llama-2": (transformers.LlamaConfig(**{**SIZES, "attention_bias": True, "mlp_bias": True}), 2, {}),
@@ -197,7 +197,7 @@ class Connected:
         self._rank.take(told)
 
     def take_adapter(self) -> AdapterLoaded:
-        return self._answers.get(timeout=10)
+        return self._answers.get(timeout=SOON_S)
 
 
 @pytest.fixture

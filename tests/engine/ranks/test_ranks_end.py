@@ -16,7 +16,7 @@ import transformers
 from kvrelay.common.errors import ModelError
 from kvrelay.engine.ranks.engine import RankedEngine, Ranks
 from kvrelay.engine.ranks.group import Meeting, RankGroup
-from kvrelay.engine.ranks.messages import LoadSettings
+from kvrelay.engine.ranks.messages import TOGETHER_S, LoadSettings
 from kvrelay.engine.settings import KvSettings, ModelSettings
 from kvrelay.engine.step.interface import DeviceFailedError, StepRow
 from tests.engine.conftest import SIZES, assert_same_tokens, load, save_model, sequence, tokens
@@ -24,7 +24,7 @@ from tests.engine.led import step
 from tests.processes import is_alive
 
 from .conftest import load_ranks
-from .rig import SOON_S, pids, run, wait_until
+from .rig import ROUNDING, expect_signs_within, pids, run, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def test_a_step_that_no_rank_can_compute_ends_nothing(engine: Any, model: Path) 
     with pytest.raises(ValueError, match="33 tokens behind 0 do not fit 2 blocks of 16"):
         step(engine, [StepRow(sequence(tokens(0, 33), [1, 2]), 33)])
     engine.check_device()
-    assert_same_tokens([run(engine)[1]], [run(load(model))[1]])
+    assert_same_tokens([run(engine)[1]], [run(load(model))[1]], ROUNDING)
 
 
 def test_a_rank_that_is_not_where_its_leader_is_ends_the_engine(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +87,8 @@ def test_the_rank_that_others_wait_for_is_named_and_not_one_that_waits(
         monkeypatch.setattr(hangs, "send", lambda message: None)
 
         def times_out(plan: Any) -> Any:
-            wait_until(lambda: waits.num_meetings > hangs.num_meetings, "rank 1 has not entered a collective")
+            # Their leader has not entered this collective, and what it hears of the other rank may be old.
+            wait_until(lambda: waits.num_meetings > engine._group.num_meetings, "rank 1 has not entered a collective")
             raise TimeoutError("nobody came")
 
         monkeypatch.setattr(engine._own, "launch", times_out)
@@ -159,15 +160,15 @@ def test_a_rank_that_dies_in_the_check_of_a_model_is_named(model: Path, monkeypa
 
 
 def test_a_rank_that_hangs_in_the_middle_of_a_step_ends_it(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvrelay.engine.ranks.rank.SILENT_S", 3.0)
     engine: Any = load_ranks(model, 2)
     (pid,) = pids()
     try:
+        expect_signs_within(engine, 3.0, monkeypatch)
         os.kill(pid, signal.SIGSTOP)
         began_s = time.monotonic()
         with pytest.raises(DeviceFailedError, match="has been silent for 3 s: it hangs"):
             run(engine)
-        assert time.monotonic() - began_s < SOON_S
+        assert time.monotonic() - began_s < TOGETHER_S, "it was the collective that gave up"
     finally:
         engine.close()
     assert not is_alive(pid)

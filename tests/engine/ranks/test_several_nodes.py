@@ -13,7 +13,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,7 +35,7 @@ from tests.engine.conftest import SIZES, VOCAB, assert_same_tokens, load, save_m
 from tests.processes import is_alive
 
 from .conftest import load_ranks
-from .rig import SOON_S, run, wait_until
+from .rig import ROUNDING, SOON_S, expect_signs_within, run, wait_until
 
 SECRET = secrets.token_bytes(32)
 ROOT = Path(__file__).parents[3]
@@ -47,12 +46,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory: Path = tmp_path_factory.mktemp("llama")
     save_model(directory, transformers.LlamaConfig(**SIZES))
     return directory
-
-
-def free_port(host: str = "127.0.0.2") -> int:
-    with socket.create_server((host, 0)) as listening:
-        port: int = listening.getsockname()[1]
-        return port
 
 
 def place(port: int, node_rank: int = 0, num_nodes: int = 2, num_ranks: int = 2) -> NodePlace:
@@ -90,9 +83,8 @@ def loaded(model: Path, port: int, on_leaving: Callable[[str], None] = lambda re
 
 
 @pytest.fixture
-def nodes(model: Path) -> Iterator[tuple[Any, RankHost]]:
+def nodes(model: Path, port: int) -> Iterator[tuple[Any, RankHost]]:
     """An engine of two nodes, and the node without the leader."""
-    port = free_port()
     with running_host(place(port, 1), model) as host, loaded(model, port) as engine:
         yield engine, host
 
@@ -101,8 +93,8 @@ def test_two_nodes_compute_and_hand_over_what_one_rank_does(nodes: Any, model: P
     engine, alone = nodes[0], load(model, model_id=model.name)
     asking = {"num_logprobs": VOCAB, "num_prompt_logprobs": 3}
     (ours, result), (theirs, expected) = run(engine, **asking), run(alone, **asking)
-    assert_same_tokens([result], [expected])
-    assert_same_tokens(ours.prompt_logprobs, theirs.prompt_logprobs)
+    assert_same_tokens([result], [expected], ROUNDING)
+    assert_same_tokens(ours.prompt_logprobs, theirs.prompt_logprobs, ROUNDING)
     assert engine.card == alone.card
     for block_id in (5, 9):
         whole = np.frombuffer(engine.store.open_read(block_id, 0).wait(None, 1), dtype=np.float32)
@@ -116,16 +108,15 @@ def test_two_nodes_compute_and_hand_over_what_one_rank_does(nodes: Any, model: P
 
 
 @pytest.mark.parametrize(("num_ranks", "num_stages"), [(4, 1), (2, 2), (1, 4)])
-def test_nodes_with_several_ranks_each(num_ranks: int, num_stages: int, tmp_path: Path) -> None:
+def test_nodes_with_several_ranks_each(num_ranks: int, num_stages: int, tmp_path: Path, port: int) -> None:
     """Four ranks: one stage, a stage on each node, or two stages on each. Five layers make the stages unequal."""
     sizes = {**SIZES, "num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 5}
     save_model(tmp_path, transformers.LlamaConfig(**sizes))
-    port = free_port()
     with running_host(place(port, 1, 2, 4), tmp_path):
         engine = load_ranks(tmp_path, num_ranks, num_stages=num_stages, nodes=others(place(port, 0, 2, 4)))
         try:
             assert [rank.rank for rank in engine._ranks.others] == [1, 2, 3]  # type: ignore[attr-defined]
-            assert_same_tokens([run(engine)[1]], [run(load(tmp_path))[1]])
+            assert_same_tokens([run(engine)[1]], [run(load(tmp_path))[1]], ROUNDING)
             given = np.random.default_rng(1).integers(256, size=engine.store.block_nbytes, dtype=np.uint8)
             engine.store.open_write(60, 0)[:] = given.data
             engine.store.close_write(60)
@@ -134,8 +125,7 @@ def test_nodes_with_several_ranks_each(num_ranks: int, num_stages: int, tmp_path
             engine.close()
 
 
-def test_a_rank_of_another_node_that_dies_ends_the_engine_and_comes_back(model: Path) -> None:
-    port = free_port()
+def test_a_rank_of_another_node_that_dies_ends_the_engine_and_comes_back(model: Path, port: int) -> None:
     with running_host(place(port, 1), model) as host:
         with loaded(model, port) as engine:
             run(engine)
@@ -148,16 +138,15 @@ def test_a_rank_of_another_node_that_dies_ends_the_engine_and_comes_back(model: 
                 run(engine)
         with loaded(model, port) as again:
             assert list(host.pids.values()) != [pid]
-            assert_same_tokens([run(again)[1]], [run(load(model))[1]])
+            assert_same_tokens([run(again)[1]], [run(load(model))[1]], ROUNDING)
 
 
 def test_a_rank_of_another_node_that_hangs_ends_the_engine_and_is_killed_there(
     nodes: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, host = nodes
-    monkeypatch.setattr("kvrelay.engine.ranks.rank.SILENT_S", 3.0)
     monkeypatch.setattr("kvrelay.engine.ranks.host._HANGS_S", 6.0)
-    time.sleep(1.5)  # both threads wait by the old limit until the next heartbeat
+    expect_signs_within(engine, 3.0, monkeypatch)
     (pid,) = host.pids.values()
     os.kill(pid, signal.SIGSTOP)
     with pytest.raises(DeviceFailedError, match=rf"rank 1 \(process {pid} of .*\) has been silent for 3 s: it hangs"):
@@ -165,8 +154,8 @@ def test_a_rank_of_another_node_that_hangs_ends_the_engine_and_is_killed_there(
     wait_until(lambda: not is_alive(pid), "the rank that hangs was not killed")
 
 
-def test_a_node_that_is_asked_to_end_waits_for_its_leader_to_finish(model: Path) -> None:
-    port, left = free_port(), list[str]()
+def test_a_node_that_is_asked_to_end_waits_for_its_leader_to_finish(model: Path, port: int) -> None:
+    left: list[str] = []
     with running_host(place(port, 1), model) as host:
         with loaded(model, port, left.append) as engine:
             (pid,) = host.pids.values()
@@ -178,15 +167,14 @@ def test_a_node_that_is_asked_to_end_waits_for_its_leader_to_finish(model: Path)
         assert host.wait(SOON_S)
 
 
-def test_a_node_without_a_leader_ends_when_it_is_asked(model: Path) -> None:
-    with running_host(place(free_port(), 1), model) as host:
+def test_a_node_without_a_leader_ends_when_it_is_asked(model: Path, port: int) -> None:
+    with running_host(place(port, 1), model) as host:
         host.leave()
         assert host.wait(SOON_S)
         assert not host.not_live()
 
 
-def test_a_rank_whose_model_is_another_one_is_named(model: Path, tmp_path: Path) -> None:
-    port = free_port()
+def test_a_rank_whose_model_is_another_one_is_named(model: Path, tmp_path: Path, port: int) -> None:
     save_model(tmp_path, transformers.LlamaConfig(**{**SIZES, "max_position_embeddings": 512}))
     with (
         running_host(place(port, 1), tmp_path),
@@ -195,8 +183,7 @@ def test_a_rank_whose_model_is_another_one_is_named(model: Path, tmp_path: Path)
         load_ranks(model, 2, nodes=others(place(port)))
 
 
-def test_a_node_whose_model_cannot_be_loaded_is_named(model: Path, tmp_path: Path) -> None:
-    port = free_port()
+def test_a_node_whose_model_cannot_be_loaded_is_named(model: Path, tmp_path: Path, port: int) -> None:
     with running_host(place(port, 1), tmp_path), pytest.raises(ModelError, match=r"^rank 1: .*config\.json"):
         load_ranks(model, 2, nodes=others(place(port)))
 
@@ -246,27 +233,22 @@ def said(process: subprocess.Popen[str]) -> str:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_leader_that_dies_or_hangs_is_left_for_the_next_one(
-    model: Path, number: signal.Signals, caplog: pytest.LogCaptureFixture
+    model: Path, port: int, number: signal.Signals, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A leader that hangs sends no heartbeat for fifteen seconds, although its kernel still acknowledges data."""
-    port = free_port()
     with running_host(place(port, 1), model) as host:
         with script(LEADER, model, port) as leader:
             assert said(leader) == "up"
             (pid,) = host.pids.values()
             os.kill(leader.pid, number)
-            end_s = time.monotonic() + SOON_S + (15 if number is signal.SIGSTOP else 0)
-            while is_alive(pid):
-                assert time.monotonic() < end_s, "the rank has not ended"
-                time.sleep(0.05)
+            wait_until(lambda: not is_alive(pid), "the rank has not ended")
         with loaded(model, port) as engine:
             run(engine)
     if number is signal.SIGSTOP:
         assert "rank 1: ending: the leader has been silent for 15 s: it hangs" in caplog.text
 
 
-def test_a_hosts_process_that_is_killed_leaves_no_rank_and_ends_the_engine(model: Path) -> None:
-    port = free_port()
+def test_a_hosts_process_that_is_killed_leaves_no_rank_and_ends_the_engine(model: Path, port: int) -> None:
     with script(HOST, model, port) as host:
         pid = int(said(host))
         with loaded(model, port) as engine:
@@ -280,8 +262,8 @@ def test_a_hosts_process_that_is_killed_leaves_no_rank_and_ends_the_engine(model
 
 
 @pytest.fixture
-def door() -> Iterator[Door]:
-    made = Door(others(place(free_port(), 0, 3, 3)))
+def door(port: int) -> Iterator[Door]:
+    made = Door(others(place(port, 0, 3, 3)))
     yield made
     made.close()
 
@@ -327,6 +309,7 @@ def test_all_ranks_are_waited_for_and_those_that_are_missing_named(door: Door) -
 def test_a_rank_that_came_and_went_is_waited_for_again(door: Door) -> None:
     gone = come_in(door, 1)
     close(*gone)
+    wait_until(lambda: door._arrived[1].is_over, "its connections are not over")
     second = come_in(door, 2)
     with pytest.raises(ModelError, match=r"1 \(node 1\)\."):
         door.wait(0.3)
@@ -370,10 +353,11 @@ def test_strangers_are_dropped_and_named_and_keep_nobody_out(door: Door, caplog:
         other.receive(SOON_S)
     ranks = come_in(door, 1) + come_in(door, 2)
     arrived = door.wait(SOON_S)
-    assert (
-        "a connection from 127.0.0.1 is no rank of this worker: the other end is no rank of this version" in caplog.text
-    )
-    assert "the other end has another secret: both need the same --keys, or none" in caplog.text
+    for line in (
+        "a connection from 127.0.0.1 is no rank of this worker: the other end is no rank of this version",
+        "the other end has another secret: both need the same --keys, or none",
+    ):  # logged by other threads, behind the end of the connection
+        wait_until(lambda line=line: line in caplog.text, f"no line {line!r}")  # type: ignore[misc]
     for stream in silent:
         assert stream.recv(4096)[:7] == b"kvrelay"
         stream.close()
