@@ -144,7 +144,8 @@ async def test_a_short_second_turn_skips_the_hand_off(monkeypatch: pytest.Monkey
         assert sum(c.values("kvrelay_handoffs_total", outcome="verified")) == handed_over
 
 
-async def test_without_prefill_workers_a_turn_finds_its_decode_worker() -> None:
+async def test_without_prefill_workers_a_turn_finds_its_decode_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Worker, "tokens_per_s", 10_000.0)  # a worker that was slow would lose its prefixes
     async with cluster(0, 2, RelaySettings()) as c:
         prompts = {f"chat{index}": tokens(index, 90 + 3 * index) for index in range(6)}
         firsts = await asyncio.gather(*(c.generate(f"{name}-1", prompt, 10) for name, prompt in prompts.items()))
