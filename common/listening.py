@@ -7,6 +7,7 @@ import errno
 import socket
 
 _FAMILY_IS_MISSING = (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)
+_MAX_TRIES = 10  # to find a port that is free in both families
 
 
 def listen(host: str, port: int) -> list[socket.socket]:
@@ -17,6 +18,16 @@ def listen(host: str, port: int) -> list[socket.socket]:
     """
     if host != "::":
         return [_listen(socket.AF_INET6 if ":" in host else socket.AF_INET, host, port)]
+    for _ in range(_MAX_TRIES - 1 if port == 0 else 0):
+        try:
+            return _listen_everywhere(port)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:  # the free port of one family is taken in the other
+                raise
+    return _listen_everywhere(port)
+
+
+def _listen_everywhere(port: int) -> list[socket.socket]:
     with contextlib.ExitStack() as opened:
         found: list[socket.socket] = []
         for family, everywhere in ((socket.AF_INET6, "::"), (socket.AF_INET, "0.0.0.0")):

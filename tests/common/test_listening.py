@@ -9,6 +9,7 @@ from contextlib import ExitStack
 
 import pytest
 
+from kvrelay.common import listening
 from kvrelay.common.listening import listen
 
 from ..ipv6 import needs_ipv6
@@ -53,6 +54,27 @@ def test_a_port_that_one_family_lacks_is_taken(taken_at: str, opened: ExitStack)
     opened.enter_context(taken)
     with pytest.raises(OSError, match="Address already in use"):
         listen("::", taken.getsockname()[1])
+
+
+@needs_ipv6
+def test_a_free_port_of_one_family_that_the_other_lacks_is_not_chosen(
+    monkeypatch: pytest.MonkeyPatch, opened: ExitStack
+) -> None:
+    [taken] = listen("0.0.0.0", 0)
+    opened.enter_context(taken)
+    taken_port: int = taken.getsockname()[1]
+    really, offers = listening._listen, [taken_port]
+
+    def offering(family: socket.AddressFamily, host: str, port: int) -> socket.socket:
+        """Offers the port that is taken, as the kernel may."""
+        return really(family, host, port or (offers.pop() if offers else 0))
+
+    monkeypatch.setattr(listening, "_listen", offering)
+    listeners = [opened.enter_context(listener) for listener in listen("::", 0)]
+    assert offers == []
+    [port] = {listener.getsockname()[1] for listener in listeners}
+    assert port != taken_port
+    assert len(listeners) == 2
 
 
 @pytest.mark.parametrize("missing", [socket.AF_INET6, socket.AF_INET])

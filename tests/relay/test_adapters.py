@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from kvrelay.common.adapter_files import WEIGHTS_FILE, AdapterRef, adapter_diges
 from kvrelay.decode_worker.worker import DecodeWorker
 from kvrelay.engine.fake.step import Share
 from kvrelay.gateway.errors import InvalidRequestError, OverloadedError
+from kvrelay.gateway.relay.relay import Relay
 from kvrelay.gateway.settings import RelaySettings
 from kvrelay.prefill_worker.worker import PrefillWorker
 from kvrelay.worker.adapters import AdapterSettings
@@ -26,7 +28,7 @@ from tests.relay.workers import decode_worker, gateway, generate, prefill_worker
 SHAPES = {"model.layers.0.self_attn.q_proj": (16, 16)}
 NBYTES = 4 * (16 + 16) * 2  # size of each adapter in a fake engine
 PROMPT = list(range(100, 123))
-HAND_OFF = RelaySettings(local_prefill="fallback", room_timeout_s=5.0)
+HAND_OFF = RelaySettings(local_prefill="fallback", room_timeout_s=60.0)
 
 
 @pytest.fixture
@@ -144,14 +146,14 @@ async def test_an_adapter_that_no_worker_has_is_waited_for(tmp_path: Path, refs:
     hidden = tmp_path / "hidden"
     (tmp_path / refs[0].name).rename(hidden)
     prefill, decode = prefill_worker(**settings_of(tmp_path)), decode_worker(**settings_of(tmp_path))
-    settings = RelaySettings(local_prefill="fallback", room_timeout_s=3.0)
-    async with gateway([prefill], [decode], settings) as relay:
+    async with gateway([prefill], [decode], HAND_OFF) as relay:
         waiting = asyncio.create_task(generate(relay, "waits", PROMPT, 5, adapter=refs[0]))
         await generate(relay, "meanwhile", PROMPT, 5, adapter=refs[1])
         hidden.rename(tmp_path / refs[0].name)
         await waiting
+        impatient = Relay(relay.pool, replace(HAND_OFF, room_timeout_s=0.5), relay.metrics, relay.clock)
         with pytest.raises(OverloadedError):
-            await generate(relay, "never", PROMPT, 5, adapter=AdapterRef(refs[2].name, refs[3].digest))
+            await generate(impatient, "never", PROMPT, 5, adapter=AdapterRef(refs[2].name, refs[3].digest))
 
 
 async def test_an_adapter_that_is_still_copied_to_workers_is_waited_for(tmp_path: Path, refs: list[AdapterRef]) -> None:

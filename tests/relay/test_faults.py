@@ -18,7 +18,6 @@ from kvrelay.wire.blocks.seal import BlockSealer, new_key
 from kvrelay.wire.blocks.send_job import SendTicket
 from kvrelay.wire.lines.block_sender import BlockSender
 from kvrelay.wire.lines.shared.place import SharedPlace
-from kvrelay.wire.transfers import TransferSettings
 
 from .workers import decode_worker, gateway, generate, prefill_worker
 
@@ -86,8 +85,7 @@ async def test_a_lie_is_refused_counted_and_survived(way: str, seal_kv: bool, mo
     prompt = random.Random(1).choices(range(VOCAB), k=30)
     registries = [CollectorRegistry() for _ in range(3)]
     decodes = [decode_worker(registry, seal_kv=seal_kv, **WAYS[way]) for registry in registries[:2]]
-    soon = TransferSettings(verify_timeout_s=0.5)
-    prefill = prefill_worker(registries[2], seal_kv=seal_kv, transfer_settings=soon, **WAYS[way])
+    prefill = prefill_worker(registries[2], seal_kv=seal_kv, **WAYS[way])
     async with gateway([prefill], decodes) as relay:
         await generate(relay, "a", prompt, 12)
     assert liar.has_lied

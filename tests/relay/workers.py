@@ -26,13 +26,12 @@ from kvrelay.prefill_worker.worker import PrefillWorker
 from kvrelay.wire.messages import TokenDelta
 from kvrelay.wire.network import Network
 from kvrelay.wire.settings import LinkSettings
-from kvrelay.wire.transfers import TransferSettings
 from kvrelay.worker.setup import Setup
 
 OnStep = Callable[[Sequence[Share]], None]
 
 ADDRESS = "tcp://127.0.0.1:*"
-LINKS = LinkSettings(ping_interval_s=0.1, peer_timeout_s=5.0)
+LINKS = LinkSettings(ping_interval_s=0.1)
 EPOCHS = itertools.count(1)
 
 
@@ -50,13 +49,12 @@ def prefill_worker(
     *,
     name: str = "prefill",
     settings: PrefillSchedulerSettings | None = None,
-    transfer_settings: TransferSettings | None = None,
     **options: Any,
 ) -> PrefillWorker:
     """A prefill worker on a fake engine. ``options`` are further arguments of Setup."""
     engine = FakeEngine(card or fake_card(), on_step or (lambda rows: None), has_adapters="adapters" in options)
     setup = worker_setup(name, registry, **options)
-    return PrefillWorker(engine, settings or PrefillSchedulerSettings(), setup, transfer_settings)
+    return PrefillWorker(engine, settings or PrefillSchedulerSettings(), setup)
 
 
 def decode_worker(

@@ -122,7 +122,7 @@ async def run(model: Path, factors: list[float], seconds: float, seed: int) -> l
                 outcomes.append(await offer(up, factor, seconds, seed))
                 sys.stdout.write(outcomes[-1].line() + "\n")
                 sys.stdout.flush()
-            await up.wait_idle(5.0)
+            await up.wait_idle(15.0)
     return outcomes
 
 

@@ -93,7 +93,7 @@ async def soak(model: Path, seconds: float, seed: int, *, num_clients: int, work
             await _load(up, report, seconds, seed + 1, num_clients)
             reader.cancel()
             await asyncio.gather(reader, return_exceptions=True)
-            report.idle_after_s = await up.wait_idle(5.0)
+            report.idle_after_s = await up.wait_idle(15.0)
             after = await up.calm_figures(before)
             for name, member in up.members.items():
                 report.descriptors[name] = (before[name].num_descriptors, after[name].num_descriptors)

@@ -15,7 +15,6 @@ from .chaos_report import Report
 from .questions import Answer
 from .soak import slope, soak
 
-pytestmark = pytest.mark.timeout(180)
 FAKE_OPTIONS = ["--engine", "fake", "--num-blocks", "512", "--fake-step-ms", "2"]
 
 

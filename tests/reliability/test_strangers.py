@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import zmq
 
 from kvrelay.engine.fake.engine import fake_card
@@ -19,7 +18,6 @@ from .doors import TURNED_AWAY_S, Door, doors_of
 from .neighbour import neighbour_of, small_fleet
 from .strangers import visit, visit_workers
 
-pytestmark = pytest.mark.timeout(120)
 FAKE_TOKEN_NBYTES = 1024  # the default, which small_fleet() uses
 NUM_CONNECTIONS = 400
 NUM_TOO_MANY = 150

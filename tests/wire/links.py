@@ -26,6 +26,8 @@ from kvrelay.wire.settings import LinkSettings
 WAIT_S = 10.0
 # Only tests about silence use a short timeout: a busy machine must not look like a lost peer.
 FAST = LinkSettings(ping_interval_s=0.02, peer_timeout_s=60, hello_timeout_s=60, reconnect_max_s=0.05)
+# Of a server that is stopped and comes back: no connection of another process takes its port meanwhile.
+OWN_ADDRESS = "tcp://127.0.0.2:0"
 SOON_LOST = LinkSettings(ping_interval_s=0.02, peer_timeout_s=0.2, hello_timeout_s=60, reconnect_max_s=0.05)
 
 

@@ -37,6 +37,8 @@ from .lease_bench import (
 from .sending import assert_all_done_soon
 from .shared_peer import SharedPeer
 
+STRANGER_S = 60.0  # longer than a test: only tests about silence let it pass
+
 
 class TransferEnds:
     """The transfer table's handler."""
@@ -94,7 +96,7 @@ class Rig(LeaseBench):
         self.receiver = BlockReceiver(address, self.table, BLOCK_NBYTES, context=context)
         self.receiver.start()
         self.shared = SharedReceiver(
-            SharedPlace(), self.table, BLOCK_NBYTES, self.metrics, register=self.store.register
+            SharedPlace(), self.table, BLOCK_NBYTES, self.metrics, register=self.store.register, stranger_s=STRANGER_S
         )
         self.shared.start()
         self.source_manager = BlockManager(num_blocks, BLOCK_SIZE, lambda: 0.0)
@@ -175,7 +177,7 @@ class Rig(LeaseBench):
             peer.send(0, *frames)
             return
         with self.context.socket(zmq.DEALER) as socket:
-            socket.linger = 1000
+            socket.linger = int(WAIT_S * 1000)
             socket.connect(self.receiver.address)
             socket.send_multipart(frames)
 

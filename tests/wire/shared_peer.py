@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
@@ -114,3 +117,13 @@ def open_descriptors() -> set[str]:
 def num_mapped_rings() -> int:
     """The number of rings that are mapped in this process."""
     return Path("/proc/self/maps").read_text().count("kvrelay-ring")
+
+
+@contextmanager
+def nothing_left() -> Iterator[None]:
+    """Check that what is opened in the block is closed at its end, and that no ring stays mapped."""
+    gc.collect()  # else garbage of earlier tests could be collected between the two counts
+    before, rings = open_descriptors(), num_mapped_rings()
+    yield
+    assert open_descriptors() == before
+    assert num_mapped_rings() == rings

@@ -39,6 +39,7 @@ def test_every_byte_arrives(rig: Rig) -> None:
     # One open_write per block: a staging pool would give a second one other memory.
     assert rig.store.num_write_opens == rig.counted("kv_blocks_received") == 3
     assert rig.counted("kv_bytes_received") == 3 * BLOCK_NBYTES
+    rig.senders[0].close()  # it counts a block after it has sent it
     assert rig.prefill_registry.get_sample_value("kvrelay_kv_blocks_sent_total", {"path": rig.path}) == 3
     assert rig.prefill_registry.get_sample_value("kvrelay_kv_bytes_sent_total", {"path": rig.path}) == 3 * BLOCK_NBYTES
     assert rig.prefill_registry.get_sample_value("kvrelay_handoffs_total", {"outcome": "verified"}) == 1
@@ -60,6 +61,7 @@ def test_full_blocks_are_published_and_a_later_hand_off_does_not_send_them(one_r
     assert one_rig.counted("kv_blocks_received") == 4
     assert one_rig.counted("kv_blocks_reused") == 2
     one_rig.hand_over(num_tokens=8, request_id="cached as a whole")
+    one_rig.senders[0].close()  # it counts a block after it has sent it
     assert one_rig.prefill_registry.get_sample_value("kvrelay_kv_blocks_sent_total", {"path": "tcp"}) == 4
 
 

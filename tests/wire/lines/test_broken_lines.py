@@ -23,7 +23,7 @@ from tests.reliability.fleet import Cable
 
 from ..lease_bench import WAIT_S
 from ..sending import NeverThere, Sending, assert_all_done_soon
-from ..shared_peer import open_descriptors
+from ..shared_peer import nothing_left
 
 Make = Callable[..., Sending]
 BIG_NBYTES = 2**20
@@ -83,10 +83,8 @@ async def test_a_break_is_noticed_by_a_line_that_never_waits(context: Any, peer:
 
 
 def test_a_sender_that_cannot_begin_leaves_nothing_open(context: Any) -> None:
-    before = open_descriptors()
-    with pytest.raises(zmq.ZMQError):
+    with nothing_left(), pytest.raises(zmq.ZMQError):
         BlockSender("nowhere", metrics=WireMetrics(CollectorRegistry()), context=context)
-    assert open_descriptors() == before
 
 
 async def test_a_connection_that_ends_in_its_handshake_is_tried_again(sending: Make, peer: Any) -> None:

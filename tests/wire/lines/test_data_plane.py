@@ -99,7 +99,7 @@ def test_the_receiver_stops_in_the_middle_of_blocks(one_rig: Rig) -> None:
     one_rig.table.inside.get(timeout=WAIT_S)
     stopping = threading.Thread(target=one_rig.receiver.stop)
     stopping.start()
-    until(lambda: one_rig.receiver._is_stopped, "a stop that does not begin")
+    until(lambda: one_rig.receiver._wakeup.is_set, "a stop that does not begin")
     one_rig.table.may_finish.set()
     stopping.join(WAIT_S)
     assert not stopping.is_alive()

@@ -22,8 +22,8 @@ from kvrelay.wire.lines.shared.receiver import SharedReceiver
 from kvrelay.wire.lines.shared.ring import RingShape, make_ring
 
 from ..lease_bench import BAD_PAYLOAD, BLOCK_NBYTES, WAIT_S, until
-from ..rig import Rig
-from ..shared_peer import SharedPeer, num_mapped_rings, open_descriptors
+from ..rig import STRANGER_S, Rig
+from ..shared_peer import SharedPeer, nothing_left, num_mapped_rings, open_descriptors
 
 SHAPE = RingShape.of(BLOCK_NBYTES)
 TOKEN = "the token"
@@ -32,16 +32,15 @@ TOKEN = "the token"
 @pytest.fixture
 def receiver(one_rig: Rig) -> Iterator[SharedReceiver]:
     """A receiver that asks for a token, unlike the rig's. Afterwards no descriptor and no mapped ring may be left."""
-    gc.collect()  # else garbage of earlier tests could be collected between the two counts
-    before, rings = open_descriptors(), num_mapped_rings()
-    receiver = SharedReceiver(SharedPlace(), one_rig.table, BLOCK_NBYTES, one_rig.metrics, token=TOKEN)
-    receiver.start()
-    yield receiver
-    assert receiver.is_alive
-    receiver.stop()
-    assert not receiver.is_alive
-    assert open_descriptors() == before
-    assert num_mapped_rings() == rings
+    with nothing_left():
+        receiver = SharedReceiver(
+            SharedPlace(), one_rig.table, BLOCK_NBYTES, one_rig.metrics, token=TOKEN, stranger_s=STRANGER_S
+        )
+        receiver.start()
+        yield receiver
+        assert receiver.is_alive
+        receiver.stop()
+        assert not receiver.is_alive
 
 
 def refused(one_rig: Rig, cause: str) -> float:
@@ -218,6 +217,7 @@ def test_a_sender_that_takes_no_slots_back_is_dropped(one_rig: Rig) -> None:
 
 
 def test_what_a_sender_sent_that_is_gone_is_taken_and_its_memory_is_let_go(one_rig: Rig) -> None:
+    gc.collect()  # else garbage of earlier tests could be collected between the counts
     rings = num_mapped_rings()
     one_rig.table.may_finish.clear()
     with SharedPeer(one_rig.shared.name) as peer:
@@ -305,25 +305,21 @@ def test_without_a_descriptor_left_it_waits_and_then_accepts(one_rig: Rig, monke
 
 
 def test_a_receiver_that_never_started_leaves_nothing(one_rig: Rig) -> None:
-    before = open_descriptors()
-    receiver = SharedReceiver(SharedPlace(), one_rig.table, BLOCK_NBYTES, one_rig.metrics)
-    assert not receiver.is_alive
-    receiver.stop()
-    assert open_descriptors() == before
+    with nothing_left():
+        receiver = SharedReceiver(SharedPlace(), one_rig.table, BLOCK_NBYTES, one_rig.metrics)
+        assert not receiver.is_alive
+        receiver.stop()
 
 
 def test_stopping_lets_go_of_senders_and_their_memory(one_rig: Rig) -> None:
-    gc.collect()  # else garbage of earlier tests could be collected between the two counts
-    before, rings = open_descriptors(), num_mapped_rings()
-    receiver = SharedReceiver(SharedPlace(), one_rig.table, BLOCK_NBYTES, one_rig.metrics)
-    receiver.start()
-    with SharedPeer(receiver.name) as sender, SharedPeer(receiver.name):
-        assert sender.greet(BLOCK_NBYTES) is None
-        receiver.stop()
-        assert sender.ended_with() == b""
-        sender.ring.close()
-    assert open_descriptors() == before
-    assert num_mapped_rings() == rings
+    with nothing_left():
+        receiver = SharedReceiver(SharedPlace(), one_rig.table, BLOCK_NBYTES, one_rig.metrics)
+        receiver.start()
+        with SharedPeer(receiver.name) as sender, SharedPeer(receiver.name):
+            assert sender.greet(BLOCK_NBYTES) is None
+            receiver.stop()
+            assert sender.ended_with() == b""
+            sender.ring.close()
 
 
 def test_a_socket_in_a_directory_is_this_users_and_goes_with_the_receiver(one_rig: Rig, socket_directory: Path) -> None:
@@ -340,7 +336,5 @@ def test_a_socket_in_a_directory_is_this_users_and_goes_with_the_receiver(one_ri
 
 
 def test_a_directory_that_cannot_be_used_is_an_error(one_rig: Rig, tmp_path: Path) -> None:
-    before = open_descriptors()
-    with pytest.raises(WireError, match="choose another --shared-memory, or off"):
+    with nothing_left(), pytest.raises(WireError, match="choose another --shared-memory, or off"):
         SharedReceiver(SharedPlace(tmp_path / "gone"), one_rig.table, BLOCK_NBYTES, one_rig.metrics)
-    assert open_descriptors() == before

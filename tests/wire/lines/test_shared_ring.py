@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
-import gc
 import mmap
 import os
 import socket
@@ -18,7 +17,7 @@ from kvrelay.wire.blocks.seal import TAG_NBYTES
 from kvrelay.wire.errors import GreetingRefusedError, NoSharedMemoryError
 from kvrelay.wire.lines.shared.ring import MAX_SLOTS, RingShape, make_ring, map_ring
 
-from ..shared_peer import num_mapped_rings, open_descriptors
+from ..shared_peer import nothing_left
 
 SHAPE = RingShape.of(512)
 F_SEAL_FUTURE_WRITE = 0x10
@@ -27,12 +26,9 @@ SEALS = sum(ALL_SEALS)
 
 
 @pytest.fixture(autouse=True)
-def nothing_left() -> Iterator[None]:
-    gc.collect()  # else garbage of earlier tests could be collected between the two counts
-    before, rings = open_descriptors(), num_mapped_rings()
-    yield
-    assert open_descriptors() == before
-    assert num_mapped_rings() == rings
+def tidy() -> Iterator[None]:
+    with nothing_left():
+        yield
 
 
 def memory(nbytes: int, seals: int, flags: int = os.MFD_ALLOW_SEALING, *, has_pages: bool = True) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -14,7 +13,7 @@ from kvrelay.wire.lines.shared.receiver import SharedReceiver
 
 from ..lease_bench import BLOCK_NBYTES, BLOCK_SIZE, WAIT_S, until
 from ..rig import Rig
-from ..shared_peer import SharedPeer, num_mapped_rings, open_descriptors
+from ..shared_peer import SharedPeer, nothing_left
 
 
 @pytest.fixture
@@ -68,25 +67,22 @@ def test_a_sender_that_has_just_begun_has_its_turn_within_two_turns_of_anothers(
 
 
 def test_stopping_waits_for_blocks_that_are_being_written_and_leaves_nothing(rig: Rig) -> None:
-    gc.collect()  # else garbage of earlier tests could be collected between the two counts
-    before, rings = open_descriptors(), num_mapped_rings()
-    receiver = SharedReceiver(SharedPlace(), rig.table, BLOCK_NBYTES, rig.metrics)
-    receiver.start()
-    rig.table.may_finish.clear()
-    with Crowd(rig, receiver, 4) as crowd:
-        for number in range(4):
-            crowd.send(number, number)
-        next_inside(rig)
-        stopping = threading.Thread(target=receiver.stop)
-        stopping.start()
-        until(lambda: receiver._wakeup.is_set, "a stop that does not begin")
-        rig.table.may_finish.set()
-        stopping.join(WAIT_S)
-        assert not stopping.is_alive()
-        assert not receiver.is_alive
-        rig.assert_books()  # no write is open
-    assert open_descriptors() == before
-    assert num_mapped_rings() == rings
+    with nothing_left():
+        receiver = SharedReceiver(SharedPlace(), rig.table, BLOCK_NBYTES, rig.metrics)
+        receiver.start()
+        rig.table.may_finish.clear()
+        with Crowd(rig, receiver, 4) as crowd:
+            for number in range(4):
+                crowd.send(number, number)
+            next_inside(rig)
+            stopping = threading.Thread(target=receiver.stop)
+            stopping.start()
+            until(lambda: receiver._wakeup.is_set, "a stop that does not begin")
+            rig.table.may_finish.set()
+            stopping.join(WAIT_S)
+            assert not stopping.is_alive()
+            assert not receiver.is_alive
+            rig.assert_books()  # no write is open
     rig.table.abort_peer("p")
     rig.assert_all_free()
 
@@ -94,25 +90,22 @@ def test_stopping_waits_for_blocks_that_are_being_written_and_leaves_nothing(rig
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("dies", ["taking blocks", "at the door"])
 def test_senders_hear_of_a_thread_that_dies(rig: Rig, dies: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    gc.collect()  # else garbage of earlier tests could be collected between the two counts
-    before, rings = open_descriptors(), num_mapped_rings()
-    receiver = SharedReceiver(SharedPlace(), rig.table, BLOCK_NBYTES, rig.metrics)
-    receiver.start()
+    with nothing_left():
+        receiver = SharedReceiver(SharedPlace(), rig.table, BLOCK_NBYTES, rig.metrics)
+        receiver.start()
 
-    def fail(*_: object) -> None:
-        raise RuntimeError("nobody expects that")
+        def fail(*_: object) -> None:
+            raise RuntimeError("nobody expects that")
 
-    with Crowd(rig, receiver, 2) as crowd:
-        if dies == "taking blocks":
-            monkeypatch.setattr(rig.table, "begin_piece", fail)
-            crowd.send(0, 0)
-        else:
-            monkeypatch.setattr(receiver, "_accept", fail)
-            SharedPeer(receiver.name).socket.close()
-        for peer in crowd.peers:
-            assert peer.ended_with() == b""
-        until(lambda: not receiver.is_alive, "a thread that lives on")
-        receiver.stop()
-    assert open_descriptors() == before
-    assert num_mapped_rings() == rings
+        with Crowd(rig, receiver, 2) as crowd:
+            if dies == "taking blocks":
+                monkeypatch.setattr(rig.table, "begin_piece", fail)
+                crowd.send(0, 0)
+            else:
+                monkeypatch.setattr(receiver, "_accept", fail)
+                SharedPeer(receiver.name).socket.close()
+            for peer in crowd.peers:
+                assert peer.ended_with() == b""
+            until(lambda: not receiver.is_alive, "a thread that lives on")
+            receiver.stop()
     rig.table.abort_peer("p")
