@@ -13,7 +13,8 @@ def reserved_port(host: str = "127.0.0.1") -> Iterator[int]:
 
     It is bound and does not listen. Beside such a socket another one may listen, if both have SO_REUSEADDR.
     """
-    with socket.socket() as held:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind((host, 0))
         port: int = held.getsockname()[1]

@@ -108,14 +108,15 @@ async def test_from_loading_to_exit_0(port: int) -> None:
 @pytest.mark.timeout(60)
 async def test_the_log_has_a_url_that_can_be_asked(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    port, played = free_port(), Played()
-    settings = ProcessSettings("::1", port, 30.0)
-    running = asyncio.create_task(run_process(lambda: played, settings, CollectorRegistry(), "played"))
-    async with httpx.AsyncClient(base_url=f"http://[::1]:{port}") as client:
-        await until(client, 200)
-    os.kill(os.getpid(), signal.SIGTERM)
-    played.may_drain.set()
-    assert await running == 0
+    played = Played()
+    with reserved_port("::1") as port:
+        settings = ProcessSettings("::1", port, 30.0)
+        running = asyncio.create_task(run_process(lambda: played, settings, CollectorRegistry(), "played"))
+        async with httpx.AsyncClient(base_url=f"http://[::1]:{port}") as client:
+            await until(client, 200)
+        os.kill(os.getpid(), signal.SIGTERM)
+        played.may_drain.set()
+        assert await running == 0
     assert f"played: health and metrics at http://[::1]:{port}" in caplog.text.splitlines()[0]
 
 
