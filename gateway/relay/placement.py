@@ -125,19 +125,14 @@ class Placement:
             return shared
         prefills = [] if self._pool.is_local_only else views(self._pool.prefills.values(), request.max_len)
         decodes = views(self._pool.decodes.values(), request.max_len)
-        if request.adapter is not None:
-            digest, prefill_backlog_s = request.adapter.digest, self._settings.prefill_backlog_s
-            prefills = with_adapter(prefills, digest, lambda view: view.takes_prompt(prefill_backlog_s))
-            decodes = with_adapter(
-                decodes, digest, lambda view: not view.is_full and view.has_room(request.num_tokens + 1)
-            )
         if not math.isinf(backlog_s):
             decodes = [view for view in decodes if view.takes_sequence(num_tokens_to_hold) and view.address != without]
         cached = _cached(request, [*prefills, *decodes])
         local_backlog_s = None if self._local_backlog_s is None else min(backlog_s, self._local_backlog_s)
         limits = Limits(backlog_s, local_backlog_s)
         self._sequence_number += 1
-        for some, others in self._choices(request, prefills, decodes):
+        for prefills_left, decodes_left in self._choices(request, prefills, decodes):
+            some, others = self._with_adapter(request, prefills_left, decodes_left)
             if self._pool.is_local_only:
                 route = choose([], others, request.num_tokens + 1, self._sequence_number, cached)
                 way = None if route is None else (route, Reason.ONLY_WAY)
@@ -146,6 +141,18 @@ class Placement:
             if way is not None:
                 return self._place_of(*way, request.num_tokens, cached)
         return None
+
+    def _with_adapter(
+        self, request: GenerationRequest, prefills: list[WorkerView], decodes: list[WorkerView]
+    ) -> tuple[list[WorkerView], list[WorkerView]]:
+        """Those of either role that have the request's adapter, if one of them has a place."""
+        if request.adapter is None:
+            return prefills, decodes
+        digest, backlog_s = request.adapter.digest, self._settings.prefill_backlog_s
+        return (
+            with_adapter(prefills, digest, lambda view: view.takes_prompt(backlog_s)),
+            with_adapter(decodes, digest, lambda view: not view.is_full and view.has_room(request.num_tokens + 1)),
+        )
 
     def _place_of(self, route: Route, reason: Reason, num_tokens: int, cached: Mapping[str, int]) -> Place:
         decode = self._pool.decodes[route.decode]

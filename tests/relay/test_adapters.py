@@ -106,6 +106,9 @@ async def test_failover_goes_to_a_worker_that_has_not_loaded_it(tmp_path: Path, 
     async with gateway([prefill_worker(**settings_of(tmp_path))], list(decodes.values()), HAND_OFF) as relay:
         await generate(relay, "warm", PROMPT, 3, adapter=refs[0])
         [has_it] = [name for name, decode in decodes.items() if loaded(decode)]
+        while not any(worker.status and worker.status.adapters for worker in relay.pool.decodes.values()):
+            relay.pool.changed.clear()
+            await relay.pool.changed.wait()
         failing.add(has_it)
         await generate(relay, "fails over", PROMPT[::-1], 9, adapter=refs[0])
         assert all(loaded(decode) == {refs[0].digest} for decode in decodes.values())
