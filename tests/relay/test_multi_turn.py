@@ -57,10 +57,17 @@ class Cluster:
         return [registry.get_sample_value(name, labels) or 0.0 for registry in self.registries]
 
     async def settled(self) -> None:
-        """Wait until no worker knows any request."""
+        """Wait until no worker knows any request, and the gateway knows of none: a late report may count those that are over."""
+
+        def is_busy(worker: Worker) -> bool:
+            assert worker.load is not None, f"{worker.address} is not up"
+            return bool(worker.load.num_requests or worker.load.num_waiting_tokens)
+
         async with asyncio.timeout(20):
             while any(worker.service.entries for worker in [*self.prefills, *self.decodes]):
                 await asyncio.sleep(0.005)  # polls for a state, bounded by the timeout above
+            while any(map(is_busy, self.relay.pool.workers)):
+                await asyncio.sleep(0.005)
 
     async def know_their_speed(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Wait until all prefill workers have reported their speed. Before that, the gateway hands every prompt over.
@@ -141,6 +148,7 @@ async def test_a_short_second_turn_skips_the_hand_off(monkeypatch: pytest.Monkey
         for name, prompt in prompts.items():
             turn = [*prompt, *outputs[name], *tokens(100, 8)]
             assert (await c.generate(f"{name}-2", turn, 12))[1] == full_blocks(len(prompt) + 12 - 1)
+            await c.settled()
         assert sum(c.values("kvrelay_handoffs_total", outcome="verified")) == handed_over
 
 
@@ -154,6 +162,7 @@ async def test_without_prefill_workers_a_turn_finds_its_decode_worker(monkeypatc
             for (name, prompt), (output, _) in zip(prompts.items(), firsts, strict=True)
         ]
         for name, prompt, turn in turns:
+            await c.settled()
             assert (await c.generate(f"{name}-2", turn, 10))[1] == full_blocks(len(prompt) + 10 - 1)
 
 
