@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import re
-import socket
 import ssl
 import threading
 from collections.abc import Iterator
@@ -24,6 +23,7 @@ from kvrelay.gateway.desk.snapshot import Known, Load, Roster, State
 from kvrelay.gateway.http.sse import sse
 from kvrelay.launcher import top
 from kvrelay.launcher.errors import AnswerError
+from tests.ports import reserved_port
 
 from ..gateway.certificates import write_pair
 
@@ -134,11 +134,8 @@ def test_what_is_wrong_is_said() -> None:
             shown(url, None)
         with pytest.raises(AnswerError, match="no gateway of this version"):
             shown(url)
-    with socket.socket() as kept:
-        kept.bind(("127.0.0.1", 0))  # so that nobody else takes the port
-        url = f"http://127.0.0.1:{kept.getsockname()[1]}/"
-        with pytest.raises(AnswerError, match=r"does not answer .*; start a gateway there"):
-            shown(url)
+    with reserved_port() as port, pytest.raises(AnswerError, match=r"does not answer .*; start a gateway there"):
+        shown(f"http://127.0.0.1:{port}/")
     with pytest.raises(SettingsError, match="write http://HOST:PORT"):
         shown("ftp://x")
     with pytest.raises(SettingsError, match=r"URL is 'http://\[::1': Invalid IPv6 URL"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import socket
 from collections.abc import Callable
 
 import pytest
@@ -16,6 +15,7 @@ from kvrelay.launcher.bench.client import EventSplitter, StreamingClient
 from kvrelay.launcher.bench.http_stream import ServerAddress
 from kvrelay.launcher.bench.records import TtftParts
 from tests.launcher.bench.stub_server import Answer, Request, StubServer, as_asked, completion, event
+from tests.ports import reserved_port
 
 
 @pytest.fixture
@@ -161,9 +161,8 @@ async def wait_for(event_: asyncio.Event) -> None:
 
 
 async def test_nobody_listens() -> None:
-    with socket.socket() as kept:  # bound, so that nobody else takes the port
-        kept.bind(("127.0.0.1", 0))
-        (answer,) = await ask(StubServer(url=f"http://127.0.0.1:{kept.getsockname()[1]}"))
+    with reserved_port() as port:
+        (answer,) = await ask(StubServer(url=f"http://127.0.0.1:{port}"))
     assert answer.error == "connection"
     assert answer.chunk_s == []
 

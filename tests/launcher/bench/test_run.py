@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -25,6 +24,7 @@ from kvrelay.launcher.bench.server import local_settings
 from kvrelay.launcher.bench.settings import BenchSettings
 from tests.launcher.bench.results import CPU, result
 from tests.launcher.bench.stub_server import Answer, Request, StubServer, as_asked
+from tests.ports import reserved_port
 
 SMALL = ("--input-len", "8", "--output-len", "3")
 
@@ -174,9 +174,8 @@ def test_what_is_no_url_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_nobody_answers(capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.socket() as kept:  # bound, so that nobody else takes the port
-        kept.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{kept.getsockname()[1]}"
+    with reserved_port() as port:
+        url = f"http://127.0.0.1:{port}"
         assert cli.run(["bench", "--url", url]) == 1
     text = capsys.readouterr().err
     assert f"{url} does not answer" in text
