@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 _GC_THRESHOLD = 20_000
 _OTHER_DESCRIPTORS = 256  # descriptors for links to workers, the Kubernetes API, files
+_ACCEPT_S = 0.01  # a moment in which the loop accepts all clients that have connected
 
 
 def serve(settings: GatewaySettings) -> int:
@@ -110,7 +111,14 @@ def make_http_server(
 
     ``certificate``: None means plain HTTP. ``drain_s``: how long running requests may take after a signal.
     """
-    protocol = functools.partial(HttpProtocol, limits=limits, refusals=refusals, writes=GatheredWrites())
+    server: uvicorn.Server
+    protocol = functools.partial(
+        HttpProtocol,
+        limits=limits,
+        refusals=refusals,
+        writes=GatheredWrites(),
+        is_ending=lambda: server.should_exit,
+    )
     tls: dict[str, Any] = {}
     if certificate is not None:
         tls = {
@@ -131,13 +139,15 @@ def make_http_server(
         timeout_keep_alive=limits.keep_alive_s,  # type: ignore[arg-type]  # seconds of a timer: parts, too
         **tls,
     )
-    return _Server(config)
+    server = _Server(config)
+    return server
 
 
 class _Server(uvicorn.Server):
-    """Says when it begins to drain, as workers do."""
+    """Says when it begins to drain, as workers do, and resets no client that has connected by then."""
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Let running requests finish, then end. uvicorn calls this after a signal."""
         logger.info("gateway: draining for at most %d s", self.config.timeout_graceful_shutdown or 0)
+        await asyncio.sleep(_ACCEPT_S)  # the end of a listener resets those that it has not accepted
         await super().shutdown(sockets)

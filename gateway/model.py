@@ -88,10 +88,11 @@ class Model:
         """The limits that all running workers share.
 
         Raises UnavailableError if no worker is up, or if a role has no worker at all, because a request could then wait forever.
-        This can change at every await.
+        This can change at every await. Workers that are down are looked for soon.
         """
         limits, absent = self.pool.limits, self.pool.absent
         if absent or limits is None:
+            self.pool.hurry(self.pool.workers)
             reasons = absent or self.pool.public_reasons
             raise UnavailableError(f"model {self.name!r}: {'; '.join(reasons)}; try again later", retry_after_s=1.0)
         return limits

@@ -5,6 +5,9 @@ Here the request line and headers are bounded in bytes, number and time. Pipelin
 reads next to nothing of an answer is disconnected, which ends its request. None of this runs for each token.
 :mod:`kvrelay.gateway.http.edge` bounds the time of a body.
 
+When uvicorn ends, it closes connections without a request, and so resets those whose first request has arrived and is not read yet.
+Here such a request is answered, and the connection ends then.
+
 A refused request gets an answer only if the client cannot mistake it for the answer to another request. Then its connection closes.
 llhttp itself refuses what two parsers could read differently: Content-Length beside Transfer-Encoding or twice, line ends without
 CR, folded headers, spaces before a colon.
@@ -16,6 +19,7 @@ import asyncio
 import http
 import json
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import uvicorn
@@ -37,6 +41,7 @@ _LINGER_S = 2.0
 _NUM_OPERATORS = 16
 _OPERATORS_PATHS = (b"/health/live", b"/metrics")
 _OPERATORS_S = 1.0
+_LAST_REQUEST_S = 1.0  # how long a server that ends waits for the first bytes on a new connection
 
 
 class HttpProtocol(HttpToolsProtocol):
@@ -52,12 +57,14 @@ class HttpProtocol(HttpToolsProtocol):
         limits: HttpLimits,
         refusals: Refusals,
         writes: GatheredWrites,
+        is_ending: Callable[[], bool],
     ) -> None:
-        """``writes``: the gathered writes of all connections."""
+        """``writes``: the gathered writes of all connections. ``is_ending``: whether each answer is its connection's last one."""
         super().__init__(config, server_state, app_state, _loop)
         self._limits = limits
         self._refusals = refusals
         self._writes = writes
+        self._is_ending = is_ending
         self._is_refused = False
         self._is_beyond = False  # the limit on connections
         self._is_in_headers = False
@@ -79,6 +86,8 @@ class HttpProtocol(HttpToolsProtocol):
             self._header_timer = self.loop.call_later(_OPERATORS_S, self._refuse_connection)
         else:
             self._await_headers()
+        if self._is_ending():
+            self.shutdown()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End the requests, also one that runs before pipelined ones."""
@@ -87,6 +96,17 @@ class HttpProtocol(HttpToolsProtocol):
         self._disconnect_requests()
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
+
+    def shutdown(self) -> None:
+        """End after the request that runs, or that has begun to arrive. uvicorn calls this when the server ends.
+
+        The request of a client that has just connected may be unread yet, so this waits a moment for it.
+        """
+        if self._header_timer is None:
+            super().shutdown()
+        elif self._num_unparsed_bytes == 0 and not self._is_beyond:
+            self._headers_came()
+            self._header_timer = self.loop.call_later(_LAST_REQUEST_S, self.transport.close)
 
     def data_received(self, data: bytes) -> None:
         """Parse the client's bytes; after a refusal, drop them."""
@@ -134,7 +154,7 @@ class HttpProtocol(HttpToolsProtocol):
             raise ValueError("refused")
         self._headers_came()
         super().on_headers_complete()
-        if self._is_beyond:
+        if self._is_beyond or self._is_ending():
             self.cycle.keep_alive = False
         self._is_in_headers = False
         self._num_unparsed_bytes = 0

@@ -112,6 +112,7 @@ class Relay:
         num_to_hold, is_ahead = self.admission.num_to_hold(asked), self.admission.is_ahead(asked)
         found = self._placement.place(request, num_to_hold, is_ahead=is_ahead)
         asked.num_to_compute = self._placement.num_to_compute(request)
+        self._ask_for_more(found)
         return found
 
     def _on_failure(self, request: GenerationRequest, failure: AttemptFailedError) -> None:
@@ -175,7 +176,9 @@ class Relay:
             if remaining_s <= 0:
                 text = self._placement.no_room(request.max_len)
                 raise OverloadedError(f"{text}; try again later", retry_after_s=_RETRY_AFTER_S)
-            if (place := self._placement.route(request)) is not None:
+            place = self._placement.route(request)
+            self._ask_for_more(place)
+            if place is not None:
                 return place
             if request.waits_since_s is None:
                 request.waits_since_s = loop.time()
@@ -189,6 +192,13 @@ class Relay:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
                     await self.pool.changed.wait()
+
+    def _ask_for_more(self, place: Place | None) -> None:
+        """Have broken links tried again, because a request found no place, or no prefill worker."""
+        if place is None:
+            self.pool.hurry(self.pool.workers)
+        elif self.pool.is_local_only:
+            self.pool.hurry(self.pool.prefills.values())
 
     async def _is_over(self, request: GenerationRequest, take: Take) -> bool:
         """Make one more attempt. Returns whether the request is over."""

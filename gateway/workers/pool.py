@@ -112,10 +112,17 @@ class WorkerPool:
             workers = self._of(role)
             if address in workers:
                 workers[address].is_retiring = not new.accepts
+                self.hurry([workers[address]])
             elif new.accepts:
                 workers[address] = Worker(role, address, new.uid, self, self._hello, self._link)
                 workers[address].client.start()
         self.take_stock()
+
+    def hurry(self, workers: Iterable[Worker]) -> None:
+        """Try soon to connect to those that are down: they may have restarted, and they are wanted."""
+        for worker in workers:
+            if not worker.client.is_up and not worker.is_retiring:
+                worker.client.hurry()
 
     async def stop(self) -> None:
         """Say Bye to all workers, which cancels this gateway's requests."""

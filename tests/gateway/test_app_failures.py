@@ -26,6 +26,7 @@ from kvrelay.gateway.settings import GatewaySettings
 from kvrelay.gateway.text.output import Usage
 from kvrelay.gateway.text.tokenizer import Tokenizer
 from kvrelay.gateway.workers.pool import WorkerPool
+from kvrelay.wire.control.client import ControlClient
 from kvrelay.wire.messages import FailureCode, TokenDelta
 
 from .http_app import CHAT, TEXT, App, app_for, lifespan, saying
@@ -53,6 +54,22 @@ async def test_without_workers_every_request_gets_503_at_once(app: App) -> None:
     assert (response.status_code, response.json()["error"]["code"]) == (503, "unavailable")
     assert int(response.headers["retry-after"]) >= 1
     assert "tcp://" not in response.text
+
+
+async def test_a_request_that_no_worker_could_take_has_the_workers_looked_for(
+    app: App, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted: list[str] = []
+    monkeypatch.setattr(ControlClient, "hurry", lambda client: wanted.append(client.address))
+    await app.client.post(TEXT, json={"prompt": "x"})
+    assert wanted == []
+    await app.player.server.stop()
+    async with asyncio.timeout(20):
+        while (await app.client.get("/health/ready")).status_code == 200:
+            await asyncio.sleep(0.005)  # polls for a state, bounded by the timeout above
+    assert wanted == []
+    assert (await app.client.post(TEXT, json={"prompt": "x"})).status_code == 503
+    assert wanted == [app.player.address]
 
 
 async def test_workers_that_go_while_a_prompt_is_encoded_are_a_503(

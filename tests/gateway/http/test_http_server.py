@@ -1,13 +1,16 @@
-"""The limit on connections, and the metrics and log lines of refusals."""
+"""The limit on connections, the metrics and log lines of refusals, and a server that ends."""
 
 from __future__ import annotations
+
+import asyncio
+import socket
 
 import pytest
 from prometheus_client import CollectorRegistry
 
 from kvrelay.gateway.metrics import GatewayMetrics, Reason, Refusals
 
-from ..http_port import GET, Recorder, answer, close, error_of, serving, until
+from ..http_port import GET, Port, Recorder, all_of, answer, close, error_of, serving, until
 
 
 async def test_one_connection_too_many_is_told_to_come_again() -> None:
@@ -79,3 +82,51 @@ def test_a_flood_of_refusals_is_a_line_a_second(caplog: pytest.LogCaptureFixture
     name = "kvrelay_refused_connections_total"
     assert registry.get_sample_value(name, {"reason": "pipeline"}) == 5
     assert registry.get_sample_value(name, {"reason": "invalid_http"}) == 0  # the sample exists from the start
+
+
+async def end(port: Port) -> None:
+    """Let the server end, and wait until it accepts nobody any more."""
+    port.server.should_exit = True
+    await until(lambda: not any(one.is_serving() for one in port.server.servers))
+
+
+@pytest.mark.parametrize("num_bytes", [0, 10])
+async def test_a_request_on_its_way_is_answered_by_a_server_that_ends(num_bytes: int) -> None:
+    async with serving(Recorder()) as port:
+        reader, writer = await port.connect()
+        writer.write(GET[:num_bytes])
+        await until(lambda: len(port.server.server_state.connections) == 1)
+        await end(port)
+        writer.write(GET[num_bytes:])
+        received = await all_of(reader)
+        await close(writer)
+    assert received.startswith(b"HTTP/1.1 200 "), received
+    assert b"connection: close" in received
+
+
+async def test_a_client_that_a_server_has_not_accepted_when_it_ends_is_answered() -> None:
+    async with serving(Recorder()) as port:
+        with socket.create_connection(("127.0.0.1", port.number)) as client:
+            client.sendall(GET)  # without a round of the server's loop until it ends
+            port.server.should_exit = True
+            await port.server.shutdown()
+            client.setblocking(False)
+            received = await asyncio.wait_for(asyncio.get_running_loop().sock_recv(client, 2**16), 20)
+    assert received.startswith(b"HTTP/1.1 200 "), received
+    assert b"connection: close" in received
+
+
+async def test_a_server_that_ends_waits_a_moment_for_the_first_request_of_a_connection_and_not_for_the_next_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvrelay.gateway.http.protocol._LAST_REQUEST_S", 0.05)
+    async with serving(Recorder(), header_timeout_s=60.0) as port:
+        silent, used = await port.connect(), await port.connect()
+        used[1].write(GET)
+        await answer(used[0])
+        await until(lambda: len(port.server.server_state.connections) == 2)
+        await end(port)
+        for reader, writer in (used, silent):
+            assert await all_of(reader) == b""
+            await close(writer)
+        assert port.refused() == {}  # nobody did anything wrong

@@ -107,8 +107,9 @@ async def test_a_slow_reader_is_no_deaf_one() -> None:
     transport.is_closing.return_value = False
     refusals = Refusals(GatewayMetrics(CollectorRegistry()).refused_connections, time.monotonic)
     config = uvicorn.Config(Recorder())  # type: ignore[arg-type]
+    limits, writes = HttpLimits(), GatheredWrites()
     protocol = HttpProtocol(
-        config, ServerState(), {}, loop, limits=HttpLimits(), refusals=refusals, writes=GatheredWrites()
+        config, ServerState(), {}, loop, limits=limits, refusals=refusals, writes=writes, is_ending=lambda: False
     )
     protocol.connection_made(transport)
     marks = transport.set_write_buffer_limits.call_args.kwargs
