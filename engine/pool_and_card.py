@@ -34,7 +34,7 @@ def make_pool(
     geometry: KvGeometry,
     num_blocks: int,
     device: torch.device,
-    part: RankPart | None = None,
+    part: RankPart | None,
 ) -> KvPool:
     """The pool of ``num_blocks`` logical blocks, or a rank's ``part`` of it, with the extra blocks and staging of a GPU.
 

@@ -33,7 +33,7 @@ class TorchStep:
         sampled: Sampled | Deferred | None,
         logprobs: Mapping[int, tuple[SampledToken, ...]],
         device: torch.device,
-        behind: Copied | None = None,
+        behind: Copied | None,
     ) -> None:
         """``sampled``: how far the step is queued; None if no row samples.
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -126,7 +125,7 @@ class Model:
         request_id: str,
         received_s: float,
         prompt_param: str,
-        timeout_s: float = math.inf,
+        timeout_s: float,
         flow: Flow,
         trace_id: str = "",
     ) -> list[GenerationRequest]:

@@ -26,19 +26,12 @@ _TICK_S = 0.05  # most time that blocks stay held after the last send that reads
 class PrefillWorker(Worker[PrefillService]):
     """A prefill worker. Implements :class:`kvrelay.worker.process.run.Component`."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        settings: PrefillSchedulerSettings,
-        setup: Setup,
-        transfer_settings: TransferSettings | None = None,
-    ) -> None:
+    def __init__(self, engine: Engine, settings: PrefillSchedulerSettings, setup: Setup) -> None:
         super().__init__(Leader(engine), settings, setup, PrefillScheduler, PrefillService)
         service, clock, card = self.service, setup.network.clock, engine.card
         self._links = DecodeLinks(card, setup, service, self._wire_metrics, engine.store.register)
-        settings_of_transfers = transfer_settings or TransferSettings()
         transfers = TransferTable(
-            engine.store, card.layout.geometry, service, settings_of_transfers, self._wire_metrics, clock
+            engine.store, card.layout.geometry, service, TransferSettings(), self._wire_metrics, clock
         )
         service.attach(self._links, transfers)
         _add_load_gauges(service, setup.registry)

@@ -385,7 +385,7 @@ class Service(ABC, Generic[E]):
         self.ports.loop.wake()
 
 
-def failed(key: Key, code: FailureCode, detail: str, retry_after_s: float | None = None) -> Failed:
+def failed(key: Key, code: FailureCode, detail: str, retry_after_s: float | None) -> Failed:
     """The outcome of an attempt that ended with an error."""
     return Failed(request_id=key[0], attempt=key[1], code=code, detail=detail, retry_after_s=retry_after_s)
 

@@ -165,7 +165,7 @@ class BlockManager:
         with self._lock:
             return self._physical.free()
 
-    def places(self, group: int = 0) -> dict[str, list[int]]:
+    def places(self, group: int) -> dict[str, list[int]]:
         """A group's blocks: under ``cached``, or under their owners' names. A shared block appears several times."""
         with self._lock:
             owned = {f"{one.kind.value} {one.key}": held.tables[group].needed for one, held in self._owned.items()}

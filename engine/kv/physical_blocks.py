@@ -148,7 +148,7 @@ class PhysicalBlocks:
             self.hold(owner, block_id)
         return fresh
 
-    def publish(self, block_id: int, block_hash: bytes, sources: frozenset[str] = frozenset()) -> None:
+    def publish(self, block_id: int, block_hash: bytes, sources: frozenset[str]) -> None:
         """Publish the block in its group under ``block_hash``, unless another one already is.
 
         ``sources``: other workers whose work is in it. Raises ValueError if it has another hash.

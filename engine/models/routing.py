@@ -11,7 +11,7 @@ import torch
 from kvrelay.engine.config.experts import Router, Scoring
 
 
-def route(logits: torch.Tensor, router: Router, bias: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def route(logits: torch.Tensor, router: Router, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """``[num_tokens, num_experts]`` -> (expert ids int64, factors fp32), both ``[num_tokens, top_k]``.
 
     ``bias`` ``[num_experts]`` is added to scores for choosing experts, not to factors. With a bias, a group's score is the sum of

@@ -41,11 +41,8 @@ class Meeting:
         self._host = host
 
     @classmethod
-    def open(cls, num_ranks: int, num_local: int | None = None, host: str = "127.0.0.1") -> Meeting:
-        """Open the meeting as leader, listening on ``host``, an address of this machine.
-
-        ``num_local``: ranks on this host; None: all.
-        """
+    def open(cls, num_ranks: int, num_local: int, host: str = "127.0.0.1") -> Meeting:
+        """Open the meeting as leader, listening on ``host``, an address of this machine. ``num_local``: ranks on this host."""
         with socket.create_server((host, 0), family=_family(host)) as listening:
             port: int = listening.getsockname()[1]
             # A socket made by the store itself would listen on every address.
@@ -53,7 +50,7 @@ class Meeting:
                 host, port, num_ranks, is_master=True, timeout=_TIMEOUT, wait_for_workers=False,
                 master_listen_fd=listening.detach(),
             )  # fmt: skip
-        return cls(store, host, port, 0, num_ranks, LocalRank(0, num_local or num_ranks))
+        return cls(store, host, port, 0, num_ranks, LocalRank(0, num_local))
 
     @classmethod
     def find(cls, environment: Mapping[str, str]) -> Meeting:

@@ -69,7 +69,7 @@ class Rank(ABC):
             if self.lost is None:
                 logger.debug("rank %d takes no message: %s", self.rank, error)
 
-    def take(self, timeout_s: float | None = None) -> FromRank | None:
+    def take(self, timeout_s: float) -> FromRank | None:
         """The next message, except those for the other ``take_`` methods; None on timeout, or if the rank is lost."""
         try:
             return self._told.get(timeout=timeout_s)

@@ -72,7 +72,7 @@ class Penalties:
         return bool(self.num_under_way.any())
 
 
-def penalize(logits: torch.Tensor, penalties: Penalties, last_tokens: torch.Tensor | None = None) -> None:
+def penalize(logits: torch.Tensor, penalties: Penalties, last_tokens: torch.Tensor | None) -> None:
     """Apply penalties to ``logits`` ``[num_rows, vocab]`` in place, entry by entry, on the CPU.
 
     Repetition works like Hugging Face's processor: a positive logit is divided, a negative one multiplied. Frequency is subtracted

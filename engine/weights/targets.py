@@ -18,7 +18,7 @@ class FusedExperts:
     target: AnyWeight  # [num_experts * num_parts * out, in], or biases without ``in``
     num_parts: int  # interleaved parts of each expert: gate, up, gate, up …
 
-    def copy_(self, tensor: torch.Tensor, columns: slice | None = None) -> None:
+    def copy_(self, tensor: torch.Tensor, columns: slice | None) -> None:
         """``tensor``: ``[num_experts, in, out * num_parts]``, or without ``in``. ``columns``: see Place."""
         size, start = tensor.shape[-1] // self.num_parts, 0
         for expert in tensor:

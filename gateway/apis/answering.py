@@ -94,7 +94,7 @@ def served_models(request: Request) -> Models:
     return models
 
 
-def model_for(request: ApiRequest, name: str | None, conversation: Callable[[], str] = str) -> Model:
+def model_for(request: ApiRequest, name: str | None, conversation: Callable[[], str]) -> Model:
     """The model that a body names, noted as the request's. Raises ModelNotFoundError.
 
     ``conversation``: what the requests of one conversation have in common, for aliases that several models share.

@@ -31,7 +31,7 @@ class BodyWriter:
         prompt = settings.prompt
         assert prompt.prompt_seed is not None, "chosen before"
         self._api = settings.target.api
-        self._ids = parse_id_range(prompt.token_ids, "--token-ids")
+        self._ids = parse_id_range(prompt.token_ids)
         self._prompt_seed = prompt.prompt_seed
         self._seed = prompt.seed
         self._fixed: dict[str, Any] = {

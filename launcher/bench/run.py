@@ -62,7 +62,7 @@ def run(settings: BenchSettings) -> int:
     """Run the command. Returns 0, or 1 if every request failed. Raises KvrelayError if nothing could be measured."""
     workload = plan_workload(settings)
     parse_slo(settings.report.slo)
-    parse_id_range(settings.prompt.token_ids, "--token-ids")
+    parse_id_range(settings.prompt.token_ids)
     _check_output(settings.report.output)
     if settings.prompt.prompt_seed is None:
         prompt = dataclasses.replace(settings.prompt, prompt_seed=secrets.randbelow(2**31))

@@ -104,15 +104,15 @@ def parse_lengths(text: str, flag: str) -> Lengths:
     return Lengths(kind, *numbers)
 
 
-def parse_id_range(text: str, flag: str) -> range:
-    """``"1000-20000"`` as a range that includes both ends. Raises SettingsError."""
+def parse_id_range(text: str) -> range:
+    """``--token-ids``, for example ``"1000-20000"``, as a range that includes both ends. Raises SettingsError."""
     low, _, high = text.partition("-")
     try:
         ids = range(int(low), int(high) + 1)
     except ValueError:
         ids = range(0)
     if not 0 <= ids.start < ids.stop - 1 <= _MAX_ID:
-        raise SettingsError(f"{flag} is {text!r}; write LOW-HIGH, for example 1000-20000")
+        raise SettingsError(f"--token-ids is {text!r}; write LOW-HIGH, for example 1000-20000")
     return ids
 
 

@@ -112,7 +112,7 @@ def plan_deployment(
             for _ in range(deployment.prefill if role == "prefill" else deployment.decode)
         )
     ]
-    shares = _gpu_shares(settings, [worker for _, _, worker in workers], gpus)
+    shares = _gpu_shares([worker for _, _, worker in workers], gpus)
     for model, directory, worker in workers:
         places = WorkerPorts(next(free), next(free), next(free) if worker.role == "decode" else None)
         of_model = {"model": str(directory), "served_model_name": model, "adapters": adapters.get(model)}
@@ -162,7 +162,7 @@ def _ranks(settings: LocalSettings, role: str) -> dict[str, int]:
     return {name: number for name, number in asked.items() if number is not None}
 
 
-def _gpu_shares(settings: LocalSettings, workers: Sequence[WorkerRanks], gpus: Sequence[str]) -> dict[str, _GpuShare]:
+def _gpu_shares(workers: Sequence[WorkerRanks], gpus: Sequence[str]) -> dict[str, _GpuShare]:
     if len(gpus) > 1:
         chosen = assigned(gpus, workers)
         fractions = memory_fractions(chosen, workers, gpu_shares)

@@ -147,7 +147,7 @@ class Supervisor:
                 raise self._failure
             return self._all_ready()
 
-    def wait_ended(self, timeout_s: float | None = None) -> bool:
+    def wait_ended(self, timeout_s: float) -> bool:
         """Wait until the deployment has failed or was asked to stop; False after ``timeout_s``. Raises the failure."""
         with self._changed:
             ended = self._changed.wait_for(lambda: self._failure is not None or self._is_stopping, timeout_s)
@@ -155,7 +155,7 @@ class Supervisor:
                 raise self._failure
             return ended
 
-    def request_stop(self, *, hurry: bool = False) -> None:
+    def request_stop(self, *, hurry: bool) -> None:
         """Start to stop all components in order. ``hurry``: without grace, even if a slower stop has begun."""
         self._is_hurried = self._is_hurried or hurry
         self._is_stopping = True

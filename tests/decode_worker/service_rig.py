@@ -5,7 +5,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry
 
 from kvrelay.common.block_hash import HashChain
-from kvrelay.common.sampling import SamplingParams
+from kvrelay.common.sampling import SampledToken, SamplingParams
 from kvrelay.decode_worker.scheduler import DecodeScheduler
 from kvrelay.decode_worker.service import DataPorts, DecodeService
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
@@ -13,9 +13,9 @@ from kvrelay.engine.fake.engine import fake_card
 from kvrelay.engine.kv.block_manager import BlockManager
 from kvrelay.engine.kv.leased_blocks import LeasedBlocks
 from kvrelay.wire.blocks.pieces import whole_block
-from kvrelay.wire.leases.lease import LeaseSettings
+from kvrelay.wire.leases.lease import LeaseSettings, VerifiedLease
 from kvrelay.wire.leases.table import LeaseTable
-from kvrelay.wire.messages import Offer, Submit
+from kvrelay.wire.messages import Commit, Grant, Offer, Reject, Role, Submit
 from kvrelay.wire.metrics import WireMetrics
 from tests.worker.rig import EPOCH, ServiceRig
 
@@ -43,6 +43,12 @@ def offer(name: str, token_ids: list[int], num_prompt_tokens: int | None = None)
     )
 
 
+def commit_of(granted: Grant, first_token: SampledToken, chain_hash: bytes = b"") -> Commit:
+    return Commit(
+        lease_id=granted.lease_id, epoch=EPOCH, chain_hash=chain_hash, first_token=first_token, num_cached_tokens=0
+    )
+
+
 class Rig(ServiceRig[DecodeService]):
     """A decode worker."""
 
@@ -62,3 +68,27 @@ class Rig(ServiceRig[DecodeService]):
 
     def submit(self, name: str, max_tokens: int = 3) -> Submit:
         return submit(name, max_tokens=max_tokens)
+
+    def grant(self, made: Offer) -> Grant:
+        """Offer a hand-off, which must be granted."""
+        self.ask(made, "prefill", Role.PREFILL)
+        granted = self.sent[-1][1]
+        assert isinstance(granted, Grant)
+        return granted
+
+    def verify(self, granted: Grant, made: Offer, first_token: int) -> None:
+        """Verify the lease. No block is sent: the tests look only at the sequence that the verified lease becomes."""
+        owner = next(owner for owner in self.blocks.owners() if owner.kind == "lease")
+        chain, commit = HashChain(FINGERPRINT, BLOCK), commit_of(granted, SampledToken(first_token))
+        block_tables = [self.blocks.owned_blocks(owner)]
+        self.service.on_lease_verified(
+            VerifiedLease(granted.lease_id, owner.key, "prefill", made, chain, commit, block_tables, 0.1)
+        )
+
+    def reject(self, made: Offer, first_token: SampledToken) -> Reject:
+        """Commit a hand-off without blocks. It must be rejected."""
+        commit = commit_of(self.grant(made), first_token, made.block_hashes[-1])
+        self.ask(commit, "prefill", Role.PREFILL)
+        rejected = self.sent[-1][1]
+        assert isinstance(rejected, Reject)
+        return rejected

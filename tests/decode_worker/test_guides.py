@@ -5,65 +5,24 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kvrelay.common.block_hash import HashChain
-from kvrelay.common.sampling import Guide, GuideKind, SampledToken
+from kvrelay.common.sampling import Guide, GuideKind
 from kvrelay.decode_worker.scheduler import DecodeScheduler
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.engine.kv.block_manager import BlockManager
-from kvrelay.wire.leases.lease import VerifiedLease
 from kvrelay.wire.messages import (
     Cancel,
     Cancelled,
-    Commit,
     Failed,
     FailureCode,
-    Grant,
     Offer,
     Reject,
-    Role,
     Submit,
 )
 
 from ..guides import tokens_guide
-from .service_rig import BLOCK, EPOCH, FINGERPRINT, Rig, offer, submit
+from .service_rig import Rig, offer, submit
 
 PROMPT = list(range(6))
-
-
-class GuidedRig(Rig):
-    def hand_over(self, made: Offer, first: int) -> None:
-        """Grant the offer and verify its lease."""
-        self.grant(made)
-        self.verify(made, first)
-
-    def grant(self, made: Offer) -> None:
-        self.ask(made, "prefill", Role.PREFILL)
-        self.granted = self.sent[-1][1]
-        assert isinstance(self.granted, Grant)
-
-    def verify(self, made: Offer, first: int) -> None:
-        assert isinstance(self.granted, Grant)
-        commit = Commit(
-            lease_id=self.granted.lease_id,
-            epoch=EPOCH,
-            chain_hash=b"",
-            first_token=SampledToken(first),
-            num_cached_tokens=0,
-        )
-        # No block is sent: the tests look only at the sequence that the verified lease becomes.
-        owner = next(owner for owner in self.blocks.owners() if owner.kind == "lease")
-        chain = HashChain(FINGERPRINT, BLOCK)
-        lease = (
-            self.granted.lease_id,
-            owner.key,
-            "prefill",
-            made,
-            chain,
-            commit,
-            [self.blocks.owned_blocks(owner)],
-            0.1,
-        )
-        self.service.on_lease_verified(VerifiedLease(*lease))
 
 
 def guided(name: str, *token_ids: int, output: tuple[int, ...] = ()) -> Submit:
@@ -80,7 +39,7 @@ def guided_offer(name: str, *token_ids: int, output: tuple[int, ...] = ()) -> Of
 
 
 def test_guided_and_free_rows_share_a_batch() -> None:
-    rig = GuidedRig()
+    rig = Rig()
     rig.ask(guided("a", 77, 5, 9))
     rig.ask(submit("b"))
     rig.ask(guided("c", 4, 4))
@@ -90,24 +49,14 @@ def test_guided_and_free_rows_share_a_batch() -> None:
     rig.assert_nothing_left()
 
 
-def end(rig: GuidedRig, how: str) -> None:
-    if how == "cancel":
-        rig.ask(Cancel(request_id="a", attempt=1))
-    elif how == "deadline":
-        rig.now_s += 6.0
-        rig.service.tick()
-    else:
-        rig.service.on_peer_lost("gateway", Role.GATEWAY)
-
-
 @pytest.mark.parametrize("is_early", [True, False])
 def test_a_sequence_that_is_handed_over_joins_when_its_guide_is_there(is_early: bool) -> None:
-    rig = GuidedRig()
+    rig = Rig()
     made = guided_offer("a", 77, 5, 9, output=(77,))
-    rig.grant(made)
+    granted = rig.grant(made)
     if is_early:
         rig.guides.answer()
-    rig.verify(made, 5)
+    rig.verify(granted, made, 5)
     if not is_early:
         assert not rig.commands
         assert rig.service.status().num_waiting == 1
@@ -120,23 +69,23 @@ def test_a_sequence_that_is_handed_over_joins_when_its_guide_is_there(is_early: 
 
 @pytest.mark.parametrize("how", ["cancel", "deadline", "gateway lost", "refused"])
 def test_a_verified_sequence_without_its_guide_gives_its_blocks_back(how: str) -> None:
-    rig = GuidedRig()
+    rig = Rig()
     made = msgspec.structs.replace(guided_offer("a", 77, 5), timeout_s=5.0)
     if how == "refused":
         guide = Guide(kind=GuideKind.REGEX, text="bad")
         made = msgspec.structs.replace(made, sampling=msgspec.structs.replace(made.sampling, guide=guide))
-    rig.hand_over(made, 77)
+    rig.verify(rig.grant(made), made, 77)
     if how == "refused":
         rig.guides.answer()
     else:
-        end(rig, how)
+        rig.end(how)
     rig.guides.answer()
     assert len(rig.told(Cancelled) + rig.told(Failed)) == 1
     rig.assert_nothing_left()
 
 
 def test_a_guide_that_is_refused_ends_the_lease() -> None:
-    rig = GuidedRig()
+    rig = Rig()
     made = guided_offer("a", 1)
     guide = Guide(kind=GuideKind.REGEX, text="bad")
     rig.grant(msgspec.structs.replace(made, sampling=msgspec.structs.replace(made.sampling, guide=guide)))
@@ -149,8 +98,9 @@ def test_a_guide_that_is_refused_ends_the_lease() -> None:
 
 
 def test_a_first_token_that_the_guide_does_not_allow_fails_the_attempt() -> None:
-    rig = GuidedRig()
-    rig.hand_over(guided_offer("a", 77, 5), 78)
+    rig = Rig()
+    made = guided_offer("a", 77, 5)
+    rig.verify(rig.grant(made), made, 78)
     rig.guides.answer()
     assert [(one.code, one.detail) for one in rig.failed()] == [
         (FailureCode.INVALID, "the first token: 78 came instead of 77")
@@ -159,7 +109,7 @@ def test_a_first_token_that_the_guide_does_not_allow_fails_the_attempt() -> None
 
 
 def test_a_preempted_sequence_goes_on_in_its_guide() -> None:
-    rig = GuidedRig()
+    rig = Rig()
     rig.blocks = BlockManager(6, 4, lambda: 0.0)
     rig.scheduler = DecodeScheduler(DecodeSchedulerSettings(), rig.blocks, 1000, "cpu")
     rig.model._scheduler, rig.service.blocks = rig.scheduler, rig.blocks
@@ -175,13 +125,13 @@ def test_a_preempted_sequence_goes_on_in_its_guide() -> None:
 
 
 def test_a_cancel_that_the_last_block_outruns_gives_the_blocks_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = GuidedRig()
+    rig = Rig()
     made = offer("a", PROMPT)
-    rig.grant(made)
+    granted = rig.grant(made)
     monkeypatch.setattr(rig.service._leases, "cancel", lambda *asked: None)  # the lease is verified already
     rig.ask(Cancel(request_id="a", attempt=1))
     assert rig.cancelled() == []
-    rig.verify(made, 5)
+    rig.verify(granted, made, 5)
     assert rig.cancelled() == ["a"]
     assert not rig.commands
     rig.assert_nothing_left()

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import msgspec
 
-from kvrelay.common.block_hash import HashChain
 from kvrelay.common.sampling import SampledToken, SamplingParams
 from kvrelay.engine.fake.language import token_digests, with_logprobs
-from kvrelay.wire.leases.lease import VerifiedLease
-from kvrelay.wire.messages import Commit, Grant, Offer, Role, Submit
+from kvrelay.wire.messages import Offer, Submit
 from tests.decode_worker.rig import Rig as ModelRig
 from tests.decode_worker.rig import greedy
-from tests.decode_worker.service_rig import BLOCK, CARD, EPOCH, FINGERPRINT, Rig, offer, submit
+from tests.decode_worker.service_rig import CARD, Rig, offer, submit
 
 ASKS = SamplingParams(max_tokens=4, temperature=0.0, num_prompt_logprobs=1)
 
@@ -41,25 +39,9 @@ def test_they_come_with_the_first_token_of_local_prefill() -> None:
 
 def test_a_prompt_that_was_handed_over_has_told_them() -> None:
     rig = Rig()
-    tokens = list(range(5))
-    rig.ask(asking(offer("a", tokens)), "prefill", Role.PREFILL)
-    [grant] = [message for _, message in rig.sent if isinstance(message, Grant)]
-    commit = Commit(
-        lease_id=grant.lease_id,
-        epoch=EPOCH,
-        chain_hash=b"",
-        first_token=SampledToken(7),
-        num_cached_tokens=0,
-    )
-    made = asking(offer("a", tokens))
+    made = asking(offer("a", list(range(5))))
     assert isinstance(made, Offer)
-    # No block is sent: the test looks only at the sequence that the verified lease becomes.
-    lease_key, block_ids = next(
-        (owner.key, rig.blocks.owned_blocks(owner)) for owner in rig.blocks.owners() if owner.kind == "lease"
-    )
-    chain = HashChain(FINGERPRINT, BLOCK)
-    lease = VerifiedLease(grant.lease_id, lease_key, "prefill", made, chain, commit, [block_ids], 0.1)
-    rig.service.on_lease_verified(lease)
+    rig.verify(rig.grant(made), made, 7)
     rig.handle()
     [taken] = rig.scheduler.waiting
     assert taken.sampling == msgspec.structs.replace(ASKS, num_prompt_logprobs=None)

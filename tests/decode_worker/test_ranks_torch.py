@@ -13,9 +13,9 @@ import transformers
 from kvrelay.common.sampling import SamplingParams, Watermark
 from kvrelay.engine.step.interface import Engine
 from tests.decode_worker.rig import Rig, beams, greedy
+from tests.decode_worker.workload import Wish, assert_as_alone
 from tests.engine.conftest import SIZES, VOCAB, load, save_model
 from tests.engine.ranks.conftest import load_ranks
-from tests.guides import ChainState
 
 NUM_BLOCKS = 80
 HEADS = {**SIZES, "num_attention_heads": 12}
@@ -112,10 +112,9 @@ def test_every_request_gets_the_tokens_that_one_rank_gives_it(engines: tuple[Eng
     rig = Rig(ranked, draws.choice((12, 20)), max_num_seqs=6, max_batched_tokens=16)
     wanted = {}
     for index in range(6):
-        prompt, params = [draws.randrange(VOCAB) for _ in range(draws.randint(1, 40))], sampling(draws)
-        guided = draws.choice((0, 0, 5, 40))
-        wanted[f"r{index}"] = (prompt, params, guided)
-        rig.add(f"r{index}", prompt, params, handed_over=False, guide=ChainState(guided) if guided else None)
+        name, prompt = f"r{index}", [draws.randrange(VOCAB) for _ in range(draws.randint(1, 40))]
+        wanted[name] = Wish(prompt, sampling(draws), handed_over=False, guided=draws.choice((0, 0, 5, 40)))
+        wanted[name].add_to(rig, name)
         for _ in range(draws.randint(0, 6)):
             rig.step()
             rig.let_go()
@@ -123,11 +122,7 @@ def test_every_request_gets_the_tokens_that_one_rank_gives_it(engines: tuple[Eng
     rig.let_go()
     rig.run()
     assert max(rig.engine.depths) == max(1, ranked.num_stages - 1), "no step was launched while another one ran"
-    for name, (prompt, params, guided) in wanted.items():
-        alone = Rig(one_rank)
-        alone.add(name, prompt, params, handed_over=False, guide=ChainState(guided) if guided else None)
-        alone.run()
-        assert (rig.outputs[name], rig.ends.get(name)) == (alone.outputs[name], alone.ends.get(name)), (name, params)
+    assert_as_alone(rig, {name: wish.alone(Rig(one_rank), name) for name, wish in wanted.items()})
 
 
 def test_beams_copy_blocks_on_every_rank(engines: tuple[Engine, Engine]) -> None:

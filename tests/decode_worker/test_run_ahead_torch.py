@@ -15,6 +15,7 @@ from kvrelay.common.sampling import SamplingParams, Watermark
 from kvrelay.engine.torch_engine import TorchEngine
 from kvrelay.worker.model_worker import Remove
 from tests.decode_worker.rig import Rig, greedy
+from tests.decode_worker.workload import Wish
 from tests.engine.conftest import SIZES, VOCAB, load, save_model
 from tests.guides import ChainState
 
@@ -84,8 +85,8 @@ def test_every_request_gets_the_tokens_that_it_gets_alone_and_step_by_step(
     for index in range(8):
         prompt, params = [draws.randrange(VOCAB) for _ in range(draws.randint(1, 30))], sampling(draws)
         name, handed_over, guided = f"r{index}", draws.random() < 0.6, draws.choice((0, 0, 0, 0, 5, 40))
-        wanted[name] = (prompt, params, handed_over, guided)
-        while not rig.add(name, prompt, params, handed_over=handed_over, guide=ChainState(guided) if guided else None):
+        wanted[name] = Wish(prompt, params, handed_over, guided)
+        while not wanted[name].add_to(rig, name):
             rig.let_go()
             rig.step()
         for _ in range(draws.randint(0, 6)):
@@ -102,17 +103,12 @@ def test_every_request_gets_the_tokens_that_it_gets_alone_and_step_by_step(
     rig.let_go()
     rig.run()
     assert sum(rig.engine.depths) > len(rig.engine.depths) / 3, rig.engine.depths
-    for name, (prompt, params, handed_over, guided) in wanted.items():
-        alone = Rig(engines["off"])
-        alone.add(name, prompt, params, handed_over=handed_over, guide=ChainState(guided) if guided else None)
-        alone.run()
+    for name, wish in wanted.items():
+        alone = wish.alone(Rig(engines["off"]), name)
         if name in removed:
             assert rig.outputs[name] == alone.outputs[name][: len(rig.outputs[name])]
         else:
-            assert (rig.outputs[name], rig.ends.get(name)) == (alone.outputs[name], alone.ends.get(name)), (
-                name,
-                params,
-            )
+            assert (rig.outputs[name], rig.ends.get(name)) == (alone.outputs[name], alone.ends.get(name)), (name, wish)
 
 
 FEW = (5, 6, 7)

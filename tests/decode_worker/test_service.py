@@ -13,18 +13,15 @@ from kvrelay.engine.step.sequence import Sequence
 from kvrelay.wire.messages import (
     Cancel,
     Cancelled,
-    Commit,
     Failed,
     FailureCode,
-    Grant,
     Offer,
     Preempted,
     Refuse,
-    Reject,
     Role,
 )
 from kvrelay.worker.model_worker import Add, Remove, Report
-from tests.decode_worker.service_rig import BLOCK, CARD, EPOCH, Rig, offer, submit
+from tests.decode_worker.service_rig import BLOCK, CARD, Rig, offer, submit
 
 
 def test_a_cancel_that_crosses_the_last_token_keeps_the_name_until_the_removal_is_answered() -> None:
@@ -134,20 +131,7 @@ def test_an_offer_is_checked_like_a_submit(offered: Offer, detail: str) -> None:
 def test_a_first_token_that_the_model_does_not_have_ends_the_lease(token_id: int) -> None:
     """The service rejects such a commit, because the token would break a step and every sequence in its batch."""
     rig = Rig()
-    offered = offer("a", [1, 2, 3])
-    rig.ask(offered, "prefill", Role.PREFILL)
-    [(_, grant)] = rig.sent
-    assert isinstance(grant, Grant)
-    commit = Commit(
-        lease_id=grant.lease_id,
-        epoch=EPOCH,
-        chain_hash=offered.block_hashes[-1],
-        first_token=SampledToken(token_id),
-        num_cached_tokens=0,
-    )
-    rig.ask(commit, "prefill", Role.PREFILL)
-    _, rejected = rig.sent[-1]
-    assert isinstance(rejected, Reject)
+    rejected = rig.reject(offer("a", [1, 2, 3]), SampledToken(token_id))
     assert rejected.code is FailureCode.INTEGRITY  # another attempt may succeed
     assert f"the first token is {token_id}; it must be 0 to {CARD.vocab_size - 1}" in rejected.detail
     rig.assert_nothing_left()

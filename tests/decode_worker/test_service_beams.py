@@ -9,11 +9,11 @@ from kvrelay.common.sampling import FinishReason, SampledToken, SamplingParams
 from kvrelay.engine.beams.search import FinishedBeam
 from kvrelay.engine.step.sequence import Sequence
 from kvrelay.wire.codec import Codec
-from kvrelay.wire.messages import Commit, Failed, FailureCode, Grant, Offer, Reject, Role, Submit
+from kvrelay.wire.messages import Failed, FailureCode, Offer, Submit
 from kvrelay.worker.model_worker import Add, Report
 from kvrelay.worker.scheduling.scheduler import Progress
 from tests.decode_worker.rig import beams, expected_beams
-from tests.decode_worker.service_rig import CARD, EPOCH, Rig, offer, submit
+from tests.decode_worker.service_rig import CARD, Rig, offer, submit
 
 
 def search(name: str, sampling: SamplingParams) -> Submit:
@@ -81,20 +81,7 @@ def test_long_answers_that_end_in_one_step_fit_their_messages() -> None:
 def test_a_commit_without_candidates_ends_the_lease(first: SampledToken, detail: str) -> None:
     """A commit has no or wrong candidates for the first token. It is rejected, so that the gateway may try another worker."""
     rig = Rig()
-    offered = offered_search("a", beams(2))
-    rig.ask(offered, "prefill", Role.PREFILL)
-    [(_, grant)] = rig.sent
-    assert isinstance(grant, Grant)
-    commit = Commit(
-        lease_id=grant.lease_id,
-        epoch=EPOCH,
-        chain_hash=offered.block_hashes[-1],
-        first_token=first,
-        num_cached_tokens=0,
-    )
-    rig.ask(commit, "prefill", Role.PREFILL)
-    _, rejected = rig.sent[-1]
-    assert isinstance(rejected, Reject)
+    rejected = rig.reject(offered_search("a", beams(2)), first)
     assert rejected.code is FailureCode.INTEGRITY
     assert detail in rejected.detail
     rig.assert_nothing_left()

@@ -14,10 +14,31 @@ from tests.guides import ChainState
 VOCAB = 50
 
 
-def workload(seed: int) -> list[tuple[str, list[int], SamplingParams, bool, int]]:
-    """Random requests: (name, prompt, sampling, whether it is handed over, tokens of its guide)."""
+@dataclass(frozen=True)
+class Wish:
+    """A request, and whether it is handed over and has a guide."""
+
+    prompt: list[int]
+    sampling: SamplingParams
+    handed_over: bool
+    guided: int  # tokens of its guide; 0: no guide
+
+    def add_to(self, rig: Rig, name: str) -> bool:
+        """Add the request to a worker. Returns whether there was room for it."""
+        guide = ChainState(self.guided) if self.guided else None
+        return rig.add(name, self.prompt, self.sampling, handed_over=self.handed_over, guide=guide)
+
+    def alone(self, rig: Rig, name: str) -> Rig:
+        """Run the request alone on ``rig``, which is returned."""
+        self.add_to(rig, name)
+        rig.run()
+        return rig
+
+
+def workload(seed: int) -> dict[str, Wish]:
+    """Random requests by name."""
     draws = random.Random(seed)
-    made = []
+    made = {}
     for index in range(draws.randint(3, 10)):
         sampling = SamplingParams(
             max_tokens=draws.randint(1, 20),
@@ -32,7 +53,7 @@ def workload(seed: int) -> list[tuple[str, list[int], SamplingParams, bool, int]
             logit_bias=((3, 1.0),) if draws.random() < 0.2 else (),
         )
         prompt = [draws.randrange(VOCAB) for _ in range(draws.randint(1, 17))]
-        made.append((f"r{index}", prompt, sampling, draws.random() < 0.7, draws.choice((0, 0, 0, 7, 30))))
+        made[f"r{index}"] = Wish(prompt, sampling, draws.random() < 0.7, draws.choice((0, 0, 0, 7, 30)))
     return made
 
 
@@ -42,11 +63,9 @@ def add_all(rig: Rig, plain: Rig, seed: int, draws: random.Random, most_steps: i
     ``rig`` runs steps between two requests, a lease overwrites its free blocks, and some of its requests are removed.
     """
     removed = set()
-    for name, prompt, sampling, handed_over, guided in workload(seed):
-        plain.add(name, prompt, sampling, handed_over=handed_over, guide=ChainState(guided) if guided else None)
-        while not rig.add(
-            name, prompt, sampling, handed_over=handed_over, guide=ChainState(guided) if guided else None
-        ):
+    for name, wish in workload(seed).items():
+        wish.add_to(plain, name)
+        while not wish.add_to(rig, name):
             rig.let_go()
             rig.step()
         for _ in range(draws.randint(0, most_steps)):
@@ -70,27 +89,6 @@ def assert_same(rig: Rig, plain: Rig, removed: set[str]) -> None:
         else:
             assert (found, rig.ends.get(name)) == (output, plain.ends.get(name)), name
     assert not rig.failed
-
-
-@dataclass(frozen=True)
-class Wish:
-    """A request, and whether it is handed over and has a guide."""
-
-    prompt: list[int]
-    sampling: SamplingParams
-    handed_over: bool
-    guided: int  # tokens of its guide; 0: no guide
-
-    def add_to(self, rig: Rig, name: str) -> bool:
-        """Add the request to a worker. Returns whether there was room for it."""
-        guide = ChainState(self.guided) if self.guided else None
-        return rig.add(name, self.prompt, self.sampling, handed_over=self.handed_over, guide=guide)
-
-    def alone(self, rig: Rig, name: str) -> Rig:
-        """Run the request alone on ``rig``, which is returned."""
-        self.add_to(rig, name)
-        rig.run()
-        return rig
 
 
 def run_disturbed(rig: Rig, wishes: Mapping[str, Wish], draws: random.Random) -> None:

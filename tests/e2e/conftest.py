@@ -6,7 +6,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -26,20 +28,21 @@ def model_directory() -> Path:
     return resolve_model("demo")
 
 
+@contextmanager
+def serving(directory: Path, **chosen: Any) -> Iterator[LocalDeployment]:
+    """A gateway and workers on one CPU thread each. Every prompt is handed over, if nothing else is ``chosen``."""
+    settings: dict[str, Any] = {
+        "port": 0, "device": "cpu", "dtype": "float32", "threads": 1, "local_prefill": "fallback", "room_timeout_s": PATIENCE_S
+    }  # fmt: skip
+    with LocalDeployment.from_settings(LocalSettings.of(**{**settings, **chosen}), directory) as running:
+        running.wait_ready(timeout_s=180)
+        yield running
+
+
 @pytest.fixture(scope="session")
 def deployment(model_directory: Path) -> Iterator[LocalDeployment]:
     """A gateway, one prefill worker and one decode worker. Every prompt is handed over."""
-    settings = LocalSettings.of(
-        port=0,
-        device="cpu",
-        dtype="float32",
-        threads=1,
-        local_prefill="fallback",
-        kv_memory_mb=1024,
-        room_timeout_s=PATIENCE_S,
-    )
-    with LocalDeployment.from_settings(settings, model_directory) as running:
-        running.wait_ready(timeout_s=180)
+    with serving(model_directory, kv_memory_mb=1024) as running:
         yield running
 
 
@@ -53,11 +56,7 @@ def of_one_rank(deployment: LocalDeployment) -> dict[str, Answer]:
 @pytest.fixture(scope="session")
 def local_deployment(model_directory: Path) -> Iterator[LocalDeployment]:
     """A gateway and one decode worker, which computes every prompt itself, without a hand-off."""
-    settings = LocalSettings.of(
-        port=0, device="cpu", dtype="float32", threads=1, prefill=0, kv_memory_mb=256, room_timeout_s=PATIENCE_S
-    )
-    with LocalDeployment.from_settings(settings, model_directory) as running:
-        running.wait_ready(timeout_s=180)
+    with serving(model_directory, prefill=0, local_prefill="sooner", kv_memory_mb=256) as running:
         yield running
 
 

@@ -20,13 +20,12 @@ import safetensors
 
 from kvrelay.launcher.client import counter_values
 from kvrelay.launcher.local.deployment import LocalDeployment
-from kvrelay.launcher.settings import LocalSettings
 from kvrelay.worker.worker import WRONG_EXIT_CODE
 from tests.bit_flips import flip_bit
 from tests.reliability.figures import wait_until
 
 from ..helm.alerts import groups
-from .conftest import PATIENCE_S
+from .conftest import PATIENCE_S, serving
 from .prometheus import prometheus_of
 from .promises import Wish, ask_alone
 from .test_demo import http
@@ -45,12 +44,7 @@ _DROPPED = re.compile(r"decode-0 \| .*prefill worker .* computed wrongly: (\d+) 
 @pytest.fixture
 def checked(model_directory: Path) -> Iterator[LocalDeployment]:
     """A gateway, two prefill workers and one decode worker, with canaries."""
-    settings = LocalSettings.of(
-        port=0, device="cpu", dtype="float32", threads=1, prefill=2, num_blocks=64, local_prefill="fallback",
-        room_timeout_s=PATIENCE_S, canary_period_s=0.2,
-    )  # fmt: skip
-    with LocalDeployment.from_settings(settings, model_directory) as running:
-        running.wait_ready(timeout_s=180)
+    with serving(model_directory, prefill=2, num_blocks=64, canary_period_s=0.2) as running:
         yield running
 
 

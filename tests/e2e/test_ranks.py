@@ -19,7 +19,7 @@ from kvrelay.launcher.settings import LocalSettings
 from tests.adapters import linear_shapes, merge, write_adapter
 from tests.reliability.figures import wait_until
 
-from .conftest import PATIENCE_S, wait_until_idle
+from .conftest import PATIENCE_S, serving, wait_until_idle
 from .promises import FEW, LONG, Answer, Wish, ask_alone, ask_together
 from .test_demo import http
 from .test_same_seed import Stream, Told
@@ -42,11 +42,7 @@ def of_merged(adapters: Path, model_directory: Path, tmp_path_factory: pytest.Te
     """The answers of one rank that serves a model with the adapter merged into it."""
     directory = tmp_path_factory.mktemp("merged") / "model"
     merge(model_directory, adapters / ADAPTER, directory)
-    settings = LocalSettings.of(
-        port=0, device="cpu", dtype="float32", threads=1, num_blocks=64, prefill=0, room_timeout_s=PATIENCE_S
-    )
-    with LocalDeployment.from_settings(settings, directory) as running:
-        running.wait_ready(timeout_s=180)
+    with serving(directory, num_blocks=64, prefill=0, local_prefill="sooner") as running:
         return asyncio.run(ask_alone(running.url, FEW))
 
 
@@ -54,12 +50,8 @@ def of_merged(adapters: Path, model_directory: Path, tmp_path_factory: pytest.Te
 def unequal(request: pytest.FixtureRequest, model_directory: Path, adapters: Path) -> Iterator[LocalDeployment]:
     """A prefill and a decode worker, one of them with three ranks. The model has nine query heads."""
     prefill, decode = request.param
-    settings = LocalSettings.of(
-        port=0, device="cpu", dtype="float32", threads=1, num_blocks=64, local_prefill="fallback",
-        room_timeout_s=PATIENCE_S, adapters=str(adapters), prefill_tensor_parallel=prefill, decode_tensor_parallel=decode,
-    )  # fmt: skip
-    with LocalDeployment.from_settings(settings, model_directory) as running:
-        running.wait_ready(timeout_s=180)
+    sizes = {"prefill_tensor_parallel": prefill, "decode_tensor_parallel": decode}
+    with serving(model_directory, num_blocks=64, adapters=str(adapters), **sizes) as running:
         yield running
 
 

@@ -24,9 +24,8 @@ from kvrelay.engine.backends.cpu.native.compiled import default_cache_dir
 from kvrelay.engine.backends.cpu.native_ops import has_native_linear
 from kvrelay.launcher.client import counter_values
 from kvrelay.launcher.local.deployment import LocalDeployment
-from kvrelay.launcher.settings import LocalSettings
 
-from .conftest import PATIENCE_S, wait_until_idle
+from .conftest import serving, wait_until_idle
 from .promises import Wish, ask_alone, ask_together
 from .test_demo import http
 
@@ -93,10 +92,7 @@ def alone(dtype: str, deployment: LocalDeployment, small: LocalDeployment) -> di
 @pytest.fixture(scope="module")
 def small(dtype: str, model_directory: Path) -> Iterator[LocalDeployment]:
     """A prefill worker and two decode workers with few blocks."""
-    workers = {"device": "cpu", "dtype": dtype, "threads": 1, "num_blocks": NUM_BLOCKS}
-    settings = LocalSettings.of(port=0, decode=2, local_prefill="fallback", room_timeout_s=PATIENCE_S, **workers)
-    with LocalDeployment.from_settings(settings, model_directory) as running:
-        running.wait_ready(timeout_s=180)
+    with serving(model_directory, decode=2, dtype=dtype, num_blocks=NUM_BLOCKS) as running:
         yield running
 
 

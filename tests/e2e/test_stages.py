@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from kvrelay.launcher.local.deployment import LocalDeployment
-from kvrelay.launcher.settings import LocalSettings
 
 from . import test_ranks
-from .conftest import PATIENCE_S
+from .conftest import serving
 from .promises import Answer
 
 pytestmark = pytest.mark.timeout(300)
@@ -25,12 +24,7 @@ STAGES = {"2-to-1": {"prefill_pipeline_parallel": 2}, "1-to-3": {"decode_pipelin
 def staged(request: pytest.FixtureRequest, model_directory: Path) -> Iterator[LocalDeployment]:
     """A prefill and a decode worker, one of them with two or three pipeline stages."""
     chosen: dict[str, Any] = STAGES[request.param]
-    settings = LocalSettings.of(
-        port=0, device="cpu", dtype="float32", threads=1, num_blocks=64, local_prefill="fallback",
-        room_timeout_s=PATIENCE_S, **chosen,
-    )  # fmt: skip
-    with LocalDeployment.from_settings(settings, model_directory) as running:
-        running.wait_ready(timeout_s=180)
+    with serving(model_directory, num_blocks=64, **chosen) as running:
         yield running
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence as Seq
 from weakref import WeakKeyDictionary
 
@@ -12,6 +13,7 @@ from kvrelay.engine.step.leader import Leader
 from kvrelay.engine.step.plan import RowResult
 from kvrelay.engine.step.planner import Planner
 from kvrelay.engine.step.slots import Slots
+from tests.engine.conftest import sequence
 
 _LEADERS: WeakKeyDictionary[Engine, Leader] = WeakKeyDictionary()
 
@@ -43,3 +45,16 @@ def batch_of(rows: Seq[StepRow], block_size: int) -> Batch:
     plan = Planner(len(rows), 2**16).plan(sorted(rows, key=lambda row: row.num_tokens > 1))
     slots.apply(plan)
     return build_batch(plan, slots, block_size)
+
+
+def shuffled_batch(rows: list[tuple[int, int]], block_size: int) -> tuple[Batch, int]:
+    """A batch of (computed tokens, tokens of this step) with shuffled blocks, and the number of blocks."""
+    num_blocks = sum(-(-(start + count) // block_size) for start, count in rows) + 3
+    free = list(range(num_blocks))
+    random.Random(0).shuffle(free)
+    steps = []
+    for start, count in rows:
+        of = sequence([0] * (start + count), [free.pop() for _ in range(-(-(start + count) // block_size))])
+        of.num_computed_tokens = start
+        steps.append(StepRow(of, count))
+    return batch_of(steps, block_size), num_blocks

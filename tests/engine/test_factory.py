@@ -21,15 +21,21 @@ from kvrelay.engine.torch_engine import TorchEngine
 from tests.engine.conftest import VOCAB
 
 
+def load(model: ModelSettings, **chosen: Any) -> Any:
+    """Load an engine as a worker does, by default for one sequence."""
+    options: dict[str, Any] = {
+        "kv": KvSettings(), "fake": FakeSettings(), "max_num_seqs": 1, "max_batched_tokens": 64, "decodes": True,
+        "progress": lambda done, total: None,
+    }  # fmt: skip
+    return load_engine(model, **{**options, **chosen})
+
+
 def test_settings_reach_the_engine(llama: tuple[Path, Any]) -> None:
     heard: list[tuple[int, int]] = []
-    engine = load_engine(
+    engine = load(
         ModelSettings(model=str(llama[0]), dtype="bfloat16", device="cpu", max_model_len=100, threads=1),
-        KvSettings(block_size=8, kv_memory_mb=1),
-        FakeSettings(),
+        kv=KvSettings(block_size=8, kv_memory_mb=1),
         max_num_seqs=4,
-        max_batched_tokens=64,
-        decodes=True,
         progress=lambda done, total: heard.append((done, total)),
     )
     assert engine.card.layout.model_id == llama[0].name
@@ -45,15 +51,7 @@ def test_staging_memory_reaches_the_engine(llama: tuple[Path, Any], monkeypatch:
     heard: list[EngineOptions] = []
     monkeypatch.setattr(TorchEngine, "load", lambda options, progress, part: heard.append(options))
     for staging_mb in (None, 300):
-        load_engine(
-            ModelSettings(model=str(llama[0])),
-            KvSettings(staging_mb=staging_mb),
-            FakeSettings(),
-            max_num_seqs=1,
-            max_batched_tokens=64,
-            decodes=True,
-            progress=lambda done, total: None,
-        )
+        load(ModelSettings(model=str(llama[0])), kv=KvSettings(staging_mb=staging_mb))
     assert [options.staging_bytes for options in heard] == [None, 300 * 2**20]
 
 
@@ -66,30 +64,14 @@ def test_the_largest_step_suits_the_device_unless_it_is_chosen(
     heard: list[EngineOptions] = []
     monkeypatch.setattr(TorchEngine, "load", lambda options, progress, part: heard.append(options))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: device_type == "cuda")
-    load_engine(
-        ModelSettings(model=str(llama[0])),
-        KvSettings(),
-        FakeSettings(),
-        max_num_seqs=1,
-        max_batched_tokens=chosen,
-        decodes=False,
-        progress=lambda done, total: None,
-    )
+    load(ModelSettings(model=str(llama[0])), max_batched_tokens=chosen, decodes=False)
     assert heard[0].max_batched_tokens == tokens
 
 
 def test_a_name_that_is_no_directory_is_refused(tmp_path: Path) -> None:
     for name in ("demo", str(tmp_path / "nothing")):
         with pytest.raises(ModelError, match=f"{name!r} is not a model directory; start through the kvrelay command"):
-            load_engine(
-                ModelSettings(model=name),
-                KvSettings(),
-                FakeSettings(),
-                max_num_seqs=1,
-                max_batched_tokens=64,
-                decodes=True,
-                progress=lambda done, total: None,
-            )
+            load(ModelSettings(model=name))
 
 
 def test_a_load_is_logged_at_its_begin_every_ten_seconds_and_at_its_end(
@@ -127,13 +109,9 @@ def test_a_load_through_transformers_is_logged_as_one_of_ours(
         heard.append((done, total))
         report(done, total)
 
-    load_engine(
+    load(
         ModelSettings(model=str(directory), device="cpu", backend="transformers", threads=1),
-        KvSettings(kv_memory_mb=1),
-        FakeSettings(),
-        max_num_seqs=1,
-        max_batched_tokens=64,
-        decodes=True,
+        kv=KvSettings(kv_memory_mb=1),
         progress=progress,
     )
     num_bytes = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
@@ -184,12 +162,4 @@ print(card.layout.model_id, card.vocab_size, card.max_model_len, card.num_blocks
 
 def test_a_fake_engine_needs_a_config(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="does not tell vocab_size"):
-        load_engine(
-            ModelSettings(model=str(tmp_path)),
-            KvSettings(),
-            FakeSettings(engine="fake"),
-            max_num_seqs=1,
-            max_batched_tokens=64,
-            decodes=True,
-            progress=lambda done, total: None,
-        )
+        load(ModelSettings(model=str(tmp_path)), fake=FakeSettings(engine="fake"))

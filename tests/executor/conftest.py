@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -42,25 +41,6 @@ def private_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory that holds only this test's temporary directories."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return tmp_path
-
-
-class Gate:
-    """Passed to a fake engine as ``on_step``: steps of sequences with ``num_tokens`` output tokens wait until ``open``."""
-
-    def __init__(self, num_tokens: int) -> None:
-        self._num_tokens = num_tokens
-        self._is_open = threading.Event()
-        self.reached = threading.Event()  # the gate holds a step
-
-    def __call__(self, rows: Sequence[Share]) -> None:
-        """Called on the model thread before each step."""
-        if not self._is_open.is_set() and any(row.sequence.num_output_tokens >= self._num_tokens for row in rows):
-            self.reached.set()
-            assert self._is_open.wait(timeout=60), "the test never opened the gate"
-
-    def open(self) -> None:
-        """Let all steps run from now on."""
-        self._is_open.set()
 
 
 MakeExecutor = Callable[..., tuple[Executor, LocalBackend]]

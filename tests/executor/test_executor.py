@@ -30,7 +30,8 @@ from kvrelay.executor.result import GenerationResult
 from kvrelay.executor.sampling import SamplingParams
 from kvrelay.gateway.errors import ApiError, UnavailableError
 
-from .conftest import VOCAB, Gate, MakeExecutor, wait_until_free
+from ..relay.gate import Gate
+from .conftest import VOCAB, MakeExecutor, wait_until_free
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=500, ignore_eos=True)

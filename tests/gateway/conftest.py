@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import shutil
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 
 import pytest
-import tokenizers
-import tokenizers.decoders
-import tokenizers.models
-import tokenizers.pre_tokenizers
-import tokenizers.trainers
 import uvloop
 
 from kvrelay.gateway.text.tokenizer import Tokenizer
 
 from ..simulation.clock import SimLoop
+from ..tokenizer_files import save_tokenizer
 from .clock import Clock
 from .http_app import CHAT_TEMPLATE, App, app_for, saying
 
@@ -58,19 +53,8 @@ async def app(model_directory: Path) -> AsyncIterator[App]:
 def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a byte-level tokenizer of 300 ids and a chat template."""
     directory = tmp_path_factory.mktemp("tiny")
-    backend = tokenizers.Tokenizer(tokenizers.models.BPE())
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=300,
-        special_tokens=["<eos>", "<user>"],
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    backend.train_from_iterator(["one relay hands the baton to the next one, and the next one runs"] * 9, trainer)
-    backend.save(str(directory / "tokenizer.json"))
-    (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>"}))
-    (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    text = "one relay hands the baton to the next one, and the next one runs"
+    save_tokenizer(directory, 300, ["<eos>", "<user>"], text, CHAT_TEMPLATE)
     return directory
 
 

@@ -54,6 +54,13 @@ class App:
             assert lines.pop() == "data: [DONE]"
         return [json.loads(line.removeprefix("data: ")) for line in lines]
 
+    async def lose_worker(self) -> None:
+        """Stop the worker, and wait until the gateway is not ready any more."""
+        await self.player.server.stop()
+        async with asyncio.timeout(20):
+            while (await self.client.get("/health/ready")).status_code == 200:
+                await asyncio.sleep(0.005)  # polls for a state, bounded by the timeout above
+
     async def metrics(self) -> dict[str, float]:
         """All samples that are not zero, by name and labels."""
         text = (await self.client.get("/metrics")).text

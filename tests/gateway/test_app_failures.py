@@ -44,10 +44,7 @@ async def no_news() -> Message:
 
 
 async def test_without_workers_every_request_gets_503_at_once(app: App) -> None:
-    await app.player.server.stop()
-    async with asyncio.timeout(20):
-        while (await app.client.get("/health/ready")).status_code == 200:
-            await asyncio.sleep(0.005)  # polls for a state, bounded by the timeout above
+    await app.lose_worker()
     assert "no decode worker is up" in (await app.client.get("/health/ready")).json()["reasons"][0]
     assert (await app.client.get("/health/live")).status_code == 200
     response = await app.client.post(TEXT, json={"prompt": "x"})

@@ -190,10 +190,7 @@ async def test_a_model_that_is_down_fails_alone_with_its_name(model_directory: P
         known = (await app.client.get("/debug/workers")).json()
         assert [(one["model"], bool(one["problems"])) for one in known["models"]] == [("small", False), ("large", True)]
         assert {one["model"]: one["state"] for one in known["workers"]} == {"small": "up", "large": "down"}
-        await apps["small"].player.server.stop()
-        async with asyncio.timeout(20):
-            while (await app.client.get("/health/ready")).status_code == 200:
-                await asyncio.sleep(0.005)  # polls for a state, bounded
+        await app.lose_worker()
 
 
 async def test_metrics_are_told_by_model(model_directory: Path) -> None:

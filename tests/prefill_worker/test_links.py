@@ -26,7 +26,6 @@ from kvrelay.wire.messages import (
     Role,
     Status,
     Welcome,
-    WorkerState,
 )
 from kvrelay.wire.metrics import WireMetrics
 from kvrelay.wire.network import Network
@@ -34,6 +33,7 @@ from kvrelay.wire.settings import LinkSettings
 from kvrelay.wire.transfers import DecodeLink
 from kvrelay.worker.setup import Setup
 from tests.reliability.fleet import Cable
+from tests.wire.links import IDLE
 
 
 @pytest.mark.parametrize(
@@ -103,15 +103,7 @@ class DecodePort:
         )
 
     def status(self) -> Status:
-        return Status(
-            state=WorkerState.READY,
-            num_running=0,
-            num_waiting=0,
-            num_waiting_tokens=0,
-            num_free_blocks=1,
-            num_blocks=1,
-            max_running=1,
-        )
+        return IDLE
 
     def on_message(self, peer_id: str, role: Role, message: Message) -> None:
         raise AssertionError(f"nobody says {message}")

@@ -14,10 +14,12 @@ class Gate:
     def __init__(self, num_tokens: int) -> None:
         self._num_tokens = num_tokens
         self._is_open = threading.Event()
+        self.reached = threading.Event()  # the gate holds a step
 
     def __call__(self, rows: Sequence[Share]) -> None:
         """Called on the model thread before each step."""
-        if any(row.sequence.num_output_tokens >= self._num_tokens for row in rows):
+        if not self._is_open.is_set() and any(row.sequence.num_output_tokens >= self._num_tokens for row in rows):
+            self.reached.set()
             assert self._is_open.wait(timeout=60), "the test never opened the gate"
 
     def open(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import socket
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -12,11 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
-import tokenizers
-import tokenizers.decoders
-import tokenizers.models
-import tokenizers.pre_tokenizers
-import tokenizers.trainers
 import uvicorn
 from prometheus_client import CollectorRegistry
 
@@ -30,6 +24,7 @@ from kvrelay.gateway.settings import DiscoverySettings, GatewaySettings, RelaySe
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
 from kvrelay.prefill_worker.worker import PrefillWorker
 
+from ..tokenizer_files import save_tokenizer
 from .workers import LINKS, OnStep, assert_nothing_held, decode_worker, prefill_worker
 
 VOCAB = 320
@@ -38,20 +33,8 @@ CHAT_TEMPLATE = "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}\n{
 
 def write_model(directory: Path) -> Path:
     """A model directory without weights: a byte-level tokenizer of ``VOCAB`` ids and a chat template."""
-    backend = tokenizers.Tokenizer(tokenizers.models.BPE())
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=VOCAB,
-        special_tokens=["<eos>"],
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    corpus = ["the quick brown fox jumps over the lazy dog, and then the dog jumps over the fox again and again"] * 9
-    backend.train_from_iterator(corpus, trainer)
-    backend.save(str(directory / "tokenizer.json"))
-    (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>"}))
-    (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    text = "the quick brown fox jumps over the lazy dog, and then the dog jumps over the fox again and again"
+    save_tokenizer(directory, VOCAB, ["<eos>"], text, CHAT_TEMPLATE)
     return directory
 
 

@@ -10,16 +10,11 @@ import pytest
 
 from kvrelay.engine.fake.step import Share
 
-from .http_gateway import deployment, write_model
+from .http_gateway import deployment
 
 BLOCK_SIZE = 4  # of the fake card
 PROMPT = list(range(3, 45))
 SEEDED = {"prompt": PROMPT, "seed": 7, "ignore_eos": True, "return_token_ids": True, "max_tokens": 12}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
 
 
 class Counter:

@@ -14,14 +14,9 @@ import pytest
 from kvrelay.engine.fake.language import expected_output
 
 from .gate import Gate
-from .http_gateway import VOCAB, Deployment, deployment, write_model
+from .http_gateway import VOCAB, Deployment, deployment
 
 GREEDY = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

@@ -13,16 +13,11 @@ from kvrelay import __version__
 from kvrelay.gateway.settings import RelaySettings, TraceSettings
 
 from ..gateway.collector import Collector, Told, collector
-from .http_gateway import deployment, write_model
+from .http_gateway import deployment
 
 PROMPT = list(range(3, 103))
 NUM_CACHED = 48  # of the hundred prompt tokens: an earlier prompt has left them in the cache
 BODY = {"prompt": PROMPT, "max_tokens": 6, "temperature": 0, "ignore_eos": True, "seed": 5}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

@@ -29,6 +29,15 @@ FAST = LinkSettings(ping_interval_s=0.02, peer_timeout_s=60, hello_timeout_s=60,
 # Of a server that is stopped and comes back: no connection of another process takes its port meanwhile.
 OWN_ADDRESS = "tcp://127.0.0.2:0"
 SOON_LOST = LinkSettings(ping_interval_s=0.02, peer_timeout_s=0.2, hello_timeout_s=60, reconnect_max_s=0.05)
+IDLE = Status(
+    state=WorkerState.READY,
+    num_running=0,
+    num_waiting=0,
+    num_waiting_tokens=0,
+    num_free_blocks=1,
+    num_blocks=1,
+    max_running=1,
+)
 
 
 class Worker:
@@ -49,15 +58,7 @@ class Worker:
         )
 
     def status(self) -> Status:
-        return Status(
-            state=WorkerState.READY,
-            num_running=0,
-            num_waiting=0,
-            num_waiting_tokens=0,
-            num_free_blocks=1,
-            num_blocks=1,
-            max_running=1,
-        )
+        return IDLE
 
     def on_message(self, peer_id: str, role: Role, message: Message) -> None:
         self.heard.put_nowait((peer_id, role, message))

@@ -11,7 +11,7 @@ from kvrelay.common.model_card import ModelCard
 from kvrelay.engine.fake.engine import FakeEngine
 from kvrelay.engine.kv.block_manager import BlockManager
 from kvrelay.engine.step.leader import Leader
-from kvrelay.wire.messages import Cancelled, Failed, FailureCode, Message, Role, Submit, TokenDelta, Tokens
+from kvrelay.wire.messages import Cancel, Cancelled, Failed, FailureCode, Message, Role, Submit, TokenDelta, Tokens
 from kvrelay.worker.adapters import AdapterStore
 from kvrelay.worker.loop import ModelLoop
 from kvrelay.worker.metrics import EngineMetrics
@@ -101,6 +101,16 @@ class ServiceRig(Generic[S]):
             if not (self.commands or self.model.has_work()):
                 return
         raise AssertionError("it never ends")
+
+    def end(self, how: str) -> None:
+        """End the request "a": by a ``cancel``, by its ``deadline``, or because its ``gateway`` is ``lost``."""
+        if how == "cancel":
+            self.ask(Cancel(request_id="a", attempt=1))
+        elif how == "deadline":
+            self.now_s += 6.0
+            self.service.tick()
+        else:
+            self.service.on_peer_lost("gateway", Role.GATEWAY)
 
     def settle(self) -> None:
         """Finish all requests; a role's hand-offs succeed meanwhile."""

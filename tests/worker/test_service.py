@@ -226,13 +226,7 @@ def test_a_worker_without_a_compiler_says_so(rig: ServiceRig[Any]) -> None:
 @pytest.mark.parametrize("how", ["cancel", "deadline", "gateway lost"])
 def test_what_ends_while_its_guide_compiles_is_told_once_and_its_name_is_free(rig: ServiceRig[Any], how: str) -> None:
     rig.ask(msgspec.structs.replace(guided(rig, "a", 77, 5), timeout_s=5.0))
-    if how == "cancel":
-        rig.ask(Cancel(request_id="a", attempt=1))
-    elif how == "deadline":
-        rig.now_s += 6.0
-        rig.service.tick()
-    else:
-        rig.service.on_peer_lost("gateway", Role.GATEWAY)
+    rig.end(how)
     assert not rig.service.entries
     rig.ask(guided(rig, "a", 9))
     assert not rig.commands

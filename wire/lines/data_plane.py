@@ -61,7 +61,6 @@ class TcpLine:
         self._blocks_sent = metrics.blocks_sent.labels("tcp")
         self._bytes_sent = metrics.bytes_sent.labels("tcp")
         self._wakeup = wakeup
-        self._address = address
         self._looked_s = time.monotonic()
         self._is_up = False  # the handshake is over; before it a lost connection loses no block
         self._socket = context.socket(zmq.DEALER)
@@ -224,7 +223,6 @@ class BlockReceiver:
     ) -> None:
         """Listens at once. ``gate``: decides who may connect, once the caller starts it; None: everybody. Raises WireError."""
         self._leases = leases
-        self._block_nbytes = block_nbytes
         address = with_brackets(address)
         self._socket = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)

@@ -24,9 +24,9 @@ class ChatFormat(OpenAIFormat):
         tokenizer: Tokenizer,
         shown: Shown,
         *,
-        num_choices: int = 1,
-        make_parser: Callable[[], CallParser] | None = None,
-        echoed: str = "",
+        num_choices: int,
+        make_parser: Callable[[], CallParser] | None,
+        echoed: str,
     ) -> None:
         """``make_parser``: what finds reasoning and tool calls in one choice's text; None: all of it is content.
 

@@ -151,9 +151,9 @@ class CompletionFormat(OpenAIFormat):
         tokenizer: Tokenizer,
         shown: Shown,
         *,
-        num_per_prompt: int = 1,
-        echoed: Sequence[tuple[str, Sequence[int]]] = (),
-        prompts: Sequence[Sequence[int]] = (),
+        num_per_prompt: int,
+        echoed: Sequence[tuple[str, Sequence[int]]],
+        prompts: Sequence[Sequence[int]],
     ) -> None:
         """``echoed``: text and token ids of each prompt, if choices begin with their prompt. ``num_per_prompt`` choices share a
         prompt.

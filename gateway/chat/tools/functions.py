@@ -61,17 +61,17 @@ class ToolChoice(msgspec.Struct, frozen=True, kw_only=True):
         return None if self.allows_parallel and not self.is_named else 1
 
 
-def parse_tools(tools: Sequence[Any] | None, param: str = "tools") -> tuple[Function, ...]:
+def parse_tools(tools: Sequence[Any] | None) -> tuple[Function, ...]:
     """A request's functions, in the shape of OpenAI's chat completions (nested), of its responses (flat), or of Anthropic's API.
 
-    Raises InvalidRequestError naming the field within ``param``.
+    Raises InvalidRequestError naming the field.
     """
     tools = tools or ()
     if len(tools) > MAX_TOOLS:
-        raise InvalidRequestError(f"{param} has {len(tools)} tools; at most {MAX_TOOLS} are allowed", param=param)
+        raise InvalidRequestError(f"tools has {len(tools)} tools; at most {MAX_TOOLS} are allowed", param="tools")
     functions: dict[str, Function] = {}
     for index, tool in enumerate(tools):
-        function = _function(tool, f"{param}[{index}]")
+        function = _function(tool, f"tools[{index}]")
         if function.name in functions:
             raise InvalidRequestError(
                 f"{function.param}.name {function.name!r} is declared twice; give every function a name of its own",
@@ -81,9 +81,7 @@ def parse_tools(tools: Sequence[Any] | None, param: str = "tools") -> tuple[Func
     return tuple(functions.values())
 
 
-def parse_tool_choice(
-    choice: Any, functions: tuple[Function, ...], *, allows_parallel: bool = True, param: str = "tool_choice"
-) -> ToolChoice:
+def parse_tool_choice(choice: Any, functions: tuple[Function, ...], *, allows_parallel: bool = True) -> ToolChoice:
     """The meaning of ``tool_choice`` for ``functions``. None is ``auto`` with functions, and ``none`` without.
 
     Takes ``auto``, ``none``, ``required``, a named function and ``allowed_tools``, nested or flat. Raises InvalidRequestError.
@@ -92,18 +90,20 @@ def parse_tool_choice(
         choice = "auto" if functions else "none"
     is_named, shown = False, functions
     if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
-        functions, choice = _allowed(_nested(choice, "allowed_tools"), functions, param)
+        functions, choice = _allowed(_nested(choice, "allowed_tools"), functions)
     elif isinstance(choice, Mapping) and choice.get("type") == "function":
-        functions, choice, is_named = (_named(choice, functions, param),), "required", True
+        functions, choice, is_named = (_named(choice, functions),), "required", True
     if choice not in ("auto", "none", "required"):
         raise InvalidRequestError(
-            f'{param} is {str(choice)[:80]!r}; it must be "auto", "none", "required", or an object that names a function: '
+            f'tool_choice is {str(choice)[:80]!r}; it must be "auto", "none", "required", or an object that names a function: '
             '{"type": "function", "function": {"name": …}}',
-            param=param,
+            param="tool_choice",
         )
     mode = ToolMode(choice)
     if mode is ToolMode.REQUIRED and not functions:
-        raise InvalidRequestError(f"{param} asks for a call, but there are no tools; send tools, too", param=param)
+        raise InvalidRequestError(
+            "tool_choice asks for a call, but there are no tools; send tools, too", param="tool_choice"
+        )
     if mode is ToolMode.NONE or not functions:
         return ToolChoice()
     return ToolChoice(mode=mode, functions=functions, shown=shown, is_named=is_named, allows_parallel=allows_parallel)
@@ -184,7 +184,7 @@ def _nested(value: Mapping[str, Any], name: str) -> Any:
     return value.get(name, value)
 
 
-def _named(choice: Mapping[str, Any], functions: tuple[Function, ...], param: str) -> Function:
+def _named(choice: Mapping[str, Any], functions: tuple[Function, ...]) -> Function:
     fields = _nested(choice, "function")
     name = fields.get("name") if isinstance(fields, Mapping) else None
     for function in functions:
@@ -192,13 +192,14 @@ def _named(choice: Mapping[str, Any], functions: tuple[Function, ...], param: st
             return function
     known = ", ".join(function.name for function in functions) or "none"
     raise InvalidRequestError(
-        f"{param} names the function {str(name)[:80]!r}, which is not among the tools ({known[:400]})", param=param
+        f"tool_choice names the function {str(name)[:80]!r}, which is not among the tools ({known[:400]})",
+        param="tool_choice",
     )
 
 
-def _allowed(fields: Any, functions: tuple[Function, ...], param: str) -> tuple[tuple[Function, ...], Any]:
+def _allowed(fields: Any, functions: tuple[Function, ...]) -> tuple[tuple[Function, ...], Any]:
     tools = fields.get("tools") if isinstance(fields, Mapping) else None
     if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
-        raise InvalidRequestError(f"{param}.tools must be a list of functions", param=f"{param}.tools")
-    names = {_named(tool, functions, param).name for tool in tools}
+        raise InvalidRequestError("tool_choice.tools must be a list of functions", param="tool_choice.tools")
+    names = {_named(tool, functions).name for tool in tools}
     return tuple(function for function in functions if function.name in names), fields.get("mode", "auto")

@@ -66,15 +66,13 @@ class _Calls:
     number: int = 0
 
 
-def template_messages(
-    messages: Sequence[Mapping[str, Any]], style: MessageStyle, param: str = "messages"
-) -> list[Message]:
+def template_messages(messages: Sequence[Mapping[str, Any]], style: MessageStyle) -> list[Message]:
     """The messages in the template's style; other fields stay. Does not change ``messages``.
 
     Raises InvalidRequestError naming the field of a malformed call.
     """
     known = _Calls()
-    return [_message(message, style, known, f"{param}[{index}]") for index, message in enumerate(messages)]
+    return [_message(message, style, known, f"messages[{index}]") for index, message in enumerate(messages)]
 
 
 def _message(message: Mapping[str, Any], style: MessageStyle, known: _Calls, param: str) -> Message:

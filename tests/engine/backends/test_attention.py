@@ -14,7 +14,7 @@ from kvrelay.engine.kv.views import view_group
 from kvrelay.engine.models.ops import PLAIN, Scores
 from kvrelay.engine.step.interface import StepRow
 from tests.engine.conftest import sequence
-from tests.engine.led import batch_of
+from tests.engine.led import batch_of, shuffled_batch
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
@@ -54,16 +54,8 @@ def compare(
     """Compare one step with ``dense``. ``rows`` are (computed tokens, tokens of this step)."""
     head_dim = 16
     generator = torch.Generator().manual_seed(len(rows))
-    num_blocks = sum(-(-(start + count) // block_size) for start, count in rows) + 3
+    batch, num_blocks = shuffled_batch(rows, block_size)
     pool = torch.randn(num_blocks, 2, 2, heads[1], block_size, head_dim, generator=generator).to(dtype)
-    free = list(range(num_blocks))
-    random.Random(0).shuffle(free)
-    steps = []
-    for start, count in rows:
-        of = sequence([0] * (start + count), [free.pop() for _ in range(-(-(start + count) // block_size))])
-        of.num_computed_tokens = start
-        steps.append(StepRow(of, count))
-    batch = batch_of(steps, block_size)
     query = torch.randn(len(batch.positions), heads[0], head_dim, generator=generator).to(dtype)
     out = torch.full_like(query, torch.nan)
     is_plain = options.softcap is None and options.sinks is None

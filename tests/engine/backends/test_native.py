@@ -28,12 +28,11 @@ from kvrelay.engine.config.model import ModelConfig
 from kvrelay.engine.config.rope import RopeConfig
 from kvrelay.engine.models.low_rank import TokenGroups, TorchLowRank
 from kvrelay.engine.models.ops import PLAIN, Scores
-from kvrelay.engine.step.batch import Batch
 from kvrelay.engine.step.interface import StepRow
 from kvrelay.engine.weights.adapters import LowRank
-from tests.engine import led
 from tests.engine.backends.test_attention import RAGGED, dense
 from tests.engine.conftest import sequence
+from tests.engine.led import batch_of, shuffled_batch
 
 
 @pytest.fixture(scope="module", params=[None, *compiled.VARIANTS], ids=lambda it: "native" if it is None else it.name)
@@ -79,19 +78,6 @@ def config_of(heads: tuple[int, int], head_dim: int, num_layers: int = 2, window
         rope_text="",
         dtype="bfloat16",
     )
-
-
-def batch_of(rows: list[tuple[int, int]], block_size: int) -> tuple[Batch, int]:
-    """A batch of (computed tokens, tokens of this step) with shuffled blocks, and the number of blocks."""
-    num_blocks = sum(-(-(start + count) // block_size) for start, count in rows) + 3
-    free = list(range(num_blocks))
-    random.Random(0).shuffle(free)
-    steps = []
-    for start, count in rows:
-        of = sequence([0] * (start + count), [free.pop() for _ in range(-(-(start + count) // block_size))])
-        of.num_computed_tokens = start
-        steps.append(StepRow(of, count))
-    return led.batch_of(steps, block_size), num_blocks
 
 
 @pytest.mark.parametrize("rows", [1, 3, 200])
@@ -175,7 +161,7 @@ def test_a_step_is_that_of_plain_torch(
     """Rotation and pool are bit-identical, and attention is as exact as torch's. The batch mixes decode rows and chunks
     of prompts."""
     config = config_of(heads, head_dim)
-    batch, num_blocks = batch_of([(300, 1), (0, 1), (0, 70), (17, 1), (100, 20)], block_size)
+    batch, num_blocks = shuffled_batch([(300, 1), (0, 1), (0, 70), (17, 1), (100, 20)], block_size)
     pool = bf16(num_blocks, 2, 2, heads[1], block_size, head_dim)
     theirs = pool.clone()
     num_tokens = len(batch.positions)
@@ -206,7 +192,7 @@ def test_attention_against_the_dense_reference(
         *((0, count) for count in (2, 63, 64, 65, 300)),
         *((9, 1), (5, 128), (127, 129), (300, 3), (128, 256)),
     ]
-    batch, num_blocks = batch_of(rows, 16)
+    batch, num_blocks = shuffled_batch(rows, 16)
     pool = bf16(num_blocks, 2, 2, heads[1], 16, head_dim)
     # Memory after a sequence's end may be NaN and must not be read.
     for table, seq_len in zip(batch.block_tables(), batch.seq_lens.tolist(), strict=True):
@@ -247,7 +233,7 @@ def test_a_token_is_attended_to_in_one_way(
         row.sequence.num_computed_tokens = start
         far = sequence([0] * 90, far_table)
         far.num_computed_tokens = 89
-        batch = led.batch_of([row, StepRow(sequence([0] * 7, begins), 7), StepRow(far, 1)], block_size)
+        batch = batch_of([row, StepRow(sequence([0] * 7, begins), 7), StepRow(far, 1)], block_size)
         # Rows of a single token come first, so this row is second if it has several tokens.
         place = int(end - start > 1)
         tokens = slice(int(batch.query_start_loc[place]), int(batch.query_start_loc[place + 1]))
@@ -264,7 +250,7 @@ def test_a_token_is_attended_to_in_one_way(
 @pytest.mark.parametrize("window", [None, 20])
 def test_sinks_are_keys_without_values(kernels: CpuKernels, window: int | None) -> None:
     config = replace(config_of((6, 2), 64, window=window), has_sinks=True)
-    batch, num_blocks = batch_of([(300, 1), (0, 70), (130, 20)], 16)
+    batch, num_blocks = shuffled_batch([(300, 1), (0, 70), (130, 20)], 16)
     pool = bf16(num_blocks, 2, 2, 2, 16, 64)
     query, scores = bf16(len(batch.positions), 6, 64, seed=4), Scores(sinks=torch.linspace(-3, 6, 6).bfloat16())
     found, exact, without = (
@@ -282,7 +268,7 @@ def test_sinks_are_keys_without_values(kernels: CpuKernels, window: int | None) 
 @pytest.mark.parametrize("head_dim", [64, 96])
 def test_a_broken_query_is_broken_alone(kernels: CpuKernels, head_dim: int) -> None:
     """NaN in a query, at any place in a tile, makes only its own result NaN."""
-    batch, num_blocks = batch_of([(40, 1), (0, 200), (300, 1)], 16)
+    batch, num_blocks = shuffled_batch([(40, 1), (0, 200), (300, 1)], 16)
     pool = bf16(num_blocks, 2, 2, 1, 16, head_dim)
     query = bf16(len(batch.positions), 2, head_dim)
     step = NativeCpuOps(config_of((2, 1), head_dim), pool, 512, kernels).begin_step(batch)
@@ -297,7 +283,7 @@ def test_a_broken_query_is_broken_alone(kernels: CpuKernels, head_dim: int) -> N
 
 @pytest.mark.parametrize("rows", [[(40, 1), (2, 1)], [(0, 200), (40, 7)]])
 def test_scores_far_apart_do_not_overflow(kernels: CpuKernels, rows: list[tuple[int, int]]) -> None:
-    batch, num_blocks = batch_of(rows, 16)
+    batch, num_blocks = shuffled_batch(rows, 16)
     pool = bf16(num_blocks, 2, 2, 1, 16, 32, scale=50)
     query = bf16(len(batch.positions), 1, 32, scale=50)
     out = NativeCpuOps(config_of((1, 1), 32), pool, 256, kernels).begin_step(batch).attention(query, 0)

@@ -11,17 +11,12 @@ import torch
 import transformers
 
 from kvrelay.engine.backends.cuda.experts import CudaExperts
-from kvrelay.engine.backends.cuda.ops import CudaOps
 from kvrelay.engine.config.cut import Cut
-from kvrelay.engine.config.model import load_config
-from kvrelay.engine.models.decoder import DecoderModel
-from kvrelay.engine.step.interface import StepRow
-from kvrelay.engine.weights.parameters import ModelWeights, SparseWeights
+from kvrelay.engine.weights.parameters import SparseWeights
 from kvrelay.engine.weights.stored import StoredWeight
 from kvrelay.kernels.rows.activation import clamped_swiglu, silu_mul
-from tests.engine.conftest import sequence, tokens
-from tests.engine.led import batch_of
-from tests.engine.weights.stored_models import HALF, load_stored, save_gpt_oss, save_in_format, save_mixtral
+from tests.engine.conftest import tokens
+from tests.engine.weights.stored_models import HALF, load_stored, logits, save_gpt_oss, save_in_format, save_mixtral
 
 FORMATS = ("awq", "fp8-blocks", "gptq-8-bits", "int8-channels")
 CUTS = {
@@ -69,18 +64,6 @@ def test_a_layer_over_ranks_is_that_of_full_weights(name: str, tmp_path: Path) -
             total += CudaExperts(sparse.experts, activation)(hidden, here, factors).float()
         # Two ranks round two fp16 sums.
         assert (total - wanted).norm() < 2e-3 * wanted.norm(), kind
-
-
-@torch.inference_mode()
-def logits(directory: Path, weights: ModelWeights) -> torch.Tensor:
-    """A prompt's logits by the GPU's operations."""
-    config = load_config(directory)
-    pool = torch.zeros((24, config.num_layers, 2, config.num_kv_heads, 16, config.head_dim), dtype=HALF)
-    ops = CudaOps(config, pool, 384, 4)
-    model = DecoderModel(config, weights, ops)
-    batch = batch_of([StepRow(sequence(tokens(1, 9), [0]), 9)], 16)
-    hidden = model.forward(ops.upload((batch.token_ids,))[0], ops.begin_step(batch))
-    return model.logits(hidden).float()
 
 
 @pytest.mark.full

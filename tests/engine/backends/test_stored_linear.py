@@ -12,38 +12,16 @@ import transformers
 
 from kvrelay.engine.backends.cuda import linear as module
 from kvrelay.engine.backends.cuda.linear import FullLinear, RoundedLinear, StoredLinear, can_multiply, is_for_vectors
-from kvrelay.engine.backends.cuda.ops import CudaOps
-from kvrelay.engine.config.model import ModelConfig, load_config
-from kvrelay.engine.models.decoder import DecoderModel
-from kvrelay.engine.step.interface import StepRow
+from kvrelay.engine.config.model import load_config
 from kvrelay.engine.weights.checkpoint import load_weights
 from kvrelay.engine.weights.parameters import ModelWeights
 from kvrelay.engine.weights.rounding import RoundedWeight, Rounding, rounded
 from kvrelay.engine.weights.stored import StoredWeight
-from tests.engine.conftest import SIZES, save_model, sequence, tokens
-from tests.engine.led import batch_of
+from tests.engine.conftest import SIZES, save_model
+from tests.engine.weights.stored_models import GPTQ, HALF, fp8, int8, logits
 from tests.engine.weights.storing import Tensors, awq, gptq, integers, store
 
-HALF = torch.float16  # Triton's interpreter multiplies bf16's raw bits
-GPTQ = {"quant_method": "gptq", "bits": 4}
 PROJECTIONS = ("qkv", "o", "gate_up", "down")
-
-
-def fp8(weight: torch.Tensor) -> Tensors:
-    """Blocks of 32 by 32."""
-    num_outs, num_ins = weight.shape
-    blocks = weight.view(num_outs // 32, 32, num_ins // 32, 32)
-    scale = blocks.abs().amax(dim=(1, 3)) / 448
-    return {
-        "weight": (blocks / scale[:, None, :, None]).view(weight.shape).to(torch.float8_e4m3fn),
-        "weight_scale_inv": scale,
-    }
-
-
-def int8(weight: torch.Tensor) -> Tensors:
-    """A scale for each channel."""
-    scale = weight.abs().amax(dim=1, keepdim=True) / 127
-    return {"weight": (weight / scale).round().to(torch.int8), "weight_scale": scale}
 
 
 FORMATS: dict[str, tuple[dict[str, Any], Any]] = {
@@ -171,24 +149,12 @@ def test_parts_in_another_order_of_inputs_become_full(qwen: Path, tmp_path: Path
     assert isinstance(kept.layers[0].mlp.gate_up, StoredWeight)
 
 
-@torch.inference_mode()
-def logits(config: ModelConfig, weights: ModelWeights) -> torch.Tensor:
-    """A prompt's logits by the GPU's operations."""
-    pool = torch.zeros((24, config.num_layers, 2, config.num_kv_heads, 16, config.head_dim), dtype=HALF)
-    ops = CudaOps(config, pool, 384, 4)
-    model = DecoderModel(config, weights, ops)
-    batch = batch_of([StepRow(sequence(tokens(1, 9), [0]), 9)], 16)
-    hidden = model.forward(ops.upload((batch.token_ids,))[0], ops.begin_step(batch))
-    return model.logits(hidden).float()
-
-
 @pytest.mark.full
 @pytest.mark.skipif(torch.cuda.is_available(), reason="weights on a CPU, and kernels in the interpreter")
 @pytest.mark.parametrize("name", ["gptq-act-order", "fp8-blocks"])
 def test_a_model_of_stored_weights_gives_the_logits_of_full_ones(name: str, qwen: Path, tmp_path: Path) -> None:
     stored(qwen, tmp_path, name)
-    config = load_config(tmp_path)
-    ours, wanted = (logits(config, load(tmp_path, keeps=keeps)) for keeps in (True, False))
+    ours, wanted = (logits(tmp_path, load(tmp_path, keeps=keeps)) for keeps in (True, False))
     assert (ours - wanted).norm() < 4e-3 * wanted.norm()  # each layer rounds to fp16
 
 

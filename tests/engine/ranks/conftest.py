@@ -7,13 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import transformers
 
 from kvrelay.engine.factory import load_engine
 from kvrelay.engine.ranks.nodes import OtherNodes
 from kvrelay.engine.settings import FakeSettings, KvSettings, ModelSettings
 from kvrelay.engine.step.interface import Engine
-from tests.engine.conftest import SIZES, save_model
 from tests.ports import reserved_port
 from tests.processes import is_alive
 
@@ -46,11 +44,9 @@ def load_ranks(
     )
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory: Path = tmp_path_factory.mktemp("llama")
-    save_model(directory, transformers.LlamaConfig(**SIZES))
-    return directory
+@pytest.fixture(scope="session")
+def model(llama: tuple[Path, Any]) -> Path:
+    return llama[0]
 
 
 @pytest.fixture

@@ -8,23 +8,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import transformers
 
 from kvrelay.common.adapter_files import WEIGHTS_FILE, AdapterAbsentError
 from kvrelay.common.errors import ModelError
-from tests.engine.conftest import SIZES, load, save_model
+from tests.engine.conftest import load
 from tests.engine.models.test_adapters import generate
 
 from .conftest import load_ranks
 from .test_ranked_adapters import adapters_of, load_all
 from .test_several_nodes import others, place, running_host
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory: Path = tmp_path_factory.mktemp("llama")
-    save_model(directory, transformers.LlamaConfig(**SIZES))
-    return directory
 
 
 class Nodes(NamedTuple):
@@ -36,22 +28,22 @@ class Nodes(NamedTuple):
 
 
 @pytest.fixture
-def nodes(base: Path, tmp_path: Path, port: int) -> Iterator[Nodes]:
+def nodes(model: Path, tmp_path: Path, port: int) -> Iterator[Nodes]:
     own, other = tmp_path / "own", tmp_path / "other"
     own.mkdir()
     other.mkdir()
-    with running_host(place(port, 1), base, adapters=other):
-        engine = load_ranks(base, 1, num_stages=2, adapters=str(own), dtype="float32", nodes=others(place(port)))
+    with running_host(place(port, 1), model, adapters=other):
+        engine = load_ranks(model, 1, num_stages=2, adapters=str(own), dtype="float32", nodes=others(place(port)))
         yield Nodes(engine, own, other)
         engine.close()
 
 
 def test_a_node_reads_adapters_in_a_directory_of_its_own_and_finds_the_same_digest(
-    nodes: Nodes, base: Path, tmp_path: Path
+    nodes: Nodes, model: Path, tmp_path: Path
 ) -> None:
-    refs = adapters_of(base, nodes.own)
+    refs = adapters_of(model, nodes.own)
     names = [ref.name for ref in refs]
-    alone = load(base, adapter_bytes=1)
+    alone = load(model, adapter_bytes=1)
     load_all(alone, nodes.own, refs)
     expected = generate(alone, [0, 1, 2, 3])
     with pytest.raises(AdapterAbsentError, match=rf"^rank 1: {nodes.other}/all is missing"):
@@ -75,8 +67,8 @@ def test_a_node_reads_adapters_in_a_directory_of_its_own_and_finds_the_same_dige
     assert generate(nodes.engine, [0, 1, 2, 3]) == expected
 
 
-def test_a_rank_that_is_gone_fails_each_load(nodes: Nodes, base: Path) -> None:
-    (ref,) = adapters_of(base, nodes.own)[:1]
+def test_a_rank_that_is_gone_fails_each_load(nodes: Nodes, model: Path) -> None:
+    (ref,) = adapters_of(model, nodes.own)[:1]
     (rank,) = nodes.engine._ranks.others
     rank.lose("is gone")
     for _ in range(2):
@@ -85,11 +77,11 @@ def test_a_rank_that_is_gone_fails_each_load(nodes: Nodes, base: Path) -> None:
     assert not nodes.engine._own.adapters._loaded
 
 
-def test_a_node_without_adapters_is_named_at_the_start(base: Path, tmp_path: Path, port: int) -> None:
+def test_a_node_without_adapters_is_named_at_the_start(model: Path, tmp_path: Path, port: int) -> None:
     with (
-        running_host(place(port, 1), base),
+        running_host(place(port, 1), model),
         pytest.raises(
             ModelError, match=rf"^rank 1: the leader has --adapters {tmp_path}, and this node none: start all"
         ),
     ):
-        load_ranks(base, 1, num_stages=2, adapters=str(tmp_path), nodes=others(place(port)))
+        load_ranks(model, 1, num_stages=2, adapters=str(tmp_path), nodes=others(place(port)))

@@ -8,16 +8,16 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 
-import numpy as np
 import pytest
 import torch
 
-from kvrelay.common.kv_geometry import KvGeometry
 from kvrelay.engine.kv.gathered import GatheredStore, HostPart
 from kvrelay.engine.ranks.blocks import BlockServer, BlocksOfRank, Moved, OwnBlocks, ToBlocks
 from kvrelay.engine.ranks.link import Link
 from tests.engine.kv.test_fragments import NUM_BLOCKS, geometry
 from tests.engine.late_device import LateDevice
+
+from .rig import expect_errors_of_copies, expect_whole_blocks
 
 MakeRank = Callable[[torch.Tensor, LateDevice], BlocksOfRank]
 
@@ -50,46 +50,15 @@ def rank_of() -> Iterator[MakeRank]:
 
 
 def test_blocks_of_two_ranks_are_put_together_and_taken_apart(rank_of: MakeRank) -> None:
-    """Several threads write and read blocks, as senders and receivers do. A step launched after ``close_write`` sees
-    the bytes."""
     layout = geometry("one", 2)
-    blocks = np.random.default_rng(1).integers(256, size=(NUM_BLOCKS, layout.physical_nbytes), dtype=np.uint8)
     pools = [torch.zeros(NUM_BLOCKS, layout.physical_nbytes // 2, dtype=torch.uint8) for _ in range(2)]
     parts = [OwnBlocks(pools[0], LateDevice(random.Random(1))), rank_of(pools[1], LateDevice(random.Random(2)))]
-    late = GatheredStore(layout, NUM_BLOCKS, parts)
-    there = GatheredStore(layout, NUM_BLOCKS, [HostPart(pool.numpy()) for pool in pools])
-
-    def write(block_id: int) -> None:
-        late.open_write(block_id, 0)[:] = blocks[block_id].data
-        late.close_write(block_id)
-        assert (there.gather(block_id, 0) == blocks[block_id]).all()
-        assert (late.gather(block_id, 0) == blocks[block_id]).all()
-
-    failures: list[BaseException] = []
-
-    def noting(block_id: int) -> None:
-        try:
-            write(block_id)
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=noting, args=(block_id,)) for block_id in range(NUM_BLOCKS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures, failures
+    expect_whole_blocks(GatheredStore(layout, NUM_BLOCKS, parts), pools, layout)
 
 
 def test_a_copy_that_fails_and_a_rank_that_is_gone_are_errors(rank_of: MakeRank) -> None:
-    layout: KvGeometry = geometry("one", 2)
+    layout = geometry("one", 2)
     pools = [torch.zeros(NUM_BLOCKS, layout.physical_nbytes // 2, dtype=torch.uint8) for _ in range(2)]
     remote = rank_of(pools[1], LateDevice(fails_at=2))
     store = GatheredStore(layout, NUM_BLOCKS, [HostPart(pools[0].numpy()), remote])
-    store.gather(0, 0)
-    store.open_write(1, 0)[:] = bytes(layout.physical_nbytes)
-    with pytest.raises(RuntimeError, match=r"a rank has not copied block 1: .*broken"):
-        store.close_write(1)
-    remote._link.shut()
-    with pytest.raises(RuntimeError, match="a rank is gone, and its part of block 2"):
-        store.gather(2, 0)
+    expect_errors_of_copies(store, remote, layout)

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
 import pytest
 import torch
 
@@ -21,7 +20,7 @@ from kvrelay.engine.ranks.seal import Seal, agree
 from tests.engine.kv.test_fragments import NUM_BLOCKS, geometry
 from tests.engine.late_device import LateDevice
 
-from .rig import SOON_S
+from .rig import SOON_S, expect_errors_of_copies, expect_whole_blocks
 
 MakeRank = Callable[[torch.Tensor, LateDevice | None], CarriedBlocks]
 
@@ -74,32 +73,11 @@ def rank_of() -> Iterator[MakeRank]:
 
 @pytest.mark.parametrize("is_late", [False, True], ids=["host", "device"])
 def test_blocks_are_put_together_from_a_rank_elsewhere_and_taken_apart_for_it(rank_of: MakeRank, is_late: bool) -> None:
-    """Several threads write and read blocks, as senders and receivers do. A step launched after ``close_write`` sees
-    the bytes."""
     layout = geometry("one", 2)
-    blocks = np.random.default_rng(1).integers(256, size=(NUM_BLOCKS, layout.physical_nbytes), dtype=np.uint8)
     pools = [torch.zeros(NUM_BLOCKS, layout.physical_nbytes // 2, dtype=torch.uint8) for _ in range(2)]
     device = LateDevice(random.Random(2)) if is_late else None
     parts = [HostPart(pools[0].numpy()), rank_of(pools[1], device)]
-    store = GatheredStore(layout, NUM_BLOCKS, parts)
-    there = GatheredStore(layout, NUM_BLOCKS, [HostPart(pool.numpy()) for pool in pools])
-    failures: list[BaseException] = []
-
-    def write(block_id: int) -> None:
-        try:
-            store.open_write(block_id, 0)[:] = blocks[block_id].data
-            store.close_write(block_id)
-            assert (there.gather(block_id, 0) == blocks[block_id]).all()
-            assert (store.gather(block_id, 0) == blocks[block_id]).all()
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=write, args=(block_id,)) for block_id in range(NUM_BLOCKS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures, failures
+    expect_whole_blocks(GatheredStore(layout, NUM_BLOCKS, parts), pools, layout)
 
 
 def test_a_copy_that_fails_and_a_rank_that_is_gone_are_errors(rank_of: MakeRank) -> None:
@@ -107,13 +85,7 @@ def test_a_copy_that_fails_and_a_rank_that_is_gone_are_errors(rank_of: MakeRank)
     pools = [torch.zeros(NUM_BLOCKS, layout.physical_nbytes // 2, dtype=torch.uint8) for _ in range(2)]
     remote = rank_of(pools[1], LateDevice(fails_at=2))
     store = GatheredStore(layout, NUM_BLOCKS, [HostPart(pools[0].numpy()), remote])
-    store.gather(0, 0)
-    store.open_write(1, 0)[:] = bytes(layout.physical_nbytes)
-    with pytest.raises(RuntimeError, match=r"a rank has not copied block 1: .*broken"):
-        store.close_write(1)
-    remote._link.shut()
-    with pytest.raises(RuntimeError, match="a rank is gone, and its part of block 2"):
-        store.gather(2, 0)
+    expect_errors_of_copies(store, remote, layout)
 
 
 def test_a_block_that_the_rank_cannot_serve_ends_the_wait_for_it() -> None:

@@ -110,25 +110,18 @@ def test_ranks_give_the_tokens_of_one(tmp_path: Path, family: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory: Path = tmp_path_factory.mktemp("llama")
-    save_model(directory, transformers.LlamaConfig(**SIZES))
-    return directory
-
-
-@pytest.fixture(scope="module")
-def pair(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def pair(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """An engine of two ranks that serves adapters."""
-    engine = load_ranks(base, 2, adapters=str(tmp_path_factory.mktemp("none")), dtype="float32")
+    engine = load_ranks(model, 2, adapters=str(tmp_path_factory.mktemp("none")), dtype="float32")
     yield engine
     engine.close()
 
 
-def test_a_pool_of_other_ranks_goes_on_with_an_adapters_blocks(pair: Any, base: Path, tmp_path: Path) -> None:
+def test_a_pool_of_other_ranks_goes_on_with_an_adapters_blocks(pair: Any, model: Path, tmp_path: Path) -> None:
     """Blocks are copied in both directions between one rank and two. The adapter has different slots in the two
     engines."""
-    refs = adapters_of(base, tmp_path)[:1]
-    alone = load(base, model_id=base.name, adapter_bytes=1)
+    refs = adapters_of(model, tmp_path)[:1]
+    alone = load(model, model_id=model.name, adapter_bytes=1)
     load_all(alone, tmp_path, refs, 9)
     load_all(pair, tmp_path, refs, 4)
     try:
@@ -138,9 +131,9 @@ def test_a_pool_of_other_ranks_goes_on_with_an_adapters_blocks(pair: Any, base: 
         pair.adapters.unload(4)
 
 
-def test_a_rank_that_cannot_load_fails_the_load_and_nothing_else(pair: Any, base: Path, tmp_path: Path) -> None:
+def test_a_rank_that_cannot_load_fails_the_load_and_nothing_else(pair: Any, model: Path, tmp_path: Path) -> None:
     """The path names a descriptor of the leader's process, so the rank finds no files."""
-    (ref,) = adapters_of(base, tmp_path)[:1]
+    (ref,) = adapters_of(model, tmp_path)[:1]
     before = generate(pair, [0])
     descriptor = os.open(tmp_path / ref.name, os.O_RDONLY)
     try:
@@ -154,11 +147,11 @@ def test_a_rank_that_cannot_load_fails_the_load_and_nothing_else(pair: Any, base
     pair.adapters.unload(1)
 
 
-def test_what_no_rank_can_load_is_refused_as_by_one(pair: Any, base: Path, tmp_path: Path) -> None:
-    wide = write_adapter(tmp_path / "wide", linear_shapes(base) | {"model.layers.2.mlp.down_proj": (48, 96)})
+def test_what_no_rank_can_load_is_refused_as_by_one(pair: Any, model: Path, tmp_path: Path) -> None:
+    wide = write_adapter(tmp_path / "wide", linear_shapes(model) | {"model.layers.2.mlp.down_proj": (48, 96)})
     with pytest.raises(AdapterError, match=r"layers.2.mlp.down_proj is for a base of shape \(48, 96\)"):
         pair.adapters.load(1, tmp_path / "wide", wide.digest)
-    refs = adapters_of(base, tmp_path)[:1]
+    refs = adapters_of(model, tmp_path)[:1]
     with pytest.raises(AdapterAbsentError, match="its files were changed"):
         pair.adapters.load(1, tmp_path / "all", "0" * 32)
     with pytest.raises(ValueError, match="slots"):

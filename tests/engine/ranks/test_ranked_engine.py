@@ -19,22 +19,11 @@ from tests.engine.led import step
 from tests.engine.weights.stored_models import save_gpt_oss, save_in_format, save_llama
 
 from .conftest import load_ranks
-from .rig import ROUNDING, run, wait_until
+from .rig import ROUNDING, expect_what_one_rank_gives, run, wait_until
 
 
 def test_log_probabilities_and_blocks_are_those_of_one_rank(engine: Any, model: Path) -> None:
-    alone = load(model, model_id=model.name)
-    asking = {"num_logprobs": VOCAB, "num_prompt_logprobs": 3}
-    (ours, result), (theirs, expected) = run(engine, **asking), run(alone, **asking)
-    assert_same_tokens([result], [expected], ROUNDING)
-    assert_same_tokens(ours.prompt_logprobs, theirs.prompt_logprobs, ROUNDING)
-    assert len(ours.prompt_logprobs) == 44
-    assert engine.card == alone.card, "two workers with unequal ranks are not each other's peers"
-    for block_id in (5, 9):
-        whole = np.frombuffer(engine.store.open_read(block_id, 0).wait(None, 1), dtype=np.float32)
-        np.testing.assert_allclose(
-            whole, np.frombuffer(alone.store.open_read(block_id, 0), dtype=np.float32), atol=1e-4
-        )
+    expect_what_one_rank_gives(engine, load(model, model_id=model.name))
 
 
 def test_experts_and_sinks_are_cut_as_they_are_one_model(tmp_path: Path) -> None:

@@ -31,21 +31,14 @@ from kvrelay.engine.ranks.link import Link, sealed_link
 from kvrelay.engine.ranks.messages import FromLeader, Hello, Refused
 from kvrelay.engine.ranks.nodes import HostDirectories, NodePlace, OtherNodes
 from kvrelay.engine.step.interface import DeviceFailedError
-from tests.engine.conftest import SIZES, VOCAB, assert_same_tokens, load, save_model
+from tests.engine.conftest import SIZES, assert_same_tokens, load, save_model
 from tests.processes import is_alive
 
 from .conftest import load_ranks
-from .rig import ROUNDING, SOON_S, expect_signs_within, run, wait_until
+from .rig import ROUNDING, SOON_S, expect_signs_within, expect_what_one_rank_gives, run, wait_until
 
 SECRET = secrets.token_bytes(32)
 ROOT = Path(__file__).parents[3]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory: Path = tmp_path_factory.mktemp("llama")
-    save_model(directory, transformers.LlamaConfig(**SIZES))
-    return directory
 
 
 def place(port: int, node_rank: int = 0, num_nodes: int = 2, num_ranks: int = 2) -> NodePlace:
@@ -90,17 +83,8 @@ def nodes(model: Path, port: int) -> Iterator[tuple[Any, RankHost]]:
 
 
 def test_two_nodes_compute_and_hand_over_what_one_rank_does(nodes: Any, model: Path) -> None:
-    engine, alone = nodes[0], load(model, model_id=model.name)
-    asking = {"num_logprobs": VOCAB, "num_prompt_logprobs": 3}
-    (ours, result), (theirs, expected) = run(engine, **asking), run(alone, **asking)
-    assert_same_tokens([result], [expected], ROUNDING)
-    assert_same_tokens(ours.prompt_logprobs, theirs.prompt_logprobs, ROUNDING)
-    assert engine.card == alone.card
-    for block_id in (5, 9):
-        whole = np.frombuffer(engine.store.open_read(block_id, 0).wait(None, 1), dtype=np.float32)
-        np.testing.assert_allclose(
-            whole, np.frombuffer(alone.store.open_read(block_id, 0), dtype=np.float32), atol=1e-4
-        )
+    engine = nodes[0]
+    expect_what_one_rank_gives(engine, load(model, model_id=model.name))
     given = np.random.default_rng(1).integers(256, size=engine.store.block_nbytes, dtype=np.uint8)
     engine.store.open_write(60, 0)[:] = given.data
     engine.store.close_write(60)

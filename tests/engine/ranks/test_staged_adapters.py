@@ -12,14 +12,13 @@ from typing import Any
 
 import msgspec
 import pytest
-import transformers
 
 from kvrelay.common.adapter_files import AdapterAbsentError, AdapterError
 from kvrelay.engine.ranks.messages import AdapterLoaded, LoadAdapter, UnloadAdapter
 from kvrelay.engine.step.interface import StepRow
 from kvrelay.engine.step.leader import Leader
 from tests.adapters import linear_shapes, merge, write_adapter
-from tests.engine.conftest import SIZES, load, save_model, sequence, tokens
+from tests.engine.conftest import load, sequence, tokens
 from tests.engine.models.test_adapters import generate
 
 from .conftest import load_ranks
@@ -27,39 +26,32 @@ from .test_ranked_adapters import adapters_of, hand_over, load_all
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory: Path = tmp_path_factory.mktemp("llama")
-    save_model(directory, transformers.LlamaConfig(**SIZES))
-    return directory
-
-
-@pytest.fixture(scope="module")
-def staged(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def staged(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """An engine of three stages with one layer each, which serves adapters."""
-    engine = load_ranks(base, 1, num_stages=3, adapters=str(tmp_path_factory.mktemp("none")), dtype="float32")
+    engine = load_ranks(model, 1, num_stages=3, adapters=str(tmp_path_factory.mktemp("none")), dtype="float32")
     yield engine
     engine.close()
 
 
 def test_an_adapter_of_one_layer_is_on_its_stage_alone_and_equals_merged_weights(
-    staged: Any, base: Path, tmp_path: Path
+    staged: Any, model: Path, tmp_path: Path
 ) -> None:
     """The first and the last stage have no part of the adapter, and still compute rows that use it."""
-    shapes = {name: shape for name, shape in linear_shapes(base).items() if ".layers.1." in name}
+    shapes = {name: shape for name, shape in linear_shapes(model).items() if ".layers.1." in name}
     ref = write_adapter(tmp_path / "middle", shapes, size=0.6)
-    merge(base, tmp_path / "middle", tmp_path / "merged")
+    merge(model, tmp_path / "middle", tmp_path / "merged")
     staged.adapters.load(1, tmp_path / "middle", ref.digest)
     try:
-        changed, plain = generate(staged, [1]), generate(load(base), [0])
+        changed, plain = generate(staged, [1]), generate(load(model), [0])
         assert changed == generate(load(tmp_path / "merged"), [0])
         assert changed != plain
     finally:
         staged.adapters.unload(1)
 
 
-def test_a_stage_that_an_adapter_does_not_fit_refuses_it_for_all(staged: Any, base: Path, tmp_path: Path) -> None:
+def test_a_stage_that_an_adapter_does_not_fit_refuses_it_for_all(staged: Any, model: Path, tmp_path: Path) -> None:
     """Each stage checks its own layers. The first stage refuses names that are in no layer."""
-    shapes = linear_shapes(base)
+    shapes = linear_shapes(model)
     for number, module in ((1, "model.layers.1.mlp.down_proj"), (2, "model.layers.2.self_attn.q_proj")):
         wide = write_adapter(tmp_path / f"wide{number}", shapes | {module: (48, 96)})
         with pytest.raises(AdapterError, match=rf"^rank {number}: .*{module} is for a base of shape \(48, 96\)"):
@@ -68,14 +60,14 @@ def test_a_stage_that_an_adapter_does_not_fit_refuses_it_for_all(staged: Any, ba
         other = write_adapter(tmp_path / module, shapes | {module: (48, 48)})
         with pytest.raises(AdapterError, match=rf"^{tmp_path}.*there is no {module} in this model"):
             staged.adapters.load(1, tmp_path / module, other.digest)
-    (ref,) = adapters_of(base, tmp_path)[:1]
+    (ref,) = adapters_of(model, tmp_path)[:1]
     load_all(staged, tmp_path, [ref])
     staged.adapters.unload(1)
 
 
-def test_a_slot_is_freed_behind_the_steps_that_were_launched_before(staged: Any, base: Path, tmp_path: Path) -> None:
+def test_a_slot_is_freed_behind_the_steps_that_were_launched_before(staged: Any, model: Path, tmp_path: Path) -> None:
     """The last stage has not begun a step with the adapter when its slot is freed and given to another adapter."""
-    all_layers, few, _ = adapters_of(base, tmp_path)
+    all_layers, few, _ = adapters_of(model, tmp_path)
     load_all(staged, tmp_path, [all_layers])
     row = sequence(tokens(1, 30), [5, 9])
     row.adapter = 1
@@ -100,10 +92,10 @@ def test_a_slot_is_freed_behind_the_steps_that_were_launched_before(staged: Any,
 
 
 def test_a_load_in_the_midst_of_a_step_that_fails_everywhere_disturbs_neither(
-    staged: Any, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    staged: Any, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ranks receive the load while they wait for the leader's report on the failed step."""
-    (ref,) = adapters_of(base, tmp_path)[:1]
+    (ref,) = adapters_of(model, tmp_path)[:1]
     launch, message = staged._own.launch, msgspec.msgpack.encode(LoadAdapter(1, str(tmp_path / "all"), ref.digest))
 
     def launch_later(plan: Any) -> Any:
@@ -123,10 +115,10 @@ def test_a_load_in_the_midst_of_a_step_that_fails_everywhere_disturbs_neither(
     staged.adapters.unload(1)
 
 
-def test_blocks_of_an_adapter_go_on_in_other_stages(staged: Any, base: Path, tmp_path: Path) -> None:
+def test_blocks_of_an_adapter_go_on_in_other_stages(staged: Any, model: Path, tmp_path: Path) -> None:
     """Blocks are copied in both directions between one stage and three."""
-    refs = adapters_of(base, tmp_path)[:1]
-    alone = load(base, model_id=base.name, adapter_bytes=1)
+    refs = adapters_of(model, tmp_path)[:1]
+    alone = load(model, model_id=model.name, adapter_bytes=1)
     load_all(staged, tmp_path, refs, 2)
     load_all(alone, tmp_path, refs, 7)
     try:

@@ -1,4 +1,4 @@
-"""Tiny models of one layer in quantised formats, and their weights as a GPU's worker loads them."""
+"""Tiny models of one layer in quantised formats, and their weights and logits as a GPU's worker has them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,15 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from kvrelay.engine.backends.cuda.linear import can_multiply
+from kvrelay.engine.backends.cuda.ops import CudaOps
 from kvrelay.engine.config.cut import Cut
 from kvrelay.engine.config.model import load_config
+from kvrelay.engine.models.decoder import DecoderModel
+from kvrelay.engine.step.interface import StepRow
 from kvrelay.engine.weights.checkpoint import load_weights
 from kvrelay.engine.weights.parameters import ModelWeights
-from tests.engine.conftest import SIZES, save_model
+from tests.engine.conftest import SIZES, save_model, sequence, tokens
+from tests.engine.led import batch_of
 from tests.engine.weights.storing import Tensors, awq, gptq, integers, store
 
 HALF = torch.float16  # Triton's interpreter multiplies bf16's raw bits
@@ -77,6 +81,18 @@ def load_stored(directory: Path, cut: Cut, *, keeps: bool = True) -> ModelWeight
     keep = partial(can_multiply, has_e4m3=True) if keeps else None
     config = load_config(directory)
     return load_weights(directory, config, HALF, torch.device("cpu"), lambda *_: None, cut=cut, keeps=keep)
+
+
+@torch.inference_mode()
+def logits(directory: Path, weights: ModelWeights) -> torch.Tensor:
+    """A prompt's logits by the GPU's operations."""
+    config = load_config(directory)
+    pool = torch.zeros((24, config.num_layers, 2, config.num_kv_heads, 16, config.head_dim), dtype=HALF)
+    ops = CudaOps(config, pool, 384, 4)
+    model = DecoderModel(config, weights, ops)
+    batch = batch_of([StepRow(sequence(tokens(1, 9), [0]), 9)], 16)
+    hidden = model.forward(ops.upload((batch.token_ids,))[0], ops.begin_step(batch))
+    return model.logits(hidden).float()
 
 
 def save_gpt_oss(directory: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -83,10 +82,7 @@ async def test_who_is_refused_how(app: App) -> None:
 
 
 async def test_no_worker_is_needed(app: App) -> None:
-    await app.player.server.stop()
-    async with asyncio.timeout(20):
-        while (await app.client.get("/health/ready")).status_code == 200:
-            await asyncio.sleep(0.005)  # polls for a state, bounded by the timeout above
+    await app.lose_worker()
     answer = await app.post("/tokenize", prompt="x")
     assert answer["count"] == 1
     assert (await app.post("/detokenize", tokens=answer["tokens"])) == {"prompt": "x"}

@@ -190,10 +190,10 @@ def test_small_texts() -> None:
     assert parse_slo("ttft=1s, itl=100ms") == {"ttft": 1.0, "itl": 0.1}
     assert parse_slo(None) == {}
     assert len(plan(rate=1, duration_s=4, burst="every=2s,n=3,input=normal:90,5").timed) == 7
-    assert parse_id_range("5-9", "-") == range(5, 10)
+    assert parse_id_range("5-9") == range(5, 10)
     for bad in ("-1", "9-5", "a-b", "5"):
         with pytest.raises(SettingsError, match="write LOW-HIGH"):
-            parse_id_range(bad, "--token-ids")
+            parse_id_range(bad)
     with pytest.raises(SettingsError, match="--slo: unknown key 'tpot'"):
         parse_slo("tpot=1s")
     with pytest.raises(SettingsError, match="--slo ttft: 'fast' is not a time"):
