@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 _MAX_STEP_TOKENS = 2048  # that somebody who does not know a worker's steps counts with
+STATE_WINDOW = 2  # tokens: the next one reads the state that the token before it left, and leaves its own
 _ITEM_NBYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "uint8": 1}
 
 
@@ -26,6 +27,7 @@ class GroupKind(enum.StrEnum):
     LATENT = (
         "latent"  # one vector of every token, of which all heads' keys and values are made: a "key" without a value
     )
+    STATE = "state"  # what a recurrent layer keeps of all tokens up to a block's last one; tables treat it as a small window
 
 
 class Chunk(msgspec.Struct, frozen=True, order=True):
@@ -42,10 +44,10 @@ class KvGroup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Layers that keep the same of each token."""
 
     kind: GroupKind
-    window: Window | None = None  # None: a token sees all before it
+    window: Window | None = None  # None: a token sees all before it; STATE_WINDOW for states
     layers: tuple[int, ...]  # of the model, from 0; a layer that reads another's K/V is in no group
     num_kv_heads: int
-    key_size: int  # elements of a key, per head
+    key_size: int  # elements of a key, per head; for states a token's share: a state has ``block_size`` of these
     value_size: int
     dtype: str  # "bfloat16", "float16", "float32", "float8_e4m3fn"; "uint8" of a fake engine
 
@@ -67,9 +69,14 @@ class KvGeometry(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(group.window for group in self.groups)
 
     @property
+    def has_states(self) -> bool:
+        """Whether layers keep a state, which later tokens overwrite: no token can be computed twice then."""
+        return any(group.kind is GroupKind.STATE for group in self.groups)
+
+    @property
     def token_nbytes(self) -> int:
-        """Bytes of one token in all groups."""
-        return sum(group.token_nbytes for group in self.groups)
+        """Bytes of one token in all groups but states."""
+        return sum(group.token_nbytes for group in self.groups if group.kind is not GroupKind.STATE)
 
     @property
     def physical_nbytes(self) -> int:

@@ -89,10 +89,14 @@ class DecodeScheduler(Scheduler):
             self._drafts.row_cost.observe(num_generating, step_s)
 
     def on_failed(self, rows: Seq[StepRow], group: frozenset[Key] | None) -> list[Sequence]:
-        """See Scheduler. A beam search starts again, because it is not known whether its beams' shared blocks were copied."""
+        """See Scheduler. A beam search starts again, because it is not known whether its beams' shared blocks were copied.
+
+        So does a sequence with states, which the step may have replaced.
+        """
         suspects = super().on_failed(rows, group)
         for sequence in suspects:
-            if sequence.sampling.beam_search is not None and sequence.status is SequenceStatus.RUNNING:
+            is_spoiled = self._blocks.has_states or sequence.sampling.beam_search is not None
+            if is_spoiled and sequence.status is SequenceStatus.RUNNING:
                 self._held.preempt(sequence, Schedule(rows=[]))
         return suspects
 

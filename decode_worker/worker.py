@@ -67,6 +67,11 @@ class DecodeWorker(Worker[DecodeService]):
         leader = Leader(engine)
         drafts, self.draft_model = None, None
         if drafters or draft_engine is not None or settings.speculation != "off":
+            if card.layout.geometry.has_states:
+                raise SettingsError(
+                    f"--speculation is {settings.speculation}, but the model has recurrent layers, which cannot take back a wrong "
+                    "guess: leave it out"
+                )
             draft_metrics = DraftMetrics(setup.registry)
             if draft_engine is not None:
                 self.draft_model = DraftModel(

@@ -19,7 +19,14 @@ from kvrelay.engine.load_progress import log_begin
 from kvrelay.engine.ranks.messages import LoadSettings
 from kvrelay.engine.ranks.nodes import OtherNodes
 from kvrelay.engine.sampling.processors import load_processors
-from kvrelay.engine.settings import FakeSettings, KvSettings, ModelSettings, prompt_step_tokens, sequences_at_a_time
+from kvrelay.engine.settings import (
+    DEFAULT_BLOCK_SIZE,
+    FakeSettings,
+    KvSettings,
+    ModelSettings,
+    prompt_step_tokens,
+    sequences_at_a_time,
+)
 from kvrelay.engine.step.interface import DraftHead, Engine
 
 if TYPE_CHECKING:
@@ -123,6 +130,10 @@ def load_draft_engine(
 
     log_begin(logger, directory)
     engine = load_part(LoadSettings(own, own_kv, max_num_seqs, max_batched_tokens, decodes=True), None, count)
+    if engine.card.layout.geometry.has_states:
+        raise ModelError(
+            f"--draft-model is {draft_model}, which has recurrent layers: they cannot take back a wrong guess; take a model without"
+        )
     logger.info(
         "the draft model %s takes %.0f MiB for weights, and %d MiB for K/V of %d tokens",
         directory.name,
@@ -182,7 +193,8 @@ def load_part(settings: LoadSettings, part: RankPart | None, progress: Callable[
         fp8_activations=model.fp8_activations,
         cpu_kernels=model.cpu_kernels,
         expert_parallel=model.expert_parallel,
-        block_size=kv.block_size,
+        block_size=kv.block_size or DEFAULT_BLOCK_SIZE,
+        may_widen_blocks=kv.block_size is None,
         num_blocks=kv.num_blocks,
         kv_memory_bytes=None if kv.kv_memory_mb is None else kv.kv_memory_mb * 2**20,
         staging_bytes=None if kv.staging_mb is None else kv.staging_mb * 2**20,
@@ -281,10 +293,11 @@ def load_guides(model: ModelSettings, fake: FakeSettings, vocab_size: int) -> Gu
 def _fake_engine(directory: Path, model: ModelSettings, kv: KvSettings, fake: FakeSettings) -> FakeEngine:
     """An engine with the vocabulary and limits of the model in ``directory``, whose weights it does not read."""
     vocab_size, longest = _sizes(directory)
-    num_blocks = kv.num_blocks or (kv.kv_memory_mb or _FAKE_KV_MB) * 2**20 // (kv.block_size * fake.fake_token_bytes)
+    block_size = kv.block_size or DEFAULT_BLOCK_SIZE
+    num_blocks = kv.num_blocks or (kv.kv_memory_mb or _FAKE_KV_MB) * 2**20 // (block_size * fake.fake_token_bytes)
     card = fake_card(
         num_blocks=max(1, num_blocks),
-        block_size=kv.block_size,
+        block_size=block_size,
         token_nbytes=fake.fake_token_bytes,
         max_model_len=min(longest, model.max_model_len or longest),
         model_id=f"fake-{directory.name}",

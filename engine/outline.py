@@ -21,7 +21,7 @@ from kvrelay.engine.backends.options import EngineOptions
 from kvrelay.engine.config.cut import cuts_of, require_fit, require_stages
 from kvrelay.engine.config.model import ModelShape, load_config, needs_transformers
 from kvrelay.engine.config.quantisation import Quantisation, load_quantisation
-from kvrelay.engine.kv.geometry import geometry_of
+from kvrelay.engine.kv.geometry import geometry_of, state_block_size
 from kvrelay.engine.kv.pool import KvPool
 from kvrelay.engine.models import transformers_model
 from kvrelay.engine.models.decoder import DecoderModel
@@ -30,6 +30,7 @@ from kvrelay.engine.models.transformers_check import LONGEST, check_model, compa
 from kvrelay.engine.models.transformers_gate import probe_layers
 from kvrelay.engine.models.transformers_model import load_full_config, load_model, shape_of
 from kvrelay.engine.models.transformers_outline import NoWeights, model_without_weights
+from kvrelay.engine.settings import DEFAULT_BLOCK_SIZE
 from kvrelay.engine.transformers_engine import checkpoint_dtype
 from kvrelay.engine.weights import checkpoint
 from kvrelay.engine.weights.checkpoint import checkpoint_places, load_weights
@@ -81,14 +82,15 @@ class ModelOutline:
 
 
 def outline_model(
-    directory: Path, backend: str, block_size: int, num_ranks: int = 1, num_stages: int = 1
+    directory: Path, backend: str, block_size: int | None, num_ranks: int = 1, num_stages: int = 1
 ) -> ModelOutline:
-    """The outline of the model in ``directory``, whose weights need not be there. ``backend``: as for a worker.
+    """The outline of the model in ``directory``, whose weights need not be there. ``backend``, ``block_size``: as for a worker.
 
     ``num_ranks``: ranks of each of ``num_stages`` on GPUs; each has parts of all experts. Raises ModelError with the reason why a
     worker could not serve it.
     """
-    quantisation = load_quantisation(directory)  # raises for unsupported formats
+    quantisation, asked = load_quantisation(directory), block_size  # raises for unsupported formats
+    block_size = block_size or DEFAULT_BLOCK_SIZE
     if not needs_transformers(backend, directory):
         config = load_config(directory)
         require_fit(config, num_ranks)
@@ -120,6 +122,8 @@ def outline_model(
     num_parameters = model.num_parameters()
     with NoWeights():
         shape = shape_of(model, probe_layers(model), dtype)
+    if shape.states and asked is None:
+        block_size = state_block_size(shape, block_size)
     geometry, nbytes = geometry_of(shape, block_size, dtype), num_parameters * dtype.itemsize
     return ModelOutline(
         path="transformers",

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from kvrelay.common.settings import setting
 
+DEFAULT_BLOCK_SIZE = 16  # tokens
 _PROMPT_STEP_TOKENS = {"cpu": 512, "cuda": 2048}
 _SEQUENCES_AT_A_TIME = {"cpu": 64, "cuda": 256}
 
@@ -173,13 +174,13 @@ class FakeSettings:
 class KvSettings:
     """The KV pool."""
 
-    block_size: int = setting(
-        16,
-        "tokens per KV block; the same on all workers. With 64, prefill attention uses TMA on Hopper GPUs (not "
-        "measured)",
+    block_size: int | None = setting(
+        None,
+        "tokens per KV block; the same on all workers. Default: 16; with recurrent layers 64 to 512, by the size of "
+        "their states. With 64, prefill attention uses TMA on Hopper GPUs",
         unit="tokens",
         minimum=1,
-        maximum=256,
+        maximum=512,
     )
     kv_memory_mb: int | None = setting(
         None, "memory of the KV pool; default: 1024 on CPU, --kv-memory-fraction on a GPU", unit="MiB", minimum=1

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -16,7 +17,7 @@ from kvrelay.common.errors import ModelError
 from kvrelay.engine.backends.cpu.build import cpu_paged_ops
 from kvrelay.engine.backends.options import EngineOptions, device_of, dtype_of, num_blocks_of
 from kvrelay.engine.config.model import SUPPORTED_DTYPES
-from kvrelay.engine.kv.geometry import geometry_of
+from kvrelay.engine.kv.geometry import geometry_of, state_block_size
 from kvrelay.engine.kv.pool import KvPool
 from kvrelay.engine.models.adapters import Adapters
 from kvrelay.engine.models.ranks import RankPart
@@ -55,6 +56,12 @@ def load_transformers_engine(
     )
     torch.set_num_threads(options.num_threads)
     model = load_model(options.model_dir, dtype, device, progress)
+    if model.shape.states and options.adapter_bytes:
+        raise ModelError(
+            f"--adapters is given, but {model.shape.architecture} has recurrent layers, which adapters cannot change: leave it out"
+        )
+    if model.shape.states and options.may_widen_blocks:
+        options = replace(options, block_size=state_block_size(model.shape, options.block_size))
     whole, memory = model.shape, None
     whole_geometry = geometry_of(whole, options.block_size, dtype)
     make_ops = _ops_on(device, options)

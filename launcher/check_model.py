@@ -14,7 +14,7 @@ import msgspec
 import transformers
 
 from kvrelay.common.errors import KvrelayError, ModelError
-from kvrelay.common.kv_geometry import Chunk, GroupKind, KvGeometry, KvGroup, window_size
+from kvrelay.common.kv_geometry import Chunk, GroupKind, KvGeometry, KvGroup, num_physical_blocks, window_size
 from kvrelay.engine.outline import ModelOutline, check_files, compare, outline_model, write_random_weights
 from kvrelay.engine.settings import KvSettings, prompt_step_tokens, sequences_at_a_time
 from kvrelay.launcher.models import find_configuration
@@ -23,6 +23,7 @@ from kvrelay.launcher.models import find_configuration
 GPUS = {
     "a10": 22, "a100": 79, "a100-40gb": 39, "b200": 178, "h100": 79, "h200": 140, "l4": 22, "l40s": 44, "t4": 14.5,
 }  # fmt: skip
+_LONG = 4096  # tokens of the sequences that are counted for a model with states
 _MOST_RANDOM = 10**9  # parameters; generating more takes too long
 
 
@@ -35,7 +36,8 @@ class Fit:
     weights_nbytes: int  # on each GPU, or on the GPU with the least room left
     step_nbytes: int  # estimated
     kv_nbytes: int  # room left for K/V on each GPU, or on the same one
-    num_tokens: int  # that fit in kv_nbytes
+    num_tokens: int  # that fit in kv_nbytes; with states, in sequences of _LONG tokens
+    has_states: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,7 @@ class Report:
                 "max_model_len": shape.max_position_embeddings,
                 "kv_bytes_per_token": geometry.token_nbytes,
                 "kv_block_size": geometry.block_size,
-                "kv_groups": [_group_json(group) for group in geometry.groups],
+                "kv_groups": [_group_json(group, geometry.block_size) for group in geometry.groups],
             }
         return found | {"gpu": None if self.fit is None else dataclasses.asdict(self.fit), "logits": self.logits}
 
@@ -124,8 +126,17 @@ def fit_of(outline: ModelOutline, memory_gib: float) -> Fit:
     fits: list[Fit] = []
     for rank in outline.ranks:
         kv_nbytes = max(0, share - rank.weights_nbytes - step_nbytes)
-        num_tokens = kv_nbytes // rank.geometry.block_nbytes * outline.geometry.block_size
-        fits.append(Fit(len(outline.ranks), memory_gib, rank.weights_nbytes, step_nbytes, kv_nbytes, num_tokens))
+        geometry = rank.geometry
+        num_tokens = kv_nbytes // geometry.block_nbytes * geometry.block_size
+        if geometry.has_states:  # a sequence has few blocks of states, however long it is
+            of_sequence = num_physical_blocks(geometry.windows, _LONG, geometry.block_size, max_step_tokens=1)
+            num_tokens = kv_nbytes // (of_sequence * geometry.physical_nbytes) * _LONG
+        fits.append(
+            Fit(
+                *(len(outline.ranks), memory_gib, rank.weights_nbytes, step_nbytes, kv_nbytes, num_tokens),
+                has_states=geometry.has_states,
+            )
+        )
     return min(fits, key=lambda fit: (fit.num_tokens, fit.kv_nbytes))
 
 
@@ -165,7 +176,10 @@ def _rows(outline: ModelOutline) -> list[tuple[str, str]]:
         ("weights", f"{outline.num_parameters:,} parameters, {_gib(outline.weights_nbytes)} in {shape.dtype}{stored}"),
         ("longest", f"{shape.max_position_embeddings:,} tokens"),
         ("KV", f"{geometry.token_nbytes:,} bytes per token, {_token_text(geometry)}"),
-        *((f"KV group {number}", _group_text(group)) for number, group in enumerate(geometry.groups)),
+        *(
+            (f"KV group {number}", _group_text(group, geometry.block_size))
+            for number, group in enumerate(geometry.groups)
+        ),
     ]
 
 
@@ -173,7 +187,9 @@ def _token_text(geometry: KvGeometry) -> str:
     return f"{geometry.block_nbytes / 2**20:.2f} MiB per block of {geometry.block_size}"
 
 
-def _group_text(group: KvGroup) -> str:
+def _group_text(group: KvGroup, block_size: int) -> str:
+    if group.kind is GroupKind.STATE:
+        return f"state: {len(group.layers)} layers, {block_size * group.token_nbytes / 2**20:.2f} MiB per sequence"
     sizes = f"{group.key_size}" if group.key_size == group.value_size else f"{group.key_size} and {group.value_size}"
     window = "" if group.window is None else f" of {window_size(group.window):,} tokens"
     kind = "chunks" if isinstance(group.window, Chunk) else group.kind
@@ -184,7 +200,10 @@ def _group_text(group: KvGroup) -> str:
     )
 
 
-def _group_json(group: KvGroup) -> dict[str, Any]:
+def _group_json(group: KvGroup, block_size: int) -> dict[str, Any]:
+    if group.kind is GroupKind.STATE:
+        nbytes = block_size * group.token_nbytes
+        return {"kind": str(group.kind), "num_layers": len(group.layers), "bytes_per_sequence": nbytes}
     return {
         "kind": str(group.kind),
         "window": msgspec.to_builtins(group.window),
@@ -198,8 +217,9 @@ def _group_json(group: KvGroup) -> dict[str, Any]:
 
 
 def _fit_text(fit: Fit) -> str:
+    per = f" in sequences of {_LONG:,}" if fit.has_states else ""
     return (
-        f"about {_gib(fit.kv_nbytes)} for KV{' on each' if fit.num_ranks > 1 else ''}: {fit.num_tokens:,} tokens (beside "
+        f"about {_gib(fit.kv_nbytes)} for KV{' on each' if fit.num_ranks > 1 else ''}: {fit.num_tokens:,} tokens{per} (beside "
         f"{_gib(fit.weights_nbytes)} of weights, an estimated {_gib(fit.step_nbytes)} for steps, and a tenth of the memory that "
         "stays free)"
     )

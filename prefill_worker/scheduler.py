@@ -95,9 +95,11 @@ class PrefillScheduler(Scheduler):
                     continue
                 plan.admitted.append(sequence)
                 num_tokens = self._chunk(sequence.num_uncomputed_tokens, sequence.num_computed_tokens, share)
-            plan.rows.append(StepRow(sequence, num_tokens or share, num_ahead))
+            if num_tokens == 0:
+                num_tokens = share if not self._blocks.has_states else self._rest_of_block(sequence, num_ahead)
+            plan.rows.append(StepRow(sequence, num_tokens, num_ahead))
             budget -= plan.rows[-1].num_tokens
-            if budget == 0:
+            if budget <= 0:
                 break
         return plan
 
@@ -137,12 +139,20 @@ class PrefillScheduler(Scheduler):
         """How many of ``share`` tokens to compute, of ``num_left`` from ``start`` on: all left, or else up to a block's end.
 
         Blocks are sent whole. A prompt that would get only part of a block gets nothing: it would hold all its blocks for that.
+        With states a chunk must end with a block, because a failed chunk is computed again from the state before it.
         """
         if share >= num_left:
             return num_left
         num_past = (start + share) % self._blocks.block_size
         # If blocks are large relative to a step, this would waste too much of it.
-        return max(0, share - num_past) if 8 * num_past <= self._max_batched_tokens else share
+        is_small = self._blocks.has_states or 8 * num_past <= self._max_batched_tokens
+        return max(0, share - num_past) if is_small else share
+
+    def _rest_of_block(self, sequence: Sequence, num_ahead: int) -> int:
+        """How many tokens are left to the end of a prompt's next block, or of the prompt."""
+        start = sequence.num_computed_tokens + num_ahead
+        block_size = self._blocks.block_size
+        return min(sequence.num_uncomputed_tokens - num_ahead, block_size - start % block_size)
 
     def _admit(self, sequence: Sequence, now_s: float) -> bool:
         """Give a waiting prompt its blocks and let it run. False if there are too few."""

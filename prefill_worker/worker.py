@@ -6,6 +6,8 @@ import asyncio
 
 from prometheus_client import CollectorRegistry, Gauge
 
+from kvrelay.common.errors import SettingsError
+from kvrelay.engine.settings import prompt_step_tokens
 from kvrelay.engine.step.interface import Engine
 from kvrelay.engine.step.leader import Leader
 from kvrelay.prefill_worker.links import DecodeLinks
@@ -27,8 +29,16 @@ class PrefillWorker(Worker[PrefillService]):
     """A prefill worker. Implements :class:`kvrelay.worker.process.run.Component`."""
 
     def __init__(self, engine: Engine, settings: PrefillSchedulerSettings, setup: Setup) -> None:
+        card = engine.card
+        block_size = card.layout.block_size
+        step_tokens = prompt_step_tokens(settings.max_batched_tokens, card.device_type)
+        if card.layout.geometry.has_states and step_tokens < block_size:
+            raise SettingsError(
+                f"--max-batched-tokens is {step_tokens}; this model has recurrent layers, and its steps compute whole blocks, of "
+                f"{block_size} tokens: take at least that many, or a smaller --block-size on all workers"
+            )
         super().__init__(Leader(engine), settings, setup, PrefillScheduler, PrefillService)
-        service, clock, card = self.service, setup.network.clock, engine.card
+        service, clock = self.service, setup.network.clock
         self._links = DecodeLinks(card, setup, service, self._wire_metrics, engine.store.register)
         transfers = TransferTable(
             engine.store, card.layout.geometry, service, TransferSettings(), self._wire_metrics, clock

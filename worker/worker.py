@@ -65,6 +65,7 @@ class Worker(ABC, Generic[S]):
             windows=windows,
             max_step_tokens=prompt_step_tokens(settings.max_batched_tokens, card.device_type),
             max_retained_share=setup.max_retained_share,
+            has_states=card.layout.geometry.has_states,
         )
         scheduler = make_scheduler(
             settings, self.blocks, card.max_model_len, card.device_type, num_stages=engine.num_stages

@@ -39,6 +39,7 @@ class EngineOptions:
     cpu_kernels: str = "auto"  # "auto", "native", or "torch" (without our kernels)
     expert_parallel: bool = False  # each rank has whole experts
     block_size: int = 16
+    may_widen_blocks: bool = False  # a model with recurrent layers takes as many tokens per block as suit their states
     num_blocks: int | None = None  # takes the place of kv_memory_bytes
     kv_memory_bytes: int | None = None  # None: 1 GiB on CPU, kv_memory_fraction on a GPU
     kv_memory_fraction: float = 0.9  # this worker's share of a GPU's memory, including its weights and its largest step

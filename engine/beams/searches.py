@@ -89,7 +89,11 @@ class BeamSearches:
                 leader, *others = group.beams
                 idle = [beam for beam in others if beam.status is SequenceStatus.WAITING]
                 for beam in idle:
-                    self._share(leader, beam, num_common(leader.token_ids, beam.token_ids))
+                    num_same = num_common(leader.token_ids, beam.token_ids)
+                    # The leader's last state is of its own tokens, but those at the ends of blocks are as they were.
+                    if self._blocks.has_states:
+                        num_same -= num_same % self._blocks.block_size
+                    self._share(leader, beam, num_same)
                 yield Change(joined=idle)
 
     def _advance(self, key: tuple[str, int], group: BeamGroup) -> Change:

@@ -41,6 +41,17 @@ class KvSizes:
         return self.num_kv_heads * (self.key_size + self.value_size)
 
 
+@dataclass(frozen=True, slots=True)
+class StateTensor:
+    """One tensor of a recurrent layer's state: what a sequence keeps of all its tokens so far."""
+
+    kind: str  # transformers' word for it: "conv" (the last inputs of a convolution) or "recurrent"
+    index: int  # among the layer's tensors of this kind
+    shape: tuple[int, ...]  # of one sequence
+    dtype: str
+    nbytes: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
     """What the pool, attention and the sampler need to know of a model. Positions are in tokens."""
@@ -60,6 +71,7 @@ class ModelShape:
         None
     )
     layer_sizes: tuple[KvSizes, ...] | None = None  # per layer; None: all keep ``num_kv_heads`` heads of ``head_dim``
+    states: tuple[tuple[StateTensor, ...], ...] = ()  # per recurrent layer; in the pool they follow the other layers
     stage_layers: range | None = None  # with stages: the layers of this stage; None: all
     dtype: str
     rope_text: str  # equal if and only if the rotations are equal

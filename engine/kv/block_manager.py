@@ -65,12 +65,13 @@ class BlockManager:
         windows: Sequence[Window | None] = (None,),
         max_step_tokens: int = _MAX_STEP_TOKENS,
         max_retained_share: float = 0.5,
+        has_states: bool = False,
     ) -> None:
         """``num_blocks``: physical blocks of all groups together. ``windows``: per group; None: no window.
 
         ``max_step_tokens``: most tokens of a sequence that a step computes; groups with a window keep room for them.
         ``max_retained_share``: the share of blocks that may be cached above the default priority at a time. ``clock``: times the
-        end of raised priorities.
+        end of raised priorities. ``has_states``: see the attribute.
         """
         if (
             min(
@@ -89,6 +90,7 @@ class BlockManager:
         self.windows = tuple(windows)
         self.set_aside = 0  # blocks that hand-offs must leave for a waiting sequence; its scheduler sets this
         self.leaves_owed = False  # whether new owners leave what is owed; a scheduler that preempts nobody sets this
+        self.has_states = has_states  # whether blocks hold states: a token that is computed again needs a block's start
         self._max_step_tokens = max_step_tokens
         self._lock = threading.RLock()
         self._clock = clock

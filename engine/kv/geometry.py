@@ -4,21 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
-from kvrelay.common.kv_geometry import Chunk, GroupKind, KvGeometry, KvGroup, Window, window_size
-from kvrelay.engine.config.model import KvSizes, ModelShape
+from kvrelay.common.kv_geometry import STATE_WINDOW, Chunk, GroupKind, KvGeometry, KvGroup, Window, window_size
+from kvrelay.engine.config.model import KvSizes, ModelShape, StateTensor
+
+STATE_ALIGNMENT = 16  # bytes; each tensor of a state begins at a multiple
+_POSITION_NBYTES = 8  # in front of a state's tensors: the number of tokens that it is of, int64
+_SHARE_STEP = 16  # a token's share of a state is a multiple of so many elements, as heads are
+_STATE_BLOCK_SIZES = (64, 512)  # tokens; at least some for a layer to compute at once, at most a step of a CPU
 
 
 def geometry_of(shape: ModelShape, block_size: int, dtype: torch.dtype) -> KvGeometry:
     """The geometry with a group for each window and size (:class:`LayerGroups`). ``dtype``: of the pool."""
-    groups = LayerGroups.of_shape(shape)
+    groups = LayerGroups.of_shape(shape, block_size)
     is_latent = shape.latent_rank is not None
     return KvGeometry(
         groups=tuple(
             KvGroup(
-                kind=GroupKind.LATENT if is_latent else GroupKind.FULL if window is None else GroupKind.WINDOW,
+                kind=(
+                    GroupKind.STATE
+                    if number >= groups.num_attention
+                    else GroupKind.LATENT
+                    if is_latent
+                    else GroupKind.FULL
+                    if window is None
+                    else GroupKind.WINDOW
+                ),
                 window=window,
                 layers=layers,
                 num_kv_heads=sizes.num_kv_heads,
@@ -26,54 +40,113 @@ def geometry_of(shape: ModelShape, block_size: int, dtype: torch.dtype) -> KvGeo
                 value_size=sizes.value_size,
                 dtype=str(dtype).removeprefix("torch."),
             )
-            for window, sizes, layers in zip(groups.windows, groups.sizes, groups.layers, strict=True)
+            for number, (window, sizes, layers) in enumerate(
+                zip(groups.windows, groups.sizes, groups.layers, strict=True)
+            )
         ),
         block_size=block_size,
     )
 
 
+def state_offsets(tensors: Sequence[StateTensor]) -> list[int]:
+    """Where in a layer's state its tensors begin, in bytes, and where the last one ends; all are aligned."""
+    offsets = [_aligned(_POSITION_NBYTES)]
+    for tensor in tensors:
+        offsets.append(offsets[-1] + _aligned(tensor.nbytes))
+    return offsets
+
+
+def state_block_size(shape: ModelShape, at_least: int) -> int:
+    """Tokens per block for a model with states: so many that a block's states take no more memory than its keys and values.
+
+    Each full block has the states at its end, and a model's states are as large as the K/V of some hundred tokens.
+    """
+    size, largest = max(at_least, _STATE_BLOCK_SIZES[0]), _STATE_BLOCK_SIZES[1]
+    while size < largest:
+        groups = LayerGroups.of_shape(shape, size)
+        if len(groups.layers) <= 2 * max(1, groups.num_attention):
+            break
+        size *= 2
+    return size
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // STATE_ALIGNMENT) * STATE_ALIGNMENT
+
+
+def _state_sizes(tensors: Sequence[StateTensor], block_size: int, itemsize: int) -> KvSizes:
+    """A token's share of a state, if a block of tokens has the state's size. ``itemsize``: of the pool."""
+    share = -(-state_offsets(tensors)[-1] // (block_size * itemsize))
+    return KvSizes(1, -(-share // _SHARE_STEP) * _SHARE_STEP, 0)
+
+
 @dataclass(frozen=True, slots=True)
 class LayerGroups:
-    """The layers of each group, as attention needs them. Groups without a window come first."""
+    """The layers of each group. Groups without a window come first, and those of states last."""
 
     windows: tuple[Window | None, ...]  # of each group
     sizes: tuple[KvSizes, ...]  # of each group
     layers: tuple[tuple[int, ...], ...]  # per group: its layers that are here
     places: dict[int, tuple[int, int]]  # per layer: its group, and its index in the group
+    num_attention: int  # groups that attention reads; the others are of states
 
     @classmethod
-    def of_shape(cls, shape: ModelShape) -> LayerGroups:
-        """The groups of a model."""
-        return cls.of(shape.sliding_windows, shape.kv_sizes, shape.stage_layers)
+    def of_shape(cls, shape: ModelShape, block_size: int) -> LayerGroups:
+        """The groups of a model. Only those of states depend on the block size."""
+        itemsize = getattr(torch, shape.dtype).itemsize
+        states = [_state_sizes(tensors, block_size, itemsize) for tensors in shape.states]
+        return cls.of(shape.sliding_windows, shape.kv_sizes, shape.stage_layers, states)
 
     @classmethod
     def of(
-        cls, windows: Sequence[Window | None], sizes: Sequence[KvSizes], stage_layers: range | None = None
+        cls,
+        windows: Sequence[Window | None],
+        sizes: Sequence[KvSizes],
+        stage_layers: range | None = None,
+        states: Sequence[KvSizes] = (),
     ) -> LayerGroups:
         """``windows``, ``sizes``: per layer. ``stage_layers``: the layers that are here; None: all. All ranks have the same groups,
-        and a group may have no layer here.
+        and a group may have no layer here. ``states``: sizes of the recurrent layers, which are numbered after the others.
 
         All groups' physical blocks have one size, that of the largest group. So no group has more layers than the rarest kind of
         layer. For example, five layers with a window for each one without become five groups beside one, and hardly any memory is
-        unused.
+        unused. States do not count as a kind here: a sequence has few blocks of them, so what is unused there hardly matters.
         """
-        by_kind: dict[tuple[Window | None, KvSizes], list[int]] = {}
-        for layer, kind in enumerate(zip(windows, sizes, strict=True)):
+        by_kind: dict[_Kind, list[int]] = {}
+        attention = [_Kind(False, window, its) for window, its in zip(windows, sizes, strict=True)]
+        for layer, kind in enumerate([*attention, *(_Kind(True, STATE_WINDOW, its) for its in states)]):
             by_kind.setdefault(kind, []).append(layer)
-        most = min(len(its) * of_layer.count for (_, of_layer), its in by_kind.items())
-        groups: list[tuple[Window | None, KvSizes, tuple[int, ...]]] = []
-        for (window, of_layer), its in sorted(by_kind.items(), key=_order):
-            count = -(-len(its) // max(1, most // of_layer.count))
+        most = min(
+            (len(its) * kind.sizes.count for kind, its in by_kind.items() if not kind.is_state),
+            default=max(len(its) * kind.sizes.count for kind, its in by_kind.items()),
+        )
+        groups: list[tuple[_Kind, tuple[int, ...]]] = []
+        for kind, its in sorted(by_kind.items(), key=lambda item: _order(item[0])):
+            count = -(-len(its) // max(1, most // kind.sizes.count))
             # As even as possible: the unused part of a smaller group's block does not travel. Layers are dealt in turns, so
             # that a stage has some of
             # each group, and less of each physical block.
-            groups += [(window, of_layer, tuple(its[number::count])) for number in range(count)]
-        of_windows, of_sizes, of_all = zip(*groups, strict=True)
+            groups += [(kind, tuple(its[number::count])) for number in range(count)]
+        kinds, of_all = zip(*groups, strict=True)
         layers = tuple(tuple(layer for layer in its if stage_layers is None or layer in stage_layers) for its in of_all)
         places = {layer: (group, place) for group, its in enumerate(layers) for place, layer in enumerate(its)}
-        return cls(of_windows, of_sizes, layers, places)
+        return cls(
+            tuple(kind.window for kind in kinds),
+            tuple(kind.sizes for kind in kinds),
+            layers,
+            places,
+            sum(not kind.is_state for kind in kinds),
+        )
 
 
-def _order(item: tuple[tuple[Window | None, KvSizes], list[int]]) -> tuple[int, bool, KvSizes]:
-    (window, sizes), _ = item
-    return 0 if window is None else window_size(window), isinstance(window, Chunk), sizes
+class _Kind(NamedTuple):
+    """What layers of a group have in common."""
+
+    is_state: bool
+    window: Window | None
+    sizes: KvSizes
+
+
+def _order(kind: _Kind) -> tuple[bool, int, bool, KvSizes]:
+    window = kind.window
+    return kind.is_state, 0 if window is None else window_size(window), isinstance(window, Chunk), kind.sizes

@@ -62,5 +62,5 @@ def view_group(pool: torch.Tensor, sizes: KvSizes) -> GroupKv:
 
 
 def view_groups(pool: torch.Tensor, groups: LayerGroups) -> tuple[GroupKv, ...]:
-    """The views of all groups; see :func:`view_group`."""
-    return tuple(view_group(pool, sizes) for sizes in groups.sizes)
+    """The views of all groups that attention reads; see :func:`view_group`."""
+    return tuple(view_group(pool, sizes) for sizes in groups.sizes[: groups.num_attention])

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from kvrelay.engine.kv.states import StateStep
 from kvrelay.engine.models.low_rank import LowRankProducts
 from kvrelay.engine.sampling.sampler import SamplerOps
 from kvrelay.engine.step.batch import Batch
@@ -42,6 +43,10 @@ class PagedStep(Protocol):
     @property
     def positions(self) -> torch.Tensor:
         """``[num_tokens]`` int64, on the device."""
+
+    @property
+    def states(self) -> StateStep | None:
+        """The states of the sequences in the step; None for a model that has none."""
 
     def kv_write(self, key: torch.Tensor, value: torch.Tensor, layer: int) -> None:
         """Write the step's keys and values into the pool, both ``[num_tokens, num_kv_heads, size]`` with the layer's sizes."""

@@ -87,9 +87,10 @@ def _distance(shape: ModelShape, found: list[torch.Tensor], plain: list[torch.Te
         float((ours.float() - theirs).norm() / theirs.norm()) for ours, theirs in zip(found, plain, strict=True)
     ]
     if not all(distance <= _TOLERANCES[dtype] for distance in distances):
+        why = " (recurrent layers that cannot continue in the middle of a prompt differ so)" if shape.states else ""
         raise ModelError(
             f"{shape.architecture} over paged K/V is not what transformers computes: logits differ by {max(distances):.2g} of "
-            f"their size, more than {_TOLERANCES[dtype]:g}; it is not served"
+            f"their size, more than {_TOLERANCES[dtype]:g}{why}; it is not served"
         )
     return max(distances)
 
@@ -113,7 +114,7 @@ def _short_windows(model: TransformersModel) -> Iterator[ModelShape]:
     try:
         layers = probe_layers(model.model)
         model.use_our_attention()
-        yield replace(model.shape, sliding_windows=own_windows(layers))
+        yield replace(model.shape, sliding_windows=own_windows(layers.attention))
     finally:
         for name, size in long.items():
             setattr(config, name, size)

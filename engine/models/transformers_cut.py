@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from kvrelay.common.errors import ModelError
 from kvrelay.engine.config.cut import Cut
 from kvrelay.engine.models.ranks import Collectives
-from kvrelay.engine.models.transformers_gate import probe_layers
+from kvrelay.engine.models.transformers_gate import Layers, probe_layers
 from kvrelay.engine.models.transformers_model import (
     TransformersModel,
     decoder_name,
@@ -64,6 +64,8 @@ def cut_model(whole: TransformersModel, cut: Cut) -> tuple[TransformersModel, di
     plan: dict[str, str] | None = model.config.get_text_config().base_model_tp_plan
     if not plan:
         raise ModelError(f"{asked}, but transformers has no plan to cut {name}: take 1")
+    if whole.shape.states:
+        raise ModelError(f"{asked}, but {name} has recurrent layers, whose states are not cut among ranks: take 1")
     _require_heads(whole, cut.num_ranks)
     layers = dict(model.named_modules())
     cuts: dict[str, LinearCut] = {}
@@ -77,7 +79,7 @@ def cut_model(whole: TransformersModel, cut: Cut) -> tuple[TransformersModel, di
             raise ModelError(f"{asked}, but {layer_name} of {name} is cut by {kind}, which is not served yet: take 1")
         cuts[layer_name] = _cut_layer(layer, cut, by_outputs=kind == _BY_OUTPUTS)
     try:
-        probed = probe_layers(model)
+        probed = probe_layers(model).attention
     except ModelError as error:
         raise ModelError(f"{asked}, but a part of {name} does not run alone: {error}") from error
     # ``whole`` may have switched the layers' own scaling of queries off, so this probe does not see it.
@@ -90,7 +92,7 @@ def cut_model(whole: TransformersModel, cut: Cut) -> tuple[TransformersModel, di
         num_kv_heads=max(layer.num_kv_heads for layer in attention),
         layer_sizes=pool_sizes(attention),
     )
-    part = TransformersModel(model, attention, shape)
+    part = TransformersModel(model, Layers(attention, []), shape)
     part.use_our_attention()
     return part, cuts
 

@@ -16,6 +16,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from kvrelay.common.errors import ModelError
 from kvrelay.common.kv_geometry import Chunk, Window
+from kvrelay.engine.config.model import StateTensor
+from kvrelay.engine.models.transformers_parts import is_linear
+from kvrelay.engine.models.transformers_states import recorded_states, state_candidates
 
 TEMPERATURE_SWITCH = "attn_temperature_tuning"  # attribute of an attention module
 _PROBE = "kvrelay_probe"
@@ -60,6 +63,23 @@ class AttentionLayer:
     shared_with: int | None = None  # an earlier layer whose K/V it reads; None: it has its own
 
 
+@dataclass(frozen=True, slots=True)
+class StateLayer:
+    """A recurrent layer."""
+
+    module: nn.Module
+    tensors: tuple[StateTensor, ...]  # of its state
+    uncalled: tuple[nn.Module, ...]  # linear layers whose weights it reads, and which it does not call
+
+
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """The layers that keep something of a sequence, in the order of their calls."""
+
+    attention: list[AttentionLayer]
+    states: list[StateLayer]
+
+
 class _Mark:
     """Takes the place of a mask, between the function that makes masks and the layers that use them."""
 
@@ -79,15 +99,13 @@ class _Mark:
         return self
 
 
-def probe_layers(model: PreTrainedModel) -> list[AttentionLayer]:
-    """The attention layers of ``model`` in order. Changes the model's attention implementation.
+def probe_layers(model: PreTrainedModel) -> Layers:
+    """What the layers of ``model`` ask for. Changes the model's attention implementation.
 
     Raises ModelError if a layer is called twice, or needs something that we do not compute.
     """
     name = type(model).__name__
-    if model._is_stateful:  # transformers' ``generate`` checks this, too: such a model has more state than K/V
-        raise ModelError(f"{name} keeps a recurrent state beside K/V: such models are not served yet")
-    seen: list[AttentionLayer] = []
+    attention: list[AttentionLayer] = []
     keys: list[torch.Tensor] = []
 
     def attend(
@@ -100,9 +118,9 @@ def probe_layers(model: PreTrainedModel) -> list[AttentionLayer]:
     ) -> tuple[torch.Tensor, None]:
         layer = _layer_of(name, module, query, key, value, attention_mask, arguments)
         shared_with = next((index for index, other in enumerate(keys) if other is key), None)
-        if shared_with is not None and seen[shared_with].window != layer.window:
+        if shared_with is not None and attention[shared_with].window != layer.window:
             raise ModelError(f"{name} has layers of different windows that share keys and values: it is not served")
-        seen.append(replace(layer, shared_with=shared_with))
+        attention.append(replace(layer, shared_with=shared_with))
         keys.append(key)
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
@@ -111,6 +129,58 @@ def probe_layers(model: PreTrainedModel) -> list[AttentionLayer]:
         _PROBE, lambda *_, mask_function, local_size=None, **__: _Mark(mask_function, local_size)
     )
     model.set_attn_implementation(_PROBE)
+    _run(model)
+    seen = list(attention)
+    states = _probe_states(model, seen)
+    num_layers = model.config.get_text_config().num_hidden_layers
+    if not seen and not states:
+        raise ModelError(
+            f"{name} computes attention in its own way, without transformers' interface for it: it is not served"
+        )
+    num_modules = len({id(layer.module) for layer in seen})
+    if len(seen) != num_modules or (len(seen) != num_layers and not states):
+        raise ModelError(
+            f"{name} has {num_layers} layers and calls attention {len(seen)} times, in {num_modules} modules: layers that attend "
+            "twice, or not at all, are not served yet"
+        )
+    heads = sorted({layer.num_q_heads for layer in seen})
+    if len(heads) > 1:
+        raise ModelError(f"{name} has layers of different numbers of query heads: {heads}; not served yet")
+    return Layers(seen, states)
+
+
+def _probe_states(model: PreTrainedModel, attention: list[AttentionLayer]) -> list[StateLayer]:
+    """The recurrent layers. Raises ModelError if transformers says that there is a state, and none is found."""
+    name = type(model).__name__
+    candidates = state_candidates(model, {id(layer.module) for layer in attention})
+    called: set[nn.Module] = set()
+    hooks = [
+        one.register_forward_pre_hook(lambda module, _: called.add(module))
+        for candidate in candidates
+        for one in candidate.modules()
+    ]
+    try:
+        with recorded_states(candidates) as found:
+            if candidates:
+                _run(model)
+    except ModelError:  # another kind of cache: the module keeps nothing that we know
+        found = []
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if len({module for module, _ in found}) != len(found):
+        raise ModelError(f"{name} calls a recurrent layer twice: it is not served")
+    # transformers' ``generate`` checks this, too: such a model has more state than K/V
+    if model._is_stateful and not found:
+        raise ModelError(f"{name} keeps a state in its own way, without transformers' cache for it: it is not served")
+    return [
+        StateLayer(module, tensors, tuple(one for one in module.modules() if is_linear(one) and one not in called))
+        for module, tensors in found
+    ]
+
+
+def _run(model: PreTrainedModel) -> None:
+    """A forward pass of a few tokens. Raises ModelError."""
     # The token positions are real even if the weights have no memory (``transformers_outline.py``).
     positions = torch.arange(_NUM_TOKENS, device="cpu" if model.device.type == "meta" else model.device)[None]
     try:
@@ -122,22 +192,8 @@ def probe_layers(model: PreTrainedModel) -> list[AttentionLayer]:
         raise
     except Exception as error:
         raise ModelError(
-            f"{name} does not run with attention of ours ({type(error).__name__}: {error}): it is not served"
+            f"{type(model).__name__} does not run with attention of ours ({type(error).__name__}: {error}): it is not served"
         ) from error
-    num_layers = model.config.get_text_config().num_hidden_layers
-    if not seen:
-        raise ModelError(
-            f"{name} computes attention in its own way, without transformers' interface for it: it is not served"
-        )
-    if len(seen) != num_layers or len({id(layer.module) for layer in seen}) != num_layers:
-        raise ModelError(
-            f"{name} has {num_layers} layers and calls attention {len(seen)} times, in {len({id(one.module) for one in seen})} "
-            "modules: layers with a state, or that attend twice, are not served yet"
-        )
-    heads = sorted({layer.num_q_heads for layer in seen})
-    if len(heads) != 1:
-        raise ModelError(f"{name} has layers of different numbers of query heads: {heads}; not served yet")
-    return seen
 
 
 def pool_layers(layers: list[AttentionLayer]) -> list[int]:

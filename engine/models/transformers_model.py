@@ -26,10 +26,12 @@ from kvrelay.common.errors import ModelError
 from kvrelay.engine.config.model import KvSizes, ModelShape
 from kvrelay.engine.config.quantisation import Quantisation, load_quantisation
 from kvrelay.engine.config.tokenizer import check_tokenizer
+from kvrelay.engine.kv.states import StateStep
 from kvrelay.engine.models.ops import PagedOps, PagedStep, Scores
 from kvrelay.engine.models.transformers_gate import (
     TEMPERATURE_SWITCH,
     AttentionLayer,
+    Layers,
     Temperature,
     own_windows,
     pool_layers,
@@ -37,6 +39,7 @@ from kvrelay.engine.models.transformers_gate import (
 )
 from kvrelay.engine.models.transformers_parts import Adapt, replace_parts
 from kvrelay.engine.models.transformers_progress import followed
+from kvrelay.engine.models.transformers_states import keep_states
 from kvrelay.engine.weights.headers import check_full, check_layers, checkpoint_files, read_headers
 from kvrelay.engine.weights.kv_scales import is_attention_scale
 from kvrelay.engine.weights.reader import CheckpointReader
@@ -46,6 +49,7 @@ _PLAIN = "eager"
 _LEAKING_ROPES = ("dynamic", "longrope")  # their factor depends on the longest sequence of a batch
 _HEAD_SIZE_STEP = 16  # attention kernels take multiples of this
 _BOUND = "kvrelay_bound"  # attribute of an attention module
+_UNBOUNDED = 2**20  # tokens of a sequence, for recurrent models that name no limit
 _MOST_MODULES = 2**16  # of layers, heads, experts: no model comes close, and making more would take forever
 _LOADING_ERRORS = (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError, StrictDataclassError)
 
@@ -55,6 +59,10 @@ class _Running:
     """The step that the model is running."""
 
     step: PagedStep | None = None
+
+    def states(self) -> StateStep | None:
+        """The states of its sequences."""
+        return None if self.step is None else self.step.states
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,26 +79,29 @@ class _Bound:
 class TransformersModel:
     """Runs one step's tokens through a transformers model. Made by :func:`load_model`; then call :meth:`bind`."""
 
-    def __init__(self, model: PreTrainedModel, layers: list[AttentionLayer], shape: ModelShape) -> None:
+    def __init__(self, model: PreTrainedModel, layers: Layers, shape: ModelShape) -> None:
         self.model = model
-        self.layers = layers
+        self.layers = layers.attention
         self.shape = shape
         self._running = _Running()
         self._decoder: nn.Module = getattr(model, decoder_name(model))
         self._head, self._given = _head_of(model)
-        places = pool_layers(layers)
-        for layer, place in zip(layers, places, strict=True):
+        places = pool_layers(self.layers)
+        for layer, place in zip(self.layers, places, strict=True):
             writes = layer.shared_with is None
             setattr(
                 layer.module, _BOUND, _Bound(self._running, place, writes, shape.kv_sizes[place], layer.temperature)
             )
+        self._read_weights = [one for recurrent in layers.states for one in recurrent.uncalled]
+        for index, recurrent in enumerate(layers.states):
+            keep_states(recurrent.module, index, self._running.states)
 
     def bind(self, ops: PagedOps, dtype: torch.dtype, adapt: Adapt | None = None) -> None:
         """Run products, norms and experts with ``ops`` from now on. Takes over the weights.
 
         Steps may use other operations than ``ops``.
         """
-        replace_parts(self.model, ops, dtype, adapt)
+        replace_parts(self.model, ops, dtype, adapt, self._read_weights)
         self._head, self._given = _head_of(self.model)
 
     def use_our_attention(self) -> None:
@@ -141,6 +152,7 @@ class _Decoded(MoeModelOutputWithPast):  # type: ignore[misc]  # transformers ha
 
     cross_attentions: tuple[torch.Tensor, ...] | None = None
     shared_kv_states: tuple[torch.Tensor, ...] | None = None
+    cache_params: None = None
 
 
 class _Given(nn.Module):
@@ -169,6 +181,10 @@ def decoder_name(model: PreTrainedModel) -> str:
 def _head_of(model: PreTrainedModel) -> tuple[PreTrainedModel, _Given]:
     """A copy of the model without its decoder: it turns hidden states into logits."""
     given = _Given()
+    decoder = getattr(model, decoder_name(model))
+    for name, value in vars(decoder).items():
+        if isinstance(value, float):
+            setattr(given, name, value)  # a head may read a factor from its decoder (Falcon H1)
     with torch.device("meta"):
         head = type(model)(model.config).eval()
     for name, child in model.named_children():
@@ -331,29 +347,31 @@ def pool_sizes(layers: list[AttentionLayer]) -> tuple[KvSizes, ...]:
     )
 
 
-def shape_of(model: PreTrainedModel, layers: list[AttentionLayer], dtype: torch.dtype) -> ModelShape:
-    """The shape that pool, attention and sampler need, for a model with the attention layers ``layers``."""
+def shape_of(model: PreTrainedModel, layers: Layers, dtype: torch.dtype) -> ModelShape:
+    """The shape that pool, attention and sampler need, for a model with these ``layers``."""
     config = model.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
-    longest = int(config.max_position_embeddings)
+    longest = int(getattr(config, "max_position_embeddings", None) or _UNBOUNDED)
     per_kind = rope.values() if rope and all(isinstance(one, dict) for one in rope.values()) else [rope]
     for one in per_kind:
         if one.get("rope_type") in _LEAKING_ROPES:
             # Up to this length the factor is the same for all sequences. Beyond it, one sequence would change another's.
             longest = min(longest, int(one.get("original_max_position_embeddings") or longest))
-    first, windows, sizes = layers[0], own_windows(layers), pool_sizes(layers)
+    attention = layers.attention
+    windows, sizes = own_windows(attention), pool_sizes(attention)
     return ModelShape(
         architecture=type(model).__name__,
         vocab_size=int(config.vocab_size),
         num_layers=len(windows),
-        num_q_heads=first.num_q_heads,
-        num_kv_heads=max(one.num_kv_heads for one in sizes),
-        head_dim=max(max(one.key_size, one.value_size) for one in sizes),
+        num_q_heads=max((layer.num_q_heads for layer in attention), default=0),
+        num_kv_heads=max((one.num_kv_heads for one in sizes), default=0),
+        head_dim=max((max(one.key_size, one.value_size) for one in sizes), default=0),
         max_position_embeddings=longest,
         sliding_windows=windows,
         layer_sizes=sizes,
-        has_softcaps=any(layer.has_softcap for layer in layers),
-        has_sinks=any(layer.has_sinks for layer in layers),
+        states=tuple(layer.tensors for layer in layers.states),
+        has_softcaps=any(layer.has_softcap for layer in attention),
+        has_sinks=any(layer.has_sinks for layer in attention),
         dtype=str(dtype).removeprefix("torch."),
         # Another version may rotate or round differently.
         rope_text=f"{type(model).__name__} of transformers {transformers.__version__}",

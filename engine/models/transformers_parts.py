@@ -6,7 +6,7 @@ The check at load (:mod:`kvrelay.engine.models.transformers_check`) compares the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -40,20 +40,31 @@ def linear_shape(module: Any) -> tuple[int, int]:
     return num_outputs, num_inputs
 
 
-def replace_parts(model: PreTrainedModel, ops: PagedOps, dtype: torch.dtype, adapt: Adapt | None = None) -> None:
-    """Replace parts by the forms that are fastest with ``ops``. Takes over the weights, one by one."""
+def replace_parts(
+    model: PreTrainedModel,
+    ops: PagedOps,
+    dtype: torch.dtype,
+    adapt: Adapt | None = None,
+    stay: Collection[nn.Module] = (),
+) -> None:
+    """Replace parts by the forms that are fastest with ``ops``. Takes over the weights, one by one.
+
+    ``stay``: modules whose weights others read; they are left as they are.
+    """
     ExpertsInterface.register(_EXPERTS, _run_experts)
     model.set_experts_implementation(_EXPERTS)
-    _replace_in(model, "", ops, dtype, adapt or (lambda linear, names: linear))
+    _replace_in(model, "", ops, dtype, adapt or (lambda linear, names: linear), frozenset(stay))
 
 
-def _replace_in(parent: nn.Module, path: str, ops: PagedOps, dtype: torch.dtype, adapt: Adapt) -> None:
+def _replace_in(
+    parent: nn.Module, path: str, ops: PagedOps, dtype: torch.dtype, adapt: Adapt, stay: frozenset[nn.Module]
+) -> None:
     # Routers are small, and use their weights directly.
     is_router = any(word in type(parent).__name__ for word in _ROUTERS)
     for name, child in list(parent.named_children()):
-        ours = None if is_router else _ours(child, path + name, ops, dtype, adapt)
+        ours = None if is_router or child in stay else _ours(child, path + name, ops, dtype, adapt)
         if ours is None:
-            _replace_in(child, f"{path}{name}.", ops, dtype, adapt)
+            _replace_in(child, f"{path}{name}.", ops, dtype, adapt, stay)
         else:
             setattr(parent, name, ours)
 
@@ -137,6 +148,7 @@ class _Norm(nn.Module):
         self._rms_norm = ops.rms_norm
         self._weight = weight
         self._eps = eps
+        self.register_buffer("weight", weight.new_empty(0), persistent=False)  # some models read the weight's dtype
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Norm over the last dimension; keeps the shape."""
@@ -147,7 +159,7 @@ class _Norm(nn.Module):
 def _norm_like(module: nn.Module, ops: PagedOps, dtype: torch.dtype) -> _Norm | None:
     """Our norm if it has the same results, with the weight as it is or (Gemma) plus 1; else None."""
     weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    if not isinstance(weight, torch.Tensor) or weight.dim() != 1 or not isinstance(eps, float):
+    if not isinstance(weight, nn.Parameter) or weight.dim() != 1 or not isinstance(eps, float):
         return None
     rows = _rows(len(weight), weight.device, dtype, eps**0.5)  # in the last row, half of the denominator is eps
     expected = module(rows)

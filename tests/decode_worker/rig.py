@@ -196,6 +196,7 @@ class Rig:
             lambda: 0.0,
             windows=windows,
             max_step_tokens=of_scheduler.max_batched_tokens or 512,
+            has_states=card.layout.geometry.has_states,
         )
         self._fingerprint = card.layout.fingerprint()
         max_model_len = min(card.max_model_len, num_blocks * card.layout.block_size)

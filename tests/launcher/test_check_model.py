@@ -191,7 +191,7 @@ def test_where_memory_is_short_logits_are_not_compared(
 @pytest.mark.parametrize(
     ("model_type", "fields", "reason"),
     [
-        ("mamba2", {"num_heads": 8, "head_dim": 16, "n_groups": 1}, "keeps a recurrent state beside K/V"),
+        ("recurrent_gemma", {"lru_width": 64}, "keeps a state in its own way"),
         ("gptj", {"rotary_dim": 8}, "computes attention in its own way"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope type 'dynamic' is not supported"),
     ],

@@ -123,7 +123,7 @@ def relayed(prefill: Run, decode: Run) -> Iterator[list[SampledToken]]:
 
 @pytest.mark.full
 @pytest.mark.timeout(600)  # the interpreter takes half a minute for each on a quiet machine
-@pytest.mark.parametrize("model_type", ["gemma2", "gpt_oss", "mimo_v2_flash"])
+@pytest.mark.parametrize("model_type", ["gemma2", "gpt_oss", "mimo_v2_flash", "qwen3_next"])
 @pytest.mark.filterwarnings("ignore")  # transformers warns of what tiny configurations leave out
 def test_kernels_compute_what_transformers_does(
     model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

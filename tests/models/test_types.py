@@ -28,7 +28,9 @@ from .tiny import VOCAB, NotTinyError, generate, text_types, tiny_model
 
 # One type of each kind: windows, chunks, softcaps, sinks, experts, latent attention, unequal layers, learned positions,
 # parallel layers, a state.
-_ALIKE = "llama llama4_text gemma2 gemma4_text gpt_oss qwen3_moe deepseek_v3 mimo_v2_flash gpt2 cohere2 opt mamba2"
+_ALIKE = (
+    "llama llama4_text gemma2 gemma4_text gpt_oss qwen3_moe deepseek_v3 mimo_v2_flash gpt2 cohere2 opt qwen3_next lfm2"
+)
 ALIKE = frozenset(_ALIKE.split())
 NATIVE = frozenset(
     {"deepseek_v2", "deepseek_v3", "gpt_oss", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"}
@@ -42,11 +44,14 @@ _LISTED = (
 EQUAL = frozenset(re.findall(r"[a-z0-9_-]+", _LISTED)) | NATIVE
 _NOT_TINY = """
 blenderbot blt cohere_compass_text dbrx dots3_note dots3_note_text emu3 falcon gemma3 gemma3n gemma4 gemma4_assistant
-gemma4_unified gemma4_unified_assistant git got_ocr2 lfm2_moe llama4 mllama moss_transcribe_diarize musicgen
-musicgen_melody phi4_multimodal plbart prophetnet qwen3_5 qwen3_5_moe qwen4_exp qwen4_exp_text reformer roc_bert
-whisper xlnet zamba2 zaya
+gemma4_unified gemma4_unified_assistant git got_ocr2 llama4 mllama moss_transcribe_diarize musicgen
+musicgen_melody phi4_multimodal plbart prophetnet qwen4_exp qwen4_exp_text reformer roc_bert
+whisper xlnet zaya
 """
 NOT_TINY = frozenset(_NOT_TINY.split())
+
+# Log probabilities of zamba2 differ by up to 0.03 between transformers' own passes with and without a cache.
+TOLERANCES = {"zamba2": 0.04}
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BLOCK_SIZE = 8 if DEVICE == "cuda" else 4  # kernels take no smaller ones
@@ -138,4 +143,5 @@ async def assert_equal(engines: Engines, model: transformers.PreTrainedModel) ->
     for prompt, tokens in zip(PROMPTS, outputs, strict=True):
         expected, expected_logprobs = generate(model, prompt, NUM_TOKENS)
         assert [token.token_id for token in tokens] == expected
-        torch.testing.assert_close(torch.stack(list(map(logprobs, tokens))), expected_logprobs, atol=2e-4, rtol=2e-4)
+        bound = TOLERANCES.get(model.config.model_type, 2e-4)
+        torch.testing.assert_close(torch.stack(list(map(logprobs, tokens))), expected_logprobs, atol=bound, rtol=bound)

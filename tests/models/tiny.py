@@ -158,8 +158,36 @@ for _name in ("bert", "bert-generation", "camembert", "data2vec-text", "electra"
     MORE[_name] = {"is_decoder": True}
 for _name in ("axk1", "deepseek_v3", "glm4_moe_lite", "youtu", "longcat_flash"):
     MORE[_name] = {**EXPERTS, **LATENT}
-MORE["qwen3_next"] = {**EXPERTS, **_LINEAR}
-MORE["qwen3_5_text"] = MORE["qwen3_5_moe_text"] = {**EXPERTS, **_LINEAR}
+MORE["qwen3_next"] = MORE["qwen3_5_text"] = MORE["qwen3_5_moe_text"] = {**EXPERTS, **_LINEAR}
+for _name in ("qwen3_5", "qwen3_5_moe"):
+    MORE[_name] = {"text_config": {**SIZES, **EXPERTS, **_LINEAR}}
+MORE["lfm2_moe"] = {**EXPERTS, "layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1}
+MORE["kimi_linear"] = {
+    **EXPERTS,
+    **LATENT,
+    "linear_attn_config": {"head_dim": 8, "num_heads": 4, "full_attn_layers": [2, 4], "kda_layers": [1, 3]},
+}
+MORE["bailing_hybrid"] = {**EXPERTS, **LATENT, "layer_group_size": 2}
+MORE["nemotron_h"] = {
+    **EXPERTS,
+    "layer_types": ["linear_attention", "full_attention", "mlp", "linear_attention"],
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "n_groups": 1,
+    "ssm_state_size": 8,
+}
+MORE["falcon_h1"] = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 8,
+    "mamba_d_ssm": 128,
+    "mamba_n_groups": 1,
+}
+MORE["zamba2"] = {
+    "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "linear_attention"],
+    "num_key_value_heads": 4,
+    "mamba_d_state": 8,
+}
 
 
 class NotTinyError(Exception):

@@ -27,10 +27,21 @@ def sequence(name: str, tokens: list[int], arrival_s: float = 0.0, flow: Flow | 
 class Rig:
     """A scheduler over a pool of ``num_blocks``; ``step`` pretends to compute."""
 
-    def __init__(self, num_blocks: int = 64, windows: tuple[int | None, ...] = (None,), **settings: int) -> None:
+    def __init__(
+        self,
+        num_blocks: int = 64,
+        windows: tuple[int | None, ...] = (None,),
+        has_states: bool = False,
+        **settings: int,
+    ) -> None:
         of_scheduler = PrefillSchedulerSettings(**settings)
         self.blocks = BlockManager(
-            num_blocks, BLOCK, lambda: 0.0, windows=windows, max_step_tokens=of_scheduler.max_batched_tokens or 512
+            num_blocks,
+            BLOCK,
+            lambda: 0.0,
+            windows=windows,
+            max_step_tokens=of_scheduler.max_batched_tokens or 512,
+            has_states=has_states,
         )
         self.scheduler = PrefillScheduler(of_scheduler, self.blocks, num_blocks * BLOCK, "cpu")
 
@@ -190,6 +201,24 @@ def test_steps_become_small_when_tokens_take_long() -> None:
     assert rig.step()[0] == [("a", 64)]
     rig.learn(0.01)
     assert rig.step()[0] == [("a", 28)]  # a quarter of the budget is 25 tokens: seven blocks
+
+
+@pytest.mark.parametrize(
+    ("max_batched_tokens", "chunks"), [(6, [4, 4, 5]), (4, [4, 4, 4, 1]), (11, [8, 5]), (13, [13])]
+)
+def test_with_states_a_chunk_ends_with_a_block_or_with_the_prompt(max_batched_tokens: int, chunks: list[int]) -> None:
+    rig = Rig(windows=(None, 2), has_states=True, max_batched_tokens=max_batched_tokens)
+    rig.scheduler.add(sequence("a", list(range(13))))
+    assert [rig.step()[0] for _ in chunks] == [[("a", count)] for count in chunks]
+
+
+def test_with_states_a_prompt_gets_a_block_even_if_its_share_is_less() -> None:
+    rig = Rig(windows=(None, 2), has_states=True, max_batched_tokens=8)
+    rig.scheduler.add(sequence("a", list(range(3))))
+    rig.scheduler.add(sequence("b", list(range(20, 33))))
+    assert rig.step()[0] == [("a", 3), ("b", 4)]
+    rig.scheduler.add(sequence("c", list(range(40, 43))))
+    assert [rig.step()[0] for _ in range(2)] == [[("b", 8)], [("b", 1), ("c", 3)]]
 
 
 def test_a_short_prompt_overtakes_a_long_one_and_chunks_stay_whole_blocks() -> None:

@@ -21,6 +21,7 @@ from kvrelay.engine.backends.cpu.native.library import Step
 from kvrelay.engine.backends.cpu.ops import CpuPagedOps, KvWriter, cos_sin_rows
 from kvrelay.engine.config.model import ModelConfig, ModelShape
 from kvrelay.engine.kv.geometry import LayerGroups
+from kvrelay.engine.kv.states import StatePool, StateStep
 from kvrelay.engine.kv.views import GroupKv, view_groups
 from kvrelay.engine.models.low_rank import LowRankProducts
 from kvrelay.engine.models.ops import PLAIN, Activation, Experts, Linear, Scores
@@ -44,8 +45,10 @@ class NativeCpuPagedStep:
         pool: Seq[GroupKv],
         kernels: CpuKernels,
         tables: tuple[torch.Tensor, torch.Tensor] | None = None,
+        states: StateStep | None = None,
     ) -> None:
         """``tables``: cosines and sines, for the kernels that rotate."""
+        self.states = states
         self._kernels = kernels
         self._groups = groups
         self._batch = batch
@@ -105,9 +108,10 @@ class NativeCpuPagedOps:
         """:meth:`CpuKernels.fit` must accept the model."""
         self._plain = CpuPagedOps(shape, pool)
         self._shape = shape
-        self._groups = LayerGroups.of_shape(shape)
+        self._groups = LayerGroups.of_shape(shape, pool.shape[4])
         self._pool = view_groups(pool, self._groups)
         self._kernels = kernels
+        self._states = StatePool(shape, pool, self.upload) if shape.states else None
 
     def make_linear(self, weight: AnyWeight, bias: torch.Tensor | None) -> Linear:
         """See PagedOps."""
@@ -148,7 +152,8 @@ class NativeCpuPagedOps:
 
     def begin_step(self, batch: Batch) -> NativeCpuPagedStep:
         """See PagedOps."""
-        return NativeCpuPagedStep(batch, self._shape, self._groups, self._pool, self._kernels)
+        states = None if self._states is None else self._states.begin_step(batch)
+        return NativeCpuPagedStep(batch, self._shape, self._groups, self._pool, self._kernels, None, states)
 
     def argmax(self, logits: torch.Tensor) -> torch.Tensor:
         """See SamplerOps. The kernel takes bf16; processed logits are fp32."""

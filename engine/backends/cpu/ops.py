@@ -17,6 +17,7 @@ from kvrelay.engine.backends.cpu.linear import Int8Linear, PackedLinear, PlainLi
 from kvrelay.engine.config.model import ModelConfig, ModelShape
 from kvrelay.engine.config.rope import cos_sin_tables
 from kvrelay.engine.kv.geometry import LayerGroups
+from kvrelay.engine.kv.states import StatePool, StateStep
 from kvrelay.engine.kv.views import GroupKv, view_groups
 from kvrelay.engine.models.low_rank import LowRankProducts, TorchLowRank
 from kvrelay.engine.models.ops import PLAIN, Activation, Experts, Linear, Scores
@@ -70,21 +71,23 @@ class CpuPagedStep:
         groups: LayerGroups,
         pool: Seq[GroupKv],
         scratch: AttentionScratch,
+        states: StateStep | None = None,
     ) -> None:
         self._groups = groups
         self._latent_rank = shape.latent_rank
         is_plain = not (shape.has_softcaps or shape.has_sinks)
         self._plans = [
             AttentionPlan(
-                *(batch, kv, shape.num_q_heads, window, scratch),
+                *(batch, kv, shape.num_q_heads, groups.windows[group], scratch),
                 group=group,
                 has_plain_scores=is_plain,
                 latent_rank=shape.latent_rank,
             )
-            for group, (kv, window) in enumerate(zip(pool, groups.windows, strict=True))
+            for group, kv in enumerate(pool)
         ]
         self.positions = torch.from_numpy(batch.positions)
-        self._writers = [KvWriter(slot_mapping, kv) for slot_mapping, kv in zip(batch.slot_mapping, pool, strict=True)]
+        self.states = states
+        self._writers = [KvWriter(batch.slot_mapping[group], kv) for group, kv in enumerate(pool)]
 
     def kv_write(self, key: torch.Tensor, value: torch.Tensor, layer: int) -> None:
         """See PagedStep."""
@@ -146,8 +149,9 @@ class CpuPagedOps:
 
     def __init__(self, shape: ModelShape, pool: torch.Tensor) -> None:
         self._shape = shape
-        self._groups = LayerGroups.of_shape(shape)
+        self._groups = LayerGroups.of_shape(shape, pool.shape[4])
         self._pool = view_groups(pool, self._groups)
+        self._states = StatePool(shape, pool, self.upload) if shape.states else None
         self._scratch = AttentionScratch(pool.dtype)
         self._packs = has_packed_linear(pool.dtype)
 
@@ -185,7 +189,8 @@ class CpuPagedOps:
 
     def begin_step(self, batch: Batch) -> CpuPagedStep:
         """See PagedOps."""
-        return CpuPagedStep(batch, self._shape, self._groups, self._pool, self._scratch)
+        states = None if self._states is None else self._states.begin_step(batch)
+        return CpuPagedStep(batch, self._shape, self._groups, self._pool, self._scratch, states)
 
     def argmax(self, logits: torch.Tensor) -> torch.Tensor:
         """See SamplerOps. Computes in fp32, because torch has no fast argmax for smaller types."""

@@ -17,6 +17,7 @@ from kvrelay.engine.backends.cuda.step import CudaPagedStep, CudaStep, GraphInpu
 from kvrelay.engine.config.model import KvSizes, ModelConfig, ModelShape
 from kvrelay.engine.config.rope import cos_sin_tables
 from kvrelay.engine.kv.geometry import LayerGroups
+from kvrelay.engine.kv.states import StatePool
 from kvrelay.engine.kv.views import GroupKv, view_groups
 from kvrelay.engine.models.ops import Activation, Experts, Linear
 from kvrelay.engine.sampling.filters import filter_typical_rows
@@ -76,14 +77,15 @@ def _workspaces(
 ) -> tuple[DecodeWorkspace, ...]:
     """The decode kernel's workspace for each group."""
     made: dict[KvSizes, DecodeWorkspace] = {}
-    for sizes in groups.sizes:
+    of_attention = groups.sizes[: groups.num_attention]
+    for sizes in of_attention:
         if sizes not in made:
             num_programs, value_size = sizes.num_kv_heads, sizes.value_size
             if shape.latent_rank is not None:
                 num_programs, value_size = latent_programs(shape.num_q_heads), shape.latent_rank
             max_splits = splits_for_device(num_multiprocessors, num_programs)
             made[sizes] = DecodeWorkspace.allocate(max_num_seqs, shape.num_q_heads, value_size, max_splits, device)
-    return tuple(made[sizes] for sizes in groups.sizes)
+    return tuple(made[sizes] for sizes in of_attention)
 
 
 def _num_multiprocessors(device: torch.device) -> int:
@@ -115,14 +117,14 @@ class CudaPagedOps:
         if kv_scales is not None:
             require_e4m3(pool.device)
         self._shape = shape
-        groups, capability = LayerGroups.of_shape(shape), nvidia_capability(pool.device)
+        groups, capability = LayerGroups.of_shape(shape, pool.shape[4]), nvidia_capability(pool.device)
         by_group = None if kv_scales is None else _by_group(kv_scales, groups)
         require_compute_dtype(pool, None if by_group is None else by_group[0])
         views = view_groups(pool, groups)
         pools = tuple(_as_read(pool, one) for one in views)
         loads = tuple(
             tile_loads(capability, one, has_window=window is not None)
-            for one, window in zip(pools, groups.windows, strict=True)
+            for one, window in zip(pools, groups.windows, strict=False)
         )
         self._uploader = Uploader(pool.device)
         # Tables for all slots and one more: the warm-up before the first step needs as many rows and a prompt.
@@ -134,6 +136,7 @@ class CudaPagedOps:
         self._compiled: set[tuple[object, ...]] = set()  # kinds of products by our kernels that are compiled
         workspaces = _workspaces(shape, groups, max_num_seqs, self._num_multiprocessors, pool.device)
         self._kv = StepKv(pool, pools, views, groups, by_group, loads, workspaces)
+        self._states = StatePool(shape, pool, self.upload) if shape.states else None
 
     def make_linear(self, weight: AnyWeight, bias: torch.Tensor | None) -> Linear:
         """See Ops. cuBLAS reads ``[out, in]`` as it is. Other weights need bf16 or fp16 activations."""
@@ -182,7 +185,10 @@ class CudaPagedOps:
 
     def begin_step(self, batch: Batch) -> CudaPagedStep:
         """See PagedOps."""
-        return self.step_of(self.inputs_of(batch))
+        step = self.step_of(self.inputs_of(batch))
+        if self._states is not None:
+            step.states = self._states.begin_step(batch)
+        return step
 
     def inputs_of(self, batch: Batch) -> StepInputs:
         """Upload a batch's numbers. Applies its changes to ``block_tables``."""

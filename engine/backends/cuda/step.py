@@ -12,6 +12,7 @@ import torch
 from kvrelay.common.kv_geometry import Chunk
 from kvrelay.engine.config.model import ModelShape
 from kvrelay.engine.kv.geometry import LayerGroups
+from kvrelay.engine.kv.states import StateStep
 from kvrelay.engine.kv.views import GroupKv
 from kvrelay.engine.models.ops import PLAIN, Scores
 from kvrelay.engine.step.batch import Batch
@@ -98,6 +99,7 @@ class CudaPagedStep:
         block_tables: torch.Tensor,
     ) -> None:
         """``block_tables`` ``[num_groups, num_slots, max_blocks]``: of all slots."""
+        self.states: StateStep | None = None
         self._block_tables = block_tables.index_select(1, inputs.slots)
         self._shape = shape
         self._kv = kv

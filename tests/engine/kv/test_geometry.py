@@ -58,9 +58,9 @@ MOSTLY_WINDOWS: dict[str, Any] = {
 
 def test_a_stage_has_its_layers_of_each_group_and_the_groups_are_those_of_all() -> None:
     config = parse_config(MOSTLY_WINDOWS, "here")
-    whole = LayerGroups.of_shape(config)
+    whole = LayerGroups.of_shape(config, 8)
     assert whole.layers == ((0, 4), (1, 5), (2, 6), (3, 7))
-    own = [LayerGroups.of_shape(cut.config(config)) for cut in cuts_of(1, 3)]
+    own = [LayerGroups.of_shape(cut.config(config), 8) for cut in cuts_of(1, 3)]
     assert own[0].layers == ((0,), (1,), (2,), ())
     assert own[1].places == {4: (0, 0), 5: (1, 0), 3: (3, 0)}
     assert all(one.windows == whole.windows for one in own)

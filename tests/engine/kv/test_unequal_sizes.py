@@ -33,7 +33,7 @@ SIZES = (WINDOW, FULL, WINDOW, WINDOW, FULL)
 WINDOWS = (12, None, 12, 12, None)
 SHAPE: Any = SimpleNamespace(
     sliding_windows=WINDOWS, kv_sizes=SIZES, stage_layers=None, latent_rank=None, num_q_heads=Q_HEADS, has_softcaps=False,
-    has_sinks=False,
+    has_sinks=False, states=(), dtype="float32",
 )  # fmt: skip
 
 
@@ -55,7 +55,7 @@ def test_groups_are_of_about_one_size_in_bytes() -> None:
 
 
 def test_every_number_of_a_block_belongs_to_one_head_of_one_layer() -> None:
-    groups = LayerGroups.of_shape(SHAPE)
+    groups = LayerGroups.of_shape(SHAPE, BLOCK_SIZE)
     for group, layers in enumerate(groups.layers):
         pool = KvPool(geometry(), 2, torch.device("cpu"))
         kv = view_groups(pool.tensor, groups)[group]
@@ -106,7 +106,7 @@ def test_attention_over_blocks_that_were_full_of_nan(kind: str, rows: list[tuple
     # One layer at a time, so the tables of one group serve for all.
     for layer, sizes in enumerate(SIZES):
         shape: Any = SimpleNamespace(**{**vars(SHAPE), "sliding_windows": (WINDOWS[layer],), "kv_sizes": (sizes,)})
-        kv = view_groups(pool.tensor, LayerGroups.of_shape(shape))[0]
+        kv = view_groups(pool.tensor, LayerGroups.of_shape(shape, BLOCK_SIZE))[0]
         pool.tensor.fill_(torch.nan)
         contexts = []
         for index, (start, count) in enumerate(rows):

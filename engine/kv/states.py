@@ -1,0 +1,136 @@
+"""The states of recurrent layers in the pool: where they are, and how a step reads and replaces them.
+
+A group of states is a group with a small window (:data:`kvrelay.common.kv_geometry.STATE_WINDOW`). A block of it holds the state
+after the block's last computed token, layer by layer. So tables, ledger, prefix cache and hand-off need no case for it: whoever has
+a full block can continue behind it. A step computes a prompt block by block, so that each block gets its state.
+
+In front of a state is its position, the number of tokens that it is of. Whoever computes a token twice, or leaves one out, reads a
+state of another position. On a CPU this raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvrelay.engine.config.model import ModelShape, StateTensor
+from kvrelay.engine.kv.geometry import LayerGroups, state_offsets
+from kvrelay.engine.step.batch import Batch
+
+Upload = Callable[[Sequence[npt.NDArray[Any]]], list[torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Tokens of a step that a layer computes at once: as many of each sequence, all of one block."""
+
+    first: int  # of the step's tokens
+    num_seqs: int
+    num_tokens: int  # of each sequence
+    starts: npt.NDArray[np.int64]  # [num_seqs] positions of the first tokens
+    read: torch.Tensor  # [num_groups, num_seqs] the blocks that hold the states before them; any for position 0
+    write: torch.Tensor  # [num_groups, num_seqs] the blocks that get the states behind them
+    is_new: torch.Tensor  # [num_seqs, 1] whether a sequence starts at position 0
+    ends: torch.Tensor  # [num_seqs] positions behind the last tokens
+
+    @property
+    def end(self) -> int:
+        """Behind the last of its tokens in the step."""
+        return self.first + self.num_seqs * self.num_tokens
+
+
+class StatePool:
+    """All states of a model."""
+
+    def __init__(self, shape: ModelShape, pool: torch.Tensor, upload: Upload) -> None:
+        """``pool``: as :attr:`kvrelay.engine.kv.pool.KvPool.tensor`. ``upload``: brings arrays to its device."""
+        self.block_size = pool.shape[4]
+        self._groups = LayerGroups.of_shape(shape, self.block_size)
+        self._first_layer = len(shape.sliding_windows)
+        self._tensors = shape.states
+        self._offsets = [state_offsets(tensors) for tensors in shape.states]
+        self._bytes = pool.view(len(pool), -1).view(torch.uint8)
+        self._itemsize = pool.element_size()
+        self._upload = upload
+
+    def begin_step(self, batch: Batch) -> StateStep:
+        """The states of the batch's sequences. A sequence may have one row only."""
+        split, tables = batch.num_decode_rows, batch.slot_tables[self._groups.num_attention :]
+        starts = np.array([row.start for row in batch.rows], dtype=np.int64)
+        parts = [self._part(0, batch.slots[:split], starts[:split], 1, tables)] if split else []
+        for row in range(split, len(batch.rows)):
+            first, end = batch.query_start_loc[row : row + 2].tolist()
+            while first < end:
+                start = starts[row : row + 1] + (first - batch.query_start_loc[row])
+                num_tokens = min(end - first, self.block_size - int(start[0]) % self.block_size)
+                parts.append(self._part(first, batch.slots[row : row + 1], start, num_tokens, tables))
+                first += num_tokens
+        return StateStep(self, parts)
+
+    def read(self, part: Part, layer: int) -> torch.Tensor:
+        """Copies of a layer's states before the part: bytes ``[num_seqs, size]``, which :meth:`tensors` divides.
+
+        Zeros at position 0. ``layer``: among the recurrent ones.
+        """
+        group, columns = self._place(layer)
+        states = self._bytes[part.read[group], columns]
+        if states.device.type == "cpu":
+            found, is_old = _positions(states).numpy(), part.starts > 0
+            assert (found == part.starts)[is_old].all(), (
+                f"states of {found.tolist()} tokens before positions {part.starts.tolist()}: a token was computed twice, or not"
+            )
+        return states.masked_fill_(part.is_new, 0)
+
+    def write(self, part: Part, layer: int, states: torch.Tensor) -> None:
+        """Store a layer's states behind the part; takes over ``states``."""
+        group, columns = self._place(layer)
+        _positions(states).copy_(part.ends)
+        self._bytes[part.write[group], columns] = states
+
+    def tensors(self, layer: int, states: torch.Tensor) -> list[tuple[StateTensor, torch.Tensor]]:
+        """A layer's tensors in ``states`` (views), each ``[num_seqs, *shape]``."""
+        return [
+            (one, states[:, first : first + one.nbytes].view(getattr(torch, one.dtype)).view(-1, *one.shape))
+            for one, first in zip(self._tensors[layer], self._offsets[layer], strict=False)
+        ]
+
+    def _place(self, layer: int) -> tuple[int, slice]:
+        """A layer's group, among those of states, and its bytes in a block.
+
+        All of these are read and written, so that equal states give equal blocks.
+        """
+        group, place = self._groups.places[self._first_layer + layer]
+        nbytes = self.block_size * self._groups.sizes[group].count * self._itemsize
+        return group - self._groups.num_attention, slice(place * nbytes, (place + 1) * nbytes)
+
+    def _part(
+        self,
+        first: int,
+        slots: npt.NDArray[np.int64],
+        starts: npt.NDArray[np.int64],
+        num_tokens: int,
+        tables: npt.NDArray[np.int64],
+    ) -> Part:
+        ends = starts + num_tokens
+        read = tables[:, slots, np.maximum(starts - 1, 0) // self.block_size]
+        write = tables[:, slots, (ends - 1) // self.block_size]
+        there = self._upload((read, write, (starts == 0)[:, None], ends))
+        return Part(first, len(slots), num_tokens, starts, *there)
+
+
+@dataclass(frozen=True, slots=True)
+class StateStep:
+    """The states of one step."""
+
+    pool: StatePool
+    parts: Sequence[Part]  # in the order of the step's tokens
+
+
+def _positions(states: torch.Tensor) -> torch.Tensor:
+    """``[num_seqs]``, a view."""
+    return states[:, :8].view(torch.int64)[:, 0]

@@ -1,0 +1,211 @@
+"""Runs the recurrent layers of a transformers model over states in the pool: gated delta rules, Mamba, short convolutions.
+
+Such a layer takes transformers' ``Cache``, reads its states there and replaces them. It computes sequences of equal length side by
+side, and knows nothing of ragged batches. So its ``forward`` is replaced: it is called once for all sequences with one token, and
+once for each block of a prompt, with a cache that has the states of those sequences (:mod:`kvrelay.engine.kv.states`).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from kvrelay.engine.config.model import StateTensor
+from kvrelay.engine.kv.states import StateStep
+
+_CACHE_ARGUMENTS = ("cache_params", "past_key_values", "past_key_value")
+_MASK = "attention_mask"
+
+Forward = Callable[..., Any]
+
+
+class _Cache:
+    """Takes the place of transformers' ``Cache`` in one call of one layer. It always has a previous state, at first zeros."""
+
+    def __init__(self, tensors: dict[tuple[str, int], torch.Tensor]) -> None:
+        """``tensors``: by kind and index, each ``[num_seqs, *shape]``; they are changed in place."""
+        self._tensors = tensors
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor:
+        """The last inputs of a convolution ``[num_seqs, channels, kernel_size]``, which the layer may change in place."""
+        return self._tensors["conv", state_idx]
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """A recurrence's state; None if the layer has none."""
+        return self._tensors.get(("recurrent", state_idx))
+
+    def update_conv_state(self, inputs: torch.Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> torch.Tensor:
+        """Append ``inputs`` ``[num_seqs, channels, num_tokens]``. Returns them behind those that the state had."""
+        state = self._tensors["conv", state_idx]
+        full = torch.cat((state, inputs), dim=-1)
+        state.copy_(full[..., -state.shape[-1] :])
+        return full
+
+    def update_recurrent_state(self, state: torch.Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> torch.Tensor:
+        """Replace a state."""
+        return self._tensors["recurrent", state_idx].copy_(state)
+
+    def has_previous_state(self, *_: Any, **__: Any) -> bool:
+        """Whether the layer continues."""
+        return True
+
+    def is_recording_past(self, *_: Any, **__: Any) -> bool:
+        """Whether earlier states are kept, to go back to them."""
+        return False
+
+
+class _Recorder(_Cache):
+    """A cache without states that notes which ones a layer keeps."""
+
+    def __init__(self) -> None:
+        super().__init__({})
+        self.tensors: list[StateTensor] = []
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Any:
+        """See transformers."""
+        return None
+
+    def update_conv_state(
+        self,
+        inputs: torch.Tensor,
+        layer_idx: int,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        """See transformers."""
+        self._note("conv", state_idx, inputs[..., -(conv_kernel_size or inputs.shape[-1]) :])
+        return inputs
+
+    def update_recurrent_state(self, state: torch.Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> torch.Tensor:
+        """See transformers."""
+        self._note("recurrent", state_idx, state)
+        return state
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """For attention, which has no state here."""
+        return keys, values
+
+    def has_previous_state(self, *_: Any, **__: Any) -> bool:
+        """See transformers."""
+        return False
+
+    def _note(self, kind: str, index: int, state: torch.Tensor) -> None:
+        dtype = str(state.dtype).removeprefix("torch.")
+        shape = tuple(state.shape[1:])
+        self.tensors.append(StateTensor(kind, index, shape, dtype, shape_nbytes(shape, state.dtype)))
+
+
+def shape_nbytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """Bytes of a contiguous tensor."""
+    return torch.Size(shape).numel() * dtype.itemsize
+
+
+def state_candidates(model: PreTrainedModel, attention: set[int]) -> list[nn.Module]:
+    """The modules that may keep a state: they take a cache, contain none that does, and are not among ``attention`` (ids)."""
+    takers = [(name, one) for name, one in model.named_modules() if _cache_argument(one.forward) is not None]
+    return [
+        module
+        for name, module in takers
+        if id(module) not in attention and not any(other.startswith(f"{name}.") for other, _ in takers if name)
+        if name and isinstance(getattr(module, "layer_idx", None), int)
+    ]
+
+
+@contextmanager
+def recorded_states(candidates: list[nn.Module]) -> Iterator[list[tuple[nn.Module, tuple[StateTensor, ...]]]]:
+    """A context in which the candidates note their states; gives, in order of their calls, those that keep any."""
+    found: list[tuple[nn.Module, tuple[StateTensor, ...]]] = []
+
+    def record(module: nn.Module, plain: Forward) -> Forward:
+        @functools.wraps(plain)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            recorder = _Recorder()
+            result = _call(plain, args, kwargs, recorder, lambda value: value)
+            if recorder.tensors:
+                found.append((module, tuple(recorder.tensors)))
+            return result
+
+        return forward
+
+    before = [vars(module).get("forward") for module in candidates]
+    for module in candidates:
+        module.forward = record(module, module.forward)
+    try:
+        yield found
+    finally:
+        for module, forward in zip(candidates, before, strict=True):
+            del module.forward
+            if forward is not None:
+                module.forward = forward
+
+
+def keep_states(module: nn.Module, layer: int, step_states: Callable[[], StateStep | None]) -> None:
+    """Replace the forward pass of a recurrent layer. ``layer``: its number among these.
+
+    ``step_states``: those of the step under way; None outside of steps, when the layer computes as transformers does.
+    """
+    plain: Forward = module.forward
+
+    @functools.wraps(plain)  # keeps its signature
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        step = step_states()
+        if step is None:
+            return plain(*args, **kwargs)
+        outputs = []
+        for part in step.parts:
+            states = step.pool.read(part, layer)
+            tensors = {(one.kind, one.index): tensor for one, tensor in step.pool.tensors(layer, states)}
+
+            def of_part(value: Any, part: Any = part) -> Any:
+                """The part's rows of a tensor ``[1, num_tokens, …]``, as ``[num_seqs, num_tokens of each, …]``."""
+                rows = value[0, part.first : part.end]
+                return rows.reshape(part.num_seqs, part.num_tokens, *rows.shape[1:])
+
+            output = _call(plain, args, kwargs, _Cache(tensors), of_part)
+            hidden = output[0] if isinstance(output, tuple) else output
+            outputs.append(hidden.reshape(1, -1, hidden.shape[-1]))
+            step.pool.write(part, layer, states)
+        result = torch.cat(outputs, dim=1)
+        return (result, *output[1:]) if isinstance(output, tuple) else result
+
+    module.forward = forward
+
+
+def _call(
+    forward: Forward,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    cache: _Cache,
+    of_part: Callable[[torch.Tensor], torch.Tensor],
+) -> Any:
+    """Call a layer with our cache, without a mask, and with ``of_part`` of each tensor that has a row for each token."""
+    bound = inspect.signature(forward).bind(*args, **kwargs).arguments
+    (rest,) = [name for name, one in inspect.signature(forward).parameters.items() if one.kind is one.VAR_KEYWORD] or [
+        ""
+    ]
+    given = {**{name: value for name, value in bound.items() if name != rest}, **bound.get(rest, {})}
+    num_tokens = next(value for value in given.values() if isinstance(value, torch.Tensor)).shape[1]
+
+    def cut(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[:2] == (1, num_tokens):
+            return of_part(value)
+        return tuple(map(cut, value)) if isinstance(value, tuple) else value
+
+    given = {name: cut(value) for name, value in given.items()}
+    given[_cache_argument(forward) or ""] = cache
+    if _MASK in given:
+        given[_MASK] = None
+    return forward(**given)
+
+
+def _cache_argument(forward: Forward) -> str | None:
+    parameters = inspect.signature(forward).parameters
+    return next((name for name in _CACHE_ARGUMENTS if name in parameters), None)

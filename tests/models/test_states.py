@@ -1,0 +1,153 @@
+"""Recurrent layers, whose states later tokens replace: no token may be computed twice, or behind the state of others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedModel
+
+from kvrelay.common.errors import ModelError, SettingsError
+from kvrelay.common.kv_geometry import GroupKind
+from kvrelay.common.sampling import BeamSearch
+from kvrelay.common.sampling import SamplingParams as Sampling
+from kvrelay.decode_worker.settings import DecodeSchedulerSettings
+from kvrelay.decode_worker.worker import DecodeWorker
+from kvrelay.engine.kv.owners import Owner, OwnerKind
+from kvrelay.engine.models.transformers_cut import require_plan
+from kvrelay.engine.outline import outline_model
+from kvrelay.engine.step.interface import LaunchedStep
+from kvrelay.engine.step.plan import StepPlan
+from kvrelay.engine.torch_engine import TorchEngine
+from kvrelay.executor import LLM, SamplingParams
+from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
+from kvrelay.prefill_worker.worker import PrefillWorker
+from tests.decode_worker.rig import Rig
+from tests.e2e.test_model_types import save
+from tests.relay.workers import ADDRESS, worker_setup
+
+from .services import Engines
+from .test_types import NUM_SCARCE_BLOCKS, assert_equal, engine_of, saved
+from .tiny import generate
+
+PROMPT = [3 + 7 * index % 190 for index in range(41)]
+pytestmark = pytest.mark.filterwarnings("ignore")  # transformers warns of what tiny configurations leave out
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedModel]:
+    """A directory with a model that has recurrent layers and attention, and the model itself."""
+    directory = tmp_path_factory.mktemp("hybrid")
+    return directory, save("qwen3_next", directory)[0]
+
+
+def llm_of(directory: Path, **options: Any) -> LLM:
+    return LLM(str(directory), dtype="float32", threads=1, max_num_seqs=12, **options)
+
+
+def tokens(llm: LLM, prompt: list[int], **params: Any) -> tuple[list[list[int]], int]:
+    """All outputs' tokens, and the number of prompt tokens that were cached."""
+    (output,) = llm.generate(prompt, SamplingParams(**{"max_tokens": 12, "temperature": 0.0} | params))
+    return [one.token_ids for one in output.outputs], output.num_cached_tokens
+
+
+def test_a_sequence_continues_behind_cached_blocks(hybrid: tuple[Path, PreTrainedModel]) -> None:
+    directory, model = hybrid
+    answer = generate(model, PROMPT, 12)[0]
+    turn = [*PROMPT, *answer[:9], 5, 6, 7]  # the answer's blocks are cached, too
+    with llm_of(directory, block_size=4, num_blocks=60) as llm:
+        assert tokens(llm, PROMPT, ignore_eos=True) == ([answer], 0)
+        assert tokens(llm, PROMPT, ignore_eos=True) == ([answer], 40)
+        assert tokens(llm, turn, ignore_eos=True) == ([generate(model, turn, 12)[0]], 48)
+
+
+@pytest.mark.parametrize(("block_size", "num_steps"), [(4, 4), (4, 7), (16, 14)])
+def test_a_preempted_beam_search_finds_the_same_beams(
+    hybrid: tuple[Path, PreTrainedModel], block_size: int, num_steps: int
+) -> None:
+    """The beams then share the blocks up to the end of a block only: behind it the leader's state is of other tokens."""
+    params = Sampling(max_tokens=40, temperature=0.0, beam_search=BeamSearch(width=3, num_return=3))
+    engine, prompt = engine_of(hybrid[0], block_size=block_size), PROMPT[:7]
+    alone, rig = Rig(engine), Rig(engine)
+    alone.local("a", prompt, params)
+    rig.local("a", prompt, params)
+    for _ in range(num_steps):
+        rig.step()
+    lease = Owner(OwnerKind.LEASE, "x")
+    while rig.num_preemptions == 0 and rig.scheduler.running:
+        rig.blocks.release(lease)
+        rig.blocks.allocate(lease, rig.blocks.num_allocatable // rig.blocks.num_groups, is_whole=True)
+        rig.step()
+    rig.blocks.release(lease)
+    assert rig.run()["a"] == alone.run()["a"]
+    assert rig.num_preemptions == 1
+
+
+class Failing:
+    """An engine whose every third step fails after it was computed."""
+
+    def __init__(self, engine: TorchEngine) -> None:
+        self._engine = engine
+        self.num_steps = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Compute, and fail now and then."""
+        step = self._engine.launch(plan)
+        self.num_steps += 1
+        if self.num_steps % 3 == 0:
+            raise RuntimeError("made to fail")
+        return step
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_next", "lfm2"])
+async def test_a_failed_step_is_computed_again_from_the_states_before(model_type: str, tmp_path: Path) -> None:
+    model = saved(model_type, tmp_path)
+    prefill, scarce = Failing(engine_of(tmp_path)), Failing(engine_of(tmp_path, num_blocks=NUM_SCARCE_BLOCKS))
+    await assert_equal(Engines(prefill, engine_of(tmp_path), scarce), model)  # type: ignore[arg-type]
+    assert min(prefill.num_steps, scarce.num_steps) >= 9
+
+
+@pytest.fixture(scope="module")
+def engine(hybrid: tuple[Path, PreTrainedModel]) -> Iterator[TorchEngine]:
+    return engine_of(hybrid[0], block_size=32)
+
+
+def test_speculation_is_refused(engine: TorchEngine) -> None:
+    settings = DecodeSchedulerSettings(speculation="ngram")
+    with pytest.raises(SettingsError, match=r"--speculation is ngram, but the model has recurrent layers"):
+        DecodeWorker(engine, settings, ADDRESS, worker_setup("decode"))
+
+
+def test_steps_shorter_than_a_block_are_refused(engine: TorchEngine) -> None:
+    settings = PrefillSchedulerSettings(max_batched_tokens=31)
+    with pytest.raises(SettingsError, match=r"--max-batched-tokens is 31; .*whole blocks, of 32 tokens"):
+        PrefillWorker(engine, settings, worker_setup("prefill"))
+
+
+def test_ranks_are_refused(hybrid: tuple[Path, PreTrainedModel]) -> None:
+    with pytest.raises(ModelError, match=r"--tensor-parallel is 2, but Qwen3NextForCausalLM has recurrent layers"):
+        require_plan(hybrid[0], 2)
+
+
+def test_adapters_are_refused(hybrid: tuple[Path, PreTrainedModel]) -> None:
+    with pytest.raises(ModelError, match=r"--adapters is given, but Qwen3NextForCausalLM has recurrent layers"):
+        engine_of(hybrid[0], adapter_bytes=2**20)
+
+
+@pytest.mark.parametrize("model_type", ["jamba", "rwkv", "recurrent_gemma"])
+def test_other_recurrent_layers_are_refused(model_type: str, tmp_path: Path) -> None:
+    saved(model_type, tmp_path)
+    with pytest.raises(ModelError, match=r"in the middle of a prompt|keeps a state in its own way"):
+        engine_of(tmp_path)
+
+
+def test_blocks_are_as_large_as_states_want_them(hybrid: tuple[Path, PreTrainedModel]) -> None:
+    geometry = engine_of(hybrid[0], may_widen_blocks=True).card.layout.geometry
+    assert geometry == outline_model(hybrid[0], "transformers", None).geometry
+    assert geometry.block_size == 64
+    assert [group.kind for group in geometry.groups] == [GroupKind.FULL, GroupKind.STATE]
