@@ -315,6 +315,7 @@ def _sizes(directory: Path) -> tuple[int, int]:
     path = directory / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
+        config |= config.get("text_config") or {}  # of a multimodal model
         return int(config["vocab_size"]), int(config["max_position_embeddings"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from kvrelay.common.errors import ModelError
 from kvrelay.common.kv_geometry import KvGeometry
@@ -30,6 +29,7 @@ from kvrelay.engine.models.transformers_check import LONGEST, check_model, compa
 from kvrelay.engine.models.transformers_gate import probe_layers
 from kvrelay.engine.models.transformers_model import load_full_config, load_model, shape_of
 from kvrelay.engine.models.transformers_outline import NoWeights, model_without_weights
+from kvrelay.engine.models.transformers_text import text_model
 from kvrelay.engine.settings import DEFAULT_BLOCK_SIZE
 from kvrelay.engine.transformers_engine import checkpoint_dtype
 from kvrelay.engine.weights import checkpoint
@@ -168,7 +168,7 @@ def check_files(directory: Path, outline: ModelOutline) -> None:
 
 def write_random_weights(directory: Path, target: Path) -> None:
     """Write a random float32 checkpoint for the model of ``directory`` into the folder ``target``. Every layer has an effect."""
-    model = AutoModelForCausalLM.from_config(load_full_config(directory), dtype=torch.float32)
+    model = text_model(load_full_config(directory), dtype=torch.float32)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -17,8 +17,9 @@ from torch import nn
 from kvrelay.engine.models.adapters import AdaptedLayer, Adapters
 from kvrelay.engine.models.ops import Linear
 from kvrelay.engine.models.transformers_cut import LinearCut
-from kvrelay.engine.models.transformers_model import TransformersModel, decoder_name
+from kvrelay.engine.models.transformers_model import TransformersModel
 from kvrelay.engine.models.transformers_parts import Adapt, is_linear, linear_shape
+from kvrelay.engine.models.transformers_text import text_decoder
 
 _NUM_TOKENS = [29, 17]  # tokens of each pass: so many that no expert gets all of them in both
 
@@ -26,7 +27,7 @@ _NUM_TOKENS = [29, 17]  # tokens of each pass: so many that no expert gets all o
 @torch.inference_mode()
 def adaptable_layers(model: TransformersModel) -> dict[str, AdaptedLayer]:
     """The layers by name. Runs ``model``, which must be whole, with its own parts: call it before ``bind``."""
-    decoder = f"{decoder_name(model.model)}."
+    decoder = f"{text_decoder(model.model)[0]}."
     modules = {name: module for name, module in model.model.named_modules() if name.startswith(decoder)}
     linears = {name: module for name, module in modules.items() if is_linear(module)}
     rows: dict[str, list[int]] = {name: [] for name in linears}  # of each call

@@ -23,12 +23,12 @@ from kvrelay.engine.models.ranks import Collectives
 from kvrelay.engine.models.transformers_gate import Layers, probe_layers
 from kvrelay.engine.models.transformers_model import (
     TransformersModel,
-    decoder_name,
     load_full_config,
     pool_sizes,
     shape_of,
 )
 from kvrelay.engine.models.transformers_outline import NoWeights, model_without_weights
+from kvrelay.engine.models.transformers_text import text_decoder
 
 _BY_OUTPUTS, _BY_INPUTS = "colwise", "rowwise"
 _WHOLE = {"replicated_with_grad_allreduce"}  # only matters for training
@@ -67,11 +67,11 @@ def cut_model(whole: TransformersModel, cut: Cut) -> tuple[TransformersModel, di
     if whole.shape.states:
         raise ModelError(f"{asked}, but {name} has recurrent layers, whose states are not cut among ranks: take 1")
     _require_heads(whole, cut.num_ranks)
-    layers = dict(model.named_modules())
+    layers, (decoder, _) = dict(model.named_modules()), text_decoder(model)
     cuts: dict[str, LinearCut] = {}
     # Experts are parameters of their module, not layers.
     for layer_name in dict.fromkeys([*layers, *(name for name, _ in model.named_parameters())]):
-        kind = _kind_of(plan, layer_name.removeprefix(f"{decoder_name(model)}."))
+        kind = _kind_of(plan, layer_name.removeprefix(f"{decoder}."))
         if kind is None or kind in _WHOLE:
             continue
         layer = layers.get(layer_name)

@@ -19,6 +19,7 @@ from kvrelay.common.kv_geometry import Chunk, Window
 from kvrelay.engine.config.model import StateTensor
 from kvrelay.engine.models.transformers_parts import is_linear
 from kvrelay.engine.models.transformers_states import recorded_states, state_candidates
+from kvrelay.engine.models.transformers_text import text_part
 
 TEMPERATURE_SWITCH = "attn_temperature_tuning"  # attribute of an attention module
 _PROBE = "kvrelay_probe"
@@ -128,10 +129,15 @@ def probe_layers(model: PreTrainedModel) -> Layers:
     AttentionMaskInterface.register(
         _PROBE, lambda *_, mask_function, local_size=None, **__: _Mark(mask_function, local_size)
     )
-    model.set_attn_implementation(_PROBE)
-    _run(model)
+    # A multimodal model makes masks of its own around its decoder. For text, the decoder's mean the same.
+    part = text_part(model)
+    if part is not model:  # the check at load compares with the whole
+        part.set_attn_implementation("eager")
+        _run(model, model)
+    part.set_attn_implementation(_PROBE)
+    _run(model, part)
     seen = list(attention)
-    states = _probe_states(model, seen)
+    states = _probe_states(model, part, seen)
     num_layers = model.config.get_text_config().num_hidden_layers
     if not seen and not states:
         raise ModelError(
@@ -149,7 +155,7 @@ def probe_layers(model: PreTrainedModel) -> Layers:
     return Layers(seen, states)
 
 
-def _probe_states(model: PreTrainedModel, attention: list[AttentionLayer]) -> list[StateLayer]:
+def _probe_states(model: PreTrainedModel, part: nn.Module, attention: list[AttentionLayer]) -> list[StateLayer]:
     """The recurrent layers. Raises ModelError if transformers says that there is a state, and none is found."""
     name = type(model).__name__
     candidates = state_candidates(model, {id(layer.module) for layer in attention})
@@ -162,7 +168,7 @@ def _probe_states(model: PreTrainedModel, attention: list[AttentionLayer]) -> li
     try:
         with recorded_states(candidates) as found:
             if candidates:
-                _run(model)
+                _run(model, part)
     except ModelError:  # another kind of cache: the module keeps nothing that we know
         found = []
     finally:
@@ -179,20 +185,21 @@ def _probe_states(model: PreTrainedModel, attention: list[AttentionLayer]) -> li
     ]
 
 
-def _run(model: PreTrainedModel) -> None:
-    """A forward pass of a few tokens. Raises ModelError."""
+def _run(model: PreTrainedModel, part: nn.Module) -> None:
+    """A forward pass of a few tokens through ``part`` of the model. Raises ModelError."""
     # The token positions are real even if the weights have no memory (``transformers_outline.py``).
     positions = torch.arange(_NUM_TOKENS, device="cpu" if model.device.type == "meta" else model.device)[None]
     try:
         with torch.inference_mode():
-            model(
+            part(
                 input_ids=positions % model.config.get_text_config().vocab_size, position_ids=positions, use_cache=False
             )
     except ModelError:
         raise
     except Exception as error:
         raise ModelError(
-            f"{type(model).__name__} does not run with attention of ours ({type(error).__name__}: {error}): it is not served"
+            f"{type(model).__name__} does not run with text alone and attention of ours ({type(error).__name__}: {error}): it is "
+            "not served"
         ) from error
 
 

@@ -40,6 +40,7 @@ from kvrelay.engine.models.transformers_gate import (
 from kvrelay.engine.models.transformers_parts import Adapt, replace_parts
 from kvrelay.engine.models.transformers_progress import followed
 from kvrelay.engine.models.transformers_states import keep_states
+from kvrelay.engine.models.transformers_text import decoder_name, text_class, text_decoder, text_part
 from kvrelay.engine.weights.headers import check_full, check_layers, checkpoint_files, read_headers
 from kvrelay.engine.weights.kv_scales import is_attention_scale
 from kvrelay.engine.weights.reader import CheckpointReader
@@ -84,7 +85,7 @@ class TransformersModel:
         self.layers = layers.attention
         self.shape = shape
         self._running = _Running()
-        self._decoder: nn.Module = getattr(model, decoder_name(model))
+        _, self._decoder = text_decoder(model)
         self._head, self._given = _head_of(model)
         places = pool_layers(self.layers)
         for layer, place in zip(self.layers, places, strict=True):
@@ -119,7 +120,7 @@ class TransformersModel:
             self.use_our_attention()
 
     def _set_attention(self, name: str) -> None:
-        self.model.set_attn_implementation(name)
+        text_part(self.model).set_attn_implementation(name)
         for layer in self.layers:
             if layer.temperature is not None:
                 setattr(layer.module, TEMPERATURE_SWITCH, name == _PLAIN)
@@ -152,6 +153,12 @@ class _Decoded(MoeModelOutputWithPast):  # type: ignore[misc]  # transformers ha
 
     cross_attentions: tuple[torch.Tensor, ...] | None = None
     shared_kv_states: tuple[torch.Tensor, ...] | None = None
+    image_hidden_states: torch.Tensor | None = None
+    image_pooler_output: torch.Tensor | None = None
+    video_hidden_states: torch.Tensor | None = None
+    video_pooler_output: torch.Tensor | None = None
+    audio_hidden_states: torch.Tensor | None = None
+    rope_deltas: torch.Tensor | None = None
     cache_params: None = None
 
 
@@ -168,14 +175,6 @@ class _Given(nn.Module):
     def forward(self, *_: Any, **__: Any) -> _Decoded:
         """The hidden states in a decoder's output."""
         return _Decoded(last_hidden_state=self.hidden)
-
-
-def decoder_name(model: PreTrainedModel) -> str:
-    """The name of the child that makes hidden states. Llama 4's base is another one, the image model's."""
-    children: dict[str, nn.Module] = dict(model.named_children())
-    if model.base_model_prefix in children:
-        return str(model.base_model_prefix)
-    return next(name for name, child in children.items() if isinstance(child, PreTrainedModel))
 
 
 def _head_of(model: PreTrainedModel) -> tuple[PreTrainedModel, _Given]:
@@ -285,8 +284,9 @@ def _from_pretrained(directory: Path, dtype: torch.dtype, device_map: str | None
     }  # fmt: skip
     try:
         if (quantisation := load_quantisation(directory)) is None:
-            model, info = transformers.AutoModelForCausalLM.from_pretrained(
-                str(directory), local_files_only=True, trust_remote_code=False, use_safetensors=True, **how
+            model_class, config = text_class(load_transformers_config(directory))
+            model, info = model_class.from_pretrained(
+                str(directory), config=config, local_files_only=True, use_safetensors=True, **how
             )
         else:
             model, info = _dequantised(directory, quantisation, how)
@@ -304,9 +304,7 @@ def _from_pretrained(directory: Path, dtype: torch.dtype, device_map: str | None
 
 def _dequantised(directory: Path, quantisation: Quantisation, how: dict[str, Any]) -> tuple[PreTrainedModel, Any]:
     """A full model from stored weights, and what transformers reports about loading."""
-    config = load_full_config(directory)
-    with torch.device("meta"):
-        model_class = type(transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False))
+    model_class, config = text_class(load_full_config(directory))
     with CheckpointReader(read_headers(directory), quantisation, how["dtype"]) as reader:
         tensors: dict[str, Any] = {}
         for name, header in reader.headers.items():

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvrelay.common.errors import ModelError
+from kvrelay.engine.models.transformers_text import text_model
 
 
 class NoWeights(TorchFunctionMode):
@@ -41,9 +42,7 @@ def model_without_weights(config: PreTrainedConfig, dtype: torch.dtype) -> PreTr
     """The causal language model of ``config``, with parameters that take no memory. Raises ModelError if there is none."""
     try:
         with torch.device("meta"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
-            )
+            model = text_model(config, dtype=dtype, attn_implementation="eager", experts_implementation="eager")
     except Exception as error:  # a model's own code may raise anything
         raise ModelError(f"transformers makes no model of this config.json: {type(error).__name__}: {error}") from error
     return model.eval()

@@ -23,6 +23,8 @@ from kvrelay.common.errors import ModelError
 from kvrelay.gateway.errors import ChatTemplateError, InvalidRequestError
 from kvrelay.gateway.text.tokenizer import read_json
 
+_PROBE = "a text to look for"
+
 
 class _GenerationTag(jinja2.ext.Extension):
     """``{% generation %}``: marks the assistant's text for training; here it is just its body."""
@@ -47,6 +49,7 @@ class ChatTemplate:
         self.with_tools = with_tools
         self._special_tokens = dict(special_tokens)
         self._template: jinja2.Template | None = None
+        self._takes_parts = False
         if source is None:
             return
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
@@ -59,6 +62,8 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except jinja2.TemplateError as error:
             raise ModelError(f"the model's chat template does not compile: {error}") from error
+        # Templates of some multimodal models show nothing of a content that is no list of parts.
+        self._takes_parts = not self._shows(_PROBE) and self._shows(_parts(_PROBE))
 
     @classmethod
     def load(cls, directory: Path, special_tokens: Mapping[str, str]) -> ChatTemplate:
@@ -91,6 +96,8 @@ class ChatTemplate:
         # A random mark finds the end of the open message: its text may also occur elsewhere.
         mark = secrets.token_hex(16)
         shown = [*messages[:-1], _marked(messages[-1], mark)] if continues else messages
+        if self._takes_parts:
+            shown = [{**one, "content": _parts(one.get("content"))} for one in shown]
         # Templates test ``tools is none``, which is false for an undefined name.
         names = {
             **(variables or {}),
@@ -110,9 +117,25 @@ class ChatTemplate:
             ) from error
         return _up_to(text, mark) if continues else text
 
+    def _shows(self, content: Any) -> bool:
+        """Whether a prompt has the text of a content, and not as Python writes a list."""
+        try:
+            prompt = self.render([{"role": "user", "content": content}])
+        except ChatTemplateError:
+            return False
+        return _PROBE in prompt and repr(_PROBE) not in prompt
+
+
+def _parts(content: Any) -> Any:
+    """A text as a list of parts; anything else as it is."""
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
 
 def _sources(directory: Path) -> dict[str, str | None]:
-    """The templates in a model's directory by name. As in transformers, files come before those in ``tokenizer_config.json``."""
+    """The templates in a model's directory by name. As in transformers, files come before those in ``tokenizer_config.json``.
+
+    Multimodal models may have theirs in ``chat_template.json`` only.
+    """
     paths = {
         "default": directory / "chat_template.jinja",
         "tool_use": directory / "additional_chat_templates" / "tool_use.jinja",
@@ -122,7 +145,8 @@ def _sources(directory: Path) -> dict[str, str | None]:
     }
     if "default" in sources:
         return sources
-    source = read_json(directory / "tokenizer_config.json").get("chat_template")
+    files = (directory / name for name in ("tokenizer_config.json", "chat_template.json"))
+    source = next((found for path in files if (found := read_json(path).get("chat_template"))), None)
     named = {entry["name"]: entry["template"] for entry in source} if isinstance(source, list) else {"default": source}
     return named | sources
 

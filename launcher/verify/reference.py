@@ -59,11 +59,15 @@ def _be_quiet() -> None:
 
 def _load(reference: Reference) -> Any:
     import torch  # noqa: PLC0415 - only in the process
-    from transformers import AutoModelForCausalLM  # noqa: PLC0415
+    from transformers import AutoConfig  # noqa: PLC0415
+
+    from kvrelay.engine.models.transformers_text import auto_class  # noqa: PLC0415
 
     torch.set_num_threads(reference.threads)
     torch.set_grad_enabled(False)
-    model = AutoModelForCausalLM.from_pretrained(reference.directory, dtype=getattr(torch, reference.dtype))
+    model = auto_class(AutoConfig.from_pretrained(reference.directory)).from_pretrained(
+        reference.directory, dtype=getattr(torch, reference.dtype)
+    )
     is_cuda = reference.device == "cuda" or (reference.device == "auto" and torch.cuda.is_available())
     return model.to("cuda" if is_cuda else "cpu").eval()
 

@@ -218,7 +218,8 @@ def _cell(difference: Difference | None, gap: float | None) -> str:
 def _max_position(directory: Path) -> int:
     """The most tokens of prompt and output together, by the model's config."""
     try:
-        value = json.loads((directory / "config.json").read_text())["max_position_embeddings"]
+        config = json.loads((directory / "config.json").read_text())
+        value = {**config, **(config.get("text_config") or {})}["max_position_embeddings"]
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"{directory}/config.json has no max_position_embeddings") from error
     if not isinstance(value, int):

@@ -22,8 +22,8 @@ from .tiny import VOCAB
 
 # Softcaps, biases, an MLP of two products, parallel layers, and one product for queries, keys and values.
 SERVED = ("llama", "gemma2", "starcoder2", "cohere2", "gpt_neox", "exaone4")
-# Heads of unequal size, layers that share K/V, partly rotated heads, layers without positions.
-MORE = ("gemma4_text", "phi", "smollm3")
+# Heads of unequal size, layers that share K/V, partly rotated heads, layers without positions, an encoder of images.
+MORE = ("gemma4_text", "phi", "smollm3", "mistral3")
 
 
 @pytest.mark.parametrize("model_type", [*SERVED, *(pytest.param(name, marks=pytest.mark.full) for name in MORE)])

@@ -17,17 +17,18 @@ from transformers.pytorch_utils import Conv1D
 from kvrelay.common.adapter_files import CONFIG_FILE, WEIGHTS_FILE, AdapterError, AdapterRef
 from kvrelay.engine import transformers_engine
 from kvrelay.engine.backends.cuda.ops import CudaPagedOps
-from kvrelay.engine.models.transformers_model import decoder_name
+from kvrelay.engine.models.transformers_text import text_decoder
 from kvrelay.engine.step.interface import AdapterSlots, Engine
 from tests.adapters import write_adapter
 from tests.engine.models.test_adapters import NUM_TOKENS, generate
 from tests.engine.ranks.conftest import load_ranks
 
 from .test_types import EQUAL, engine_of, saved
+from .tiny_multimodal import text_type
 
 # One product for queries, keys and values; Conv1D; softcaps and an unchanged MLP; experts; parallel layers; latents.
 TYPES = ("phi3", "gpt2", "gemma2", "qwen3_moe", "gpt_neox", "cohere2", "deepseek_v3")
-MORE = sorted(EQUAL - set(TYPES))
+MORE = [*sorted(name for name in EQUAL - set(TYPES) if text_type(name) == name), "mistral3", "qwen3_vl"]
 RANKED = ("gemma2", "starcoder2", "gpt_neox")  # with biases, and adapters for all kinds of parts
 OTHERS = (".experts.", "vision_embed", "modality_router")  # modules that see some tokens, no text, or all tokens twice
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers warns of what tiny configurations leave out
@@ -36,8 +37,9 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # transformers warns of what 
 def linear_layers(model: transformers.PreTrainedModel) -> dict[str, tuple[int, int]]:
     """The shapes (outputs, inputs) of the layers that adapters may change."""
     found: dict[str, tuple[int, int]] = {}
+    decoder, _ = text_decoder(model)
     for name, module in model.named_modules():
-        is_ours = name.startswith(f"{decoder_name(model)}.") and not any(word in name for word in OTHERS)
+        is_ours = name.startswith(f"{decoder}.") and not any(word in name for word in OTHERS)
         is_router = any(
             word in type(model.get_submodule(name.rpartition(".")[0])).__name__ for word in ("Router", "Gate")
         )

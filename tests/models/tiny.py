@@ -9,9 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import transformers
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedModel
+from transformers.models.auto import modeling_auto
 
+from .tiny_multimodal import multimodal_config, text_type
+
+_CAUSAL = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 VOCAB = 199
 MAX_PARAMETERS = 10_000_000
 WINDOW = 8
@@ -156,11 +159,23 @@ _LINEAR = {
 for _name in ("bert", "bert-generation", "camembert", "data2vec-text", "electra", "ernie", "roberta", "roberta-prelayernorm",
               "roc_bert", "xlm-roberta", "xlm-roberta-xl"):  # fmt: skip
     MORE[_name] = {"is_decoder": True}
-for _name in ("axk1", "deepseek_v3", "glm4_moe_lite", "youtu", "longcat_flash"):
+for _name in ("axk1", "deepseek_v3", "glm4_moe_lite", "youtu", "longcat_flash", "mistral4"):
     MORE[_name] = {**EXPERTS, **LATENT}
 MORE["qwen3_next"] = MORE["qwen3_5_text"] = MORE["qwen3_5_moe_text"] = {**EXPERTS, **_LINEAR}
-for _name in ("qwen3_5", "qwen3_5_moe"):
-    MORE[_name] = {"text_config": {**SIZES, **EXPERTS, **_LINEAR}}
+_ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+for _name in ("qwen2_vl_text", "qwen2_5_vl_text", "qwen2_5_omni_text", "qwen3_omni_moe_text", "glm4v_text", "glm46v_text",
+              "glm_ocr_text", "paddleocr_vl_text"):  # fmt: skip
+    MORE[_name] = {**EXPERTS, "rope_parameters": _ROPE}
+MORE["glm4v_moe_text"] = {
+    **EXPERTS,
+    "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]},
+}
+MORE["ernie4_5_vl_moe_text"] = {
+    **EXPERTS,
+    "moe_intermediate_size": [32, 16],
+    "rope_parameters": {**_ROPE, "mrope_section": [3, 3, 2]},
+}
+MORE["step3p5"] = {**EXPERTS, **_SLIDING, "share_expert_dim": 32}
 MORE["lfm2_moe"] = {**EXPERTS, "layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1}
 MORE["kimi_linear"] = {
     **EXPERTS,
@@ -199,18 +214,21 @@ def tiny_model(model_type: str, **changes: Any) -> PreTrainedModel:
 
     ``changes``: fields of its configuration.
     """
-    config_class = CONFIG_MAPPING[model_type]
+    of_text = text_type(model_type)
+    auto = AutoModelForCausalLM if model_type in _CAUSAL and of_text == model_type else AutoModelForMultimodalLM
     problem = ""
-    for more in (MORE.get(model_type, {}), EXPERTS, {**EXPERTS, **LATENT}):
+    for more in (MORE.get(of_text, {}), EXPERTS, {**EXPERTS, **LATENT}):
+        fields = {**SIZES, **more, **changes}
         try:
-            config = config_class(**{**SIZES, **more, **changes})
+            is_text = of_text == model_type
+            config = CONFIG_MAPPING[model_type](**fields) if is_text else multimodal_config(model_type, fields)
             with torch.device("meta"):
-                size = AutoModelForCausalLM.from_config(config).num_parameters()
+                size = auto.from_config(config).num_parameters()
             if size > MAX_PARAMETERS:
                 problem = f"{size} parameters"
                 continue
             torch.manual_seed(0)
-            model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+            model = auto.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
         except Exception as error:  # a configuration class may raise anything at unknown fields
             problem = f"{type(error).__name__}: {error}"
             continue
@@ -234,8 +252,8 @@ def _fill(model: PreTrainedModel) -> None:
 
 
 def text_types() -> list[str]:
-    """All types that have a causal language model in transformers."""
-    return sorted(transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    """All types that generate text in transformers."""
+    return sorted({*_CAUSAL, *modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES})
 
 
 @torch.inference_mode()

@@ -255,6 +255,24 @@ def test_a_template_renders_as_transformers_renders_it(source: str) -> None:
     assert ChatTemplate(source, {"bos_token": "<s>"}).render(messages) == rendered[0]
 
 
+PARTS_ONLY = """{% for message in messages %}{{ message.role }}: {% for part in message['content'] %}
+{% if part['type'] == 'image' %}<image>{% elif part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}
+<end>{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"""
+TEXT_OR_PARTS = """{% for message in messages %}{% if message.content is string %}{{ message.content }}{% else %}
+{% for part in message.content %}{{ part.text }} in parts{% endfor %}{% endif %}{% endfor %}"""
+
+
+def test_a_template_for_parts_of_a_message_shows_its_text() -> None:
+    """Those of SmolVLM, Idefics and LLaVA go through a text letter by letter, and show none."""
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "a question"}]
+    rendered = "system: be brief<end>user: a question<end>assistant:"
+    assert ChatTemplate(PARTS_ONLY, {}).render(messages) == rendered
+    messages.append({"role": "assistant", "content": "I mean"})
+    rendered = rendered.removesuffix("assistant:") + "assistant: I mean"
+    assert ChatTemplate(PARTS_ONLY, {}).render(messages, continues=True) == rendered
+    assert ChatTemplate(TEXT_OR_PARTS, {}).render(messages) == "be briefa questionI mean"
+
+
 @pytest.mark.parametrize("content", ["Begun", "<", "[", "user", "Begun \n", " Begun", "Begun\n[ASSISTANT]"])
 @pytest.mark.parametrize("shown", ["message.content", "message.content | trim", "message.content ~ '<end>' | trim"])
 def test_an_open_message_ends_where_transformers_leaves_it_open(shown: str, content: str) -> None:
@@ -303,6 +321,9 @@ def test_templates_are_found_where_models_keep_them(tmp_path: Path) -> None:
     named = [{"name": "tool_use", "template": "other"}, {"name": "default", "template": "named"}]
     config.write_text(json.dumps({"chat_template": named}))
     assert ChatTemplate.load(tmp_path, {}).render(messages) == "named"
+    config.unlink()
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "of a processor"}))
+    assert ChatTemplate.load(tmp_path, {}).render(messages) == "of a processor"
     (tmp_path / "chat_template.jinja").write_text("file")
     assert ChatTemplate.load(tmp_path, {}).render(messages) == "file"
     (tmp_path / "chat_template.jinja").write_text("{% if %}")
