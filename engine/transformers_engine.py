@@ -56,10 +56,6 @@ def load_transformers_engine(
     )
     torch.set_num_threads(options.num_threads)
     model = load_model(options.model_dir, dtype, device, progress)
-    if model.shape.states and options.adapter_bytes:
-        raise ModelError(
-            f"--adapters is given, but {model.shape.architecture} has recurrent layers, which adapters cannot change: leave it out"
-        )
     if model.shape.states and options.may_widen_blocks:
         options = replace(options, block_size=state_block_size(model.shape, options.block_size))
     whole, memory = model.shape, None

@@ -29,7 +29,9 @@ def adaptable_layers(model: TransformersModel) -> dict[str, AdaptedLayer]:
     """The layers by name. Runs ``model``, which must be whole, with its own parts: call it before ``bind``."""
     decoder = f"{text_decoder(model.model)[0]}."
     modules = {name: module for name, module in model.model.named_modules() if name.startswith(decoder)}
-    linears = {name: module for name, module in modules.items() if is_linear(module)}
+    # A recurrent layer sees the step's tokens part by part.
+    inside = {one for recurrent in model.recurrent for one in recurrent.modules()}
+    linears = {name: module for name, module in modules.items() if is_linear(module) and module not in inside}
     rows: dict[str, list[int]] = {name: [] for name in linears}  # of each call
 
     def hear(name: str) -> Any:

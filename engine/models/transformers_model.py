@@ -93,6 +93,7 @@ class TransformersModel:
             setattr(
                 layer.module, _BOUND, _Bound(self._running, place, writes, shape.kv_sizes[place], layer.temperature)
             )
+        self.recurrent = [one.module for one in layers.states]
         self._read_weights = [one for recurrent in layers.states for one in recurrent.uncalled]
         for index, recurrent in enumerate(layers.states):
             keep_states(recurrent.module, index, self._running.states)

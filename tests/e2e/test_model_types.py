@@ -20,7 +20,7 @@ from tests.models.tiny import VOCAB, generate, tiny_model
 
 from .conftest import wait_until_idle
 
-TYPES = "gemma2 gemma3_text gpt_oss mixtral qwen3_moe deepseek_v3 phi3 cohere2 gpt2 qwen3_next"
+TYPES = "gemma2 gemma3 gpt_oss mixtral qwen3_moe deepseek_v3 phi3 cohere2 gpt2 qwen3_next"
 MARKS = {"deepseek_v3": pytest.mark.fast}  # the type least like the demo model
 PROMPT = [3 + 7 * index % 190 for index in range(41)]
 NUM_TOKENS = 12

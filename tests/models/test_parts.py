@@ -25,7 +25,9 @@ from .test_types import engine_of, saved
 
 WIDTH = 16
 # The parts of a model that these tests read. No step is made.
-NO_LAYERS: Any = SimpleNamespace(sliding_windows=(None,), kv_sizes=(KvSizes(1, 1, 1),), stage_layers=None)
+NO_LAYERS: Any = SimpleNamespace(
+    sliding_windows=(None,), kv_sizes=(KvSizes(1, 1, 1),), stage_layers=None, states=(), dtype="float32"
+)
 
 
 class ShiftedRMSNorm(LlamaRMSNorm):
@@ -71,7 +73,9 @@ def test_a_part_is_replaced_only_by_one_with_its_results(kind: str, dtype: torch
     expected = part(hidden)
     holder = Holder(part)
     pool = torch.zeros(1, 1, 2, 1, 1, 1, dtype=dtype)
-    transformers_parts._replace_in(holder, "", CpuPagedOps(NO_LAYERS, pool), dtype, lambda linear, names: linear)
+    transformers_parts._replace_in(
+        holder, "", CpuPagedOps(NO_LAYERS, pool), dtype, lambda linear, names: linear, frozenset()
+    )
     assert (holder.part is not part) == is_replaced
     tolerance = 1e-5 if dtype == torch.float32 else 0.03
     torch.testing.assert_close(holder.part(hidden), expected, rtol=tolerance, atol=tolerance)

@@ -134,11 +134,6 @@ def test_ranks_are_refused(hybrid: tuple[Path, PreTrainedModel]) -> None:
         require_plan(hybrid[0], 2)
 
 
-def test_adapters_are_refused(hybrid: tuple[Path, PreTrainedModel]) -> None:
-    with pytest.raises(ModelError, match=r"--adapters is given, but Qwen3NextForCausalLM has recurrent layers"):
-        engine_of(hybrid[0], adapter_bytes=2**20)
-
-
 @pytest.mark.parametrize("model_type", ["jamba", "rwkv", "recurrent_gemma"])
 def test_other_recurrent_layers_are_refused(model_type: str, tmp_path: Path) -> None:
     saved(model_type, tmp_path)

@@ -28,7 +28,7 @@ from .tiny_multimodal import text_type
 
 # One product for queries, keys and values; Conv1D; softcaps and an unchanged MLP; experts; parallel layers; latents.
 TYPES = ("phi3", "gpt2", "gemma2", "qwen3_moe", "gpt_neox", "cohere2", "deepseek_v3")
-MORE = [*sorted(name for name in EQUAL - set(TYPES) if text_type(name) == name), "mistral3", "qwen3_vl"]
+MORE = [*sorted(name for name in EQUAL - {*TYPES, "mamba2"} if text_type(name) == name), "mistral3", "qwen3_vl"]
 RANKED = ("gemma2", "starcoder2", "gpt_neox")  # with biases, and adapters for all kinds of parts
 OTHERS = (".experts.", "vision_embed", "modality_router")  # modules that see some tokens, no text, or all tokens twice
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers warns of what tiny configurations leave out
@@ -38,8 +38,9 @@ def linear_layers(model: transformers.PreTrainedModel) -> dict[str, tuple[int, i
     """The shapes (outputs, inputs) of the layers that adapters may change."""
     found: dict[str, tuple[int, int]] = {}
     decoder, _ = text_decoder(model)
+    recurrent = [f"{name.rpartition('.')[0]}." for name, one in model.named_modules() if type(one) is nn.Conv1d]
     for name, module in model.named_modules():
-        is_ours = name.startswith(f"{decoder}.") and not any(word in name for word in OTHERS)
+        is_ours = name.startswith(f"{decoder}.") and not any(word in name for word in (*OTHERS, *recurrent))
         is_router = any(
             word in type(model.get_submodule(name.rpartition(".")[0])).__name__ for word in ("Router", "Gate")
         )
