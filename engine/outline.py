@@ -22,14 +22,15 @@ from kvrelay.engine.config.model import ModelShape, load_config, needs_transform
 from kvrelay.engine.config.quantisation import Quantisation, load_quantisation
 from kvrelay.engine.kv.geometry import geometry_of, state_block_size
 from kvrelay.engine.kv.pool import KvPool
-from kvrelay.engine.models import transformers_model
 from kvrelay.engine.models.decoder import DecoderModel
+from kvrelay.engine.models.hf import loading
+from kvrelay.engine.models.hf.check import LONGEST, check_model, compare_native, plain_logits
+from kvrelay.engine.models.hf.gate import probe_layers
+from kvrelay.engine.models.hf.loading import load_full_config, load_model
+from kvrelay.engine.models.hf.model import shape_of
+from kvrelay.engine.models.hf.outline import NoWeights, model_without_weights
+from kvrelay.engine.models.hf.text import text_model
 from kvrelay.engine.models.ops import Model, StepOps
-from kvrelay.engine.models.transformers_check import LONGEST, check_model, compare_native, plain_logits
-from kvrelay.engine.models.transformers_gate import probe_layers
-from kvrelay.engine.models.transformers_model import load_full_config, load_model, shape_of
-from kvrelay.engine.models.transformers_outline import NoWeights, model_without_weights
-from kvrelay.engine.models.transformers_text import text_model
 from kvrelay.engine.settings import DEFAULT_BLOCK_SIZE
 from kvrelay.engine.transformers_engine import checkpoint_dtype
 from kvrelay.engine.weights import checkpoint
@@ -163,7 +164,7 @@ def check_files(directory: Path, outline: ModelOutline) -> None:
     if outline.path == "native":
         checkpoint.check_files(directory, load_config(directory))
     else:
-        transformers_model.check_files(directory, getattr(torch, outline.shape.dtype))
+        loading.check_files(directory, getattr(torch, outline.shape.dtype))
 
 
 def write_random_weights(directory: Path, target: Path) -> None:

@@ -20,11 +20,11 @@ from kvrelay.engine.config.model import SUPPORTED_DTYPES
 from kvrelay.engine.kv.geometry import geometry_of, state_block_size
 from kvrelay.engine.kv.pool import KvPool
 from kvrelay.engine.models.adapters import Adapters
+from kvrelay.engine.models.hf.adapters import adapt_layers, adaptable_layers
+from kvrelay.engine.models.hf.check import MakeOps, check_model, plain_logits
+from kvrelay.engine.models.hf.cut import LinearCut, cut_model, sum_outputs
+from kvrelay.engine.models.hf.loading import load_model
 from kvrelay.engine.models.ranks import RankPart
-from kvrelay.engine.models.transformers_adapters import adapt_layers, adaptable_layers
-from kvrelay.engine.models.transformers_check import MakeOps, check_model, plain_logits
-from kvrelay.engine.models.transformers_cut import LinearCut, cut_model, sum_outputs
-from kvrelay.engine.models.transformers_model import load_model
 from kvrelay.engine.pool_and_card import card_of, make_pool, max_model_len_of
 from kvrelay.engine.torch_engine import TorchEngine
 from kvrelay.engine.weights.checkpoint import weights_digest

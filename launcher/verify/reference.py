@@ -61,7 +61,7 @@ def _load(reference: Reference) -> Any:
     import torch  # noqa: PLC0415 - only in the process
     from transformers import AutoConfig  # noqa: PLC0415
 
-    from kvrelay.engine.models.transformers_text import auto_class  # noqa: PLC0415
+    from kvrelay.engine.models.hf.text import auto_class  # noqa: PLC0415
 
     torch.set_num_threads(reference.threads)
     torch.set_grad_enabled(False)

@@ -17,7 +17,8 @@ from kvrelay.common.errors import ModelError
 from kvrelay.common.kv_geometry import Chunk
 from kvrelay.engine import torch_engine
 from kvrelay.engine.backends.options import EngineOptions
-from kvrelay.engine.models import transformers_model
+from kvrelay.engine.models.hf import loading
+from kvrelay.engine.models.hf import model as hf_model
 from kvrelay.engine.models.ops import PagedStep, Scores
 from kvrelay.engine.torch_engine import TorchEngine
 
@@ -38,7 +39,7 @@ def test_attention_that_comes_out_otherwise_than_transformers_is_refused(
 ) -> None:
     model_type, forget = WRONG[what]
     saved(model_type, tmp_path)
-    monkeypatch.setattr(transformers_model, "Scores", lambda *given: forget(Scores(*given)))
+    monkeypatch.setattr(hf_model, "Scores", lambda *given: forget(Scores(*given)))
     with pytest.raises(ModelError, match="is not what transformers computes"):
         engine_of(tmp_path)
 
@@ -47,16 +48,16 @@ def test_attention_that_comes_out_otherwise_than_transformers_is_refused(
 def test_windows_and_positions_are_checked(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved("llama4_text" if fault == "chunk" else "mistral", tmp_path)
     if fault != "position":
-        shape_of = transformers_model.shape_of
+        shape_of = hf_model.shape_of
 
         def with_wrong_windows(*given: Any) -> Any:
             shape = shape_of(*given)
             wrong = tuple(one.size if isinstance(one, Chunk) else None for one in shape.sliding_windows)
             return replace(shape, sliding_windows=wrong)
 
-        monkeypatch.setattr(transformers_model, "shape_of", with_wrong_windows)
+        monkeypatch.setattr(loading, "shape_of", with_wrong_windows)
     else:
-        forward = transformers_model.TransformersModel.forward
+        forward = hf_model.TransformersModel.forward
 
         class Shifted:
             """A step in which no position is below 5."""
@@ -66,7 +67,7 @@ def test_windows_and_positions_are_checked(fault: str, tmp_path: Path, monkeypat
                 self.kv_write, self.attention = step.kv_write, step.attention
 
         monkeypatch.setattr(
-            transformers_model.TransformersModel,
+            hf_model.TransformersModel,
             "forward",
             lambda self, token_ids, step: forward(self, token_ids, Shifted(step)),
         )
@@ -90,13 +91,13 @@ def test_a_long_chunk_is_found_and_checked_as_a_short_one(tmp_path: Path) -> Non
 @pytest.fixture
 def no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fail the test if memory for weights is allocated."""
-    from_pretrained = transformers_model._from_pretrained
+    from_pretrained = loading._from_pretrained
 
     def refuse(directory: Path, dtype: torch.dtype, device_map: str | None) -> Any:
         assert device_map == "meta", "weights were loaded"
         return from_pretrained(directory, dtype, device_map)
 
-    monkeypatch.setattr(transformers_model, "_from_pretrained", refuse)
+    monkeypatch.setattr(loading, "_from_pretrained", refuse)
 
 
 def configure(directory: Path, **fields: Any) -> None:

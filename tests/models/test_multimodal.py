@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForMultimodalLM, PreTrainedModel
 
 from kvrelay.common.errors import ModelError
-from kvrelay.engine.models.transformers_model import load_model
+from kvrelay.engine.models.hf.loading import load_model
 from kvrelay.engine.outline import compare, outline_model, write_random_weights
 
 from .test_quantised import FORMATS, logits_of, ours, stored

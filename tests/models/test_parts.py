@@ -18,8 +18,8 @@ from kvrelay.common.errors import ModelError
 from kvrelay.engine import transformers_engine
 from kvrelay.engine.backends.cpu.ops import CpuPagedOps
 from kvrelay.engine.config.model import KvSizes
-from kvrelay.engine.models import transformers_parts
-from kvrelay.engine.models.transformers_model import TransformersModel
+from kvrelay.engine.models.hf import parts as hf_parts
+from kvrelay.engine.models.hf.model import TransformersModel
 
 from .test_types import engine_of, saved
 
@@ -73,9 +73,7 @@ def test_a_part_is_replaced_only_by_one_with_its_results(kind: str, dtype: torch
     expected = part(hidden)
     holder = Holder(part)
     pool = torch.zeros(1, 1, 2, 1, 1, 1, dtype=dtype)
-    transformers_parts._replace_in(
-        holder, "", CpuPagedOps(NO_LAYERS, pool), dtype, lambda linear, names: linear, frozenset()
-    )
+    hf_parts._replace_in(holder, "", CpuPagedOps(NO_LAYERS, pool), dtype, lambda linear, names: linear, frozenset())
     assert (holder.part is not part) == is_replaced
     tolerance = 1e-5 if dtype == torch.float32 else 0.03
     torch.testing.assert_close(holder.part(hidden), expected, rtol=tolerance, atol=tolerance)
@@ -102,7 +100,7 @@ def test_no_part_is_forgotten(
     engine_of(tmp_path)
     modules = list(made[0].model.modules())
     found = Counter(type(module).__name__ for module in modules)
-    found["experts"] = sum(transformers_parts._BOUND in vars(module) for module in modules)
+    found["experts"] = sum(hf_parts._BOUND in vars(module) for module in modules)
     assert {name: found[name] for name in ("_Norm", "_Mlp", "experts") if found[name]} == parts
     assert not any(type(module) is nn.Linear for module in modules)
 
@@ -110,9 +108,9 @@ def test_no_part_is_forgotten(
 @pytest.mark.filterwarnings("ignore")
 def test_experts_that_come_out_otherwise_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved("qwen3_moe", tmp_path)
-    run = transformers_parts._run_experts
+    run = hf_parts._run_experts
     monkeypatch.setattr(
-        transformers_parts, "_run_experts", lambda module, hidden, ids, factors: run(module, hidden, ids, 2 * factors)
+        hf_parts, "_run_experts", lambda module, hidden, ids, factors: run(module, hidden, ids, 2 * factors)
     )
     with pytest.raises(ModelError, match="is not what transformers computes"):
         engine_of(tmp_path)

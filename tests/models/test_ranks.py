@@ -9,7 +9,7 @@ import pytest
 
 from kvrelay.common.errors import ModelError
 from kvrelay.common.sampling import SampledToken, SamplingParams
-from kvrelay.engine.models.transformers_check import LONGEST
+from kvrelay.engine.models.hf.check import LONGEST
 from kvrelay.engine.step.sequence import Sequence
 from kvrelay.engine.torch_engine import TorchEngine
 from tests.engine.conftest import assert_same_tokens

@@ -16,7 +16,7 @@ from kvrelay.common.sampling import SamplingParams as Sampling
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.decode_worker.worker import DecodeWorker
 from kvrelay.engine.kv.owners import Owner, OwnerKind
-from kvrelay.engine.models.transformers_cut import require_plan
+from kvrelay.engine.models.hf.cut import require_plan
 from kvrelay.engine.outline import outline_model
 from kvrelay.engine.step.interface import LaunchedStep
 from kvrelay.engine.step.plan import StepPlan

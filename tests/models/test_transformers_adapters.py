@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from kvrelay.common.adapter_files import CONFIG_FILE, WEIGHTS_FILE, AdapterError, AdapterRef
 from kvrelay.engine import transformers_engine
 from kvrelay.engine.backends.cuda.ops import CudaPagedOps
-from kvrelay.engine.models.transformers_text import text_decoder
+from kvrelay.engine.models.hf.text import text_decoder
 from kvrelay.engine.step.interface import AdapterSlots, Engine
 from tests.adapters import write_adapter
 from tests.engine.models.test_adapters import NUM_TOKENS, generate

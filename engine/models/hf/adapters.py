@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 from kvrelay.engine.models.adapters import AdaptedLayer, Adapters
+from kvrelay.engine.models.hf.cut import LinearCut
+from kvrelay.engine.models.hf.model import TransformersModel
+from kvrelay.engine.models.hf.parts import Adapt, is_linear, linear_shape
+from kvrelay.engine.models.hf.text import text_decoder
 from kvrelay.engine.models.ops import Linear
-from kvrelay.engine.models.transformers_cut import LinearCut
-from kvrelay.engine.models.transformers_model import TransformersModel
-from kvrelay.engine.models.transformers_parts import Adapt, is_linear, linear_shape
-from kvrelay.engine.models.transformers_text import text_decoder
 
 _NUM_TOKENS = [29, 17]  # tokens of each pass: so many that no expert gets all of them in both
 

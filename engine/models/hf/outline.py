@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvrelay.common.errors import ModelError
-from kvrelay.engine.models.transformers_text import text_model
+from kvrelay.engine.models.hf.text import text_model
 
 
 class NoWeights(TorchFunctionMode):

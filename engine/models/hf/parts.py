@@ -1,7 +1,7 @@
 """Replaces parts of a transformers model by a device's operations: products, norms, MLPs, experts.
 
 Equal names do not imply equal computations. So a norm or an MLP is replaced only if ours gives the same numbers on made-up rows.
-The check at load (:mod:`kvrelay.engine.models.transformers_check`) compares the whole model with itself before any replacement.
+The check at load (:mod:`kvrelay.engine.models.hf.check`) compares the whole model with itself before any replacement.
 """
 
 from __future__ import annotations

@@ -17,9 +17,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from kvrelay.common.errors import ModelError
 from kvrelay.common.kv_geometry import Chunk, Window
 from kvrelay.engine.config.model import StateTensor
-from kvrelay.engine.models.transformers_parts import is_linear
-from kvrelay.engine.models.transformers_states import recorded_states, state_candidates
-from kvrelay.engine.models.transformers_text import text_part
+from kvrelay.engine.models.hf.parts import is_linear
+from kvrelay.engine.models.hf.states import recorded_states, state_candidates
+from kvrelay.engine.models.hf.text import text_part
 
 TEMPERATURE_SWITCH = "attn_temperature_tuning"  # attribute of an attention module
 _PROBE = "kvrelay_probe"
@@ -187,7 +187,7 @@ def _probe_states(model: PreTrainedModel, part: nn.Module, attention: list[Atten
 
 def _run(model: PreTrainedModel, part: nn.Module) -> None:
     """A forward pass of a few tokens through ``part`` of the model. Raises ModelError."""
-    # The token positions are real even if the weights have no memory (``transformers_outline.py``).
+    # The token positions are real even if the weights have no memory (``outline.py``).
     positions = torch.arange(_NUM_TOKENS, device="cpu" if model.device.type == "meta" else model.device)[None]
     try:
         with torch.inference_mode():

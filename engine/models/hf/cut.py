@@ -19,16 +19,12 @@ from transformers import PreTrainedModel
 
 from kvrelay.common.errors import ModelError
 from kvrelay.engine.config.cut import Cut
+from kvrelay.engine.models.hf.gate import Layers, probe_layers
+from kvrelay.engine.models.hf.loading import load_full_config
+from kvrelay.engine.models.hf.model import TransformersModel, pool_sizes, shape_of
+from kvrelay.engine.models.hf.outline import NoWeights, model_without_weights
+from kvrelay.engine.models.hf.text import text_decoder
 from kvrelay.engine.models.ranks import Collectives
-from kvrelay.engine.models.transformers_gate import Layers, probe_layers
-from kvrelay.engine.models.transformers_model import (
-    TransformersModel,
-    load_full_config,
-    pool_sizes,
-    shape_of,
-)
-from kvrelay.engine.models.transformers_outline import NoWeights, model_without_weights
-from kvrelay.engine.models.transformers_text import text_decoder
 
 _BY_OUTPUTS, _BY_INPUTS = "colwise", "rowwise"
 _WHOLE = {"replicated_with_grad_allreduce"}  # only matters for training

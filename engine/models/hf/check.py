@@ -19,9 +19,9 @@ from kvrelay.common.sampling import SamplingParams
 from kvrelay.engine.config.model import ModelShape
 from kvrelay.engine.kv.geometry import geometry_of
 from kvrelay.engine.kv.pool import KvPool
+from kvrelay.engine.models.hf.gate import own_windows, probe_layers
+from kvrelay.engine.models.hf.model import TransformersModel
 from kvrelay.engine.models.ops import Model, StepOps
-from kvrelay.engine.models.transformers_gate import own_windows, probe_layers
-from kvrelay.engine.models.transformers_model import TransformersModel
 from kvrelay.engine.step.batch import build_batch
 from kvrelay.engine.step.plan import PlanRow, SlotJoin, StepPlan, TableDelta
 from kvrelay.engine.step.slots import Slots

@@ -1,0 +1,1 @@
+"""Models of transformers over our pool: its layers with our attention, products, norms and experts."""

@@ -1,0 +1,137 @@
+"""Loads checkpoints into models of transformers. No code of a checkpoint runs, and its files are checked before memory is taken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from kvrelay.common.errors import ModelError
+from kvrelay.engine.config.quantisation import Quantisation, load_quantisation
+from kvrelay.engine.config.tokenizer import check_tokenizer
+from kvrelay.engine.models.hf.gate import probe_layers
+from kvrelay.engine.models.hf.model import PLAIN_ATTENTION, TransformersModel, shape_of
+from kvrelay.engine.models.hf.progress import followed
+from kvrelay.engine.models.hf.text import text_class
+from kvrelay.engine.weights.headers import check_full, check_layers, checkpoint_files, read_headers
+from kvrelay.engine.weights.kv_scales import is_attention_scale
+from kvrelay.engine.weights.reader import CheckpointReader
+
+_MOST_MODULES = 2**16  # of layers, heads, experts: no model comes close, and making more would take forever
+_LOADING_ERRORS = (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError, StrictDataclassError)
+
+
+def load_model(
+    directory: Path, dtype: torch.dtype, device: torch.device, progress: Callable[[int, int], None] = lambda *_: None
+) -> TransformersModel:
+    """Load the checkpoint in ``directory`` to ``device``, and find out what it asks of attention.
+
+    Weights go through the host's memory. No code of the checkpoint runs. Whatever can be checked without memory for weights is
+    checked first. ``progress`` hears (bytes loaded, bytes in all).
+
+    Raises ModelError naming what is not supported.
+    """
+    check_files(directory, dtype)
+    num_bytes = sum(path.stat().st_size for path in checkpoint_files(directory))
+    with followed(progress, num_bytes):
+        model = _from_pretrained(directory, dtype, None).eval().to(device)
+    progress(num_bytes, num_bytes)
+    layers = probe_layers(model)
+    made = TransformersModel(model, layers, shape_of(model, layers, dtype))
+    made.use_our_attention()
+    return made
+
+
+def check_files(directory: Path, dtype: torch.dtype) -> None:
+    """Check that the checkpoint's files belong to the model. Takes no memory for weights. Raises ModelError."""
+    headers = read_headers(directory)
+    config = load_transformers_config(directory).get_text_config()
+    check_layers(directory, int(config.num_hidden_layers), headers)
+    with CheckpointReader(headers, load_quantisation(directory), dtype) as reader:
+        check_full(reader.headers)
+    check_tokenizer(directory, int(config.vocab_size))
+    _from_pretrained(directory, dtype, "meta")
+
+
+def load_transformers_config(directory: Path) -> PreTrainedConfig:
+    """``config.json`` as transformers reads it. Raises ModelError on an unknown type, or absurd counts."""
+    try:
+        config = transformers.AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+    except _LOADING_ERRORS as error:
+        raise _not_loaded(directory, error) from error
+    for name, value in config.get_text_config().to_dict().items():
+        if name.startswith(("num_", "n_routed_")) and isinstance(value, int) and value > _MOST_MODULES:
+            raise ModelError(f"{directory}: {name!r} is {value} in config.json; at most {_MOST_MODULES} is possible")
+    return config
+
+
+def load_full_config(directory: Path) -> PreTrainedConfig:
+    """Like :func:`load_transformers_config`; for a quantised checkpoint the config of the full model."""
+    config = load_transformers_config(directory)
+    if getattr(config, "quantization_config", None) is not None:
+        del config.quantization_config  # otherwise transformers would require its own library for the format
+    return config
+
+
+def _from_pretrained(directory: Path, dtype: torch.dtype, device_map: str | None) -> PreTrainedModel:
+    """The whole model. On "meta" it takes no memory, but names and shapes of tensors are still compared."""
+    how: dict[str, Any] = {
+        "dtype": dtype, "attn_implementation": PLAIN_ATTENTION, "output_loading_info": True, "device_map": device_map,
+        # Tensors of another shape are then reported like missing ones; the library's own error does not name them.
+        "ignore_mismatched_sizes": True,
+    }  # fmt: skip
+    try:
+        if (quantisation := load_quantisation(directory)) is None:
+            model_class, config = text_class(load_transformers_config(directory))
+            model, info = model_class.from_pretrained(
+                str(directory), config=config, local_files_only=True, use_safetensors=True, **how
+            )
+        else:
+            model, info = _dequantised(directory, quantisation, how)
+    except _LOADING_ERRORS as error:
+        raise _not_loaded(directory, error) from error
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if names := sorted(map(str, info[kind])):
+            raise ModelError(
+                f"{directory}: {len(names)} tensors are {kind.split('_')[0]} for {type(model).__name__}, {names[0]} the first: the "
+                "checkpoint is not complete, or of another model"
+            )
+    loaded: PreTrainedModel = model
+    return loaded
+
+
+def _dequantised(directory: Path, quantisation: Quantisation, how: dict[str, Any]) -> tuple[PreTrainedModel, Any]:
+    """A full model from stored weights, and what transformers reports about loading."""
+    model_class, config = text_class(load_full_config(directory))
+    with CheckpointReader(read_headers(directory), quantisation, how["dtype"]) as reader:
+        tensors: dict[str, Any] = {}
+        for name, header in reader.headers.items():
+            if not is_attention_scale(name):
+                is_meta = how["device_map"] == "meta"
+                tensors[name] = torch.empty(header.shape, device="meta") if is_meta else _Unread(reader, name)
+        model, info = model_class.from_pretrained(None, config=config, state_dict=tensors, **how)
+        info["unexpected_keys"] = [name for name in info["unexpected_keys"] if not reader.is_zero_bias(name)]
+    return model, info
+
+
+@dataclass(frozen=True, slots=True)
+class _Unread:
+    """A checkpoint's tensor in a state dictionary; transformers reads it with ``[...]`` when it needs it."""
+
+    reader: CheckpointReader
+    name: str
+
+    def __getitem__(self, _: Any) -> torch.Tensor:
+        return self.reader.read(self.name)
+
+
+def _not_loaded(directory: Path, error: Exception) -> ModelError:
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return ModelError(f"{directory} cannot be loaded by transformers: {reason}")
