@@ -39,7 +39,8 @@ T = TypeVar("T")
 
 _CONTEXT, _PROMPT = 128, 512  # tokens
 _NUM_STEPS = 30
-_KV = KvSettings(num_blocks=512)
+_BLOCK_SIZE = 16
+_KV = KvSettings(num_blocks=512, block_size=_BLOCK_SIZE)
 
 
 def write_random(directory: Path) -> None:
@@ -82,7 +83,7 @@ class Steps:
 
     def decode_s(self, num_seqs: int) -> float:
         """Seconds for one token of each sequence, after a short context."""
-        num_blocks = -(-(_CONTEXT + 1) // _KV.block_size)
+        num_blocks = -(-(_CONTEXT + 1) // _BLOCK_SIZE)
         rows = [_sequence(f"d{place}", _CONTEXT + 1, place * num_blocks) for place in range(num_seqs)]
         for row in rows:
             self._leader.step([StepRow(row, _CONTEXT + 1)])
@@ -103,7 +104,7 @@ class Steps:
 
 
 def _sequence(name: str, num_tokens: int, first_block: int) -> Sequence:
-    blocks = range(first_block, first_block + -(-num_tokens // _KV.block_size))
+    blocks = range(first_block, first_block + -(-num_tokens // _BLOCK_SIZE))
     tokens = [5 + place % 1000 for place in range(num_tokens)]
     sampling = SamplingParams(max_tokens=1000, temperature=0.0)
     return Sequence(name, 1, tokens, num_tokens, sampling, 0.0, block_tables=[list(blocks)])

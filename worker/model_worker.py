@@ -72,7 +72,7 @@ class Report:
 @dataclass(frozen=True, slots=True)
 class _Launched:
     plan: Schedule
-    step: LedStep | None  # None: no rows, only admissions
+    step: LedStep | None  # None: no rows, only admissions; or its launch failed
 
 
 class ModelWorker:
@@ -211,7 +211,9 @@ class ModelWorker:
         if plan.copies:
             self._engine.copy_blocks([pair for pairs in plan.copies.values() for pair in pairs])
         behind = self._launched[-1].step if self._launched and self._engine.runs_ahead else None
-        self._launched.append(_Launched(plan, self._leader.launch(plan.rows, behind) if plan.rows else None))
+        self._launched.append(_Launched(plan, None))  # a step that fails at its launch may have written, too
+        if plan.rows:
+            self._launched[-1] = _Launched(plan, self._leader.launch(plan.rows, behind))
 
     def _finish(self, plan: Schedule, results: list[RowResult]) -> None:
         if plan.rows:
@@ -226,7 +228,9 @@ class ModelWorker:
         going_on = [(row, result) for row, result in pairs if row.sequence.status is not SequenceStatus.FINISHED]
         self._metrics.sampled_tokens.inc(sum(len(result.tokens) for _, result in going_on))
         self._taking_in = tuple(row.sequence.key for row, _ in going_on)
-        self._suspects.clear()
+        # A sequence that began again has not yet come to where it failed.
+        if not any(row.sequence.num_preemptions and not row.samples for row in plan.rows):
+            self._suspects.clear()
         progress = tuple(self._scheduler.postprocess(plan.rows, results, self._flying))
         if progress:
             self._emit(Report(progress=progress))
@@ -256,14 +260,17 @@ class ModelWorker:
             self._scheduler.abandon(launched.plan.rows)
             rows += launched.plan.rows
         self._launched.clear()
-        ended = tuple(dict.fromkeys(self._taking_in))  # the beams of a search share a key
-        if not ended:
+        taken_in = tuple(dict.fromkeys(self._taking_in))  # the beams of a search share a key
+        ended = taken_in
+        if not taken_in:
             suspects = self._scheduler.on_failed(rows, self._suspects.group)
             culprit = self._suspects.blame(sequence.key for sequence in suspects)
             ended = () if culprit is None else (culprit,)
         self._taking_in = ()
         for key in ended:
             self._scheduler.remove(key)
+        if taken_in and rows:  # of steps behind that one, which are lost, too
+            self._scheduler.on_failed(rows, None)
         self._emit(Report(failed=ended, detail=f"the model step failed: {type(error).__name__}"))
         self._remove()
         self._scheduler.check_integrity()

@@ -30,13 +30,17 @@ class Part:
     """Tokens of a step that a layer computes at once: as many of each sequence, all of one block."""
 
     first: int  # of the step's tokens
-    num_seqs: int
     num_tokens: int  # of each sequence
     starts: npt.NDArray[np.int64]  # [num_seqs] positions of the first tokens
     read: torch.Tensor  # [num_groups, num_seqs] the blocks that hold the states before them; any for position 0
     write: torch.Tensor  # [num_groups, num_seqs] the blocks that get the states behind them
     is_new: torch.Tensor  # [num_seqs, 1] whether a sequence starts at position 0
     ends: torch.Tensor  # [num_seqs] positions behind the last tokens
+
+    @property
+    def num_seqs(self) -> int:
+        """Its sequences."""
+        return len(self.starts)
 
     @property
     def end(self) -> int:
@@ -60,17 +64,36 @@ class StatePool:
 
     def begin_step(self, batch: Batch) -> StateStep:
         """The states of the batch's sequences. A sequence may have one row only."""
-        split, tables = batch.num_decode_rows, batch.slot_tables[self._groups.num_attention :]
-        starts = np.array([row.start for row in batch.rows], dtype=np.int64)
-        parts = [self._part(0, batch.slots[:split], starts[:split], 1, tables)] if split else []
+        split = batch.num_decode_rows
+        rows, starts = list(range(split)), [row.start for row in batch.rows[:split]]  # of each sequence of each part
+        shapes = [(0, split, 1)] if split else []  # of each part: its first token, its sequences, tokens of each
         for row in range(split, len(batch.rows)):
             first, end = batch.query_start_loc[row : row + 2].tolist()
+            start = batch.rows[row].start
             while first < end:
-                start = starts[row : row + 1] + (first - batch.query_start_loc[row])
-                num_tokens = min(end - first, self.block_size - int(start[0]) % self.block_size)
-                parts.append(self._part(first, batch.slots[row : row + 1], start, num_tokens, tables))
-                first += num_tokens
+                num_tokens = min(end - first, self.block_size - start % self.block_size)
+                rows.append(row)
+                starts.append(start)
+                shapes.append((first, 1, num_tokens))
+                first, start = first + num_tokens, start + num_tokens
+        _, num_seqs, counts = zip(*shapes, strict=True)
+        # One upload for all parts: each would take one of the uploader's few buffers.
+        there = self._upload(self._numbers(batch, rows, np.array(starts), np.repeat(counts, num_seqs)))
+        parts: list[Part] = []
+        behind = 0
+        for first, count, num_tokens in shapes:
+            own, behind = slice(behind, behind + count), behind + count
+            read, write, is_new, ends = (one[..., own] for one in there)
+            parts.append(Part(first, num_tokens, np.array(starts[own]), read, write, is_new[:, None], ends))
         return StateStep(self, parts)
+
+    def _numbers(
+        self, batch: Batch, rows: list[int], starts: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[Any], ...]:
+        """``read``, ``write``, ``is_new`` and ``ends`` for all parts; see :class:`Part`."""
+        tables, slots, ends = batch.slot_tables[self._groups.num_attention :], batch.slots[rows], starts + counts
+        read = tables[:, slots, np.maximum(starts - 1, 0) // self.block_size]
+        return read, tables[:, slots, (ends - 1) // self.block_size], starts == 0, ends
 
     def read(self, part: Part, layer: int) -> torch.Tensor:
         """Copies of a layer's states before the part: bytes ``[num_seqs, size]``, which :meth:`tensors` divides.
@@ -107,20 +130,6 @@ class StatePool:
         group, place = self._groups.places[self._first_layer + layer]
         nbytes = self.block_size * self._groups.sizes[group].count * self._itemsize
         return group - self._groups.num_attention, slice(place * nbytes, (place + 1) * nbytes)
-
-    def _part(
-        self,
-        first: int,
-        slots: npt.NDArray[np.int64],
-        starts: npt.NDArray[np.int64],
-        num_tokens: int,
-        tables: npt.NDArray[np.int64],
-    ) -> Part:
-        ends = starts + num_tokens
-        read = tables[:, slots, np.maximum(starts - 1, 0) // self.block_size]
-        write = tables[:, slots, (ends - 1) // self.block_size]
-        there = self._upload((read, write, (starts == 0)[:, None], ends))
-        return Part(first, len(slots), num_tokens, starts, *there)
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,14 @@ class ScaledMLP(LlamaMLP):
         return super().forward(hidden) * 1.1
 
 
+class OneTypeOps(CpuPagedOps):
+    """Norms only rows of the weight's type, as kernels do."""
+
+    def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        assert hidden.dtype == weight.dtype
+        return super().rms_norm(hidden, weight, eps)
+
+
 class Holder(nn.Module):
     def __init__(self, part: nn.Module) -> None:
         super().__init__()
@@ -77,6 +85,19 @@ def test_a_part_is_replaced_only_by_one_with_its_results(kind: str, dtype: torch
     assert (holder.part is not part) == is_replaced
     tolerance = 1e-5 if dtype == torch.float32 else 0.03
     torch.testing.assert_close(holder.part(hidden), expected, rtol=tolerance, atol=tolerance)
+
+
+@torch.no_grad()
+def test_a_norm_of_a_residual_in_fp32_is_that_of_the_module() -> None:
+    torch.manual_seed(5)
+    part = LlamaRMSNorm(WIDTH, eps=1e-5).to(torch.bfloat16)
+    nn.init.normal_(part.weight, std=0.5)
+    hidden = torch.randn(2, 3, WIDTH)
+    holder = Holder(part)
+    ops = OneTypeOps(NO_LAYERS, torch.zeros(1, 1, 2, 1, 1, 1, dtype=torch.bfloat16))
+    hf_parts._replace_in(holder, "", ops, torch.bfloat16, lambda linear, names: linear, frozenset())
+    assert holder.part is not part
+    torch.testing.assert_close(holder.part(hidden), part(hidden))
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import PreTrainedModel
 
 from kvrelay.common.errors import ModelError, SettingsError
@@ -15,21 +15,25 @@ from kvrelay.common.sampling import BeamSearch
 from kvrelay.common.sampling import SamplingParams as Sampling
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.decode_worker.worker import DecodeWorker
+from kvrelay.engine.backends.cpu.ops import CpuPagedOps, CpuPagedStep
+from kvrelay.engine.backends.cuda.build import run_largest_step
 from kvrelay.engine.kv.owners import Owner, OwnerKind
 from kvrelay.engine.models.hf.cut import require_plan
 from kvrelay.engine.outline import outline_model
+from kvrelay.engine.step.batch import Batch
 from kvrelay.engine.step.interface import LaunchedStep
 from kvrelay.engine.step.plan import StepPlan
 from kvrelay.engine.torch_engine import TorchEngine
 from kvrelay.executor import LLM, SamplingParams
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
 from kvrelay.prefill_worker.worker import PrefillWorker
-from tests.decode_worker.rig import Rig
+from tests.decode_worker.rig import Rig, greedy
+from tests.decode_worker.test_run_ahead_torch import BrokenOnceAsked
 from tests.e2e.test_model_types import save
 from tests.relay.workers import ADDRESS, worker_setup
 
 from .services import Engines
-from .test_types import NUM_SCARCE_BLOCKS, assert_equal, engine_of, saved
+from .test_types import NUM_SCARCE_BLOCKS, assert_equal, engine_of, options_of, saved
 from .tiny import generate
 
 PROMPT = [3 + 7 * index % 190 for index in range(41)]
@@ -112,9 +116,69 @@ async def test_a_failed_step_is_computed_again_from_the_states_before(model_type
     assert min(prefill.num_steps, scarce.num_steps) >= 9
 
 
+@pytest.mark.parametrize("is_at_launch", [True, False])
+def test_a_sequence_that_joins_a_step_ahead_is_computed_again_if_the_step_is_lost(
+    hybrid: tuple[Path, PreTrainedModel], monkeypatch: pytest.MonkeyPatch, is_at_launch: bool
+) -> None:
+    """The step has replaced its states. It is lost because it fails, or because taking in the tokens before it does."""
+    engine, prompt = engine_of(hybrid[0], run_ahead="on"), PROMPT[::-1]
+    rig = Rig(engine)
+    rig.local("a", PROMPT, greedy(20))
+    rig.step()
+    rig.add("b", prompt, greedy(20))
+    launch = engine.launch
+
+    def fail(*given: Any) -> None:
+        if is_at_launch:
+            launch(*given)
+        raise RuntimeError("made to fail")
+
+    owner, name = (engine, "launch") if is_at_launch else (rig.scheduler, "postprocess")
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, fail)
+        rig.step(breaks=True)
+    assert ("b", 1) in rig.engine.rows[-1]
+    assert rig.run()["b"] == generate(hybrid[1], prompt, 20)[0]
+
+
+def test_a_request_that_breaks_steps_ends_though_it_begins_again_in_several(
+    hybrid: tuple[Path, PreTrainedModel],
+) -> None:
+    """Of its steps only the last one fails. The earlier ones do not clear it."""
+    broken = {"broken": BrokenOnceAsked(52)}
+    rig = Rig(engine_of(hybrid[0], block_size=64, num_blocks=16, processors=broken), max_batched_tokens=16)
+    rig.local("bad", PROMPT, greedy(20, processors=("broken",)))
+    rig.local("good", PROMPT[::-1], greedy(40))
+    while rig.worker.has_work() and rig.count("failed_steps") < 10:
+        rig.step(breaks=True)
+    assert rig.failed == ["bad"]
+    assert rig.outputs["good"] == generate(hybrid[1], PROMPT[::-1], 40)[0]
+
+
 @pytest.fixture(scope="module")
-def engine(hybrid: tuple[Path, PreTrainedModel]) -> Iterator[TorchEngine]:
+def engine(hybrid: tuple[Path, PreTrainedModel]) -> TorchEngine:
     return engine_of(hybrid[0], block_size=32)
+
+
+def test_memory_is_measured_with_a_copy_of_every_sequences_states(
+    hybrid: tuple[Path, PreTrainedModel], engine: TorchEngine
+) -> None:
+    steps: list[Batch] = []
+
+    class Ops(CpuPagedOps):
+        def begin_step(self, batch: Batch) -> CpuPagedStep:
+            steps.append(batch)
+            return super().begin_step(batch)
+
+    model: Any = engine._model
+    run_largest_step(
+        model.shape,
+        lambda pool, *_: (model, Ops(model.shape, pool.tensor)),  # type: ignore[arg-type]
+        torch.float32,
+        torch.device("cpu"),
+        options_of(hybrid[0], max_num_seqs=5, max_batched_tokens=20),
+    )
+    assert [(len(step.token_ids), step.num_decode_rows) for step in steps] == [(20, 0), (5, 5)]
 
 
 def test_speculation_is_refused(engine: TorchEngine) -> None:

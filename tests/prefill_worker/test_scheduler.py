@@ -221,6 +221,20 @@ def test_with_states_a_prompt_gets_a_block_even_if_its_share_is_less() -> None:
     assert [rig.step()[0] for _ in range(2)] == [[("b", 8)], [("b", 1), ("c", 3)]]
 
 
+def test_with_states_a_step_has_no_more_tokens_than_it_may_if_a_prefix_is_no_longer_cached() -> None:
+    rig, prompt = Rig(windows=(None, 2), has_states=True, max_batched_tokens=8), list(range(100, 113))
+    rig.scheduler.add(sequence("before", prompt))
+    rig.step()
+    rig.step()
+    rig.blocks.release(sequence_owner(("before", 1)))
+    rig.scheduler.add(sequence("a", list(range(6))))
+    rig.scheduler.add(sequence("b", prompt))
+    other = sequence_owner(("other", 1))
+    assert rig.blocks.allocate(other, 32, is_whole=True) is not None
+    rig.blocks.release(other)
+    assert [rig.step()[0] for _ in range(3)] == [[("a", 6)], [("b", 8)], [("b", 5)]]
+
+
 def test_a_short_prompt_overtakes_a_long_one_and_chunks_stay_whole_blocks() -> None:
     rig = Rig(max_batched_tokens=64, ttft_budget_ms=1000)
     rig.learn(0.01)

@@ -175,7 +175,7 @@ def measure_memory(
     except torch.OutOfMemoryError as error:
         raise ModelError(
             f"no memory is left beside the weights for the largest step, of {options.max_batched_tokens} tokens ({error}): lower "
-            "--max-batched-tokens"
+            f"--max-batched-tokens{' or --max-num-seqs' if shape.states else ''}"
         ) from error
     torch.cuda.synchronize(device)
     step_nbytes = torch.cuda.max_memory_allocated(device) - before - pool_nbytes
@@ -192,7 +192,8 @@ def measure_memory(
 def run_largest_step(
     shape: ModelShape, make: MakeTrial, kv_dtype: torch.dtype, device: torch.device, options: EngineOptions
 ) -> int:
-    """Compute as many tokens as a step may have, and sample for as many sequences, over a pool of its own.
+    """Compute as many tokens as a step may have, and sample for as many sequences, over a pool of its own. With states, also
+    compute a token of as many sequences.
 
     Returns that pool's bytes; it is not larger than one whose size is given.
     """
@@ -219,6 +220,10 @@ def run_largest_step(
     num_sampled = min(options.max_num_seqs, num_tokens)
     asking = Asking.of(slots, np.zeros(num_sampled, dtype=np.int64), np.ones(num_sampled, dtype=np.int64))
     sample(model.logits(hidden[:num_sampled]), asking, None, ops, {}).read()
+    if shape.states:  # of single tokens, a step copies each one's states
+        singles = [(1, (0,))] * options.max_num_seqs
+        _, batch = _made_up(singles, sampling, options.block_size, len(geometry.groups))
+        model.forward(ops.upload((batch.token_ids,))[0], ops.begin_step(batch))
     return pool.tensor.nbytes
 
 

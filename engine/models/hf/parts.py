@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface
 from transformers.pytorch_utils import Conv1D
@@ -152,6 +153,9 @@ class _Norm(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Norm over the last dimension; keeps the shape."""
+        # A residual may be in fp32 (Mamba 2), and kernels take only rows of the weight's type.
+        if hidden.dtype != self._weight.dtype:
+            return functional.rms_norm(hidden, hidden.shape[-1:], self._weight.to(hidden.dtype), self._eps)
         flat = self._rms_norm(hidden.reshape(-1, hidden.shape[-1]), self._weight, self._eps)
         return flat.view(hidden.shape)
 

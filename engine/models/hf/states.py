@@ -18,7 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from kvrelay.engine.config.model import StateTensor
-from kvrelay.engine.kv.states import StateStep
+from kvrelay.engine.kv.states import Part, StateStep
 
 _CACHE_ARGUMENTS = ("cache_params", "past_key_values", "past_key_value")
 _MASK = "attention_mask"
@@ -110,12 +110,13 @@ def shape_nbytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
 
 def state_candidates(model: PreTrainedModel, attention: set[int]) -> list[nn.Module]:
     """The modules that may keep a state: they take a cache, contain none that does, and are not among ``attention`` (ids)."""
-    takers = [(name, one) for name, one in model.named_modules() if _cache_argument(one.forward) is not None]
+    takers = {name: one for name, one in model.named_modules() if name and _cache_argument(one.forward) is not None}
     return [
         module
-        for name, module in takers
-        if id(module) not in attention and not any(other.startswith(f"{name}.") for other, _ in takers if name)
-        if name and isinstance(getattr(module, "layer_idx", None), int)
+        for name, module in takers.items()
+        if id(module) not in attention
+        and isinstance(getattr(module, "layer_idx", None), int)
+        and not any(other.startswith(f"{name}.") for other in takers)
     ]
 
 
@@ -124,11 +125,13 @@ def recorded_states(candidates: list[nn.Module]) -> Iterator[list[tuple[nn.Modul
     """A context in which the candidates note their states; gives, in order of their calls, those that keep any."""
     found: list[tuple[nn.Module, tuple[StateTensor, ...]]] = []
 
-    def record(module: nn.Module, plain: Forward) -> Forward:
-        @functools.wraps(plain)
+    def record(module: nn.Module) -> Forward:
+        plain = _PlainLayer(module.forward)
+
+        @functools.wraps(plain.forward)
         def forward(*args: Any, **kwargs: Any) -> Any:
             recorder = _Recorder()
-            result = _call(plain, args, kwargs, recorder, lambda value: value)
+            result = plain.call(plain.arguments(args, kwargs), recorder)
             if recorder.tensors:
                 found.append((module, tuple(recorder.tensors)))
             return result
@@ -137,14 +140,14 @@ def recorded_states(candidates: list[nn.Module]) -> Iterator[list[tuple[nn.Modul
 
     before = [vars(module).get("forward") for module in candidates]
     for module in candidates:
-        module.forward = record(module, module.forward)
+        module.forward = record(module)
     try:
         yield found
     finally:
-        for module, forward in zip(candidates, before, strict=True):
+        for module, replaced in zip(candidates, before, strict=True):
             del module.forward
-            if forward is not None:
-                module.forward = forward
+            if replaced is not None:
+                module.forward = replaced
 
 
 def keep_states(module: nn.Module, layer: int, step_states: Callable[[], StateStep | None]) -> None:
@@ -152,24 +155,18 @@ def keep_states(module: nn.Module, layer: int, step_states: Callable[[], StateSt
 
     ``step_states``: those of the step under way; None outside of steps, when the layer computes as transformers does.
     """
-    plain: Forward = module.forward
+    plain = _PlainLayer(module.forward)
 
-    @functools.wraps(plain)  # keeps its signature
+    @functools.wraps(plain.forward)  # keeps its signature
     def forward(*args: Any, **kwargs: Any) -> Any:
         step = step_states()
         if step is None:
-            return plain(*args, **kwargs)
-        outputs = []
+            return plain.forward(*args, **kwargs)
+        given, outputs = plain.arguments(args, kwargs), []
         for part in step.parts:
             states = step.pool.read(part, layer)
             tensors = {(one.kind, one.index): tensor for one, tensor in step.pool.tensors(layer, states)}
-
-            def of_part(value: Any, part: Any = part) -> Any:
-                """The part's rows of a tensor ``[1, num_tokens, …]``, as ``[num_seqs, num_tokens of each, …]``."""
-                rows = value[0, part.first : part.end]
-                return rows.reshape(part.num_seqs, part.num_tokens, *rows.shape[1:])
-
-            output = _call(plain, args, kwargs, _Cache(tensors), of_part)
+            output = plain.call(_of_part(given, part), _Cache(tensors))
             hidden = output[0] if isinstance(output, tuple) else output
             outputs.append(hidden.reshape(1, -1, hidden.shape[-1]))
             step.pool.write(part, layer, states)
@@ -179,31 +176,41 @@ def keep_states(module: nn.Module, layer: int, step_states: Callable[[], StateSt
     module.forward = forward
 
 
-def _call(
-    forward: Forward,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    cache: _Cache,
-    of_part: Callable[[torch.Tensor], torch.Tensor],
-) -> Any:
-    """Call a layer with our cache, without a mask, and with ``of_part`` of each tensor that has a row for each token."""
-    bound = inspect.signature(forward).bind(*args, **kwargs).arguments
-    (rest,) = [name for name, one in inspect.signature(forward).parameters.items() if one.kind is one.VAR_KEYWORD] or [
-        ""
-    ]
-    given = {**{name: value for name, value in bound.items() if name != rest}, **bound.get(rest, {})}
-    num_tokens = next(value for value in given.values() if isinstance(value, torch.Tensor)).shape[1]
+class _PlainLayer:
+    """A layer's own forward pass, called with a cache of ours."""
+
+    def __init__(self, forward: Forward) -> None:
+        self.forward = forward
+        self._signature = inspect.signature(forward)
+        kinds = {name: one.kind for name, one in self._signature.parameters.items()}
+        self._others = next((name for name, kind in kinds.items() if kind is inspect.Parameter.VAR_KEYWORD), None)
+        self._cache = _cache_argument(forward)
+
+    def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """A call's arguments by name, without a mask: parts of a step have none."""
+        bound = self._signature.bind(*args, **kwargs).arguments
+        others = bound.pop(self._others, {}) if self._others else {}
+        return {name: None if name == _MASK else value for name, value in (bound | others).items()}
+
+    def call(self, arguments: dict[str, Any], cache: _Cache) -> Any:
+        """Call it with ``cache`` in the place of transformers'."""
+        assert self._cache is not None, f"{self.forward} takes no cache"
+        return self.forward(**{**arguments, self._cache: cache})
+
+
+def _of_part(arguments: dict[str, Any], part: Part) -> dict[str, Any]:
+    """The part's rows of each tensor ``[1, num_tokens, …]``, as ``[num_seqs, num_tokens of each, …]``."""
+    num_tokens = next(value for value in arguments.values() if isinstance(value, torch.Tensor)).shape[1]
 
     def cut(value: Any) -> Any:
-        if isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[:2] == (1, num_tokens):
-            return of_part(value)
-        return tuple(map(cut, value)) if isinstance(value, tuple) else value
+        if isinstance(value, tuple):
+            return tuple(map(cut, value))
+        if not isinstance(value, torch.Tensor) or value.dim() < 2 or value.shape[:2] != (1, num_tokens):
+            return value
+        rows = value[0, part.first : part.end]
+        return rows.reshape(part.num_seqs, part.num_tokens, *rows.shape[1:])
 
-    given = {name: cut(value) for name, value in given.items()}
-    given[_cache_argument(forward) or ""] = cache
-    if _MASK in given:
-        given[_MASK] = None
-    return forward(**given)
+    return {name: cut(value) for name, value in arguments.items()}
 
 
 def _cache_argument(forward: Forward) -> str | None:
