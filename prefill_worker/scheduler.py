@@ -95,11 +95,11 @@ class PrefillScheduler(Scheduler):
                     continue
                 plan.admitted.append(sequence)
                 num_tokens = self._chunk(sequence.num_uncomputed_tokens, sequence.num_computed_tokens, share)
-            if num_tokens == 0 and plan.rows and self._blocks.has_states:
-                continue  # less of it is cached than when it came, and a block would exceed the step
-            if num_tokens == 0:
-                num_tokens = share if not self._blocks.has_states else self._rest_of_block(sequence, num_ahead)
-            plan.rows.append(StepRow(sequence, num_tokens, num_ahead))
+            if num_tokens == 0 and self._blocks.has_states:
+                if plan.rows:
+                    continue  # less of it is cached than when it came, and a block would exceed the step
+                num_tokens = self._rest_of_block(sequence, num_ahead)
+            plan.rows.append(StepRow(sequence, num_tokens or share, num_ahead))
             budget -= plan.rows[-1].num_tokens
             if budget <= 0:
                 break

@@ -20,19 +20,10 @@ _STATE_BLOCK_SIZES = (64, 512)  # tokens; at least some for a layer to compute a
 def geometry_of(shape: ModelShape, block_size: int, dtype: torch.dtype) -> KvGeometry:
     """The geometry with a group for each window and size (:class:`LayerGroups`). ``dtype``: of the pool."""
     groups = LayerGroups.of_shape(shape, block_size)
-    is_latent = shape.latent_rank is not None
     return KvGeometry(
         groups=tuple(
             KvGroup(
-                kind=(
-                    GroupKind.STATE
-                    if number >= groups.num_attention
-                    else GroupKind.LATENT
-                    if is_latent
-                    else GroupKind.FULL
-                    if window is None
-                    else GroupKind.WINDOW
-                ),
+                kind=GroupKind.STATE if number >= groups.num_attention else _attention_kind(shape, window),
                 window=window,
                 layers=layers,
                 num_kv_heads=sizes.num_kv_heads,
@@ -46,6 +37,12 @@ def geometry_of(shape: ModelShape, block_size: int, dtype: torch.dtype) -> KvGeo
         ),
         block_size=block_size,
     )
+
+
+def _attention_kind(shape: ModelShape, window: Window | None) -> GroupKind:
+    if shape.latent_rank is not None:
+        return GroupKind.LATENT
+    return GroupKind.FULL if window is None else GroupKind.WINDOW
 
 
 def state_offsets(tensors: Sequence[StateTensor]) -> list[int]:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import PreTrainedModel
+from transformers.models.qwen3_next import modeling_qwen3_next
 
 from kvrelay.common.errors import ModelError, SettingsError
 from kvrelay.common.kv_geometry import GroupKind
@@ -203,6 +204,15 @@ def test_other_recurrent_layers_are_refused(model_type: str, tmp_path: Path) -> 
     saved(model_type, tmp_path)
     with pytest.raises(ModelError, match=r"in the middle of a prompt|keeps a state in its own way"):
         engine_of(tmp_path)
+
+
+def test_a_layer_that_computes_single_tokens_in_another_way_is_refused(
+    hybrid: tuple[Path, PreTrainedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has code of its own for a single token, which prompts alone would not show."""
+    monkeypatch.setattr(modeling_qwen3_next, "causal_conv1d_update", lambda inputs, *_, **__: inputs)
+    with pytest.raises(ModelError, match=r"is not what transformers computes"):
+        engine_of(hybrid[0])
 
 
 def test_blocks_are_as_large_as_states_want_them(hybrid: tuple[Path, PreTrainedModel]) -> None:
