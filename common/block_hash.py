@@ -1,6 +1,7 @@
 """Chained block hashes: the prefix cache's key, the hand-off's dedupe key and a part of its proof. Nobody else hashes blocks.
 
-``hash(block i) = blake2b-128(hash(block i-1) ‖ token ids of block i)``. The chain starts at the fingerprint of the model and the
+``hash(block i) = blake2b-128(hash(block i-1) ‖ token ids of block i)``. If images begin in a block, their digests are hashed
+between the two. The chain starts at the fingerprint of the model and the
 request's extra keys, so equal hashes mean equal model, equal keys, equal tokens and equal position. blake2b keeps the chain
 collision resistant: a prompt that was built to collide with another user's must not read that user's KV.
 """
@@ -9,11 +10,12 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
 from kvrelay.common.adapter_files import AdapterRef
+from kvrelay.common.images import ImageSpan
 
 HASH_NBYTES = 16
 MAX_CACHE_SALT = 256  # characters
@@ -27,15 +29,21 @@ class HashChain:
     Whoever asks gives the sequence's tokens; of these only more may come behind. Not thread-safe, and one iteration at a time.
     """
 
-    __slots__ = ("_block_size", "_known", "_root")
+    __slots__ = ("_block_size", "_digests", "_known", "_root")
 
     def __init__(
-        self, fingerprint: bytes, block_size: int, *, cache_salt: str = "", adapter: AdapterRef | None = None
+        self,
+        fingerprint: bytes,
+        block_size: int,
+        *,
+        cache_salt: str = "",
+        adapter: AdapterRef | None = None,
+        images: Iterable[ImageSpan] = (),
     ) -> None:
         """``fingerprint``: of the model (see :mod:`kvrelay.common.model_card`). ``block_size``: tokens per block.
 
         The others are extra keys: only requests with the same ones share blocks. One with its default changes no hash.
-        Of an adapter its content counts, and not its name.
+        Of an adapter its content counts, and not its name. ``images``: of the sequence, in order.
         """
         extra_keys = {"cache_salt": cache_salt} if cache_salt else {}
         if adapter is not None:
@@ -44,6 +52,9 @@ class HashChain:
         self._root = hashlib.blake2b(start, digest_size=HASH_NBYTES, person=b"kvrelay-root").digest()
         self._block_size = block_size
         self._known: list[bytes] = []  # of the leading full blocks
+        self._digests: dict[int, list[bytes]] = {}  # of the images that begin in a block, by the block's place
+        for image in images:
+            self._digests.setdefault(image.start // block_size, []).append(image.digest)
 
     @property
     def known(self) -> Sequence[bytes]:
@@ -54,6 +65,7 @@ class HashChain:
         """A chain of its own for a sequence that begins with the same tokens."""
         chain = HashChain.__new__(HashChain)
         chain._root, chain._block_size, chain._known = self._root, self._block_size, self._known.copy()
+        chain._digests = self._digests
         return chain
 
     def iterate(self, token_ids: Sequence[int], num_blocks: int) -> Iterator[bytes]:
@@ -86,7 +98,11 @@ class HashChain:
         parent = self._known[-1] if self._known else self._root
         tokens = array("I", token_ids)
         data, block_nbytes = tokens.tobytes(), self._block_size * tokens.itemsize
-        for start in range(0, len(data), block_nbytes):
-            block = parent + data[start : start + block_nbytes]
-            parent = hashlib.blake2b(block, digest_size=HASH_NBYTES, person=b"kvrelay-block").digest()
+        first = len(self._known)
+        for place, start in enumerate(range(0, len(data), block_nbytes), first):
+            block, person = data[start : start + block_nbytes], b"kvrelay-block"
+            if self._digests and (digests := self._digests.get(place)) is not None:
+                # The number keeps a digest from being read as tokens of a block that is not full.
+                block, person = b"".join((len(digests).to_bytes(4), *digests, block)), b"kvrelay-images"
+            parent = hashlib.blake2b(parent + block, digest_size=HASH_NBYTES, person=person).digest()
             yield parent

@@ -13,6 +13,8 @@ import msgspec
 
 from kvrelay.common.kv_geometry import KvGeometry
 
+TEXT_ONLY = "the model reads text only"
+
 # Of fields whose name does not say what to do.
 _WAYS_OUT = {
     "kv_scales": " (other K/V scales, '' if they are 1: all workers need the same checkpoint and the same kv_scales.safetensors)"
@@ -67,6 +69,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int  # blocks in this worker's pool
     device_type: str = "cpu"  # in torch's words
     processors: tuple[str, ...] = ()  # names of the operator's logits processors that requests may ask for
+    no_images: str = TEXT_ONLY  # why prompts may have no images here; "": they may
 
     @property
     def block_nbytes(self) -> int:

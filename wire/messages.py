@@ -7,8 +7,9 @@ Compatibility between versions (docs/compatibility.md): a receiver ignores unkno
 So a new field has a default, and a default never changes. A receiver drops messages of an unknown type. A new type or a new meaning
 needs a new protocol number. Both ends use the largest number that both speak (:func:`common_protocol`).
 
-    gateway  → worker    Hello, Ping, Bye, KeyTokens, Distrust, Submit, Withdraw, Cancel
-    worker   → gateway   Welcome | HelloRefused, Status, KeyTokens, Tokens, HandedOver, Preempted, Withdrawn, Failed, Cancelled
+    gateway  → worker    Hello, Ping, Bye, KeyTokens, Distrust, AskImages, Submit, Withdraw, Cancel
+    worker   → gateway   Welcome | HelloRefused, Status, KeyTokens, ImagesTold, Tokens, HandedOver, Preempted, Withdrawn, Failed,
+                         Cancelled
     prefill  → decode    Hello, Ping, Bye, Offer, Commit, Renew, Abort
     decode   → prefill   Welcome | HelloRefused, Status, Grant | Refuse, Verified | Reject
 
@@ -24,13 +25,16 @@ import msgspec
 
 from kvrelay.common.adapter_files import AdapterRef
 from kvrelay.common.fair_queue import Flow
+from kvrelay.common.images import ImageSpan, ImageTexts, PromptImage
 from kvrelay.common.model_card import KvLayout, ModelCard
 from kvrelay.common.retention import Retention
 from kvrelay.common.sampling import FinishReason, SampledToken, SamplingParams
 
 PROTOCOL_MIN, PROTOCOL_MAX = 1, 1  # oldest and newest number that this build speaks
 
-ABOUT_GUIDE = "guide"  # value of ``Failed.about``: the sampling parameters' guide
+# Values of ``Failed.about``.
+ABOUT_GUIDE = "guide"  # the sampling parameters' guide
+ABOUT_IMAGES = "images"
 
 
 class Role(enum.StrEnum):
@@ -182,6 +186,21 @@ class KeyTokens(_Message, tag=True, frozen=True, kw_only=True):
 # -- a request ----------------------------------------------------------------------------------------------------
 
 
+class AskImages(_Message, tag=True, frozen=True, kw_only=True):
+    """What does a prompt have in the place of images of these sizes? For workers whose card says that they read images."""
+
+    query: int  # comes back with the answer
+    sizes: list[tuple[int, int]]  # (width, height) in pixels
+
+
+class ImagesTold(_Message, tag=True, frozen=True, kw_only=True):
+    """The answer to ``AskImages``. With neither ``told`` nor ``problem``: the worker cannot tell now, another one might."""
+
+    query: int
+    told: ImageTexts | None = None
+    problem: str = ""  # for the client: why there is no answer
+
+
 class DecodeTarget(msgspec.Struct, frozen=True, kw_only=True):
     """The decode worker that the gateway chose."""
 
@@ -208,6 +227,7 @@ class Submit(_Message, tag=True, frozen=True, kw_only=True, omit_defaults=True):
     flow: Flow = Flow()
     max_uncached_tokens: int | None = None  # for local prefill: refuse with ``NOT_CACHED`` if more must be computed
     trace_id: str = ""  # shown in log lines; if not empty, the request is traced, and ``Timings`` has its chunks
+    images: list[PromptImage] = []  # of the prompt, in order
 
 
 class Withdraw(_Message, tag=True, frozen=True, kw_only=True):
@@ -308,7 +328,7 @@ class Failed(_Message, tag=True, frozen=True, kw_only=True):
     code: FailureCode
     detail: str
     retry_after_s: float | None = None
-    about: str | None = None  # the part of the request that is at fault, if known: ABOUT_GUIDE, perhaps others later
+    about: str | None = None  # what is at fault, if known: ABOUT_GUIDE, ABOUT_IMAGES, perhaps others later
 
 
 class Cancelled(_Message, tag=True, frozen=True, kw_only=True):
@@ -338,6 +358,7 @@ class Offer(_Message, tag=True, frozen=True, kw_only=True, omit_defaults=True):
     trace_id: str = ""  # as in Submit
     adapter: AdapterRef | None = None  # as in Submit
     flow: Flow = Flow()
+    images: list[ImageSpan] = []  # as in Submit; decode workers need no pixels
 
 
 class Grant(_Message, tag=True, frozen=True, kw_only=True):
@@ -370,6 +391,7 @@ class Commit(_Message, tag=True, frozen=True, kw_only=True):
     chain_hash: bytes
     first_token: SampledToken
     num_cached_tokens: int  # prompt tokens that the prefill worker had cached
+    position_offset: int = 0  # added to the positions of the tokens behind the prompt in rotary embeddings
 
 
 class Verified(_Message, tag=True, frozen=True, kw_only=True):
@@ -404,7 +426,7 @@ class Abort(_Message, tag=True, frozen=True, kw_only=True):
 
 
 Message = (
-    Hello | Welcome | HelloRefused | Ping | Bye | Status | KeyTokens | Distrust
+    Hello | Welcome | HelloRefused | Ping | Bye | Status | KeyTokens | Distrust | AskImages | ImagesTold
     | Submit | Withdraw | Cancel | Tokens | HandedOver | Preempted | Withdrawn | Failed | Cancelled
     | Offer | Grant | Refuse | Commit | Verified | Reject | Renew | Abort
 )  # fmt: skip

@@ -71,9 +71,14 @@ def check_listenable(address: str, setting: str) -> None:
         context.term()  # returns when the port is free again
 
 
-def configure_control(socket: zmq.Socket[bytes], settings: LinkSettings) -> None:
-    """Set the options of both ends of a control link. Call it before the socket binds or connects."""
+def configure_control(
+    socket: zmq.Socket[bytes], settings: LinkSettings, max_frame_nbytes: int = MAX_CONTROL_FRAME_NBYTES
+) -> None:
+    """Set the options of both ends of a control link. Call it before the socket binds or connects.
+
+    ``max_frame_nbytes``: the largest frame to receive; a peer that sends a larger one is disconnected.
+    """
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, _SEND_QUEUE)
-    socket.setsockopt(zmq.MAXMSGSIZE, MAX_CONTROL_FRAME_NBYTES)
+    socket.setsockopt(zmq.MAXMSGSIZE, max_frame_nbytes)
     close_dead_connections(socket, settings.peer_timeout_s)

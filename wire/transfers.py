@@ -105,7 +105,7 @@ class _Transfer:
     progress_s: float = 0.0  # when a block last left
     num_ready: int = 0
     next_block: int = 0  # the first block that is neither sent nor cached at the receiver
-    commit: tuple[SampledToken, int] | None = None
+    commit: tuple[SampledToken, int, int] | None = None  # what ``TransferTable.commit`` was told
     tickets: list[tuple[int, SendTicket]] = field(default_factory=list)
 
     def advance(self, state: HandoffState, now_s: float) -> None:
@@ -162,12 +162,12 @@ class TransferTable:
             transfer.num_ready = max(transfer.num_ready, num_blocks)
             self._ship(transfer)
 
-    def commit(self, key: Key, first_token: SampledToken, num_cached_tokens: int) -> None:
-        """Everything is computed; the commit follows the last block."""
+    def commit(self, key: Key, first_token: SampledToken, num_cached_tokens: int, position_offset: int = 0) -> None:
+        """Everything is computed; the commit follows the last block. The arguments are those of ``Commit``."""
         transfer = self._transfers.get(key)
         if transfer is not None and not transfer.state.is_over:
             transfer.num_ready = len(transfer.offer.block_hashes)
-            transfer.commit = (first_token, num_cached_tokens)
+            transfer.commit = (first_token, num_cached_tokens, position_offset)
             self._ship(transfer)
 
     def abort(self, key: Key, reason: str) -> None:
@@ -269,7 +269,7 @@ class TransferTable:
                         return
             transfer.next_block += 1
         if transfer.commit is not None and transfer.state in (HandoffState.GRANTED, HandoffState.SHIPPING):
-            first_token, num_cached_tokens = transfer.commit
+            first_token, num_cached_tokens, position_offset = transfer.commit
             transfer.advance(HandoffState.COMMITTED, self._clock())
             transfer.link.control.send(
                 Commit(
@@ -278,6 +278,7 @@ class TransferTable:
                     chain_hash=transfer.offer.block_hashes[-1],
                     first_token=first_token,
                     num_cached_tokens=num_cached_tokens,
+                    position_offset=position_offset,
                 )
             )
 

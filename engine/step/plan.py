@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import msgspec
 
+from kvrelay.common.images import ImageSpan
 from kvrelay.common.sampling import SampledToken, SamplingParams
+from kvrelay.engine.images.interface import ReadImages
 
 
 class PlanRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -45,6 +47,9 @@ class SlotJoin(msgspec.Struct, frozen=True, array_like=True):
     token_ids: tuple[int, ...]  # all known tokens, whether their K/V are computed or not
     num_prompt_tokens: int
     sampling: SamplingParams  # without its guide
+    images: ReadImages | None = None  # of its prompt, if the engine may have to compute some of their tokens
+    position_offset: int = 0  # added to positions behind the prompt in rotary embeddings
+    spans: tuple[ImageSpan, ...] = ()  # of its prompt's images, also where the engine need not compute them
 
 
 class TableDelta(msgspec.Struct, frozen=True, array_like=True):

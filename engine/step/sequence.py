@@ -20,8 +20,10 @@ from typing import TYPE_CHECKING, Protocol
 
 from kvrelay.common.block_hash import HashChain
 from kvrelay.common.fair_queue import Flow, Tags
+from kvrelay.common.images import ImageSpan
 from kvrelay.common.retention import Retention
 from kvrelay.common.sampling import FinishReason, SampledToken, SamplingParams
+from kvrelay.engine.images.interface import ReadImages
 
 if TYPE_CHECKING:
     import numpy as np
@@ -133,6 +135,10 @@ class Sequence:
     flow: Flow = field(default_factory=Flow)
     deadline_s: float = math.inf  # when its request times out, on the same clock
     tags: Tags = field(default_factory=Tags)  # decide when it gets its turn
+    spans: Seq[ImageSpan] = ()  # of the images in its prompt
+    images: ReadImages | None = None  # the same images for the encoder; None on workers that do not read images
+    position_offset: int = 0  # added to positions behind the prompt in rotary embeddings
+    has_whole_images: bool = False  # one step must compute all tokens of an image, except those that are cached
 
     @property
     def key(self) -> tuple[str, int]:
@@ -176,6 +182,11 @@ class Sequence:
         if self.sampling.num_prompt_logprobs is not None and num_missing > 0:
             return len(self.prompt_logprobs)
         return len(self.token_ids) - 1
+
+    @property
+    def may_start_again(self) -> bool:
+        """Whether this worker could compute all its tokens. False for images that only another worker can read."""
+        return not self.spans or self.images is not None
 
     @property
     def needs_host_to_sample(self) -> bool:

@@ -132,8 +132,11 @@ class Net:
         address: str = "tcp://127.0.0.1:0",
         settings: LinkSettings = FAST,
         gate: PeerGate | None = None,
+        **limits: int,
     ) -> ControlServer:
-        server = ControlServer(address, worker, settings, metrics=self.metrics, network=self.network, gate=gate)
+        server = ControlServer(
+            address, worker, settings, metrics=self.metrics, network=self.network, gate=gate, **limits
+        )
         self.to_stop.append(server)
         return server
 

@@ -20,7 +20,7 @@ from typing import Protocol
 import zmq
 
 from kvrelay.wire.addresses import SocketFile, with_brackets
-from kvrelay.wire.codec import Codec
+from kvrelay.wire.codec import MAX_CONTROL_FRAME_NBYTES, Codec
 from kvrelay.wire.errors import MalformedMessageError, WireError
 from kvrelay.wire.messages import (
     PROTOCOL_MAX,
@@ -84,13 +84,18 @@ class ControlServer:
         metrics: WireMetrics,
         network: Network,
         gate: PeerGate | None = None,
+        max_frame_nbytes: int = MAX_CONTROL_FRAME_NBYTES,
     ) -> None:
-        """``gate``: who may connect; started and stopped with the server. None: everybody, and nothing is encrypted."""
+        """``gate``: who may connect; started and stopped with the server. None: everybody, and nothing is encrypted.
+
+        ``max_frame_nbytes``: the largest message to receive.
+        """
         self._address = with_brackets(address)
         self._handler = handler
         self._settings = settings
         self._metrics = metrics
-        self._codec = Codec()
+        self._max_frame_nbytes = max_frame_nbytes
+        self._codec = Codec(max_frame_nbytes)
         self._peers: dict[bytes, _Peer] = {}  # by routing id
         self._routes: dict[tuple[Role, str], bytes] = {}  # role and name to routing id
         self._strangers: set[str] = set()
@@ -104,7 +109,7 @@ class ControlServer:
 
     async def start(self) -> str:
         """Listen. Returns the bound address. Raises WireError if it cannot listen there."""
-        configure_control(self._router, self._settings)
+        configure_control(self._router, self._settings, self._max_frame_nbytes)
         bound_strangers(self._router)
         allow_family(self._router, self._address)
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)

@@ -94,7 +94,13 @@ class LeaseTable:
             return Refuse(request_id=key[0], attempt=key[1], code=code, detail=detail, retry_after_s=retry_after_s)
 
         block_size = self._settings.block_size
-        chain = HashChain(self._settings.fingerprint, block_size, cache_salt=offer.cache_salt, adapter=offer.adapter)
+        chain = HashChain(
+            self._settings.fingerprint,
+            block_size,
+            cache_salt=offer.cache_salt,
+            adapter=offer.adapter,
+            images=offer.images,
+        )
         unfit = self._unfit(offer, chain)
         if unfit is not None:
             return refuse(*unfit)

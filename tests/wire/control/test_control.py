@@ -11,8 +11,9 @@ import pytest
 import zmq
 import zmq.asyncio
 
+from kvrelay.common.images import ImageSpan, PromptImage
 from kvrelay.common.sampling import SamplingParams
-from kvrelay.wire.codec import MAX_CONTROL_FRAME_NBYTES, Codec
+from kvrelay.wire.codec import MAX_CONTROL_FRAME_NBYTES, MAX_FRAME_NBYTES_WITH_IMAGES, Codec
 from kvrelay.wire.control.client import ControlClient
 from kvrelay.wire.control.server import ControlServer
 from kvrelay.wire.errors import MalformedMessageError, WireError
@@ -97,6 +98,20 @@ async def test_an_oversize_message_is_the_senders_error(net: Net) -> None:
     _, server, _, _ = await net.linked()
     with pytest.raises(MalformedMessageError):
         server.send(Role.PREFILL, "p", HelloRefused(code=FailureCode.INVALID, detail="x" * MAX_CONTROL_FRAME_NBYTES))
+
+
+async def test_a_large_image_arrives_as_one_message_where_images_are_read(net: Net) -> None:
+    worker, _, _, client = await net.linked(max_frame_nbytes=MAX_FRAME_NBYTES_WITH_IMAGES)
+    submit = Submit(
+        request_id="r",
+        attempt=1,
+        token_ids=[1] * 9,
+        num_prompt_tokens=9,
+        sampling=SamplingParams(max_tokens=1),
+        images=[PromptImage(ImageSpan(0, 4, bytes(16)), bytes(20 * 10**6))],
+    )
+    assert client.send(submit)
+    assert (await next_of(worker.heard))[2] == submit
 
 
 async def test_no_common_version_is_refused_with_both_named(net: Net) -> None:

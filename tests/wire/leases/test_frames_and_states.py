@@ -9,11 +9,13 @@ import pytest
 from msgspec.structs import replace
 
 from kvrelay.common.block_digests import digests_of
+from kvrelay.common.images import ImageSpan, PromptImage
+from kvrelay.common.sampling import SamplingParams
 from kvrelay.wire.blocks.frames import HEADER_NBYTES, BlockHeader, parse_header
-from kvrelay.wire.codec import MAX_CONTROL_FRAME_NBYTES, Codec
+from kvrelay.wire.codec import MAX_CONTROL_FRAME_NBYTES, MAX_FRAME_NBYTES_WITH_IMAGES, Codec
 from kvrelay.wire.errors import BlockRefusedError, MalformedMessageError
 from kvrelay.wire.leases.states import TRANSITIONS, HandoffState, advance
-from kvrelay.wire.messages import Hello, Ping, Role
+from kvrelay.wire.messages import Hello, Ping, Role, Submit
 
 HEADER = BlockHeader(
     lease_id=2**40,
@@ -76,3 +78,19 @@ def test_both_directions_are_bounded() -> None:
         Codec().encode(Hello(role=Role.PREFILL, peer_id="p" * MAX_CONTROL_FRAME_NBYTES))
     with pytest.raises(MalformedMessageError, match="exceeds"):
         Codec().decode(bytes(MAX_CONTROL_FRAME_NBYTES + 1))
+
+
+def test_images_have_room_that_other_messages_and_workers_without_encoders_do_not_have() -> None:
+    def submit(num_bytes: int) -> Submit:
+        images = [PromptImage(ImageSpan(0, 4, bytes(16)), bytes(num_bytes))]
+        sampling = SamplingParams(max_tokens=1)
+        return Submit(
+            request_id="r", attempt=1, token_ids=[1] * 9, num_prompt_tokens=9, sampling=sampling, images=images
+        )
+
+    frame = Codec().encode(submit(20 * 10**6))
+    assert Codec(MAX_FRAME_NBYTES_WITH_IMAGES).decode(frame) == submit(20 * 10**6)
+    with pytest.raises(MalformedMessageError, match="exceeds"):
+        Codec().decode(frame)
+    with pytest.raises(MalformedMessageError, match="exceeds"):
+        Codec().encode(submit(MAX_FRAME_NBYTES_WITH_IMAGES))

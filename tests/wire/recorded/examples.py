@@ -20,6 +20,7 @@ from kvrelay.common.adapter_files import AdapterRef
 from kvrelay.common.block_digests import digests_of
 from kvrelay.common.block_hash import HashChain
 from kvrelay.common.fair_queue import Flow
+from kvrelay.common.images import ImageSpan, ImageText, ImageTexts, PromptImage
 from kvrelay.common.kv_geometry import GroupKind, KvGeometry, KvGroup
 from kvrelay.common.model_card import KvLayout, ModelCard
 from kvrelay.common.retention import Retention
@@ -30,7 +31,9 @@ from kvrelay.wire.codec import Codec
 from kvrelay.wire.lines.shared.packets import Greeting, pack_answer, pack_block, pack_slots
 from kvrelay.wire.lines.shared.ring import RingShape
 from kvrelay.wire.messages import (
+    ABOUT_IMAGES,
     Abort,
+    AskImages,
     Beam,
     Bye,
     Cancel,
@@ -44,6 +47,7 @@ from kvrelay.wire.messages import (
     HandedOver,
     Hello,
     HelloRefused,
+    ImagesTold,
     KeyTokens,
     Message,
     Offer,
@@ -93,7 +97,13 @@ LAYOUT = KvLayout(
     kv_scales="e3b0c442",
 )
 _CARD = ModelCard(
-    layout=LAYOUT, vocab_size=151_936, max_model_len=40_960, num_blocks=4096, device_type="cuda", processors=("upper",)
+    layout=LAYOUT,
+    vocab_size=151_936,
+    max_model_len=40_960,
+    num_blocks=4096,
+    device_type="cuda",
+    processors=("upper",),
+    no_images="",
 )
 _SAMPLING = SamplingParams(
     max_tokens=64,
@@ -132,6 +142,7 @@ _REQUEST: dict[str, Any] = {
     "flow": Flow("key-1", -3, 2.5),
     "trace_id": "4bf92f3577b34da6a3ce929d0e0e4736",
 }
+_SPAN = ImageSpan(1, 3, bytes(16))
 _DELTA = TokenDelta(
     **_KEY,
     index=3,
@@ -159,7 +170,11 @@ MESSAGES: Sequence[Message] = (
     ),
     KeyTokens(gateway="gateway-1", number=7, used={"key-1": (100, 2000)}, age_s=1.5),
     Distrust(peer_id="prefill-1"),
-    Submit(**_REQUEST, decode=DecodeTarget(address="tcp://10.0.0.2:7200"), max_uncached_tokens=128),
+    AskImages(query=7, sizes=[(640, 480), (32, 32)]),
+    ImagesTold(query=7, told=ImageTexts("<image>", 151_655, [ImageText("<pad><pad>", 2), ImageText("<pad>", 1)])),
+    ImagesTold(query=8, problem="an image of 1 x 9000 pixels is too narrow"),
+    Submit(**_REQUEST, decode=DecodeTarget(address="tcp://10.0.0.2:7200"), max_uncached_tokens=128,
+           images=[PromptImage(_SPAN, b"\x89PNG")]),
     Submit(**_KEY, token_ids=[1], num_prompt_tokens=1, sampling=SamplingParams(max_tokens=1)),
     Withdraw(**_KEY),
     Cancel(**_KEY),
@@ -168,11 +183,13 @@ MESSAGES: Sequence[Message] = (
     Preempted(**_KEY),
     Withdrawn(**_KEY),
     Failed(**_KEY, code=FailureCode.QUEUE_FULL, detail="64 requests wait", retry_after_s=2.0, about="guide"),
+    Failed(**_KEY, code=FailureCode.INVALID, detail="image 0 cannot be read", about=ABOUT_IMAGES),
     Cancelled(**_KEY),
-    Offer(**_REQUEST, gateway_id="gateway-1", fingerprint=LAYOUT.fingerprint(), block_hashes=[_HASH, bytes(16)]),
+    Offer(**_REQUEST, gateway_id="gateway-1", fingerprint=LAYOUT.fingerprint(), block_hashes=[_HASH, bytes(16)],
+          images=[_SPAN]),
     Grant(**_KEY, **_LEASE, num_cached_blocks=1, ttl_s=30.0, seal_key=bytes(range(KEY_NBYTES))),
     Refuse(**_KEY, code=FailureCode.NO_ROOM, detail="12 blocks are free", retry_after_s=0.5),
-    Commit(**_LEASE, chain_hash=_HASH, first_token=_TOKEN, num_cached_tokens=2),
+    Commit(**_LEASE, chain_hash=_HASH, first_token=_TOKEN, num_cached_tokens=2, position_offset=-5),
     Verified(**_LEASE),
     Reject(**_LEASE, code=FailureCode.INTEGRITY, detail="piece 0 of block 1"),
     Renew(**_LEASE),
@@ -219,6 +236,9 @@ def recording() -> dict[str, Any]:
             "plain": says(HashChain(bytes(16), 4).hashes_of_all(range(10))),
             "keyed": says(
                 HashChain(bytes(16), 4, cache_salt="s", adapter=AdapterRef("a", "d")).hashes_of_all(range(10))
+            ),
+            "images": says(
+                HashChain(bytes(16), 4, images=[_SPAN, ImageSpan(3, 9, bytes(range(16)))]).hashes_of_all(range(10))
             ),
         },
     }
