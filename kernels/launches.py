@@ -101,6 +101,7 @@ def _attention_launches(
     softcap: float | None = None,
     has_sinks: bool = False,
     chunk: int | None = None,
+    has_images: bool = False,
 ) -> list[Launch]:
     case = f"{NAMES[dtype]} d{head_dim} {num_q_heads}/{num_kv_heads}"
     case += (
@@ -108,7 +109,7 @@ def _attention_launches(
         + (f" window {window}" if window else "")
         + (f" chunks of {chunk}" if chunk else "")
     )
-    case += (" softcap" if softcap else "") + (" sinks" if has_sinks else "")
+    case += (" softcap" if softcap else "") + (" sinks" if has_sinks else "") + (" images" if has_images else "")
     pool = torch.empty((2, 2, 2, num_kv_heads, 16, head_dim), dtype=torch.float8_e4m3fn if fp8 else dtype)
     scales = torch.empty((2, 2, num_kv_heads)) if fp8 else None
     qkv = torch.empty((4, num_q_heads + 2 * num_kv_heads, head_dim), dtype=dtype)
@@ -124,9 +125,13 @@ def _attention_launches(
     options |= {"softcap": softcap, "sinks": sinks, "chunk_size": chunk}
 
     def call() -> None:
-        rotary.rotary_kv_write(q, k, v, table, table, long, pool, 1, long, scales)
-        prefill.paged_prefill_attention(q, pool, 1, tables, lens, lens[:4], max_query_len=4, **options)
-        decode.paged_decode_attention(q, pool, 1, tables, lens[:4], workspace=workspace, **options)
+        last_seen = lens[:4] if has_images else None
+        prefill.paged_prefill_attention(
+            q, pool, 1, tables, lens, lens[:4], max_query_len=4, last_seen=last_seen, **options
+        )
+        if not has_images:  # single tokens see no later ones
+            rotary.rotary_kv_write(q, k, v, table, table, long, pool, 1, long, scales)
+            decode.paged_decode_attention(q, pool, 1, tables, lens[:4], workspace=workspace, **options)
 
     return _record(case, call)
 
@@ -155,12 +160,14 @@ def _capability(target: Target) -> tuple[int, int] | None:
 def _box_launches(target: Target) -> list[Launch]:
     """Prefill attention over blocks of 64 tokens, whose tiles are loaded as boxes."""
     found: list[Launch] = []
-    for head_dim, num_q_heads, num_kv_heads, dtype in (
-        (64, 9, 3, torch.bfloat16),
-        (128, 32, 8, torch.bfloat16),
-        (256, 16, 8, torch.bfloat16),
-        (64, 9, 3, torch.float8_e4m3fn),
-        (128, 32, 8, torch.float8_e4m3fn),
+    for head_dim, num_q_heads, num_kv_heads, dtype, has_images in (
+        (64, 9, 3, torch.bfloat16, False),
+        (128, 32, 8, torch.bfloat16, False),
+        (256, 16, 8, torch.bfloat16, False),
+        (128, 32, 16, torch.bfloat16, True),
+        (256, 8, 4, torch.bfloat16, True),
+        (64, 9, 3, torch.float8_e4m3fn, False),
+        (128, 32, 8, torch.float8_e4m3fn, False),
     ):
         pool = torch.empty((2, 2, 2, num_kv_heads, 64, head_dim), dtype=dtype)
         is_fp8 = dtype == torch.float8_e4m3fn
@@ -175,16 +182,17 @@ def _box_launches(target: Target) -> list[Launch]:
                 max_query_len=4,
                 out=q,
                 kv_scales=torch.empty((2, 2, num_kv_heads)) if is_fp8 else None,
+                last_seen=lens[:4] if has_images else None,
                 loads=TileLoads.BOXES,
             )
-            case = f"bf16 d{head_dim} {num_q_heads}/{num_kv_heads}{' fp8 pool' if is_fp8 else ''} boxes"
-            found += _record(case, call)
+            case = f"bf16 d{head_dim} {num_q_heads}/{num_kv_heads}{' fp8 pool' if is_fp8 else ''}"
+            found += _record(f"{case}{' images' if has_images else ''} boxes", call)
     return found
 
 
 def launches(target: Target) -> list[Launch]:
-    """The representative specialisations for a target: SmolLM2-135M, Llama-3-8B, Gemma 2, Gemma 4, gpt-oss, Llama 4's chunks, and
-    the edges of the tile tables.
+    """The representative specialisations for a target: SmolLM2-135M, Llama-3-8B, Gemma 2, Gemma 4, gpt-oss, Llama 4's chunks,
+    Gemma 3's images, and the edges of the tile tables.
     """
     is_roomy = has_much_shared_memory(_capability(target))
     # Wrappers would ask the first two of their device. Batches that combine their splits themselves have the larger kernel.
@@ -236,6 +244,10 @@ def _all_launches() -> list[Launch]:
         *_attention_launches(128, 32, 16, bf16, None, softcap=50.0),
         *_attention_launches(64, 64, 8, bf16, 128, has_sinks=True),
         *_attention_launches(64, 64, 8, bf16, None, has_sinks=True),
+        *_attention_launches(256, 8, 4, bf16, None, has_images=True),
+        *_attention_launches(256, 8, 4, bf16, 1024, has_images=True),
+        *_attention_launches(128, 32, 16, bf16, None, has_images=True),
+        *_attention_launches(128, 32, 16, bf16, 1024, has_images=True),
         *_attention_launches(64, 9, 3, torch.float32, None),
         *_attention_launches(128, 32, 8, torch.float32, None),
     ):

@@ -50,6 +50,7 @@ class EngineOptions:
     num_threads: int = 1
     max_num_seqs: int = 64
     max_batched_tokens: int = 512
+    reads_images: bool = False  # whether to load what encodes the images of prompts
     decodes: bool = True  # whether to prepare for steps of one token per sequence
     cuda_graphs: bool = True
     run_ahead: str = "auto"  # "on", "off"; auto is on on a GPU

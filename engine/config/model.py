@@ -72,6 +72,8 @@ class ModelShape:
     )
     layer_sizes: tuple[KvSizes, ...] | None = None  # per layer; None: all keep ``num_kv_heads`` heads of ``head_dim``
     states: tuple[tuple[StateTensor, ...], ...] = ()  # per recurrent layer; in the pool they follow the other layers
+    # Tokens of an image see each other (``Batch.last_seen``) only in layers with a window, as in Gemma 4; else in all of them.
+    sees_ahead_in_windows_only: bool = False
     stage_layers: range | None = None  # with stages: the layers of this stage; None: all
     dtype: str
     rope_text: str  # equal if and only if the rotations are equal
@@ -83,6 +85,10 @@ class ModelShape:
             return self.layer_sizes
         value_size = self.head_dim if self.latent_rank is None else 0
         return (KvSizes(self.num_kv_heads, self.head_dim, value_size),) * len(self.sliding_windows)
+
+    def sees_ahead(self, window: Window | None) -> bool:
+        """Whether attention in layers with this window follows :attr:`Batch.last_seen`; else tokens see none behind their own."""
+        return window is not None or not self.sees_ahead_in_windows_only
 
     @property
     def kv_size(self) -> int:

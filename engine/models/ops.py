@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy.typing as npt
 import torch
 
 from kvrelay.engine.kv.states import StateStep
 from kvrelay.engine.models.low_rank import LowRankProducts
 from kvrelay.engine.sampling.sampler import SamplerOps
 from kvrelay.engine.step.batch import Batch
+from kvrelay.engine.step.slots import Slots
 from kvrelay.engine.weights.parameters import ExpertWeights
 from kvrelay.engine.weights.rounding import AnyWeight
 
+Upload = Callable[[Sequence[npt.NDArray[Any]]], list[torch.Tensor]]
+"""Arrays -> tensors of the same shapes and types on the device"""
 Linear = Callable[[torch.Tensor], torch.Tensor]
 """``[n, in]`` -> ``[n, out]``"""
 Activation = Callable[[torch.Tensor], torch.Tensor]
@@ -53,6 +57,10 @@ class PagedStep(Protocol):
 
     def attention(self, query: torch.Tensor, layer: int, scores: Scores = PLAIN) -> torch.Tensor:
         """Causal attention over the pool within the layer's window.
+
+        Where ``ModelShape.sees_ahead``, a token sees keys up to its ``Batch.last_seen``. Its window, or its chunk, begins by its
+        own position all the same: the last tokens of an image that is longer than the window do not see the first ones.
+        transformers masks Gemma 3 so: what is in the window, and either before the token or in its image.
 
         ``query`` ``[num_tokens, num_q_heads, key_size]`` -> ``[num_tokens, num_q_heads, value_size]``.
         """
@@ -100,6 +108,12 @@ class StepGraphs(Protocol):
 
 class Model(Protocol):
     """A forward pass over paged K/V."""
+
+    def begin_step(self, batch: Batch, slots: Slots, upload: Upload) -> None:
+        """Prepare what the step that ``forward`` computes next has beside token ids: images, and positions of their own.
+
+        Raises ValueError if the step has what the model cannot take.
+        """
 
     def forward(self, token_ids: torch.Tensor, step: Any) -> torch.Tensor | None:
         """Hidden states ``[num_tokens, hidden]``, or None if a later stage has them. Side effect: writes all tokens' K/V into the

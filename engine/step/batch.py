@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvrelay.engine.step.plan import PlanRow, StepPlan, TableDelta
-from kvrelay.engine.step.slots import Ints, Slots
+from kvrelay.engine.step.slots import Ints, Slots, SlotSequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +32,10 @@ class Batch:
     sampling_rows: Ints  # [num_sampled] indices of rows that sample
     max_query_len: int
     adapters: Ints | None = None  # [num_rows], slots of adapters, 0 for none; None: no row has one
+    # [num_tokens], the last position that each token sees, from its own to its row's last one; None: its own. Tokens of one image
+    # may see each other. A row of one token sees its own.
+    last_seen: Ints | None = None
+    rotary_positions: Ints | None = None  # [axes, num_tokens]; None: ``positions``
 
     def block_tables(self, group: int = 0) -> Ints:
         """``[num_rows, max_blocks]``, padded with 0: a copy."""
@@ -73,6 +77,16 @@ def build_batch(plan: StepPlan, slots: Slots, block_size: int) -> Batch:
         else:
             token_ids += slots.sequences[row.slot].token_ids[row.start : row.start + row.num_tokens]
     block_ids = slots.block_tables[:, index[row_of_token], positions // block_size]
+    last_seen = rotary_positions = None
+    if (special := np.flatnonzero(slots.is_special[index])).size:
+        parts = [
+            _Part(
+                slots.sequences[index[place]], int(starts[place]), slice(*query_start_loc[place : place + 2].tolist())
+            )
+            for place in special.tolist()
+        ]
+        rotary_positions = _rotary_positions(parts, positions)
+        last_seen = _last_seen(parts, positions)
     return Batch(
         rows=rows,
         slots=index,
@@ -89,4 +103,54 @@ def build_batch(plan: StepPlan, slots: Slots, block_size: int) -> Batch:
         sampling_rows=np.flatnonzero([row.num_samples for row in rows]),
         max_query_len=int(counts.max()),
         adapters=np.array([row.adapter for row in rows]) if any(row.adapter for row in rows) else None,
+        last_seen=last_seen,
+        rotary_positions=rotary_positions,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A row of a sequence with images, or with an offset."""
+
+    sequence: SlotSequence
+    start: int  # position of its first token
+    tokens: slice  # its tokens in the step
+
+    @property
+    def end(self) -> int:
+        """The position behind its last token."""
+        return self.start + int(self.tokens.stop) - int(self.tokens.start)
+
+
+def _rotary_positions(parts: list[_Part], positions: Ints) -> Ints | None:
+    """``[axes, num_tokens]``; None if they are all ``positions``."""
+    known = [part.sequence.rotary_positions for part in parts]
+    if all(one is None and not part.sequence.position_offset for one, part in zip(known, parts, strict=True)):
+        return None
+    found = np.tile(positions, (max((len(one) for one in known if one is not None), default=1), 1))
+    for part, one in zip(parts, known, strict=True):
+        found[:, part.tokens] += part.sequence.position_offset
+        if one is not None and part.start < one.shape[1]:
+            of_part = one[:, part.start : part.end]
+            found[:, part.tokens.start : part.tokens.start + of_part.shape[1]] = of_part
+    return found
+
+
+def _last_seen(parts: list[_Part], positions: Ints) -> Ints | None:
+    """See Batch; None if no token of an image is computed. Raises ValueError if a row ends inside an image."""
+    found: Ints | None = None
+    for part in parts:
+        images = part.sequence.images
+        for span in images.spans if images is not None and images.takes_whole else ():
+            first = max(span.start, part.start)
+            if first >= min(span.stop, part.end):
+                continue
+            if span.stop > part.end:
+                raise ValueError(
+                    f"sequence {part.sequence.name}: a row ends at {part.end}, inside the image at {span.start} to {span.stop}, "
+                    "whose tokens see each other"
+                )
+            found = positions.copy() if found is None else found
+            offset = part.tokens.start - part.start
+            found[first + offset : span.stop + offset] = span.stop - 1
+    return found

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from kvrelay.kernels.attention.kv_scales import require_compute_dtype
-from kvrelay.kernels.attention.prefill import paged_prefill_attention_reference
+from kvrelay.kernels.attention.prefill_reference import paged_prefill_attention_reference
 from kvrelay.kernels.attention.splits import (
     MIN_KEYS_PER_SPLIT,
     combined_splits,

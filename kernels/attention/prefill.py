@@ -10,14 +10,13 @@ packed into the rows of a tile, so that each key and value is loaded once for al
 
 from __future__ import annotations
 
-import math
 from typing import no_type_check
 
 import torch
 import triton
 import triton.language as tl
 
-from kvrelay.kernels.attention.kv_scales import dequantise, require_compute_dtype
+from kvrelay.kernels.attention.kv_scales import require_compute_dtype
 from kvrelay.kernels.attention.prefill_tiles import (
     TileLoads,
     box_obstacle,
@@ -43,66 +42,6 @@ from kvrelay.kernels.checks import (
 _LOG2_E = tl.constexpr(LOG2_E)
 
 
-def gather_context(
-    pool: torch.Tensor | PagedKv, layer: int, block_table: torch.Tensor, seq_len: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Copy one sequence's keys and values out of the pool: two tensors `[num_kv_heads, seq_len, size]`."""
-    kv = PagedKv.of(pool)
-    block_ids = block_table[: -(-seq_len // kv.keys.shape[3])].long()
-    # [num_blocks, num_kv_heads, block_size, size] each
-    keys, values = (view[block_ids, layer].transpose(0, 1).flatten(1, 2)[:, :seq_len] for view in (kv.keys, kv.values))
-    return keys, values
-
-
-def paged_prefill_attention_reference(
-    q: torch.Tensor,
-    pool: torch.Tensor | PagedKv,
-    layer: int,
-    block_tables: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
-    *,
-    scale: float,
-    sliding_window: int | None = None,
-    chunk_size: int | None = None,
-    max_query_len: int,
-    out: torch.Tensor,
-    kv_scales: torch.Tensor | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    loads: TileLoads | None = None,
-) -> None:
-    """The same as `paged_prefill_attention`, in at least fp32, for any `loads`. Reads lengths on the host."""
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    starts, lens = query_start_loc.tolist(), seq_lens.tolist()
-    for index, seq_len in enumerate(lens):
-        start, end = starts[index], starts[index + 1]
-        assert end - start <= min(max_query_len, seq_len), (start, end, max_query_len, seq_len)
-        scales = None if kv_scales is None else kv_scales[layer]
-        context = gather_context(pool, layer, block_tables[index], seq_len)
-        keys, values = (dequantise(t, scales, kind).to(dtype) for kind, t in enumerate(context))
-        num_kv_heads, head_dim = keys.shape[0], keys.shape[2]
-        # [num_kv_heads, group, query_len, head_dim]
-        by_group = (end - start, num_kv_heads, q.shape[1] // num_kv_heads, head_dim)
-        query = q[start:end].to(dtype).view(by_group).permute(1, 2, 0, 3)
-        scores = query @ keys[:, None].transpose(-1, -2) * scale
-        if softcap is not None:
-            scores = softcap * torch.tanh(scores / softcap)
-        query_positions = torch.arange(seq_len - (end - start), seq_len, device=q.device)[:, None]
-        distance = query_positions - torch.arange(seq_len, device=q.device)[None, :]
-        visible = distance >= 0
-        if sliding_window is not None:
-            visible &= distance < sliding_window
-        if chunk_size is not None:
-            visible &= distance <= query_positions % chunk_size
-        scores = scores.masked_fill(~visible, -math.inf)
-        if sinks is not None:
-            of_heads = sinks.to(dtype).view(num_kv_heads, -1, 1, 1).expand(*scores.shape[:3], 1)
-            scores = torch.cat((scores, of_heads), dim=-1)
-        result = scores.softmax(-1)[..., :seq_len] @ values[:, None]
-        out[start:end] = result.permute(2, 0, 1, 3).flatten(1, 2).to(out.dtype)
-
-
 # A step's prompts follow its single tokens, so the offset of their tables and lengths changes from step to step.
 # Specialising on its alignment
 # would compile kernels while streams run.
@@ -119,6 +58,7 @@ def _prefill_attention_kernel(
     block_tables_ptr,
     query_start_loc_ptr,
     seq_lens_ptr,
+    last_seen_ptr,
     out_ptr,
     scale_log2,
     softcap,
@@ -144,6 +84,7 @@ def _prefill_attention_kernel(
     HAS_SCALES: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    HAS_LAST_SEEN: tl.constexpr,
     LOOK_AHEAD: tl.constexpr,
     BY_BOXES: tl.constexpr,
 ):
@@ -174,6 +115,10 @@ def _prefill_attention_kernel(
     first_position = context_len + tile * ROWS // GROUP
     last_position = tl.minimum(context_len + (tile * ROWS + ROWS - 1) // GROUP, seq_len - 1)
     key_end = last_position + 1
+    last_seen = query_positions
+    if HAS_LAST_SEEN:
+        last_seen = tl.load(last_seen_ptr + query_start + tokens, mask=tokens < query_len, other=0)
+        key_end = tl.max(last_seen, axis=0) + 1
     # Keys before masked_start are visible to every row of the tile. With a window, one masked loop covers everything: a
     # third loop for the
     # window's edge made the kernel spill on sm80.
@@ -222,6 +167,7 @@ def _prefill_attention_kernel(
             row_max,
             row_sum,
             query_positions,
+            last_seen,
             0,
             masked_start,
             0,
@@ -243,6 +189,7 @@ def _prefill_attention_kernel(
             CHUNK,
             HAS_SCALES,
             HAS_SOFTCAP,
+            HAS_LAST_SEEN,
             LOOK_AHEAD,
             False,
         )
@@ -252,6 +199,7 @@ def _prefill_attention_kernel(
         row_max,
         row_sum,
         query_positions,
+        last_seen,
         masked_start,
         key_end,
         first_seen,
@@ -273,6 +221,7 @@ def _prefill_attention_kernel(
         CHUNK,
         HAS_SCALES,
         HAS_SOFTCAP,
+        HAS_LAST_SEEN,
         LOOK_AHEAD,
         True,
     )
@@ -302,9 +251,12 @@ def paged_prefill_attention(
     kv_scales: torch.Tensor | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    last_seen: torch.Tensor | None = None,
     loads: TileLoads | None = None,
 ) -> None:
     """Causal attention; a sequence's queries are the last `query_len` positions of its context.
+
+    With `last_seen` tokens also see later ones, as those of one image do in some models (Gemma 3).
 
     Args:
         q: `[num_tokens, num_q_heads, head_dim]`, packed by sequence; pool's dtype, any float type over an fp8 pool; may be strided.
@@ -320,6 +272,8 @@ def paged_prefill_attention(
         kv_scales: `[num_layers, 2, num_kv_heads]` fp32, what an fp8 pool was written with; else None.
         softcap: None, or scores become softcap * tanh(scores / softcap).
         sinks: None, or `[num_q_heads]` floats: scores of one more key for each head, which has no value.
+        last_seen: None, or `[num_tokens]` int32: the last position that each query sees, from its own up to the context's last.
+            The first one stays that of the query's own position, its window and its chunk.
         loads: how tiles without a mask are loaded; None: `tile_loads` of the device, the pool and the window.
 
     Raises:
@@ -345,6 +299,10 @@ def paged_prefill_attention(
     ):
         require_dtype(name, tensor, torch.int32)
         require_unit_stride(name, tensor)
+    if last_seen is not None:
+        require_shape("last_seen", last_seen, (q.shape[0],))
+        require_dtype("last_seen", last_seen, torch.int32)
+        require_unit_stride("last_seen", last_seen)
     require_window(sliding_window, chunk_size)
     has_window = sliding_window is not None or chunk_size is not None
     require_scores(num_q_heads, softcap, sinks)
@@ -357,7 +315,8 @@ def paged_prefill_attention(
     head_dim_pad = next_power_of_2(geometry.head_dim)
     largest = max(head_dim_pad, next_power_of_2(geometry.value_dim))
     is_roomy = has_much_shared_memory(nvidia_capability(q.device))
-    tile = choose_tile(largest, pool.dtype.itemsize, is_chunked=chunk_size is not None, is_roomy=is_roomy)
+    limits = {"is_chunked": chunk_size is not None, "sees_ahead": last_seen is not None}
+    tile = choose_tile(largest, pool.dtype.itemsize, **limits, is_roomy=is_roomy)
     kv = PagedKv.of(pool)
     layer_keys = kv.keys[:, layer]
     _prefill_attention_kernel[(triton.cdiv(max_query_len * group, tile.rows), geometry.num_kv_heads, num_seqs)](
@@ -369,6 +328,7 @@ def paged_prefill_attention(
         block_tables,
         query_start_loc,
         seq_lens,
+        last_seen,
         out,
         scale * LOG2_E,
         softcap or 0.0,
@@ -394,6 +354,7 @@ def paged_prefill_attention(
         HAS_SCALES=kv_scales is not None,
         HAS_SOFTCAP=softcap is not None,
         HAS_SINKS=sinks is not None,
+        HAS_LAST_SEEN=last_seen is not None,
         LOOK_AHEAD=looks_ahead(q.device),
         BY_BOXES=loads is TileLoads.BOXES,
         num_warps=tile.num_warps,

@@ -44,10 +44,18 @@ class TileLoads(enum.Enum):
     BOXES = enum.auto()  # a tile is one box of neighbouring rows, copied by one instruction (TMA)
 
 
-def choose_tile(head_dim_pad: int, element_size: int, *, is_chunked: bool = False, is_roomy: bool = False) -> Tile:
+def choose_tile(
+    head_dim_pad: int,
+    element_size: int,
+    *,
+    is_chunked: bool = False,
+    sees_ahead: bool = False,
+    is_roomy: bool = False,
+) -> Tile:
     """The tile for a padded head_dim and the size of a pool's number in bytes.
 
-    ``is_chunked``: queries see only their own chunk. ``is_roomy``: see `has_much_shared_memory`.
+    ``is_chunked``: queries see only their own chunk. ``sees_ahead``: queries see later keys, too. ``is_roomy``: see
+    `has_much_shared_memory`.
     """
     if head_dim_pad > _MAX_BOX_DIM:
         # With 32 rows and 4 warps 16 bytes spill on sm_90 and sm_100; with 8 warps two buffers do not fit gfx942.
@@ -58,10 +66,12 @@ def choose_tile(head_dim_pad: int, element_size: int, *, is_chunked: bool = Fals
     if head_dim_pad <= 64:
         return Tile(rows=64, keys=64, num_warps=4, num_stages=3)
     if head_dim_pad == 128:
-        # With chunks each row has its own limit in a register: with 128 rows 72 bytes spill on sm_80, 8 on gfx942.
+        # With chunks each row has its own limit in a register: with 128 rows 72 bytes spill on sm_80, 8 on gfx942. With a window
+        # and keys ahead, 56 spill on sm_80, none on Hopper.
+        is_small = is_chunked or (sees_ahead and not is_roomy)
         # Three buffers of keys and values are worth 18 % on an H200.
         stages = 3 if is_roomy and element_size == 2 and not is_chunked else 2
-        return Tile(rows=64 if is_chunked else 128, keys=64, num_warps=8, num_stages=stages)
+        return Tile(rows=64 if is_small else 128, keys=64, num_warps=8, num_stages=stages)
     return Tile(rows=64, keys=32, num_warps=8, num_stages=2)
 
 

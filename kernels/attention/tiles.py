@@ -96,6 +96,7 @@ def accumulate(
     row_max,
     row_sum,
     query_positions,
+    last_seen,
     key_start,
     key_end,
     first_seen,
@@ -117,12 +118,14 @@ def accumulate(
     CHUNK: tl.constexpr,
     HAS_SCALES: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    HAS_LAST_SEEN: tl.constexpr,
     LOOK_AHEAD: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """The online softmax over the keys `[key_start, key_end)`. Returns the new `acc`, `row_max` and `row_sum`.
 
-    Without MASKED, every key is visible to every row. With a window, no row sees a key before `first_seen`. With LOOK_AHEAD, a
+    Without MASKED, every key is visible to every row. A row sees no key behind its own position or, with HAS_LAST_SEEN, behind
+    its `last_seen`. With a window, no row sees a key before `first_seen`. With LOOK_AHEAD, a
     tile's block ids are loaded one iteration ahead, so that the loads of keys need not wait for their addresses.
     """
     dims = tl.arange(0, HEAD_DIM_PAD)
@@ -154,7 +157,7 @@ def accumulate(
             factor = 1.0
         if MASKED:
             distance = query_positions[:, None] - positions[None, :]
-            visible = distance >= 0
+            visible = positions[None, :] <= last_seen[:, None] if HAS_LAST_SEEN else distance >= 0
             if CHUNK > 0:
                 visible = visible & (distance < window_at(query_positions, window, CHUNK)[:, None])
             elif HAS_WINDOW:

@@ -248,6 +248,7 @@ def _check_boxes(rows: list[dict[str, Any]]) -> None:
     loops = {(row["case"], row["target"]): row["loops"] for row in rows}
     boxes = {key for key in loops if key[0].endswith(" boxes")}
     on_hopper = ("d64 9/3", "d128 32/8", "d256 16/8", "d64 9/3 fp8 pool", "d128 32/8 fp8 pool")
+    on_hopper += ("d128 32/16 images", "d256 8/4 images")
     assert boxes == {
         (f"bf16 {case} boxes", target)
         for target in ("cuda:90", "cuda:100")

@@ -135,10 +135,12 @@ class AttentionPlan:
         group: int = 0,
         has_plain_scores: bool = True,
         latent_rank: int | None = None,
+        sees_ahead: bool = True,
     ) -> None:
         """``group``: whose block tables to read. ``has_plain_scores``: ``run`` gets no ``Scores`` with a softcap or sinks.
 
-        ``latent_rank``: the group keeps only keys, and the first ``latent_rank`` numbers of each are the value.
+        ``latent_rank``: the group keeps only keys, and the first ``latent_rank`` numbers of each are the value. ``sees_ahead``: see
+        :meth:`ModelShape.sees_ahead`; if not, tokens see none behind their own position.
         """
         self._rows = _Rows(kv)
         sizes, self._block_size = kv.sizes, kv.block_size
@@ -157,11 +159,12 @@ class AttentionPlan:
         if has_plain_scores and split == 1 and end == 1 and sees_all:
             self._lone_query = self._plan_lone_query(batch)
         elif split > 0:
-            self._groups.append(self._plan(batch, 0, split, 1))
+            self._groups.append(self._plan(batch, 0, split, 1, None))
         if split < end:
-            self._groups.append(self._plan(batch, split, end, _tile_for(batch.max_query_len)))
+            last_seen = batch.last_seen if sees_ahead else None
+            self._groups.append(self._plan(batch, split, end, _tile_for(batch.max_query_len), last_seen))
 
-    def _plan(self, batch: Batch, start: int, end: int, tile: int) -> _Group:
+    def _plan(self, batch: Batch, start: int, end: int, tile: int, last_seen: Ints | None) -> _Group:
         # Rows [start, end) of the batch; all arrays below are indexed by tile or by item.
         counts = np.diff(batch.query_start_loc)[start:end]
         seq_lens = batch.seq_lens[start:end]
@@ -173,12 +176,15 @@ class AttentionPlan:
         num_lanes = np.minimum(tile, counts[row_of_tile] - first_query)
         first_position = (seq_lens - counts)[row_of_tile] + first_query
         last_position = first_position + num_lanes - 1
+        first_token = batch.query_start_loc[start:end][row_of_tile] + first_query
+        # With keys ahead, a tile's tokens reach up to the next one's first token, and the last one's to the end of the batch.
+        last_key = last_position if last_seen is None else np.maximum.reduceat(last_seen, first_token)
 
         first_key = np.zeros_like(first_position)
         if self._window is not None:
             first_key = np.maximum(0, first_position - window_at(self._window, first_position) + 1)
         first_chunk = first_key // chunk
-        chunks_per_tile = last_position // chunk - first_chunk + 1
+        chunks_per_tile = last_key // chunk - first_chunk + 1
         tile_of_item = np.repeat(np.arange(len(row_of_tile)), chunks_per_tile)
         item_key = (first_chunk[tile_of_item] + _ramp(chunks_per_tile)) * chunk  # first position of the chunk
 
@@ -192,8 +198,13 @@ class AttentionPlan:
         order = np.lexsort((is_masked, np.arange(len(tile_of_item)) // piece_len))
         tiles, keys, masked = tile_of_item[order], item_key[order], is_masked[order]
         pool_rows = self._pool_rows(self._tables[start:end], chunk, keys, row_of_tile[tiles], first_key[tiles])
-        is_dead = self._is_dead(chunk, keys, first_key[tiles], last_position[tiles])
-        mask = self._mask(chunk, tile, keys[masked], first_position[tiles[masked]])
+        is_dead = self._is_dead(chunk, keys, first_key[tiles], last_key[tiles])
+        # Unused lanes repeat the tile's last query.
+        lane = np.arange(tile)
+        tokens = first_token[:, None] + np.minimum(lane[None, :], num_lanes[:, None] - 1)
+        of_masked = tiles[masked]
+        seen = None if last_seen is None else last_seen[tokens[of_masked]]
+        mask = self._mask(chunk, tile, keys[masked], first_position[of_masked], seen)
         num_masked = np.concatenate(([0], np.cumsum(masked)))
         starts = np.arange(0, len(order), piece_len)
         # Arrays are made for all pieces at once: a step of many long contexts has a hundred pieces.
@@ -218,16 +229,12 @@ class AttentionPlan:
         ]
         queries, lanes = None, None
         if tile > 1:
-            lane = np.arange(tile)
-            first_token = (batch.query_start_loc[start:end])[row_of_tile] + first_query
-            # Unused lanes repeat the tile's last query.
-            queries = first_token[:, None] + np.minimum(lane[None, :], num_lanes[:, None] - 1)
-            lanes = np.flatnonzero(lane[None, :] < num_lanes[:, None])
+            queries, lanes = tokens.reshape(-1), np.flatnonzero(lane[None, :] < num_lanes[:, None])
         return _Group(
             tile=tile,
             chunk=chunk,
             num_tiles=len(row_of_tile),
-            queries=None if queries is None else torch.from_numpy(queries.reshape(-1)),
+            queries=None if queries is None else torch.from_numpy(queries),
             lanes=None if lanes is None else torch.from_numpy(lanes),
             tokens=slice(int(batch.query_start_loc[start]), int(batch.query_start_loc[end])),
             pieces=pieces,
@@ -246,10 +253,10 @@ class AttentionPlan:
         block_ids = tables[rows[:, None], np.minimum(block_index, tables.shape[1] - 1)]
         return self._rows.of_blocks(block_ids[:, None, :], np.arange(self._num_kv_heads)[:, None])
 
-    def _is_dead(self, chunk: int, keys: Ints, first_keys: Ints, last_positions: Ints) -> npt.NDArray[np.bool_]:
+    def _is_dead(self, chunk: int, keys: Ints, first_keys: Ints, last_keys: Ints) -> npt.NDArray[np.bool_]:
         """Whether no query of an item's tile sees a key, ``[num_items, chunk]``."""
         key = keys[:, None] + np.arange(chunk)
-        dead: npt.NDArray[np.bool_] = (key > last_positions[:, None]) | (key < first_keys[:, None])
+        dead: npt.NDArray[np.bool_] = (key > last_keys[:, None]) | (key < first_keys[:, None])
         return dead
 
     def _dead_rows(self, is_dead: npt.NDArray[np.bool_]) -> Ints:
@@ -258,11 +265,15 @@ class AttentionPlan:
         of_heads = np.broadcast_to(is_dead[:, None], (num_items, self._num_kv_heads, chunk))
         return np.flatnonzero(of_heads)
 
-    def _mask(self, chunk: int, tile: int, keys: Ints, positions: Ints) -> Floats:
-        """The additive mask ``[num_items, 1, 1, tile, chunk]``."""
+    def _mask(self, chunk: int, tile: int, keys: Ints, positions: Ints, seen: Ints | None) -> Floats:
+        """The additive mask ``[num_items, 1, 1, tile, chunk]``.
+
+        ``positions``: of each item's first query. ``seen`` ``[num_items, tile]``: the last position that each query sees; None: its
+        own.
+        """
         key = (keys[:, None] + np.arange(chunk))[:, None, :]  # [num_items, 1, chunk]
         query = (positions[:, None] + np.arange(tile))[:, :, None]  # [num_items, tile, 1]
-        hidden = key > query
+        hidden = key > (query if seen is None else seen[:, :, None])
         if self._window is not None:
             hidden |= query - key >= window_at(self._window, query)
         return np.where(hidden, np.float32(_MASKED), np.float32(0.0))[:, None, None]

@@ -57,10 +57,13 @@ class NativeCpuPagedStep:
         cos, sin = (0, 0) if tables is None else (table.data_ptr() for table in tables)
         self._kept: list[object] = [tables]  # kept alive because the kernels have their addresses
         positions, seq_lens, query_starts = map(self._address, (batch.positions, batch.seq_lens, batch.query_start_loc))
+        # 0 is C++'s null.
+        last_seen = 0 if batch.last_seen is None else self._address(batch.last_seen)
         self._steps = [
             Step(
                 pool=kv.keys.data_ptr(), cos=cos, sin=sin, positions=positions, slots=self._address(batch.slot_mapping[group]),
                 block_tables=self._address(batch.block_tables(group)), seq_lens=seq_lens, query_starts=query_starts,
+                last_seen=last_seen if shape.sees_ahead(groups.windows[group]) else 0,
                 num_tokens=len(batch.positions), num_rows=len(batch.seq_lens), max_blocks=batch.max_blocks,
                 block_stride=kv.block_stride, q_heads=shape.num_q_heads, kv_heads=kv.sizes.num_kv_heads, block_size=kv.block_size,
                 key_size=kv.sizes.key_size, value_size=kv.sizes.value_size,

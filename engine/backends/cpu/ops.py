@@ -82,6 +82,7 @@ class CpuPagedStep:
                 group=group,
                 has_plain_scores=is_plain,
                 latent_rank=shape.latent_rank,
+                sees_ahead=shape.sees_ahead(groups.windows[group]),
             )
             for group, kv in enumerate(pool)
         ]

@@ -228,10 +228,13 @@ def run_largest_step(
 
 
 @torch.inference_mode()
-def compile_steps(model: Model, ops: CudaPagedOps, pool: KvPool, options: EngineOptions) -> None:
+def compile_steps(
+    model: Model, ops: CudaPagedOps, pool: KvPool, options: EngineOptions, *, takes_whole: bool = False
+) -> None:
     """Compute single tokens beside a prompt, in the spare block of ``pool``, for each number of them that has a kernel of its own.
 
     Compiled when a step first has so many, it would stall all streams. Over the very pool: by its shape kernels are chosen.
+    ``takes_whole``: see ImageReader; the prompt is also computed as an image, whose tokens see each other.
     """
     spare = (pool.num_blocks,)
     for num_single in decode_batch_sizes(options.max_num_seqs):
@@ -240,6 +243,10 @@ def compile_steps(model: Model, ops: CudaPagedOps, pool: KvPool, options: Engine
         hidden = model.forward(ops.upload((batch.token_ids,))[0], ops.begin_step(batch))
         if hidden is not None:
             model.logits(hidden[-1:])
+    if takes_whole:
+        _, batch = _made_up([(2, spare)], SamplingParams(max_tokens=1), options.block_size, len(pool.geometry.groups))
+        batch = replace(batch, last_seen=np.ones(2, dtype=np.int64))
+        model.forward(ops.upload((batch.token_ids,))[0], ops.begin_step(batch))
 
 
 @torch.inference_mode()

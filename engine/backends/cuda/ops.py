@@ -194,16 +194,24 @@ class CudaPagedOps:
         """Upload a batch's numbers. Applies its changes to ``block_tables``."""
         self.update_tables(batch.table_deltas)
         num_decode = batch.num_decode_rows
-        positions, slot_mapping, slots, seq_lens, query_start_loc = self._uploader.upload(
+        # An array of its own begins at a multiple of 16 bytes, so that it needs no other kernel behind other rows.
+        last_seen = () if batch.last_seen is None else (batch.last_seen[num_decode:].astype(np.int32),)
+        positions, slot_mapping, slots, seq_lens, query_start_loc, *ahead = self._uploader.upload(
             (
                 batch.positions,
                 batch.slot_mapping,
                 batch.slots,
                 batch.seq_lens.astype(np.int32),
                 (batch.query_start_loc[num_decode:] - num_decode).astype(np.int32),
+                *last_seen,
             )
         )
-        return StepInputs(positions, slot_mapping, slots, seq_lens, query_start_loc, num_decode, batch.max_query_len)
+        return StepInputs(
+            *(positions, slot_mapping, slots, seq_lens, query_start_loc),
+            num_decode,
+            batch.max_query_len,
+            last_seen=ahead[0] if ahead else None,
+        )
 
     def update_tables(self, deltas: Seq[TableDelta]) -> None:
         """Apply ``deltas`` to ``block_tables``."""

@@ -36,6 +36,7 @@ class StepInputs:
     query_start_loc: torch.Tensor  # for the rows after num_decode_rows
     num_decode_rows: int
     max_query_len: int
+    last_seen: torch.Tensor | None = None  # int32, Batch.last_seen of the rows after num_decode_rows
 
 
 class GraphInputs:
@@ -159,6 +160,7 @@ class CudaPagedStep:
                 kv_scales=self._kv.scales(group),
                 softcap=scores.softcap,
                 sinks=sinks,
+                last_seen=inputs.last_seen if self._shape.sees_ahead(window) else None,
                 loads=self._kv.loads[group],
             )
         return out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,14 +14,21 @@ from kvrelay.engine.config.model import KvSizes
 from kvrelay.engine.kv.views import view_group
 from kvrelay.engine.models.ops import PLAIN, Scores
 from kvrelay.engine.step.interface import StepRow
+from kvrelay.engine.step.slots import Ints
 from tests.engine.conftest import sequence
 from tests.engine.led import batch_of, shuffled_batch
+from tests.last_seen import with_images
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
 def dense(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, window: Window | None, options: Scores = PLAIN
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    window: Window | None,
+    options: Scores = PLAIN,
+    last_seen: Ints | None = None,
 ) -> torch.Tensor:
     """Attention of the last positions. query ``[n, q_heads, d]``, keys and values ``[kv_heads, len, d]``."""
     num_queries, num_q_heads, head_dim = query.shape
@@ -30,9 +38,9 @@ def dense(
     if options.softcap is not None:
         scores = options.softcap * torch.tanh(scores / options.softcap)
     position, key = torch.arange(keys.shape[1] - num_queries, keys.shape[1])[:, None], torch.arange(keys.shape[1])[None]
-    hidden = key > position
+    hidden = key > (position if last_seen is None else torch.from_numpy(last_seen)[:, None])
     if isinstance(window, Chunk):
-        hidden |= key // window.size != position // window.size
+        hidden |= key // window.size < position // window.size
     elif window is not None:
         hidden |= position - key >= window
     scores = scores.masked_fill(hidden, -torch.inf)
@@ -50,12 +58,18 @@ def compare(
     dtype: torch.dtype = torch.float32,
     layer: int = 1,
     options: Scores = PLAIN,
+    images_seed: int | None = None,
 ) -> None:
-    """Compare one step with ``dense``. ``rows`` are (computed tokens, tokens of this step)."""
+    """Compare one step with ``dense``. ``rows`` are (computed tokens, tokens of this step). ``images_seed``: of random images."""
     head_dim = 16
     generator = torch.Generator().manual_seed(len(rows))
     batch, num_blocks = shuffled_batch(rows, block_size)
+    if images_seed is not None:
+        batch = with_images(batch, images_seed, longest=150)
     pool = torch.randn(num_blocks, 2, 2, heads[1], block_size, head_dim, generator=generator).to(dtype)
+    # Memory after a sequence's end may be NaN and must not be read.
+    for table, seq_len in zip(batch.block_tables(), batch.seq_lens.tolist(), strict=True):
+        pool[table[(seq_len - 1) // block_size], :, :, :, (seq_len - 1) % block_size + 1 :] = torch.nan
     query = torch.randn(len(batch.positions), heads[0], head_dim, generator=generator).to(dtype)
     out = torch.full_like(query, torch.nan)
     is_plain = options.softcap is None and options.sinks is None
@@ -66,7 +80,8 @@ def compare(
         tokens = slice(int(batch.query_start_loc[index]), int(batch.query_start_loc[index + 1]))
         context = pool[table, layer].permute(1, 2, 0, 3, 4).flatten(2, 3)
         keys, values = context[:, :, : int(batch.seq_lens[index])]
-        expected = dense(query[tokens], keys, values, window, options)
+        seen = None if batch.last_seen is None else batch.last_seen[tokens]
+        expected = dense(query[tokens], keys, values, window, options, seen)
         torch.testing.assert_close(out[tokens].double(), expected, atol=TOLERANCE[dtype], rtol=0)
 
 
@@ -130,6 +145,28 @@ def test_random_batches(seed: int) -> None:
     size = generator.randrange(1, 400)
     window = generator.choice((None, size, Chunk(size)))
     compare(rows, heads=heads, window=window, block_size=generator.choice((4, 16, 32, 48)))
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("window", [None, 20, 100, 300, Chunk(20)])
+def test_images_see_themselves(window: Window | None, dtype: torch.dtype) -> None:
+    for seed in range(3):
+        compare(RAGGED, window=window, dtype=dtype, images_seed=seed)
+    compare([(0, 40), (5, 20)], window=window, dtype=dtype, images_seed=3, options=Scores(0.7, 1.5, torch.ones(6)))
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_seeing_up_to_the_own_position_changes_no_bit(window: int | None) -> None:
+    batch, num_blocks = shuffled_batch(RAGGED, 16)
+    pool, query = torch.randn(num_blocks, 1, 2, 2, 16, 16), torch.randn(len(batch.positions), 6, 16)
+    kv, results = view_group(pool, KvSizes(2, 16, 16)), []
+    for last_seen, sees_ahead in ((None, True), (batch.positions, True), (batch.positions + 1, False)):
+        out = torch.empty_like(query)
+        of = replace(batch, last_seen=last_seen)
+        AttentionPlan(of, kv, 6, window, AttentionScratch(torch.float32), sees_ahead=sees_ahead).run(query, 0, out)
+        results.append(out)
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
 
 
 def test_a_long_prompt_does_not_pad_the_others() -> None:

@@ -33,6 +33,7 @@ from kvrelay.engine.weights.adapters import LowRank
 from tests.engine.backends.test_attention import RAGGED, dense
 from tests.engine.conftest import sequence
 from tests.engine.led import batch_of, shuffled_batch
+from tests.last_seen import with_images
 
 
 @pytest.fixture(scope="module", params=[None, *compiled.VARIANTS], ids=lambda it: "native" if it is None else it.name)
@@ -208,6 +209,45 @@ def test_attention_against_the_dense_reference(
         # Dot products of bf16 round the weights before the values. Otherwise only the result is rounded.
         rtol, atol = (2**-7, 4e-3) if kernels.has_bf16_dot_products else (2**-8, 1e-4)
         torch.testing.assert_close(found[tokens].double(), expected, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("window", [None, 20, 100, 300])
+@pytest.mark.parametrize(("heads", "head_dim"), [((6, 2), 64), ((7, 1), 32), ((2, 1), 256)])
+def test_images_see_themselves(kernels: CpuKernels, heads: tuple[int, int], head_dim: int, window: int | None) -> None:
+    """Images longer than tiles, than chunks and than the window."""
+    rows = [(300, 1), (0, 1), (0, 300), (5, 128), (127, 129), (300, 3), (100, 250)]
+    batch, num_blocks = shuffled_batch(rows, 16)
+    batch = with_images(batch, longest=200)
+    pool = bf16(num_blocks, 2, 2, heads[1], 16, head_dim)
+    for table, seq_len in zip(batch.block_tables(), batch.seq_lens.tolist(), strict=True):
+        pool[table[(seq_len - 1) // 16], :, :, :, (seq_len - 1) % 16 + 1 :] = float("nan")
+    query = bf16(len(batch.positions), heads[0], head_dim, seed=5)
+    config = config_of(heads, head_dim, window=window)
+    found = NativeCpuOps(config, pool, 1024, kernels).begin_step(batch).attention(query, 1)
+    rtol, atol = (2**-7, 4e-3) if kernels.has_bf16_dot_products else (2**-8, 1e-4)
+    for index, table in enumerate(batch.block_tables()):
+        keys, values = pool[table, 1].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, : int(batch.seq_lens[index])]
+        tokens = slice(int(batch.query_start_loc[index]), int(batch.query_start_loc[index + 1]))
+        assert batch.last_seen is not None
+        expected = dense(query[tokens], keys, values, window, last_seen=batch.last_seen[tokens])
+        torch.testing.assert_close(found[tokens].double(), expected, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_seeing_up_to_the_own_position_changes_no_bit(kernels: CpuKernels, window: int | None) -> None:
+    batch, num_blocks = shuffled_batch([(300, 1), (0, 200), (150, 40)], 16)
+    pool, query = bf16(num_blocks, 2, 2, 2, 16, 64), bf16(len(batch.positions), 6, 64, seed=5)
+    only_windows = replace(config_of((6, 2), 64, window=window), sees_ahead_in_windows_only=True)
+    results = [
+        NativeCpuOps(config, pool, 512, kernels).begin_step(replace(batch, last_seen=last_seen)).attention(query, 1)
+        for config, last_seen in (
+            (config_of((6, 2), 64, window=window), None),
+            (config_of((6, 2), 64, window=window), batch.positions),
+            (only_windows, batch.positions if window else np.maximum(batch.positions, 100)),
+        )
+    ]
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
 
 
 @pytest.mark.parametrize("window", [None, 20, 150, Chunk(70)])

@@ -21,6 +21,7 @@ SCRIPT = """
 import random
 import sys
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -83,11 +84,20 @@ weights = load_weights(options.model_dir, config, torch.bfloat16, torch.device("
 # What a start does on a GPU.
 trial = cuda.trial_model(config, weights, options, None)
 cuda.run_largest_step(config, trial, torch.bfloat16, torch.device("cpu"), options)
-cuda.compile_steps(engine._model, engine._ops, engine._pool, options)
+cuda.compile_steps(engine._model, engine._ops, engine._pool, options, takes_whole=True)
 cuda.compile_adapters(engine._model, engine._ops, engine._pool, AdaptedSteps(engine._adapters, engine._adapters._products))
 cuda.compile_sampling(torch.zeros(1, config.vocab_size), engine._ops)
 engine._adapters._loaded.update((1, 2, 3))  # nothing reads their matrices
 known = {name: set(found) for name, found in keys.items()} | of_model
+begin_step = engine._ops.begin_step
+
+
+def begin_step_with_images(batch):
+    is_image = batch.max_query_len > 1 and random.random() < 0.5
+    return begin_step(replace(batch, last_seen=batch.positions) if is_image else batch)
+
+
+engine._ops.begin_step = begin_step_with_images
 
 
 def params():
@@ -153,9 +163,9 @@ def test_no_step_compiles_what_the_start_did_not(
     assert done.returncode == 0, done.stderr[-3000:]
     said = dict(line.split() for line in done.stdout.splitlines())
     assert int(said["mixed"]) > 20
-    # One prefill kernel for all steps. Decode attention has one kernel for each power of two, from 16 to what 40 rows
-    # need.
-    assert said["_prefill_attention_kernel"] == "1"
+    # One prefill kernel for all steps with images, and one for the others.
+    assert said["_prefill_attention_kernel"] == "2"
+    # Decode attention has one kernel for each power of two, from 16 to what 40 rows need.
     assert said["_decode_split_kernel"] == "3"
     assert said["_penalties_kernel"] == "2"  # with and without a token in flight
     # Of the matrices only o has inputs in whole pieces.

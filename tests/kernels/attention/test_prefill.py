@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from kvrelay.kernels.attention.prefill import paged_prefill_attention, paged_prefill_attention_reference
+from kvrelay.kernels.attention.prefill import paged_prefill_attention
+from kvrelay.kernels.attention.prefill_reference import paged_prefill_attention_reference
 from tests.kernels.conftest import DTYPES
+from tests.last_seen import random_last_seen
 
 Randn = Callable[..., torch.Tensor]
 PagedContext = Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -32,6 +35,7 @@ def check(device: str, randn: Randn, paged_context: PagedContext, assert_close: 
         fp8: bool = False,
         softcap: float | None = None,
         has_sinks: bool = False,
+        has_images: bool = False,
     ) -> None:
         num_q_heads, num_kv_heads = heads
         pool_dtype = torch.float8_e4m3fn if fp8 else dtype
@@ -50,8 +54,11 @@ def check(device: str, randn: Randn, paged_context: PagedContext, assert_close: 
         options = {"scale": head_dim**-0.5, "sliding_window": sliding_window, "max_query_len": max(query_lens) + 40}
         sinks = torch.linspace(-2, 3, num_q_heads).to(dtype).to(device) if has_sinks else None
         options |= {"chunk_size": chunk_size, "kv_scales": scales, "softcap": softcap, "sinks": sinks}
-        paged_prefill_attention(padded_q, pool, 1, tables, starts, lens, **options, out=out)
+        seen = torch.from_numpy(random_last_seen(query_lens, seq_lens)).int().to(device) if has_images else None
+        padded_seen = None if seen is None else F.pad(seen, (0, 2), value=2**30)
+        paged_prefill_attention(padded_q, pool, 1, tables, starts, lens, **options, last_seen=padded_seen, out=out)
         wide = pool if fp8 else pool.double()
+        options |= {"last_seen": seen}
         paged_prefill_attention_reference(q.double(), wide, 1, tables, starts, lens, **options, out=expected)
         # Over an fp8 pool the weights are rounded to fp16, so fp16's tolerance applies.
         result = out[:num_tokens]
@@ -74,6 +81,69 @@ def test_reference_is_causal_attention(device: str, randn: Randn, paged_context:
         q.transpose(0, 1)[None], keys[None], values[None], is_causal=True, scale=0.2, enable_gqa=True
     )
     torch.testing.assert_close(out, expected[0].transpose(0, 1))
+
+
+def test_reference_lets_images_see_themselves(device: str, randn: Randn, paged_context: PagedContext) -> None:
+    pool, tables = paged_context([21], 2, 32, 8, torch.float32)
+    q = randn(12, 4, 32)
+    out = torch.empty_like(q)
+    starts, lens = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, 12], [21]))
+    seen = torch.tensor([9, 14, 14, 14, 14, 14, 15, 16, 17, 20, 20, 20], dtype=torch.int32, device=device)
+    options = {"scale": 0.2, "sliding_window": 4, "max_query_len": 12, "last_seen": seen}
+    paged_prefill_attention_reference(q, pool, 1, tables, starts, lens, **options, out=out)
+    query, key = torch.arange(9, 21, device=device)[:, None], torch.arange(21, device=device)[None]
+    is_same_image = (query >= 10) & (query <= 14) & (key >= 10) & (key <= 14) | (query >= 18) & (key >= 18)
+    mask = (query - key < 4) & ((key <= query) | is_same_image)
+    keys, values = pool[tables[0, :3].long(), 1].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :21]
+    expected = F.scaled_dot_product_attention(
+        q.transpose(0, 1)[None], keys[None], values[None], attn_mask=mask, scale=0.2, enable_gqa=True
+    )
+    torch.testing.assert_close(out, expected[0].transpose(0, 1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "head_dim"), [((9, 3), 64), ((4, 2), 128)])
+@pytest.mark.parametrize("window", [None, 30, 100])
+def test_images_see_themselves(
+    check: Callable[..., None], heads: tuple[int, int], head_dim: int, window: int | None, dtype: torch.dtype
+) -> None:
+    """Images longer than tiles and than the window, over prefixes, beside single tokens."""
+    query_lens, seq_lens = [150, 45, 20, 0, 1, 16], [150, 45, 133, 30, 70, 64]
+    check(query_lens, seq_lens, heads=heads, head_dim=head_dim, sliding_window=window, dtype=dtype, has_images=True)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"softcap": 1.5},
+        {"has_sinks": True, "sliding_window": 20},
+        {"fp8": True},
+        {"heads": (2, 1), "head_dim": 256},
+        pytest.param({"heads": (16, 2), "head_dim": 512}, marks=pytest.mark.full),
+        {"block_size": 64},
+        {"chunk_size": 20},
+    ],
+    ids=str,
+)
+def test_images_with_other_options(check: Callable[..., None], options: dict[str, Any]) -> None:
+    check([70, 33, 5], [70, 100, 75], **{"heads": (3, 1), "head_dim": 32, **options}, has_images=True)
+
+
+@pytest.mark.parametrize("window", [None, 30])
+def test_seeing_up_to_the_own_position_changes_no_bit(
+    device: str, randn: Randn, paged_context: PagedContext, window: int | None
+) -> None:
+    pool, tables = paged_context([150, 100], 2, 32, 16, torch.bfloat16)
+    q = randn(170, 6, 32, dtype=torch.bfloat16)
+    starts, lens = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, 90, 170], [150, 100]))
+    own = torch.cat((torch.arange(60, 150), torch.arange(20, 100))).int().to(device)
+    results = []
+    for last_seen in (None, own):
+        out = torch.empty_like(q)
+        options = {"scale": 0.2, "sliding_window": window, "max_query_len": 90, "last_seen": last_seen}
+        paged_prefill_attention(q, pool, 1, tables, starts, lens, **options, out=out)
+        results.append(out)
+    assert torch.equal(*results)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -162,6 +232,8 @@ def test_wrong_arguments_are_refused(device: str, randn: Randn) -> None:
         ({"query_start_loc": starts[:1]}, "query_start_loc has shape"),
         ({"seq_lens": lens.long()}, "seq_lens has dtype"),
         ({"sliding_window": 0}, "sliding_window is 0"),
+        ({"last_seen": lens.new_zeros(2)}, "last_seen has shape"),
+        ({"last_seen": lens.new_zeros(3).long()}, "last_seen has dtype"),
         ({"max_query_len": -1}, "max_query_len is -1"),
         ({"layer": 1}, "layer is 1"),
         ({"pool": pool.to(torch.float8_e4m3fn)}, "kv_scales is None for a pool of torch.float8_e4m3fn"),

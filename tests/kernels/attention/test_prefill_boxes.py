@@ -16,8 +16,10 @@ import torch
 from triton.runtime import interpreter
 
 from kvrelay.kernels.attention import prefill
-from kvrelay.kernels.attention.prefill import paged_prefill_attention, paged_prefill_attention_reference
+from kvrelay.kernels.attention.prefill import paged_prefill_attention
+from kvrelay.kernels.attention.prefill_reference import paged_prefill_attention_reference
 from kvrelay.kernels.attention.prefill_tiles import TileLoads, choose_tile
+from tests.last_seen import random_last_seen
 
 Randn = Callable[..., torch.Tensor]
 PagedContext = Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -36,11 +38,12 @@ class Case:
     dtype: torch.dtype = torch.bfloat16
     fp8: bool = False
     window: int | None = None
+    has_images: bool = False
 
     def num_boxes(self, query_lens: list[int], seq_lens: list[int]) -> int:
         """The number of boxes to load: keys and values of every tile that all rows of a program see, for every
         program."""
-        tile = choose_tile(self.head_dim, 1 if self.fp8 else self.dtype.itemsize)
+        tile = choose_tile(self.head_dim, 1 if self.fp8 else self.dtype.itemsize, sees_ahead=self.has_images)
         group, found = self.heads[0] // self.heads[1], 0
         for query_len, seq_len in zip(query_lens, seq_lens, strict=True):
             for first_row in range(0, query_len * group, tile.rows):
@@ -78,6 +81,8 @@ def problem(device: str, randn: Randn, paged_context: PagedContext, assert_close
         lens = torch.tensor(seq_lens, dtype=torch.int32, device=device)
         options = {"scale": case.head_dim**-0.5, "sliding_window": case.window, "kv_scales": scales}
         options |= {"max_query_len": max(query_lens)}
+        seen = torch.from_numpy(random_last_seen(query_lens, seq_lens)).int().to(device) if case.has_images else None
+        options |= {"last_seen": seen}
         expected = torch.full(q.shape, math.nan, dtype=torch.float64, device=device)
         wide = pool if case.fp8 else pool.double()
         paged_prefill_attention_reference(q.double(), wide, 1, tables, starts, lens, **options, out=expected)
@@ -97,6 +102,7 @@ def problem(device: str, randn: Randn, paged_context: PagedContext, assert_close
     "case",
     [
         pytest.param(Case(), marks=pytest.mark.full),
+        Case(has_images=True),
         Case(dtype=torch.float16, heads=(2, 2), head_dim=16),
         pytest.param(Case(heads=(6, 2), head_dim=128), marks=pytest.mark.full),
         pytest.param(Case(heads=(2, 1), head_dim=256, block_size=32), marks=pytest.mark.full),

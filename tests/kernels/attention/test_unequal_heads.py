@@ -13,7 +13,8 @@ from kvrelay.kernels.attention.decode import (
     paged_decode_attention,
     paged_decode_attention_reference,
 )
-from kvrelay.kernels.attention.prefill import paged_prefill_attention, paged_prefill_attention_reference
+from kvrelay.kernels.attention.prefill import paged_prefill_attention
+from kvrelay.kernels.attention.prefill_reference import paged_prefill_attention_reference
 from kvrelay.kernels.checks import PagedKv, PoolGeometry
 
 Randn = Callable[..., torch.Tensor]

@@ -8,7 +8,7 @@
 // A query's result has the same bits alone, in a batch, or in a prompt cut anywhere. Chunks begin at multiples of their size, not
 // at the start of a tile. Every sum has one order. Hidden keys add zeros; keys after the tile's last query, or before its window,
 // are not read. So an answer that is recomputed elsewhere, with its generated tokens as part of the prompt, continues with the same
-// words.
+// words. Where queries see later keys, this holds as long as these are in the same step.
 
 #include <algorithm>
 #include <memory>
@@ -275,7 +275,16 @@ void attend(const Step* step, int64_t layer, const Tile& tile, const bf16* query
         scratch.total.data()[lane] = sinks == nullptr ? 0.0f : 1.0f;
     }
 
-    const int64_t end = tile.position + tile.count;                                  // end of the keys that the last query sees
+    const auto last_seen = [&](int64_t index) {  // of a query of the tile
+        return step->last_seen == nullptr ? tile.position + index : step->last_seen[tile.query + index];
+    };
+    const auto end_seen = [&](int64_t from, int64_t to) {  // end of the keys that any of these queries sees
+        int64_t last = last_seen(to - 1);
+        if (step->last_seen != nullptr)
+            for (int64_t index = from; index < to; ++index) last = std::max(last, last_seen(index));
+        return last + 1;
+    };
+    const int64_t end = end_seen(0, tile.count);
     const int64_t visible = std::max<int64_t>(0, window.first_seen(tile.position));  // first key that any query sees
     const int64_t begin = visible / kChunk * kChunk;
     for (int64_t first = begin; first < end; first += kChunk) {
@@ -289,7 +298,7 @@ void attend(const Step* step, int64_t layer, const Tile& tile, const bf16* query
         pack_values(scratch.value_rows, count, padded, value_size, scratch.values.data());
         for (int64_t lane = 0; lane < lanes; lane += kRows) {
             const int64_t rows = std::min(kRows, lanes - lane);
-            const int64_t seen = std::min(count, tile.position + (lane + rows - 1) / group + 1 - first);
+            const int64_t seen = std::min(count, end_seen(lane / group, (lane + rows - 1) / group + 1) - first);
             if (seen <= 0) continue;
             const int64_t width = (seen + kPanel - 1) / kPanel * kPanel;
             multiply(rows, queries + lane * depth, depth, scratch.keys.data(), kPanel * depth, depth, width / kPanel, scores, kChunk,
@@ -297,7 +306,7 @@ void attend(const Step* step, int64_t layer, const Tile& tile, const bf16* query
             for (int64_t row = 0; row < rows; ++row) {
                 const int64_t position = tile.position + (lane + row) / group;
                 const int64_t low = std::max<int64_t>(0, window.first_seen(position) - first);
-                const int64_t high = std::clamp<int64_t>(position + 1 - first, 0, width);
+                const int64_t high = std::clamp<int64_t>(last_seen((lane + row) / group) + 1 - first, 0, width);
                 const float shrinks = weigh(scores + row * kChunk, width, low, high, scale, scratch.highest.data() + lane + row,
                                             scratch.total.data() + lane + row, weights + row * kChunk / kDepth);
                 float* output = outputs + (lane + row) * value_size;

@@ -24,10 +24,8 @@ class Step(ctypes.Structure):
     """The data that all layers of a step share; see ``struct Step`` in step.h. The maker keeps the memory alive."""
 
     _fields_ = [
-        *(
-            (name, ctypes.c_void_p)
-            for name in ("pool", "cos", "sin", "positions", "slots", "block_tables", "seq_lens", "query_starts")
-        ),
+        *((name, ctypes.c_void_p) for name in ("pool", "cos", "sin", "positions", "slots", "block_tables", "seq_lens")),
+        *((name, ctypes.c_void_p) for name in ("query_starts", "last_seen")),
         *((name, ctypes.c_int64) for name in ("num_tokens", "num_rows", "max_blocks")),
         *(
             (name, ctypes.c_int64)

@@ -127,6 +127,7 @@ struct Step {
     const int64_t* block_tables;  // [num_rows, max_blocks]
     const int64_t* seq_lens;      // [num_rows], this step's tokens included
     const int64_t* query_starts;  // [num_rows + 1]: each row's first token, then the end
+    const int64_t* last_seen;     // null, or [num_tokens]: the last position that a token sees, not before its own
     int64_t num_tokens, num_rows, max_blocks;
     int64_t block_stride, q_heads, kv_heads, block_size, key_size, value_size;  // block_stride in elements
 };
