@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvrelay.common.errors import ModelError
+from kvrelay.common.model_card import ModelCard
 from kvrelay.common.system import available_cores
 from kvrelay.engine.config.tokenizer import require_same_tokens
 from kvrelay.engine.fake.engine import FakeEngine, FakePace, fake_card
+from kvrelay.engine.fake.images import FakeImageReader
 from kvrelay.engine.guides.guidance import GuideCompiler, NoGuides
+from kvrelay.engine.images.interface import ImageReader
 from kvrelay.engine.load_progress import log_begin
 from kvrelay.engine.ranks.messages import LoadSettings
 from kvrelay.engine.ranks.nodes import OtherNodes
@@ -66,7 +69,7 @@ def load_engine(
         for flag, number in (("tensor", model.tensor_parallel), ("pipeline", model.pipeline_parallel)):
             if number > 1:
                 raise ModelError(f"--{flag}-parallel is {number}; the fake engine has one rank")
-        return _fake_engine(directory, model, kv, fake)
+        return _fake_engine(directory, model, kv, fake, decodes=decodes)
     log_begin(logger, directory)
     settings = LoadSettings(model, kv, max_num_seqs, max_batched_tokens, decodes)
     if model.num_ranks == 1:
@@ -204,6 +207,7 @@ def load_part(settings: LoadSettings, part: RankPart | None, progress: Callable[
         max_num_seqs=sequences_at_a_time(settings.max_num_seqs, device_of(model.device).type),
         max_batched_tokens=prompt_step_tokens(settings.max_batched_tokens, device_of(model.device).type),
         decodes=settings.decodes,
+        reads_images=not settings.decodes and part is None,
         cuda_graphs=model.cuda_graphs,
         run_ahead=model.run_ahead,
         adapter_bytes=0 if model.adapters is None else model.adapter_memory_mb * 2**20,
@@ -290,8 +294,24 @@ def load_guides(model: ModelSettings, fake: FakeSettings, vocab_size: int) -> Gu
     return GrammarCompiler(Path(model.model), vocab_size)
 
 
-def _fake_engine(directory: Path, model: ModelSettings, kv: KvSettings, fake: FakeSettings) -> FakeEngine:
+def load_images(model: ModelSettings, fake: FakeSettings, card: ModelCard) -> ImageReader | None:
+    """The reader of images for the model in the directory ``model.model``; None if prompts have none. ``card``: the engine's."""
+    if card.no_images:
+        return None
+    if fake.is_fake:
+        return FakeImageReader.of_tokenizer(Path(model.model))
+    from kvrelay.engine.models.hf.reading import make_reader  # noqa: PLC0415 - imports torch
+
+    return make_reader(Path(model.model))
+
+
+def _fake_engine(
+    directory: Path, model: ModelSettings, kv: KvSettings, fake: FakeSettings, *, decodes: bool
+) -> FakeEngine:
     """An engine with the vocabulary and limits of the model in ``directory``, whose weights it does not read."""
+    no_images = "decode workers read no images" if decodes else ""
+    if not decodes and FakeImageReader.of_tokenizer(directory) is None:
+        no_images = "the model's tokenizer has no special token for them"
     vocab_size, longest = _sizes(directory)
     block_size = kv.block_size or DEFAULT_BLOCK_SIZE
     num_blocks = kv.num_blocks or (kv.kv_memory_mb or _FAKE_KV_MB) * 2**20 // (block_size * fake.fake_token_bytes)
@@ -303,6 +323,7 @@ def _fake_engine(directory: Path, model: ModelSettings, kv: KvSettings, fake: Fa
         model_id=f"fake-{directory.name}",
         vocab_size=vocab_size,
         processors=tuple(load_processors(model.logits_processors)),  # they are not run, because there are no logits
+        no_images=no_images,
     )
     pace = FakePace(step_s=fake.fake_step_ms * 1e-3, token_s=fake.fake_token_us * 1e-6)
     has_adapters = model.adapters is not None

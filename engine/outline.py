@@ -28,7 +28,7 @@ from kvrelay.engine.models.hf.check import LONGEST, check_model, compare_native,
 from kvrelay.engine.models.hf.gate import probe_layers
 from kvrelay.engine.models.hf.loading import load_full_config, load_model
 from kvrelay.engine.models.hf.model import shape_of
-from kvrelay.engine.models.hf.outline import NoWeights, model_without_weights
+from kvrelay.engine.models.hf.outline import NoWeights, model_without_weights, num_tower_parameters
 from kvrelay.engine.models.hf.text import text_model
 from kvrelay.engine.models.ops import Model, StepOps
 from kvrelay.engine.settings import DEFAULT_BLOCK_SIZE
@@ -57,6 +57,7 @@ class ModelOutline:
     has_stored: bool = False  # some weights stay quantised on a GPU
     gpu_weights_nbytes: int  # on one GPU, roughly
     ranks: tuple[RankOutline, ...]  # of a worker; at least one
+    encoder_nbytes: int = 0  # of what encodes images and sounds, which prefill workers may keep beside the weights
 
     @property
     def weights_nbytes(self) -> int:
@@ -119,7 +120,8 @@ def outline_model(
     if num_ranks > 1:
         raise ModelError("models that run through transformers have several ranks on CPUs only")
     dtype: torch.dtype = getattr(torch, checkpoint_dtype(directory))
-    model = model_without_weights(load_full_config(directory), dtype)
+    config = load_full_config(directory)
+    model = model_without_weights(config, dtype)
     num_parameters = model.num_parameters()
     with NoWeights():
         shape = shape_of(model, probe_layers(model), dtype)
@@ -133,6 +135,7 @@ def outline_model(
         num_parameters=num_parameters,
         gpu_weights_nbytes=nbytes,
         ranks=(RankOutline(nbytes, geometry),),
+        encoder_nbytes=num_tower_parameters(config) * dtype.itemsize,
     )
 
 

@@ -8,7 +8,7 @@ import torch
 
 from kvrelay.common.errors import ModelError
 from kvrelay.common.kv_geometry import KvGeometry
-from kvrelay.common.model_card import KvLayout, ModelCard
+from kvrelay.common.model_card import TEXT_ONLY, KvLayout, ModelCard
 from kvrelay.engine.backends.options import NUM_SPARE_BLOCKS, EngineOptions
 from kvrelay.engine.config.model import ModelShape
 from kvrelay.engine.kv.copies import CudaCopies, StagingPlan
@@ -65,8 +65,9 @@ def card_of(
     weights_digest: str,
     max_model_len: int,
     kv_scales: str = "",
+    no_images: str = TEXT_ONLY,
 ) -> ModelCard:
-    """The engine's model card. ``kv_scales``: their digest, see KvLayout."""
+    """The engine's model card. ``kv_scales``: their digest, see KvLayout. ``no_images``: see ModelCard."""
     return ModelCard(
         layout=KvLayout(
             model_id=options.model_id,
@@ -80,4 +81,5 @@ def card_of(
         num_blocks=num_blocks,
         device_type=device.type,
         processors=tuple(options.processors),
+        no_images=no_images,
     )

@@ -316,6 +316,7 @@ class TorchEngine:
             self._adapters.begin_step(batch)
         elif batch.adapters is not None:
             raise ValueError("rows with adapters; the engine was started for none")
+        self._model.begin_step(batch, self._slots, self._ops.upload)
         step = self._ops.begin_step(batch)
         if self._head is None:
             hidden = self._model.forward(there.token_ids, step)

@@ -7,6 +7,7 @@ device, which no graph can hold.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,20 +15,28 @@ from pathlib import Path
 import torch
 
 from kvrelay.common.errors import ModelError
+from kvrelay.common.model_card import TEXT_ONLY
 from kvrelay.engine.backends.cpu.build import cpu_paged_ops
 from kvrelay.engine.backends.options import EngineOptions, device_of, dtype_of, num_blocks_of
 from kvrelay.engine.config.model import SUPPORTED_DTYPES
+from kvrelay.engine.images.processor import preprocessor_digest
+from kvrelay.engine.images.reader import ProcessorReader
 from kvrelay.engine.kv.geometry import geometry_of, state_block_size
 from kvrelay.engine.kv.pool import KvPool
 from kvrelay.engine.models.adapters import Adapters
 from kvrelay.engine.models.hf.adapters import adapt_layers, adaptable_layers
 from kvrelay.engine.models.hf.check import MakeOps, check_model, plain_logits
+from kvrelay.engine.models.hf.check_images import ImageUse
 from kvrelay.engine.models.hf.cut import LinearCut, cut_model, sum_outputs
-from kvrelay.engine.models.hf.loading import load_model
+from kvrelay.engine.models.hf.loading import check_files, load_full_config, load_model
+from kvrelay.engine.models.hf.reading import make_reader
+from kvrelay.engine.models.hf.text import is_multimodal
 from kvrelay.engine.models.ranks import RankPart
 from kvrelay.engine.pool_and_card import card_of, make_pool, max_model_len_of
 from kvrelay.engine.torch_engine import TorchEngine
 from kvrelay.engine.weights.checkpoint import weights_digest
+
+logger = logging.getLogger(__name__)
 
 
 def load_transformers_engine(
@@ -41,27 +50,20 @@ def load_transformers_engine(
     Raises ModelError naming what is not served, or does not fit, and the way out.
     """
     device = device_of(options.device)
-    if options.weight_format != "full":
-        raise ModelError(
-            f"--weight-format is {options.weight_format}, which needs a model with a path of its own; take full"
-        )
-    if options.fp8_activations:
-        raise ModelError("--fp8-activations is on, which needs a model with a path of its own; leave it out")
-    if options.kv_dtype != "auto":
-        raise ModelError(
-            f"--kv-dtype is {options.kv_dtype}, which needs a model with a path of its own; leave it at auto"
-        )
+    _require_full(options)
     dtype = dtype_of(
         options.dtype, checkpoint_dtype(options.model_dir), device, lambda: "but for products and attention"
     )
     torch.set_num_threads(options.num_threads)
-    model = load_model(options.model_dir, dtype, device, progress)
+    reader, no_images = _image_reader(options, dtype, part)
+    model = load_model(options.model_dir, dtype, device, progress, with_towers=reader is not None)
     if model.shape.states and options.may_widen_blocks:
         options = replace(options, block_size=state_block_size(model.shape, options.block_size))
     whole, memory = model.shape, None
     whole_geometry = geometry_of(whole, options.block_size, dtype)
     make_ops = _ops_on(device, options)
     plain = plain_logits(model)
+    images = ImageUse(model, reader, no_images)
     layers = adaptable_layers(model) if options.adapter_bytes else {}
     cuts: dict[str, LinearCut] = {}
     if part is not None:
@@ -76,13 +78,15 @@ def load_transformers_engine(
     if part is not None:
         part.meet()
         sum_outputs(model.model, cuts, part.collectives)
-    check_model(model, plain, make_ops, dtype)
+    images.check(make_ops, dtype, check_model(model, plain, make_ops, dtype))
     if device.type == "cuda":
         from kvrelay.engine.backends.cuda.build import measure_memory  # noqa: PLC0415 - a CPU worker may lack Triton
 
+        of_encoder = images.measure(device)
         memory = measure_memory(
             shape, lambda pool, *sizes: (model, make_ops(shape, pool.tensor, *sizes)), dtype, device, options
         )
+        memory = replace(memory, step=max(memory.step, of_encoder))
     num_blocks = num_blocks_of(options, whole_geometry.block_nbytes, memory)
     pool = make_pool(options, geometry, num_blocks, device, part)
     max_model_len = max_model_len_of(options, shape, geometry, num_blocks)
@@ -91,13 +95,54 @@ def load_transformers_engine(
         from kvrelay.engine.backends.cuda.build import compile_adapters, compile_sampling, compile_steps  # noqa: PLC0415
         from kvrelay.engine.backends.cuda.low_rank import AdaptedSteps  # noqa: PLC0415
 
-        compile_steps(model, ops, pool, options)
+        compile_steps(model, ops, pool, options, takes_whole=images.takes_whole)
         if adapters is not None:
             compile_adapters(model, ops, pool, AdaptedSteps(adapters, products))
         compile_sampling(torch.zeros(1, shape.vocab_size, dtype=dtype, device=device), ops)
-    digest = weights_digest(options.model_dir)
-    card = card_of(options, whole, whole_geometry, num_blocks, device, digest, max_model_len)
+    digest = _digest(options.model_dir)
+    card = card_of(
+        options, whole, whole_geometry, num_blocks, device, digest, max_model_len, no_images=images.no_images
+    )
     return TorchEngine(card, model, ops, pool, options, None, adapters)
+
+
+def _require_full(options: EngineOptions) -> None:
+    """Raise ModelError if a number format needs a forward pass of ours."""
+    if options.weight_format != "full":
+        raise ModelError(
+            f"--weight-format is {options.weight_format}, which needs a model with a path of its own; take full"
+        )
+    if options.fp8_activations:
+        raise ModelError("--fp8-activations is on, which needs a model with a path of its own; leave it out")
+    if options.kv_dtype != "auto":
+        raise ModelError(
+            f"--kv-dtype is {options.kv_dtype}, which needs a model with a path of its own; leave it at auto"
+        )
+
+
+def _digest(directory: Path) -> str:
+    """What tells this checkpoint's K/V from another's."""
+    digest = weights_digest(directory)
+    return digest + preprocessor_digest(directory) if is_multimodal(load_full_config(directory)) else digest
+
+
+def _image_reader(
+    options: EngineOptions, dtype: torch.dtype, part: RankPart | None
+) -> tuple[ProcessorReader | None, str]:
+    """What reads images for an engine that is to encode them; None with the reason why it encodes none."""
+    if not is_multimodal(load_full_config(options.model_dir)):
+        return None, TEXT_ONLY
+    if part is not None:
+        return None, "workers of several ranks read no images"
+    if not options.reads_images:
+        return None, "only prefill workers read images"
+    try:
+        reader = make_reader(options.model_dir)
+        check_files(options.model_dir, dtype, with_towers=True)
+        return reader, ""
+    except ModelError as error:
+        logger.warning("prompts may have no images: %s", error)
+        return None, str(error)
 
 
 def _ops_on(device: torch.device, options: EngineOptions) -> MakeOps:

@@ -62,6 +62,7 @@ class Report:
                 "num_parameters": self.outline.num_parameters,
                 "weights_bytes": self.outline.weights_nbytes,
                 "gpu_weights_bytes": self.outline.gpu_weights_nbytes,
+                "encoder_bytes": self.outline.encoder_nbytes,
                 "max_model_len": shape.max_position_embeddings,
                 "kv_bytes_per_token": geometry.token_nbytes,
                 "kv_block_size": geometry.block_size,
@@ -174,12 +175,24 @@ def _rows(outline: ModelOutline) -> list[tuple[str, str]]:
     return [
         ("path", f"{outline.path}: {whose} ({shape.architecture})"),
         ("weights", f"{outline.num_parameters:,} parameters, {_gib(outline.weights_nbytes)} in {shape.dtype}{stored}"),
+        *_encoder_rows(outline),
         ("longest", f"{shape.max_position_embeddings:,} tokens"),
         ("KV", f"{geometry.token_nbytes:,} bytes per token, {_token_text(geometry)}"),
         *(
             (f"KV group {number}", _group_text(group, geometry.block_size))
             for number, group in enumerate(geometry.groups)
         ),
+    ]
+
+
+def _encoder_rows(outline: ModelOutline) -> list[tuple[str, str]]:
+    if not outline.encoder_nbytes:
+        return []
+    return [
+        (
+            "encoders",
+            f"{_gib(outline.encoder_nbytes)} more on a prefill worker that reads images, which has less for KV",
+        )
     ]
 
 

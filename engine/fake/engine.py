@@ -1,6 +1,7 @@
 """An engine without a model: real blocks, real bytes, made-up tokens. For tests, and for load without weights or torch.
 
-The K/V of a token is a digest of the adapter and all tokens up to it, written into the pool like real K/V. Before the engine
+The K/V of a token is a digest of the adapter, all tokens up to it and the images that began up to it, written into the pool like
+real K/V. Before the engine
 samples a token it reads back the bytes of *every* position and compares them with the expected ones. So it detects a block that was
 swapped, stale or never written, where a real model would silently compute nonsense. In a group with a window it reads the positions
 that the step's tokens see, even if the step samples nothing.
@@ -20,7 +21,16 @@ from kvrelay.common.kv_geometry import GroupKind, KvGeometry, KvGroup, Window, w
 from kvrelay.common.model_card import KvLayout, ModelCard
 from kvrelay.common.sampling import SampledToken
 from kvrelay.engine.fake.adapters import FakeAdapters
-from kvrelay.engine.fake.language import candidates, guided, masks_of, next_token, token_digests, with_logprobs
+from kvrelay.engine.fake.images import fake_offset
+from kvrelay.engine.fake.language import (
+    candidates,
+    digests_by_start,
+    guided,
+    masks_of,
+    next_token,
+    token_digests,
+    with_logprobs,
+)
 from kvrelay.engine.fake.step import FakeSequence, FakeSlots, FakeStep, Memory, Share
 from kvrelay.engine.step.interface import LaunchedStep
 from kvrelay.engine.step.plan import RowResult, SamplingInputs, StepPlan
@@ -77,10 +87,11 @@ def fake_card(
     vocab_size: int = 1000,
     processors: tuple[str, ...] = (),
     windows: tuple[Window | None, ...] = (None,),
+    no_images: str = "this fake engine reads no images",
 ) -> ModelCard:
     """A card for a fake engine. Equal ``model_id``, ``block_size``, ``token_nbytes`` and ``windows`` give equal fingerprints.
 
-    ``windows``: one for each group of layers. Each group keeps ``token_nbytes`` per token.
+    ``windows``: one for each group of layers. Each group keeps ``token_nbytes`` per token. ``no_images``: see ModelCard.
     """
     groups = tuple(
         KvGroup(
@@ -106,6 +117,7 @@ def fake_card(
         max_model_len=min(max_model_len, num_blocks * block_size),
         num_blocks=num_blocks,
         processors=processors,
+        no_images=no_images,
     )
 
 
@@ -151,7 +163,9 @@ class FakeEngine:
         runs_ahead: bool = False,
         has_adapters: bool = False,
         num_stages: int = 1,
+        has_whole_images: bool = False,
     ) -> None:
+        """``has_whole_images``: refuse rows that end inside an image, as a model would whose image tokens see each other."""
         geometry = card.layout.geometry
         self._windows = geometry.windows
         self._token_nbytes = geometry.groups[0].token_nbytes
@@ -164,6 +178,7 @@ class FakeEngine:
         self._reads_back_once = reads_back_once
         self.runs_ahead = runs_ahead
         self.num_stages = num_stages
+        self._has_whole_images = has_whole_images
         self._adapters = FakeAdapters()
         self.adapters = self._adapters if has_adapters else None
         self.num_slots = _NUM_SLOTS
@@ -208,6 +223,19 @@ class FakeEngine:
         num_blocks = min(map(len, sequence.block_tables))
         if num_blocks * self.card.layout.block_size < end:
             raise ValueError(f"{sequence.name}: {num_blocks} blocks do not hold {end} tokens")
+        if sequence.spans:
+            self._require_images(sequence, row.start, end)
+
+    def _require_images(self, sequence: FakeSequence, start: int, end: int) -> None:
+        """Raise ValueError if the engine does not have what the tokens from ``start`` to ``end`` take of their images."""
+        read, offset = sequence.images, fake_offset(sequence.spans)
+        computed = [span for span in sequence.spans if span.start < end and start < span.stop]
+        if computed and (read is None or read.spans != sequence.spans):
+            raise ValueError(f"{sequence.name}: tokens {start} to {end} are of images that were not read")
+        if self._has_whole_images and any(end < span.stop for span in computed):
+            raise ValueError(f"{sequence.name}: tokens {start} to {end} are a part of an image")
+        if sequence.position_offset != offset:
+            raise ValueError(f"{sequence.name}: positions are off by {sequence.position_offset}, not {offset}")
 
     def _compute(self, shares: Seq[Share], inputs: SamplingInputs) -> list[RowResult]:
         """Compute a whole step."""
@@ -272,7 +300,8 @@ class FakeEngine:
         digests, token_ids = sequence.memory.digests, sequence.token_ids
         num_known = len(digests) // _DIGEST_NBYTES
         if num_known < len(token_ids):
-            for digest in token_digests(token_ids[num_known:], bytes(digests[-_DIGEST_NBYTES:]) or root):
+            images = digests_by_start(sequence.spans, num_known)
+            for digest in token_digests(token_ids[num_known:], bytes(digests[-_DIGEST_NBYTES:]) or root, images):
                 digests += digest
 
     def _read_back(self, sequence: FakeSequence, memory: Memory, start: int, end: int, *, is_all: bool) -> None:

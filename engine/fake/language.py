@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 
 import xxhash
 
 from kvrelay.common.adapter_files import AdapterRef
+from kvrelay.common.images import ImageSpan
 from kvrelay.common.sampling import SampledToken, SamplingParams
 from kvrelay.engine.fake.adapters import adapter_root
 from kvrelay.engine.fake.step import FakeSequence
@@ -19,13 +21,23 @@ _MAX_LOOKS = 100  # attempts to find an allowed token
 _PLAIN_TOKENS = range(1000, 20_000)
 
 
-def token_digests(token_ids: Seq[int], parent: bytes = b"") -> list[bytes]:
-    """A digest for each token, over it and all tokens before it. ``parent``: the digest of the tokens before ``token_ids``."""
+def token_digests(token_ids: Seq[int], parent: bytes = b"", images: Mapping[int, bytes] | None = None) -> list[bytes]:
+    """A digest for each token, over it and all tokens before it. ``parent``: the digest of the tokens before ``token_ids``.
+
+    ``images``: the digests of images, by the index of their first token; they count from there on.
+    """
     digests: list[bytes] = []
-    for token_id in token_ids:
+    for index, token_id in enumerate(token_ids):
+        if images and index in images:
+            parent = xxhash.xxh3_64_digest(parent + images[index])
         parent = xxhash.xxh3_64_digest(parent + token_id.to_bytes(4, "little"))
         digests.append(parent)
     return digests
+
+
+def digests_by_start(spans: Iterable[ImageSpan], start: int = 0) -> dict[int, bytes]:
+    """The digests of images as ``token_digests`` takes them for tokens from position ``start`` on."""
+    return {span.start - start: span.digest for span in spans if span.start >= start}
 
 
 def next_token(sequence: FakeSequence, digest: bytes, vocab_size: int) -> int:
@@ -90,10 +102,15 @@ def candidates(sampling: SamplingParams, digest: bytes, vocab_size: int) -> tupl
 
 
 def expected_output(
-    token_ids: Seq[int], num_tokens: int, vocab_size: int, adapter: AdapterRef | None = None
+    token_ids: Seq[int],
+    num_tokens: int,
+    vocab_size: int,
+    adapter: AdapterRef | None = None,
+    images: Iterable[ImageSpan] = (),
 ) -> list[int]:
     """The output of a greedy fake engine after ``token_ids``."""
-    digest = token_digests(token_ids, b"" if adapter is None else adapter_root(adapter.digest))[-1]
+    root, by_start = b"" if adapter is None else adapter_root(adapter.digest), digests_by_start(images)
+    digest = token_digests(token_ids, root, by_start)[-1]
     output: list[int] = []
     for _ in range(num_tokens):
         output.append(_token_of(digest, vocab_size))

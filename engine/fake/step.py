@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from kvrelay.common.images import ImageSpan
 from kvrelay.common.sampling import SamplingParams
+from kvrelay.engine.images.interface import ReadImages
 from kvrelay.engine.step.plan import PlanRow, RowResult, SamplingInputs, StepPlan
 
 
@@ -27,6 +29,9 @@ class FakeSequence:
     num_prompt_tokens: int
     sampling: SamplingParams
     block_tables: list[list[int]]  # by group
+    spans: tuple[ImageSpan, ...] = ()  # of its images
+    images: ReadImages | None = None
+    position_offset: int = 0
     memory: Memory = field(default_factory=lambda: Memory(bytearray(), []))
 
     @property
@@ -48,6 +53,9 @@ class FakeSequence:
             self.num_prompt_tokens,
             self.sampling,
             [list(table) for table in self.block_tables],
+            self.spans,
+            self.images,
+            self.position_offset,
             memory,
         )
 
@@ -72,6 +80,9 @@ class FakeSlots:
                 join.num_prompt_tokens,
                 join.sampling,
                 [[] for _ in range(self._num_groups)],
+                join.spans,
+                join.images,
+                join.position_offset,
             )
         for delta in plan.tables:
             self.sequences[delta.slot].block_tables[delta.group][delta.start :] = delta.block_ids
@@ -117,6 +128,7 @@ class FakeStep:
         self._slots = slots
         self._behind = behind
         self._tokens: dict[int, int] = {}  # by slot
+        self._is_over = False
 
     @property
     def is_deferred(self) -> bool:
@@ -132,6 +144,8 @@ class FakeStep:
     def wait(self) -> list[RowResult]:
         """See LaunchedStep."""
         assert self._inputs is not None, "a step that was not told to sample yields no tokens"
+        assert not self._is_over, "a step computes once, also if it fails"
+        self._is_over = True
         for share in self._shares:
             if share.row.is_fed:
                 token_id = None if self._behind is None else self._behind._tokens.get(share.row.slot)

@@ -16,8 +16,10 @@ from kvrelay.engine.models.adapted_layers import LayerAdapters
 from kvrelay.engine.models.adapters import Adapters
 from kvrelay.engine.models.attention import Attention, make_attention
 from kvrelay.engine.models.mlp import make_mlp
-from kvrelay.engine.models.ops import LatentStep, Linear, Ops, StepContext
+from kvrelay.engine.models.ops import LatentStep, Linear, Ops, StepContext, Upload
 from kvrelay.engine.models.ranks import RankPart, embedding, gathered, summed
+from kvrelay.engine.step.batch import Batch
+from kvrelay.engine.step.slots import Slots
 from kvrelay.engine.weights.parameters import LayerWeights, ModelWeights
 
 
@@ -79,6 +81,11 @@ class DecoderModel:
             _make_layer(config, weights.layers.pop(), ops, part, LayerAdapters(changed_by, whole, cut, index))
             for index in cut.layers(config.num_layers)
         ]
+
+    def begin_step(self, batch: Batch, slots: Slots, upload: Upload) -> None:
+        """See Model. Our own layers take token ids only."""
+        if batch.rotary_positions is not None or batch.last_seen is not None:
+            raise ValueError(f"a step with images; {self._config.architecture} reads text only")
 
     def forward(
         self, token_ids: torch.Tensor, step: StepContext | LatentStep, taps: Taps | None = None

@@ -154,7 +154,22 @@ class Planner:
         name = f"{sequence.request_id}/{sequence.attempt}" + (f"#{sequence.beam}" if sequence.beam else "")
         if sampling.guide is not None:
             sampling = msgspec.structs.replace(sampling, guide=None)
-        joins.append(SlotJoin(slot, name, tuple(sequence.token_ids), sequence.num_prompt_tokens, sampling))
+        images = sequence.images
+        # Behind the last image the offset alone gives the positions.
+        if images is not None and all(span.stop <= sequence.num_computed_tokens for span in images.spans):
+            images = None
+        joins.append(
+            SlotJoin(
+                slot,
+                name,
+                tuple(sequence.token_ids),
+                sequence.num_prompt_tokens,
+                sampling,
+                images=images,
+                position_offset=sequence.position_offset,
+                spans=tuple(sequence.spans),
+            )
+        )
         return held
 
     def _take_back(self, rows: Seq[StepRow]) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvrelay.common.sampling import SamplingParams
+from kvrelay.engine.images.interface import ReadImages
 from kvrelay.engine.step.plan import SlotJoin, StepPlan, TableDelta
 from kvrelay.engine.step.token_counts import TokenCounts
 
@@ -38,6 +39,9 @@ class SlotSequence:
     num_prompt_tokens: int
     sampling: SamplingParams
     counts: TokenCounts | None = None  # for penalties, once they are needed
+    images: ReadImages | None = None  # while some of their tokens may be uncomputed
+    rotary_positions: Ints | None = None  # [axes, …], of its leading tokens; see ReadImages.positions
+    position_offset: int = 0  # of all tokens behind these
 
     def count_tokens(self) -> TokenCounts:
         """The counts, updated. The sequence must have penalties."""
@@ -66,6 +70,7 @@ class Slots:
         self.sequences = [NOBODY] * num_slots
         self.block_tables: Ints = np.zeros((num_groups, num_slots, max_blocks), dtype=np.int64)  # 0 after their ends
         self.num_blocks: Ints = np.zeros((num_groups, num_slots), dtype=np.int64)
+        self.is_special = np.zeros(num_slots, dtype=bool)  # has images, or an offset of its positions
         self.asks = np.zeros(num_slots, dtype=np.int64)
         self.temperature: Floats = np.zeros(num_slots, dtype=np.float32)  # 0 = greedy
         self.top_k = np.zeros(num_slots, dtype=np.int32)  # 0 = off
@@ -99,7 +104,16 @@ class Slots:
 
     def _join(self, join: SlotJoin) -> None:
         slot, params = join.slot, join.sampling
-        self.sequences[slot] = SlotSequence(join.name, list(join.token_ids), join.num_prompt_tokens, params)
+        self.sequences[slot] = SlotSequence(
+            join.name,
+            list(join.token_ids),
+            join.num_prompt_tokens,
+            params,
+            images=join.images,
+            rotary_positions=_positions(join.images),
+            position_offset=join.position_offset,
+        )
+        self.is_special[slot] = join.images is not None or join.position_offset != 0
         self.block_tables[:, slot, : self.num_blocks[:, slot].max()] = 0
         self.num_blocks[:, slot] = 0
         self.asks[slot] = (
@@ -132,3 +146,10 @@ class Slots:
         # Stale entries after the end would be read as keys, if only under a mask.
         self.block_tables[group, slot, end : self.num_blocks[group, slot]] = 0
         self.num_blocks[group, slot] = end
+
+
+def _positions(images: ReadImages | None) -> Ints | None:
+    if images is None or images.positions is None:
+        return None
+    numbers = images.positions
+    return np.frombuffer(numbers.data, dtype=numbers.dtype).reshape(numbers.shape)

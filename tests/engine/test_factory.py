@@ -13,12 +13,14 @@ import torch
 from transformers.utils.logging import set_tqdm_hook
 
 from kvrelay.common.errors import ModelError
+from kvrelay.common.images import ImageText
 from kvrelay.engine.backends.options import EngineOptions
-from kvrelay.engine.factory import load_engine
+from kvrelay.engine.factory import load_engine, load_images
 from kvrelay.engine.load_progress import LoggedProgress, log_begin
 from kvrelay.engine.settings import FakeSettings, KvSettings, ModelSettings
 from kvrelay.engine.torch_engine import TorchEngine
 from tests.engine.conftest import VOCAB
+from tests.tokenizer_files import save_tokenizer
 
 
 def load(model: ModelSettings, **chosen: Any) -> Any:
@@ -139,7 +141,7 @@ import sys
 from pathlib import Path
 from kvrelay.decode_worker.worker import DecodeWorker
 from kvrelay.prefill_worker.worker import PrefillWorker
-from kvrelay.engine.factory import load_engine
+from kvrelay.engine.factory import load_engine, load_images
 from kvrelay.engine.settings import FakeSettings, KvSettings, ModelSettings
 
 engine = load_engine(
@@ -163,3 +165,19 @@ print(card.layout.model_id, card.vocab_size, card.max_model_len, card.num_blocks
 def test_a_fake_engine_needs_a_config(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="does not tell vocab_size"):
         load(ModelSettings(model=str(tmp_path)), fake=FakeSettings(engine="fake"))
+
+
+@pytest.mark.parametrize("decodes", [False, True])
+def test_fake_prefill_workers_read_images_if_the_tokenizer_has_a_token_for_them(tmp_path: Path, decodes: bool) -> None:
+    fake, model = FakeSettings(engine="fake"), ModelSettings(model=str(tmp_path))
+    (tmp_path / "config.json").write_text('{"vocab_size": 320, "max_position_embeddings": 64}')
+    engine = load(model, fake=fake, decodes=decodes)
+    assert engine.card.no_images
+    assert load_images(model, fake, engine.card) is None
+    save_tokenizer(tmp_path, 320, ["<eos>", "<pad>"], "a fox", "")
+    engine = load(model, fake=fake, decodes=decodes)
+    reader = load_images(model, fake, engine.card)
+    assert (reader is None, engine.card.no_images == "") == (decodes, not decodes)
+    if reader is not None:
+        told = reader.texts([(64, 130)])
+        assert (told.placeholder, told.texts) == (1, [ImageText("<pad>\n<pad>\n<pad>", 3)])

@@ -12,6 +12,7 @@ import transformers
 from kvrelay.common.errors import ModelError
 from kvrelay.launcher import check_model, cli
 from tests.models import tiny
+from tests.models.tiny_images import save_image_model
 
 SIZES: dict[str, Any] = {**tiny.SIZES, "dtype": "float32"}
 
@@ -255,3 +256,13 @@ def test_people_read_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 def test_misuse(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["check-model", *arguments]) == 2
     assert capsys.readouterr().out == ""
+
+
+def test_encoders_are_told_beside_the_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    full = save_image_model("llava", tmp_path)
+    code, report = found(capsys, str(tmp_path))
+    assert code == 0
+    assert report["encoder_bytes"] > 0
+    assert report["weights_bytes"] + report["encoder_bytes"] == 4 * full.num_parameters()
+    assert cli.run(["check-model", str(tmp_path)]) == 0
+    assert "  encoders " in capsys.readouterr().out

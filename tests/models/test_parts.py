@@ -117,7 +117,9 @@ def test_no_part_is_forgotten(
     saved(model_type, tmp_path)
     made: list[TransformersModel] = []
     load = transformers_engine.load_model
-    monkeypatch.setattr(transformers_engine, "load_model", lambda *given: made.append(load(*given)) or made[0])
+    monkeypatch.setattr(
+        transformers_engine, "load_model", lambda *given, **how: made.append(load(*given, **how)) or made[0]
+    )
     engine_of(tmp_path)
     modules = list(made[0].model.modules())
     found = Counter(type(module).__name__ for module in modules)

@@ -232,13 +232,14 @@ def tiny_model(model_type: str, **changes: Any) -> PreTrainedModel:
         except Exception as error:  # a configuration class may raise anything at unknown fields
             problem = f"{type(error).__name__}: {error}"
             continue
-        _fill(model)
+        fill(model)
         return model
     raise NotTinyError(f"{model_type}: {problem}")
 
 
-def _fill(model: PreTrainedModel) -> None:
-    generator = torch.Generator().manual_seed(1)
+def fill(model: PreTrainedModel, seed: int = 1) -> None:
+    """Random weights, so that everything has an effect."""
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,10 +17,12 @@ import torch
 from kvrelay.common.errors import ModelError
 from kvrelay.common.sampling import SamplingParams
 from kvrelay.engine.config.model import ModelShape
+from kvrelay.engine.images.interface import ReadImages
 from kvrelay.engine.kv.geometry import geometry_of
 from kvrelay.engine.kv.pool import KvPool
 from kvrelay.engine.models.hf.gate import own_windows, probe_layers
 from kvrelay.engine.models.hf.model import TransformersModel
+from kvrelay.engine.models.hf.text import is_multimodal
 from kvrelay.engine.models.ops import Model, StepOps
 from kvrelay.engine.step.batch import build_batch
 from kvrelay.engine.step.plan import PlanRow, SlotJoin, StepPlan, TableDelta
@@ -29,10 +31,20 @@ from kvrelay.engine.step.slots import Slots
 _BLOCK_SIZE = 8
 _CHUNK = 13  # tokens per step and sequence
 _LENGTHS = (27, 14)  # the last chunk of each is a single token, which layers and kernels may compute another way
+_MARKS = ("_token_id", "_token_index")  # ends of names of a config's fields
 _WINDOW = 8  # the window that replaces longer ones
 _WINDOW_FIELDS = ("sliding_window", "attention_chunk_size")  # fields of a config
 # Relative distance of logits by number format. A wrong mask, scale or position is off by 0.1 or more.
-_TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.06}
+TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.06}
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A sequence of the check."""
+
+    token_ids: list[int]
+    images: ReadImages | None = None
+
 
 LONGEST = max(_LENGTHS)  # tokens of the longest sequence
 
@@ -65,7 +77,8 @@ def check_model(model: TransformersModel, plain: list[torch.Tensor], make_ops: M
     """The relative distance of the logits from transformers' own, ``plain``. Raises ModelError if it is too large."""
     try:
         with _short_windows(model) as shape:
-            found = _paged_logits(model, shape, lambda *pool: (model, make_ops(*pool)), dtype)
+            prompts = list(map(Prompt, _prompts(model)))
+            found = paged_logits(model, shape, prompts, lambda *pool: (model, make_ops(*pool)), dtype, _CHUNK)
     except Exception as error:
         raise ModelError(
             f"{model.shape.architecture} does not run over paged K/V ({type(error).__name__}: {error}): it is not served"
@@ -78,26 +91,38 @@ def compare_native(reference: TransformersModel, shape: ModelShape, make: MakeMo
     """Like :func:`check_model`, for our own forward pass beside ``reference``. ``shape``: of our model."""
     with reference.plain_attention():
         plain = _plain_logits(reference)
-    return _distance(shape, _paged_logits(reference, shape, make, dtype), plain, dtype)
+    found = paged_logits(reference, shape, list(map(Prompt, _prompts(reference))), make, dtype, _CHUNK)
+    return _distance(shape, found, plain, dtype)
 
 
 def _distance(shape: ModelShape, found: list[torch.Tensor], plain: list[torch.Tensor], dtype: torch.dtype) -> float:
-    """Raises ModelError if it is too large."""
+    """The relative distance of logits. Raises ModelError if it is too large."""
     distances = [
         float((ours.float() - theirs).norm() / theirs.norm()) for ours, theirs in zip(found, plain, strict=True)
     ]
-    if not all(distance <= _TOLERANCES[dtype] for distance in distances):
+    if not all(distance <= TOLERANCES[dtype] for distance in distances):
         why = " (a recurrent layer that cannot continue in the middle of a prompt is one cause)" if shape.states else ""
         raise ModelError(
             f"{shape.architecture} over paged K/V is not what transformers computes: logits differ by {max(distances):.2g} of "
-            f"their size, more than {_TOLERANCES[dtype]:g}{why}; it is not served"
+            f"their size, more than {TOLERANCES[dtype]:g}{why}; it is not served"
         )
     return max(distances)
 
 
 def _prompts(model: TransformersModel) -> list[list[int]]:
     generator = torch.Generator().manual_seed(1)
-    return [torch.randint(model.shape.vocab_size, (count,), generator=generator).tolist() for count in _LENGTHS]
+    marks = _marks(model)
+    usual = [token for token in range(model.shape.vocab_size) if token not in marks]
+    places = [torch.randint(len(usual), (count,), generator=generator).tolist() for count in _LENGTHS]
+    return [[usual[place] for place in row] for row in places]
+
+
+def _marks(model: TransformersModel) -> set[int]:
+    """Tokens of a multimodal model that may stand for images and sounds: it treats them in a way of its own, also without any."""
+    if not is_multimodal(model.model.config):
+        return set()
+    fields = model.model.config.to_dict().items()
+    return {value for name, value in fields if name.endswith(_MARKS) and isinstance(value, int)}
 
 
 @contextmanager
@@ -120,35 +145,58 @@ def _short_windows(model: TransformersModel) -> Iterator[ModelShape]:
             setattr(config, name, size)
 
 
-def _paged_logits(
-    reference: TransformersModel, shape: ModelShape, make: MakeModel, dtype: torch.dtype
+def paged_logits(
+    reference: TransformersModel,
+    shape: ModelShape,
+    prompts: list[Prompt],
+    make: MakeModel,
+    dtype: torch.dtype,
+    chunk: int,
 ) -> list[torch.Tensor]:
-    """For each prompt ``[its length, vocab]``."""
-    prompts = _prompts(reference)
-    num_blocks = [-(-len(token_ids) // _BLOCK_SIZE) for token_ids in prompts]
+    """For each prompt ``[its length, vocab]``. ``chunk``: tokens per step and sequence, if no image must be computed whole."""
+    num_blocks = [-(-len(prompt.token_ids) // _BLOCK_SIZE) for prompt in prompts]
     geometry = geometry_of(shape, _BLOCK_SIZE, dtype)
     num_groups = len(geometry.groups)
     pool = KvPool(geometry, sum(num_blocks) * num_groups, reference.model.device)
     model, ops = make(shape, pool.tensor, max(num_blocks) * _BLOCK_SIZE, len(prompts))
     blocks = iter(torch.randperm(pool.num_blocks, generator=torch.Generator().manual_seed(2)).tolist())
-    params = SamplingParams(max_tokens=1, temperature=0.0)
     slots = Slots(len(prompts), max(num_blocks), num_groups)
-    joins = tuple(SlotJoin(slot, "check", tuple(ids), len(ids), params) for slot, ids in enumerate(prompts))
+    joins = tuple(_join(slot, prompt) for slot, prompt in enumerate(prompts))
     tables = tuple(
         TableDelta(slot, 0, tuple(next(blocks) for _ in range(count)), group)
         for slot, count in enumerate(num_blocks)
         for group in range(num_groups)
     )
     hidden: list[list[torch.Tensor]] = [[] for _ in prompts]
-    for start in range(0, max(map(len, prompts)), _CHUNK):
-        chunks = [(min(_CHUNK, len(ids) - start), slot) for slot, ids in enumerate(prompts) if start < len(ids)]
-        rows = tuple(PlanRow(slot, start, num_tokens) for num_tokens, slot in sorted(chunks))  # single tokens first
-        plan = StepPlan(rows=rows) if start else StepPlan(rows=rows, joins=joins, tables=tables)
+    done, is_first = [0] * len(prompts), True
+    while any(start < len(prompt.token_ids) for start, prompt in zip(done, prompts, strict=True)):
+        ends = [_chunk_end(prompt, start, chunk) for start, prompt in zip(done, prompts, strict=True)]
+        chunks = [(end - start, slot) for slot, (start, end) in enumerate(zip(done, ends, strict=True)) if start < end]
+        rows = tuple(
+            PlanRow(slot, done[slot], num_tokens) for num_tokens, slot in sorted(chunks)
+        )  # single tokens first
+        plan = StepPlan(rows=rows, joins=joins, tables=tables) if is_first else StepPlan(rows=rows)
         slots.apply(plan)
         batch = build_batch(plan, slots, _BLOCK_SIZE)
         (token_ids,) = ops.upload((batch.token_ids,))
+        model.begin_step(batch, slots, ops.upload)
         states = model.forward(token_ids, ops.begin_step(batch))
         assert states is not None, "a stage cannot be checked alone"
         for index, row in enumerate(rows):
             hidden[row.slot].append(states[batch.query_start_loc[index] : batch.query_start_loc[index + 1]])
+        done, is_first = ends, False
     return [model.logits(torch.cat(parts)) for parts in hidden]
+
+
+def _join(slot: int, prompt: Prompt) -> SlotJoin:
+    token_ids, params = tuple(prompt.token_ids), SamplingParams(max_tokens=1, temperature=0.0)
+    offset = 0 if prompt.images is None else prompt.images.position_offset
+    return SlotJoin(slot, "check", token_ids, len(token_ids), params, prompt.images, offset)
+
+
+def _chunk_end(prompt: Prompt, start: int, chunk: int) -> int:
+    """Where the chunk from ``start`` on ends: not in an image whose tokens see each other."""
+    end = min(start + chunk, len(prompt.token_ids))
+    if prompt.images is not None and prompt.images.takes_whole:
+        end = max((span.stop for span in prompt.images.spans if span.start < end < span.stop), default=end)
+    return end

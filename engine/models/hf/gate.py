@@ -19,7 +19,7 @@ from kvrelay.common.kv_geometry import Chunk, Window
 from kvrelay.engine.config.model import StateTensor
 from kvrelay.engine.models.hf.parts import is_linear
 from kvrelay.engine.models.hf.states import recorded_states, state_candidates
-from kvrelay.engine.models.hf.text import text_part
+from kvrelay.engine.models.hf.text import text_part, towers_of
 
 TEMPERATURE_SWITCH = "attn_temperature_tuning"  # attribute of an attention module
 _PROBE = "kvrelay_probe"
@@ -158,7 +158,8 @@ def probe_layers(model: PreTrainedModel) -> Layers:
 def _probe_states(model: PreTrainedModel, part: nn.Module, attention: list[AttentionLayer]) -> list[StateLayer]:
     """The recurrent layers. Raises ModelError if transformers says that there is a state, and none is found."""
     name = type(model).__name__
-    candidates = state_candidates(model, {id(layer.module) for layer in attention})
+    outside = {id(one) for parent, name, _ in towers_of(model) for one in getattr(parent, name).modules()}
+    candidates = state_candidates(model, {id(layer.module) for layer in attention} | outside)
     called: set[nn.Module] = set()
     hooks = [
         one.register_forward_pre_hook(lambda module, _: called.add(module))

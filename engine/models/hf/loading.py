@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvrelay.common.errors import ModelError
@@ -19,7 +21,7 @@ from kvrelay.engine.config.tokenizer import check_tokenizer
 from kvrelay.engine.models.hf.gate import probe_layers
 from kvrelay.engine.models.hf.model import PLAIN_ATTENTION, TransformersModel, shape_of
 from kvrelay.engine.models.hf.progress import followed
-from kvrelay.engine.models.hf.text import text_class
+from kvrelay.engine.models.hf.text import full_class, text_class, towers_of
 from kvrelay.engine.weights.headers import check_full, check_layers, checkpoint_files, read_headers
 from kvrelay.engine.weights.kv_scales import is_attention_scale
 from kvrelay.engine.weights.reader import CheckpointReader
@@ -29,27 +31,41 @@ _LOADING_ERRORS = (OSError, ValueError, KeyError, ImportError, RuntimeError, Saf
 
 
 def load_model(
-    directory: Path, dtype: torch.dtype, device: torch.device, progress: Callable[[int, int], None] = lambda *_: None
+    directory: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Callable[[int, int], None] = lambda *_: None,
+    *,
+    with_towers: bool = False,
 ) -> TransformersModel:
     """Load the checkpoint in ``directory`` to ``device``, and find out what it asks of attention.
 
     Weights go through the host's memory. No code of the checkpoint runs. Whatever can be checked without memory for weights is
-    checked first. ``progress`` hears (bytes loaded, bytes in all).
+    checked first. ``progress`` hears (bytes loaded, bytes in all). ``with_towers``: of a multimodal type, also what reads images.
 
     Raises ModelError naming what is not supported.
     """
-    check_files(directory, dtype)
+    check_files(directory, dtype, with_towers=with_towers)
     num_bytes = sum(path.stat().st_size for path in checkpoint_files(directory))
     with followed(progress, num_bytes):
-        model = _from_pretrained(directory, dtype, None).eval().to(device)
+        model = _from_pretrained(directory, dtype, None, with_towers).eval().to(device)
     progress(num_bytes, num_bytes)
+    for parent, name, _ in towers_of(model):
+        _make_fast(getattr(parent, name))
     layers = probe_layers(model)
     made = TransformersModel(model, layers, shape_of(model, layers, dtype))
     made.use_our_attention()
     return made
 
 
-def check_files(directory: Path, dtype: torch.dtype) -> None:
+def _make_fast(tower: nn.Module) -> None:
+    """Let a tower compute attention without a matrix of all scores, which large images have no memory for."""
+    if isinstance(tower, PreTrainedModel):
+        with contextlib.suppress(ValueError):  # it has its own attention
+            tower.set_attn_implementation("sdpa")
+
+
+def check_files(directory: Path, dtype: torch.dtype, *, with_towers: bool = False) -> None:
     """Check that the checkpoint's files belong to the model. Takes no memory for weights. Raises ModelError."""
     headers = read_headers(directory)
     config = load_transformers_config(directory).get_text_config()
@@ -57,7 +73,7 @@ def check_files(directory: Path, dtype: torch.dtype) -> None:
     with CheckpointReader(headers, load_quantisation(directory), dtype) as reader:
         check_full(reader.headers)
     check_tokenizer(directory, int(config.vocab_size))
-    _from_pretrained(directory, dtype, "meta")
+    _from_pretrained(directory, dtype, "meta", with_towers)
 
 
 def load_transformers_config(directory: Path) -> PreTrainedConfig:
@@ -80,7 +96,12 @@ def load_full_config(directory: Path) -> PreTrainedConfig:
     return config
 
 
-def _from_pretrained(directory: Path, dtype: torch.dtype, device_map: str | None) -> PreTrainedModel:
+def _class_of(config: PreTrainedConfig, with_towers: bool) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
+    """The class for a checkpoint, and the part of its config that this takes."""
+    return (full_class(config), config) if with_towers else text_class(config)
+
+
+def _from_pretrained(directory: Path, dtype: torch.dtype, device_map: str | None, with_towers: bool) -> PreTrainedModel:
     """The whole model. On "meta" it takes no memory, but names and shapes of tensors are still compared."""
     how: dict[str, Any] = {
         "dtype": dtype, "attn_implementation": PLAIN_ATTENTION, "output_loading_info": True, "device_map": device_map,
@@ -89,12 +110,12 @@ def _from_pretrained(directory: Path, dtype: torch.dtype, device_map: str | None
     }  # fmt: skip
     try:
         if (quantisation := load_quantisation(directory)) is None:
-            model_class, config = text_class(load_transformers_config(directory))
+            model_class, config = _class_of(load_transformers_config(directory), with_towers)
             model, info = model_class.from_pretrained(
                 str(directory), config=config, local_files_only=True, use_safetensors=True, **how
             )
         else:
-            model, info = _dequantised(directory, quantisation, how)
+            model, info = _dequantised(directory, quantisation, how, with_towers)
     except _LOADING_ERRORS as error:
         raise _not_loaded(directory, error) from error
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
@@ -107,9 +128,11 @@ def _from_pretrained(directory: Path, dtype: torch.dtype, device_map: str | None
     return loaded
 
 
-def _dequantised(directory: Path, quantisation: Quantisation, how: dict[str, Any]) -> tuple[PreTrainedModel, Any]:
+def _dequantised(
+    directory: Path, quantisation: Quantisation, how: dict[str, Any], with_towers: bool
+) -> tuple[PreTrainedModel, Any]:
     """A full model from stored weights, and what transformers reports about loading."""
-    model_class, config = text_class(load_full_config(directory))
+    model_class, config = _class_of(load_full_config(directory), with_towers)
     with CheckpointReader(read_headers(directory), quantisation, how["dtype"]) as reader:
         tensors: dict[str, Any] = {}
         for name, header in reader.headers.items():

@@ -7,6 +7,7 @@ and windows. In the pool each layer has its own number of K/V heads and its own 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,16 +30,20 @@ from kvrelay.engine.models.hf.gate import (
     own_windows,
     pool_layers,
 )
+from kvrelay.engine.models.hf.images import StepImages, StepInputs
 from kvrelay.engine.models.hf.parts import Adapt, replace_parts
 from kvrelay.engine.models.hf.states import keep_states
-from kvrelay.engine.models.hf.text import decoder_name, text_decoder, text_part
-from kvrelay.engine.models.ops import PagedOps, PagedStep, Scores
+from kvrelay.engine.models.hf.text import decoder_name, text_class_name, text_decoder, text_part
+from kvrelay.engine.models.ops import PagedOps, PagedStep, Scores, Upload
+from kvrelay.engine.step.batch import Batch
+from kvrelay.engine.step.slots import Slots
 
 _OURS = "kvrelay"
 PLAIN_ATTENTION = "eager"
 _LEAKING_ROPES = ("dynamic", "longrope")  # their factor depends on the longest sequence of a batch
 _HEAD_SIZE_STEP = 16  # attention kernels take multiples of this
 _BOUND = "kvrelay_bound"  # attribute of an attention module
+_AHEAD_IN_WINDOWS_ONLY = frozenset({"gemma4_text"})  # types of ModelShape.sees_ahead_in_windows_only
 _UNBOUNDED = 2**20  # tokens of a sequence, for recurrent models that name no limit
 
 
@@ -72,7 +77,15 @@ class TransformersModel:
         self.layers = layers.attention
         self.shape = shape
         self._running = _Running()
+        self._inputs = StepInputs()
+        self.images = StepImages(None, -1)
         _, self._decoder = text_decoder(model)
+        self._embed: Any = self._decoder.get_input_embeddings()  # type: ignore[operator]
+        self._takes = frozenset(inspect.signature(self._decoder.forward).parameters)
+        self._per_layer: Any = None  # makes inputs of all layers of token ids (Gemma 4)
+        self._padding = int(getattr(model.config.get_text_config(), "pad_token_id", None) or 0)
+        if getattr(self._decoder.config, "hidden_size_per_layer_input", 0):
+            self._per_layer = getattr(self._decoder, "get_per_layer_inputs", None)
         self._head, self._given = _head_of(model)
         places = pool_layers(self.layers)
         for layer, place in zip(self.layers, places, strict=True):
@@ -113,18 +126,47 @@ class TransformersModel:
             if layer.temperature is not None:
                 setattr(layer.module, TEMPERATURE_SWITCH, name == PLAIN_ATTENTION)
 
+    def begin_step(self, batch: Batch, slots: Slots, upload: Upload) -> None:
+        """See Model."""
+        self._inputs = self.images.begin_step(batch, slots, upload)
+
     def forward(self, token_ids: torch.Tensor, step: PagedStep) -> torch.Tensor:
         """Hidden states after the last norm: ``token_ids`` ``[num_tokens]`` -> ``[num_tokens, hidden]``.
 
         Side effect: writes the K/V of every token into the pool.
         """
+        inputs, self._inputs = self._inputs, StepInputs()
+        positions = step.positions[None]
+        if inputs.rotary_positions is not None:
+            # With one axis a model sets the others to the same.
+            positions = (
+                inputs.rotary_positions[:, None] if len(inputs.rotary_positions) > 1 else inputs.rotary_positions
+            )
         self._running.step = step
         try:
-            output = self._decoder(input_ids=token_ids[None], position_ids=step.positions[None], use_cache=False)
+            output = self._decoder(**self._embedded(token_ids, inputs), position_ids=positions, use_cache=False)
         finally:
             self._running.step = None
         hidden: torch.Tensor = output.last_hidden_state[0]
         return hidden
+
+    def _embedded(self, token_ids: torch.Tensor, inputs: StepInputs) -> dict[str, Any]:
+        """What the decoder takes of the tokens."""
+        if inputs.places is None or inputs.encoded is None:
+            return {"input_ids": token_ids[None]}
+        embeds = self._embed(token_ids[None])
+        embeds[0, inputs.places] = inputs.encoded.rows.to(embeds.dtype)
+        is_image = torch.zeros_like(token_ids, dtype=torch.bool)
+        is_image[inputs.places] = True
+        more: dict[str, Any] = {
+            "visual_pos_masks": is_image[None],
+            "deepstack_visual_embeds": list(inputs.encoded.deep) or None,
+        }
+        if self._per_layer is not None:
+            # For these a part of an image is padding.
+            padded = token_ids.masked_fill(is_image, self._padding)[None]
+            more["per_layer_inputs"] = self._per_layer(padded, self._embed(padded))
+        return {"inputs_embeds": embeds} | {name: value for name, value in more.items() if name in self._takes}
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """``[n, hidden]`` -> ``[n, vocab]``, with the model's own scales and caps."""
@@ -226,7 +268,7 @@ def pool_sizes(layers: list[AttentionLayer]) -> tuple[KvSizes, ...]:
 
 def shape_of(model: PreTrainedModel, layers: Layers, dtype: torch.dtype) -> ModelShape:
     """The shape that pool, attention and sampler need, for a model with these ``layers``."""
-    config = model.config.get_text_config()
+    config, name = model.config.get_text_config(), text_class_name(model.config)
     rope = getattr(config, "rope_parameters", None) or {}
     longest = int(getattr(config, "max_position_embeddings", None) or _UNBOUNDED)
     per_kind = rope.values() if rope and all(isinstance(one, dict) for one in rope.values()) else [rope]
@@ -237,7 +279,7 @@ def shape_of(model: PreTrainedModel, layers: Layers, dtype: torch.dtype) -> Mode
     attention = layers.attention
     windows, sizes = own_windows(attention), pool_sizes(attention)
     return ModelShape(
-        architecture=type(model).__name__,
+        architecture=name,
         vocab_size=int(config.vocab_size),
         num_layers=len(windows),
         num_q_heads=max((layer.num_q_heads for layer in attention), default=0),
@@ -249,7 +291,8 @@ def shape_of(model: PreTrainedModel, layers: Layers, dtype: torch.dtype) -> Mode
         states=tuple(layer.tensors for layer in layers.states),
         has_softcaps=any(layer.has_softcap for layer in attention),
         has_sinks=any(layer.has_sinks for layer in attention),
+        sees_ahead_in_windows_only=config.model_type in _AHEAD_IN_WINDOWS_ONLY,
         dtype=str(dtype).removeprefix("torch."),
         # Another version may rotate or round differently.
-        rope_text=f"{type(model).__name__} of transformers {transformers.__version__}",
+        rope_text=f"{name} of transformers {transformers.__version__}",
     )

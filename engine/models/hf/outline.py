@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvrelay.common.errors import ModelError
-from kvrelay.engine.models.hf.text import text_model
+from kvrelay.engine.models.hf.text import full_class, is_multimodal, text_model, towers_of
 
 
 class NoWeights(TorchFunctionMode):
@@ -46,6 +46,15 @@ def model_without_weights(config: PreTrainedConfig, dtype: torch.dtype) -> PreTr
     except Exception as error:  # a model's own code may raise anything
         raise ModelError(f"transformers makes no model of this config.json: {type(error).__name__}: {error}") from error
     return model.eval()
+
+
+def num_tower_parameters(config: PreTrainedConfig) -> int:
+    """Parameters of the towers of a multimodal type; 0 for others."""
+    if not is_multimodal(config):
+        return 0
+    with torch.device("meta"):
+        full = full_class(config)(config)
+    return sum(one.numel() for parent, name, _ in towers_of(full) for one in getattr(parent, name).parameters())
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface
 from transformers.pytorch_utils import Conv1D
 
+from kvrelay.engine.models.hf.text import towers_of
 from kvrelay.engine.models.ops import Experts, Linear, PagedOps
 from kvrelay.engine.weights.parameters import ExpertWeights
 
@@ -50,11 +51,12 @@ def replace_parts(
 ) -> None:
     """Replace parts by the forms that are fastest with ``ops``. Takes over the weights, one by one.
 
-    ``stay``: modules whose weights others read; they are left as they are.
+    ``stay``: modules whose weights others read; they are left as they are, and so are the towers of a multimodal model.
     """
     ExpertsInterface.register(_EXPERTS, _run_experts)
     model.set_experts_implementation(_EXPERTS)
-    _replace_in(model, "", ops, dtype, adapt or (lambda linear, names: linear), frozenset(stay))
+    in_towers = (one for parent, name, _ in towers_of(model) for one in getattr(parent, name).modules())
+    _replace_in(model, "", ops, dtype, adapt or (lambda linear, names: linear), frozenset((*stay, *in_towers)))
 
 
 def _replace_in(

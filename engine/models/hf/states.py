@@ -108,13 +108,13 @@ def shape_nbytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
     return torch.Size(shape).numel() * dtype.itemsize
 
 
-def state_candidates(model: PreTrainedModel, attention: set[int]) -> list[nn.Module]:
-    """The modules that may keep a state: they take a cache, contain none that does, and are not among ``attention`` (ids)."""
+def state_candidates(model: PreTrainedModel, others: set[int]) -> list[nn.Module]:
+    """The modules that may keep a state: they take a cache, contain none that does, and are not among ``others`` (ids)."""
     takers = {name: one for name, one in model.named_modules() if name and _cache_argument(one.forward) is not None}
     return [
         module
         for name, module in takers.items()
-        if id(module) not in attention
+        if id(module) not in others
         and isinstance(getattr(module, "layer_idx", None), int)
         and not any(other.startswith(f"{name}.") for other in takers)
     ]

@@ -1,7 +1,8 @@
-"""Multimodal types of transformers, without what sees and hears: their checkpoints serve text only.
+"""Multimodal types of transformers: what of them computes with text, and what sees and hears.
 
 Such a model consists of a decoder of text, its head, and *towers*: encoders of images and sounds, and what brings their outputs to
-the decoder. A tower runs only if a request has an image or a sound, and ours have none.
+the decoder. A tower runs only if a request has an image or a sound. Only engines that read images keep them
+(:mod:`kvrelay.engine.models.hf.images`).
 """
 
 from __future__ import annotations
@@ -41,6 +42,19 @@ def text_model(config: PreTrainedConfig, **how: Any) -> PreTrainedModel:
     model: PreTrainedModel = auto_class(config).from_config(config, **how)
     drop_towers(model)
     return model
+
+
+def full_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
+    """The class of a multimodal type with its towers."""
+    found: type[PreTrainedModel] = MODEL_FOR_MULTIMODAL_LM_MAPPING[type(config)]
+    return found
+
+
+def text_class_name(config: PreTrainedConfig) -> str:
+    """The name of the class that serves text of a checkpoint. It is the same with towers and without. Raises as auto_class."""
+    is_causal = auto_class(config) is AutoModelForCausalLM
+    mapping = MODEL_FOR_CAUSAL_LM_MAPPING if is_causal else MODEL_FOR_MULTIMODAL_LM_MAPPING
+    return str(mapping[type(config)].__name__)
 
 
 def text_class(config: PreTrainedConfig) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
@@ -98,20 +112,25 @@ def decoder_name(model: PreTrainedModel) -> str:
     return next(name for name, child in children.items() if isinstance(child, PreTrainedModel))
 
 
-def drop_towers(model: PreTrainedModel) -> list[str]:
-    """Replace the towers of a multimodal model by None, as transformers does where a checkpoint has none. Gives their names."""
+def towers_of(model: PreTrainedModel) -> list[tuple[nn.Module, str, str]]:
+    """The towers of a multimodal model, each as (its parent, its name there, its path); none of any other model."""
     if not is_multimodal(model.config):
         return []
     kept = {model.get_decoder(), model.get_output_embeddings()}
     parents = [
         (path, one) for path, one in model.named_modules() if one not in kept and not kept.isdisjoint(one.modules())
     ]
-    towers = [
+    return [
         (parent, name, f"{path}.{name}".removeprefix("."))
         for path, parent in parents
         for name, child in parent.named_children()
         if kept.isdisjoint(child.modules())
     ]
+
+
+def drop_towers(model: PreTrainedModel) -> list[str]:
+    """Replace the towers of a multimodal model by None, as transformers does where a checkpoint has none. Gives their names."""
+    towers = towers_of(model)
     for parent, name, _ in towers:
         setattr(parent, name, None)
     return [path for _, _, path in towers]

@@ -6,8 +6,10 @@ import time
 
 import pytest
 
+from kvrelay.common.images import ImageSpan
 from kvrelay.engine.fake.engine import FakeEngine, FakePace, KvMismatchError, fake_card
 from kvrelay.engine.fake.language import expected_output
+from kvrelay.engine.images.interface import ReadImages
 from kvrelay.engine.step.interface import StepRow
 from kvrelay.engine.step.sequence import Sequence
 from tests.engine.conftest import sequence, tokens
@@ -168,3 +170,36 @@ def test_log_probabilities_are_made_up_and_the_same_everywhere() -> None:
     assert sampled is not None
     assert sampled.top_logprobs[0] == (sampled.token_id, sampled.logprob)  # the greedy token is the likeliest
     assert row.prompt_logprobs == []
+
+
+SPAN = ImageSpan(2, 6, bytes(16))
+
+
+def imaged(*, is_read: bool = True, position_offset: int = -3, span: ImageSpan = SPAN) -> Sequence:
+    """A sequence with an image, and its blocks."""
+    made = sequence(list(range(8)), [0, 1, 2])
+    made.spans, made.position_offset = (span,), position_offset
+    made.images = ReadImages((span,), ()) if is_read else None
+    return made
+
+
+def test_a_token_depends_on_the_images_before_it() -> None:
+    other = ImageSpan(2, 6, bytes(range(16)))
+    outputs = []
+    for span in (SPAN, SPAN, other):
+        outputs.append(run(FakeEngine(fake_card()), imaged(span=span), 8))
+        assert [outputs[-1]] == expected_output(range(8), 1, 1000, images=[span])
+    assert outputs[0] == outputs[1] != outputs[2]
+
+
+@pytest.mark.parametrize(
+    ("made", "num_tokens", "problem"),
+    [
+        (imaged(is_read=False), 8, "images that were not read"),
+        (imaged(position_offset=0), 8, "off by 0, not -3"),
+        (imaged(), 4, "a part of an image"),
+    ],
+)
+def test_what_images_lack_is_noticed(made: Sequence, num_tokens: int, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        run(FakeEngine(fake_card(), has_whole_images=True), made, num_tokens)

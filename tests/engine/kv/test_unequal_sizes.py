@@ -3,7 +3,7 @@ use them."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from kvrelay.engine.backends.cpu.native.compiled import default_cache_dir
 from kvrelay.engine.backends.cpu.native_ops import NativeCpuPagedOps
 from kvrelay.engine.backends.cpu.ops import CpuPagedOps
 from kvrelay.engine.config.cut import Cut
-from kvrelay.engine.config.model import KvSizes
+from kvrelay.engine.config.model import KvSizes, ModelShape
 from kvrelay.engine.kv.fragments import taken
 from kvrelay.engine.kv.gathered import GatheredStore, HostPart
 from kvrelay.engine.kv.geometry import LayerGroups, geometry_of
@@ -31,9 +31,9 @@ BLOCK_SIZE, Q_HEADS = 8, 4
 FULL, WINDOW = KvSizes(2, 96, 64), KvSizes(4, 64, 32)
 SIZES = (WINDOW, FULL, WINDOW, WINDOW, FULL)
 WINDOWS = (12, None, 12, 12, None)
-SHAPE: Any = SimpleNamespace(
-    sliding_windows=WINDOWS, kv_sizes=SIZES, stage_layers=None, latent_rank=None, num_q_heads=Q_HEADS, has_softcaps=False,
-    has_sinks=False, states=(), dtype="float32",
+SHAPE = ModelShape(
+    architecture="unequal", vocab_size=9, num_layers=len(SIZES), num_q_heads=Q_HEADS, num_kv_heads=4, head_dim=96,
+    max_position_embeddings=512, sliding_windows=WINDOWS, layer_sizes=SIZES, dtype="float32", rope_text="",
 )  # fmt: skip
 
 
@@ -105,7 +105,7 @@ def test_attention_over_blocks_that_were_full_of_nan(kind: str, rows: list[tuple
     tables = batch.block_tables()
     # One layer at a time, so the tables of one group serve for all.
     for layer, sizes in enumerate(SIZES):
-        shape: Any = SimpleNamespace(**{**vars(SHAPE), "sliding_windows": (WINDOWS[layer],), "kv_sizes": (sizes,)})
+        shape = replace(SHAPE, sliding_windows=(WINDOWS[layer],), layer_sizes=(sizes,))
         kv = view_groups(pool.tensor, LayerGroups.of_shape(shape, BLOCK_SIZE))[0]
         pool.tensor.fill_(torch.nan)
         contexts = []
