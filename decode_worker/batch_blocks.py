@@ -1,8 +1,8 @@
 """The blocks of the running batch: which sequence gets a block, which is preempted for it, and what stays reserved.
 
 When blocks run out, the youngest sequence of the lowest class loses its blocks and waits to be computed again. So the most senior
-sequence always advances. While a sequence waits for blocks, hand-offs leave as many allocatable as it needs
-(``BlockManager.set_aside``).
+sequence always advances. A sequence whose images only another worker can read ends instead; its request goes on there. While a
+sequence waits for blocks, hand-offs leave as many allocatable as it needs (``BlockManager.set_aside``).
 """
 
 from __future__ import annotations
@@ -23,13 +23,22 @@ class BatchBlocks(SequenceBlocks):
     """The blocks of the sequences in ``places``. Some of these are beams of one of the ``searches``."""
 
     def __init__(
-        self, blocks: BlockManager, places: Places, searches: BeamSearches, on_preempted: Callable[[Sequence], None]
+        self,
+        blocks: BlockManager,
+        places: Places,
+        searches: BeamSearches,
+        on_preempted: Callable[[Sequence], None],
+        on_lost: Callable[[Sequence], None],
     ) -> None:
-        """``on_preempted``: called with each sequence, also each beam, that has just lost its blocks."""
+        """``on_preempted``: called with each sequence, also each beam, that has just lost its blocks.
+
+        ``on_lost``: must remove the sequence, or its whole search, which has just lost its blocks and cannot start again.
+        """
         super().__init__(blocks)
         self._places = places
         self._searches = searches
         self._on_preempted = on_preempted
+        self._on_lost = on_lost
         # The prompt that found no blocks, how many there were, and the first of its hashes that was not cached.
         self._found_none: tuple[Sequence, int, list[bytes]] | None = None
 
@@ -107,11 +116,13 @@ class BatchBlocks(SequenceBlocks):
         return max(holders, key=seniority, default=None)
 
     def preempt(self, victim: Sequence, plan: Schedule) -> None:
-        """Take the blocks of a sequence, or of its whole search. It waits to be computed again."""
+        """Take the blocks of a sequence, or of its whole search. It waits to be computed again, or ends if it cannot be."""
         together = self._searches.restart(victim)
         for sequence in together:
             self._give_way(sequence, plan)
         victim = together[0]
+        if not victim.may_start_again:
+            return self._on_lost(victim)
         victim.num_preemptions += 1
         plan.preempted.append(victim)
         if victim not in self._places.waiting:

@@ -1,4 +1,4 @@
-"""What a decode worker refuses: prefill workers whose KV does not fit, and prompts of which too little is cached.
+"""What a decode worker refuses: misfit prefill workers, impossible commits, and prompts of which too little is cached.
 
 Local prefill slows running sequences. A gateway's map of cached prefixes may be outdated. So a gateway that sends a prompt for its
 cached prefix says how much may be missing. If more is missing, the worker refuses, and the gateway decides again.
@@ -9,6 +9,7 @@ from __future__ import annotations
 from kvrelay.common.block_hash import HashChain
 from kvrelay.common.model_card import KvLayout
 from kvrelay.engine.kv.block_manager import BlockManager
+from kvrelay.engine.step.sequence import Sequence
 from kvrelay.wire.blocks.seal import seal_mismatch
 from kvrelay.wire.messages import FailureCode, Hello, HelloRefused, Submit
 from kvrelay.worker.submit import Refusal
@@ -24,6 +25,14 @@ def misfit(hello: Hello, mine: KvLayout, *, seals_kv: bool) -> HelloRefused | No
     else:
         return None
     return HelloRefused(code=FailureCode.LAYOUT_MISMATCH, detail=detail)
+
+
+def unlikely_offset(position_offset: int, sequence: Sequence, max_model_len: int) -> str | None:
+    """Why no prompt's positions can be off by so much after it; None if they can. Those of text are not."""
+    least, most = (-sequence.num_prompt_tokens, max_model_len) if sequence.spans else (0, 0)
+    if least <= position_offset <= most:
+        return None
+    return f"the commit's position_offset is {position_offset}; it must be {least} to {most}"
 
 
 def cache_miss(submit: Submit, blocks: BlockManager, chain: HashChain) -> Refusal | None:

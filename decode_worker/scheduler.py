@@ -54,7 +54,7 @@ class DecodeScheduler(Scheduler):
         super().__init__(settings, blocks, max_model_len, device_type, num_stages)
         self._drafts = drafts
         self._searches = BeamSearches(blocks, max_model_len)
-        self._held = BatchBlocks(blocks, self._places, self._searches, self._forget_drafts)
+        self._held = BatchBlocks(blocks, self._places, self._searches, self._forget_drafts, self._lose)
         # A sequence gets a token in one of ``num_stages`` steps.
         itl_budget_s = None if settings.itl_budget_ms is None else settings.itl_budget_ms / 1000 / num_stages
         self._steps = MixedSteps(itl_budget_s, self._max_batched_tokens, device_type)
@@ -74,6 +74,10 @@ class DecodeScheduler(Scheduler):
         self._tell_speed()
         return found[0] if found else None
 
+    def _lose(self, sequence: Sequence) -> None:
+        self.remove(sequence.key)
+        self.lost.append(sequence.key)
+
     def drop(self, sequence: Sequence) -> None:
         """Release a sequence after ``add`` raised."""
         self._searches.remove(sequence.key)
@@ -91,9 +95,12 @@ class DecodeScheduler(Scheduler):
     def on_failed(self, rows: Seq[StepRow], group: frozenset[Key] | None) -> list[Sequence]:
         """See Scheduler. A beam search starts again, because it is not known whether its beams' shared blocks were copied.
 
-        So does a sequence with states, which the step may have replaced.
+        So does a sequence with states, which the step may have replaced. A search that joined with the step, and has nothing to
+        compute before its beams are chosen, joins again.
         """
         suspects = super().on_failed(rows, group)
+        for search in [one for one in self.running if one.num_uncomputed_tokens == 0]:
+            self._places.stop(search)
         for sequence in suspects:
             is_spoiled = self._blocks.has_states or sequence.sampling.beam_search is not None
             if is_spoiled and sequence.status is SequenceStatus.RUNNING:
@@ -128,10 +135,10 @@ class DecodeScheduler(Scheduler):
         # Prompts whose keys are ahead let other prompts begin first.
         ahead = [one for one in prompts if self._places.fair.is_ahead(one, now_s)]
         budget = self._continue_running(plan, budget, [one for one in prompts if one not in ahead])
-        if ahead and not plan.preempted:
+        if ahead and not (plan.preempted or self.lost):
             budget = self._admit_prompts(plan, budget, may=lambda one: not self._places.fair.is_ahead(one, now_s))
         budget = self._continue_running(plan, budget, ahead)
-        if not plan.preempted:
+        if not (plan.preempted or self.lost):
             self._admit_prompts(plan, budget)
         if self._drafts is not None and choice.group is None and all(row.num_tokens == 1 for row in plan.rows):
             self._draft(plan, self._drafts)

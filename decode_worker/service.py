@@ -15,7 +15,7 @@ import msgspec
 
 from kvrelay.common.block_hash import HashChain
 from kvrelay.common.sampling import SampledToken
-from kvrelay.decode_worker.refusals import cache_miss, misfit
+from kvrelay.decode_worker.refusals import cache_miss, misfit, unlikely_offset
 from kvrelay.engine.beams.check import invalid_first_token
 from kvrelay.engine.kv.block_manager import BlockManager
 from kvrelay.engine.kv.leased_blocks import lease_owner
@@ -205,6 +205,9 @@ class DecodeService(Service[DecodeEntry]):
         """See Service. Also refuses a local prefill that was sent for its cached prefix, if too little of it is cached."""
         refusal = super().refusal(request, chain)
         if refusal is None and isinstance(request, Submit):
+            if request.images and self.ports.images.takes_whole:
+                detail = "this model's images are computed whole, which only prefill workers do"
+                return Refusal(FailureCode.INVALID, f"the prompt has images: {detail}")
             return cache_miss(request, self.blocks, chain)
         return refusal
 
@@ -245,7 +248,9 @@ class DecodeService(Service[DecodeEntry]):
         entry = next((entry for entry in self.entries.values() if entry.lease_id == commit.lease_id), None)
         if entry is not None:
             sampling, vocab_size = entry.sequence.sampling, self.identity.card.vocab_size
-            if (detail := invalid_first_token(commit.first_token, sampling, vocab_size)) is not None:
+            detail = invalid_first_token(commit.first_token, sampling, vocab_size)
+            detail = detail or unlikely_offset(commit.position_offset, entry.sequence, self.identity.card.max_model_len)
+            if detail is not None:
                 return self._leases.reject(peer_id, commit.lease_id, commit.epoch, detail)
         self._leases.commit(peer_id, commit)
 
@@ -281,6 +286,7 @@ class DecodeService(Service[DecodeEntry]):
         sequence.sampling = offer.sampling.after_prefill()
         sequence.block_tables = lease.block_tables
         sequence.chain, sequence.num_computed_tokens = lease.chain, len(offer.token_ids)
+        sequence.position_offset = commit.position_offset
         self.queue_if_ready(entry)
 
     def _on_rejected(self, lease_id: int, peer_id: str, key: Key, code: FailureCode, detail: str) -> None:

@@ -37,6 +37,7 @@ from kvrelay.executor.request import Chat, Request, encode_body
 from kvrelay.gateway.apis.answering import choose
 from kvrelay.gateway.apis.openai.bodies import ChatBody, CompletionBody
 from kvrelay.gateway.apis.openai.completion_answer import finite
+from kvrelay.gateway.apis.prompts import prompt_of
 from kvrelay.gateway.http.request import parse_body
 from kvrelay.gateway.metrics import GatewayMetrics
 from kvrelay.gateway.model import Model, ModelFiles
@@ -272,10 +273,13 @@ async def _prompt(model: Model, request: Request) -> list[int]:
         case Chat() as chat:
             body = encode_body(chat.body())
             read = parse_body(ChatBody, None, body)
-            return await aside(
-                lambda: model.encode(read.chat(model).prompt, "messages", add_special_tokens=False),
+            _, _, prompt = await prompt_of(
+                model,
+                lambda: (read.chat(model), None),
+                lambda text: model.encode(text, "messages", add_special_tokens=False),
                 len(body),
             )
+            return prompt.token_ids  # it has no images: this worker reads none, which raised
         case token_ids:
             model.check_token_ids(token_ids, "prompt")
             return list(token_ids)

@@ -9,6 +9,9 @@ measured one. So a slow GPU, which has the same default limit as a fast one, doe
 
 *Order.* Prompts whose first token would come too late may overtake a longer prompt (:mod:`kvrelay.worker.scheduling.overtaking`).
 They overtake only a prompt that has its blocks. Otherwise short prompts would take the blocks that a long one waits for.
+
+Of some models, the tokens of an image see each other. Then no chunk ends inside an image: it ends before the image, or takes it
+whole even if the step gets larger than it should.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import accumulate
 
+from kvrelay.common.images import ImageSpan
 from kvrelay.worker.scheduling.overtaking import in_the_way, overtaking
 from kvrelay.worker.scheduling.step_cost import StepCost
 
@@ -35,6 +39,7 @@ class Prompt:
     num_tokens: int  # tokens left to compute, without those of a waiting prompt that are expected to be cached
     arrival_s: float
     is_started: bool  # whether it has its blocks
+    num_together: int = 1  # tokens from its next one on that one step must compute together
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +69,42 @@ def step_tokens(
     return min(max_tokens, num_blocks * block_size)
 
 
+def last_end(spans: Seq[ImageSpan], start: int, end: int, num_tokens: int, unit: int = 1) -> int:
+    """The last position up to ``end`` where a chunk from ``start`` on may end; ``start`` if there is none behind it.
+
+    It may end outside of ``spans``, at a multiple of ``unit`` or with the sequence's last token. ``num_tokens``: of the sequence.
+    """
+    while end > start:
+        inside = next((span for span in spans if span.start < end < span.stop), None)
+        if inside is not None:
+            end = inside.start
+        elif end % unit and end != num_tokens:
+            end -= end % unit
+        else:
+            return end
+    return start
+
+
+def first_end(spans: Seq[ImageSpan], start: int, num_tokens: int, unit: int = 1) -> int:
+    """The first position behind ``start`` where a chunk may end; see ``last_end``."""
+    end = start + 1
+    while True:
+        end = min(num_tokens, -(-end // unit) * unit)
+        inside = next((span for span in spans if span.start < end < span.stop), None)
+        if inside is None:
+            return end
+        end = inside.stop
+
+
+def longest_chunk(spans: Seq[ImageSpan], num_tokens: int, unit: int = 1) -> int:
+    """The most tokens that a step must compute together because of ``spans``; see ``last_end``."""
+    longest = 0
+    for span in spans:
+        start = last_end(spans, 0, span.start, num_tokens, unit)
+        longest = max(longest, first_end(spans, start, num_tokens, unit) - start)
+    return longest
+
+
 def turns(
     line: Seq[Prompt], num_tokens: int, now_s: float, ttft_budget_s: float, cost: StepCost | None, block_size: int
 ) -> list[Turn]:
@@ -72,6 +113,8 @@ def turns(
     num_left = [prompt.num_tokens for prompt in line]
     first = in_the_way(num_left, num_tokens)
     if ttft_budget_s == 0 or cost is None or first is None or not line[first].is_started:
+        return in_order
+    if line[first].num_together > num_tokens // 2:  # it would find no room behind those that overtake
         return in_order
     late = {
         place

@@ -17,7 +17,7 @@ from kvrelay.engine.kv.block_manager import BlockManager
 from kvrelay.engine.step.interface import StepRow
 from kvrelay.engine.step.plan import RowResult
 from kvrelay.engine.step.sequence import Sequence, SequenceStatus
-from kvrelay.prefill_worker.chunking import Prompt, step_tokens, turns
+from kvrelay.prefill_worker.chunking import Prompt, first_end, last_end, step_tokens, turns
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
 from kvrelay.worker.scheduling.choice import EVERYBODY, Choice
 from kvrelay.worker.scheduling.scheduler import Progress, Schedule, Scheduler, progress_of
@@ -45,6 +45,7 @@ class PrefillScheduler(Scheduler):
         blocks.leaves_owed = True  # a running prompt never waits for another one's blocks
         self._ttft_budget_s = settings.ttft_budget_ms / 1000
         self._costs = StepCosts()
+        self._unit = blocks.block_size if blocks.has_states else 1  # chunks end at multiples of it
         self._num_cached: dict[Key, int] = {}  # per waiting prompt: leading tokens that were cached when it came
 
     def add(self, sequence: Sequence, first: SampledToken | None = None) -> None:
@@ -76,17 +77,19 @@ class PrefillScheduler(Scheduler):
         budget = step_tokens(self._ttft_budget_s, cost, self._max_batched_tokens, block_size, self._costs.largest_step)
         num_for_others = int(budget * _PART_FOR_OTHERS)
         plan = Schedule(rows=[])
-        has_room = True
+        has_room, num_in_step = True, 0
         for turn in turns(prompts, budget, now_s, self._ttft_budget_s, cost, block_size):
             sequence, share = line[turn.index], budget if turn.max_tokens is None else min(budget, turn.max_tokens)
             if self._places.fair.is_ahead(sequence, now_s):
                 share = min(share, max(0, budget - num_for_others))
-            num_ahead = ahead.get(sequence, 0)
-            start = sequence.num_computed_tokens + num_ahead
+            num_ahead, room = ahead.get(sequence, 0), self._max_batched_tokens - num_in_step
+            start = self._start(sequence, num_ahead)
             if sequence.status is SequenceStatus.RUNNING:
-                share = min(share, sequence.num_blocks * block_size - start)
-            num_tokens = self._chunk(prompts[turn.index].num_tokens, start, share)
-            if share == 0 or (num_tokens == 0 and plan.rows):
+                num_in_blocks = sequence.num_blocks * block_size - start
+                share, room = min(share, num_in_blocks), min(room, num_in_blocks)
+            is_alone = not plan.rows and not num_ahead
+            num_tokens = self._size(sequence, prompts[turn.index].num_tokens, start, share, None if is_alone else room)
+            if share == 0 or num_tokens is None or (num_tokens == 0 and plan.rows):
                 continue
             if sequence.status is SequenceStatus.WAITING:
                 # No prompt starts before one that finds no room, which would otherwise wait for ever.
@@ -94,13 +97,18 @@ class PrefillScheduler(Scheduler):
                 if not has_room:
                     continue
                 plan.admitted.append(sequence)
-                num_tokens = self._chunk(sequence.num_uncomputed_tokens, sequence.num_computed_tokens, share)
-            if num_tokens == 0 and self._blocks.has_states:
-                if plan.rows:
-                    continue  # less of it is cached than when it came, and a block would exceed the step
-                num_tokens = self._rest_of_block(sequence, num_ahead)
-            plan.rows.append(StepRow(sequence, num_tokens or share, num_ahead))
-            budget -= plan.rows[-1].num_tokens
+                start, num_left = sequence.num_computed_tokens, sequence.num_uncomputed_tokens
+                num_tokens = self._size(sequence, num_left, start, share, None if is_alone else room)
+                # Less of it may be cached than when it came, and its first chunk exceed the step.
+                if num_tokens is None or (num_tokens == 0 and plan.rows and self._blocks.has_states):
+                    continue
+            if num_tokens == 0:
+                has_states = self._blocks.has_states
+                end = self._first_end(sequence, start) if has_states else self._last_end(sequence, start, start + share)
+                num_tokens = end - start
+            plan.rows.append(StepRow(sequence, num_tokens, num_ahead))
+            num_in_step += num_tokens
+            budget -= num_tokens
             if budget <= 0:
                 break
         return plan
@@ -132,10 +140,44 @@ class PrefillScheduler(Scheduler):
         return num_ahead < sequence.num_uncomputed_tokens
 
     def _in_line(self, sequence: Sequence, num_ahead: int) -> Prompt:
-        num_tokens = sequence.num_uncomputed_tokens - num_ahead
-        if sequence.status is SequenceStatus.RUNNING:
-            return Prompt(num_tokens, sequence.arrival_s, is_started=True)
-        return Prompt(num_tokens - self._num_cached[sequence.key], sequence.arrival_s, is_started=False)
+        start = self._start(sequence, num_ahead)
+        num_together = max(1, self._num_together(sequence, start))
+        is_started = sequence.status is SequenceStatus.RUNNING
+        return Prompt(sequence.num_tokens - start, sequence.arrival_s, is_started, num_together)
+
+    def _start(self, sequence: Sequence, num_ahead: int) -> int:
+        """Its first token that no running step computes. Of a waiting prompt: if as much is still cached as when it came."""
+        return sequence.num_computed_tokens + num_ahead + self._num_cached.get(sequence.key, 0)
+
+    def _size(self, sequence: Sequence, num_left: int, start: int, share: int, room: int | None) -> int | None:
+        """How many of ``share`` tokens to compute, or more to take an image whole. 0: it should wait; None: it must.
+
+        ``room``: tokens that there is room for in any case; None: nothing else is in the step.
+        """
+        num_tokens = self._chunk(num_left, start, share)
+        num_tokens = self._last_end(sequence, start, start + num_tokens) - start
+        num_together = 0 if num_tokens else self._num_together(sequence, start)
+        if not num_together:
+            return num_tokens
+        return num_together if room is None or num_together <= room else None
+
+    def _last_end(self, sequence: Sequence, start: int, end: int) -> int:
+        """See ``chunking.last_end``. ``end`` itself if images may be split."""
+        if not sequence.has_whole_images:
+            return end
+        return last_end(sequence.spans, start, end, sequence.num_tokens, self._unit)
+
+    def _first_end(self, sequence: Sequence, start: int) -> int:
+        """See ``chunking.first_end``."""
+        spans = sequence.spans if sequence.has_whole_images else ()
+        return first_end(spans, start, sequence.num_tokens, self._unit)
+
+    def _num_together(self, sequence: Sequence, start: int) -> int:
+        """Tokens from ``start`` on that a step must compute together because of an image; 0 if it need not."""
+        if not sequence.has_whole_images:
+            return 0
+        end = self._first_end(sequence, start)
+        return end - start if end > first_end((), start, sequence.num_tokens, self._unit) else 0
 
     def _chunk(self, num_left: int, start: int, share: int) -> int:
         """How many of ``share`` tokens to compute, of ``num_left`` from ``start`` on: all left, or else up to a block's end.
@@ -149,12 +191,6 @@ class PrefillScheduler(Scheduler):
         # If blocks are large relative to a step, this would waste too much of it.
         is_small = self._blocks.has_states or 8 * num_past <= self._max_batched_tokens
         return max(0, share - num_past) if is_small else share
-
-    def _rest_of_block(self, sequence: Sequence, num_ahead: int) -> int:
-        """How many tokens are left to the end of a prompt's next block, or of the prompt."""
-        start = sequence.num_computed_tokens + num_ahead
-        block_size = self._blocks.block_size
-        return min(sequence.num_uncomputed_tokens - num_ahead, block_size - start % block_size)
 
     def _admit(self, sequence: Sequence, now_s: float) -> bool:
         """Give a waiting prompt its blocks and let it run. False if there are too few."""

@@ -10,9 +10,13 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
+
+from kvrelay.common.block_hash import HashChain
 from kvrelay.common.sampling import SampledToken
 from kvrelay.engine.kv.block_manager import BlockManager
 from kvrelay.engine.step.sequence import Sequence
+from kvrelay.prefill_worker.chunking import longest_chunk
 from kvrelay.prefill_worker.links import DecodeLinks
 from kvrelay.wire.messages import (
     FailureCode,
@@ -30,7 +34,7 @@ from kvrelay.worker.model_worker import Report
 from kvrelay.worker.scheduling.scheduler import Progress
 from kvrelay.worker.scheduling.suspects import Key
 from kvrelay.worker.service import Service
-from kvrelay.worker.submit import WorkerIdentity, guide_failed
+from kvrelay.worker.submit import Refusal, WorkerIdentity, guide_failed, spans_of
 
 _SEND_TIMEOUT_S = 5.0  # longest wait for the blocks of an entry that has ended, while no block leaves
 _LINK_TIMEOUT_S = 10.0  # most time until a decode worker's Welcome; then it counts as lost
@@ -40,7 +44,7 @@ _LINK_TIMEOUT_S = 10.0  # most time until a decode worker's Welcome; then it cou
 class PrefillEntry(Entry):
     """One attempt on a prefill worker."""
 
-    submit: Submit
+    submit: Submit  # without its images: their files are freed once they are read
     block_hashes: list[bytes]  # for all blocks of the submitted tokens; the last block may be partial
     decode_address: str  # the decode worker that takes it over
     num_ready_blocks: int = 0
@@ -75,6 +79,18 @@ class PrefillService(Service[PrefillEntry]):
 
     # -- the way in ------------------------------------------------------------------------------------------------
 
+    def refusal(self, request: Submit | Offer, chain: HashChain) -> Refusal | None:
+        """See Service. Also refuses images that one step would have to compute, and cannot."""
+        refusal, most = super().refusal(request, chain), self.identity.max_step_tokens
+        if refusal is not None or most is None or not self.ports.images.takes_whole:
+            return refusal
+        unit = self.blocks.block_size if self.blocks.has_states else 1  # chunks end at multiples of it
+        longest = longest_chunk(spans_of(request), len(request.token_ids), unit)
+        if longest <= most:
+            return None
+        detail = f"{longest} tokens of the prompt's images must be computed together; the limit is --max-batched-tokens, {most}"
+        return Refusal(FailureCode.INVALID, detail)
+
     def entry_of(self, submit: Submit, gateway_id: str, sequence: Sequence) -> PrefillEntry:
         """See Service. Connects to the decode worker while the prompt waits."""
         assert submit.decode is not None
@@ -85,7 +101,7 @@ class PrefillService(Service[PrefillEntry]):
             gateway_id=gateway_id,
             adapter=submit.adapter,
             deadline_s=sequence.deadline_s,
-            submit=submit,
+            submit=submit if not submit.images else msgspec.structs.replace(submit, images=[]),
             block_hashes=sequence.chain.hashes_of_all(submit.token_ids),
             decode_address=submit.decode.address,
         )
@@ -120,6 +136,7 @@ class PrefillService(Service[PrefillEntry]):
             trace_id=submit.trace_id,
             adapter=submit.adapter,
             flow=submit.flow,
+            images=list(sequence.spans),
         )
         entry.awaits_link, entry.hand_off_holds = False, True
         entry.num_ready_blocks = max(entry.num_ready_blocks, sequence.num_cached_tokens // self.blocks.block_size)
@@ -138,6 +155,7 @@ class PrefillService(Service[PrefillEntry]):
     def _on_computed(self, entry: PrefillEntry, new: Progress) -> None:
         if new.token is not None:
             entry.model_holds = False
+            self.drop_images(entry)
         entry.num_ready_blocks = new.num_ready_blocks
         if entry.hand_off_holds:
             self._transfers.blocks_ready(entry.key, new.num_ready_blocks)
@@ -169,7 +187,8 @@ class PrefillService(Service[PrefillEntry]):
             entry.commit = token
 
     def _commit(self, entry: PrefillEntry, token: SampledToken) -> None:
-        self._transfers.commit(entry.key, token, entry.sequence.num_cached_tokens)
+        sequence = entry.sequence
+        self._transfers.commit(entry.key, token, sequence.num_cached_tokens, sequence.position_offset)
 
     # -- decode workers: LinkHandler and TransferHandler -----------------------------------------------------------
 

@@ -9,6 +9,7 @@ from typing import Any
 from kvrelay.common.adapter_files import AdapterRef
 from kvrelay.engine.step.sequence import Sequence
 from kvrelay.wire.messages import Cancelled, Failed, HandedOver, PromptChunk, Timings, Tokens, Withdrawn
+from kvrelay.worker.images import Reading
 from kvrelay.worker.scheduling.suspects import Key
 
 Outcome = HandedOver | Tokens | Withdrawn | Failed | Cancelled
@@ -18,7 +19,7 @@ class Phase(enum.Enum):
     """Where an entry stands."""
 
     LEASED = "leased"  # decode only: the entry's blocks are on their way here
-    COMPILING = "compiling"  # waits for its guide and adapter; an entry without them leaves this phase at once
+    COMPILING = "compiling"  # waits for its guide, adapter and images; an entry without them leaves this phase at once
     QUEUED = "queued"  # handed to the model thread, but in no step yet
     WITHDRAWING = "withdrawing"  # the gateway asks for it back; the model thread decides whether it has begun
     RUNNING = "running"  # has been in a step; may wait again after a preemption
@@ -49,6 +50,7 @@ class Entry:
     adapter: AdapterRef | None = None  # LoRA adapter; None: the base model
     phase: Phase = Phase.COMPILING
     started_s: float | None = None  # when its first step began
+    reading: Reading | None = None  # its images, until they are computed
     outcome: Outcome | None = None  # message for its gateway; None: the gateway knows, or another worker tells it
     closed_s: float | None = None  # when the outcome was decided
     model_holds: bool = False  # the model thread may still touch the blocks

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from prometheus_client import CollectorRegistry
 
 from kvrelay.common.logs import configure_logs
-from kvrelay.engine.factory import load_engine, load_guides
+from kvrelay.engine.factory import load_engine, load_guides, load_images
 from kvrelay.engine.load_progress import LoggedProgress
 from kvrelay.engine.ranks.nodes import OtherNodes, place_of
 from kvrelay.engine.step.interface import Engine
@@ -78,6 +78,7 @@ def serve_worker(
             shared_memory=shared_memory,
             max_retained_share=settings.kv.max_retained_share,
             guides=load_guides(settings.model, settings.fake, engine.card.vocab_size),
+            images=load_images(settings.model, settings.fake, engine.card),
             adapters=AdapterSettings.of(settings.model),
             canary_period_s=settings.canary_period_s,
         )

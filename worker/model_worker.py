@@ -64,6 +64,8 @@ class Report:
     progress: tuple[Progress, ...] = ()
     removed: tuple[Key, ...] = ()
     taken_back: tuple[Key, ...] = ()
+    # Ended, because they lost their blocks and cannot be computed again here; the model thread no longer uses their blocks.
+    lost: tuple[Key, ...] = ()
     failed: tuple[Key, ...] = ()  # ended by a failed step; the model thread no longer uses their blocks
     detail: str = ""
     computes_wrongly: bool = False  # the canary's answer changed; no step follows
@@ -171,12 +173,13 @@ class ModelWorker:
         """Launch as many steps as the engine has stages. Returns whether the books changed, perhaps only by a preemption."""
         while not self._launched or len(self._launched) < self._num_at_once:
             plan = self._schedule()
-            if plan.preempted:
-                self._metrics.preemptions.inc(len(plan.preempted))
-                self._emit(Report(preempted=tuple(sequence.key for sequence in plan.preempted)))
+            lost = self._scheduler.take_lost()
+            if plan.preempted or lost:
+                self._metrics.preemptions.inc(len(plan.preempted) + len(lost))
+                self._emit(Report(preempted=tuple(sequence.key for sequence in plan.preempted), lost=lost))
             if not plan.rows and not plan.admitted:
                 # A preemption without a row changed the books: look again at once.
-                return bool(plan.preempted)
+                return bool(plan.preempted or lost)
             if not self._launched:
                 self._since_s = self._clock()
             self._launch(plan)
@@ -191,7 +194,7 @@ class ModelWorker:
         now_s = self._clock()
         while (group := self._suspects.group) is not None:
             plan = self._scheduler.schedule(now_s, Choice(group))
-            if plan.rows or plan.admitted or plan.preempted:
+            if plan.rows or plan.admitted or plan.preempted or self._scheduler.lost:
                 return plan
             self._suspects.clear()
         return self._scheduler.schedule(now_s, Choice(None, frozenset(self._removals), self._flying))
@@ -271,6 +274,7 @@ class ModelWorker:
             self._scheduler.remove(key)
         if taken_in and rows:  # of steps behind that one, which are lost, too
             self._scheduler.on_failed(rows, None)
+        ended += tuple(key for key in self._scheduler.take_lost() if key not in ended)
         self._emit(Report(failed=ended, detail=f"the model step failed: {type(error).__name__}"))
         self._remove()
         self._scheduler.check_integrity()

@@ -27,10 +27,12 @@ from typing import Any, Generic, TypeVar
 
 from kvrelay.common.block_hash import HashChain
 from kvrelay.engine.guides.guidance import GuideCompiler, GuideRefusal, GuideResult
+from kvrelay.engine.images.interface import ReadImages
 from kvrelay.engine.kv.block_manager import BlockManager
 from kvrelay.engine.kv.owners import sequence_owner
 from kvrelay.engine.step.sequence import PromptTrace, Sequence
 from kvrelay.wire.messages import (
+    AskImages,
     Cancel,
     Cancelled,
     Failed,
@@ -51,15 +53,26 @@ from kvrelay.wire.messages import (
 )
 from kvrelay.worker.adapters import AdapterRefusal, AdapterStore
 from kvrelay.worker.entries import BEGINNING, Entry, Outcome, Phase
+from kvrelay.worker.images import ImageDesk, ImageProblem
 from kvrelay.worker.key_tokens import KeyTokensBoard
 from kvrelay.worker.loop import ModelLoop
 from kvrelay.worker.model_worker import Add, Remove, Report, TakeBack
 from kvrelay.worker.scheduling.suspects import Key
-from kvrelay.worker.submit import Refusal, WorkerIdentity, deadline_of, guide_failed, refusal_of
+from kvrelay.worker.submit import (
+    Refusal,
+    WorkerIdentity,
+    deadline_of,
+    guide_failed,
+    images_failed,
+    refusal_of,
+    spans_of,
+)
 
 logger = logging.getLogger(__name__)
 
 COMPUTES_WRONGLY = "it computes wrongly: the answer to a known prompt is not what it was at first"
+
+LOST_BLOCKS = "others took its KV blocks, and its images cannot be computed again here"
 
 E = TypeVar("E", bound=Entry)
 
@@ -74,6 +87,7 @@ class Ports:
     guides: GuideCompiler
     prompt_tokens_per_s: Callable[[], float | None]  # see Status
     adapters: AdapterStore
+    images: ImageDesk
 
 
 class Service(ABC, Generic[E]):
@@ -112,7 +126,10 @@ class Service(ABC, Generic[E]):
     def refusal(self, request: Submit | Offer, chain: HashChain) -> Refusal | None:
         """Why the worker does not take the request, now or ever; None if it does. ``chain``: hashes the request's blocks."""
         is_known, decodes = (request.request_id, request.attempt) in self.entries, self.role is Role.DECODE
-        return refusal_of(request, self.identity, self.status(), is_known=is_known, decodes=decodes)
+        found = refusal_of(request, self.identity, self.status(), is_known=is_known, decodes=decodes)
+        if found is None and isinstance(request, Submit):
+            return self.ports.images.refusal(request)
+        return found
 
     def add(self, entry: E) -> Add:
         """The command that gives the entry to the model thread. Raises ValueError if its guide forbids a token so far."""
@@ -174,6 +191,8 @@ class Service(ABC, Generic[E]):
                 self._on_cancel(peer_id, (request_id, attempt))
             case Role.GATEWAY, Withdraw(request_id=request_id, attempt=attempt):
                 self._on_withdraw(peer_id, (request_id, attempt))
+            case Role.GATEWAY, AskImages():
+                self.ports.images.answer(message, partial(self.ports.send, role, peer_id))
             case Role.GATEWAY, KeyTokens():
                 self._key_tokens.take(peer_id, message, partial(self.ports.send, Role.GATEWAY))
             case _:
@@ -194,6 +213,9 @@ class Service(ABC, Generic[E]):
             return
         entry = self.entry_of(submit, gateway_id, self.sequence_of(submit, chain))
         self.take(entry)
+        if submit.images:
+            take = partial(self._on_images, entry)
+            entry.reading = self.ports.images.read(submit.token_ids, submit.num_prompt_tokens, submit.images, take)
         self.queue_if_ready(entry)
 
     def _on_cancel(self, peer_id: str, key: Key) -> None:
@@ -215,7 +237,13 @@ class Service(ABC, Generic[E]):
     def chain_of(self, request: Submit | Offer) -> HashChain:
         """The hash chain of the request's blocks."""
         block_size = self.identity.card.layout.block_size
-        return HashChain(self.fingerprint, block_size, cache_salt=request.cache_salt, adapter=request.adapter)
+        return HashChain(
+            self.fingerprint,
+            block_size,
+            cache_salt=request.cache_salt,
+            adapter=request.adapter,
+            images=spans_of(request),
+        )
 
     def sequence_of(self, request: Submit | Offer, chain: HashChain) -> Sequence:
         """A new sequence for the request, with arrival time now and no token computed."""
@@ -232,6 +260,8 @@ class Service(ABC, Generic[E]):
             deadline_s=deadline_of(request, now_s),
             chain=chain,
             trace=PromptTrace(request.trace_id, len(request.token_ids)) if request.trace_id else None,
+            spans=spans_of(request),
+            has_whole_images=self.ports.images.takes_whole,
         )
 
     def take(self, entry: E) -> None:
@@ -266,9 +296,24 @@ class Service(ABC, Generic[E]):
             entry.sequence.guide = result
             self.queue_if_ready(entry)
 
+    def _on_images(self, entry: E, result: ReadImages | ImageProblem) -> None:
+        if isinstance(result, ImageProblem):
+            self.close(entry, images_failed(entry.key, result.detail, is_invalid=result.is_invalid))
+        else:
+            entry.sequence.images, entry.sequence.position_offset = result, result.position_offset
+            self.queue_if_ready(entry)
+
+    def drop_images(self, entry: E) -> None:
+        """Free the memory of the entry's images. The model thread must not compute it any more."""
+        if entry.reading is not None:
+            self.ports.images.end(entry.reading)
+            entry.reading = entry.sequence.images = None
+
     def queue_if_ready(self, entry: E) -> None:
-        """Hand the sequence to the model thread once its guide and its adapter are there."""
+        """Hand the sequence to the model thread once its guide, its adapter and its images are there."""
         sequence = entry.sequence
+        if entry.reading is not None and sequence.images is None:
+            return
         if entry.adapter is not None and not sequence.adapter:
             return
         if entry.phase is not Phase.COMPILING or (sequence.sampling.guide is not None and sequence.guide is None):
@@ -305,11 +350,16 @@ class Service(ABC, Generic[E]):
             if entry.phase is Phase.WITHDRAWING:  # otherwise its removal was posted, and will be answered
                 entry.model_holds = False
                 self.close(entry, Withdrawn(request_id=key[0], attempt=key[1]))
+        for key in report.lost:
+            self._on_lost(self.entries[key], FailureCode.NO_ROOM, LOST_BLOCKS)
         for key in report.failed:
-            entry = self.entries[key]
-            if entry.phase is not Phase.CLOSING:
-                entry.model_holds = False
-                self.fail(entry, FailureCode.INTERNAL, report.detail)
+            self._on_lost(self.entries[key], FailureCode.INTERNAL, report.detail)
+
+    def _on_lost(self, entry: E, code: FailureCode, detail: str) -> None:
+        """The model thread has given the entry up."""
+        if entry.phase is not Phase.CLOSING:  # otherwise its removal was posted, and will be answered
+            entry.model_holds = False
+            self.fail(entry, code, detail)
 
     def _on_computes_wrongly(self) -> None:
         """Take no new requests, and send all gateways the new state at once. Pings get the same state."""
@@ -364,6 +414,8 @@ class Service(ABC, Generic[E]):
 
     def finish(self, entry: E) -> None:
         """Forget the entry and send its outcome, once neither the model thread nor the hand-off holds its blocks."""
+        if entry.phase is Phase.CLOSING and not entry.model_holds:
+            self.drop_images(entry)
         if entry.phase is not Phase.CLOSING or entry.model_holds or entry.hand_off_holds:
             return
         if self.entries.get(entry.key) is not entry:

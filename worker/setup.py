@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from prometheus_client import CollectorRegistry
 
 from kvrelay.engine.guides.guidance import GuideCompiler, NoGuides
+from kvrelay.engine.images.interface import ImageReader
 from kvrelay.wire.lines.shared.place import SharedPlace
 from kvrelay.wire.network import Network
 from kvrelay.wire.security.keys import WireKeys
@@ -32,5 +33,6 @@ class Setup:
     max_retained_share: float = 0.5
     guides: GuideCompiler = field(default_factory=NoGuides)
     adapters: AdapterSettings | None = None
+    images: ImageReader | None = None  # None: prompts have no images here
     canary_period_s: float = 0.0  # how often an idle worker checks itself; 0: never
     model: str = ""  # name in the API, sent to gateways; "": none

@@ -6,10 +6,11 @@ import math
 from dataclasses import dataclass
 
 from kvrelay.common.block_hash import MAX_CACHE_SALT
+from kvrelay.common.images import ImageSpan, spans_problem
 from kvrelay.common.model_card import ModelCard
 from kvrelay.common.sampling_check import invalid_sampling
 from kvrelay.engine.beams.check import invalid_beams, unfit_beams
-from kvrelay.wire.messages import ABOUT_GUIDE, Failed, FailureCode, Offer, Status, Submit, WorkerState
+from kvrelay.wire.messages import ABOUT_GUIDE, ABOUT_IMAGES, Failed, FailureCode, Offer, Status, Submit, WorkerState
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,7 @@ class WorkerIdentity:
     max_waiting: int  # requests that may wait; one more is refused
     max_running: int  # sequences that compute at a time
     model: str = ""  # name in the API; "": none
+    max_step_tokens: int | None = None  # prompt tokens of the largest step; None: no limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,17 @@ def guide_failed(key: tuple[str, int], detail: str, *, is_invalid: bool = True) 
     return Failed(request_id=key[0], attempt=key[1], code=code, detail=detail, about=ABOUT_GUIDE)
 
 
+def images_failed(key: tuple[str, int], detail: str, *, is_invalid: bool) -> Failed:
+    """The outcome of attempt ``key`` when its images cannot be read. ``is_invalid``: other workers could not either."""
+    code = FailureCode.INVALID if is_invalid else FailureCode.INTERNAL
+    return Failed(request_id=key[0], attempt=key[1], code=code, detail=detail, about=ABOUT_IMAGES)
+
+
+def spans_of(request: Submit | Offer) -> list[ImageSpan]:
+    """Where the prompt's images are."""
+    return request.images if isinstance(request, Offer) else [image.span for image in request.images]
+
+
 def deadline_of(request: Submit | Offer, now_s: float) -> float:
     """The request's deadline, on the clock of ``now_s``."""
     return math.inf if request.timeout_s is None else now_s + request.timeout_s
@@ -80,7 +93,8 @@ def invalid_submit(submit: Submit | Offer, card: ModelCard) -> str | None:
         return f"a token id lies outside of 0 to {card.vocab_size - 1}"
     if len(submit.cache_salt) > MAX_CACHE_SALT:
         return f"cache_salt has {len(submit.cache_salt)} characters; it must have at most {MAX_CACHE_SALT}"
-    problems = (part.problem() for part in (submit.retention, submit.flow) if part is not None)
+    problems = [part.problem() for part in (submit.retention, submit.flow) if part is not None]
+    problems.append(spans_problem(spans_of(submit), submit.num_prompt_tokens))
     if (problem := next(filter(None, problems), None)) is not None:
         return problem
     sampling, num_prompt_tokens = submit.sampling, submit.num_prompt_tokens

@@ -17,12 +17,14 @@ from kvrelay.engine.kv.books import ledger_json, unbalanced
 from kvrelay.engine.settings import prompt_step_tokens, sequences_at_a_time
 from kvrelay.engine.step.interface import Profiler
 from kvrelay.engine.step.leader import Leader
+from kvrelay.wire.codec import MAX_CONTROL_FRAME_NBYTES, MAX_FRAME_NBYTES_WITH_IMAGES
 from kvrelay.wire.control.server import ControlServer
 from kvrelay.wire.messages import Role
 from kvrelay.wire.metrics import WireMetrics
 from kvrelay.wire.security.authentication import PeerGate
 from kvrelay.worker.adapters import AdapterStore
 from kvrelay.worker.canary import Canary, CanaryPlan
+from kvrelay.worker.images import ImageDesk
 from kvrelay.worker.metrics import EngineMetrics
 from kvrelay.worker.model_worker import ModelWorker
 from kvrelay.worker.scheduling.scheduler import Scheduler
@@ -58,12 +60,13 @@ class Worker(ABC, Generic[S]):
         engine, network = leader.engine, setup.network
         card = engine.card
         windows = card.layout.geometry.windows
+        step_tokens = prompt_step_tokens(settings.max_batched_tokens, card.device_type)
         self.blocks = BlockManager(
             card.num_blocks * len(windows),
             card.layout.block_size,
             network.clock,
             windows=windows,
-            max_step_tokens=prompt_step_tokens(settings.max_batched_tokens, card.device_type),
+            max_step_tokens=step_tokens,
             max_retained_share=setup.max_retained_share,
             has_states=card.layout.geometry.has_states,
         )
@@ -71,7 +74,9 @@ class Worker(ABC, Generic[S]):
             settings, self.blocks, card.max_model_len, card.device_type, num_stages=engine.num_stages
         )
         max_running = sequences_at_a_time(settings.max_num_seqs, card.device_type)
-        identity = WorkerIdentity(setup.worker_id, setup.epoch, card, settings.max_waiting, max_running, setup.model)
+        identity = WorkerIdentity(
+            setup.worker_id, setup.epoch, card, settings.max_waiting, max_running, setup.model, step_tokens
+        )
         self.service = service = make_service(identity, self.blocks, network.clock)
         self._engine = engine
         self.address = setup.address
@@ -86,18 +91,24 @@ class Worker(ABC, Generic[S]):
         emit = partial(self._call_on_loop, service.on_report)
         canary = None
         if setup.canary_period_s:
-            step_tokens = prompt_step_tokens(settings.max_batched_tokens, card.device_type)
             num_tokens = _CANARY_TOKENS if service.role is Role.DECODE else 1
             plan = CanaryPlan(setup.canary_period_s, step_tokens, num_tokens)
             canary = Canary(plan, leader, self.blocks, network.clock)
         self._model_worker = ModelWorker(leader, scheduler, metrics, emit, network.clock, canary)
         self._loop = setup.model_loop(self._model_worker, f"{service.role}-model", network.clock)
         self._wire_metrics = WireMetrics(setup.registry)
+        self._images = ImageDesk(setup.images, self._call_on_loop, card.no_images)
         self._gate = (
             None if setup.keys is None else PeerGate(setup.keys, service.peers, self._wire_metrics, network.context)
         )
         self._server = ControlServer(
-            setup.address, service, setup.link_settings, metrics=self._wire_metrics, network=network, gate=self._gate
+            setup.address,
+            service,
+            setup.link_settings,
+            metrics=self._wire_metrics,
+            network=network,
+            gate=self._gate,
+            max_frame_nbytes=MAX_CONTROL_FRAME_NBYTES if self._images.no_images else MAX_FRAME_NBYTES_WITH_IMAGES,
         )
         self._guides = setup.guides
         self._adapters = AdapterStore(engine.adapters, setup.adapters)
@@ -108,6 +119,7 @@ class Worker(ABC, Generic[S]):
             self._guides,
             lambda: scheduler.prompt_tokens_per_s,
             self._adapters,
+            self._images,
         )
         self._tickers: list[asyncio.Task[None]] = []
 
@@ -184,6 +196,7 @@ class Worker(ABC, Generic[S]):
         await self._adapters.stop()
         await asyncio.to_thread(self._loop.stop)
         await asyncio.to_thread(self._guides.close)
+        await asyncio.to_thread(self._images.close)
         await self.stop_hand_off()
         await asyncio.to_thread(self._network.close)
         await asyncio.to_thread(self._engine.close)

@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from kvrelay.common.block_hash import HashChain
 from kvrelay.common.fair_queue import Flow
+from kvrelay.common.images import ImageSpan
 from kvrelay.common.model_card import ModelCard
 from kvrelay.common.sampling import BeamSearch, SampledToken, SamplingParams
 from kvrelay.decode_worker.drafter import Drafter
@@ -22,8 +23,10 @@ from kvrelay.decode_worker.scheduler import DecodeScheduler
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.engine.beams.search import FinishedBeam, Search, advance
 from kvrelay.engine.fake.engine import FakeEngine, FakePace, fake_card
+from kvrelay.engine.fake.images import fake_offset
 from kvrelay.engine.fake.language import candidates, token_digests
 from kvrelay.engine.fake.step import FakeSlots
+from kvrelay.engine.images.interface import ReadImages
 from kvrelay.engine.kv.block_manager import BlockManager
 from kvrelay.engine.kv.leased_blocks import lease_owner
 from kvrelay.engine.kv.owners import Owner, OwnerKind, sequence_owner
@@ -213,6 +216,7 @@ class Rig:
         self.begun: list[str] = []  # searches that have begun
         self.ends: dict[str, str] = {}
         self.failed: list[str] = []
+        self.lost: list[str] = []  # ended because they lost their blocks
         self.prompt_logprobs: dict[str, list[SampledToken]] = {}
         self.most_running = 0
         metrics = EngineMetrics(self.registry, self.blocks, num_running=lambda: 0, num_waiting=lambda: 0)
@@ -271,6 +275,9 @@ class Rig:
             assert not self.blocks.owned_blocks(sequence_owner(key))
             self.ends.setdefault(key[0], "removed")
         self.failed += [key[0] for key in report.failed]
+        self.lost += [key[0] for key in report.lost]
+        for key in (*report.failed, *report.lost):
+            assert not self.blocks.owned_blocks(sequence_owner(key))
 
     def add(
         self,
@@ -282,18 +289,24 @@ class Rig:
         guide: GuideState | None = None,
         priority: int = 0,
         key: str = "",
+        spans: Seq[ImageSpan] = (),
+        output: Seq[int] = (),
     ) -> bool:
-        """Add a request, with its prompt's K/V in place if ``handed_over``. Returns False if there are no blocks for that K/V."""
+        """Add a request, with its prompt's K/V in place if ``handed_over``. Returns False if there are no blocks for that K/V.
+
+        ``spans``: of images, which only another worker can read. ``output``: of an earlier attempt.
+        """
         self._num_added += 1
         self.ends.pop(name, None)  # the end of an earlier request with this name
-        arrival_s, chain = float(self._num_added), HashChain(self._fingerprint, self.blocks.block_size)
-        sequence = Sequence(name, 1, list(prompt), len(prompt), sampling, arrival_s, guide=guide, chain=chain)
-        sequence.flow = Flow(key, priority)
+        arrival_s, chain = float(self._num_added), HashChain(self._fingerprint, self.blocks.block_size, images=spans)
+        tokens = [*prompt, *output]
+        sequence = Sequence(name, 1, tokens, len(prompt), sampling, arrival_s, guide=guide, chain=chain)
+        sequence.flow, sequence.spans, sequence.position_offset = Flow(key, priority), spans, fake_offset(spans)
         first = None
         if handed_over:
             lease = lease_owner(name)
             # All blocks of windowed groups are needed, because the prompt is computed in this pool.
-            num_blocks, spare = len(prompt) // self.blocks.block_size + 1, self.blocks.num_promised
+            num_blocks, spare = len(tokens) // self.blocks.block_size + 1, self.blocks.num_promised
             given = self.blocks.allocate(lease, num_blocks, spare=spare, is_whole=True)
             if given is None:
                 return False
@@ -317,7 +330,9 @@ class Rig:
         sequence.block_tables = block_tables
         if self._prefill is None:
             self._prefill = Leader(beside(self._own))
+        sequence.images = ReadImages(tuple(sequence.spans), ()) if sequence.spans else None
         (result,) = self._prefill.step([StepRow(sequence, sequence.num_tokens)])
+        sequence.images = None  # as on a worker that got the prompt by hand-off
         (first,) = result.tokens
         sequence.num_computed_tokens = sequence.num_tokens
         for index, block_hash in enumerate(sequence.block_hashes(sequence.num_tokens // self.blocks.block_size)):

@@ -19,6 +19,7 @@ from kvrelay.engine.fake.language import expected_output
 from kvrelay.executor import LLM, Chat, InvalidRequestError, Prompt, Request, SamplingParams, UnavailableError
 from kvrelay.gateway.errors import RequestTimeoutError
 
+from ..gateway.pictures import part, picture
 from .conftest import VOCAB
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -120,6 +121,7 @@ def test_a_request_names_itself_and_its_time(llm: LLM) -> None:
         ([-1], SamplingParams(), "prompt"),
         ("x", SamplingParams(n=1000), "n"),
         (Chat([]), SamplingParams(), "messages"),
+        (Chat([{"role": "user", "content": [part(picture())]}]), SamplingParams(), "messages[0].content[0]"),
     ],
 )
 def test_what_is_wrong_comes_out_of_the_result(llm: LLM, prompt: Prompt, params: SamplingParams, field: str) -> None:

@@ -6,8 +6,11 @@ import math
 from collections.abc import Callable
 from typing import cast
 
+import msgspec
+
 from kvrelay.common.sampling import SampledToken, SamplingParams
 from kvrelay.engine.fake.engine import fake_card
+from kvrelay.engine.images.interface import ImageReader
 from kvrelay.engine.kv.block_manager import BlockManager
 from kvrelay.prefill_worker.links import DecodeLinks
 from kvrelay.prefill_worker.scheduler import PrefillScheduler
@@ -41,6 +44,8 @@ class PlayedTransfers:
         self.open_keys: list[tuple[str, int]] = []
         self.committed: list[tuple[str, int]] = []
         self.aborted: list[tuple[str, int]] = []
+        self.offers: list[Offer] = []
+        self.position_offsets: dict[tuple[str, int], int] = {}  # of the commits
         self.broken: set[tuple[str, int]] = set()
         self.block_left_s = -math.inf
 
@@ -49,13 +54,15 @@ class PlayedTransfers:
 
     def open(self, key: tuple[str, int], link: DecodeLink, offer: Offer, block_tables: list[list[int]]) -> None:
         self.open_keys.append(key)
+        self.offers.append(offer)
 
     def blocks_ready(self, key: tuple[str, int], num_blocks: int) -> None:
         if key in self.broken and num_blocks > 0:
             self.on_failed(key, FailureCode.PEER_LOST, "this block sender is closed: its decode worker is lost", None)
 
-    def commit(self, key: tuple[str, int], token: SampledToken, num_cached_tokens: int) -> None:
+    def commit(self, key: tuple[str, int], token: SampledToken, num_cached_tokens: int, position_offset: int) -> None:
         self.committed.append(key)
+        self.position_offsets[key] = position_offset
 
     def abort(self, key: tuple[str, int], reason: str) -> None:
         self.aborted.append(key)
@@ -86,10 +93,11 @@ class Rig(ServiceRig[PrefillService]):
 
     max_told = 1
 
-    def __init__(self) -> None:
+    def __init__(self, reader: ImageReader | None = None) -> None:
         blocks = BlockManager(CARD.num_blocks, CARD.layout.block_size, lambda: 0.0)
         self.scheduler = PrefillScheduler(PrefillSchedulerSettings(), blocks, CARD.max_model_len, "cpu")
-        super().__init__(CARD, blocks, self.scheduler, PrefillService)
+        card = CARD if reader is None else msgspec.structs.replace(CARD, no_images="")
+        super().__init__(card, blocks, self.scheduler, PrefillService, reader)
         self.transfers = PlayedTransfers()
         self.links = PlayedLinks()
         self.transfers.on_failed = self.service.on_failed

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, cast
 
+import msgspec
 from prometheus_client import CollectorRegistry
 
 from kvrelay.common.block_digests import digests_of
@@ -20,6 +21,7 @@ from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.engine.fake.engine import FakeEngine, fake_card
 from kvrelay.engine.fake.language import token_digests
 from kvrelay.engine.guides.guidance import NoGuides
+from kvrelay.engine.images.interface import ImageReader
 from kvrelay.engine.kv.block_manager import BlockManager
 from kvrelay.engine.kv.leased_blocks import LeasedBlocks
 from kvrelay.engine.step.leader import Leader
@@ -40,10 +42,13 @@ from kvrelay.wire.network import Network
 from kvrelay.wire.settings import LinkSettings
 from kvrelay.wire.transfers import DecodeLink, TransferSettings, TransferTable
 from kvrelay.worker.adapters import AdapterStore
+from kvrelay.worker.images import ImageDesk
 from kvrelay.worker.metrics import EngineMetrics
 from kvrelay.worker.model_worker import ModelWorker
 from kvrelay.worker.service import Ports
 from kvrelay.worker.submit import WorkerIdentity
+from tests.images import PlayedThreads
+from tests.images import reader as image_reader
 
 EPOCH = 7
 CARD = fake_card()
@@ -92,6 +97,8 @@ class _Server(ControlServer):
 class _Rig:
     """The common parts of both rigs."""
 
+    reader: ImageReader | None = None
+
     def __init__(self) -> None:
         self.network = Network.open()
         self.commands: deque[Any] = deque()
@@ -99,7 +106,8 @@ class _Rig:
         self.now_s = 1000.0
         self.blocks = BlockManager(CARD.num_blocks, BLOCK_SIZE, self.clock)
         self.engine = FakeEngine(CARD)
-        self.identity = WorkerIdentity("worker", EPOCH, CARD, max_waiting=64, max_running=64)
+        card = CARD if self.reader is None else msgspec.structs.replace(CARD, no_images="")
+        self.identity = WorkerIdentity("worker", EPOCH, card, max_waiting=64, max_running=64)
         self.metrics = EngineMetrics(CollectorRegistry(), self.blocks, num_running=lambda: 0, num_waiting=lambda: 0)
         self.server: _Server
         self.model: ModelWorker
@@ -110,7 +118,10 @@ class _Rig:
         return self.now_s
 
     def ports(self) -> Ports:
-        return Ports(self.server.send, cast("Any", self), self.call, NoGuides(), lambda: None, AdapterStore(None, None))
+        images = ImageDesk(self.reader, self.call, self.identity.card.no_images, PlayedThreads(is_at_once=True))
+        return Ports(
+            self.server.send, cast("Any", self), self.call, NoGuides(), lambda: None, AdapterStore(None, None), images
+        )
 
     def call(self, function: Callable[..., object], *args: Any) -> None:
         """See OnLoop."""
@@ -211,6 +222,7 @@ class _PlayedData:
 class PrefillRig(_Rig):
     """A prefill worker with two decode workers, one of them honest."""
 
+    reader = image_reader()
     honest_address, fuzz_address = "tcp://honest:1", "tcp://fuzz:1"
 
     def __init__(self) -> None:

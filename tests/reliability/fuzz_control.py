@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from kvrelay.common.images import image_digest
 from kvrelay.common.sampling import SampledToken
 from kvrelay.engine.fake.language import expected_output
 from kvrelay.engine.kv.owners import sequence_owner
@@ -35,6 +36,7 @@ from kvrelay.wire.messages import (
 )
 from kvrelay.wire.transfers import absurdity
 
+from ..images import png, with_images
 from .absurd import AbsurdMessages
 from .control_rigs import CARD, EPOCH, FINGERPRINT, VOCAB, DecodeRig, PrefillRig, kv_blocks, offer_of
 from .findings import Findings
@@ -45,6 +47,7 @@ _TURN_EVERY = 40  # frames
 _CORPUS = 300
 _MAX_TURNS = 400  # at most, until all requests have ended
 HONEST_GATEWAY, HONEST_PREFILL = "honest-gateway", "honest-prefill"
+_PICTURE = png(128, 128)
 _ANSWERS = ("Grant", "Refuse", "Verified", "Reject")
 
 
@@ -72,7 +75,7 @@ class _Fuzz:
 
     def known(self, lease_ids: Sequence[int], offers: Sequence[Offer]) -> dict[str, Sequence[Any]]:
         """Values that pass a worker's first checks, by field."""
-        sampling = {"max_tokens": 5, "temperature": 0.0}
+        sampling, span = {"max_tokens": 5, "temperature": 0.0}, [2, 5, image_digest(_PICTURE)]
         return {
             "request_id": ["f1", "f2", "f3", *(offer.request_id for offer in offers)],
             "attempt": [1, 2],
@@ -91,6 +94,8 @@ class _Fuzz:
             "decode": [{"address": PrefillRig.fuzz_address}, {"address": "nonsense"}],
             "seal_key": [None],
             "num_cached_blocks": [0, 1],
+            "images": [[], [[span, _PICTURE]], [span]],  # of Submit, and of Offer
+            "position_offset": [0, 0, -3],
         }
 
     def frames(self, num_frames: int, known: dict[str, Sequence[Any]]) -> None:
@@ -255,12 +260,24 @@ class PrefillFuzz(_Fuzz):
         assert offer in said, "the honest request was not offered"
         others = [offer_of(name, self.prompt(), "fuzz-gateway", NUM_OUTPUT) for name in ("f1", "f2")]
         decode = DecodeTarget(address=PrefillRig.fuzz_address)
-        self.corpus[:2] = [
+        token_ids, images = with_images([self.number % VOCAB, self.number // VOCAB], _PICTURE, [5, 6])
+        self.corpus[:3] = [
             self.codec.encode(msgspec.structs.replace(submit, request_id="f1", decode=decode)),
             self.codec.encode(msgspec.structs.replace(submit, request_id="f2", token_ids=others[1].token_ids)),
+            self.codec.encode(
+                msgspec.structs.replace(
+                    submit,
+                    request_id="f3",
+                    token_ids=token_ids,
+                    num_prompt_tokens=len(token_ids),
+                    decode=decode,
+                    images=images,
+                )
+            ),
         ]
         self.rig.hear(b"fuzz-gateway", self.corpus[0])
         self.rig.hear(b"fuzz-gateway-2", self.corpus[1])
+        self.rig.hear(b"fuzz-gateway", self.corpus[2])
         self.rig.turn(1)
         self.frames(num_frames, self.known([1, 2, 3], [offer, *others]))
         self.num_leases += 1

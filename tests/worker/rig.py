@@ -9,10 +9,12 @@ from prometheus_client import CollectorRegistry
 
 from kvrelay.common.model_card import ModelCard
 from kvrelay.engine.fake.engine import FakeEngine
+from kvrelay.engine.images.interface import ImageReader
 from kvrelay.engine.kv.block_manager import BlockManager
 from kvrelay.engine.step.leader import Leader
 from kvrelay.wire.messages import Cancel, Cancelled, Failed, FailureCode, Message, Role, Submit, TokenDelta, Tokens
 from kvrelay.worker.adapters import AdapterStore
+from kvrelay.worker.images import ImageDesk
 from kvrelay.worker.loop import ModelLoop
 from kvrelay.worker.metrics import EngineMetrics
 from kvrelay.worker.model_worker import Command, ModelWorker, Report
@@ -20,6 +22,7 @@ from kvrelay.worker.scheduling.scheduler import Scheduler
 from kvrelay.worker.service import Ports, Service
 from kvrelay.worker.submit import WorkerIdentity
 from tests.guides import PlayedGuides
+from tests.images import PlayedThreads
 
 EPOCH = 7
 
@@ -31,7 +34,14 @@ class ServiceRig(Generic[S]):
 
     max_told = 100  # the most tokens that this role sends of one request
 
-    def __init__(self, card: ModelCard, blocks: BlockManager, scheduler: Scheduler, service: type[S]) -> None:
+    def __init__(
+        self,
+        card: ModelCard,
+        blocks: BlockManager,
+        scheduler: Scheduler,
+        service: type[S],
+        reader: ImageReader | None = None,
+    ) -> None:
         self.sent: list[tuple[str, Message]] = []
         self.deaf: set[str] = set()  # peers to which sending fails
         self.commands: list[Command] = []
@@ -39,6 +49,7 @@ class ServiceRig(Generic[S]):
         self.now_s = 1000.0
         self.blocks = blocks
         self.guides = PlayedGuides()
+        self.threads = PlayedThreads()
         self.engine = FakeEngine(card)
         metrics = EngineMetrics(CollectorRegistry(), blocks, num_running=lambda: 0, num_waiting=lambda: 0)
         self.model = ModelWorker(Leader(self.engine), scheduler, metrics, self.reports.append, self.clock)
@@ -52,6 +63,7 @@ class ServiceRig(Generic[S]):
             self.guides,
             lambda: scheduler.prompt_tokens_per_s,
             AdapterStore(None, None),
+            ImageDesk(reader, self.call, card.no_images, self.threads),
         )
 
     def clock(self) -> float:

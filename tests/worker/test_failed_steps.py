@@ -76,6 +76,16 @@ def test_one_bad_prompt_costs_no_other_its_token(num_stages: int) -> None:
     assert sorted(rig.tokens) == ["good0", "good1", "good2"]
 
 
+def test_a_search_that_joins_with_a_step_that_fails_joins_again() -> None:
+    """A search that was handed over has no row in its first step. So only a step's results let it go on."""
+    rig = Rig(FailingEngine())
+    rig.add("search", prompt_of(1), beams(3, 6, stops=()))
+    rig.local("bad", prompt_of(2), GREEDY)
+    rig.run(breaks=True)
+    assert rig.failed == ["bad"]
+    assert token_lists(rig.beams["search"]) == expected_beams(prompt_of(1), beams(3, 6, stops=()), CARD.vocab_size)
+
+
 def test_a_sequence_that_cannot_even_be_scheduled_ends_alone() -> None:
     """Scheduling the sequence raises. It fails alone instead of blocking every step."""
     rig = Rig(FakeEngine(CARD))

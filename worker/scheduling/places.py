@@ -42,6 +42,12 @@ class Places:
         sequence.set_status(SequenceStatus.RUNNING)
         bisect.insort(self.running, sequence, key=seniority)
 
+    def stop(self, sequence: Sequence) -> None:
+        """Move a running sequence, which keeps its blocks, to the waiting ones."""
+        self.running.remove(sequence)
+        sequence.set_status(SequenceStatus.WAITING)
+        self.wait(sequence)
+
     def leave(self, sequence: Sequence) -> None:
         """Remove the sequence, waiting or running. Its blocks stay held."""
         for place in (self.waiting, self.running):

@@ -68,6 +68,7 @@ class Scheduler(ABC):
         self._blocks = blocks
         self._max_model_len = max_model_len
         self._places = Places()
+        self.lost: list[Key] = []  # see ``take_lost``
         # See Status.prompt_tokens_per_s.
         self.prompt_tokens_per_s: float | None = None
 
@@ -80,6 +81,11 @@ class Scheduler(ABC):
     def running(self) -> list[Sequence]:
         """Running sequences, the most senior first."""
         return self._places.running
+
+    def take_lost(self) -> tuple[Key, ...]:
+        """The sequences that were removed since the last call, because they lost their blocks and cannot be computed again here."""
+        lost, self.lost = tuple(self.lost), []
+        return lost
 
     @abstractmethod
     def add(self, sequence: Sequence, first: SampledToken | None = None) -> None:
