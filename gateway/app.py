@@ -108,7 +108,16 @@ def create_app(
     _add_docs_page(app)
     api_keys = None if settings.api_keys is None else ApiKeys(Path(settings.api_keys), time.monotonic)
     paths = frozenset(route.path for route in app.routes if isinstance(route, Route))
-    edge = Edge(app, paths, settings.max_body_bytes, settings.http.client_timeout_s, metrics, api_keys, observers)
+    edge = Edge(
+        app,
+        paths,
+        settings.max_body_bytes,
+        settings.http.client_timeout_s,
+        metrics,
+        api_keys,
+        observers,
+        settings.max_image_bytes,
+    )
     return _with_cors(edge, settings.allowed_origins) if settings.allowed_origins else edge
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from kvrelay.common.adapter_files import AdapterRef
 from kvrelay.common.fair_queue import Flow
+from kvrelay.common.images import PromptImage
 from kvrelay.common.model_card import SharedLimits
 from kvrelay.gateway.adapters import AdapterRegistry
 from kvrelay.gateway.chat.dialect import Dialect
@@ -128,14 +129,20 @@ class Model:
         timeout_s: float,
         flow: Flow,
         trace_id: str = "",
+        images: tuple[PromptImage, ...] = (),
     ) -> list[GenerationRequest]:
         """All choices of all prompts, prompt by prompt.
 
         ``request_id``: must be unique, because workers identify requests by it. ``received_s``: on the relay's clock.
         ``prompt_param``: the name of the prompts' field. ``timeout_s``: the client's timeout. ``flow``: the requests' flow.
-        ``trace_id``: of the trace that records them; empty: none.
+        ``trace_id``: of the trace that records them; empty: none. ``images``: of each prompt.
         Raises InvalidRequestError or ContextLengthError naming the field.
         """
+        if images and spec.truncate is not None:
+            raise InvalidRequestError(
+                "truncate_prompt_tokens might cut an image in two; leave it out, or send no images",
+                param="truncate_prompt_tokens",
+            )
         self._check_num_sequences(len(prompts), spec)
         limits = self.limits()
         bad_words = word_ids(spec.bad_words, self.tokenizer)
@@ -166,6 +173,7 @@ class Model:
                         flow,
                         trace_id=trace_id,
                         adapter=self.adapter,
+                        images=images,
                     )
                 )
         return sequences

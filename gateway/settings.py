@@ -213,7 +213,10 @@ class GatewaySettings:
     allowed_origins: tuple[str, ...] = setting(
         (), "origins of web pages whose scripts may ask (CORS), such as https://chat.example.com, or *"
     )
-    max_body_bytes: int = setting(4 * 2**20, "largest request body", unit="bytes", minimum=1024)
+    max_body_bytes: int = setting(4 * 2**20, "largest request body without its images", unit="bytes", minimum=1024)
+    max_image_bytes: int = setting(
+        32 * 2**20, "room for images in a body beside that, in base64", unit="bytes", minimum=0, maximum=64 * 2**20
+    )
     drain_s: float = setting(30.0, "how long running requests may finish after SIGTERM", unit="s", minimum=0)
     log_level: str = setting("info", "how much is logged", choices=("debug", "info", "warning", "error"))
     access_log: bool = setting(

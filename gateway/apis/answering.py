@@ -17,7 +17,9 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from kvrelay.common.images import PromptImage
 from kvrelay.common.sampling import SampledToken
+from kvrelay.gateway.apis.prompts import prompt_of
 from kvrelay.gateway.chat.dialect import Chat
 from kvrelay.gateway.errors import ApiError, ClientBehindError
 from kvrelay.gateway.http.request import ApiRequest
@@ -25,7 +27,6 @@ from kvrelay.gateway.http.sse import EventStream
 from kvrelay.gateway.model import Model, Models
 from kvrelay.gateway.relay.request import TIMINGS_HEADER, GenerationRequest, GenerationSpec
 from kvrelay.gateway.text.output import TextDelta, Usage, total
-from kvrelay.gateway.text.tokenizer import aside
 
 logger = logging.getLogger(__name__)
 
@@ -105,10 +106,16 @@ def model_for(request: ApiRequest, name: str | None, conversation: Callable[[], 
 
 
 def sequences_of(
-    model: Model, request: ApiRequest, prompts: Sequence[Sequence[int]], spec: GenerationSpec, prompt_param: str
+    model: Model,
+    request: ApiRequest,
+    prompts: Sequence[Sequence[int]],
+    spec: GenerationSpec,
+    prompt_param: str,
+    images: tuple[PromptImage, ...] = (),
 ) -> list[GenerationRequest]:
     """The sequences that an HTTP request asks ``model`` to generate, reserved in its API key's budgets.
 
+    ``images``: of each prompt.
     Raises InvalidRequestError naming the wrong field or header, and TokenBudgetError.
     """
     request.sequences = sequences = model.sequences(
@@ -120,6 +127,7 @@ def sequences_of(
         timeout_s=request.timeout_s(),
         trace_id=request.trace_id,
         flow=request.flow(spec.priority),
+        images=images,
     )
     request.reserve()
     return sequences
@@ -135,16 +143,20 @@ async def chat_of(
 ) -> tuple[Chat, list[GenerationRequest]]:
     """The chat that an HTTP request asks ``model`` for, and its sequences. ``prepare`` reads the body; it may take long, so it runs
     on a thread if the body is large.
-    Raises InvalidRequestError naming the wrong field or header, and TokenBudgetError.
+    Raises InvalidRequestError naming the wrong field or header, UnavailableError if no worker can be asked about images, and
+    TokenBudgetError.
     """
 
-    def work() -> tuple[Chat, GenerationSpec, list[int]]:
+    def read() -> tuple[Chat, GenerationSpec]:
         spec, chat = prepare()
-        prompt = model.encode(chat.prompt, prompt_param, add_special_tokens=add_special_tokens)
-        return chat, chat.guided(spec), prompt
+        return chat, chat.guided(spec)
 
-    chat, spec, prompt = await aside(work, len(await request.body()))
-    return chat, sequences_of(model, request, [prompt], spec, prompt_param)
+    def encode(text: str) -> list[int]:
+        return model.encode(text, prompt_param, add_special_tokens=add_special_tokens)
+
+    size = len(await request.body())
+    chat, spec, prompt = await prompt_of(model, read, encode, size, request.check_size)
+    return chat, sequences_of(model, request, [prompt.token_ids], spec, prompt_param, prompt.images)
 
 
 async def respond(

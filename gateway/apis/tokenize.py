@@ -1,7 +1,7 @@
 """``/tokenize``, ``/chat_tokenize`` and ``/detokenize``: text to tokens and back, for clients of TGI and of vLLM.
 
 Both servers use the same path. A body with ``inputs`` is TGI's; one with ``prompt`` or ``messages`` is vLLM's. Answers and errors
-have the shape of the server that the body was written for. No worker is needed.
+have the shape of the server that the body was written for. A worker is needed only for chats with images.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from kvrelay.gateway.apis.answer_docs import ErrorBody
 from kvrelay.gateway.apis.answering import served_models
 from kvrelay.gateway.apis.openai.bodies import ChatBody, Messages, checked_messages
 from kvrelay.gateway.apis.openai.sampling import TokenId
+from kvrelay.gateway.apis.prompts import CheckSize, image_texts, prompt_of, size_without_images, text_of_chat
 from kvrelay.gateway.apis.tgi.answer_docs import tgi_answers
-from kvrelay.gateway.chat.dialect import read_chat
+from kvrelay.gateway.chat.dialect import Chat, read_chat
+from kvrelay.gateway.chat.images import Gallery
 from kvrelay.gateway.errors import ApiError, InvalidRequestError
 from kvrelay.gateway.http.edge import error_response
 from kvrelay.gateway.http.request import ApiRequest, ApiRoute, RequestBody
@@ -52,17 +54,20 @@ class TokenizeBody(RequestBody):
     return_token_strs: bool | None = None
     """Whether to tell how the vocabulary writes each token."""
 
-    def chat(self, model: Model) -> str:
+    def chat(self, model: Model) -> Chat:
         """The ``messages`` as the model's prompt. Raises InvalidRequestError naming the field that is wrong."""
+        gallery = Gallery()
         return read_chat(
             model.template,
             model.dialect,
-            checked_messages(self.messages or ()),
+            checked_messages(self.messages or (), gallery),
             tools=self.tools,
             continues=bool(self.continue_final_message),
             add_generation_prompt=self.add_generation_prompt is not False,
             variables=self.chat_template_kwargs,
-        ).prompt
+            images=gallery.images,
+            given={"messages": self.messages, "tools": self.tools, "chat_template_kwargs": self.chat_template_kwargs},
+        )
 
 
 class DetokenizeBody(RequestBody):
@@ -120,11 +125,13 @@ async def tokenize(body: TokenizeBody, request: ApiRequest) -> Response:
             "of inputs, prompt and messages"
         )
     size, models = len(await request.body()), served_models(request)
+    if body.messages is None:
+        request.check_size(size)
     if (text := body.inputs) is not None:
         adds_special_tokens = body.add_special_tokens is not False
         return _json(await aside(lambda: _spans(models.find(body.model), text, "inputs", adds_special_tokens), size))
     try:
-        return _json(await aside(lambda: _ids(models.find(body.model), body), size))
+        return _json(await _ids(models.find(body.model), body, size, request.check_size))
     except ApiError as error:
         return error_response(request.fail(error))  # in vLLM's shape, which is OpenAI's
 
@@ -135,12 +142,17 @@ async def chat_tokenize(body: ChatBody, request: ApiRequest) -> Response:
     models = served_models(request)
     model = models.find(body.model if body.model in models else None)  # TGI ignores the model's name
 
+    size = len(await request.body())
+    chat = await aside(lambda: body.chat(model), size)
+    request.check_size(size_without_images(size, chat))
+    told = await image_texts(model, chat)
+
     def work() -> bytes:
-        text = body.chat(model).prompt
+        text = text_of_chat(model, chat, told)
         tokens = _spans(model, text, "messages", bool(body.add_special_tokens))
         return b'{"tokenize_response":' + tokens + b',"templated_text":' + msgspec.json.encode(text) + b"}"
 
-    return _json(await aside(work, len(await request.body())))
+    return _json(await aside(work, size))
 
 
 @router.post("/detokenize", responses=tgi_answers(Detokenized, also=ErrorBody))
@@ -156,24 +168,33 @@ async def detokenize(body: DetokenizeBody, request: ApiRequest) -> Response:
     return _json(await aside(work, len(await request.body())))
 
 
-def _ids(model: Model, body: TokenizeBody) -> bytes:
-    """vLLM's answer."""
-    if body.prompt is not None:
-        text, param = body.prompt, "prompt"
-        adds_special_tokens = body.add_special_tokens is not False
+async def _ids(model: Model, body: TokenizeBody, size: int, check_size: CheckSize) -> bytes:
+    """vLLM's answer to a body of ``size`` bytes."""
+    tokenizer, given = model.tokenizer, body.prompt
+    param = "messages" if given is None else "prompt"
+    adds_special_tokens = bool(body.add_special_tokens) if given is None else body.add_special_tokens is not False
+
+    def encode(text: str) -> list[int]:
+        check_text(text, param)
+        return tokenizer.encode(text, add_special_tokens=adds_special_tokens)
+
+    if given is not None:
+        ids = await aside(lambda: encode(given), size)
     else:
-        text, param = body.chat(model), "messages"
-        adds_special_tokens = bool(body.add_special_tokens)
-    tokenizer, limits = model.tokenizer, model.pool.limits
-    check_text(text, param)
-    ids = tokenizer.encode(text, add_special_tokens=adds_special_tokens)
-    answer = {
-        "count": len(ids),
-        "max_model_len": None if limits is None else limits.max_model_len,
-        "tokens": ids,
-        "token_strs": [tokenizer.token_name(token_id) for token_id in ids] if body.return_token_strs else None,
-    }
-    return msgspec.json.encode(answer)
+        _, _, prompt = await prompt_of(model, lambda: (body.chat(model), None), encode, size, check_size)
+        ids = prompt.token_ids
+
+    def written() -> bytes:
+        limits = model.pool.limits
+        answer = {
+            "count": len(ids),
+            "max_model_len": None if limits is None else limits.max_model_len,
+            "tokens": ids,
+            "token_strs": [tokenizer.token_name(token_id) for token_id in ids] if body.return_token_strs else None,
+        }
+        return msgspec.json.encode(answer)
+
+    return await aside(written, size)
 
 
 def _spans(model: Model, text: str, param: str, adds_special_tokens: bool) -> bytes:

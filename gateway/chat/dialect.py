@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import msgspec
 
 from kvrelay.common.sampling import Guide
+from kvrelay.gateway.chat.images import ChatImage
 from kvrelay.gateway.chat.structural_tag import format_of, free_text, guide_of, optional, regex, sequence, tag
 from kvrelay.gateway.chat.template import ChatTemplate
 from kvrelay.gateway.chat.tools.call_grammar import guide_param, tool_guide
@@ -26,7 +27,7 @@ from kvrelay.gateway.chat.tools.functions import ToolChoice, ToolMode, parse_too
 from kvrelay.gateway.chat.tools.messages import Message, MessageStyle, as_text, template_messages, with_tools
 from kvrelay.gateway.chat.tools.parser import NO_CALLS, CallParser, Context
 from kvrelay.gateway.chat.tools.reader import Reading
-from kvrelay.gateway.errors import InvalidRequestError
+from kvrelay.gateway.errors import ChatTemplateError, InvalidRequestError
 from kvrelay.gateway.relay.request import GenerationSpec
 
 
@@ -212,6 +213,11 @@ class Chat:
     echoed: str  # the part of the last message that the answer repeats
     _dialect: Dialect
     _choice: ToolChoice
+    images: Sequence[ChatImage] = ()  # in the order of their marks in the prompt
+    given: Mapping[str, Any] = field(default_factory=dict, repr=False)  # the client's fields that the template has seen
+    refusal: ChatTemplateError | None = (
+        None  # of the template, which refused messages with images; the prompt is empty then
+    )
 
     def guided(self, spec: GenerationSpec) -> GenerationSpec:
         """``spec`` for this chat's answer, with the guide for tools and thoughts.
@@ -249,11 +255,14 @@ def read_chat(
     echoes: bool = False,
     add_generation_prompt: bool = True,
     variables: Mapping[str, Any] | None = None,
+    images: Sequence[ChatImage] = (),
+    given: Mapping[str, Any] | None = None,
 ) -> Chat:
     """Make a chat of a conversation from any API. ``messages`` and ``tools`` are as the client sent them.
 
     ``continues``: the last message is the beginning of the answer. ``echoes``: the answer repeats that message. ``variables``:
-    further names for the template. Raises InvalidRequestError naming the wrong field.
+    further names for the template. ``images``: for each part ``{"type": "image"}`` of the messages. ``given``: the client's own
+    fields, for errors that name one. Raises InvalidRequestError naming the wrong field.
 
     If tools are shown, the model's own template for them is used if it has one, as in transformers.
     """
@@ -267,12 +276,19 @@ def read_chat(
         if own.describes_tools:  # otherwise its format is unknown, and the other template shows tools in words
             template, dialect = template.with_tools, own
     shown, functions = dialect.render_arguments(messages, choice)
-    prompt = template.render(
-        shown,
-        tools=functions,
-        continues=continues,
-        add_generation_prompt=add_generation_prompt,
-        variables=variables,
-    )
+    refusal = None
+    try:
+        prompt = template.render(
+            shown,
+            tools=functions,
+            continues=continues,
+            add_generation_prompt=add_generation_prompt,
+            variables=variables,
+        )
+    except ChatTemplateError as error:
+        if not images:
+            raise
+        # Most likely the model reads text only. Its workers say so, and more clearly.
+        prompt, refusal = "", error
     echoed = str(shown[-1].get("content") or "") if continues and echoes else ""
-    return Chat(prompt, continues, echoed, dialect, choice)
+    return Chat(prompt, continues, echoed, dialect, choice, images, given or {}, refusal)

@@ -42,6 +42,17 @@ _OPEN_FOLDERS = ("/docs/", f"{CONSOLE}/")
 TGI_PATHS = frozenset(
     {"/", "/generate", "/generate_stream", "/info", "/health", "/ping", "/tokenize", "/chat_tokenize"}
 )
+# Paths whose bodies may have images.
+_IMAGE_PATHS = frozenset(
+    {
+        "/v1/chat/completions",
+        "/v1/responses",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
+        "/tokenize",
+        "/chat_tokenize",
+    }
+)
 _ANTHROPIC_PATHS = frozenset({"/v1/messages", "/v1/messages/count_tokens"})  # paths whose errors have Anthropic's shape
 
 
@@ -70,16 +81,19 @@ class Edge:
         metrics: GatewayMetrics,
         api_keys: ApiKeys | None = None,
         observers: Sequence[Observer] = (),
+        max_image_bytes: int = 0,
     ) -> None:
         """``paths``: the paths of the app's routes, by which requests are counted.
 
         ``api_keys``: the keys that may use anything but health, metrics and the API's description. None: everybody may.
+        ``max_image_bytes``: how much larger than ``max_body_bytes`` a body with images may be.
         """
         self._api_keys = api_keys
         self._observers = observers
         self._app = app
         self._paths = paths
         self._max_body_bytes = max_body_bytes
+        self._max_image_bytes = max_image_bytes
         self._client_timeout_s = client_timeout_s
         self._metrics = metrics
         self._num_in_flight = 0
@@ -90,10 +104,12 @@ class Edge:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        client = _Client(receive, self._max_body_bytes, self._client_timeout_s, self._metrics)
+        path: str = scope["path"]
+        most_bytes = self._max_body_bytes + (self._max_image_bytes if path in _IMAGE_PATHS else 0)
+        client = _Client(receive, most_bytes, self._client_timeout_s, self._metrics)
         request = ApiRequest(scope, client.receive)
         request.has_left = lambda: client.has_left
-        path: str = scope["path"]
+        request.max_body_bytes = self._max_body_bytes
 
         async def reply(message: Message) -> None:
             if message["type"] == "http.response.start":

@@ -23,7 +23,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from kvrelay.common.fair_queue import MIN_PRIORITY, Flow
-from kvrelay.gateway.errors import ApiError, InvalidRequestError, RequestTimeoutError
+from kvrelay.gateway.errors import ApiError, BodyTooLargeError, InvalidRequestError, RequestTimeoutError
 from kvrelay.gateway.http.api_keys import KeyLimits, KeyUse
 from kvrelay.gateway.relay.request import GenerationRequest
 from kvrelay.gateway.text.output import Usage, total
@@ -43,6 +43,7 @@ _BOUNDS = frozenset(
 )  # fmt: skip
 
 _MAX_COLONS = 100_000  # colons of a body whose unknown fields are still named: each costs part of a microsecond
+_MAX_VALUES = 100_000  # commas and brackets of a body that is too large without images: each may cost a microsecond
 _ALL_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 Body = TypeVar("Body", bound="RequestBody")
@@ -55,6 +56,7 @@ class ApiRequest(Request):
         super().__init__(scope, receive)
         self.received_s = time.monotonic()
         self.read_s: float | None = None  # when its body had arrived
+        self.max_body_bytes: float = math.inf  # without images
         self.trace_id = ""  # of the trace that records it; empty: none
         self.model = ""  # the model's own name; "": none was found, or none is needed
         self.key_name: str | None = None  # of its API key
@@ -92,6 +94,13 @@ class ApiRequest(Request):
         """Note ``error`` as this request's answer, and put the request's id into it."""
         self.error, error.request_id = error, self.request_id
         return error
+
+    def check_size(self, num_bytes: int) -> None:
+        """Raises BodyTooLargeError if ``num_bytes`` are too many for a body, its images not counted."""
+        if num_bytes > self.max_body_bytes:
+            raise BodyTooLargeError(
+                f"the body has {num_bytes} bytes without images; the limit is {self.max_body_bytes}"
+            )
 
     def flow(self, priority: int = 0) -> Flow:
         """The request's flow (its key and priority) for fair queueing. ``priority``: what the body asks for."""
@@ -173,6 +182,8 @@ class ApiRoute(APIRoute):
         request: ApiRequest = scope["state"]["api_request"]
         content = await request.body()
         request.read_s = time.monotonic()
+        if len(content) > request.max_body_bytes and sum(map(content.count, (b",", b"[", b"{"))) > _MAX_VALUES:
+            request.check_size(len(content))  # raises: it is not images that make it large
         body = parse_body(self._model, request.headers.get("content-type"), content)
         response: Response = await self.endpoint(body, request)
         await response(scope, receive, send)

@@ -45,14 +45,18 @@ class Placement:
 
     def prefix_of(self, request: GenerationRequest) -> RequestPrefix:
         """Which workers have the request's prompt cached, as far as this gateway knows."""
-        return RequestPrefix(self._prefixes, request.prompt_token_ids, request.spec.cache_salt, request.adapter)
+        spans = [image.span for image in request.images]
+        return RequestPrefix(self._prefixes, request.prompt_token_ids, request.spec.cache_salt, request.adapter, spans)
 
-    def no_room(self, max_len: int) -> str:
-        """Why there is no place for a request of ``max_len`` tokens."""
+    def no_room(self, request: GenerationRequest) -> str:
+        """Why there is no place for the request."""
+        max_len = request.max_len
         reasons = self._pool.absent + self._pool.public_reasons
         for role, workers in (("prefill", self._pool.prefills), ("decode", self._pool.decodes)):
             if not reasons and workers and not any(worker.holds(max_len) for worker in workers.values()):
                 reasons.append(f"no {role} worker that is up holds the {max_len} tokens of prompt and output any more")
+        if not reasons and request.images and not any(worker.reads_images for worker in self._pool.prefills.values()):
+            reasons.append("no prefill worker that reads images is up")
         if not reasons and self._breakers.shut(self._clock()):
             reasons.append("workers have failed all of several requests, and are tried again by one at a time")
         text = "; ".join(reasons) or "no worker has room"
@@ -75,7 +79,8 @@ class Placement:
     def sooner(self, request: GenerationRequest, prefill: Worker, key: Key) -> Place | None:
         """A decode worker that would compute a prompt clearly sooner than ``prefill``, where attempt ``key`` waits."""
         view = prefill.view(0)
-        if self._local_backlog_s is None or prefill.load is None or view is None or not view.tokens_per_s:
+        local_backlog_s = self._local_backlog_of(request)
+        if local_backlog_s is None or prefill.load is None or view is None or not view.tokens_per_s:
             return None
         num_tokens = request.num_tokens
         decodes = views(self._pool.decodes.values(), request.max_len)
@@ -84,7 +89,7 @@ class Placement:
         self._sequence_number += 1
         hand_off_s = prefill.load.num_tokens_until(key, self._clock(), view.tokens_per_s) / view.tokens_per_s
         for _, others in self._choices(request, [], decodes):
-            local = best_local([view], others, num_tokens, self._sequence_number, cached, self._local_backlog_s)
+            local = best_local([view], others, num_tokens, self._sequence_number, cached, local_backlog_s)
             if local is not None and local[0] < hand_off_s * CLEARLY_SOONER:
                 return self._place_of(Route(None, local[1]), Reason.TAKEN_BACK, num_tokens, cached)
         return None
@@ -123,17 +128,18 @@ class Placement:
         """
         if (shared := self._shared_place(request, num_tokens_to_hold)) is not None:
             return shared
-        prefills = [] if self._pool.is_local_only else views(self._pool.prefills.values(), request.max_len)
+        is_local_only = self._pool.is_local_only and not request.images
+        prefills = [] if is_local_only else self._prefills_for(request)
         decodes = views(self._pool.decodes.values(), request.max_len)
         if not math.isinf(backlog_s):
             decodes = [view for view in decodes if view.takes_sequence(num_tokens_to_hold) and view.address != without]
         cached = _cached(request, [*prefills, *decodes])
-        local_backlog_s = None if self._local_backlog_s is None else min(backlog_s, self._local_backlog_s)
-        limits = Limits(backlog_s, local_backlog_s)
+        local_backlog_s = self._local_backlog_of(request)
+        limits = Limits(backlog_s, None if local_backlog_s is None else min(backlog_s, local_backlog_s))
         self._sequence_number += 1
         for prefills_left, decodes_left in self._choices(request, prefills, decodes):
             some, others = self._with_adapter(request, prefills_left, decodes_left)
-            if self._pool.is_local_only:
+            if is_local_only:
                 route = choose([], others, request.num_tokens + 1, self._sequence_number, cached)
                 way = None if route is None else (route, Reason.ONLY_WAY)
             else:
@@ -164,6 +170,16 @@ class Placement:
         may_be_wrong = num_to_compute < num_tokens and not self._pool.is_local_only
         return Place(None, decode, reason, num_to_compute, num_to_compute if may_be_wrong else None)
 
+    def _prefills_for(self, request: GenerationRequest) -> list[WorkerView]:
+        """The prefill workers that can compute the request's prompt: if it has images, those that read images."""
+        workers = self._pool.prefills.values()
+        some = [worker for worker in workers if worker.reads_images] if request.images else workers
+        return views(some, request.max_len)
+
+    def _local_backlog_of(self, request: GenerationRequest) -> float | None:
+        """What may wait at a decode worker that is to compute the prompt, in seconds; None: none may. They cannot read images."""
+        return None if request.images else self._local_backlog_s
+
     @property
     def _local_backlog_s(self) -> float | None:
         return self._settings.prefill_backlog_s if self._settings.local_prefill == "sooner" else None
@@ -192,8 +208,11 @@ class Placement:
         return self._breakers.shut(now_s) if self._breakers.is_any else ()
 
     def _shared_place(self, request: GenerationRequest, num_tokens_to_hold: int) -> Place | None:
-        """The decode worker that already has the prompt for another of its choices; None if it has no room for one more."""
-        if not request.follows or request.share is None or request.attempt:
+        """The decode worker that already has the prompt for another of its choices; None if it has no room for one more.
+
+        With images there is none: it would compute the tokens behind the last full block, which may be an image's.
+        """
+        if not request.follows or request.share is None or request.attempt or request.images:
             return None
         worker = self._pool.decodes.get(request.share.decode_address or "")
         is_shut = worker is not None and (worker.address,) in self._shut(self._clock())

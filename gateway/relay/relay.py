@@ -29,6 +29,7 @@ from kvrelay.gateway.relay.request import AttemptNote, GenerationRequest, Place
 from kvrelay.gateway.routing.admission import Admission, Asked
 from kvrelay.gateway.routing.breaker import CircuitBreakers, Part
 from kvrelay.gateway.settings import RelaySettings
+from kvrelay.gateway.workers.images import ImageAsker
 from kvrelay.gateway.workers.pool import WorkerPool
 from kvrelay.wire.messages import ABOUT_GUIDE, DecodeTarget, FailureCode, Submit, TokenDelta
 
@@ -52,6 +53,7 @@ class Relay:
         self.clock = clock
         self.prompt_ways: Counter[tuple[str, str]] = Counter()  # number of attempts by way and reason
         self.breakers = CircuitBreakers(self._on_breaker)
+        self.images = ImageAsker(pool)
         self._placement = Placement(pool, settings, self.breakers, clock)
         pool.on_stock_taken = self._keep_breakers
         self.admission = Admission(
@@ -104,7 +106,7 @@ class Relay:
             lambda: self._place(request, asked),
             asked,
             timeout_left_s,
-            lambda: self._placement.no_room(request.max_len),
+            lambda: self._placement.no_room(request),
         )
         request.timings.placed_s = self.clock()
 
@@ -174,7 +176,7 @@ class Relay:
                 give_up_s = min(give_up_s, request.waits_since_s + self.settings.room_timeout_s)
             remaining_s = give_up_s - loop.time()
             if remaining_s <= 0:
-                text = self._placement.no_room(request.max_len)
+                text = self._placement.no_room(request)
                 raise OverloadedError(f"{text}; try again later", retry_after_s=_RETRY_AFTER_S)
             place = self._placement.route(request)
             self._ask_for_more(place)
@@ -265,4 +267,5 @@ class Relay:
             flow=request.flow,
             max_uncached_tokens=place.max_uncached_tokens,
             trace_id=request.trace_id,
+            images=list(request.images),
         )

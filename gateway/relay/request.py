@@ -15,6 +15,7 @@ import msgspec
 
 from kvrelay.common.adapter_files import AdapterRef
 from kvrelay.common.fair_queue import Flow
+from kvrelay.common.images import PromptImage
 from kvrelay.common.retention import Retention
 from kvrelay.common.sampling import SamplingOptions, SamplingParams
 from kvrelay.gateway.errors import ApiError, RequestTimeoutError
@@ -211,6 +212,7 @@ class GenerationRequest(msgspec.Struct, eq=False):
     flow: Flow = Flow()
     trace_id: str = ""  # of the trace that records it; empty: none
     adapter: AdapterRef | None = None  # the adapter to compute it with; None: the plain model
+    images: tuple[PromptImage, ...] = ()  # of the prompt, in order; its choices share them
     # While it runs:
     deadline_s: float = math.inf
     prefix: RequestPrefix = msgspec.field(

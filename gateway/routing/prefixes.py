@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from kvrelay.common.adapter_files import AdapterRef
 from kvrelay.common.block_hash import HashChain
+from kvrelay.common.images import ImageSpan
 from kvrelay.gateway.workers.load import WorkerView
 
 Holder = tuple[str, int]  # a worker's address and epoch
@@ -95,13 +96,15 @@ class RequestPrefix:
         prompt_token_ids: Sequence[int],
         cache_salt: str = "",
         adapter: AdapterRef | None = None,
+        images: Sequence[ImageSpan] = (),
     ) -> None:
-        """Without ``prefixes`` nothing is hashed and nothing is known."""
+        """Without ``prefixes`` nothing is hashed and nothing is known. ``images``: of the prompt, in order."""
         self._prefixes = prefixes
         self._is_trusted = True  # use what the map says
         self._prompt = prompt_token_ids
         self._cache_salt = cache_salt
         self._adapter = adapter
+        self._images = images
         self._fingerprint: bytes | None = None  # the KV layout that the chain is for
         self._chain: HashChain | None = None
         self._holders: set[Holder] = set()  # workers that have the prompt, as this request has seen itself
@@ -152,7 +155,11 @@ class RequestPrefix:
         if self._chain is None or view.fingerprint != self._fingerprint:
             self._fingerprint = view.fingerprint
             self._chain = HashChain(
-                view.fingerprint, view.block_size, cache_salt=self._cache_salt, adapter=self._adapter
+                view.fingerprint,
+                view.block_size,
+                cache_salt=self._cache_salt,
+                adapter=self._adapter,
+                images=self._images,
             )
         return self._chain
 

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvrelay.gateway.workers.load import Load, WorkerView
 from kvrelay.wire.control.client import ControlClient
 from kvrelay.wire.messages import (
+    AskImages,
     Cancelled,
     Failed,
     HandedOver,
     Hello,
     HelloRefused,
+    ImagesTold,
     KeyTokens,
     Message,
     Preempted,
@@ -88,6 +92,8 @@ class Worker:
         self.misfit = ""  # why it does not fit the other workers; empty if it does
         self.is_retiring = False  # it finishes its requests and gets no new ones
         self.load: Load | None = None  # load and attempts, while the worker is up
+        self._asked: dict[int, asyncio.Future[ImagesTold | None]] = {}  # by the number of the question
+        self._numbers = itertools.count()
         self._owner = owner
         settings, metrics, network, keys = link
         self._clock = network.clock
@@ -126,6 +132,9 @@ class Worker:
                 self._owner.changed.set()
             case KeyTokens():
                 self._owner.on_key_tokens(message)
+            case ImagesTold(query=query):
+                if (answer := self._asked.get(query)) is not None and not answer.done():
+                    answer.set_result(message)
             case Tokens(items=items):
                 for item in first_tokens_first(items):
                     self._owner.deliver((item.request_id, item.attempt), item)
@@ -187,8 +196,28 @@ class Worker:
         differences = other.welcome.card.layout.differences(self.welcome.card.layout)
         return f"its KV is not that of {other.address} ({'; '.join(differences)})" if differences else ""
 
+    @property
+    def reads_images(self) -> bool:
+        """Whether it is up, and prompts that it computes may have images."""
+        return self.role is Role.PREFILL and self.welcome is not None and not self.welcome.card.no_images
+
+    def ask_images(self, sizes: Sequence[tuple[int, int]]) -> asyncio.Future[ImagesTold | None]:
+        """Ask what a prompt has in the place of images of these sizes. The answer is None if the worker is lost.
+
+        Cancel the future to ask no longer.
+        """
+        query = next(self._numbers)
+        answer = self._asked[query] = asyncio.get_running_loop().create_future()
+        answer.add_done_callback(lambda _: self._asked.pop(query))
+        if not self.client.send(AskImages(query=query, sizes=list(sizes))):
+            answer.set_result(None)
+        return answer
+
     def abandon(self, reason: str) -> None:
-        """Tell its attempts that it is lost."""
+        """Tell its attempts, and whoever waits for an answer, that it is lost."""
+        for answer in self._asked.values():
+            if not answer.done():
+                answer.set_result(None)
         for key in [] if self.load is None else self.load.attempts:
             self._owner.deliver(key, WorkerLost(self.role, self.address, reason))
 

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import httpx
@@ -31,12 +32,13 @@ TEXT = "/v1/completions"
 
 @dataclass
 class App:
-    """An application with its client and the worker behind it."""
+    """An application with its client and the workers behind it."""
 
     asgi: ASGIApp
     client: httpx.AsyncClient
     player: Player
     tokenizer: Tokenizer
+    prefill: Player | None = None
 
     async def post(self, path: str, status: int = 200, **body: Any) -> Any:
         """Send a body, check the status, and return the JSON answer."""
@@ -80,19 +82,30 @@ async def app_for(
 
 @asynccontextmanager
 async def apps_for(
-    directory: Path, scripts: Mapping[str, Script], cards: Mapping[str, ModelCard], **settings: Any
+    directory: Path,
+    scripts: Mapping[str, Script],
+    cards: Mapping[str, ModelCard],
+    prefills: Mapping[str, tuple[Script, ModelCard]] = MappingProxyType({}),
+    **settings: Any,
 ) -> AsyncIterator[dict[str, App]]:
-    """An application connected to a played decode worker for each model. A single model may have no name."""
+    """An application connected to a played decode worker for each model. A single model may have no name.
+
+    ``prefills``: a prefill worker's script and card for some models.
+    """
     network, tokenizer = Network.open(), Tokenizer.load(directory)
     players = {name: Player(Role.DECODE, script, network, cards[name]) for name, script in scripts.items()}
-    for name, player in players.items():
+    before = {name: Player(Role.PREFILL, script, network, card) for name, (script, card) in prefills.items()}
+    for name, player in [*players.items(), *before.items()]:
         player.model, player.tokenizer, player.address = name, tokenizer, await player.server.start()
     relay = RelaySettings(**{"room_timeout_s": 20.0, **settings.pop("relay", {})})
     of = {name: f"{name}=" if name else "" for name in players}
     chosen = GatewaySettings(
         relay=relay,
         model=tuple(f"{of[name]}{directory}" for name in players),
-        workers=DiscoverySettings(decode_workers=tuple(f"{of[name]}{one.address}" for name, one in players.items())),
+        workers=DiscoverySettings(
+            prefill_workers=tuple(f"{of[name]}{one.address}" for name, one in before.items()),
+            decode_workers=tuple(f"{of[name]}{one.address}" for name, one in players.items()),
+        ),
         **settings,
     )
     app = create_app(chosen, link_settings=LINKS)
@@ -102,9 +115,9 @@ async def apps_for(
             async with asyncio.timeout(20):
                 while (await client.get("/health/ready")).status_code != 200:
                     await asyncio.sleep(0.005)  # polls for a state, bounded by the timeout above
-            yield {name: App(app, client, player, tokenizer) for name, player in players.items()}
+            yield {name: App(app, client, player, tokenizer, before.get(name)) for name, player in players.items()}
     finally:
-        for player in players.values():
+        for player in [*players.values(), *before.values()]:
             await player.server.stop()
         await asyncio.to_thread(network.close)
 

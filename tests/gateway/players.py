@@ -21,6 +21,7 @@ from kvrelay.gateway.text.tokenizer import Tokenizer
 from kvrelay.gateway.workers.pool import WorkerPool, static_workers
 from kvrelay.wire.control.server import ControlServer
 from kvrelay.wire.messages import (
+    AskImages,
     Cancel,
     Cancelled,
     Failed,
@@ -68,6 +69,8 @@ class Player:
         self.num_free_blocks = 64
         self.script = script
         self.submits: list[Submit] = []
+        self.asked: list[AskImages] = []
+        self.tell: Callable[[Player, AskImages], None] = lambda *_: None  # its answers about images
         self.cancelled: asyncio.Queue[tuple[str, int]] = asyncio.Queue()
         self.state = WorkerState.READY
         self.gateway_id = ""
@@ -97,6 +100,9 @@ class Player:
             case Submit():
                 self.submits.append(message)
                 self.script(self, message)
+            case AskImages():
+                self.asked.append(message)
+                self.tell(self, message)
             case Cancel(request_id=request_id, attempt=attempt):
                 self.cancelled.put_nowait((request_id, attempt))
                 self.say(Cancelled(request_id=request_id, attempt=attempt))
@@ -128,13 +134,16 @@ class Player:
         )
         self.say(Tokens(items=[item]))
 
-    def fail(self, submit: Submit, code: FailureCode, retry_after_s: float | None = None) -> None:
+    def fail(
+        self, submit: Submit, code: FailureCode, retry_after_s: float | None = None, about: str | None = None
+    ) -> None:
         failed = Failed(
             request_id=submit.request_id,
             attempt=submit.attempt,
             code=code,
             detail="scripted",
             retry_after_s=retry_after_s,
+            about=about,
         )
         self.say(failed)
 
@@ -200,15 +209,20 @@ async def stage(
     needs_prefill_workers: bool = False,
     local_prefill: str = "fallback",
     stands_still: bool = False,
+    prefill_cards: Sequence[ModelCard] = (),
     **settings: float,
 ) -> AsyncIterator[Stage]:
     """A relay connected to a decode player for each script, and to a prefill player for each script of ``prefill``.
 
-    ``stands_still``: the relay's clock shows the time at which the players were there.
+    ``prefill_cards``: of the prefill players, if not the usual one. ``stands_still``: the relay's clock shows the time at which the
+    players were there.
     """
     network = Network.open()
     prefill_scripts = [prefill] if callable(prefill) else prefill
-    prefills = [Player(Role.PREFILL, script, network) for script in prefill_scripts]
+    cards = prefill_cards or [fake_card()] * len(prefill_scripts)
+    prefills = [
+        Player(Role.PREFILL, script, network, card) for script, card in zip(prefill_scripts, cards, strict=True)
+    ]
     decodes = [Player(Role.DECODE, script, network) for script in scripts]
     players = [*prefills, *decodes]
     for player in players:

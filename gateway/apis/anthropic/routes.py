@@ -16,15 +16,18 @@ from kvrelay.common.sampling import Guide, GuideKind
 from kvrelay.gateway.apis.answer_docs import REQUEST_HEADERS, answers
 from kvrelay.gateway.apis.answering import chat_of, model_for, respond
 from kvrelay.gateway.apis.anthropic.answer import AnthropicErrorBody, MessageAnswer, MessageFormat, TokenCount
-from kvrelay.gateway.apis.openai.bodies import beginning_of, text_of
+from kvrelay.gateway.apis.openai.bodies import beginning_of
+from kvrelay.gateway.apis.openai.contents import content_of, misplaced_image, parts_of, text_of
 from kvrelay.gateway.apis.openai.output_format import make_guide
 from kvrelay.gateway.apis.openai.sampling import OpenAIBody, Stops, refuse_unsupported
+from kvrelay.gateway.apis.prompts import prompt_of
 from kvrelay.gateway.chat.dialect import Chat, read_chat
+from kvrelay.gateway.chat.images import Gallery
+from kvrelay.gateway.chat.tools.messages import joined
 from kvrelay.gateway.errors import InvalidRequestError
 from kvrelay.gateway.http.request import ApiRequest, ApiRoute, RequestBody
 from kvrelay.gateway.model import Model
 from kvrelay.gateway.relay.request import GenerationSpec
-from kvrelay.gateway.text.tokenizer import aside
 
 router = APIRouter(route_class=ApiRoute, tags=["Anthropic"])
 
@@ -72,7 +75,8 @@ class CountBody(OpenAIBody):
     known_extras = frozenset(_BOOKKEEPING | _HARMLESS.keys())
 
     messages: Annotated[list[dict[str, Any]], Field(min_length=1, fail_fast=True)]
-    """The conversation so far. An assistant's message at its end is continued."""
+    """The conversation so far. An assistant's message at its end is continued. Messages of users and results of tools may have
+    images in base64."""
     system: str | list[dict[str, Any]] | None = None
     """A text, or text blocks, in front of the messages."""
     tools: list[dict[str, Any]] | None = None
@@ -98,10 +102,11 @@ class CountBody(OpenAIBody):
         """The conversation as the model's prompt. Raises InvalidRequestError naming the wrong block."""
         refuse_unsupported(self._extras, _HARMLESS, "nothing but the model runs here; leave it out")
         messages: list[dict[str, Any]] = []
+        gallery = Gallery()
         if self.system is not None:
             messages.append({"role": "system", "content": text_of(self.system, "system", _BETWEEN)})
         for index, message in enumerate(self.messages):
-            _add_message(messages, message, f"messages[{index}]")
+            _add_message(messages, message, f"messages[{index}]", gallery)
         choice = self.tool_choice or ToolChoice(type="auto")
         named = {"type": "function", "function": {"name": choice.name}}
         return read_chat(
@@ -113,6 +118,8 @@ class CountBody(OpenAIBody):
             allows_parallel=not choice.disable_parallel_tool_use,
             continues=self._continues(messages[-1], choice),
             variables=self._variables(),
+            images=gallery.images,
+            given={"messages": self.messages, "system": self.system, "tools": self.tools},
         )
 
     def guide(self) -> Guide | None:
@@ -179,12 +186,12 @@ def _function(tool: Mapping[str, Any], param: str) -> dict[str, Any]:
     return {**tool, "type": "function"}
 
 
-def _add_message(messages: list[dict[str, Any]], message: Mapping[str, Any], param: str) -> None:
+def _add_message(messages: list[dict[str, Any]], message: Mapping[str, Any], param: str, gallery: Gallery) -> None:
     """Append a message. Each tool result becomes a message of its own, as chat templates expect. Raises InvalidRequestError."""
     role = message.get("role")
     if role not in ("user", "assistant", "system"):
         raise InvalidRequestError(f"{param}.role is {str(role)[:80]!r}; it must be user, assistant or system")
-    texts: list[str] = []
+    shown: list[tuple[int, Mapping[str, Any]]] = []  # texts and images, with their places
     thoughts: list[str] = []
     calls: list[dict[str, Any]] = []
     for index, block in enumerate(_blocks(message.get("content"), param)):
@@ -192,10 +199,10 @@ def _add_message(messages: list[dict[str, Any]], message: Mapping[str, Any], par
         if not isinstance(block, Mapping):
             raise InvalidRequestError(f"{where} must be a block, an object with a type, not {str(block)[:80]!r}")
         match role, block.get("type"):
-            case _, "text":
-                texts.append(_field(block, "text", where))
+            case (_, "text") | ("user", "image"):
+                shown.append((index, block))
             case "user", "tool_result":
-                messages.append(_tool_result(block, where))
+                messages.append(_tool_result(block, where, gallery))
             case "assistant", "tool_use":
                 name, arguments = _field(block, "name", where), _field(block, "input", where, dict)
                 function = {"name": name, "arguments": arguments}
@@ -205,17 +212,25 @@ def _add_message(messages: list[dict[str, Any]], message: Mapping[str, Any], par
             case "assistant", "redacted_thinking":
                 pass  # encrypted: only the server that wrote it can read it
             case _, kind:
-                raise InvalidRequestError(
-                    f"{where}.type is {str(kind)[:80]!r}, which a message of role {role} cannot have here; this deployment reads "
-                    "text only: no images, documents or search results"
-                )
-    told: dict[str, Any] = {"role": role, "content": _BETWEEN.join(texts)}
+                raise _unreadable(kind, role, where)
+    # Behind those of the results, as in the prompt.
+    content = parts_of(shown, f"{param}.content", gallery, _BETWEEN)
+    told: dict[str, Any] = {"role": role, "content": content}
     if calls:
         told |= {"tool_calls": calls, "content": told["content"] or None}
     if thoughts:
         told["reasoning_content"] = "".join(thoughts)
-    if texts or role == "assistant":
+    if shown or role == "assistant":
         messages.append(told)
+
+
+def _unreadable(kind: Any, role: str, where: str) -> InvalidRequestError:
+    if kind == "image":
+        return misplaced_image(where)
+    return InvalidRequestError(
+        f"{where}.type is {str(kind)[:80]!r}, which a message of role {role} cannot have here; this deployment reads texts and "
+        "images, no documents or search results"
+    )
 
 
 def _blocks(content: Any, param: str) -> list[Any]:
@@ -226,12 +241,12 @@ def _blocks(content: Any, param: str) -> list[Any]:
     raise InvalidRequestError(f"{param}.content must be a text or a list of blocks, not {str(content)[:80]!r}")
 
 
-def _tool_result(block: Mapping[str, Any], where: str) -> dict[str, Any]:
-    content = block.get("content")
-    text = "" if content is None else text_of(content, f"{where}.content", _BETWEEN)
+def _tool_result(block: Mapping[str, Any], where: str, gallery: Gallery) -> dict[str, Any]:
+    given = block.get("content")
+    content = "" if given is None else content_of(given, f"{where}.content", gallery, _BETWEEN)
     if block.get("is_error") is True:  # chat templates have no other way to mark an error
-        text = f"Error: {text}"
-    return {"role": "tool", "tool_call_id": _field(block, "tool_use_id", where), "content": text}
+        content = joined("Error: ", content)
+    return {"role": "tool", "tool_call_id": _field(block, "tool_use_id", where), "content": content}
 
 
 def _field(block: Mapping[str, Any], name: str, where: str, kind: type[Any] = str) -> Any:
@@ -254,10 +269,12 @@ async def create_message(body: MessageBody, request: ApiRequest) -> Response:
 
 @router.post("/v1/messages/count_tokens", responses=answers(TokenCount, AnthropicErrorBody))
 async def count_tokens(body: CountBody, request: ApiRequest) -> Response:
-    """How many tokens a conversation has, tools included. No worker is needed."""
+    """How many tokens a conversation has, tools included. A worker is needed only for images."""
     model = model_for(request, body.model, body.conversation)
 
-    def work() -> int:
-        return len(model.encode(body.chat(model).prompt, "messages", add_special_tokens=False))
+    def encode(text: str) -> list[int]:
+        return model.encode(text, "messages", add_special_tokens=False)
 
-    return JSONResponse({"input_tokens": await aside(work, len(await request.body()))})
+    size = len(await request.body())
+    _, _, prompt = await prompt_of(model, lambda: (body.chat(model), None), encode, size, request.check_size)
+    return JSONResponse({"input_tokens": len(prompt.token_ids)})

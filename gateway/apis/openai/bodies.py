@@ -10,19 +10,29 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, WithJsonSchema
 
+from kvrelay.gateway.apis.openai.contents import CONTENT_SCHEMA, content_of
 from kvrelay.gateway.apis.openai.sampling import MAX_LOGPROBS, MAX_PROMPTS, SamplingBody, TokenIds
 from kvrelay.gateway.chat.dialect import Chat, read_chat
+from kvrelay.gateway.chat.images import Gallery, is_image
 from kvrelay.gateway.errors import InvalidRequestError
 from kvrelay.gateway.model import Model
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-TEXT_PARTS = ("text", "input_text", "output_text")
+_WITH_IMAGES = ("user", "tool", "function")  # roles whose messages may have images
 BEGINNING_LEN = 256  # characters of a message, or tokens of a prompt, that identify a conversation
 
 
-def checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The messages of a chat, with each content as one text. Raises InvalidRequestError naming the wrong message."""
-    return [_checked(message, f"messages[{index}]") for index, message in enumerate(messages)]
+def checked_messages(messages: Sequence[Mapping[str, Any]], gallery: Gallery) -> list[dict[str, Any]]:
+    """The messages of a chat, with each content as one text, or as parts if it has images. ``gallery`` takes these.
+
+    Raises InvalidRequestError naming the wrong message.
+    """
+    return [_checked(message, f"messages[{index}]", gallery) for index, message in enumerate(messages)]
+
+
+def content_of_role(role: str, content: Any, param: str, gallery: Gallery) -> str | list[dict[str, Any]]:
+    """The content of a message of that role, as :func:`content_of` has it. Raises InvalidRequestError."""
+    return content_of(content, param, gallery if role in _WITH_IMAGES else None)
 
 
 def checked_role(role: Any, param: str) -> str:
@@ -34,38 +44,13 @@ def checked_role(role: Any, param: str) -> str:
     return str(role)
 
 
-def text_of(content: Any, param: str, between: str = "") -> str:
-    """A content as one text. It is a text, or text parts that are joined with ``between``.
-
-    Raises InvalidRequestError, also for images.
-    """
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise InvalidRequestError(
-            f"{param} must be a text or a list of text parts, not {str(content)[:80]!r}", param=param
-        )
-    pieces: list[str] = []
-    for index, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        text = part.get("text") if isinstance(part, Mapping) else None
-        if kind in TEXT_PARTS and isinstance(text, str):
-            pieces.append(text)
-            continue
-        raise InvalidRequestError(
-            f'{param}[{index}] must be a text part, {{"type": "text", "text": …}}, not {str(part)[:80]!r}; '
-            "this deployment reads text only: no images, audio or files",
-            param=param,
-        )
-    return between.join(pieces)
-
-
 def beginning_of(messages: Sequence[Mapping[str, Any]]) -> str:
     """How a conversation begins: the first characters of each message up to the first user message. Does not validate anything."""
     starts: list[str] = []
     for message in messages:
         content = message.get("content")
-        part = content[0] if isinstance(content, list) and content else content
+        # An image may come first, and does not tell conversations apart.
+        part = next((one for one in content if not is_image(one)), None) if isinstance(content, list) else content
         text = part.get("text") if isinstance(part, Mapping) else part
         starts.append(text[:BEGINNING_LEN] if isinstance(text, str) else "")
         if message.get("role") == "user":
@@ -73,10 +58,10 @@ def beginning_of(messages: Sequence[Mapping[str, Any]]) -> str:
     return "\0".join(starts)
 
 
-def _checked(message: Mapping[str, Any], param: str) -> dict[str, Any]:
-    content = message.get("content")
-    text = None if content is None else text_of(content, f"{param}.content")
-    return {**message, "role": checked_role(message.get("role"), param), "content": text}
+def _checked(message: Mapping[str, Any], param: str, gallery: Gallery) -> dict[str, Any]:
+    role, content = checked_role(message.get("role"), param), message.get("content")
+    told = None if content is None else content_of_role(role, content, f"{param}.content", gallery)
+    return {**message, "role": role, "content": told}
 
 
 _MESSAGE_SCHEMA = {
@@ -85,10 +70,7 @@ _MESSAGE_SCHEMA = {
     "required": ["role"],
     "properties": {
         "role": {"enum": list(ROLES), "description": "Who speaks."},
-        "content": {
-            "description": "What is said: a text, or text parts, which are put together.",
-            "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}, {"type": "null"}],
-        },
+        "content": CONTENT_SCHEMA,
         "tool_calls": {
             "description": "Calls that the assistant asked for.",
             "type": "array",
@@ -141,13 +123,13 @@ class ChatBody(SamplingBody):
 
     def chat(self, model: Model) -> Chat:
         """The conversation as the model's prompt. Raises InvalidRequestError naming the field that is wrong."""
-        variables = dict(self.chat_template_kwargs or {})
+        variables, gallery = dict(self.chat_template_kwargs or {}), Gallery()
         if self.reasoning_effort is not None:
             variables.setdefault("reasoning_effort", self.reasoning_effort)
         return read_chat(
             model.template,
             model.dialect,
-            checked_messages(self.messages),
+            checked_messages(self.messages, gallery),
             tools=self.tools,
             tool_choice=self.tool_choice,
             allows_parallel=self.parallel_tool_calls is not False,
@@ -155,6 +137,8 @@ class ChatBody(SamplingBody):
             echoes=bool(self.echo),
             add_generation_prompt=self.add_generation_prompt is not False,
             variables=variables,
+            images=gallery.images,
+            given={"messages": self.messages, "tools": self.tools, "chat_template_kwargs": variables},
         )
 
 

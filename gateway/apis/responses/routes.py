@@ -13,11 +13,13 @@ from starlette.responses import Response
 from kvrelay.common.sampling import Guide, GuideKind
 from kvrelay.gateway.apis.answer_docs import REQUEST_HEADERS, ResponseAnswer, answers
 from kvrelay.gateway.apis.answering import chat_of, model_for, respond
-from kvrelay.gateway.apis.openai.bodies import Effort, beginning_of, checked_role, text_of
+from kvrelay.gateway.apis.openai.bodies import Effort, beginning_of, checked_role, content_of_role
+from kvrelay.gateway.apis.openai.contents import content_of
 from kvrelay.gateway.apis.openai.output_format import format_guide, make_guide
 from kvrelay.gateway.apis.openai.sampling import BOOKKEEPING, MAX_LOGPROBS, OpenAIBody, refuse_unsupported
 from kvrelay.gateway.apis.responses.answer import ResponseFormat
 from kvrelay.gateway.chat.dialect import Chat, read_chat
+from kvrelay.gateway.chat.images import Gallery
 from kvrelay.gateway.errors import InvalidRequestError
 from kvrelay.gateway.http.request import ApiRequest, ApiRoute, RequestBody
 from kvrelay.gateway.model import Model
@@ -50,7 +52,7 @@ class ResponseBody(OpenAIBody):
     known_extras = frozenset(BOOKKEEPING | _HARMLESS.keys())
 
     input: str | Annotated[list[dict[str, Any]], Field(min_length=1, fail_fast=True)]
-    """A text, or the items of the conversation so far."""
+    """A text, or the items of the conversation so far. Messages of users and results of tools may have images, as data: URLs."""
     instructions: str | None = None
     """A system message in front of the input."""
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -103,13 +105,14 @@ class ResponseBody(OpenAIBody):
     def chat(self, model: Model) -> Chat:
         """The conversation as the model's prompt. Raises InvalidRequestError naming the wrong item."""
         messages: list[dict[str, Any]] = []
+        gallery = Gallery()
         if self.instructions is not None:
             messages.append({"role": "system", "content": self.instructions})
         if isinstance(self.input, str):
             messages.append({"role": "user", "content": self.input})
         else:
             for index, item in enumerate(self.input):
-                _add_item(messages, item, f"input[{index}]")
+                _add_item(messages, item, f"input[{index}]", gallery)
             messages = [message for message in messages if not _has_only_thoughts(message)]
         choice = self.tool_choice
         if isinstance(choice, dict) and choice.get("type") == "function" and "function" not in choice:
@@ -122,6 +125,8 @@ class ResponseBody(OpenAIBody):
             tool_choice=choice,
             allows_parallel=self.parallel_tool_calls is not False,
             variables={} if self.effort is None else {"reasoning_effort": self.effort},
+            images=gallery.images,
+            given={"input": self.input, "instructions": self.instructions, "tools": self.tools},
         )
 
     def _guide(self) -> Guide | None:
@@ -133,12 +138,12 @@ class ResponseBody(OpenAIBody):
         return format_guide(form, "text.format")
 
 
-def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any], param: str) -> None:
+def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any], param: str, gallery: Gallery) -> None:
     kind = item.get("type", "message")
     match kind:
         case "message":
-            content = text_of(item.get("content"), f"{param}.content")
             role = checked_role(item.get("role"), param)
+            content = content_of_role(role, item.get("content"), f"{param}.content", gallery)
             if role == "assistant" and messages and _has_only_thoughts(messages[-1]):
                 messages[-1]["content"] = content
             else:
@@ -157,7 +162,7 @@ def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any], param: st
             else:
                 messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
         case "function_call_output":
-            output = text_of(item.get("output"), f"{param}.output")
+            output = content_of(item.get("output"), f"{param}.output", gallery)
             messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
         case "reasoning":  # of the message or the calls behind it; the template decides how long the model sees it
             if thoughts := _thoughts(item, param):

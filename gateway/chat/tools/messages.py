@@ -81,7 +81,7 @@ def _message(message: Mapping[str, Any], style: MessageStyle, known: _Calls, par
         result["role"] = "system"
     content = message.get("content")
     if isinstance(content, list):
-        content = "".join(part["text"] for part in content if isinstance(part, Mapping) and "text" in part)
+        content = joined([part for part in content if _is_shown(part)])
     calls = message.get("tool_calls")
     if calls is not None and not isinstance(calls, list):
         raise InvalidRequestError(f"{param}.tool_calls must be a list of calls", param=f"{param}.tool_calls")
@@ -147,6 +147,36 @@ def _id(call_id: str, style: MessageStyle) -> str:
     return hashlib.sha256(call_id.encode("utf-8", "surrogatepass")).hexdigest()[:_SHORT_ID_LENGTH]
 
 
+def joined(*contents: str | Sequence[Message]) -> str | list[Message]:
+    """Contents one behind the other, each a text or a list of parts that are texts and images. A list only if there are images.
+
+    Templates may trim parts or put something between them, so texts side by side become one part.
+    """
+    parts: list[Message] = []
+    texts: list[str] = []  # behind the last image
+    for content in contents:
+        for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
+            if not _is_image(part):
+                texts.append(part["text"])
+                continue
+            if text := "".join(texts):
+                parts.append({"type": "text", "text": text})
+            texts = []
+            parts.append(part)
+    text = "".join(texts)
+    if not parts:
+        return text
+    return [*parts, {"type": "text", "text": text}] if text else parts
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "image"
+
+
+def _is_shown(part: Any) -> bool:
+    return isinstance(part, Mapping) and ("text" in part or _is_image(part))
+
+
 def with_tools(
     messages: Sequence[Mapping[str, Any]], functions: Sequence[Function], spelling: Spelling, *, has_system: bool = True
 ) -> list[Message]:
@@ -158,8 +188,9 @@ def with_tools(
     result = [dict(message) for message in messages]
     if result and (result[0].get("role") == "system" or not has_system):
         content = result[0].get("content") or ""
-        parts = [content, text] if result[0].get("role") == "system" else [text, content]
-        result[0]["content"] = "\n\n".join(part for part in parts if part)
+        between = "\n\n" if content else ""
+        parts = [content, between, text] if result[0].get("role") == "system" else [text, between, content]
+        result[0]["content"] = joined(*parts)
         return result
     return [{"role": "system" if has_system else "user", "content": text}, *result]
 
@@ -189,12 +220,14 @@ def as_text(messages: Sequence[Mapping[str, Any]], spelling: Spelling) -> list[M
         if calls := told.pop("tool_calls", None):
             functions = [call["function"] for call in calls]
             text = spelling.write([(each["name"], spelling.write_arguments(each["arguments"])) for each in functions])
-            told["content"] = "\n".join(part for part in (told.get("content"), text) if part)
+            content = told.get("content") or ""
+            told["content"] = joined(content, "\n" if content else "", text)
         is_result = told.get("role") == "tool"
         if is_result:
-            told = {"role": "user", "content": f"<tool_response>\n{told.get('content') or ''}\n</tool_response>"}
+            content = joined("<tool_response>\n", told.get("content") or "", "\n</tool_response>")
+            told = {"role": "user", "content": content}
         if is_result and was_result:
-            result[-1]["content"] += "\n" + told["content"]
+            result[-1]["content"] = joined(result[-1]["content"], "\n", told["content"])
         else:
             result.append(told)
         was_result = is_result

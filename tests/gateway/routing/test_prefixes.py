@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvrelay.common.block_hash import HashChain
+from kvrelay.common.images import ImageSpan, image_digest
 from kvrelay.gateway.routing.prefixes import PrefixMap, RequestPrefix
 
 from .test_ways import view
@@ -88,6 +89,15 @@ def test_a_request_s_last_token_does_not_count() -> None:
     assert RequestPrefix(known, range(2 * BLOCK + 1)).cached_tokens([], [view("a")]) == {"a": 2 * BLOCK}
     assert RequestPrefix(known, range(2 * BLOCK)).cached_tokens([5], [view("a")]) == {"a": 2 * BLOCK}
     assert RequestPrefix(known, [7, *range(3 * BLOCK)]).cached_tokens([], [view("a")]) == {}
+
+
+def test_equal_tokens_of_other_images_are_not_the_same() -> None:
+    known = PrefixMap(100)
+    one, other = (ImageSpan(BLOCK + 1, BLOCK + 2, image_digest(data)) for data in (b"1", b"2"))
+    RequestPrefix(known, range(3 * BLOCK), images=[one]).on_cached([], view("a"))
+    for images, num_blocks in (([one], 2), ([other], 1), ([], 1)):
+        prefix = RequestPrefix(known, range(3 * BLOCK), images=images)
+        assert prefix.cached_tokens([], [view("a")]) == {"a": num_blocks * BLOCK}
 
 
 def test_the_next_turn_finds_prompt_and_output_where_both_are() -> None:

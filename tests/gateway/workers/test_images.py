@@ -1,0 +1,139 @@
+"""Asking prefill workers what stands in the place of images."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kvrelay.gateway.errors import InvalidRequestError, UnavailableError
+from kvrelay.gateway.workers import images
+from kvrelay.gateway.workers.images import ImageAsker
+from kvrelay.wire.messages import AskImages, ImagesTold, Role, WorkerState
+
+from ..pictures import seeing_card, telling, texts_of
+from ..players import Player, Stage, good, stage, until
+
+SIZES = ((8, 6), (30, 2))
+WHERE = "messages[0].content[1]"
+BLIND = seeing_card("its checkpoint has no encoder of images")
+
+
+def seers(on: Stage) -> list[Player]:
+    players = [player for player in on.players if player.role is Role.PREFILL]
+    for player in players:
+        player.tell = telling
+    return players
+
+
+async def test_an_answer_is_remembered_while_its_worker_is_up() -> None:
+    async with stage(good, prefill=good, prefill_cards=[seeing_card()]) as on:
+        [player], asker = seers(on), ImageAsker(on.pool)
+        for _ in range(3):
+            assert await asker.texts(SIZES, "tiny", WHERE) == texts_of(SIZES)
+        assert [asked.sizes for asked in player.asked] == [list(SIZES)]
+        assert await asker.texts(SIZES[:1], "tiny", WHERE) == texts_of(SIZES[:1])
+        assert len(player.asked) == 2
+        on.pool.prefills[player.address].on_lost("it restarts")
+        with pytest.raises(UnavailableError):
+            await asker.texts(SIZES, "tiny", WHERE)
+        assert len(player.asked) == 2
+
+
+async def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(images, "_MAX_ANSWERS", 2)
+    async with stage(good, prefill=good, prefill_cards=[seeing_card()]) as on:
+        [player], asker = seers(on), ImageAsker(on.pool)
+        a, b, c = (((width, 1),) for width in (1, 2, 3))
+        for sizes in (a, b, a, c, a, b):  # c comes in the place of b, which was used longest ago
+            await asker.texts(sizes, "tiny", WHERE)
+        assert [tuple(asked.sizes) for asked in player.asked] == [a, b, c, b]
+        monkeypatch.setattr(images, "_MAX_CHARS", 1)
+        await asker.texts(c, "tiny", WHERE)
+        await asker.texts(c, "tiny", WHERE)
+        assert len(player.asked) == 6
+
+
+def nothing(player: Player, asked: AskImages) -> None:
+    pass
+
+
+def unusable(player: Player, asked: AskImages) -> None:
+    player.say(ImagesTold(query=asked.query, told=texts_of(asked.sizes[1:])))
+
+
+@pytest.mark.parametrize("tell", [nothing, unusable])
+async def test_another_worker_is_asked_if_one_gives_no_answer(monkeypatch: pytest.MonkeyPatch, tell: object) -> None:
+    monkeypatch.setattr(images, "_ANSWER_S", 0.2)
+    async with stage(good, prefill=[good, good], prefill_cards=[seeing_card()] * 2) as on:
+        first, second = seers(on)
+        first.tell = nothing if tell is nothing else unusable
+        for _ in range(2):  # another one is asked first each time
+            assert await ImageAsker(on.pool).texts(SIZES, "tiny", WHERE) == texts_of(SIZES)
+        second.tell = first.tell
+        with pytest.raises(UnavailableError, match="'tiny': no prefill worker tells how to read the images"):
+            await ImageAsker(on.pool).texts(SIZES, "tiny", WHERE)
+
+
+async def test_another_worker_is_asked_if_one_is_lost() -> None:
+    async with stage(good, prefill=[good, good], prefill_cards=[seeing_card()] * 2) as on:
+        players, asker = seers(on), ImageAsker(on.pool)
+        for player in players:
+            player.tell = nothing
+        asking = asyncio.create_task(asker.texts(SIZES, "tiny", WHERE))
+        while not (heard := [player for player in players if player.asked]):
+            await asyncio.sleep(0.001)  # polls for a state
+        [other] = [player for player in players if player is not heard[0]]
+        other.tell = telling
+        on.pool.prefills[heard[0].address].on_lost("its machine is gone")
+        assert await asyncio.wait_for(asking, 4) == texts_of(SIZES)  # before the first one's time is up
+
+
+async def test_an_answer_nobody_waits_for_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
+    async with stage(good, prefill=good, prefill_cards=[seeing_card()]) as on:
+        [player] = seers(on)
+        player.tell = lambda player, asked: [telling(player, asked) for _ in range(2)] and None
+        worker = on.pool.prefills[player.address]
+        given_up = worker.ask_images(SIZES)
+        given_up.cancel()
+        assert await worker.ask_images(SIZES) is not None
+        assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+async def test_a_problem_is_the_clients() -> None:
+    async with stage(good, prefill=good, prefill_cards=[seeing_card()]) as on:
+        [player], asker = seers(on), ImageAsker(on.pool)
+        player.tell = lambda player, asked: player.say(ImagesTold(query=asked.query, problem="image 1 is too thin"))
+        for _ in range(2):
+            with pytest.raises(InvalidRequestError, match="image 1 is too thin") as caught:
+                await asker.texts(SIZES, "tiny", WHERE)
+            assert caught.value.param == WHERE
+
+
+async def test_only_workers_that_read_images_are_asked() -> None:
+    async with stage(good, prefill=[good] * 3, prefill_cards=[BLIND, seeing_card(), BLIND]) as on:
+        for width in range(1, 9):
+            await on.relay.images.texts(((width, 1),), "tiny", WHERE) if seers(on) else None
+        assert [len(player.asked) for player in on.players] == [0, 8, 0, 0]
+
+
+async def test_why_a_model_reads_no_images() -> None:
+    async with stage(good, prefill=good, prefill_cards=[BLIND]) as on:
+        text = "model 'tiny' reads no images: its checkpoint has no encoder of images; send text only"
+        with pytest.raises(InvalidRequestError, match=text) as caught:
+            await on.relay.images.texts(SIZES, "tiny", WHERE)
+        assert caught.value.param == WHERE
+    async with stage(good) as on:
+        with pytest.raises(InvalidRequestError, match="only prefill workers read images, and there is none"):
+            await on.relay.images.texts(SIZES, "tiny", WHERE)
+
+
+async def test_workers_that_are_not_usable_now_are_worth_another_try() -> None:
+    async with stage(good, prefill=good, prefill_cards=[seeing_card()]) as on:
+        [player] = seers(on)
+        worker = on.pool.prefills[player.address]
+        player.state = WorkerState.DRAINING
+        await until(on.pool, lambda: not worker.is_usable)
+        with pytest.raises(UnavailableError, match="no prefill worker that reads images is up") as caught:
+            await on.relay.images.texts(SIZES, "tiny", WHERE)
+        assert caught.value.retry_after_s is not None
