@@ -19,9 +19,12 @@ import math
 import os
 import resource
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
-_CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")  # microseconds of CPU time, and of the period in which they may be used
+_MEMORY = Path("/proc/meminfo")
+_CGROUP = Path("/sys/fs/cgroup")
+_CPU_LIMIT = _CGROUP / "cpu.max"  # microseconds of CPU time, and of the period in which they may be used
 
 # <malloc.h>
 _M_TRIM_THRESHOLD = -1
@@ -44,6 +47,28 @@ def available_cores(limit: Path = _CPU_LIMIT) -> int:
         used, period = limit.read_text().split()
         cores = min(cores, math.ceil(int(used) / int(period)))
     return cores
+
+
+def available_memory(memory: Path = _MEMORY, cgroup: Path = _CGROUP) -> int | None:
+    """Bytes that this process may still take, by the host and by a container's limit; None if the system does not tell.
+
+    Files that are only cached do not count as used. ``cgroup``: the directory of the container's cgroup (version 2).
+    """
+    found: list[int] = []
+    with contextlib.suppress(OSError, StopIteration):
+        found.append(next(_numbers(memory, "MemAvailable:")) * 2**10)
+    with contextlib.suppress(OSError, ValueError, StopIteration):  # ValueError: "max", no limit
+        limit, used = (int((cgroup / name).read_text()) for name in ("memory.max", "memory.current"))
+        found.append(max(0, limit - used + next(_numbers(cgroup / "memory.stat", "inactive_file"))))
+    return min(found, default=None)
+
+
+def _numbers(path: Path, name: str) -> Iterator[int]:
+    """The numbers of the lines that begin with ``name``."""
+    for line in path.read_text().splitlines():
+        fields = line.split()
+        if fields[0] == name:
+            yield int(fields[1])
 
 
 def keep_freed_memory() -> None:

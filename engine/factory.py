@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvrelay.common.errors import ModelError
+from kvrelay.common.errors import ModelError, SettingsError
 from kvrelay.common.model_card import ModelCard
 from kvrelay.common.system import available_cores
 from kvrelay.engine.config.tokenizer import require_same_tokens
@@ -18,6 +18,7 @@ from kvrelay.engine.fake.engine import FakeEngine, FakePace, fake_card
 from kvrelay.engine.fake.images import FakeImageReader
 from kvrelay.engine.guides.guidance import GuideCompiler, NoGuides
 from kvrelay.engine.images.interface import ImageReader
+from kvrelay.engine.kv.host_memory import require_memory
 from kvrelay.engine.load_progress import log_begin
 from kvrelay.engine.ranks.messages import LoadSettings
 from kvrelay.engine.ranks.nodes import OtherNodes
@@ -81,6 +82,19 @@ def load_engine(
     from kvrelay.engine.ranks.engine import RankedEngine  # noqa: PLC0415 - imports torch
 
     return RankedEngine.load(settings, lambda part: load_part(settings, part, progress), nodes)
+
+
+def require_host_kv(host_kv_mb: int, model: ModelSettings, fake: FakeSettings) -> None:
+    """Raise SettingsError or ModelError unless a worker with these settings can keep so much KV in the host's memory. 0: none."""
+    if host_kv_mb == 0:
+        return
+    from kvrelay.engine.backends.options import device_of  # noqa: PLC0415 - imports torch
+
+    if fake.is_fake or device_of(model.device).type == "cpu":
+        raise SettingsError(
+            f"--host-kv-mb is {host_kv_mb}, but the KV pool is in the host's memory already: raise --kv-memory-mb instead"
+        )
+    require_memory(host_kv_mb)
 
 
 def load_draft_engine(

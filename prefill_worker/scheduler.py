@@ -2,8 +2,9 @@
 
 ``step()`` of the prefill worker is schedule → run → postprocess. An admitted prompt gets all its blocks, starts after its cached
 prefix, and is computed in chunks. Several prompts share a step. :mod:`kvrelay.prefill_worker.chunking` decides the size of a step,
-and which prompts overtake a long one. A computed prompt leaves the scheduler, but still holds its blocks: its hand-off reads them,
-and the service releases them afterwards.
+and which prompts overtake a long one. If a tier below the pool has more of a prompt, it begins when that is copied
+(:mod:`kvrelay.prefill_worker.fetches`). A computed prompt leaves the scheduler, but still holds its blocks: its hand-off reads
+them, and the service releases them afterwards.
 
 Runs on the model thread alone. Uses no sockets and no clock.
 """
@@ -18,6 +19,7 @@ from kvrelay.engine.step.interface import StepRow
 from kvrelay.engine.step.plan import RowResult
 from kvrelay.engine.step.sequence import Sequence, SequenceStatus
 from kvrelay.prefill_worker.chunking import Prompt, first_end, last_end, step_tokens, turns
+from kvrelay.prefill_worker.fetches import Fetches
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
 from kvrelay.worker.scheduling.choice import EVERYBODY, Choice
 from kvrelay.worker.scheduling.scheduler import Progress, Schedule, Scheduler, progress_of
@@ -46,12 +48,12 @@ class PrefillScheduler(Scheduler):
         self._ttft_budget_s = settings.ttft_budget_ms / 1000
         self._costs = StepCosts()
         self._unit = blocks.block_size if blocks.has_states else 1  # chunks end at multiples of it
-        self._num_cached: dict[Key, int] = {}  # per waiting prompt: leading tokens that were cached when it came
+        self._fetches = Fetches(blocks.tier, self._held, self._look_up)
+        self._num_cached: dict[Key, int] = {}  # per waiting prompt: leading tokens that were cached when last looked up
 
     def add(self, sequence: Sequence, first: SampledToken | None = None) -> None:
         """Queue a prompt."""
-        num_blocks = self._blocks.num_cached_prefix(self._held.reusable_hashes(sequence))
-        self._num_cached[sequence.key] = num_blocks * self._blocks.block_size
+        self._look_up(sequence)
         self._places.wait(sequence)
 
     def observe(self, rows: Seq[StepRow], step_s: float) -> None:
@@ -64,6 +66,7 @@ class PrefillScheduler(Scheduler):
         found = next((one for one in self.waiting + self.running if one.key == key), None)
         if found is not None:
             self._num_cached.pop(key, None)
+            self._fetches.forget(key)
             self._places.leave(found)
         return found
 
@@ -72,6 +75,7 @@ class PrefillScheduler(Scheduler):
         ahead = choice.num_ahead
         in_order = self._places.fair.in_order(self.running + self.waiting, now_s)
         line = [one for one in choice.staying(in_order) if self._goes_on(one, ahead.get(one, 0))]
+        line = [one for one in line if not self._fetches.is_under_way(one)]
         prompts = [self._in_line(sequence, ahead.get(sequence, 0)) for sequence in line]
         block_size, cost = self._blocks.block_size, self._costs.cost
         budget = step_tokens(self._ttft_budget_s, cost, self._max_batched_tokens, block_size, self._costs.largest_step)
@@ -93,7 +97,10 @@ class PrefillScheduler(Scheduler):
                 continue
             if sequence.status is SequenceStatus.WAITING:
                 # No prompt starts before one that finds no room, which would otherwise wait for ever.
-                has_room = has_room and len(self.running) < self._max_num_seqs and self._admit(sequence, now_s)
+                has_room = has_room and len(self.running) < self._max_num_seqs
+                if has_room and self._fetches.begin(sequence):
+                    continue
+                has_room = has_room and self._admit(sequence, now_s)
                 if not has_room:
                     continue
                 plan.admitted.append(sequence)
@@ -111,6 +118,8 @@ class PrefillScheduler(Scheduler):
             budget -= num_tokens
             if budget <= 0:
                 break
+        if has_room:
+            self._fetches.begin_next(line)
         return plan
 
     def postprocess(self, rows: Seq[StepRow], results: Seq[RowResult], behind: Seq[StepRow] = ()) -> list[Progress]:
@@ -138,6 +147,10 @@ class PrefillScheduler(Scheduler):
         if num_ahead and sequence.sampling.num_prompt_logprobs is not None:
             return False
         return num_ahead < sequence.num_uncomputed_tokens
+
+    def _look_up(self, sequence: Sequence) -> None:
+        num_blocks = self._blocks.num_cached_prefix(self._held.reusable_hashes(sequence))
+        self._num_cached[sequence.key] = num_blocks * self._blocks.block_size
 
     def _in_line(self, sequence: Sequence, num_ahead: int) -> Prompt:
         start = self._start(sequence, num_ahead)
@@ -197,5 +210,6 @@ class PrefillScheduler(Scheduler):
         if not self._held.allocate(sequence):
             return False
         del self._num_cached[sequence.key]
+        self._fetches.forget(sequence.key)
         self._places.begin(sequence, now_s)
         return True

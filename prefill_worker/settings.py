@@ -34,5 +34,12 @@ class PrefillSettings(WorkerSettings):
     """Everything a prefill worker is started with."""
 
     scheduler: PrefillSchedulerSettings
+    host_kv_mb: int = setting(
+        0,
+        "host memory for KV blocks that leave a GPU's pool: prompts that begin with them take them back. Several times the "
+        "pool is of use. 0: none",
+        unit="MiB",
+        minimum=0,
+    )
     address: str = setting("tcp://127.0.0.1:7100", "ZeroMQ address that gateways connect to")
     admin_port: int = setting(7180, ADMIN_PORT_HELP, minimum=0, maximum=65535)

@@ -31,6 +31,7 @@ class Setup:
     keys: WireKeys | None = None
     shared_memory: SharedPlace | None = None  # where to find workers on this host; None: not used
     max_retained_share: float = 0.5
+    host_kv_bytes: int = 0  # host memory for KV blocks that leave the pool; 0: none
     guides: GuideCompiler = field(default_factory=NoGuides)
     adapters: AdapterSettings | None = None
     images: ImageReader | None = None  # None: prompts have no images here

@@ -24,19 +24,24 @@ Blocks keep their **provenance**: the prefill workers (and which start of each) 
 of what was shipped to it, and of the cached blocks that it began with. Blocks that it publishes inherit it, because K/V depend on
 all K/V before them. So all work of a worker that computed wrongly can be dropped.
 
-Thread-safe: the model thread allocates for sequences, the network thread for leases. Every call is short.
+A **tier** below the pool may have copies of published blocks (:mod:`kvrelay.engine.kv.lower_tier`). It hears what is published, and
+brings blocks back as an owner of its own.
+
+Thread-safe: the model thread allocates for sequences, the network thread for leases; a tier's thread publishes. Every call is
+short.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 
 from kvrelay.common.clock import Clock
 from kvrelay.common.kv_geometry import Window, first_block, num_physical_blocks, reach, window_size
 from kvrelay.common.retention import Retention
 from kvrelay.engine.kv.ledger import Ledger
+from kvrelay.engine.kv.lower_tier import LowerTier
 from kvrelay.engine.kv.owned_tables import Opening, OwnedTables, Tables
 from kvrelay.engine.kv.owners import Owner, OwnerKind
 from kvrelay.engine.kv.physical_blocks import PhysicalBlocks
@@ -51,6 +56,15 @@ class Allocation:
 
     block_tables: Tables
     num_cached: int
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """A physical block that its owner must fill with published content."""
+
+    group: int
+    block_hash: bytes
+    block_id: int
 
 
 class BlockManager:
@@ -91,6 +105,7 @@ class BlockManager:
         self.set_aside = 0  # blocks that hand-offs must leave for a waiting sequence; its scheduler sets this
         self.leaves_owed = False  # whether new owners leave what is owed; a scheduler that preempts nobody sets this
         self.has_states = has_states  # whether blocks hold states: a token that is computed again needs a block's start
+        self.tier: LowerTier | None = None  # keeps copies of published blocks; see ``attach``
         self._max_step_tokens = max_step_tokens
         self._lock = threading.RLock()
         self._clock = clock
@@ -142,10 +157,17 @@ class BlockManager:
             return self.num_groups * self.num_blocks_for(num_tokens)
         return num_physical_blocks(self.windows, num_tokens, self.block_size, self._max_step_tokens)
 
-    def num_cached_prefix(self, hashes: Sequence[bytes]) -> int:
-        """The number of leading blocks that are published here and after which a sequence can continue."""
+    def attach(self, tier: LowerTier) -> None:
+        """Let a tier below the pool hear of all blocks that are published from now on. Call it before any is."""
+        self.tier = self._physical.watcher = tier
+
+    def num_cached_prefix(self, hashes: Sequence[bytes], elsewhere: Sequence[Container[bytes]] | None = None) -> int:
+        """The number of leading blocks that are published here and after which a sequence can continue.
+
+        ``elsewhere``: per group, hashes that count as if they were published here.
+        """
         with self._lock:
-            return self._physical.num_cached_prefix(hashes, self.windows, self.block_size)
+            return self._physical.num_cached_prefix(hashes, self.windows, self.block_size, elsewhere)
 
     def owned_blocks(self, owner: Owner, group: int = 0) -> list[int | None]:
         """The owner's physical blocks in order (a copy), with None where it needs none. Empty if it holds none."""
@@ -213,11 +235,57 @@ class BlockManager:
                 shared = physical.published(group, hashes[first:num_cached])
                 end = num_blocks if is_whole else self._end(window, first, num_blocks)
                 found.append(Opening(first, shared, max(0, end - first - len(shared))))
-            num_revived = sum(not physical.is_owned(block_id) for one in found for block_id in one.shared)
-            num_left = physical.num_allocatable - num_revived - sum(one.num_fresh for one in found)
-            if num_left < spare + (self._owned.num_owed(num_blocks, found) if self.leaves_owed else 0):
+            if not self._has_room(num_blocks, found, spare):
                 return None
             return Allocation(self._owned.open(owner, num_blocks, found), num_cached)
+
+    def begin_return(self, owner: Owner, hashes: Sequence[bytes]) -> list[Missing] | None:
+        """Give ``owner`` what a sequence needs to go on behind the blocks with these ``hashes``: published blocks, and fresh ones.
+
+        Returns the fresh ones. The caller fills what it can, and calls ``end_return`` in any case. Returns None and changes nothing
+        if there is not enough room. Raises ValueError if the owner already holds blocks.
+        """
+        with self._lock:
+            self._require_none(owner)
+            num_blocks, physical = len(hashes), self._physical
+            found, places = [], []
+            for group, window in enumerate(self.windows):
+                first = first_block(window, num_blocks * self.block_size, self.block_size)
+                places.append([physical.find(group, block_hash) for block_hash in hashes[first:]])
+                shared = [block_id for block_id in places[-1] if block_id is not None]
+                found.append(Opening(first, shared, len(places[-1]) - len(shared)))
+            if not self._has_room(num_blocks, found, 0):
+                return None
+            missing: list[Missing] = []
+            for group, table in enumerate(self._owned.open(owner, num_blocks, found)):
+                one, its = found[group], places[group]
+                fresh = iter(table[one.first + len(one.shared) :])
+                in_order = [next(fresh) if block_id is None else block_id for block_id in its]
+                self._owned.arrange(owner, group, in_order)
+                missing += [
+                    Missing(group, block_hash, block_id)
+                    for block_hash, block_id, known in zip(hashes[one.first :], in_order, its, strict=True)
+                    if known is None
+                ]
+            return missing
+
+    def end_return(self, owner: Owner, arrived: Iterable[tuple[Missing, frozenset[str]]]) -> None:
+        """Publish the blocks of a ``begin_return`` whose content is there, and release all of the owner's.
+
+        ``arrived``: also with the other workers whose work is in it; what a distrusted one has worked on is not published.
+        """
+        with self._lock:
+            for one, sources in arrived:
+                if sources.isdisjoint(self._distrusted):
+                    self._physical.publish(one.block_id, one.block_hash, sources)
+            self.release(owner)
+
+    def _has_room(self, num_blocks: int, found: list[Opening], spare: int) -> bool:
+        """Whether a new owner of ``num_blocks`` may take these blocks; see ``allocate``."""
+        physical = self._physical
+        num_revived = sum(not physical.is_owned(block_id) for one in found for block_id in one.shared)
+        num_left = physical.num_allocatable - num_revived - sum(one.num_fresh for one in found)
+        return num_left >= spare + (self._owned.num_owed(num_blocks, found) if self.leaves_owed else 0)
 
     def extend(self, owner: Owner, num_blocks: int) -> Tables | None:
         """Give ``owner`` fresh blocks, so that it has ``num_blocks`` in every group.
@@ -278,7 +346,10 @@ class BlockManager:
         with self._lock:
             self._distrusted.add(source)
             owners = frozenset(owner for owner, held in self._owned.items() if source in held.sources)
-            return self._physical.drop_from(source), owners
+            num_dropped = self._physical.drop_from(source)
+            if self.tier is not None:  # only now: no copy of these blocks is under way any more
+                self.tier.on_distrusted(source)
+            return num_dropped, owners
 
     def hand_on(self, owner: Owner, new_owner: Owner) -> None:
         """All blocks of ``owner`` become ``new_owner``'s, as when a verified lease becomes a sequence."""

@@ -110,6 +110,12 @@ class OwnedTables:
         self._held[owner].tables[group].block_ids += fresh
         return fresh
 
+    def arrange(self, owner: Owner, group: int, block_ids: list[int]) -> None:
+        """Put the blocks that the owner holds in a group in another order, the one at its first index first."""
+        table = self._held[owner].tables[group]
+        assert sorted(table.needed) == sorted(block_ids), f"{owner} holds {table.needed}, not {block_ids}"
+        table.block_ids[table.first :] = block_ids
+
     def drop_front(self, owner: Owner, group: int, first: int) -> None:
         """Release the owner's blocks before ``first``."""
         table = self._held[owner].tables[group]

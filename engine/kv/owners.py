@@ -1,4 +1,4 @@
-"""The owners of blocks: sequences, and leases of a hand-off."""
+"""The owners of blocks: sequences, leases of a hand-off, and returns from the tier below the pool."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ class OwnerKind(enum.StrEnum):
 
     SEQUENCE = "sequence"
     LEASE = "lease"
+    RETURN = "return"
 
 
 class Owner(NamedTuple):

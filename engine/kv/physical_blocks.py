@@ -12,11 +12,12 @@ under its lock. It knows no tables: :class:`kvrelay.engine.kv.block_manager.Bloc
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 from kvrelay.common.clock import Clock
 from kvrelay.common.kv_geometry import Window, first_block
 from kvrelay.engine.kv.ledger import Ledger
+from kvrelay.engine.kv.lower_tier import Watcher
 from kvrelay.engine.kv.owners import Owner, OwnerKind
 from kvrelay.engine.kv.prefix_cache import Claim, PrefixCache, merged
 
@@ -27,6 +28,7 @@ class PhysicalBlocks:
     def __init__(self, num_blocks: int, num_groups: int, max_retained: int, clock: Clock) -> None:
         """``max_retained``: the most blocks that may be cached above the default priority at a time."""
         self.num_blocks = num_blocks
+        self.watcher: Watcher | None = None  # hears which blocks are published
         self.cache = PrefixCache(max_retained, clock)  # published blocks without an owner
         self._free = deque(range(num_blocks))
         self._holders: list[set[Owner]] = [set() for _ in range(num_blocks)]
@@ -68,11 +70,27 @@ class PhysicalBlocks:
         block_of = self._block_of[group]
         return [block_of[block_hash] for block_hash in block_hashes]
 
-    def num_cached_prefix(self, hashes: Sequence[bytes], windows: Sequence[Window | None], block_size: int) -> int:
-        """The number of leading blocks that are published and after which a sequence can continue. ``windows``: per group."""
+    def find(self, group: int, block_hash: bytes) -> int | None:
+        """A group's block under this hash; None if none is published."""
+        return self._block_of[group].get(block_hash)
+
+    def num_cached_prefix(
+        self,
+        hashes: Sequence[bytes],
+        windows: Sequence[Window | None],
+        block_size: int,
+        elsewhere: Sequence[Container[bytes]] | None = None,
+    ) -> int:
+        """The number of leading blocks that are published and after which a sequence can continue. ``windows``: per group.
+
+        ``elsewhere``: per group, hashes that count as if they were published.
+        """
         num_full = len(hashes)
-        windowed: list[tuple[Window, dict[bytes, int]]] = []
-        for window, block_of in zip(windows, self._block_of, strict=True):
+        windowed: list[tuple[Window, Container[bytes]]] = []
+        known: Sequence[Container[bytes]] = self._block_of
+        if elsewhere is not None:
+            known = [_Either(*pair) for pair in zip(self._block_of, elsewhere, strict=True)]
+        for window, block_of in zip(windows, known, strict=True):
             if window is None:
                 num_full = next((n for n, one in enumerate(hashes[:num_full]) if one not in block_of), num_full)
             else:
@@ -162,6 +180,8 @@ class PhysicalBlocks:
             block_of[block_hash] = block_id
             if sources:
                 self._sources[block_id] = sources
+            if self.watcher is not None:
+                self.watcher.on_published(block_id, self._group_of[block_id], block_hash, sources)
 
     def sources(self, block_ids: Iterable[int]) -> frozenset[str]:
         """The other workers whose work is in these blocks."""
@@ -211,10 +231,23 @@ class PhysicalBlocks:
         assert self.ledger(None).balances, f"the ledger does not balance: {self.ledger(None)}"
 
     def _unpublish(self, block_id: int) -> None:
-        del self._block_of[self._group_of[block_id]][self._hash_of.pop(block_id)]
+        group, block_hash = self._group_of[block_id], self._hash_of.pop(block_id)
+        if self.watcher is not None:
+            self.watcher.on_unpublished(block_id, group, block_hash)
+        del self._block_of[group][block_hash]
         self._sources.pop(block_id, None)
 
     def _set_free(self, block_id: int) -> None:
         self._claims[block_id] = None
         self._num_taken[self._group_of[block_id]] -= 1
         self._free.append(block_id)
+
+
+class _Either:
+    """What is in one of two containers."""
+
+    def __init__(self, first: Container[bytes], second: Container[bytes]) -> None:
+        self._first, self._second = first, second
+
+    def __contains__(self, block_hash: object) -> bool:
+        return block_hash in self._first or block_hash in self._second

@@ -10,12 +10,9 @@ in the third dimension 0 is keys and 1 is values, which latents lack. Otherwise 
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
-import mmap
 import os
-import sys
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -25,11 +22,10 @@ from kvrelay.common.block_digests import landed
 from kvrelay.common.kv_geometry import KvGeometry
 from kvrelay.common.late_bytes import Register
 from kvrelay.engine.kv.copies import Copied, StagingPlan
+from kvrelay.engine.kv.host_memory import allocated
 from kvrelay.engine.kv.staged_read import StagedRead
 from kvrelay.engine.kv.staging import Staging
 from kvrelay.engine.step.uploads import Uploader
-
-_MADV_POPULATE_WRITE = 23  # <linux/mman.h>; Python has no name for it
 
 
 class KvPool:
@@ -159,19 +155,8 @@ def _block_shape(geometry: KvGeometry, itemsize: int) -> tuple[int, ...]:
 
 
 def _host_zeros(shape: tuple[int, ...], dtype: torch.dtype, shared_memory: int | None) -> torch.Tensor:
-    """Zeros in memory that is really allocated. Otherwise the first write to each page would take a millisecond in the middle of a
-    stream, and a memory limit would be met under load instead of at the start.
-
-    Uses huge pages if the system has them. A block's layers are far apart, and faulting a pool in with 4 KiB pages took seven times
-    as long.
-    """
+    """Zeros in memory that is really allocated."""
     nbytes = math.prod(shape) * dtype.itemsize
     if shared_memory is not None:
         os.ftruncate(shared_memory, nbytes)
-    memory = mmap.mmap(-1 if shared_memory is None else shared_memory, nbytes)
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError):  # a kernel without huge pages
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        with contextlib.suppress(OSError):  # kernels before 5.14: pages are allocated when they are written
-            memory.madvise(_MADV_POPULATE_WRITE)
-    return torch.frombuffer(memory, dtype=dtype).view(shape)
+    return torch.frombuffer(allocated(nbytes, shared_memory), dtype=dtype).view(shape)

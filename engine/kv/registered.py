@@ -1,4 +1,6 @@
-"""Memory of this process that a device's copies reach directly, beside pinned slots: rings that workers of one host share."""
+"""Memory of this process that a device's copies reach directly, beside pinned slots: rings that workers of one host share, and the
+tier of blocks in the host's memory.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ class RegisteredMemory:
         """
         address = _address(memory)
         if not self._device.register(address, memory.nbytes, is_read_only=memory.readonly):
-            logger.warning("the device cannot reach memory that two workers share; its blocks pass pinned memory")
+            logger.warning("the device cannot reach memory that is shared with it; its blocks pass pinned memory")
             return None
         # From the address: a tensor over the buffer itself would keep it mapped, and torch warns about memory that is read-only.
         tensor = torch.frombuffer((ctypes.c_uint8 * memory.nbytes).from_address(address), dtype=torch.uint8)

@@ -102,8 +102,8 @@ class BlockStore(Protocol):
     def open_read(self, block_id: int, group: int) -> memoryview | LateBytes:
         """The block's bytes (flat, ``block_nbytes``), or a promise of them; they do not change until ``close_read``. Never waits.
 
-        ``group``: the group that the physical block is in. The caller must hold the block, and the step that computed it must have
-        returned.
+        ``group``: the group that the physical block is in. The step that computed it must have returned. The caller must hold the
+        block. Or it closes the read before the block is taken for other content, and then uses nothing of what it read.
         """
 
     def close_read(self, block_id: int) -> None:

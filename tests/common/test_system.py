@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.common.system import available_cores, raise_descriptor_limit
+from kvrelay.common.system import available_cores, available_memory, raise_descriptor_limit
 
 ENDLESS = resource.RLIM_INFINITY
 
@@ -50,3 +50,24 @@ def test_a_limit_on_cpu_time_leaves_as_many_cores(
     if limit is not None:
         (tmp_path / "cpu.max").write_text(limit)
     assert available_cores(tmp_path / "cpu.max") == expected
+
+
+@pytest.mark.parametrize(
+    ("limit", "used", "expected"),
+    [
+        ("max\n", "7000\n", 4096 * 2**10),
+        ("3000000\n", "1000000\n", 2_500_000),
+        ("3000000\n", "3700000\n", 0),
+        ("9000000\n", "1000000\n", 4096 * 2**10),
+    ],
+)
+def test_memory_is_what_the_host_and_the_container_leave(limit: str, used: str, expected: int, tmp_path: Path) -> None:
+    (tmp_path / "meminfo").write_text("MemTotal: 9000 kB\nMemFree: 100 kB\nMemAvailable:    4096 kB\n")
+    (tmp_path / "memory.max").write_text(limit)
+    (tmp_path / "memory.current").write_text(used)
+    (tmp_path / "memory.stat").write_text("anon 5\ninactive_file 500000\nactive_file 3\n")
+    assert available_memory(tmp_path / "meminfo", tmp_path) == expected
+
+
+def test_memory_is_unknown_where_the_system_does_not_tell(tmp_path: Path) -> None:
+    assert available_memory(tmp_path / "meminfo", tmp_path) is None

@@ -12,10 +12,11 @@ import pytest
 import torch
 from transformers.utils.logging import set_tqdm_hook
 
-from kvrelay.common.errors import ModelError
+from kvrelay.common.errors import ModelError, SettingsError
 from kvrelay.common.images import ImageText
 from kvrelay.engine.backends.options import EngineOptions
-from kvrelay.engine.factory import load_engine, load_images
+from kvrelay.engine.factory import load_engine, load_images, require_host_kv
+from kvrelay.engine.kv import host_memory
 from kvrelay.engine.load_progress import LoggedProgress, log_begin
 from kvrelay.engine.settings import FakeSettings, KvSettings, ModelSettings
 from kvrelay.engine.torch_engine import TorchEngine
@@ -181,3 +182,20 @@ def test_fake_prefill_workers_read_images_if_the_tokenizer_has_a_token_for_them(
     if reader is not None:
         told = reader.texts([(64, 130)])
         assert (told.placeholder, told.texts) == (1, [ImageText("<pad>\n<pad>\n<pad>", 3)])
+
+
+def test_kv_is_kept_in_the_hosts_memory_only_below_a_gpus_pool_and_if_there_is_as_much(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    require_host_kv(0, ModelSettings(device="cpu"), FakeSettings())
+    for model, fake in ((ModelSettings(device="cpu"), FakeSettings()), (ModelSettings(), FakeSettings(engine="fake"))):
+        with pytest.raises(
+            SettingsError,
+            match="--host-kv-mb is 64, but the KV pool is in the host's memory already: raise --kv-memory-mb",
+        ):
+            require_host_kv(64, model, fake)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(host_memory, "available_memory", lambda: 64 * 2**20)
+    require_host_kv(64, ModelSettings(device="cuda"), FakeSettings())
+    with pytest.raises(ModelError, match="--host-kv-mb is 65, and 64 MiB of memory are left here: lower it"):
+        require_host_kv(65, ModelSettings(device="cuda"), FakeSettings())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.decode_worker.worker import DecodeWorker
 from kvrelay.engine.backends.cpu.ops import CpuPagedOps, CpuPagedStep
 from kvrelay.engine.backends.cuda.build import run_largest_step
+from kvrelay.engine.kv.block_manager import BlockManager
+from kvrelay.engine.kv.host_tier import HostTier
 from kvrelay.engine.kv.owners import Owner, OwnerKind
 from kvrelay.engine.models.hf.cut import require_plan
 from kvrelay.engine.outline import outline_model
@@ -31,6 +35,7 @@ from kvrelay.prefill_worker.worker import PrefillWorker
 from tests.decode_worker.rig import Rig, greedy
 from tests.decode_worker.test_run_ahead_torch import BrokenOnceAsked
 from tests.e2e.test_model_types import save
+from tests.prefill_worker.rig import ModelRig
 from tests.relay.workers import ADDRESS, worker_setup
 
 from .services import Engines
@@ -154,6 +159,35 @@ def test_a_request_that_breaks_steps_ends_though_it_begins_again_in_several(
         rig.step(breaks=True)
     assert rig.failed == ["bad"]
     assert rig.outputs["good"] == generate(hybrid[1], PROMPT[::-1], 40)[0]
+
+
+def test_states_and_keys_come_back_from_the_hosts_memory(hybrid: tuple[Path, PreTrainedModel]) -> None:
+    """A prefill worker's pool holds one prompt. Tokens behind blocks that came back are those of the model itself."""
+    engine = engine_of(hybrid[0], block_size=4, num_blocks=16, max_batched_tokens=16)
+    told: Counter[str] = Counter()
+    memory = memoryview(mmap.mmap(-1, 200 * engine.store.block_nbytes))
+
+    def tier_of(blocks: BlockManager) -> HostTier:
+        geometry, tell = engine.card.layout.geometry, lambda event, number: told.update({event: number})
+        tiers.append(HostTier(engine.store, blocks, geometry, memory, tell=tell, on_returned=lambda: None))
+        return tiers[0]
+
+    tiers: list[HostTier] = []
+    rig = ModelRig(engine, tier_of=tier_of, max_batched_tokens=16)
+    for turn in range(3):
+        for first in range(5):
+            prompt = [*PROMPT[first:], *range(5, 5 + turn)]
+            name = f"{turn} {first}"
+            rig.local(name, prompt, Sampling(max_tokens=1, temperature=0.0))
+            while rig.worker.has_work():
+                rig.worker.step()
+                tiers[0].work()
+            rig.run()
+            while tiers[0].work():
+                pass
+            assert rig.tokens[name] == generate(hybrid[1], prompt, 1)[0][0]
+    assert told["tokens"] >= 8 * 36
+    assert told["wrong"] == 0
 
 
 @pytest.fixture(scope="module")

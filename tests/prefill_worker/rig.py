@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from prometheus_client import CollectorRegistry
 
 from kvrelay.common.block_hash import HashChain
 from kvrelay.common.clock import Clock
 from kvrelay.common.sampling import SamplingParams
 from kvrelay.engine.kv.block_manager import BlockManager
+from kvrelay.engine.kv.lower_tier import LowerTier
 from kvrelay.engine.kv.owners import sequence_owner
 from kvrelay.engine.step.interface import Engine
 from kvrelay.engine.step.leader import Leader
@@ -21,9 +24,27 @@ from kvrelay.worker.model_worker import Add, ModelWorker, Report
 class ModelRig:
     """A model worker over an engine. A computed prompt's blocks are released at once."""
 
-    def __init__(self, engine: Engine, clock: Clock = lambda: 0.0, **settings: int) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        clock: Clock = lambda: 0.0,
+        tier_of: Callable[[BlockManager], LowerTier] | None = None,
+        **settings: int,
+    ) -> None:
+        """``tier_of``: makes a tier below the pool."""
         card = engine.card
-        self.blocks = BlockManager(card.num_blocks, card.layout.block_size, lambda: 0.0)
+        windows = card.layout.geometry.windows
+        max_step_tokens = settings.get("max_batched_tokens", 512)
+        self.blocks = BlockManager(
+            card.num_blocks * len(windows),
+            card.layout.block_size,
+            lambda: 0.0,
+            windows=windows,
+            max_step_tokens=max_step_tokens,
+            has_states=card.layout.geometry.has_states,
+        )
+        if tier_of is not None:
+            self.blocks.attach(tier_of(self.blocks))
         self.scheduler = PrefillScheduler(
             PrefillSchedulerSettings(**settings), self.blocks, card.max_model_len, "cpu", engine.num_stages
         )

@@ -7,8 +7,8 @@ import random
 import pytest
 
 from kvrelay.common.kv_geometry import Chunk, Window
-from kvrelay.engine.kv.block_manager import BlockManager
-from kvrelay.engine.kv.owners import Owner
+from kvrelay.engine.kv.block_manager import BlockManager, Missing
+from kvrelay.engine.kv.owners import Owner, OwnerKind
 
 from .test_block_groups import hashes, sequence
 
@@ -92,3 +92,31 @@ def test_no_prompt_of_several_windows_waits_for_others(seed: int) -> None:
             prompts.end(owner)
         elif prompts.step(owner):
             computed.add(owner)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_prompt_waits_for_blocks_that_come_back(seed: int) -> None:
+    """The same on a small pool, while blocks of the common prefix come back from the tier below it."""
+    chance = random.Random(seed)
+    prompts, computed = Prompts(56, (None, 3, Chunk(4), 12)), set[Owner]()
+    returns: dict[Owner, list[Missing]] = {}
+    for number in range(1, 400):
+        if chance.random() < 0.2:
+            owner = Owner(OwnerKind.RETURN, str(number))
+            missing = prompts.blocks.begin_return(owner, hashes(*[0] * chance.randint(1, 20)))
+            if missing is not None:
+                returns[owner] = missing
+        elif returns and chance.random() < 0.3:
+            owner, missing = returns.popitem()
+            prompts.blocks.end_return(owner, [(one, frozenset()) for one in missing if chance.random() < 0.9])
+        elif chance.random() < 0.3 or not prompts.computed:
+            tokens = [0] * chance.randint(0, 20) + [number] * chance.randint(1, 10)
+            assert prompts.begin(str(number), tokens) or prompts.computed or returns, "a sole prompt finds no room"
+        else:
+            owner = chance.choice(list(prompts.computed))
+            if owner in computed or chance.random() < 0.05:
+                computed.discard(owner)
+                prompts.end(owner)
+            elif prompts.step(owner):
+                computed.add(owner)
+        prompts.blocks.check_integrity()

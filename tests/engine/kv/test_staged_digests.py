@@ -129,5 +129,5 @@ def test_a_device_that_reaches_nothing_says_so_once_for_each_ring(caplog: pytest
     with mmap.mmap(-1, mmap.PAGESIZE) as memory, memoryview(memory) as view:
         assert RegisteredMemory(LateDevice(reaches=False)).register(view) is None
     assert [record.message for record in caplog.records] == [
-        "the device cannot reach memory that two workers share; its blocks pass pinned memory"
+        "the device cannot reach memory that is shared with it; its blocks pass pinned memory"
     ]
