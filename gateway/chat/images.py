@@ -8,6 +8,8 @@ from __future__ import annotations
 import binascii
 import io
 import re
+import struct
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +24,8 @@ _FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 _DATA_URL = re.compile(r"data:image/[a-z0-9.+-]+(;[a-z0-9=.-]+)*;base64,", re.IGNORECASE)
 _ORIENTATION = 0x0112  # of EXIF
 _LYING = (5, 6, 7, 8)  # orientations in which width and height change places
+_PNG = b"\x89PNG\r\n\x1a\n"
+_ORIENTING = (b"eXIf", b"tEXt", b"zTXt", b"iTXt")  # chunks of a PNG that may tell the orientation
 _AS_URL = "send the image itself, as a data: URL such as data:image/png;base64,…"
 
 
@@ -115,7 +119,7 @@ def _size_of(data: bytes, param: str) -> tuple[int, int]:
     from PIL import Image, WebPImagePlugin  # noqa: F401, PLC0415
 
     try:
-        with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
+        with Image.open(io.BytesIO(_with_all_in_front(data)), formats=_FORMATS) as image:
             width, height = image.size
             # Not the image's own getexif: that of a PNG decodes the pixels, to look behind them.
             orientation = Image.Image.getexif(image).get(_ORIENTATION)
@@ -129,6 +133,28 @@ def _size_of(data: bytes, param: str) -> tuple[int, int]:
     if width * height > MAX_PIXELS:
         raise _too_large(f"{width} x {height} pixels, more", param)
     return (height, width) if orientation in _LYING else (width, height)
+
+
+def _with_all_in_front(data: bytes) -> bytes:
+    """``data``; of a PNG whose orientation may be told behind its pixels, as some programs do, the same with that in front of them.
+
+    Then the image's size is the one that workers see, who decode the pixels.
+    """
+    if not data.startswith(_PNG):
+        return data
+    place, pixels, behind = len(_PNG), 0, []
+    while place + 12 <= len(data):
+        length, kind = struct.unpack_from(">I4s", data, place)
+        if kind == b"IDAT":
+            pixels = pixels or place
+        elif pixels and kind in (b"fcTL", b"IEND"):  # behind the first frame
+            break
+        elif pixels and kind in _ORIENTING:
+            chunk = data[place : place + 8 + length]
+            # Pillow checks sums in front of the pixels only.
+            behind.append(chunk + zlib.crc32(chunk[4:]).to_bytes(4))
+        place += 12 + length
+    return b"".join((data[:pixels], *behind, data[pixels : pixels + 8])) if behind else data
 
 
 def _too_large(pixels: str, param: str) -> InvalidRequestError:

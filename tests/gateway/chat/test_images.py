@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import io
 import struct
 import zlib
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 from PIL import Image, ImageFile
 
+from kvrelay.engine.images.files import decoded
 from kvrelay.gateway.chat import images
 from kvrelay.gateway.chat.images import Gallery
 from kvrelay.gateway.errors import InvalidRequestError
@@ -60,6 +62,45 @@ def test_all_formats_and_forms(kind: str) -> None:
 def test_a_lying_image_is_as_it_is_shown(kind: str, orientation: int) -> None:
     expected = (4, 9) if orientation in (5, 6, 7, 8) else (9, 4)
     assert size_of(part(picture((9, 4), kind, orientation=orientation))) == expected
+
+
+def chunk(kind: bytes, data: bytes) -> bytes:
+    """A chunk of a PNG."""
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def late_chunks(orientation: int) -> list[bytes]:
+    """Every way in which a PNG may tell it."""
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = exif.tobytes()
+    xmp = f'<rdf:Description tiff:Orientation="{orientation}"/>'.encode()
+    raw = b"Raw profile type exif\0\nexif\n%8d\n" % len(data) + data.hex().encode()
+    return [
+        chunk(b"eXIf", data.removeprefix(b"Exif\0\0")),
+        chunk(b"eXIf", data.removeprefix(b"Exif\0\0"))[:-4] + bytes(4),  # nobody checks its sum
+        chunk(b"tEXt", raw),
+        chunk(b"iTXt", b"XML:com.adobe.xmp" + bytes(5) + xmp),
+    ]
+
+
+@pytest.mark.parametrize("orientation", [1, 3, 6, 8])
+def test_an_orientation_behind_the_pixels_counts(orientation: int) -> None:
+    """Workers, which decode the pixels, see it. Their text must be that of the gateway's size."""
+    data = picture((9, 4))
+    for late in late_chunks(orientation):
+        file = data[:-12] + late + data[-12:]
+        assert size_of(part(file)) == decoded(file, 0).size == ((4, 9) if orientation > 4 else (9, 4))
+
+
+def test_an_orientation_behind_the_first_frame_does_not_count() -> None:
+    file = io.BytesIO()
+    frames = [Image.new("RGB", (9, 4), colour) for colour in ("red", "green", "blue")]
+    frames[0].save(file, "PNG", save_all=True, append_images=frames[1:])
+    data = file.getvalue()
+    for late in late_chunks(6):
+        animated = data[:-12] + late + data[-12:]
+        assert size_of(part(animated)) == decoded(animated, 0).size == (9, 4)
 
 
 def png_of(width: int, height: int) -> bytes:
