@@ -154,7 +154,7 @@ async def chat_of(
     def encode(text: str) -> list[int]:
         return model.encode(text, prompt_param, add_special_tokens=add_special_tokens)
 
-    size = len(await request.body())
+    size = request.num_body_bytes
     chat, spec, prompt = await prompt_of(model, read, encode, size, request.check_size)
     return chat, sequences_of(model, request, [prompt.token_ids], spec, prompt_param, prompt.images)
 

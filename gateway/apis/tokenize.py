@@ -124,7 +124,7 @@ async def tokenize(body: TokenizeBody, request: ApiRequest) -> Response:
             f"the body has {' and '.join(given) or 'none of inputs, prompt and messages'}; it must have exactly one "
             "of inputs, prompt and messages"
         )
-    size, models = len(await request.body()), served_models(request)
+    size, models = request.num_body_bytes, served_models(request)
     if body.messages is None:
         request.check_size(size)
     if (text := body.inputs) is not None:
@@ -142,7 +142,7 @@ async def chat_tokenize(body: ChatBody, request: ApiRequest) -> Response:
     models = served_models(request)
     model = models.find(body.model if body.model in models else None)  # TGI ignores the model's name
 
-    size = len(await request.body())
+    size = request.num_body_bytes
     chat = await aside(lambda: body.chat(model), size)
     request.check_size(size_without_images(size, chat))
     told = await image_texts(model, chat)
@@ -165,7 +165,7 @@ async def detokenize(body: DetokenizeBody, request: ApiRequest) -> Response:
     def work() -> bytes:
         return msgspec.json.encode({"prompt": tokenizer.decode_all(body.tokens)})
 
-    return _json(await aside(work, len(await request.body())))
+    return _json(await aside(work, request.num_body_bytes))
 
 
 async def _ids(model: Model, body: TokenizeBody, size: int, check_size: CheckSize) -> bytes:

@@ -56,6 +56,7 @@ class ApiRequest(Request):
         super().__init__(scope, receive)
         self.received_s = time.monotonic()
         self.read_s: float | None = None  # when its body had arrived
+        self.num_body_bytes = 0  # once its body has arrived
         self.max_body_bytes: float = math.inf  # without images
         self.trace_id = ""  # of the trace that records it; empty: none
         self.model = ""  # the model's own name; "": none was found, or none is needed
@@ -94,6 +95,12 @@ class ApiRequest(Request):
         """Note ``error`` as this request's answer, and put the request's id into it."""
         self.error, error.request_id = error, self.request_id
         return error
+
+    async def read_body(self) -> bytes:
+        """The body, which the request does not keep: with images it is large. Call it once."""
+        content = b"".join([chunk async for chunk in self.stream()])
+        self.num_body_bytes = len(content)
+        return content
 
     def check_size(self, num_bytes: int) -> None:
         """Raises BodyTooLargeError if ``num_bytes`` are too many for a body, its images not counted."""
@@ -180,12 +187,14 @@ class ApiRoute(APIRoute):
             await super().handle(scope, receive, send)
             return
         request: ApiRequest = scope["state"]["api_request"]
-        content = await request.body()
+        content = await request.read_body()
         request.read_s = time.monotonic()
         if len(content) > request.max_body_bytes and sum(map(content.count, (b",", b"[", b"{"))) > _MAX_VALUES:
             request.check_size(len(content))  # raises: it is not images that make it large
         body = parse_body(self._model, request.headers.get("content-type"), content)
+        del content
         response: Response = await self.endpoint(body, request)
+        del body  # a stream would keep it to its end
         await response(scope, receive, send)
 
 

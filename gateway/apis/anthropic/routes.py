@@ -275,6 +275,6 @@ async def count_tokens(body: CountBody, request: ApiRequest) -> Response:
     def encode(text: str) -> list[int]:
         return model.encode(text, "messages", add_special_tokens=False)
 
-    size = len(await request.body())
+    size = request.num_body_bytes
     _, _, prompt = await prompt_of(model, lambda: (body.chat(model), None), encode, size, request.check_size)
     return JSONResponse({"input_tokens": len(prompt.token_ids)})

@@ -85,7 +85,7 @@ async def completions(body: CompletionBody, request: ApiRequest) -> Response:
     spec = body.spec(max_tokens=max_tokens, num_logprobs=body.logprobs)
     if body.echo and body.logprobs is not None and spec.num_prompt_logprobs is None:
         spec = msgspec.structs.replace(spec, num_prompt_logprobs=body.logprobs)
-    prompts = await aside(lambda: _prompts(model, body), len(await request.body()))
+    prompts = await aside(lambda: _prompts(model, body), request.num_body_bytes)
     sequences = sequences_of(model, request, prompts, spec, "prompt")
     used = [one.prompt_token_ids for one in sequences if one.is_first]
     written = CompletionFormat(

@@ -241,7 +241,7 @@ async def _respond(body: GenerateBody, request: ApiRequest, *, is_stream: bool, 
     def encode() -> list[int]:
         return model.encode(body.inputs, "inputs", add_special_tokens=body.add_special_tokens is not False)
 
-    prompt = await aside(encode, len(await request.body()))
+    prompt = await aside(encode, request.num_body_bytes)
     sequences = sequences_of(model, request, [prompt], spec, "inputs")
     is_full = is_compat if parameters.return_full_text is None else parameters.return_full_text
     wanted = Wanted(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import shutil
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from kvrelay.common.images import image_digest
+from kvrelay.gateway.http.request import ApiRequest, RequestBody
 from kvrelay.wire.messages import ABOUT_IMAGES, AskImages, FailureCode, ImagesTold, Submit
 
 from ..http_app import CHAT, TEXT, App, app_for, apps_for, saying
@@ -319,6 +321,33 @@ async def test_a_body_may_be_larger_by_its_images(directory: Path) -> None:
         await app.post("/tokenize", 413, prompt="a" * 100_001)
         await app.post("/tokenize", messages=user(part(image)))
         assert len(prefill(app).submits) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, {"messages": user(part(CAT))}),
+        (RESPONSES, {"input": user({"type": "input_image", "image_url": data_url(CAT)})}),
+        (MESSAGES, {"messages": user({"type": "image", "source": SOURCE}), "max_tokens": 1}),
+    ],
+)
+async def test_a_stream_keeps_no_body(seeing: App, path: str, body: dict[str, Any]) -> None:
+    kept: list[object] = []
+
+    def script(player: Player, submit: Submit) -> None:
+        gc.collect()
+        kept.extend(
+            one
+            for one in gc.get_objects()
+            if isinstance(one, RequestBody) or (isinstance(one, ApiRequest) and in_base64(CAT) in str(vars(one)))
+        )
+        saying("x")(player, submit)
+
+    prefill(seeing).script = script
+    answer = await seeing.client.post(path, json={**body, "stream": True})
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    assert len(prefill(seeing).submits) == 1
+    assert not kept
 
 
 async def test_the_description_shows_how_an_image_is_sent(seeing: App) -> None:
