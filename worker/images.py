@@ -1,19 +1,21 @@
 """A worker's images: files become what the encoder takes, on threads beside the model's and the asyncio loop.
 
 One prompt's images are read at a time, in the order of arrival. What was read may be many times as large as the files. So no more
-is read while prompts that have not been computed hold a certain amount. Questions about sizes do not wait for that.
+is read while prompts that have not been computed hold a certain amount. Questions about sizes do not wait for that, and are
+answered one at a time, too: those about few pixels first, as an answer may take a second for ten million of them.
 
 Asyncio loop only, except for the reader's calls.
 """
 
 from __future__ import annotations
 
+import bisect
 import logging
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvrelay.common.images import PromptImage, image_digest
 from kvrelay.engine.images.interface import ImageError, ImageReader, ReadImages
@@ -26,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_FILES_NBYTES = 8 * MAX_IMAGES_NBYTES  # of files that wait to be read; one more prompt is refused
 _MAX_READ_NBYTES = 2**30  # of what was read and is not computed; beyond that only one prompt's images are
-_MAX_QUESTIONS = 256  # about sizes, that wait for an answer
+_MAX_QUESTIONS = 256  # about sizes, that wait for an answer; then the one about most pixels is not answered
 _RETRY_AFTER_S = 1.0
 _NUM_THREADS = 2  # one reads files, one answers
 
@@ -52,6 +54,14 @@ class Reading:
     is_over: bool = False
 
 
+@dataclass(order=True, slots=True)
+class _Question:
+    num_pixels: int
+    number: int
+    asked: AskImages = field(compare=False)
+    send: Callable[[ImagesTold], object] = field(compare=False)
+
+
 class ImageDesk:
     """Reads images for a worker's requests, and answers gateways' questions about them."""
 
@@ -74,7 +84,9 @@ class ImageDesk:
         self._current: Reading | None = None
         self._files_nbytes = 0  # of waiting and current ones
         self._read_nbytes = 0  # of those that hold what was read
-        self._num_questions = 0
+        self._questions: list[_Question] = []  # waiting ones, in order
+        self._num_asked = 0
+        self._is_answering = False
 
     @property
     def takes_whole(self) -> bool:
@@ -85,11 +97,14 @@ class ImageDesk:
         """Send the answer to a gateway's question, perhaps before this returns."""
         if self._reader is None:
             send(ImagesTold(query=asked.query, problem=self.no_images))
-        elif self._num_questions >= _MAX_QUESTIONS:
-            send(ImagesTold(query=asked.query))
-        else:
-            self._num_questions += 1
-            self._threads.submit(self._answer, self._reader, asked, send)
+            return
+        self._num_asked += 1
+        num_pixels = sum(width * height for width, height in set(asked.sizes))
+        bisect.insort(self._questions, _Question(num_pixels, self._num_asked, asked, send))
+        if len(self._questions) > _MAX_QUESTIONS:
+            last = self._questions.pop()
+            last.send(ImagesTold(query=last.asked.query))
+        self._answer_next()
 
     def refusal(self, submit: Submit) -> Refusal | None:
         """Why this worker does not read the request's images, now or ever; None if it does."""
@@ -154,8 +169,17 @@ class ImageDesk:
         reading.images = ()
         self._files_nbytes -= reading.files_nbytes
 
+    def _answer_next(self) -> None:
+        if self._is_answering or not self._questions:
+            return
+        assert self._reader is not None, "a question waits, and nobody answers it"
+        self._is_answering = True
+        question = self._questions.pop(0)
+        self._threads.submit(self._answer, self._reader, question.asked, question.send)
+
     def _told(self, send: Callable[[ImagesTold], object], told: ImagesTold) -> None:
-        self._num_questions -= 1
+        self._is_answering = False
+        self._answer_next()
         try:
             send(told)
         except MalformedMessageError as error:  # too large

@@ -18,7 +18,8 @@ from kvrelay.gateway.errors import InvalidRequestError
 from kvrelay.wire.codec import MAX_IMAGES_NBYTES
 
 MAX_IMAGES = 64
-MAX_PIXELS = 50_000_000
+MAX_PIXELS = 50_000_000  # of one
+MAX_ALL_PIXELS = 200_000_000  # of all together; a worker takes about a second for ten million
 
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 _DATA_URL = re.compile(r"data:image/[a-z0-9.+-]+(;[a-z0-9=.-]+)*;base64,", re.IGNORECASE)
@@ -44,6 +45,7 @@ class Gallery:
     def __init__(self) -> None:
         self.images: list[ChatImage] = []
         self._num_bytes = 0
+        self._num_pixels = 0
 
     def add(self, part: Mapping[str, Any], param: str) -> None:
         """Take the image of a content part, in the form of any API: ``image_url``, ``input_image`` or ``image``.
@@ -69,7 +71,15 @@ class Gallery:
                 f"{MAX_IMAGES_NBYTES}: send smaller ones",
                 param=param,
             )
-        self.images.append(ChatImage(data, _size_of(data, param), param))
+        width, height = _size_of(data, param)
+        self._num_pixels += width * height
+        if self._num_pixels > MAX_ALL_PIXELS:
+            raise InvalidRequestError(
+                f"{param} and the images before it have {self._num_pixels} pixels; a request's images may have "
+                f"{MAX_ALL_PIXELS}: scale them down, which models do anyway",
+                param=param,
+            )
+        self.images.append(ChatImage(data, (width, height), param))
 
 
 def is_image(part: object) -> bool:

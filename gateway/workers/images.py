@@ -19,7 +19,7 @@ from kvrelay.wire.messages import ImagesTold, Welcome
 
 Sizes = tuple[tuple[int, int], ...]  # widths and heights in pixels
 
-_ANSWER_S = 5.0  # how long one worker may take
+_ANSWER_S = 30.0  # how long one worker may take: about a second for ten million pixels of new sizes
 _MAX_ANSWERS = 1024
 _MAX_CHARS = 16 * 2**20  # of all remembered answers: large images have texts of many thousand characters
 

@@ -145,11 +145,23 @@ def test_questions_are_bounded_and_a_huge_answer_becomes_a_problem(monkeypatch: 
             raise MalformedMessageError("it is too large")
         sent.append(told)
 
-    for query in (1, 2):
-        desk.answer(AskImages(query=query, sizes=[(1, 1)]), send)
+    for query, width in ((1, 1), (2, 2), (3, 1)):
+        desk.answer(AskImages(query=query, sizes=[(width, 1)]), send)
     assert sent == [ImagesTold(query=2)]  # ask elsewhere
     desk.played.run()
-    assert sent[1] == ImagesTold(query=1, problem="too many images, or too large ones: it is too large")
+    problem = "too many images, or too large ones: it is too large"
+    assert sent[1:] == [ImagesTold(query=query, problem=problem) for query in (1, 3)]
+
+
+def test_questions_about_few_pixels_are_answered_first() -> None:
+    """One client's large images must not let others wait for half a minute."""
+    desk, told = Desk(), []
+    large, small = (9000, 5000), (128, 128)
+    for query, sizes in enumerate([[large], [large] * 2, [large, (5000, 9000)], [small] * 64, [(1, 1)]]):
+        desk.answer(AskImages(query=query, sizes=sizes), told.append)
+    while desk.played.run(1):
+        pass
+    assert [one.query for one in told] == [0, 4, 3, 1, 2]
 
 
 def test_a_worker_without_a_reader_says_why() -> None:

@@ -191,6 +191,15 @@ def test_numbers_and_bytes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         gallery.add(given, WHERE)
 
 
+def test_pixels_are_bounded_together() -> None:
+    """A file of a few kilobytes may promise millions, and a worker has to decode them all."""
+    gallery, given = Gallery(), part(png_of(50_000, 1000))
+    for number in range(4):
+        gallery.add(given, f"messages[0].content[{number}]")
+    with pytest.raises(InvalidRequestError, match=r"have 200000048 pixels; a request's images may have 200000000"):
+        gallery.add(part(picture((8, 6))), WHERE)
+
+
 def test_an_error_and_a_log_line_hold_no_image() -> None:
     gallery = Gallery()
     gallery.add(part(picture((64, 64), "JPEG")), WHERE)
