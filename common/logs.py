@@ -76,6 +76,7 @@ def configure_logs(level: str, log_format: str) -> None:
     # Its starts and stops are told by the component that runs it.
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     logging.getLogger("asyncio").setLevel(logging.INFO)  # at debug it says only which selector it uses
+    logging.getLogger("PIL").setLevel(logging.INFO)  # at debug it says what clients' images have in their EXIF data
 
 
 def _context(record: logging.LogRecord) -> dict[str, object]:

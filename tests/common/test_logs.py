@@ -34,8 +34,26 @@ async def work():
 configure_logs("debug", "text")
 asyncio.run(work())
 """
+_SIZE = """
+import base64, io
+from PIL import Image
+from kvrelay.common.logs import configure_logs
+from kvrelay.gateway.chat.images import Gallery
+
+exif, file = Image.Exif(), io.BytesIO()
+exif[0x013B] = "a secret artist"
+Image.new("L", (2, 2)).save(file, "JPEG", exif=exif)
+configure_logs("debug", "text")
+url = "data:image/jpeg;base64," + base64.b64encode(file.getvalue()).decode()
+Gallery().add({"type": "input_image", "image_url": url}, "input")
+"""
 
 
 def test_all_that_is_logged_at_debug_is_our_own() -> None:
     ran = subprocess.run([sys.executable, "-P", "-c", _DEBUG], capture_output=True, text=True, timeout=60, check=True)
     assert [line.partition(" ")[2] for line in ran.stderr.splitlines()] == ["DEBUG   a step"]
+
+
+def test_nothing_of_a_clients_image_is_logged_at_debug() -> None:
+    ran = subprocess.run([sys.executable, "-P", "-c", _SIZE], capture_output=True, text=True, timeout=60, check=True)
+    assert ran.stderr == ""
