@@ -16,6 +16,7 @@ import queue
 import threading
 
 from kvrelay.common.clock import Clock
+from kvrelay.engine.images.interface import ImageError
 from kvrelay.worker.model_worker import Command, ModelWorker
 
 logger = logging.getLogger(__name__)
@@ -93,7 +94,10 @@ class ModelLoop:
             except Exception as error:
                 logger.exception("a model step failed")
                 self._worker.on_step_failed(error)
-                could_compute, num_failed = True, num_failed + 1
+                could_compute = True
+                if isinstance(error, ImageError):  # a client's fault, and clients must not end the worker
+                    continue
+                num_failed += 1
                 if num_failed >= _MAX_FAILED_STEPS:
                     raise RuntimeError(f"{num_failed} model steps failed in a row") from error
 

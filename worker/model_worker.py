@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from kvrelay.common.clock import Clock
 from kvrelay.common.sampling import SampledToken
+from kvrelay.engine.images.interface import ImageError
 from kvrelay.engine.step.interface import StepRow
 from kvrelay.engine.step.leader import Leader, LedStep
 from kvrelay.engine.step.plan import RowResult
@@ -67,6 +68,7 @@ class Report:
     # Ended, because they lost their blocks and cannot be computed again here; the model thread no longer uses their blocks.
     lost: tuple[Key, ...] = ()
     failed: tuple[Key, ...] = ()  # ended by a failed step; the model thread no longer uses their blocks
+    unreadable: tuple[Key, ...] = ()  # those of ``failed`` whose images break every step; ``detail`` is for the client
     detail: str = ""
     computes_wrongly: bool = False  # the canary's answer changed; no step follows
 
@@ -274,8 +276,10 @@ class ModelWorker:
             self._scheduler.remove(key)
         if taken_in and rows:  # of steps behind that one, which are lost, too
             self._scheduler.on_failed(rows, None)
+        unreadable = ended if isinstance(error, ImageError) and not taken_in else ()
+        detail = str(error) if unreadable else f"the model step failed: {type(error).__name__}"
         ended += tuple(key for key in self._scheduler.take_lost() if key not in ended)
-        self._emit(Report(failed=ended, detail=f"the model step failed: {type(error).__name__}"))
+        self._emit(Report(failed=ended, unreadable=unreadable, detail=detail))
         self._remove()
         self._scheduler.check_integrity()
         self._engine.check_device()  # a broken device would fail fast, and so attract all traffic

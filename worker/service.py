@@ -353,13 +353,19 @@ class Service(ABC, Generic[E]):
         for key in report.lost:
             self._on_lost(self.entries[key], FailureCode.NO_ROOM, LOST_BLOCKS)
         for key in report.failed:
-            self._on_lost(self.entries[key], FailureCode.INTERNAL, report.detail)
+            if key in report.unreadable:
+                self._end_lost(self.entries[key], images_failed(key, report.detail, is_invalid=True))
+            else:
+                self._on_lost(self.entries[key], FailureCode.INTERNAL, report.detail)
 
     def _on_lost(self, entry: E, code: FailureCode, detail: str) -> None:
+        self._end_lost(entry, failed(entry.key, code, detail, None))
+
+    def _end_lost(self, entry: E, outcome: Outcome) -> None:
         """The model thread has given the entry up."""
         if entry.phase is not Phase.CLOSING:  # otherwise its removal was posted, and will be answered
             entry.model_holds = False
-            self.fail(entry, code, detail)
+            self.close(entry, outcome)
 
     def _on_computes_wrongly(self) -> None:
         """Take no new requests, and send all gateways the new state at once. Pings get the same state."""

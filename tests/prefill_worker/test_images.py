@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import msgspec
 import pytest
@@ -11,6 +12,8 @@ from kvrelay.common.block_hash import HashChain
 from kvrelay.common.images import ImageSpan, image_digest
 from kvrelay.engine.fake.images import fake_offset
 from kvrelay.engine.fake.language import expected_output
+from kvrelay.engine.fake.step import Share
+from kvrelay.engine.images.interface import ImageError
 from kvrelay.wire.messages import ABOUT_IMAGES, AskImages, Cancel, FailureCode, ImagesTold, Submit, Tokens
 from kvrelay.worker.entries import Phase
 from tests.images import png, reader, with_images
@@ -131,6 +134,35 @@ def test_a_failed_step_computes_images_again() -> None:
         rig.model.step()
     rig.model.on_step_failed(raised.value)
     rig.settle()
+    assert rig.output("a") == rig.output("b") == expected(imaged("a", SHOWN))
+    rig.assert_nothing_left()
+
+
+def test_an_image_that_breaks_the_encoder_fails_its_request_alone_for_good() -> None:
+    """As a failure of the worker it would be tried again, and break steps of other workers."""
+    rig = Rig(reader())
+    for name, data in (("a", SHOWN), ("bad", SHOWN), ("b", SHOWN)):
+        rig.ask(imaged(name, data))
+    rig.threads.run()
+    rig.handle()
+
+    def fail(shares: Sequence[Share]) -> None:
+        if any(share.sequence.name.startswith("bad") for share in shares):
+            raise ImageError("image 0 cannot be encoded")
+
+    rig.engine._on_step = fail
+    for _ in range(8):
+        if not rig.failed():
+            try:
+                rig.model.step()
+            except ImageError as error:
+                rig.model.on_step_failed(error)
+            rig.hear()
+            rig.handle()
+    rig.settle()
+    [failed] = rig.failed()
+    assert (failed.request_id, failed.code, failed.about) == ("bad", FailureCode.INVALID, ABOUT_IMAGES)
+    assert failed.detail == "image 0 cannot be encoded"
     assert rig.output("a") == rig.output("b") == expected(imaged("a", SHOWN))
     rig.assert_nothing_left()
 

@@ -155,7 +155,8 @@ def test_questions_are_bounded_and_a_huge_answer_becomes_a_problem(monkeypatch: 
 
 def test_questions_about_few_pixels_are_answered_first() -> None:
     """One client's large images must not let others wait for half a minute."""
-    desk, told = Desk(), []
+    desk = Desk()
+    told: list[ImagesTold] = []
     large, small = (9000, 5000), (128, 128)
     for query, sizes in enumerate([[large], [large] * 2, [large, (5000, 9000)], [small] * 64, [(1, 1)]]):
         desk.answer(AskImages(query=query, sizes=sizes), told.append)

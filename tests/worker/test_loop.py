@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import pytest
 
+from kvrelay.engine.images.interface import ImageError
 from kvrelay.worker import loop as loop_module
 from kvrelay.worker.loop import ModelLoop
 
@@ -233,6 +234,19 @@ def test_a_worker_that_does_not_trust_itself_any_more_ends_the_loop(
     assert not loop.is_alive
     assert worker.events.empty(), "it went on"
     assert caplog.records[-1].levelno == logging.CRITICAL
+    assert loop.stop()
+
+
+def test_images_that_cannot_be_encoded_do_not_end_the_loop(worker: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a client could end worker after worker."""
+    monkeypatch.setattr(loop_module, "_MAX_FAILED_STEPS", 3)
+    loop = made(worker, "model", lambda: 0.0)
+    worker.error = worker.next_error = ImageError("image 0 is too thin")
+    loop.start()
+    for _ in range(5):
+        loop.post(cast("Any", 1))
+        worker.expect("handle 1", "step", "failed image 0 is too thin")
+    assert loop.is_alive
     assert loop.stop()
 
 

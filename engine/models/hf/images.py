@@ -19,7 +19,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from kvrelay.common.images import ImageSpan
-from kvrelay.engine.images.interface import Numbers
+from kvrelay.engine.images.interface import ImageError, Numbers
 from kvrelay.engine.images.reader import tensor_of
 from kvrelay.engine.models.ops import Upload
 from kvrelay.engine.step.batch import Batch
@@ -152,7 +152,14 @@ class StepImages:
             if self._encoder is None:
                 raise ValueError(f"sequence {sequence.name}: has tokens of an image to compute; this engine reads none")
             assert sequence.images is not None, f"sequence {sequence.name} lost its images"
-            encoded = self._encoder.encode(sequence.images.inputs[number], num_placeholders)
+            try:
+                encoded = self._encoder.encode(sequence.images.inputs[number], num_placeholders)
+            except (torch.OutOfMemoryError, torch.AcceleratorError):
+                raise  # not the image's fault
+            except Exception as error:  # a model's own code, which an image of an extreme shape may break
+                raise ImageError(
+                    f"image {number} cannot be encoded by this model ({type(error).__name__}: {error}); scale it to another shape"
+                ) from error
             if len(encoded.rows) != num_placeholders:
                 raise ValueError(
                     f"sequence {sequence.name}: image {number} became {len(encoded.rows)} rows, and has {num_placeholders} "
