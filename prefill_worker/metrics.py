@@ -16,8 +16,8 @@ class HostKvMetrics:
         self.tier: HostTier | None = None
         self._blocks = Counter(
             "kvrelay_host_kv_blocks_total",
-            "KV blocks copied between the pool and the host's memory, by event: kept, missed (they left the pool before), "
-            "returned, wrong (they came back with other bytes, and were dropped)",
+            "KV blocks copied between the pool and the host's memory, by event: kept, missed (they left the pool before, "
+            "or found no memory), returned, wrong (they came back with other bytes, and were dropped)",
             ["event"],
             registry=registry,
         )

@@ -133,7 +133,8 @@ class CopiesOut:
                     self._kept.abandon(copy.block)
                 else:
                     self._kept.keep(copy.block, digests)
-                    self._tell("kept", 1)
+                if not copy.is_void:  # otherwise it was told already
+                    self._tell("missed" if digests is None else "kept", 1)
 
 
 def _begin(copy: _Copy) -> Callable[[], bytes | None]:

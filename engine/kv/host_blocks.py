@@ -108,6 +108,11 @@ class HostBlocks:
             self.drop(block)
         return len(dropped)
 
+    def clear(self) -> None:
+        """Drop all blocks."""
+        for block in list(self._kept):
+            self.drop(block)
+
     def check_integrity(self) -> None:
         """Assert that every slot is in one state. While no block is being filled or lent."""
         kept = [block.slot for block in self._kept]

@@ -84,7 +84,7 @@ class HostTier:
         """``memory``: flat bytes that begin with a page, for at least one physical block. It is the tier's until ``close``.
 
         ``tell``: called with an event and a number, on any thread: blocks that were ``kept``, ``missed`` (they left the pool too
-        soon), ``returned``, ``wrong`` (their digests), and ``tokens`` that returned. ``on_returned``: called after each fetch, on
+        soon, or found no memory), ``returned``, ``wrong`` (their digests), and ``tokens`` that returned. ``on_returned``: called after each fetch, on
         the tier's thread or, if the tier is over, on the caller's.
         """
         self._store = store
@@ -221,6 +221,7 @@ class HostTier:
         with self._changed:
             self._is_over = True
             self._out.clear()
+            self._kept.clear()  # a fetch would take blocks of the pool for what does not come any more
             self._changed.notify()
 
     def _give_up_returns(self) -> None:
@@ -246,7 +247,7 @@ class HostTier:
                 self._land(under_way.popleft(), arrived)
         finally:
             for copy in under_way:  # after an error: each uses its slot until it is over
-                with contextlib.suppress(RuntimeError):
+                with contextlib.suppress(Exception):  # whatever it is, the prompt must not wait for ever
                     copy.wait()
                 self._give_back(copy.block)
             self._finish(job, arrived)

@@ -437,6 +437,53 @@ def test_an_unfinished_fetch_is_over_when_the_tier_closes() -> None:
     assert rig.tier.num_queued == 0
 
 
+def test_a_tier_that_is_over_takes_no_blocks_of_the_pool() -> None:
+    """What it had does not come any more. The pool's cached blocks must not leave for it."""
+    rig = Rig(way="direct")
+    text, other = tokens_of(1, 6), tokens_of(2, 8)
+    rig.compute(text)
+    rig.work()
+    rig.compute(other)
+    rig.tier.close()
+    fetch = rig.tier.fetch(rig.hashes(text))
+    assert fetch is not None
+    assert fetch.is_done
+    assert rig.tier.num_kept == 0
+    assert rig.compute(other) == 8
+    rig.check()
+
+
+def test_a_prompt_does_not_wait_for_ever_whatever_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig()
+    text = tokens_of(1, 6)
+    rig.compute(text)
+    rig.work()
+    rig.compute(tokens_of(2, 8))
+    fetch = rig.tier.fetch(rig.hashes(text))
+    assert fetch is not None
+
+    def wait() -> bytes:
+        raise TypeError("a bug")
+
+    monkeypatch.setattr(rig.pool, "begin_write", lambda *_: wait)
+    rig.tier.start()
+    rig.tier._thread.join(10)
+    assert not rig.tier._thread.is_alive()
+    assert fetch.is_done
+    rig.check()
+
+
+def test_every_published_block_is_kept_or_counted_as_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that found no slot of staging in time."""
+    rig = Rig(way="staged")
+    monkeypatch.setattr("kvrelay.engine.kv.copies_out._SLOT_S", 0.0)
+    monkeypatch.setattr(rig.pool._staging, "_wait_for_slot", lambda *_: False)
+    rig.compute(tokens_of(1, 6))
+    rig.work()
+    assert rig.told == {"missed": 6}
+    rig.check()
+
+
 def test_the_least_recently_used_leave_first_and_of_a_prefix_its_tail() -> None:
     rig = Rig(num_kept=12)
     first, second, third = (tokens_of(text, 6) for text in (1, 2, 3))
