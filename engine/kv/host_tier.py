@@ -84,8 +84,8 @@ class HostTier:
         """``memory``: flat bytes that begin with a page, for at least one physical block. It is the tier's until ``close``.
 
         ``tell``: called with an event and a number, on any thread: blocks that were ``kept``, ``missed`` (they left the pool too
-        soon, or found no memory), ``returned``, ``wrong`` (their digests), and ``tokens`` that returned. ``on_returned``: called after each fetch, on
-        the tier's thread or, if the tier is over, on the caller's.
+        soon, or found no memory), ``returned``, ``wrong`` (their digests), and ``tokens`` that returned. ``on_returned``: called
+        after each fetch, on the tier's thread or, if the tier is over, on the caller's.
         """
         self._store = store
         self._blocks = blocks
