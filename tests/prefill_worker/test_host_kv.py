@@ -12,13 +12,16 @@ from collections import Counter
 
 import pytest
 
+from kvrelay.common.block_hash import HashChain
 from kvrelay.common.sampling import SamplingParams
 from kvrelay.engine.fake.engine import FakeEngine, fake_card
 from kvrelay.engine.fake.language import expected_output
 from kvrelay.engine.kv.block_manager import BlockManager
 from kvrelay.engine.kv.host_tier import HostTier
 from kvrelay.engine.kv.owners import OwnerKind, sequence_owner
-from kvrelay.worker.model_worker import Remove, Report, TakeBack
+from kvrelay.engine.step.sequence import Sequence
+from kvrelay.worker.model_worker import Add, Remove, Report, TakeBack
+from tests.images import png, reader, with_images
 from tests.prefill_worker.rig import ModelRig
 
 BLOCK = 4
@@ -37,7 +40,9 @@ class Rig(ModelRig):
         **settings: int,
     ) -> None:
         self.engine = FakeEngine(
-            fake_card(num_blocks=num_blocks, block_size=BLOCK, windows=windows), num_stages=num_stages
+            fake_card(num_blocks=num_blocks, block_size=BLOCK, windows=windows),
+            num_stages=num_stages,
+            has_whole_images=True,
         )
         self.told: Counter[str] = Counter()
         self.returned = threading.Event()
@@ -57,6 +62,17 @@ class Rig(ModelRig):
 
     def _count(self, event: str, number: int) -> None:
         self.told[event] += number
+
+    def imaged(self, name: str, *parts: list[int] | bytes) -> int:
+        """Add a prompt with images whose tokens see each other. Returns its token."""
+        prompt, images = with_images(*parts)
+        spans = tuple(image.span for image in images)
+        chain = HashChain(self._fingerprint, BLOCK, images=spans)
+        sequence = Sequence(name, 1, prompt, len(prompt), ONE_TOKEN, 0.0, chain=chain, spans=spans)
+        sequence.images, sequence.has_whole_images = reader(takes_whole=True).read(prompt, len(prompt), images), True
+        sequence.position_offset = sequence.images.position_offset
+        self.worker.handle(Add(sequence))
+        return expected_output(prompt, 1, self.engine.card.vocab_size, images=spans)[0]
 
     def copy(self) -> None:
         while self.tier.work():
@@ -119,6 +135,25 @@ def test_a_prompt_computes_only_what_neither_pool_nor_tier_has() -> None:
     rig.compute("again", [*first[:40], 5, 6, 7])
     assert rig.cached("again") == 40
     assert rig.told["tokens"] == 40
+    rig.check()
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, 6)])
+def test_blocks_that_come_back_may_end_inside_an_image(windows: tuple[int | None, ...]) -> None:
+    """The rest of the image is computed in one step, although that takes more than a step's other prompts leave."""
+    rig = Rig(windows=windows, max_batched_tokens=16)
+    image = png(128, 128)
+    token = rig.imaged("first", text(1, 6), image, text(2, 9))
+    rig.run_with_copies()
+    assert rig.tokens["first"] == token
+    rig.compute("other", text(3, 64))
+    long = text(4, 30)
+    rig.prompt("long", long)
+    token = rig.imaged("again", text(1, 6), image, text(5, 9))  # differs behind the image's last token, in its block
+    rig.run_with_copies()
+    assert rig.tokens["again"] == token
+    assert rig.cached("again") == 8
+    rig.right("long", long)
     rig.check()
 
 
