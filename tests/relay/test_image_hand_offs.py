@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
@@ -19,6 +20,7 @@ from kvrelay.wire.messages import (
     DecodeTarget,
     Failed,
     FailureCode,
+    HandedOver,
     Hello,
     HelloRefused,
     ImagesTold,
@@ -91,12 +93,15 @@ class PlayedGateway:
 
 
 @asynccontextmanager
-async def pair(*, takes_whole: bool = False, num_blocks: int = 64) -> AsyncIterator[PlayedGateway]:
-    """A prefill worker that reads images, a decode worker that does not, and a gateway."""
+async def pair(
+    *, takes_whole: bool = False, num_blocks: int = 64, begins: threading.Event | None = None
+) -> AsyncIterator[PlayedGateway]:
+    """A prefill worker that reads images, a decode worker that does not, and a gateway. ``begins``: lets the latter compute."""
     prefill = prefill_worker(
         card=fake_card(no_images="", num_blocks=num_blocks), images=reader(takes_whole=takes_whole)
     )
-    decode = decode_worker(card=fake_card(num_blocks=num_blocks))
+    on_step = None if begins is None else lambda _: begins.wait(WAIT_S)
+    decode = decode_worker(card=fake_card(num_blocks=num_blocks), on_step=on_step)
     network, gateway, links = Network.open(), PlayedGateway(), list[ControlClient]()
     for worker in (prefill, decode):
         await worker.start()
@@ -182,7 +187,8 @@ async def test_a_full_decode_worker_ends_requests_with_images_and_they_can_be_se
     """Requests that lose their blocks fail for lack of room. They go on over the prefill worker, as a gateway sends them."""
     token_ids, images = with_images([11, 12, 13], png(128, 128, 1), [14, 15])
     expected = expected_output(token_ids, 40, VOCAB, images=[one.span for one in images])
-    async with pair(num_blocks=24) as gateway:
+    begins = threading.Event()  # when the decode worker has all requests, which together need twice its blocks
+    async with pair(num_blocks=24, begins=begins) as gateway:
 
         def send(name: str, attempt: int, output: list[int]) -> None:
             submit = Submit(
@@ -200,8 +206,14 @@ async def test_a_full_decode_worker_ends_requests_with_images_and_they_can_be_se
         attempts, running, codes = dict.fromkeys(outputs, 1), set(outputs), list[FailureCode]()
         for name in outputs:
             send(name, 1, [])
+        num_handed_over = 0
         while running:
-            message = await gateway.next(Tokens, Failed)
+            message = await gateway.next(Tokens, HandedOver, Failed)
+            if isinstance(message, HandedOver):
+                num_handed_over += 1
+                if num_handed_over == len(outputs):
+                    begins.set()
+                continue
             if isinstance(message, Failed):
                 if (message.request_id, message.attempt) in attempts.items():
                     codes.append(message.code)
