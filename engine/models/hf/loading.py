@@ -50,8 +50,9 @@ def load_model(
     with followed(progress, num_bytes):
         model = _from_pretrained(directory, dtype, None, with_towers).eval().to(device)
     progress(num_bytes, num_bytes)
-    for parent, name, _ in towers_of(model):
-        _make_fast(getattr(parent, name))
+    if with_towers:
+        for parent, name, _ in towers_of(model):
+            _make_fast(getattr(parent, name))
     layers = probe_layers(model)
     made = TransformersModel(model, layers, shape_of(model, layers, dtype))
     made.use_our_attention()
