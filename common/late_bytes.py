@@ -22,7 +22,10 @@ class Reader(Protocol):
 
 
 class LateBytes(Protocol):
-    """A block's bytes on their way to the host's memory. Implemented by :class:`kvrelay.engine.kv.staged_read.StagedRead`."""
+    """A block's bytes on their way to the host's memory.
+
+    Implemented by :class:`kvrelay.engine.kv.device.staged_read.StagedRead`.
+    """
 
     def begin(self) -> None:
         """Begin to bring them, for a later ``wait``. Never waits."""

@@ -11,7 +11,7 @@ from kvrelay.common.kv_geometry import KvGeometry
 from kvrelay.common.model_card import TEXT_ONLY, KvLayout, ModelCard
 from kvrelay.engine.backends.options import NUM_SPARE_BLOCKS, EngineOptions
 from kvrelay.engine.config.model import ModelShape
-from kvrelay.engine.kv.copies import CudaCopies, StagingPlan
+from kvrelay.engine.kv.device.copies import CudaCopies, StagingPlan
 from kvrelay.engine.kv.pool import KvPool
 from kvrelay.engine.models.ranks import RankPart
 

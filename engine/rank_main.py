@@ -104,7 +104,7 @@ def here(link_descriptor: int, blocks_descriptor: int, pool_memory: int) -> Ends
     """The connections on the leader's host."""
 
     def carry() -> Callable[[torch.Tensor], None]:
-        from kvrelay.engine.kv.copies import CudaCopies  # noqa: PLC0415 - torch takes seconds to import
+        from kvrelay.engine.kv.device.copies import CudaCopies  # noqa: PLC0415 - torch takes seconds to import
         from kvrelay.engine.ranks.blocks import BlockServer, ToBlocks  # noqa: PLC0415
 
         def take(pool: torch.Tensor) -> None:
@@ -130,7 +130,7 @@ def there(host_descriptor: int, secret_descriptor: int, directories: HostDirecto
     host.leave = lambda: link.send(Leaving())
 
     def carry() -> Callable[[torch.Tensor], None]:
-        from kvrelay.engine.kv.copies import CudaCopies  # noqa: PLC0415 - torch takes seconds to import
+        from kvrelay.engine.kv.device.copies import CudaCopies  # noqa: PLC0415 - torch takes seconds to import
         from kvrelay.engine.ranks.carried import BlockCarrier, ToCarrier  # noqa: PLC0415
 
         carrier = BlockCarrier(blocks.then(ToCarrier))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from kvrelay.common.sampling import SampledToken
-from kvrelay.engine.kv.copies import Copied
+from kvrelay.engine.kv.device.copies import Copied
 from kvrelay.engine.sampling.sampled import Sampled
 from kvrelay.engine.step.batch import Batch
 from kvrelay.engine.step.plan import RowResult, SamplingInputs

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from kvrelay.engine.kv.host_tier import HostTier
+from kvrelay.engine.kv.host.tier import HostTier
 
 
 class HostKvMetrics:

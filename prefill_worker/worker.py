@@ -11,8 +11,8 @@ from prometheus_client import CollectorRegistry, Gauge
 from kvrelay.common.errors import SettingsError
 from kvrelay.engine.factory import require_host_kv
 from kvrelay.engine.kv.block_manager import BlockManager
+from kvrelay.engine.kv.host.tier import HostTier
 from kvrelay.engine.kv.host_memory import allocated
-from kvrelay.engine.kv.host_tier import HostTier
 from kvrelay.engine.settings import prompt_step_tokens
 from kvrelay.engine.step.interface import Engine
 from kvrelay.engine.step.leader import Leader

@@ -2,7 +2,7 @@
 
 On a CPU all parts are in memory of this process, or memory that a rank shares; on GPUs each is copied. A block is assembled when
 its sender reads it. A received block is verified as a whole and then split. So steps see only verified blocks, as on a GPU
-(:mod:`kvrelay.engine.kv.staging`).
+(:mod:`kvrelay.engine.kv.device.staging`).
 """
 
 from __future__ import annotations

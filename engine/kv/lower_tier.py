@@ -2,7 +2,7 @@
 
 The pool's blocks are copied there while they are published, and come back when a prompt begins with them. A block's content is
 fixed while it is published, so whoever copies it needs no hold on it, only to hear when that ends. So copies never take a block
-from a sequence. :mod:`kvrelay.engine.kv.host_tier` is the only implementation: the host's memory below a GPU's.
+from a sequence. :mod:`kvrelay.engine.kv.host.tier` is the only implementation: the host's memory below a GPU's.
 """
 
 from __future__ import annotations

@@ -21,10 +21,10 @@ import torch
 from kvrelay.common.block_digests import landed
 from kvrelay.common.kv_geometry import KvGeometry
 from kvrelay.common.late_bytes import Register
-from kvrelay.engine.kv.copies import Copied, StagingPlan
+from kvrelay.engine.kv.device.copies import Copied, StagingPlan
+from kvrelay.engine.kv.device.staged_read import StagedRead
+from kvrelay.engine.kv.device.staging import Staging
 from kvrelay.engine.kv.host_memory import allocated
-from kvrelay.engine.kv.staged_read import StagedRead
-from kvrelay.engine.kv.staging import Staging
 from kvrelay.engine.step.uploads import Uploader
 
 
@@ -32,7 +32,7 @@ class KvPool:
     """Owns the tensor. Implements :class:`kvrelay.engine.step.interface.BlockStore`.
 
     On a CPU the byte views are the pool's own memory. With a staging plan, as on CUDA, they are pinned memory, and blocks are
-    copied beside the computation (:mod:`kvrelay.engine.kv.staging`).
+    copied beside the computation (:mod:`kvrelay.engine.kv.device.staging`).
     """
 
     def __init__(

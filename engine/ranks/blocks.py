@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvrelay.engine.kv.copies import CopyDevice
+from kvrelay.engine.kv.device.copies import CopyDevice
 from kvrelay.engine.ranks.link import Link
 
 Bytes = npt.NDArray[np.uint8]

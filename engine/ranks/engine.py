@@ -26,7 +26,7 @@ from kvrelay.common.kv_geometry import KvGeometry
 from kvrelay.common.model_card import ModelCard
 from kvrelay.engine.backends.options import device_of
 from kvrelay.engine.config.cut import Cut, cuts_of
-from kvrelay.engine.kv.copies import CudaCopies
+from kvrelay.engine.kv.device.copies import CudaCopies
 from kvrelay.engine.kv.fragments import own_nbytes
 from kvrelay.engine.kv.gathered import GatheredStore, HostPart, Part
 from kvrelay.engine.models.ranks import RankPart

@@ -15,7 +15,7 @@ from handoff_rounds import Way
 from handoff_ways import KvrelayReceiver, KvrelaySender
 
 from kvrelay.engine.config.model import parse_config
-from kvrelay.engine.kv.copies import StagingPlan
+from kvrelay.engine.kv.device.copies import StagingPlan
 from kvrelay.engine.kv.geometry import geometry_of
 from kvrelay.engine.kv.pool import KvPool
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from kvrelay.common.block_digests import digests_of, num_stretches
-from kvrelay.engine.kv.copies import Digests
+from kvrelay.engine.kv.device.copies import Digests
 
 
 class LateCopied:
@@ -34,7 +34,7 @@ class LateCopied:
 
 
 class LateDevice:
-    """Implements :class:`kvrelay.engine.kv.copies.CopyDevice` over host memory. Steps run at once."""
+    """Implements :class:`kvrelay.engine.kv.device.copies.CopyDevice` over host memory. Steps run at once."""
 
     def __init__(
         self,

@@ -21,7 +21,7 @@ from kvrelay.decode_worker.worker import DecodeWorker
 from kvrelay.engine.backends.cpu.ops import CpuPagedOps, CpuPagedStep
 from kvrelay.engine.backends.cuda.build import run_largest_step
 from kvrelay.engine.kv.block_manager import BlockManager
-from kvrelay.engine.kv.host_tier import HostTier
+from kvrelay.engine.kv.host.tier import HostTier
 from kvrelay.engine.kv.owners import Owner, OwnerKind
 from kvrelay.engine.models.hf.cut import require_plan
 from kvrelay.engine.outline import outline_model

@@ -17,7 +17,7 @@ from kvrelay.common.sampling import SamplingParams
 from kvrelay.engine.fake.engine import FakeEngine, fake_card
 from kvrelay.engine.fake.language import expected_output
 from kvrelay.engine.kv.block_manager import BlockManager
-from kvrelay.engine.kv.host_tier import HostTier
+from kvrelay.engine.kv.host.tier import HostTier
 from kvrelay.engine.kv.owners import OwnerKind, sequence_owner
 from kvrelay.engine.step.sequence import Sequence
 from kvrelay.worker.model_worker import Add, Remove, Report, TakeBack

@@ -17,9 +17,9 @@ from kvrelay.common.model_card import ModelCard
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.decode_worker.worker import DecodeWorker
 from kvrelay.engine.fake.engine import FakeEngine, MemoryStore, fake_card
-from kvrelay.engine.kv.copies import StagingPlan
-from kvrelay.engine.kv.staged_read import StagedRead
-from kvrelay.engine.kv.staging import Staging
+from kvrelay.engine.kv.device.copies import StagingPlan
+from kvrelay.engine.kv.device.staged_read import StagedRead
+from kvrelay.engine.kv.device.staging import Staging
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
 from kvrelay.prefill_worker.worker import PrefillWorker
 from kvrelay.wire.lines.shared.place import SharedPlace

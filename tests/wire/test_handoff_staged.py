@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from kvrelay.engine.kv.copies import StagingPlan
-from kvrelay.engine.kv.staged_read import StagedRead
-from kvrelay.engine.kv.staging import Staging
+from kvrelay.engine.kv.device.copies import StagingPlan
+from kvrelay.engine.kv.device.staged_read import StagedRead
+from kvrelay.engine.kv.device.staging import Staging
 from kvrelay.wire.blocks.frames import BlockHeader, parse_header
 from kvrelay.wire.blocks.seal import TAG_NBYTES
 from kvrelay.wire.messages import FailureCode

@@ -26,7 +26,7 @@ from gpu_parts.frame.running import PRELOADED, Context, Fact, Finding
 from gpu_parts.frame.sizes import BLOCK_SIZE
 from kvrelay.common.system import keep_freed_memory
 from kvrelay.engine.config.model import parse_config
-from kvrelay.engine.kv.copies import CudaCopies, StagingPlan
+from kvrelay.engine.kv.device.copies import CudaCopies, StagingPlan
 from kvrelay.engine.kv.geometry import geometry_of
 from kvrelay.engine.kv.pool import KvPool
 

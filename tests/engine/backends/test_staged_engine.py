@@ -10,7 +10,7 @@ import pytest
 
 from kvrelay.common.sampling import SampledToken
 from kvrelay.engine import pool_and_card
-from kvrelay.engine.kv.copies import StagingPlan
+from kvrelay.engine.kv.device.copies import StagingPlan
 from kvrelay.engine.kv.pool import KvPool
 from kvrelay.engine.step.interface import StepRow
 from kvrelay.engine.step.sequence import Sequence

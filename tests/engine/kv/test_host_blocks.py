@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvrelay.engine.kv.host_blocks import HostBlock, HostBlocks
+from kvrelay.engine.kv.host.blocks import HostBlock, HostBlocks
 
 NOBODY = frozenset[str]()
 

@@ -12,10 +12,10 @@ import torch
 
 from kvrelay.common.block_digests import digests_of
 from kvrelay.engine.config.model import load_config
-from kvrelay.engine.kv.copies import CudaCopies, StagingPlan
+from kvrelay.engine.kv.device.copies import CudaCopies, StagingPlan
+from kvrelay.engine.kv.device.staged_read import StagedRead
 from kvrelay.engine.kv.geometry import geometry_of
 from kvrelay.engine.kv.pool import KvPool
-from kvrelay.engine.kv.staged_read import StagedRead
 
 
 @pytest.fixture

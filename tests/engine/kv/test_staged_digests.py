@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from kvrelay.common.block_digests import digests_of
-from kvrelay.engine.kv.copies import Digests
-from kvrelay.engine.kv.registered import RegisteredMemory
+from kvrelay.engine.kv.device.copies import Digests
+from kvrelay.engine.kv.device.registered import RegisteredMemory
 
 from ..late_device import LateDevice
 from .test_staging import NBYTES, Bench

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from kvrelay.engine.kv.copies import StagingPlan
-from kvrelay.engine.kv.staged_read import StagedRead
-from kvrelay.engine.kv.staging import Staging
+from kvrelay.engine.kv.device.copies import StagingPlan
+from kvrelay.engine.kv.device.staged_read import StagedRead
+from kvrelay.engine.kv.device.staging import Staging
 
 from ..late_device import LateDevice
 

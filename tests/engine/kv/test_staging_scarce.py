@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from kvrelay.common.errors import ModelError
-from kvrelay.engine.kv import staging as staging_module
-from kvrelay.engine.kv.copies import StagingPlan
-from kvrelay.engine.kv.staging import Staging, pinned_pieces
+from kvrelay.engine.kv.device import staging as staging_module
+from kvrelay.engine.kv.device.copies import StagingPlan
+from kvrelay.engine.kv.device.staging import Staging, pinned_pieces
 
 from ..late_device import LateDevice
 from .test_staging import Bench, Ticket, until

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from kvrelay.common.block_digests import copied, copy_bytes
 from kvrelay.common.late_bytes import LateBytes
-from kvrelay.engine.kv.host_blocks import HostBlock, HostBlocks
+from kvrelay.engine.kv.host.blocks import HostBlock, HostBlocks
 from kvrelay.engine.step.interface import BlockStore
 
 COPIES_AT_ONCE = 4  # enough that the device need not wait; few enough that a hand-off's block waits for them

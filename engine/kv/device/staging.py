@@ -2,15 +2,15 @@
 beside the steps.
 
 A **slot** is pinned memory for one block; all are allocated at the start. Copies run in the order of their launches
-(:mod:`kvrelay.engine.kv.copies`), so no copy meets a slot or a block that an earlier one still uses. This module orders what the
-*host* reads or writes in a slot, and what *steps* compute, after the copies::
+(:mod:`kvrelay.engine.kv.device.copies`), so no copy meets a slot or a block that an earlier one still uses. This module orders
+what the *host* reads or writes in a slot, and what *steps* compute, after the copies::
 
     read    open_read ─▶ begin: queued ─▶ copied ahead, on half of the slots ─▶ wait: lent until the reader is done ─▶ close_read
     write   open_write: a slot whose last copy is over ─▶ filled, proved ─▶ close_write: copied ─▶ order_steps, before a step
 
 A device that can hash makes the digests of blocks that are not sealed, from the block in the pool
-(:mod:`kvrelay.engine.kv.late_digests`). Copies from and to memory that is registered with it (:mod:`kvrelay.engine.kv.registered`)
-go there directly: ``StagedRead.begin_copy_to`` and ``begin_write``.
+(:mod:`kvrelay.engine.kv.device.late_digests`). Copies from and to memory that is registered with it
+(:mod:`kvrelay.engine.kv.device.registered`) go there directly: ``StagedRead.begin_copy_to`` and ``begin_write``.
 
 Opening, beginning and closing a read neither waits nor launches anything. Call ``StagedRead.wait`` on a sender's thread: it waits
 for the block's copy and, if the block has no slot, for a slot. Half of the slots are reserved for such waits, so that blocks for a
@@ -40,10 +40,10 @@ import torch
 from kvrelay.common.block_digests import copy_bytes, landed
 from kvrelay.common.errors import ModelError
 from kvrelay.common.late_bytes import Reader
-from kvrelay.engine.kv.copies import Copied, CopyDevice, StagingPlan
-from kvrelay.engine.kv.late_digests import LateDigests
-from kvrelay.engine.kv.registered import RegisteredMemory
-from kvrelay.engine.kv.staged_read import LaunchedCopy, Slot, StagedRead
+from kvrelay.engine.kv.device.copies import Copied, CopyDevice, StagingPlan
+from kvrelay.engine.kv.device.late_digests import LateDigests
+from kvrelay.engine.kv.device.registered import RegisteredMemory
+from kvrelay.engine.kv.device.staged_read import LaunchedCopy, Slot, StagedRead
 
 _DEFAULT_NBYTES = 2**28
 _MIN_SLOTS = 4  # two threads of receivers or senders, and a next slot for each

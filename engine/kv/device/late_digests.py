@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from kvrelay.engine.kv.copies import CopyDevice, Digests
+from kvrelay.engine.kv.device.copies import CopyDevice, Digests
 
 
 @dataclass(slots=True, eq=False)

@@ -1,4 +1,7 @@
-"""A block that is read from a GPU's pool, and the slot that it is copied to. :mod:`kvrelay.engine.kv.staging` has the rules."""
+"""A block that is read from a GPU's pool, and the slot that it is copied to.
+
+:mod:`kvrelay.engine.kv.device.staging` has the rules.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvrelay.common.late_bytes import Reader
-from kvrelay.engine.kv.copies import Copied
+from kvrelay.engine.kv.device.copies import Copied
 
 if TYPE_CHECKING:
-    from kvrelay.engine.kv.staging import Staging
+    from kvrelay.engine.kv.device.staging import Staging
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kvrelay.engine.kv.copies import CopyDevice
+from kvrelay.engine.kv.device.copies import CopyDevice
 
 logger = logging.getLogger(__name__)
 

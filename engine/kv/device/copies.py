@@ -1,6 +1,7 @@
 """Copies between a GPU's pool and the host's memory, and digests of blocks: one interface around CUDA, without any decisions.
 
-:mod:`kvrelay.engine.kv.staging` decides when a block is copied and who may use which memory until then. It is tested without a GPU.
+:mod:`kvrelay.engine.kv.device.staging` decides when a block is copied and who may use which memory until then. It is tested
+without a GPU.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ were made when it was copied out (:mod:`kvrelay.common.block_digests`). A slot i
 
 The least recently used block leaves for a new one, and one that the pool still has only if there are hardly others: it is used
 there. Retention hints do not count here, because a request tells them when its blocks are copied already. Not thread-safe:
-:class:`kvrelay.engine.kv.host_tier.HostTier` calls it under its lock.
+:class:`kvrelay.engine.kv.host.tier.HostTier` calls it under its lock.
 """
 
 from __future__ import annotations

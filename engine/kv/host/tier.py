@@ -1,7 +1,7 @@
 """The tier of KV blocks in the host's memory, below a GPU's pool. One thread copies in both directions, beside steps.
 
-**Out.** Each block that is published is copied as soon as the thread gets to it (:mod:`kvrelay.engine.kv.copies_out`), and stays in
-the pool (write-through). A copy at eviction would let the step that takes the block wait.
+**Out.** Each block that is published is copied as soon as the thread gets to it (:mod:`kvrelay.engine.kv.host.copies_out`), and
+stays in the pool (write-through). A copy at eviction would let the step that takes the block wait.
 
 **Back.** ``fetch`` takes blocks of the pool for what a prompt begins with, as an owner of its own. The thread copies them in. Those
 whose digests are right are published, as if they had been computed, and all are released. The prompt then finds them in the prefix
@@ -9,7 +9,7 @@ cache. It waits for its own fetch only. If it goes meanwhile, the blocks come al
 dropped, and its tokens are computed.
 
 A block's digests (:mod:`kvrelay.common.block_digests`) are made of the pool's memory in both directions, by a device that can hash.
-Memory that is registered with the device is copied directly, other memory through staging (:mod:`kvrelay.engine.kv.staging`).
+Memory that is registered with the device is copied directly, other memory through :mod:`kvrelay.engine.kv.device.staging`.
 
 The least recently used block leaves for a new one. A block that the pool evicts becomes the most recently used one. So what the
 pool has just lost stays longest, the head of a prefix longer than its tail.
@@ -29,8 +29,8 @@ from dataclasses import dataclass, field
 
 from kvrelay.common.kv_geometry import KvGeometry
 from kvrelay.engine.kv.block_manager import BlockManager, Missing
-from kvrelay.engine.kv.copies_out import COPIES_AT_ONCE, CopiesOut
-from kvrelay.engine.kv.host_blocks import HostBlock, HostBlocks
+from kvrelay.engine.kv.host.blocks import HostBlock, HostBlocks
+from kvrelay.engine.kv.host.copies_out import COPIES_AT_ONCE, CopiesOut
 from kvrelay.engine.kv.lower_tier import Fetch
 from kvrelay.engine.kv.owners import Owner, OwnerKind
 from kvrelay.engine.step.interface import BlockStore

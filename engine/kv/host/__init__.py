@@ -1,0 +1,1 @@
+"""The tier of KV blocks in the host's memory, below a GPU's pool."""
