@@ -222,7 +222,7 @@ def test_a_pool_of_none(release: Release, component: str, says: str) -> None:
     """Without decode workers the gateway answers 503 with the reason. Without prefill workers, decode workers compute
     the prompts."""
     release.scale({component: 0})
-    gateway = release.pods("gateway")[0]
+    gateway = release.ready("gateway")[0]
 
     def status() -> tuple[int, str]:
         url = f"http://{gateway['status']['podIP']}:8000/v1/completions"

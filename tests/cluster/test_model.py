@@ -128,7 +128,7 @@ def test_tokens_equal_those_of_transformers(
     assert run(["verify", "--url", url, "--api-key", key, "--max-tokens", "8", "--threads", "2"]) == 0
     assert "all 40 answers equal transformers" in capsys.readouterr().out
     verified = 0.0
-    for pod in release.pods("prefill-worker"):
+    for pod in release.ready("prefill-worker"):
         lines = release.metrics(pod, 7180).splitlines()
         verified += sum(float(line.split()[-1]) for line in lines if 'handoffs_total{outcome="verified"}' in line)
     assert verified >= 40
@@ -161,6 +161,7 @@ def test_idle_workers_compute_what_they_computed_at_first(release: Release) -> N
         for pod in release.ready(component):
             wait_for("two answers of a canary", lambda pod=pod, port=port: outcomes(pod, port).get("same", 0) >= 2)
             assert set(outcomes(pod, port)) == {"same"}
+            assert [status["restartCount"] for status in pod["status"]["containerStatuses"]] == [0]
 
 
 def test_a_stream_through_the_service(url: str, key: str) -> None:
@@ -192,7 +193,8 @@ def test_pods_are_spread_and_closed(release: Release, nodes: list[str]) -> None:
     """The pods of a component are on two nodes. They run without root on a read-only file system, and only gateways
     have an API token."""
     for component in COMPONENTS:
-        pods = release.pods(component)
+        pods = release.ready(component)
+        assert len(pods) == 2, _states(release)
         if len(nodes) > 1:
             assert len({pod["spec"]["nodeName"] for pod in pods}) == 2
         name = pods[0]["metadata"]["name"]
@@ -212,8 +214,8 @@ def test_pods_are_spread_and_closed(release: Release, nodes: list[str]) -> None:
 def test_the_gateway_may_watch_its_pods_and_nothing_else(release: Release) -> None:
     """The requests are sent with the gateway pod's own token."""
     here = f"/api/v1/namespaces/{release.namespace}"
-    pod = release.pods("gateway")[0]["metadata"]["name"]
-    other = release.pods("decode-worker")[0]["metadata"]["name"]
+    pod = release.ready("gateway")[0]["metadata"]["name"]
+    other = release.ready("decode-worker")[0]["metadata"]["name"]
     allowed = [
         ("GET", f"{here}/pods"),
         ("GET", f"{here}/pods/{other}"),
@@ -246,7 +248,7 @@ def test_the_gateway_may_watch_its_pods_and_nothing_else(release: Release) -> No
 def test_a_stranger_in_the_cluster_gets_nothing(release: Release) -> None:
     """A pod outside the release has the workers' public keys. No worker answers it, without a key or with a key pair of
     its own."""
-    workers = [*release.pods("prefill-worker")[:1], *release.pods("decode-worker")[:1]]
+    workers = [release.ready("prefill-worker")[0], release.ready("decode-worker")[0]]
     addresses = [
         f"tcp://{pod['status']['podIP']}:{port['containerPort']}"
         for pod in workers
@@ -296,6 +298,10 @@ def test_a_stranger_in_the_cluster_gets_nothing(release: Release) -> None:
             line for line in release.metrics(pod, port).splitlines() if line.startswith("kvrelay_refused_keys_total")
         ]
         assert float(line.split()[-1]) >= 1
+
+
+def _states(release: Release) -> dict[str, Any]:
+    return {pod["metadata"]["name"]: pod["status"] for pod in release.pods()}
 
 
 def test_keys_stay_on_upgrades_and_nothing_stays_behind(release: Release) -> None:
