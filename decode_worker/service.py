@@ -48,11 +48,11 @@ from kvrelay.wire.messages import (
     Verified,
     Welcome,
 )
-from kvrelay.worker.entries import Entry, Phase
+from kvrelay.worker.entries import Entry, Phase, cancelled
 from kvrelay.worker.model_worker import Add, Report
 from kvrelay.worker.scheduling.scheduler import Progress
 from kvrelay.worker.scheduling.suspects import Key
-from kvrelay.worker.service import Service, cancelled
+from kvrelay.worker.service import Service
 from kvrelay.worker.submit import Refusal, WorkerIdentity, guide_failed
 
 logger = logging.getLogger(__name__)

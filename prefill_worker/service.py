@@ -155,7 +155,7 @@ class PrefillService(Service[PrefillEntry]):
     def _on_computed(self, entry: PrefillEntry, new: Progress) -> None:
         if new.token is not None:
             entry.model_holds = False
-            self.drop_images(entry)
+            self.preparation.drop_images(entry)
         entry.num_ready_blocks = new.num_ready_blocks
         if entry.hand_off_holds:
             self._transfers.blocks_ready(entry.key, new.num_ready_blocks)

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvrelay.common.adapter_files import AdapterRef
 from kvrelay.engine.step.sequence import Sequence
-from kvrelay.wire.messages import Cancelled, Failed, HandedOver, PromptChunk, Timings, Tokens, Withdrawn
+from kvrelay.wire.messages import Cancelled, Failed, FailureCode, HandedOver, PromptChunk, Timings, Tokens, Withdrawn
 from kvrelay.worker.images import Reading
 from kvrelay.worker.scheduling.suspects import Key
 
@@ -74,6 +74,16 @@ class Entry:
         num_tokens = self.sequence.num_uncomputed_tokens
         return num_tokens if num_tokens > 1 else 0
 
+    @property
+    def is_prepared(self) -> bool:
+        """Whether its images, its adapter and its guide are there."""
+        sequence = self.sequence
+        if self.reading is not None and sequence.images is None:
+            return False
+        if self.adapter is not None and not sequence.adapter:
+            return False
+        return sequence.sampling.guide is None or sequence.guide is not None
+
     def advance(self, phase: Phase) -> None:
         """Enter ``phase``. Raises ValueError if the table has no such transition."""
         if phase not in _TRANSITIONS[self.phase]:
@@ -103,3 +113,13 @@ class Entry:
             "model_holds": self.model_holds,
             "hand_off_holds": self.hand_off_holds,
         }
+
+
+def failed(key: Key, code: FailureCode, detail: str, retry_after_s: float | None = None) -> Failed:
+    """The outcome of an attempt that ended with an error."""
+    return Failed(request_id=key[0], attempt=key[1], code=code, detail=detail, retry_after_s=retry_after_s)
+
+
+def cancelled(key: Key) -> Cancelled:
+    """The outcome of an attempt that nobody waits for any more."""
+    return Cancelled(request_id=key[0], attempt=key[1])

@@ -21,21 +21,20 @@ import asyncio
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
 
 from kvrelay.common.block_hash import HashChain
-from kvrelay.engine.guides.guidance import GuideCompiler, GuideRefusal, GuideResult
-from kvrelay.engine.images.interface import ReadImages
+from kvrelay.common.images import PromptImage
+from kvrelay.engine.guides.guidance import GuideCompiler
 from kvrelay.engine.kv.block_manager import BlockManager
 from kvrelay.engine.kv.owners import sequence_owner
-from kvrelay.engine.step.sequence import PromptTrace, Sequence
+from kvrelay.engine.step.sequence import Sequence
 from kvrelay.wire.messages import (
     AskImages,
     Cancel,
-    Cancelled,
-    Failed,
     FailureCode,
     Hello,
     HelloRefused,
@@ -51,21 +50,22 @@ from kvrelay.wire.messages import (
     WorkerState,
     common_protocol,
 )
-from kvrelay.worker.adapters import AdapterRefusal, AdapterStore
-from kvrelay.worker.entries import BEGINNING, Entry, Outcome, Phase
-from kvrelay.worker.images import ImageDesk, ImageProblem
+from kvrelay.worker.adapters import AdapterStore
+from kvrelay.worker.entries import BEGINNING, Entry, Outcome, Phase, cancelled, failed
+from kvrelay.worker.images import ImageDesk
 from kvrelay.worker.key_tokens import KeyTokensBoard
 from kvrelay.worker.loop import ModelLoop
 from kvrelay.worker.model_worker import Add, Remove, Report, TakeBack
+from kvrelay.worker.preparation import Preparation
 from kvrelay.worker.scheduling.suspects import Key
 from kvrelay.worker.submit import (
     Refusal,
     WorkerIdentity,
-    deadline_of,
+    chain_of,
     guide_failed,
     images_failed,
     refusal_of,
-    spans_of,
+    sequence_of,
 )
 
 logger = logging.getLogger(__name__)
@@ -105,9 +105,17 @@ class Service(ABC, Generic[E]):
         self.state = WorkerState.READY
         self.wrong_since_s: float | None = None  # when the canary's answer changed
         self.has_work = asyncio.Event()  # set while there are entries; ``tick`` must then be called
-        self.ports: Ports  # set before the first message comes
+        self.ports: Ports  # set by ``connect``
+        self.preparation: Preparation[E]  # set by ``connect``
         self._drained = asyncio.Event()  # set when a draining worker has no entries left
         self._key_tokens = KeyTokensBoard(clock)
+
+    def connect(self, ports: Ports) -> None:
+        """Connect the service to the other parts of its worker. Called before the first message comes."""
+        self.ports = ports
+        self.preparation = Preparation(
+            ports.guides, ports.adapters, ports.images, ports.on_loop, self.queue_if_ready, self.close
+        )
 
     # -- what a role does ------------------------------------------------------------------------------------------
 
@@ -212,10 +220,7 @@ class Service(ABC, Generic[E]):
             self.ports.send(Role.GATEWAY, gateway_id, failed(key, refusal.code, refusal.detail, refusal.retry_after_s))
             return
         entry = self.entry_of(submit, gateway_id, self.sequence_of(submit, chain))
-        self.take(entry)
-        if submit.images:
-            take = partial(self._on_images, entry)
-            entry.reading = self.ports.images.read(submit.token_ids, submit.num_prompt_tokens, submit.images, take)
+        self.take(entry, submit.images)
         self.queue_if_ready(entry)
 
     def _on_cancel(self, peer_id: str, key: Key) -> None:
@@ -236,87 +241,21 @@ class Service(ABC, Generic[E]):
 
     def chain_of(self, request: Submit | Offer) -> HashChain:
         """The hash chain of the request's blocks."""
-        block_size = self.identity.card.layout.block_size
-        return HashChain(
-            self.fingerprint,
-            block_size,
-            cache_salt=request.cache_salt,
-            adapter=request.adapter,
-            images=spans_of(request),
-        )
+        return chain_of(request, self.identity.card.layout.block_size, self.fingerprint)
 
     def sequence_of(self, request: Submit | Offer, chain: HashChain) -> Sequence:
         """A new sequence for the request, with arrival time now and no token computed."""
-        now_s = self.clock()
-        return Sequence(
-            request_id=request.request_id,
-            attempt=request.attempt,
-            token_ids=list(request.token_ids),
-            num_prompt_tokens=request.num_prompt_tokens,
-            sampling=request.sampling,
-            arrival_s=now_s,
-            retention=request.retention,
-            flow=request.flow,
-            deadline_s=deadline_of(request, now_s),
-            chain=chain,
-            trace=PromptTrace(request.trace_id, len(request.token_ids)) if request.trace_id else None,
-            spans=spans_of(request),
-            has_whole_images=self.ports.images.takes_whole,
-        )
+        return sequence_of(request, chain, self.clock(), has_whole_images=self.ports.images.takes_whole)
 
-    def take(self, entry: E) -> None:
-        """Register the entry, and ask for its adapter, and for its guide's state after the output so far."""
+    def take(self, entry: E, images: Seq[PromptImage] = ()) -> None:
+        """Register the entry, and ask for what it needs: ``images``, its adapter and its guide."""
         self.entries[entry.key] = entry
         self.has_work.set()
-        sequence = entry.sequence
-        if entry.adapter is not None:
-            self.ports.adapters.acquire(entry.adapter, partial(self._on_adapter, entry))
-        if sequence.sampling.guide is not None:
-            output = sequence.token_ids[sequence.num_prompt_tokens :]
-            self.ports.guides.start(sequence.sampling, output, partial(self.ports.on_loop, self._on_guide, entry))
-
-    def _on_adapter(self, entry: E, result: int | AdapterRefusal) -> None:
-        """``result``: the slot of the entry's adapter, which the entry now uses; or why there is none."""
-        if isinstance(result, AdapterRefusal):
-            self.fail(entry, result.code, result.detail, result.retry_after_s)
-        elif entry.phase is Phase.CLOSING:
-            self._release_adapter(entry)
-        else:
-            entry.sequence.adapter = result
-            self.queue_if_ready(entry)
-
-    def _release_adapter(self, entry: E) -> None:
-        assert entry.adapter is not None, f"{entry.key} has no adapter"
-        self.ports.adapters.release(entry.adapter)
-
-    def _on_guide(self, entry: E, result: GuideResult) -> None:
-        if isinstance(result, GuideRefusal):
-            self.close(entry, guide_failed(entry.key, result.detail, is_invalid=result.is_invalid))
-        else:
-            entry.sequence.guide = result
-            self.queue_if_ready(entry)
-
-    def _on_images(self, entry: E, result: ReadImages | ImageProblem) -> None:
-        if isinstance(result, ImageProblem):
-            self.close(entry, images_failed(entry.key, result.detail, is_invalid=result.is_invalid))
-        else:
-            entry.sequence.images, entry.sequence.position_offset = result, result.position_offset
-            self.queue_if_ready(entry)
-
-    def drop_images(self, entry: E) -> None:
-        """Free the memory of the entry's images. The model thread must not compute it any more."""
-        if entry.reading is not None:
-            self.ports.images.end(entry.reading)
-            entry.reading = entry.sequence.images = None
+        self.preparation.begin(entry, images)
 
     def queue_if_ready(self, entry: E) -> None:
         """Hand the sequence to the model thread once its guide, its adapter and its images are there."""
-        sequence = entry.sequence
-        if entry.reading is not None and sequence.images is None:
-            return
-        if entry.adapter is not None and not sequence.adapter:
-            return
-        if entry.phase is not Phase.COMPILING or (sequence.sampling.guide is not None and sequence.guide is None):
+        if entry.phase is not Phase.COMPILING or not entry.is_prepared:
             return
         try:
             add = self.add(entry)
@@ -351,15 +290,13 @@ class Service(ABC, Generic[E]):
                 entry.model_holds = False
                 self.close(entry, Withdrawn(request_id=key[0], attempt=key[1]))
         for key in report.lost:
-            self._on_lost(self.entries[key], FailureCode.NO_ROOM, LOST_BLOCKS)
+            self._end_lost(self.entries[key], failed(key, FailureCode.NO_ROOM, LOST_BLOCKS))
         for key in report.failed:
             if key in report.unreadable:
-                self._end_lost(self.entries[key], images_failed(key, report.detail, is_invalid=True))
+                outcome = images_failed(key, report.detail, is_invalid=True)
             else:
-                self._on_lost(self.entries[key], FailureCode.INTERNAL, report.detail)
-
-    def _on_lost(self, entry: E, code: FailureCode, detail: str) -> None:
-        self._end_lost(entry, failed(entry.key, code, detail, None))
+                outcome = failed(key, FailureCode.INTERNAL, report.detail)
+            self._end_lost(self.entries[key], outcome)
 
     def _end_lost(self, entry: E, outcome: Outcome) -> None:
         """The model thread has given the entry up."""
@@ -421,7 +358,7 @@ class Service(ABC, Generic[E]):
     def finish(self, entry: E) -> None:
         """Forget the entry and send its outcome, once neither the model thread nor the hand-off holds its blocks."""
         if entry.phase is Phase.CLOSING and not entry.model_holds:
-            self.drop_images(entry)
+            self.preparation.drop_images(entry)
         if entry.phase is not Phase.CLOSING or entry.model_holds or entry.hand_off_holds:
             return
         if self.entries.get(entry.key) is not entry:
@@ -432,8 +369,7 @@ class Service(ABC, Generic[E]):
             if self.state is WorkerState.DRAINING:
                 self._drained.set()
         self.on_gone(entry)
-        if entry.sequence.adapter:  # otherwise it is released when it is loaded
-            self._release_adapter(entry)
+        self.preparation.end(entry)
         if entry.outcome is not None:
             self.ports.send(Role.GATEWAY, entry.gateway_id, entry.outcome)
 
@@ -441,12 +377,3 @@ class Service(ABC, Generic[E]):
         """Release the sequence's blocks, and wake the model loop: another sequence may wait for them."""
         self.blocks.release(sequence_owner(entry.key), entry.sequence.retention)
         self.ports.loop.wake()
-
-
-def failed(key: Key, code: FailureCode, detail: str, retry_after_s: float | None) -> Failed:
-    """The outcome of an attempt that ended with an error."""
-    return Failed(request_id=key[0], attempt=key[1], code=code, detail=detail, retry_after_s=retry_after_s)
-
-
-def cancelled(key: Key) -> Cancelled:
-    return Cancelled(request_id=key[0], attempt=key[1])

@@ -1,15 +1,16 @@
-"""Whether a worker takes a request: the checks that workers of both roles make first."""
+"""A request that arrives: whether a worker takes it, and the sequence that it becomes. The same for both roles."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
-from kvrelay.common.block_hash import MAX_CACHE_SALT
+from kvrelay.common.block_hash import MAX_CACHE_SALT, HashChain
 from kvrelay.common.images import ImageSpan, spans_problem
 from kvrelay.common.model_card import ModelCard
 from kvrelay.common.sampling_check import invalid_sampling
 from kvrelay.engine.beams.check import invalid_beams, unfit_beams
+from kvrelay.engine.step.sequence import PromptTrace, Sequence
 from kvrelay.wire.messages import ABOUT_GUIDE, ABOUT_IMAGES, Failed, FailureCode, Offer, Status, Submit, WorkerState
 
 
@@ -77,11 +78,6 @@ def spans_of(request: Submit | Offer) -> list[ImageSpan]:
     return request.images if isinstance(request, Offer) else [image.span for image in request.images]
 
 
-def deadline_of(request: Submit | Offer, now_s: float) -> float:
-    """The request's deadline, on the clock of ``now_s``."""
-    return math.inf if request.timeout_s is None else now_s + request.timeout_s
-
-
 def invalid_submit(submit: Submit | Offer, card: ModelCard) -> str | None:
     """Why no worker with this card can ever compute the request, naming value and limit; None if it can."""
     num_tokens = len(submit.token_ids)
@@ -100,4 +96,34 @@ def invalid_submit(submit: Submit | Offer, card: ModelCard) -> str | None:
     sampling, num_prompt_tokens = submit.sampling, submit.num_prompt_tokens
     return invalid_sampling(sampling, num_prompt_tokens, card) or invalid_beams(
         sampling, num_prompt_tokens, num_tokens, card
+    )
+
+
+def chain_of(request: Submit | Offer, block_size: int, fingerprint: bytes) -> HashChain:
+    """The hash chain of the request's blocks. ``fingerprint``: of the worker's layout."""
+    return HashChain(
+        fingerprint,
+        block_size,
+        cache_salt=request.cache_salt,
+        adapter=request.adapter,
+        images=spans_of(request),
+    )
+
+
+def sequence_of(request: Submit | Offer, chain: HashChain, now_s: float, *, has_whole_images: bool) -> Sequence:
+    """A new sequence for the request, with arrival time ``now_s`` and no token computed. ``chain``: of its blocks."""
+    return Sequence(
+        request_id=request.request_id,
+        attempt=request.attempt,
+        token_ids=list(request.token_ids),
+        num_prompt_tokens=request.num_prompt_tokens,
+        sampling=request.sampling,
+        arrival_s=now_s,
+        retention=request.retention,
+        flow=request.flow,
+        deadline_s=math.inf if request.timeout_s is None else now_s + request.timeout_s,
+        chain=chain,
+        trace=PromptTrace(request.trace_id, len(request.token_ids)) if request.trace_id else None,
+        spans=spans_of(request),
+        has_whole_images=has_whole_images,
     )

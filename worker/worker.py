@@ -112,14 +112,16 @@ class Worker(ABC, Generic[S]):
         )
         self._guides = setup.guides
         self._adapters = AdapterStore(engine.adapters, setup.adapters)
-        service.ports = Ports(
-            self._server.send,
-            self._loop,
-            self._call_on_loop,
-            self._guides,
-            lambda: scheduler.prompt_tokens_per_s,
-            self._adapters,
-            self._images,
+        service.connect(
+            Ports(
+                self._server.send,
+                self._loop,
+                self._call_on_loop,
+                self._guides,
+                lambda: scheduler.prompt_tokens_per_s,
+                self._adapters,
+                self._images,
+            )
         )
         self._tickers: list[asyncio.Task[None]] = []
 

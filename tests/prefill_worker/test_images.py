@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
+from kvrelay.common.adapter_files import AdapterRef
 from kvrelay.common.block_hash import HashChain
 from kvrelay.common.images import ImageSpan, image_digest
 from kvrelay.engine.fake.images import fake_offset
@@ -32,6 +33,11 @@ def imaged(name: str, *shown: bytes, output: tuple[int, ...] = (), max_tokens: i
 def expected(asked: Submit) -> list[int]:
     """The first token."""
     return expected_output(asked.token_ids, 1, CARD.vocab_size, images=[image.span for image in asked.images])
+
+
+def assert_no_image_held(rig: Rig) -> None:
+    desk = rig.service.ports.images
+    assert (desk._files_nbytes, desk._read_nbytes) == (0, 0)
 
 
 def test_a_prompt_waits_for_its_images_and_is_handed_over_with_them() -> None:
@@ -113,8 +119,16 @@ def test_a_cancel_frees_images(is_read: bool) -> None:
     rig.threads.run()
     rig.settle()
     assert rig.cancelled() == ["a", "b"]
-    desk = rig.service.ports.images
-    assert (desk._files_nbytes, desk._read_nbytes) == (0, 0)
+    assert_no_image_held(rig)
+    rig.assert_nothing_left()
+
+
+def test_images_of_a_request_that_is_refused_its_adapter_are_not_held() -> None:
+    rig, adapter = Rig(reader()), AdapterRef("absent", "0" * 64)
+    rig.ask(msgspec.structs.replace(imaged("a", SHOWN), adapter=adapter))
+    assert rig.failures() == [("a", FailureCode.NO_ADAPTER)]
+    rig.threads.run()
+    assert_no_image_held(rig)
     rig.assert_nothing_left()
 
 

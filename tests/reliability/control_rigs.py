@@ -180,7 +180,7 @@ class DecodeRig(_Rig):
             self.clock,
         )
         self.server = _Server(self.service, self.network)
-        self.service.ports = self.ports()
+        self.service.connect(self.ports())
         self.service.attach(self.leases, DataPorts("tcp://nowhere:1"))
 
     def land(self, lease_id: int, offer: Offer, index: int, block: bytes) -> None:
@@ -234,7 +234,7 @@ class PrefillRig(_Rig):
         geometry, metrics = CARD.layout.geometry, WireMetrics(CollectorRegistry())
         transfers = TransferTable(self.engine.store, geometry, self.service, TransferSettings(), metrics, self.clock)
         self.server = _Server(self.service, self.network)
-        self.service.ports = self.ports()
+        self.service.connect(self.ports())
         self.service.attach(cast("DecodeLinks", self), transfers)
 
     def link_to(self, address: str) -> DecodeLink | None:

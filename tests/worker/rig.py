@@ -56,14 +56,16 @@ class ServiceRig(Generic[S]):
         self.service = service(
             WorkerIdentity("worker", EPOCH, card, max_waiting=512, max_running=64), blocks, self.clock
         )
-        self.service.ports = Ports(
-            self._send,
-            cast("ModelLoop", self),
-            self.call,
-            self.guides,
-            lambda: scheduler.prompt_tokens_per_s,
-            AdapterStore(None, None),
-            ImageDesk(reader, self.call, card.no_images, self.threads),
+        self.service.connect(
+            Ports(
+                self._send,
+                cast("ModelLoop", self),
+                self.call,
+                self.guides,
+                lambda: scheduler.prompt_tokens_per_s,
+                AdapterStore(None, None),
+                ImageDesk(reader, self.call, card.no_images, self.threads),
+            )
         )
 
     def clock(self) -> float:

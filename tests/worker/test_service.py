@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import math
 from typing import Any
 
@@ -217,7 +218,7 @@ def test_a_guide_that_does_not_compile_is_told_with_the_reason(
 
 
 def test_a_worker_without_a_compiler_says_so(rig: ServiceRig[Any]) -> None:
-    rig.service.ports.guides = NoGuides()
+    rig.service.connect(dataclasses.replace(rig.service.ports, guides=NoGuides()))
     rig.ask(guided(rig, "a", 1))
     assert rig.failures() == [("a", FailureCode.INVALID)]
     rig.assert_nothing_left()
