@@ -38,11 +38,12 @@ from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 
 from kvrelay.common.clock import Clock
-from kvrelay.common.kv_geometry import Window, first_block, num_physical_blocks, reach, window_size
+from kvrelay.common.kv_geometry import Window, first_block, num_physical_blocks, window_size
 from kvrelay.common.retention import Retention
 from kvrelay.engine.kv.ledger import Ledger
 from kvrelay.engine.kv.lower_tier import LowerTier
-from kvrelay.engine.kv.owned_tables import Opening, OwnedTables, Tables
+from kvrelay.engine.kv.openings import Opening, Openings
+from kvrelay.engine.kv.owned_tables import OwnedTables, Tables
 from kvrelay.engine.kv.owners import Owner, OwnerKind
 from kvrelay.engine.kv.physical_blocks import PhysicalBlocks
 from kvrelay.engine.kv.prefix_cache import claims_of
@@ -87,15 +88,8 @@ class BlockManager:
         ``max_retained_share``: the share of blocks that may be cached above the default priority at a time. ``clock``: times the
         end of raised priorities. ``has_states``: see the attribute.
         """
-        if (
-            min(
-                num_blocks,
-                block_size,
-                max_step_tokens,
-                *(window_size(window) for window in windows if window is not None),
-            )
-            < 1
-        ):
+        sizes = (window_size(window) for window in windows if window is not None)
+        if min(num_blocks, block_size, max_step_tokens, *sizes) < 1:
             raise ValueError(
                 f"{num_blocks} blocks of {block_size}, windows {windows}, steps of {max_step_tokens}: each must be at least 1"
             )
@@ -111,7 +105,7 @@ class BlockManager:
         self._clock = clock
         self._physical = PhysicalBlocks(num_blocks, len(windows), int(num_blocks * max_retained_share), clock)
         self._owned = OwnedTables(self._physical)
-        self._distrusted: set[str] = set()
+        self._openings = Openings(self._physical, self.windows, block_size, max_step_tokens)
 
     @property
     def num_groups(self) -> int:
@@ -227,14 +221,8 @@ class BlockManager:
             if len(hashes) > num_blocks:
                 raise ValueError(f"{owner}: {len(hashes)} hashes for {num_blocks} blocks")
             num_cached = self.num_cached_prefix(hashes)
-            num_computed_tokens = max(num_computed_tokens, num_cached * self.block_size)
-            physical = self._physical
-            found: list[Opening] = []
-            for group, window in enumerate(self.windows):
-                first = min(first_block(window, num_computed_tokens, self.block_size), num_blocks)
-                shared = physical.published(group, hashes[first:num_cached])
-                end = num_blocks if is_whole else self._end(window, first, num_blocks)
-                found.append(Opening(first, shared, max(0, end - first - len(shared))))
+            start = max(num_computed_tokens, num_cached * self.block_size)
+            found = self._openings.of_sequence(num_blocks, hashes[:num_cached], start, is_whole=is_whole)
             if not self._has_room(num_blocks, found, spare):
                 return None
             return Allocation(self._owned.open(owner, num_blocks, found), num_cached)
@@ -247,27 +235,16 @@ class BlockManager:
         """
         with self._lock:
             self._require_none(owner)
-            num_blocks, physical = len(hashes), self._physical
-            found, places = [], []
-            for group, window in enumerate(self.windows):
-                first = first_block(window, num_blocks * self.block_size, self.block_size)
-                places.append([physical.find(group, block_hash) for block_hash in hashes[first:]])
-                shared = [block_id for block_id in places[-1] if block_id is not None]
-                found.append(Opening(first, shared, len(places[-1]) - len(shared)))
-            if not self._has_room(num_blocks, found, 0):
+            found = self._openings.of_return(hashes)
+            if not self._has_room(len(hashes), found, 0):
                 return None
-            missing: list[Missing] = []
-            for group, table in enumerate(self._owned.open(owner, num_blocks, found)):
-                one, its = found[group], places[group]
-                fresh = iter(table[one.first + len(one.shared) :])
-                in_order = [next(fresh) if block_id is None else block_id for block_id in its]
-                self._owned.arrange(owner, group, in_order)
-                missing += [
-                    Missing(group, block_hash, block_id)
-                    for block_hash, block_id, known in zip(hashes[one.first :], in_order, its, strict=True)
-                    if known is None
-                ]
-            return missing
+            tables = self._owned.open(owner, len(hashes), found)
+            return [
+                Missing(group, hashes[index], tables[group][index])
+                for group, opening in enumerate(found)
+                for index, block_id in enumerate(opening.found, opening.first)
+                if block_id is None
+            ]
 
     def end_return(self, owner: Owner, arrived: Iterable[tuple[Missing, frozenset[str]]]) -> None:
         """Publish the blocks of a ``begin_return`` whose content is there, and release all of the owner's.
@@ -276,8 +253,7 @@ class BlockManager:
         """
         with self._lock:
             for one, sources in arrived:
-                if sources.isdisjoint(self._distrusted):
-                    self._physical.publish(one.block_id, one.block_hash, sources)
+                self._physical.publish(one.block_id, one.block_hash, sources)
             self.release(owner)
 
     def _has_room(self, num_blocks: int, found: list[Opening], spare: int) -> bool:
@@ -313,7 +289,7 @@ class BlockManager:
             held, fresh = self._owned[owner], []
             for group, (window, table) in enumerate(zip(self.windows, held.tables, strict=True)):
                 self._owned.drop_front(owner, group, first_block(window, num_computed_tokens, self.block_size))
-                num_wanted = self._end(window, table.first, held.num_blocks) if window is not None else 0
+                num_wanted = self._openings.end(window, table.first, held.num_blocks) if window is not None else 0
                 num_missing = min(num_wanted - len(table.block_ids), self.num_allocatable)
                 fresh.append(self._owned.grow(owner, group, max(0, num_missing)))
             return fresh
@@ -326,8 +302,6 @@ class BlockManager:
         """
         with self._lock:
             held = self._owned[owner]
-            if not held.sources.isdisjoint(self._distrusted):
-                return
             for table in held.tables:
                 if index >= table.first:
                     self._physical.publish(table.block_ids[index], block_hash, held.sources)
@@ -344,9 +318,8 @@ class BlockManager:
         Returns their number, and the owners of such blocks. The owners keep them until they are released.
         """
         with self._lock:
-            self._distrusted.add(source)
             owners = frozenset(owner for owner, held in self._owned.items() if source in held.sources)
-            num_dropped = self._physical.drop_from(source)
+            num_dropped = self._physical.distrust(source)
             if self.tier is not None:  # only now: no copy of these blocks is under way any more
                 self.tier.on_distrusted(source)
             return num_dropped, owners
@@ -404,12 +377,6 @@ class BlockManager:
         """Assert that every block is in exactly one state and that all records agree."""
         with self._lock:
             self._owned.check_integrity()
-
-    def _end(self, window: Window | None, first: int, num_blocks: int) -> int:
-        """The end of a group's table if the group needs block ``first`` and those after it."""
-        if window is None:
-            return num_blocks
-        return min(num_blocks, first + reach(window, self._max_step_tokens, self.block_size))
 
     def _require_none(self, owner: Owner) -> None:
         if owner in self._owned:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from kvrelay.engine.kv.openings import Opening
 from kvrelay.engine.kv.owners import Owner
 from kvrelay.engine.kv.physical_blocks import PhysicalBlocks
 
@@ -45,15 +46,6 @@ class Held:
         return [list(table.block_ids) for table in self.tables]
 
 
-@dataclass(frozen=True, slots=True)
-class Opening:
-    """The blocks that a new owner gets in one group."""
-
-    first: int  # the first block that it needs
-    shared: list[int]  # published blocks from there on
-    num_fresh: int  # fresh blocks after them
-
-
 class OwnedTables:
     """The tables of all owners. A missing owner raises KeyError."""
 
@@ -83,7 +75,7 @@ class OwnedTables:
         num_owed = 0
         for group, new in enumerate(found):
             num_shared = sum(map(self._physical.is_owned, new.shared)) - self._physical.num_owned(group)
-            num_missing = num_blocks - new.first - len(new.shared) - new.num_fresh
+            num_missing = num_blocks - new.first - len(new.found)
             for held in self._held.values():
                 table = held.tables[group]
                 num_shared += len(table.block_ids) - table.first
@@ -93,14 +85,15 @@ class OwnedTables:
 
     def open(self, owner: Owner, num_blocks: int, found: list[Opening]) -> Tables:
         """Give ``owner`` the blocks of each group's opening. Shared blocks come first, because taking fresh ones may evict them."""
-        for one in found:
-            for block_id in one.shared:
-                self._physical.hold(owner, block_id)
-        tables = [
-            Table(one.first, [0] * one.first + one.shared + self._physical.take(owner, group, one.num_fresh))
-            for group, one in enumerate(found)
-        ]
-        sources = self._physical.sources(block_id for one in found for block_id in one.shared)
+        shared = [block_id for one in found for block_id in one.shared]
+        for block_id in shared:
+            self._physical.hold(owner, block_id)
+        tables = []
+        for group, one in enumerate(found):
+            fresh = iter(self._physical.take(owner, group, one.num_fresh))
+            block_ids = [next(fresh) if block_id is None else block_id for block_id in one.found]
+            tables.append(Table(one.first, [0] * one.first + block_ids))
+        sources = self._physical.sources(shared)
         held = self._held[owner] = Held(num_blocks, tables, sources)
         return held.copies()
 
@@ -109,12 +102,6 @@ class OwnedTables:
         fresh = self._physical.take(owner, group, num_blocks)
         self._held[owner].tables[group].block_ids += fresh
         return fresh
-
-    def arrange(self, owner: Owner, group: int, block_ids: list[int]) -> None:
-        """Put the blocks that the owner holds in a group in another order, the one at its first index first."""
-        table = self._held[owner].tables[group]
-        assert sorted(table.needed) == sorted(block_ids), f"{owner} holds {table.needed}, not {block_ids}"
-        table.block_ids[table.first :] = block_ids
 
     def drop_front(self, owner: Owner, group: int, first: int) -> None:
         """Release the owner's blocks before ``first``."""

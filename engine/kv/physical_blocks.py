@@ -36,6 +36,7 @@ class PhysicalBlocks:
         self._claims: list[tuple[Claim, ...] | None] = [None] * num_blocks
         self._hash_of: dict[int, bytes] = {}  # published blocks
         self._sources: dict[int, frozenset[str]] = {}  # for published blocks: the other workers whose work is in them
+        self._distrusted: set[str] = set()
         self._block_of: list[dict[bytes, int]] = [{} for _ in range(num_groups)]
         self._group_of = [0] * num_blocks  # for blocks that are not free
         self._num_taken = [0] * num_groups  # by group: number of blocks that are not free
@@ -169,8 +170,11 @@ class PhysicalBlocks:
     def publish(self, block_id: int, block_hash: bytes, sources: frozenset[str]) -> None:
         """Publish the block in its group under ``block_hash``, unless another one already is.
 
-        ``sources``: other workers whose work is in it. Raises ValueError if it has another hash.
+        ``sources``: other workers whose work is in it; no effect if one of them is distrusted. Raises ValueError if the block has
+        another hash.
         """
+        if not sources.isdisjoint(self._distrusted):
+            return
         known = self._hash_of.get(block_id)
         if known is not None and known != block_hash:
             raise ValueError(f"block {block_id} is published as {known.hex()}, not {block_hash.hex()}")
@@ -187,8 +191,12 @@ class PhysicalBlocks:
         """The other workers whose work is in these blocks."""
         return frozenset().union(*(self._sources.get(block_id, ()) for block_id in block_ids))
 
-    def drop_from(self, source: str) -> int:
-        """Unpublish all blocks that ``source`` has worked on; their holders keep them. Returns their number."""
+    def distrust(self, source: str) -> int:
+        """Unpublish all blocks that ``source`` has worked on, and publish none any more; their holders keep them.
+
+        Returns their number.
+        """
+        self._distrusted.add(source)
         dropped = [block_id for block_id, sources in self._sources.items() if source in sources]
         for block_id in dropped:
             self._unpublish(block_id)

@@ -124,8 +124,8 @@ def test_what_is_copied_while_its_worker_becomes_distrusted_is_not_kept(
     if at == "before":
         _interrupt(rig, lambda: rig.blocks.distrust("wrong"), "wait", monkeypatch)
     else:
-        drop_from = rig.blocks._physical.drop_from
-        monkeypatch.setattr(rig.blocks._physical, "drop_from", lambda source: (rig.work(), drop_from(source))[1])
+        distrust = rig.blocks._physical.distrust
+        monkeypatch.setattr(rig.blocks._physical, "distrust", lambda source: (rig.work(), distrust(source))[1])
         rig.blocks.distrust("wrong")
     rig.work()
     assert rig.tier.num_kept == 0
