@@ -1,4 +1,4 @@
-"""The size of a step, and the prompts in it: chunk sizes from a budget for the time to first token. Pure functions.
+"""The size of a step, and whose turn it is in it, from a budget for the time to first token. Pure functions.
 
 Two rules keep short prompts from waiting for long ones. Both use the budget and the measured cost of steps:
 
@@ -9,9 +9,6 @@ measured one. So a slow GPU, which has the same default limit as a fast one, doe
 
 *Order.* Prompts whose first token would come too late may overtake a longer prompt (:mod:`kvrelay.worker.scheduling.overtaking`).
 They overtake only a prompt that has its blocks. Otherwise short prompts would take the blocks that a long one waits for.
-
-Of some models, the tokens of an image see each other. Then no chunk ends inside an image: it ends before the image, or takes it
-whole even if the step gets larger than it should.
 """
 
 from __future__ import annotations
@@ -21,7 +18,6 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import accumulate
 
-from kvrelay.common.images import ImageSpan
 from kvrelay.worker.scheduling.overtaking import in_the_way, overtaking
 from kvrelay.worker.scheduling.step_cost import StepCost
 
@@ -67,42 +63,6 @@ def step_tokens(
     worth_its_cost = cost.fixed_s * (1 / _MAX_FIXED_SHARE - 1) / cost.token_s
     num_blocks = max(1, math.ceil(max(within_budget, worth_its_cost) / block_size))
     return min(max_tokens, num_blocks * block_size)
-
-
-def last_end(spans: Seq[ImageSpan], start: int, end: int, num_tokens: int, unit: int = 1) -> int:
-    """The last position up to ``end`` where a chunk from ``start`` on may end; ``start`` if there is none behind it.
-
-    It may end outside of ``spans``, at a multiple of ``unit`` or with the sequence's last token. ``num_tokens``: of the sequence.
-    """
-    while end > start:
-        inside = next((span for span in spans if span.start < end < span.stop), None)
-        if inside is not None:
-            end = inside.start
-        elif end % unit and end != num_tokens:
-            end -= end % unit
-        else:
-            return end
-    return start
-
-
-def first_end(spans: Seq[ImageSpan], start: int, num_tokens: int, unit: int = 1) -> int:
-    """The first position behind ``start`` where a chunk may end; see ``last_end``."""
-    end = start + 1
-    while True:
-        end = min(num_tokens, -(-end // unit) * unit)
-        inside = next((span for span in spans if span.start < end < span.stop), None)
-        if inside is None:
-            return end
-        end = inside.stop
-
-
-def longest_chunk(spans: Seq[ImageSpan], num_tokens: int, unit: int = 1) -> int:
-    """The most tokens that a step must compute together because of ``spans``; see ``last_end``."""
-    longest = 0
-    for span in spans:
-        start = last_end(spans, 0, span.start, num_tokens, unit)
-        longest = max(longest, first_end(spans, start, num_tokens, unit) - start)
-    return longest
 
 
 def turns(

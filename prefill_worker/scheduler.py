@@ -2,9 +2,9 @@
 
 ``step()`` of the prefill worker is schedule → run → postprocess. An admitted prompt gets all its blocks, starts after its cached
 prefix, and is computed in chunks. Several prompts share a step. :mod:`kvrelay.prefill_worker.chunking` decides the size of a step,
-and which prompts overtake a long one. If a tier below the pool has more of a prompt, it begins when that is copied
-(:mod:`kvrelay.prefill_worker.fetches`). A computed prompt leaves the scheduler, but still holds its blocks: its hand-off reads
-them, and the service releases them afterwards.
+and which prompts overtake a long one. :mod:`kvrelay.prefill_worker.chunk_ends` decides where a chunk ends. If a tier below the pool
+has more of a prompt, it begins when that is copied (:mod:`kvrelay.prefill_worker.fetches`). A computed prompt leaves the scheduler,
+but still holds its blocks: its hand-off reads them, and the service releases them afterwards.
 
 Runs on the model thread alone. Uses no sockets and no clock.
 """
@@ -18,7 +18,8 @@ from kvrelay.engine.kv.block_manager import BlockManager
 from kvrelay.engine.step.interface import StepRow
 from kvrelay.engine.step.plan import RowResult
 from kvrelay.engine.step.sequence import Sequence, SequenceStatus
-from kvrelay.prefill_worker.chunking import Prompt, first_end, last_end, step_tokens, turns
+from kvrelay.prefill_worker.chunk_ends import ChunkEnds
+from kvrelay.prefill_worker.chunking import Prompt, step_tokens, turns
 from kvrelay.prefill_worker.fetches import Fetches
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
 from kvrelay.worker.scheduling.choice import EVERYBODY, Choice
@@ -47,7 +48,7 @@ class PrefillScheduler(Scheduler):
         blocks.leaves_owed = True  # a running prompt never waits for another one's blocks
         self._ttft_budget_s = settings.ttft_budget_ms / 1000
         self._costs = StepCosts()
-        self._unit = blocks.block_size if blocks.has_states else 1  # chunks end at multiples of it
+        self._ends = ChunkEnds(blocks.block_size, self._max_batched_tokens, has_states=blocks.has_states)
         self._fetches = Fetches(blocks.tier, self._held, self._look_up)
         self._num_cached: dict[Key, int] = {}  # per waiting prompt: leading tokens that were cached when last looked up
 
@@ -72,51 +73,41 @@ class PrefillScheduler(Scheduler):
 
     def schedule(self, now_s: float, choice: Choice = EVERYBODY) -> Schedule:
         """See Scheduler. Chunks in fair order, except for overtaking. Prompts that are in a running step may be continued."""
-        ahead = choice.num_ahead
-        in_order = self._places.fair.in_order(self.running + self.waiting, now_s)
-        line = [one for one in choice.staying(in_order) if self._goes_on(one, ahead.get(one, 0))]
-        line = [one for one in line if not self._fetches.is_under_way(one)]
+        ahead, cost, block_size = choice.num_ahead, self._costs.cost, self._blocks.block_size
+        line = self._line(now_s, choice)
+        room = self._max_batched_tokens
+        num_left = step_tokens(self._ttft_budget_s, cost, room, block_size, self._costs.largest_step)
+        num_for_others = int(num_left * _PART_FOR_OTHERS)
         prompts = [self._in_line(sequence, ahead.get(sequence, 0)) for sequence in line]
-        block_size, cost = self._blocks.block_size, self._costs.cost
-        budget = step_tokens(self._ttft_budget_s, cost, self._max_batched_tokens, block_size, self._costs.largest_step)
-        num_for_others = int(budget * _PART_FOR_OTHERS)
-        plan = Schedule(rows=[])
-        has_room, num_in_step = True, 0
-        for turn in turns(prompts, budget, now_s, self._ttft_budget_s, cost, block_size):
-            sequence, share = line[turn.index], budget if turn.max_tokens is None else min(budget, turn.max_tokens)
+        plan, has_room = Schedule(rows=[]), True
+        for turn in turns(prompts, num_left, now_s, self._ttft_budget_s, cost, block_size):
+            sequence = line[turn.index]
+            num_ahead, is_first = ahead.get(sequence, 0), not plan.rows
+            share = num_left if turn.max_tokens is None else min(num_left, turn.max_tokens)
             if self._places.fair.is_ahead(sequence, now_s):
-                share = min(share, max(0, budget - num_for_others))
-            num_ahead, room = ahead.get(sequence, 0), self._max_batched_tokens - num_in_step
-            start = self._start(sequence, num_ahead)
-            if sequence.status is SequenceStatus.RUNNING:
-                num_in_blocks = sequence.num_blocks * block_size - start
-                share, room = min(share, num_in_blocks), min(room, num_in_blocks)
-            is_alone = not plan.rows and not num_ahead
-            num_tokens = self._size(sequence, prompts[turn.index].num_tokens, start, share, None if is_alone else room)
-            if share == 0 or num_tokens is None or (num_tokens == 0 and plan.rows):
+                share = min(share, num_left - num_for_others)
+            its_room = None if is_first and not num_ahead else room
+            num_tokens = self._chunk(sequence, num_ahead, share, its_room, must=is_first)
+            if num_tokens == 0:
                 continue
             if sequence.status is SequenceStatus.WAITING:
                 # No prompt starts before one that finds no room, which would otherwise wait for ever.
                 has_room = has_room and len(self.running) < self._max_num_seqs
-                if has_room and self._fetches.begin(sequence):
+                if not has_room or self._fetches.begin(sequence):
                     continue
-                has_room = has_room and self._admit(sequence, now_s)
+                has_room = self._admit(sequence, now_s)
                 if not has_room:
                     continue
                 plan.admitted.append(sequence)
-                start, num_left = sequence.num_computed_tokens, sequence.num_uncomputed_tokens
-                num_tokens = self._size(sequence, num_left, start, share, None if is_alone else room)
                 # Less of it may be cached than when it came, and its first chunk exceed the step.
-                if num_tokens is None or (num_tokens == 0 and plan.rows and self._blocks.has_states):
+                must = is_first or not self._blocks.has_states
+                num_tokens = self._chunk(sequence, num_ahead, share, its_room, must=must)
+                if num_tokens == 0:
                     continue
-            if num_tokens == 0:
-                has_states = self._blocks.has_states
-                end = self._first_end(sequence, start) if has_states else self._last_end(sequence, start, start + share)
-                num_tokens = end - start
             plan.rows.append(StepRow(sequence, num_tokens, num_ahead))
-            num_in_step += num_tokens
-            budget -= num_tokens
-            if budget <= 0:
+            room -= num_tokens
+            num_left -= num_tokens
+            if num_left <= 0:
                 break
         if has_room:
             self._fetches.begin_next(line)
@@ -141,6 +132,12 @@ class PrefillScheduler(Scheduler):
             computed.append(progress_of(sequence, token, num_ready_blocks))
         return computed
 
+    def _line(self, now_s: float, choice: Choice) -> list[Sequence]:
+        """The prompts that could be in the step, in fair order."""
+        in_order = self._places.fair.in_order(self.running + self.waiting, now_s)
+        line = [one for one in choice.staying(in_order) if self._goes_on(one, choice.num_ahead.get(one, 0))]
+        return [one for one in line if not self._fetches.is_under_way(one)]
+
     @staticmethod
     def _goes_on(sequence: Sequence, num_ahead: int) -> bool:
         """Whether tokens are left after the running steps. With log probabilities of the prompt it waits for these steps."""
@@ -154,7 +151,7 @@ class PrefillScheduler(Scheduler):
 
     def _in_line(self, sequence: Sequence, num_ahead: int) -> Prompt:
         start = self._start(sequence, num_ahead)
-        num_together = max(1, self._num_together(sequence, start))
+        num_together = max(1, self._ends.num_together(sequence, start))
         is_started = sequence.status is SequenceStatus.RUNNING
         return Prompt(sequence.num_tokens - start, sequence.arrival_s, is_started, num_together)
 
@@ -162,48 +159,13 @@ class PrefillScheduler(Scheduler):
         """Its first token that no running step computes. Of a waiting prompt: if as much is still cached as when it came."""
         return sequence.num_computed_tokens + num_ahead + self._num_cached.get(sequence.key, 0)
 
-    def _size(self, sequence: Sequence, num_left: int, start: int, share: int, room: int | None) -> int | None:
-        """How many of ``share`` tokens to compute, or more to take an image whole. 0: it should wait; None: it must.
-
-        ``room``: tokens that there is room for in any case; None: nothing else is in the step.
-        """
-        num_tokens = self._chunk(num_left, start, share)
-        num_tokens = self._last_end(sequence, start, start + num_tokens) - start
-        num_together = 0 if num_tokens else self._num_together(sequence, start)
-        if not num_together:
-            return num_tokens
-        return num_together if room is None or num_together <= room else None
-
-    def _last_end(self, sequence: Sequence, start: int, end: int) -> int:
-        """See ``chunking.last_end``. ``end`` itself if images may be split."""
-        if not sequence.has_whole_images:
-            return end
-        return last_end(sequence.spans, start, end, sequence.num_tokens, self._unit)
-
-    def _first_end(self, sequence: Sequence, start: int) -> int:
-        """See ``chunking.first_end``."""
-        spans = sequence.spans if sequence.has_whole_images else ()
-        return first_end(spans, start, sequence.num_tokens, self._unit)
-
-    def _num_together(self, sequence: Sequence, start: int) -> int:
-        """Tokens from ``start`` on that a step must compute together because of an image; 0 if it need not."""
-        if not sequence.has_whole_images:
-            return 0
-        end = self._first_end(sequence, start)
-        return end - start if end > first_end((), start, sequence.num_tokens, self._unit) else 0
-
-    def _chunk(self, num_left: int, start: int, share: int) -> int:
-        """How many of ``share`` tokens to compute, of ``num_left`` from ``start`` on: all left, or else up to a block's end.
-
-        Blocks are sent whole. A prompt that would get only part of a block gets nothing: it would hold all its blocks for that.
-        With states a chunk must end with a block, because a failed chunk is computed again from the state before it.
-        """
-        if share >= num_left:
-            return num_left
-        num_past = (start + share) % self._blocks.block_size
-        # If blocks are large relative to a step, this would waste too much of it.
-        is_small = self._blocks.has_states or 8 * num_past <= self._max_batched_tokens
-        return max(0, share - num_past) if is_small else share
+    def _chunk(self, sequence: Sequence, num_ahead: int, share: int, room: int | None, *, must: bool) -> int:
+        """The tokens of the prompt's next chunk; 0: it waits. See ``ChunkEnds.num_tokens``. A running one stays in its blocks."""
+        start = self._start(sequence, num_ahead)
+        if sequence.status is SequenceStatus.RUNNING:
+            num_in_blocks = sequence.num_blocks * self._blocks.block_size - start
+            share, room = min(share, num_in_blocks), None if room is None else min(room, num_in_blocks)
+        return 0 if share <= 0 else self._ends.num_tokens(sequence, start, share, room, must=must)
 
     def _admit(self, sequence: Sequence, now_s: float) -> bool:
         """Give a waiting prompt its blocks and let it run. False if there are too few."""

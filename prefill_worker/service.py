@@ -16,7 +16,7 @@ from kvrelay.common.block_hash import HashChain
 from kvrelay.common.sampling import SampledToken
 from kvrelay.engine.kv.block_manager import BlockManager
 from kvrelay.engine.step.sequence import Sequence
-from kvrelay.prefill_worker.chunking import longest_chunk
+from kvrelay.prefill_worker.chunk_ends import longest_chunk
 from kvrelay.prefill_worker.links import DecodeLinks
 from kvrelay.wire.messages import (
     FailureCode,

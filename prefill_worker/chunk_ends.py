@@ -1,0 +1,111 @@
+"""Where a chunk of a prompt may end, and so how many tokens it has. A pure policy.
+
+Blocks are sent whole. So a chunk ends with a block or with the prompt, unless blocks are large relative to a step. With states it
+must end with a block, because a failed chunk is computed again from the state before it.
+
+Of some models, the tokens of an image see each other. Then no chunk ends inside an image: it ends before the image, or takes it
+whole even if the step gets larger than it should.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+from kvrelay.common.images import ImageSpan
+from kvrelay.engine.step.sequence import Sequence
+
+_MAX_WASTE = 8  # what a chunk gives up to end with a block is at most one of so many parts of the largest step
+
+
+class ChunkEnds:
+    """The ends of a worker's chunks."""
+
+    def __init__(self, block_size: int, max_step_tokens: int, *, has_states: bool) -> None:
+        """``has_states``: see BlockManager."""
+        self._block_size = block_size
+        self._max_step_tokens = max_step_tokens
+        self._has_states = has_states
+        self._unit = block_size if has_states else 1  # chunks end at multiples of it
+
+    def num_tokens(self, sequence: Sequence, start: int, share: int, room: int | None, *, must: bool) -> int:
+        """How many tokens to compute from ``start`` on; 0: the prompt waits.
+
+        ``share``: tokens that it should take at most. ``room``: those that it may take for an image that must be computed whole;
+        None: any number. ``must``: it takes some even if it would get only part of a block, or would need more than its share.
+        """
+        num_tokens = self._last_end(sequence, start, start + self._whole_blocks(sequence, start, share)) - start
+        if num_tokens:
+            return num_tokens
+        num_together = self.num_together(sequence, start)
+        if num_together:
+            return num_together if room is None or num_together <= room else 0
+        if not must:
+            return 0
+        end = self._first_end(sequence, start) if self._has_states else self._last_end(sequence, start, start + share)
+        return end - start
+
+    def num_together(self, sequence: Sequence, start: int) -> int:
+        """Tokens from ``start`` on that a step must compute together because of an image; 0 if it need not."""
+        if not sequence.has_whole_images:
+            return 0
+        end = self._first_end(sequence, start)
+        return end - start if end > first_end((), start, sequence.num_tokens, self._unit) else 0
+
+    def _whole_blocks(self, sequence: Sequence, start: int, share: int) -> int:
+        """How many of ``share`` tokens to compute: all that are left, or else up to a block's end.
+
+        A prompt that would get only part of a block gets nothing: it would hold all its blocks for that.
+        """
+        num_left = sequence.num_tokens - start
+        if share >= num_left:
+            return num_left
+        num_past = (start + share) % self._block_size
+        is_small = self._has_states or _MAX_WASTE * num_past <= self._max_step_tokens
+        return max(0, share - num_past) if is_small else share
+
+    def _last_end(self, sequence: Sequence, start: int, end: int) -> int:
+        """See ``last_end``. ``end`` itself if images may be split."""
+        if not sequence.has_whole_images:
+            return end
+        return last_end(sequence.spans, start, end, sequence.num_tokens, self._unit)
+
+    def _first_end(self, sequence: Sequence, start: int) -> int:
+        """See ``first_end``."""
+        spans = sequence.spans if sequence.has_whole_images else ()
+        return first_end(spans, start, sequence.num_tokens, self._unit)
+
+
+def last_end(spans: Seq[ImageSpan], start: int, end: int, num_tokens: int, unit: int = 1) -> int:
+    """The last position up to ``end`` where a chunk from ``start`` on may end; ``start`` if there is none behind it.
+
+    It may end outside of ``spans``, at a multiple of ``unit`` or with the sequence's last token. ``num_tokens``: of the sequence.
+    """
+    while end > start:
+        inside = next((span for span in spans if span.start < end < span.stop), None)
+        if inside is not None:
+            end = inside.start
+        elif end % unit and end != num_tokens:
+            end -= end % unit
+        else:
+            return end
+    return start
+
+
+def first_end(spans: Seq[ImageSpan], start: int, num_tokens: int, unit: int = 1) -> int:
+    """The first position behind ``start`` where a chunk may end; see ``last_end``."""
+    end = start + 1
+    while True:
+        end = min(num_tokens, -(-end // unit) * unit)
+        inside = next((span for span in spans if span.start < end < span.stop), None)
+        if inside is None:
+            return end
+        end = inside.stop
+
+
+def longest_chunk(spans: Seq[ImageSpan], num_tokens: int, unit: int = 1) -> int:
+    """The most tokens that a step must compute together because of ``spans``; see ``last_end``."""
+    longest = 0
+    for span in spans:
+        start = last_end(spans, 0, span.start, num_tokens, unit)
+        longest = max(longest, first_end(spans, start, num_tokens, unit) - start)
+    return longest
