@@ -37,9 +37,9 @@ import httpx
 import msgspec
 import psutil
 import uvloop
-from direct_link import DirectLink
-from gateway_ends import FIRST_MARK, PacedWorker, ask_directly, prompt_of
-from gateway_load import cpu_s, throughput, trace_cost
+from gateway_parts.direct_link import DirectLink
+from gateway_parts.ends import FIRST_MARK, PacedWorker, ask_directly, prompt_of
+from gateway_parts.load import cpu_s, throughput, trace_cost
 
 from kvrelay.launcher.bench.client import StreamingClient
 from kvrelay.launcher.bench.summary import percentile

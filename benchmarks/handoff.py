@@ -31,10 +31,10 @@ from multiprocessing.connection import Pipe
 from typing import Any
 
 import psutil
-from handoff_pools import Sizes
-from handoff_rounds import Round, Way, run_round
-from handoff_ways import receive, send
-from sides import Side
+from handoff_parts.pools import Sizes
+from handoff_parts.rounds import Round, Way, run_round
+from handoff_parts.sides import Side
+from handoff_parts.ways import receive, send
 
 from kvrelay.launcher.bench.machine import CpuMeter
 from kvrelay.launcher.bench.records import CpuUse

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import click
-from known_head import Text, save_known_head
+from speculation_parts.known_head import Text, save_known_head
 
 from kvrelay.executor import LLM, Chat, SamplingParams, StructuredOutputsParams
 from kvrelay.executor.request import Prompt

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from gateway_load import lines_of
+from gateway_parts.load import lines_of
 from msgspec.structs import replace
 
 from gateway import added

@@ -10,9 +10,9 @@ import pytest
 import torch
 from gpu_parts.engine.handoff import settle
 from gpu_parts.frame.sizes import BLOCK_SIZE, TINY
-from handoff_pools import Pool, Sizes
-from handoff_rounds import Way
-from handoff_ways import KvrelayReceiver, KvrelaySender
+from handoff_parts.pools import Pool, Sizes
+from handoff_parts.rounds import Way
+from handoff_parts.ways import KvrelayReceiver, KvrelaySender
 
 from kvrelay.engine.config.model import parse_config
 from kvrelay.engine.kv.device.copies import StagingPlan

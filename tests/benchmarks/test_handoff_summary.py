@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 from handoff import show, summary
-from handoff_pools import Sizes
-from handoff_rounds import Round
+from handoff_parts.pools import Sizes
+from handoff_parts.rounds import Round
 
 from kvrelay.launcher.bench.records import CpuUse
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from known_head import save_known_head
+from speculation_parts.known_head import save_known_head
 
 from tests.engine.conftest import SIZES, VOCAB, save_model
 from tests.heads import WIDE, ReferenceHead

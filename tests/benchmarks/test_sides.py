@@ -1,4 +1,4 @@
-"""benchmarks/sides.py: a side does not outlive the process that started it."""
+"""benchmarks/handoff_parts/sides.py: a side does not outlive the process that started it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.processes import is_alive
 
 SIDES = """
 import os, time
-from sides import Side
+from handoff_parts.sides import Side
 
 def start(connection):
     side = Side(asleep, ends_s=time.monotonic() + 600)

@@ -35,7 +35,7 @@ def _first_layers(num_layers: int, model: Path, directory: Path, _: Sequence[dic
 
 def known_head(model: Path, directory: Path, bodies: Sequence[dict[str, Any]]) -> list[str]:
     """An EAGLE-3 head that is trained on the model's answers without an adapter."""
-    from known_head import save_known_head  # noqa: PLC0415 - seconds to import
+    from speculation_parts.known_head import save_known_head  # noqa: PLC0415 - seconds to import
 
     from kvrelay.executor import LLM, SamplingParams  # noqa: PLC0415
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from sides import Side
+from handoff_parts.sides import Side
 
 from gpu_parts.engine.model_dir import model_directory
 from gpu_parts.engine.workers import (

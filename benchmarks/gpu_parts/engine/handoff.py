@@ -2,7 +2,7 @@
 
 Over TCP, and sealed, a block goes from the device to pinned memory, through a socket or shared memory, to pinned memory and the
 device. Plain blocks of one host are copied by the device into shared memory and out of it. The device hashes all plain blocks.
-Leases, transfers and both ends are kvrelay's, as in :mod:`handoff_ways`.
+Leases, transfers and both ends are kvrelay's, as in :mod:`handoff_parts.ways`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import cast
 
 import torch
 import xxhash
-from handoff_pools import Pool
-from handoff_pools import Sizes as RoundSizes
-from handoff_rounds import Way, receive_rounds, run_round, send_rounds
-from handoff_ways import KvrelayReceiver, KvrelaySender
-from sides import Side, heard
+from handoff_parts.pools import Pool
+from handoff_parts.pools import Sizes as RoundSizes
+from handoff_parts.rounds import Way, receive_rounds, run_round, send_rounds
+from handoff_parts.sides import Side, heard
+from handoff_parts.ways import KvrelayReceiver, KvrelaySender
 
 from gpu_parts.frame.rows import Against, Goal, Row, Unit
 from gpu_parts.frame.running import PRELOADED, Context, Fact, Finding
@@ -30,7 +30,7 @@ from kvrelay.engine.kv.device.copies import CudaCopies, StagingPlan
 from kvrelay.engine.kv.geometry import geometry_of
 from kvrelay.engine.kv.pool import KvPool
 
-TCP, SAME_HOST, SEALED = "verified", "shared", "shared-sealed"  # names in handoff_ways
+TCP, SAME_HOST, SEALED = "verified", "shared", "shared-sealed"  # names in handoff_parts.ways
 _NAMES = {TCP: "loopback TCP", SAME_HOST: "shared memory", SEALED: "shared memory, sealed"}
 _GOALS = {
     TCP: Goal("≥ 4 GB/s", Against.VALUE, 4e9, is_at_least=True),

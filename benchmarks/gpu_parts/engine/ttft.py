@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Iterator
 
 import torch
-from sides import Side
+from handoff_parts.sides import Side
 
 from gpu_parts.engine.handoff import SAME_HOST, fact_name
 from gpu_parts.engine.model_dir import model_directory

@@ -9,9 +9,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
-from direct_link import DirectLink
+from gateway_parts.direct_link import DirectLink
+from handoff_parts.sides import heard
 from prometheus_client import CollectorRegistry
-from sides import heard
 
 from gpu_parts.engine.stepping import load_engine
 from gpu_parts.frame.running import Context

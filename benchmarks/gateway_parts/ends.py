@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 
-from direct_link import DirectLink
 from prometheus_client import CollectorRegistry
 
+from gateway_parts.direct_link import DirectLink
 from kvrelay.common.sampling import FinishReason, SampledToken, SamplingParams
 from kvrelay.engine.fake.engine import fake_card
 from kvrelay.wire.control.server import ControlServer

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Protocol
 
-from sides import Side, heard
+from handoff_parts.sides import Side, heard
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 import zmq
-from handoff_pools import Pool, Sizes, WholePool, geometry_of
-from handoff_rounds import Way, receive_rounds, send_rounds
 from prometheus_client import CollectorRegistry
 
+from handoff_parts.pools import Pool, Sizes, WholePool, geometry_of
+from handoff_parts.rounds import Way, receive_rounds, send_rounds
 from kvrelay.common.block_hash import HashChain
 from kvrelay.common.sampling import SampledToken, SamplingParams
 from kvrelay.common.system import keep_freed_memory
