@@ -11,9 +11,10 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from kvrelay.engine.backends.cpu.attention import AttentionPlan, AttentionScratch
+from kvrelay.engine.backends.cpu.attention import AttentionPlan
 from kvrelay.engine.backends.cpu.experts import CpuExperts, SplitLinear
 from kvrelay.engine.backends.cpu.linear import Int8Linear, PackedLinear, PlainLinear, has_packed_linear
+from kvrelay.engine.backends.cpu.pool_rows import GatherScratch
 from kvrelay.engine.config.model import ModelConfig, ModelShape
 from kvrelay.engine.config.rope import cos_sin_tables
 from kvrelay.engine.kv.geometry import LayerGroups
@@ -70,7 +71,7 @@ class CpuPagedStep:
         shape: ModelShape,
         groups: LayerGroups,
         pool: Seq[GroupKv],
-        scratch: AttentionScratch,
+        scratch: GatherScratch,
         states: StateStep | None = None,
     ) -> None:
         self._groups = groups
@@ -125,7 +126,7 @@ class CpuStep(CpuPagedStep):
         shape: ModelShape,
         groups: LayerGroups,
         pool: Seq[GroupKv],
-        scratch: AttentionScratch,
+        scratch: GatherScratch,
         tables: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> None:
         """``tables``: None for a model with latents, which rotates by itself."""
@@ -153,7 +154,7 @@ class CpuPagedOps:
         self._groups = LayerGroups.of_shape(shape, pool.shape[4])
         self._pool = view_groups(pool, self._groups)
         self._states = StatePool(shape, pool, self.upload) if shape.states else None
-        self._scratch = AttentionScratch(pool.dtype)
+        self._scratch = GatherScratch(pool.dtype)
         self._packs = has_packed_linear(pool.dtype)
 
     def make_linear(self, weight: AnyWeight, bias: torch.Tensor | None) -> Linear:

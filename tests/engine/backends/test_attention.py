@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from kvrelay.common.kv_geometry import Chunk, Window
-from kvrelay.engine.backends.cpu.attention import AttentionPlan, AttentionScratch
+from kvrelay.engine.backends.cpu.attention import AttentionPlan
+from kvrelay.engine.backends.cpu.pool_rows import GatherScratch
 from kvrelay.engine.config.model import KvSizes
 from kvrelay.engine.kv.views import view_group
 from kvrelay.engine.models.ops import PLAIN, Scores
@@ -74,7 +75,7 @@ def compare(
     out = torch.full_like(query, torch.nan)
     is_plain = options.softcap is None and options.sinks is None
     kv = view_group(pool, KvSizes(heads[1], head_dim, head_dim))
-    plan = AttentionPlan(batch, kv, heads[0], window, AttentionScratch(dtype), has_plain_scores=is_plain)
+    plan = AttentionPlan(batch, kv, heads[0], window, GatherScratch(dtype), has_plain_scores=is_plain)
     plan.run(query, layer, out, options)
     for index, table in enumerate(batch.block_tables()):
         tokens = slice(int(batch.query_start_loc[index]), int(batch.query_start_loc[index + 1]))
@@ -163,7 +164,7 @@ def test_seeing_up_to_the_own_position_changes_no_bit(window: int | None) -> Non
     for last_seen, sees_ahead in ((None, True), (batch.positions, True), (batch.positions + 1, False)):
         out = torch.empty_like(query)
         of = replace(batch, last_seen=last_seen)
-        AttentionPlan(of, kv, 6, window, AttentionScratch(torch.float32), sees_ahead=sees_ahead).run(query, 0, out)
+        AttentionPlan(of, kv, 6, window, GatherScratch(torch.float32), sees_ahead=sees_ahead).run(query, 0, out)
         results.append(out)
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
@@ -178,7 +179,7 @@ def test_a_long_prompt_does_not_pad_the_others() -> None:
         steps.append(StepRow(of, count))
     batch = batch_of(steps, 16)
     plan = AttentionPlan(
-        batch, view_group(torch.zeros(1, 1, 2, 2, 16, 16), KvSizes(2, 16, 16)), 2, None, AttentionScratch(torch.float32)
+        batch, view_group(torch.zeros(1, 1, 2, 2, 16, 16), KvSizes(2, 16, 16)), 2, None, GatherScratch(torch.float32)
     )
     scores = sum(group.tile * group.chunk * len(piece.tiles) for group in plan._groups for piece in group.pieces)
     assert scores < 2 * (600 * 600 / 2 + 40 * 64)
