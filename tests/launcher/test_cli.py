@@ -15,7 +15,7 @@ from kvrelay.common.errors import ModelError, SettingsError
 from kvrelay.common.settings import describe, setting
 from kvrelay.decode_worker.settings import DecodeSettings
 from kvrelay.gateway.http.api_keys import ApiKeys
-from kvrelay.launcher import cli
+from kvrelay.launcher import cli, commands
 from kvrelay.launcher.options import Options
 from kvrelay.launcher.settings import COMPONENTS, local_infos
 
@@ -46,20 +46,20 @@ def test_every_command_has_help_with_flags_variables_and_defaults(
     assert "--model TEXT" in text
     assert "KVRELAY_MODEL" in text
     assert "default: demo" in text
-    for info in cli._options(cli.COMMANDS[command]).infos:
+    for info in cli._options(commands.COMMANDS[command]).infos:
         assert f" {info.flag}" in text
         assert info.variable in text
 
 
-@pytest.mark.parametrize("command", [name for name, entry in cli.COMMANDS.items() if entry.common])
+@pytest.mark.parametrize("command", [name for name, entry in commands.COMMANDS.items() if entry.common])
 def test_help_shows_what_most_people_set(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run([command, "--help"]) == 0
     text = capsys.readouterr().out
     assert len(text.splitlines()) <= 80
-    infos = {info.name: info for info in cli._options(cli.COMMANDS[command]).infos}
+    infos = {info.name: info for info in cli._options(commands.COMMANDS[command]).infos}
     listed = {line.split()[0] for line in text.splitlines() if line.startswith("  --")}
     shown = [name for name, info in infos.items() if info.flag in listed]
-    assert sorted(shown) == sorted(cli.COMMANDS[command].common)
+    assert sorted(shown) == sorted(commands.COMMANDS[command].common)
     assert f"kvrelay {command} --help-all" in text
 
 
@@ -79,7 +79,7 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_help_names_the_commands_whose_options_are_variables_too() -> None:
     named = " ".join((cli.cli.help or "").split()).partition(" can also be given as a variable")[0]
     named = named.rpartition("Every option of ")[2]
-    assert re.split(", | and ", named) == list(cli.COMMANDS)
+    assert re.split(", | and ", named) == list(commands.COMMANDS)
 
 
 def test_the_page_names_the_settings_that_local_does_not_take() -> None:
