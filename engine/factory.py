@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Callable
@@ -14,7 +13,7 @@ from kvrelay.common.errors import ModelError, SettingsError
 from kvrelay.common.model_card import ModelCard
 from kvrelay.common.system import available_cores
 from kvrelay.engine.config.tokenizer import require_same_tokens
-from kvrelay.engine.fake.engine import FakeEngine, FakePace, fake_card
+from kvrelay.engine.fake.factory import make_fake_engine
 from kvrelay.engine.fake.images import FakeImageReader
 from kvrelay.engine.guides.guidance import GuideCompiler, NoGuides
 from kvrelay.engine.images.interface import ImageReader
@@ -38,8 +37,6 @@ if TYPE_CHECKING:
     from kvrelay.engine.torch_engine import TorchEngine
 
 logger = logging.getLogger(__name__)
-
-_FAKE_KV_MB = 64
 
 
 def load_engine(
@@ -70,15 +67,15 @@ def load_engine(
         for flag, number in (("tensor", model.tensor_parallel), ("pipeline", model.pipeline_parallel)):
             if number > 1:
                 raise ModelError(f"--{flag}-parallel is {number}; the fake engine has one rank")
-        return _fake_engine(directory, model, kv, fake, decodes=decodes)
+        return make_fake_engine(directory, model, kv, fake, decodes=decodes)
     log_begin(logger, directory)
     settings = LoadSettings(model, kv, max_num_seqs, max_batched_tokens, decodes)
     if model.num_ranks == 1:
         return load_part(settings, None, progress)
-    if model.pipeline_parallel > 1:
-        _require_stages(model, directory)
+    from kvrelay.engine.rank_check import require_ranks  # noqa: PLC0415 - imports torch
+
     num_local = model.num_ranks if nodes is None else nodes.place.num_local
-    _require_ranks(model, directory, num_local)  # before any process is started
+    require_ranks(model, directory, num_local)
     from kvrelay.engine.ranks.engine import RankedEngine  # noqa: PLC0415 - imports torch
 
     return RankedEngine.load(settings, lambda part: load_part(settings, part, progress), nodes)
@@ -238,67 +235,6 @@ def load_part(settings: LoadSettings, part: RankPart | None, progress: Callable[
     return TorchEngine.load(options, progress, part)
 
 
-def _require_stages(model: ModelSettings, directory: Path) -> None:
-    """Raise ModelError unless the model can be cut into stages."""
-    from kvrelay.engine.config.cut import require_stages  # noqa: PLC0415 - imports torch
-    from kvrelay.engine.config.model import load_config, needs_transformers  # noqa: PLC0415
-
-    asked = f"--pipeline-parallel is {model.pipeline_parallel}"
-    if needs_transformers(model.backend, directory):
-        raise ModelError(f"{asked}; models that run through transformers have no stages: take 1")
-    require_stages(load_config(directory), model.pipeline_parallel)
-
-
-def _require_ranks(model: ModelSettings, directory: Path, num_local: int) -> None:
-    """Raise ModelError unless the model can be cut among ranks, ``num_local`` of them on this host."""
-    import torch  # noqa: PLC0415
-
-    from kvrelay.engine.backends.options import device_of  # noqa: PLC0415 - imports torch
-    from kvrelay.engine.config.cut import require_experts, require_fit  # noqa: PLC0415
-    from kvrelay.engine.config.model import load_config, needs_transformers  # noqa: PLC0415
-
-    asked = f"--tensor-parallel is {model.tensor_parallel}"
-    if model.pipeline_parallel > 1:
-        asked += f" and --pipeline-parallel {model.pipeline_parallel}"
-    if model.fp8_activations and model.tensor_parallel > 1:
-        raise ModelError(
-            f"{asked} and --fp8-activations is on; a row's scale is of all its inputs, of which a rank has a part: take 1, or "
-            "leave --fp8-activations out"
-        )
-    is_through_transformers = needs_transformers(model.backend, directory)
-    if device_of(model.device).type == "cuda":
-        if (num_gpus := torch.cuda.device_count()) < num_local:
-            here = "" if num_local == model.num_ranks else f" on {model.num_ranks // num_local} nodes"
-            raise ModelError(
-                f"{asked}{here}, and this worker sees {num_gpus} GPUs, one for each rank here: take at most that many"
-            )
-        if is_through_transformers:
-            raise ModelError(
-                f"{asked}; models that run through transformers have ranks on CPUs only: take 1, or --device cpu"
-            )
-        if model.kv_dtype != "auto":
-            raise ModelError(
-                f"{asked} and --kv-dtype {model.kv_dtype}, whose scales are not cut among ranks: take 1, or auto"
-            )
-    if is_through_transformers:
-        if model.expert_parallel:
-            raise ModelError(
-                "--expert-parallel is on; models that run through transformers have no whole experts for ranks: leave it out"
-            )
-        if model.weight_format != "full":
-            raise ModelError(
-                f"--weight-format is {model.weight_format}, which needs a model with a path of its own; take full"
-            )
-        from kvrelay.engine.models.hf.cut import require_plan  # noqa: PLC0415 - transformers, too
-
-        require_plan(directory, model.tensor_parallel)
-    else:
-        config = load_config(directory)
-        require_fit(config, model.tensor_parallel)
-        if model.expert_parallel:
-            require_experts(config, model.tensor_parallel)
-
-
 def load_guides(model: ModelSettings, fake: FakeSettings, vocab_size: int) -> GuideCompiler:
     """The guide compiler for the model in the directory ``model.model``. ``vocab_size``: the engine's."""
     if fake.is_fake:
@@ -317,42 +253,3 @@ def load_images(model: ModelSettings, fake: FakeSettings, card: ModelCard) -> Im
     from kvrelay.engine.models.hf.reading import make_reader  # noqa: PLC0415 - imports torch
 
     return make_reader(Path(model.model))
-
-
-def _fake_engine(
-    directory: Path, model: ModelSettings, kv: KvSettings, fake: FakeSettings, *, decodes: bool
-) -> FakeEngine:
-    """An engine with the vocabulary and limits of the model in ``directory``, whose weights it does not read."""
-    no_images = "decode workers read no images" if decodes else ""
-    if not decodes and FakeImageReader.of_tokenizer(directory) is None:
-        no_images = "the model's tokenizer has no special token for them"
-    vocab_size, longest = _sizes(directory)
-    block_size = kv.block_size or DEFAULT_BLOCK_SIZE
-    num_blocks = kv.num_blocks or (kv.kv_memory_mb or _FAKE_KV_MB) * 2**20 // (block_size * fake.fake_token_bytes)
-    card = fake_card(
-        num_blocks=max(1, num_blocks),
-        block_size=block_size,
-        token_nbytes=fake.fake_token_bytes,
-        max_model_len=min(longest, model.max_model_len or longest),
-        model_id=f"fake-{directory.name}",
-        vocab_size=vocab_size,
-        processors=tuple(load_processors(model.logits_processors)),  # they are not run, because there are no logits
-        no_images=no_images,
-    )
-    pace = FakePace(step_s=fake.fake_step_ms * 1e-3, token_s=fake.fake_token_us * 1e-6)
-    has_adapters = model.adapters is not None
-    runs_ahead = model.run_ahead == "on"
-    return FakeEngine(card, pace=pace, reads_back_once=True, runs_ahead=runs_ahead, has_adapters=has_adapters)
-
-
-def _sizes(directory: Path) -> tuple[int, int]:
-    """(vocabulary, longest sequence) of the model, read without torch. Raises ModelError."""
-    path = directory / "config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-        config |= config.get("text_config") or {}  # of a multimodal model
-        return int(config["vocab_size"]), int(config["max_position_embeddings"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelError(
-            f"{path} does not tell vocab_size and max_position_embeddings ({error!r}); name a model's directory"
-        ) from error
