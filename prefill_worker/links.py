@@ -30,7 +30,7 @@ from kvrelay.wire.messages import (
 )
 from kvrelay.wire.metrics import WireMetrics
 from kvrelay.wire.security.authentication import ClientProof
-from kvrelay.wire.transfers import DecodeLink, absurdity
+from kvrelay.wire.transfers.transfer import DecodeLink, absurdity
 from kvrelay.worker.setup import Setup
 
 logger = logging.getLogger(__name__)

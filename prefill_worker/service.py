@@ -28,7 +28,8 @@ from kvrelay.wire.messages import (
     TokenDelta,
     Tokens,
 )
-from kvrelay.wire.transfers import DecodeLink, TransferTable
+from kvrelay.wire.transfers.table import TransferTable
+from kvrelay.wire.transfers.transfer import DecodeLink
 from kvrelay.worker.entries import Entry, Phase
 from kvrelay.worker.model_worker import Report
 from kvrelay.worker.scheduling.scheduler import Progress

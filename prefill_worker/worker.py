@@ -23,7 +23,8 @@ from kvrelay.prefill_worker.service import PrefillService
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings, PrefillSettings
 from kvrelay.wire.control.ticker import every
 from kvrelay.wire.messages import Role
-from kvrelay.wire.transfers import TransferSettings, TransferTable
+from kvrelay.wire.transfers.table import TransferTable
+from kvrelay.wire.transfers.transfer import TransferSettings
 from kvrelay.worker.main import serve_worker
 from kvrelay.worker.setup import Setup
 from kvrelay.worker.worker import Worker

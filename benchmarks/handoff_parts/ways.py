@@ -27,7 +27,8 @@ from kvrelay.wire.lines.shared.receiver import SharedReceiver
 from kvrelay.wire.lines.shared.sender import SharedTarget
 from kvrelay.wire.messages import Commit, FailureCode, Grant, Message, Offer, Verified
 from kvrelay.wire.metrics import WireMetrics
-from kvrelay.wire.transfers import DecodeLink, TransferSettings, TransferTable
+from kvrelay.wire.transfers.table import TransferTable
+from kvrelay.wire.transfers.transfer import DecodeLink, TransferSettings
 
 BLOCK_SIZE = 16  # tokens
 FINGERPRINT = b"handoff benchmark"

@@ -17,7 +17,8 @@ from kvrelay.prefill_worker.scheduler import PrefillScheduler
 from kvrelay.prefill_worker.service import PrefillService
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
 from kvrelay.wire.messages import DecodeTarget, FailureCode, Offer, Submit
-from kvrelay.wire.transfers import DecodeLink, TransferTable
+from kvrelay.wire.transfers.table import TransferTable
+from kvrelay.wire.transfers.transfer import DecodeLink
 from tests.worker.rig import ServiceRig
 
 CARD = fake_card()

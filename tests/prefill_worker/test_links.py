@@ -30,7 +30,7 @@ from kvrelay.wire.messages import (
 from kvrelay.wire.metrics import WireMetrics
 from kvrelay.wire.network import Network
 from kvrelay.wire.settings import LinkSettings
-from kvrelay.wire.transfers import DecodeLink
+from kvrelay.wire.transfers.transfer import DecodeLink
 from kvrelay.worker.setup import Setup
 from tests.reliability.fleet import Cable
 from tests.wire.links import IDLE

@@ -8,7 +8,7 @@ import pytest
 
 from kvrelay.engine.fake.language import expected_output
 from kvrelay.wire.messages import Cancel, Cancelled, FailureCode, HandedOver, Tokens
-from kvrelay.wire.transfers import DecodeLink
+from kvrelay.wire.transfers.transfer import DecodeLink
 from kvrelay.worker.model_worker import Report
 from tests.prefill_worker.service_rig import CARD, DECODE, PROMPT, Rig, submit
 

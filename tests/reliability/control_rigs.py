@@ -40,7 +40,8 @@ from kvrelay.wire.messages import FailureCode, Message, Offer
 from kvrelay.wire.metrics import WireMetrics
 from kvrelay.wire.network import Network
 from kvrelay.wire.settings import LinkSettings
-from kvrelay.wire.transfers import DecodeLink, TransferSettings, TransferTable
+from kvrelay.wire.transfers.table import TransferTable
+from kvrelay.wire.transfers.transfer import DecodeLink, TransferSettings
 from kvrelay.worker.adapters import AdapterStore
 from kvrelay.worker.images import ImageDesk
 from kvrelay.worker.metrics import EngineMetrics

@@ -34,7 +34,7 @@ from kvrelay.wire.messages import (
     Tokens,
     Verified,
 )
-from kvrelay.wire.transfers import absurdity
+from kvrelay.wire.transfers.transfer import absurdity
 
 from ..images import png, with_images
 from .absurd import AbsurdMessages

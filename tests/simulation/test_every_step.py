@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from kvrelay.wire.transfers import TransferSettings
+from kvrelay.wire.transfers.transfer import TransferSettings
 
 from .faults import (
     Fault,

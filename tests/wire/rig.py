@@ -19,7 +19,8 @@ from kvrelay.wire.lines.shared.receiver import SharedReceiver
 from kvrelay.wire.lines.shared.sender import SharedTarget
 from kvrelay.wire.messages import Abort, Commit, FailureCode, Grant, Message, Offer, Reject, Verified
 from kvrelay.wire.metrics import WireMetrics
-from kvrelay.wire.transfers import DecodeLink, TransferSettings, TransferTable
+from kvrelay.wire.transfers.table import TransferTable
+from kvrelay.wire.transfers.transfer import DecodeLink, TransferSettings
 
 from .lease_bench import (
     BLOCK_NBYTES,

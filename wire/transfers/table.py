@@ -8,21 +8,15 @@ Network thread only; nothing here blocks. The service reports computed blocks wi
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Protocol
 
 from kvrelay.common.kv_geometry import KvGeometry
-from kvrelay.common.late_bytes import LateBytes
 from kvrelay.common.sampling import SampledToken
 from kvrelay.wire.blocks.frames import BlockHeader
 from kvrelay.wire.blocks.pieces import pieces_of
 from kvrelay.wire.blocks.seal import KEY_NBYTES, BlockSealer
-from kvrelay.wire.blocks.send_job import SendTicket
 from kvrelay.wire.errors import WireError
-from kvrelay.wire.leases.states import HandoffState, advance
-from kvrelay.wire.lines.block_sender import BlockSender
+from kvrelay.wire.leases.states import HandoffState
 from kvrelay.wire.messages import (
     Abort,
     Commit,
@@ -36,81 +30,7 @@ from kvrelay.wire.messages import (
     Verified,
 )
 from kvrelay.wire.metrics import WireMetrics
-
-Key = tuple[str, int]
-
-_U64 = 2**64
-
-
-class MessageSender(Protocol):
-    """A control link (kvrelay.wire.control.client.ControlClient)."""
-
-    def send(self, message: Message) -> bool:
-        """Queue a message; False if the link is down."""
-
-
-@dataclass(slots=True, eq=False)
-class DecodeLink:
-    """Both connections to one start of one decode worker."""
-
-    control: MessageSender
-    data: BlockSender
-    seals_kv: bool = False  # whether all blocks must be sealed, as agreed at Hello
-    left_s: float = -math.inf  # when a block of any transfer last left
-
-
-class ReadableStore(Protocol):
-    """The pool's bytes, as a transfer sees them (see kvrelay.engine.step.interface.BlockStore)."""
-
-    def open_read(self, block_id: int, group: int) -> memoryview | LateBytes:
-        """Open a block for reading: its bytes, or a handle for bytes that are on their way from a device."""
-
-    def close_read(self, block_id: int) -> None:
-        """The bytes are no longer read."""
-
-
-class TransferHandler(Protocol):
-    """Hears how transfers end."""
-
-    def on_verified(self, key: Key) -> None:
-        """The decode worker owns the sequence."""
-
-    def on_failed(self, key: Key, code: FailureCode, detail: str, retry_after_s: float | None) -> None:
-        """The transfer is over, and the decode worker has nothing of it."""
-
-    def on_blocks_released(self, key: Key) -> None:
-        """No send in flight reads the blocks."""
-
-
-@dataclass(frozen=True, slots=True)
-class TransferSettings:
-    """Bounds on a silent peer. In seconds."""
-
-    grant_timeout_s: float = 10.0  # longest wait for the answer to an offer
-    verify_timeout_s: float = 30.0  # longest wait for the verdict after the commit, while no block leaves
-
-
-@dataclass(slots=True, eq=False)
-class _Transfer:
-    key: Key
-    link: DecodeLink
-    offer: Offer
-    block_tables: list[list[int]]  # by group
-    first_blocks: tuple[int, ...]  # for each piece: the first block that is sent
-    since_s: float  # of the state
-    state: HandoffState = HandoffState.OFFERED
-    lease: Grant | None = None
-    sealer: BlockSealer | None = None
-    renewed_s: float = 0.0
-    progress_s: float = 0.0  # when a block last left
-    num_ready: int = 0
-    next_block: int = 0  # the first block that is neither sent nor cached at the receiver
-    commit: tuple[SampledToken, int, int] | None = None  # what ``TransferTable.commit`` was told
-    tickets: list[tuple[int, SendTicket]] = field(default_factory=list)
-
-    def advance(self, state: HandoffState, now_s: float) -> None:
-        self.state = advance(self.state, state, f"transfer of request {self.key}")
-        self.since_s = now_s
+from kvrelay.wire.transfers.transfer import DecodeLink, Key, ReadableStore, Transfer, TransferHandler, TransferSettings
 
 
 class TransferTable:
@@ -133,8 +53,8 @@ class TransferTable:
         self._settings = settings
         self._metrics = metrics
         self._clock = clock
-        self._transfers: dict[Key, _Transfer] = {}
-        self._by_lease: dict[tuple[DecodeLink, int], _Transfer] = {}
+        self._transfers: dict[Key, Transfer] = {}
+        self._by_lease: dict[tuple[DecodeLink, int], Transfer] = {}
 
     def open(self, key: Key, link: DecodeLink, offer: Offer, block_tables: list[list[int]]) -> None:
         """Offer a request. Computed blocks that are to be sent must stay readable until ``on_blocks_released``.
@@ -150,7 +70,7 @@ class TransferTable:
             if piece.window is None and (count := len(block_tables[piece.group])) != len(offer.block_hashes):
                 raise ValueError(f"request {key}: {count} blocks for {len(offer.block_hashes)} offered hashes")
         first_blocks = tuple(piece.first_block(len(offer.token_ids), self._block_size) for piece in self._pieces)
-        transfer = _Transfer(key, link, offer, block_tables, first_blocks, self._clock())
+        transfer = Transfer(key, link, offer, block_tables, first_blocks, self._clock())
         self._transfers[key] = transfer
         if not link.control.send(offer):
             self._fail(transfer, FailureCode.PEER_LOST, "the decode worker's link went down before the offer")
@@ -216,12 +136,12 @@ class TransferTable:
         """Time passes: renew leases, give up on silent peers, release blocks whose sends are over."""
         now_s = self._clock()
         for transfer in list(self._transfers.values()):
-            self._close_done(transfer)
+            transfer.close_done(self._store, self._clock())
             waited_s = now_s - max(transfer.since_s, transfer.progress_s)
             if transfer.state is HandoffState.OFFERED and waited_s > self._settings.grant_timeout_s:
                 self._fail(transfer, FailureCode.PEER_LOST, f"no answer to the offer for {waited_s:.0f} s")
             elif transfer.state is HandoffState.COMMITTED and waited_s > self._settings.verify_timeout_s:
-                if self._leads_nowhere(transfer, now_s):
+                if transfer.leads_nowhere(now_s, self._settings.verify_timeout_s):
                     transfer.link.data.give_up()
                 detail = f"no verdict on the commit for {waited_s:.0f} s"
                 self.abort(transfer.key, detail)
@@ -255,7 +175,7 @@ class TransferTable:
         self._by_lease[(link, grant.lease_id)] = transfer
         self._ship(transfer)
 
-    def _ship(self, transfer: _Transfer) -> None:
+    def _ship(self, transfer: Transfer) -> None:
         grant = transfer.lease
         if grant is None:
             return
@@ -282,7 +202,7 @@ class TransferTable:
                 )
             )
 
-    def _ship_piece(self, transfer: _Transfer, grant: Grant, piece_index: int) -> None:
+    def _ship_piece(self, transfer: Transfer, grant: Grant, piece_index: int) -> None:
         """Of the next block. Raises WireError, and nothing is shipped."""
         piece, index = self._pieces[piece_index], transfer.next_block
         block_id = transfer.block_tables[piece.group][index]
@@ -304,11 +224,11 @@ class TransferTable:
         if transfer.state is HandoffState.GRANTED:
             transfer.advance(HandoffState.SHIPPING, self._clock())
 
-    def _fail(self, transfer: _Transfer, code: FailureCode, detail: str, retry_after_s: float | None = None) -> None:
+    def _fail(self, transfer: Transfer, code: FailureCode, detail: str, retry_after_s: float | None = None) -> None:
         self._end(transfer, code.value)
         self._handler.on_failed(transfer.key, code, detail, retry_after_s)
 
-    def _end(self, transfer: _Transfer, outcome: str) -> None:
+    def _end(self, transfer: Transfer, outcome: str) -> None:
         """The transfer is over. Its blocks are released by the next ``tick`` that finds no send in flight."""
         new_state = HandoffState.VERIFIED if outcome == "verified" else HandoffState.ABORTING
         transfer.advance(new_state, self._clock())
@@ -319,33 +239,8 @@ class TransferTable:
             for _, ticket in transfer.tickets:
                 ticket.call_off()  # blocks that are still queued need not be sent
 
-    def _leads_nowhere(self, transfer: _Transfer, now_s: float) -> bool:
-        """Whether a missing verdict means that the data connection is broken for all transfers.
-
-        The control link works, else it would be down. The data connection is broken if all blocks of this transfer have left, or
-        if no block of any transfer leaves. If blocks of others leave, this transfer only waits behind them.
-        """
-        assert transfer.lease is not None, "a commit follows a grant"
-        has_sent = transfer.next_block > transfer.lease.num_cached_blocks
-        is_still = now_s - transfer.link.left_s > self._settings.verify_timeout_s
-        return has_sent and (not transfer.tickets or is_still)
-
-    def _close_done(self, transfer: _Transfer) -> None:
-        """Close the reads that are over."""
-        pending: list[tuple[int, SendTicket]] = []
-        has_left = False
-        for block_id, ticket in transfer.tickets:
-            if ticket.is_done:
-                self._store.close_read(block_id)
-                has_left = has_left or ticket.was_taken  # a block that was called off in the queue never leaves
-            else:
-                pending.append((block_id, ticket))
-        if has_left:
-            transfer.progress_s = transfer.link.left_s = self._clock()
-        transfer.tickets = pending
-
-    def _release_if_idle(self, transfer: _Transfer) -> None:
-        self._close_done(transfer)
+    def _release_if_idle(self, transfer: Transfer) -> None:
+        transfer.close_done(self._store, self._clock())
         if not transfer.tickets and self._transfers.get(transfer.key) is transfer:
             if transfer.state is HandoffState.ABORTING:
                 transfer.advance(HandoffState.ABORTED, self._clock())
@@ -359,16 +254,4 @@ def _unfit_key(seal_key: bytes | None, seals_kv: bool) -> str | None:
         return f"agreed on {'sealed' if seals_kv else 'plain'} KV blocks, but granted {'no' if seals_kv else 'a'} key"
     if seal_key is not None and len(seal_key) != KEY_NBYTES:
         return f"granted a key of {len(seal_key)} bytes; it must have {KEY_NBYTES}"
-    return None
-
-
-def absurdity(message: Message) -> str | None:
-    """Why ``message`` has impossible numbers; None if they are possible. They index blocks and go into block headers."""
-    if not isinstance(message, Grant | Refuse | Verified | Reject):
-        return f"{type(message).__name__} is not an answer to a prefill worker"
-    if isinstance(message, Grant):
-        if not (0 <= message.lease_id < _U64 and 0 <= message.epoch < _U64):
-            return f"granted lease {message.lease_id} of epoch {message.epoch}; both must be 0 to {_U64 - 1}"
-        if message.num_cached_blocks < 0:
-            return f"granted a lease with {message.num_cached_blocks} cached blocks; it must be 0 at least"
     return None

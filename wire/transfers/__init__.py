@@ -1,0 +1,1 @@
+"""The sending side of hand-offs. :mod:`kvrelay.wire.leases` is the receiving side."""
