@@ -45,6 +45,13 @@ def require_unit_stride(name: str, tensor: torch.Tensor) -> None:
         raise ValueError(f"{name} has last stride {tensor.stride(-1)}, expected 1")
 
 
+def require_int32(**tensors: torch.Tensor) -> None:
+    """Raise ValueError unless all `tensors` (by their names in messages) are int32, with a last stride of 1."""
+    for name, tensor in tensors.items():
+        require_dtype(name, tensor, torch.int32)
+        require_unit_stride(name, tensor)
+
+
 @dataclass(frozen=True)
 class PagedKv:
     """Keys and values as two views of one pool, for keys and values of unequal size, or groups of different sizes in the same

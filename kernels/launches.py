@@ -16,6 +16,7 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kvrelay.kernels.attention import decode, latent, prefill, rotary
+from kvrelay.kernels.attention.decode_workspace import DecodeWorkspace
 from kvrelay.kernels.attention.prefill_tiles import TileLoads, has_much_shared_memory, tile_loads
 from kvrelay.kernels.linear.cases import NAMES, linear_cases
 from kvrelay.kernels.rows import activation, digests, norm
@@ -119,7 +120,7 @@ def _attention_launches(
     lens = torch.empty((5,), dtype=torch.int32)
     long = torch.empty((4,), dtype=torch.int64)
     table = torch.empty((32, head_dim // 2))
-    workspace = decode.DecodeWorkspace.allocate(4, num_q_heads, head_dim, 33, "cpu")
+    workspace = DecodeWorkspace.allocate(4, num_q_heads, head_dim, 33, "cpu")
     sinks = torch.empty((num_q_heads,), dtype=dtype) if has_sinks else None
     options: dict[str, Any] = {"scale": 0.1, "sliding_window": window, "out": out, "kv_scales": scales}
     options |= {"softcap": softcap, "sinks": sinks, "chunk_size": chunk}
@@ -142,7 +143,7 @@ def _latent_launches(num_q_heads: int, dtype: torch.dtype) -> list[Launch]:
     pool, q = torch.empty((2, 2, 1, 1, 16, size), dtype=dtype), torch.empty((4, num_q_heads, size), dtype=dtype)
     out = torch.empty((4, num_q_heads, rank), dtype=dtype)
     tables, lens = torch.empty((4, 8), dtype=torch.int32), torch.empty((5,), dtype=torch.int32)
-    workspace = decode.DecodeWorkspace.allocate(4, num_q_heads, rank, 33, "cpu")
+    workspace = DecodeWorkspace.allocate(4, num_q_heads, rank, 33, "cpu")
     options: dict[str, Any] = {"rank": rank, "scale": 0.1, "out": out}
 
     def call() -> None:

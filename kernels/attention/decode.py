@@ -16,12 +16,11 @@ import torch
 import triton
 import triton.language as tl
 
+from kvrelay.kernels.attention.decode_workspace import MIN_SEQS, DecodeWorkspace
 from kvrelay.kernels.attention.kv_scales import require_compute_dtype
-from kvrelay.kernels.attention.prefill_reference import paged_prefill_attention_reference
 from kvrelay.kernels.attention.splits import (
     MIN_KEYS_PER_SPLIT,
     combined_splits,
-    decode_combine_kernel,
     find_split,
     first_key_of,
     most_splits,
@@ -34,6 +33,7 @@ from kvrelay.kernels.checks import (
     PoolGeometry,
     next_power_of_2,
     require_dtype,
+    require_int32,
     require_scores,
     require_shape,
     require_unit_stride,
@@ -42,86 +42,10 @@ from kvrelay.kernels.checks import (
 
 # A tensor core's tile has 16 rows; a group of fewer query heads is padded up to it.
 _MIN_ROWS = 16
-_MIN_SEQS = 16
 _FEW_SEQS = 16  # up to so many have many splits each, which `decode_combine_kernel` combines sooner
 # Numbers of a program's heads up to which a split's program combines. More would be read in too many small pieces.
 _MOST_COMBINED = 1024
-_PROGRAMS_PER_MULTIPROCESSOR = 3
 _LOG2_E = tl.constexpr(LOG2_E)
-
-
-@dataclass(frozen=True)
-class DecodeWorkspace:
-    """Buffers of `paged_decode_attention`, owned by the caller and overwritten by every call.
-
-    One workspace serves all layers, and all batches of up to `max_seqs` sequences, of one stream.
-    """
-
-    partial_out: torch.Tensor  # [most_splits(max_seqs, max_splits), num_q_heads, head_dim] fp32
-    partial_lse: torch.Tensor  # [most_splits(max_seqs, max_splits), num_q_heads] fp32, base 2
-    plan: torch.Tensor  # [max_seqs, 2] int32: first split and number of splits per sequence, for the second kernel
-    arrivals: torch.Tensor  # [max_seqs, num_q_heads] int32: finished splits per program of a split; 0 between calls
-    max_splits: int  # most splits of a sequence that decodes alone
-
-    @classmethod
-    def allocate(
-        cls,
-        max_seqs: int,
-        num_q_heads: int,
-        head_dim: int,
-        max_splits: int,
-        device: torch.device | str,
-    ) -> DecodeWorkspace:
-        """Allocates buffers on `device`; only the counters are initialised.
-
-        `max_splits` is the number of splits that run at once, a wave. Each split is one program per KV head. `splits_for_device`
-        gives the number. A batch is cut so that its last wave, too, keeps the memory busy.
-
-        Raises:
-            ValueError: max_splits < 1.
-        """
-        if max_splits < 1:
-            raise ValueError(f"max_splits is {max_splits}, expected >= 1")
-        shape = (most_splits(max_seqs, max_splits), num_q_heads)
-        return cls(
-            torch.empty((*shape, head_dim), dtype=torch.float32, device=device),
-            torch.empty(shape, dtype=torch.float32, device=device),
-            torch.empty((max_seqs, 2), dtype=torch.int32, device=device),
-            torch.zeros((max_seqs, num_q_heads), dtype=torch.int32, device=device),
-            max_splits,
-        )
-
-    def combine(self, seq_lens: torch.Tensor, out: torch.Tensor) -> None:
-        """Write what the splits of each sequence have together into `out` `[num_seqs, num_q_heads, head_dim]`; one launch."""
-        num_seqs, num_q_heads, head_dim = out.shape
-        head_dim_pad = next_power_of_2(head_dim)
-        decode_combine_kernel[(num_seqs, num_q_heads)](
-            self.partial_out,
-            self.partial_lse,
-            self.plan,
-            seq_lens,
-            out,
-            out.stride(0),
-            out.stride(1),
-            NUM_Q_HEADS=num_q_heads,
-            HEAD_DIM=head_dim,
-            HEAD_DIM_PAD=head_dim_pad,
-            SPLITS=combined_splits(1, head_dim_pad),
-            num_warps=2 if head_dim_pad <= 256 else 4,
-        )
-
-
-def splits_for_device(num_multiprocessors: int, num_kv_heads: int) -> int:
-    """The `max_splits` of a device: the splits that run at once. A multiprocessor of Hopper or Blackwell holds three programs."""
-    return max(1, _PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors // num_kv_heads)
-
-
-def decode_batch_sizes(max_seqs: int) -> list[int]:
-    """The largest batch size of each compiled kernel, up to `max_seqs`. A kernel serves all batches above the size before it."""
-    sizes = [min(_MIN_SEQS, max_seqs)]
-    while sizes[-1] < max_seqs:
-        sizes.append(min(2 * sizes[-1], max_seqs))
-    return sizes
 
 
 @dataclass(frozen=True)
@@ -152,44 +76,6 @@ def _splits_at_once(num_seqs: int, group_pad: int, value_dim_pad: int, *, has_sc
     if num_seqs <= _FEW_SEQS or has_scales or group_pad * value_dim_pad > _MOST_COMBINED:
         return 0
     return combined_splits(group_pad, value_dim_pad)
-
-
-def paged_decode_attention_reference(
-    q: torch.Tensor,
-    pool: torch.Tensor | PagedKv,
-    layer: int,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    *,
-    scale: float,
-    sliding_window: int | None = None,
-    chunk_size: int | None = None,
-    out: torch.Tensor,
-    kv_scales: torch.Tensor | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-) -> None:
-    """Same contract as `paged_decode_attention`; reads lengths on the host."""
-    out[seq_lens == 0] = 0
-    rows = seq_lens.nonzero()[:, 0]
-    result = out[rows]
-    paged_prefill_attention_reference(
-        q[rows],
-        pool,
-        layer,
-        block_tables[rows],
-        torch.arange(rows.numel() + 1, dtype=torch.int32, device=q.device),
-        seq_lens[rows],
-        scale=scale,
-        sliding_window=sliding_window,
-        chunk_size=chunk_size,
-        max_query_len=1,
-        out=result,
-        kv_scales=kv_scales,
-        softcap=softcap,
-        sinks=sinks,
-    )
-    out[rows] = result
 
 
 @triton.jit
@@ -415,18 +301,11 @@ def paged_decode_attention(
         require_unit_stride(name, tensor)
     require_shape("block_tables", block_tables, (num_seqs, "max_blocks"))
     require_shape("seq_lens", seq_lens, (num_seqs,))
-    for name, tensor in (("block_tables", block_tables), ("seq_lens", seq_lens)):
-        require_dtype(name, tensor, torch.int32)
-        require_unit_stride(name, tensor)
+    require_int32(block_tables=block_tables, seq_lens=seq_lens)
     require_window(sliding_window, chunk_size)
     require_scores(num_q_heads, softcap, sinks)
+    workspace.require_room(num_seqs, num_q_heads, geometry.value_dim)
     max_splits = workspace.max_splits
-    max_seqs = workspace.plan.shape[0]
-    bound = most_splits(max_seqs, max_splits)
-    require_shape("partial_out", workspace.partial_out, (bound, num_q_heads, geometry.value_dim))
-    require_shape("partial_lse", workspace.partial_lse, (bound, num_q_heads))
-    if num_seqs > max_seqs:
-        raise ValueError(f"{num_seqs} sequences, the workspace holds {max_seqs}")
 
     head_dim_pad = next_power_of_2(head_dim)
     value_dim_pad = next_power_of_2(geometry.value_dim)
@@ -469,7 +348,7 @@ def paged_decode_attention(
         VALUE_DIM=geometry.value_dim,
         VALUE_DIM_PAD=value_dim_pad,
         BLOCK_SIZE=geometry.block_size,
-        SEQS=max(_MIN_SEQS, next_power_of_2(num_seqs)),
+        SEQS=max(MIN_SEQS, next_power_of_2(num_seqs)),
         KEYS=tile.keys,
         MIN_KEYS=MIN_KEYS_PER_SPLIT,
         WAVE=max_splits,

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvrelay.kernels.attention.decode import DecodeWorkspace
+from kvrelay.kernels.attention.decode_workspace import MIN_SEQS, DecodeWorkspace
 from kvrelay.kernels.attention.latent_tiles import LatentSizes, Tile, accumulate_latents, load_queries
 from kvrelay.kernels.attention.splits import (
     MIN_KEYS_PER_SPLIT,
@@ -26,9 +26,7 @@ from kvrelay.kernels.attention.splits import (
     most_waves,
 )
 from kvrelay.kernels.attention.tiles import LOG2_E
-from kvrelay.kernels.checks import next_power_of_2, require_dtype, require_shape, require_unit_stride
-
-_MIN_SEQS = 16
+from kvrelay.kernels.checks import next_power_of_2, require_int32, require_shape
 
 
 def latent_programs(num_q_heads: int) -> int:
@@ -219,12 +217,6 @@ def _latent_prefill_kernel(
     tl.store(out_ptrs, result, mask=is_there[:, None] & (ranks < RANK)[None, :])
 
 
-def _require_int32(**tensors: torch.Tensor) -> None:
-    for name, tensor in tensors.items():
-        require_dtype(name, tensor, torch.int32)
-        require_unit_stride(name, tensor)
-
-
 def latent_decode_attention(
     q: torch.Tensor,
     pool: torch.Tensor,
@@ -255,12 +247,9 @@ def latent_decode_attention(
     sizes, num_seqs = LatentSizes.of(q, pool, layer, rank, out), q.shape[0]
     require_shape("block_tables", block_tables, (num_seqs, "max_blocks"))
     require_shape("seq_lens", seq_lens, (num_seqs,))
-    _require_int32(block_tables=block_tables, seq_lens=seq_lens)
-    max_splits, max_seqs = workspace.max_splits, workspace.plan.shape[0]
-    bound = most_splits(max_seqs, max_splits)
-    require_shape("partial_out", workspace.partial_out, (bound, sizes.num_q_heads, rank))
-    if num_seqs > max_seqs:
-        raise ValueError(f"{num_seqs} sequences, the workspace holds {max_seqs}")
+    require_int32(block_tables=block_tables, seq_lens=seq_lens)
+    workspace.require_room(num_seqs, sizes.num_q_heads, rank)
+    max_splits = workspace.max_splits
     layer_pool = pool[:, layer]
     _latent_split_kernel[(triton.cdiv(sizes.num_q_heads, sizes.tile.rows), most_splits(num_seqs, max_splits))](
         q,
@@ -277,7 +266,7 @@ def latent_decode_attention(
         q.stride(1),
         block_tables.stride(0),
         layer_pool.stride(0),
-        SEQS=max(_MIN_SEQS, next_power_of_2(num_seqs)),
+        SEQS=max(MIN_SEQS, next_power_of_2(num_seqs)),
         MIN_KEYS=MIN_KEYS_PER_SPLIT,
         WAVE=max_splits,
         **sizes.constants,
@@ -315,7 +304,7 @@ def latent_prefill_attention(
     sizes, num_seqs = LatentSizes.of(q, pool, layer, rank, out), seq_lens.shape[0]
     require_shape("block_tables", block_tables, (num_seqs, "max_blocks"))
     require_shape("query_start_loc", query_start_loc, (num_seqs + 1,))
-    _require_int32(block_tables=block_tables, query_start_loc=query_start_loc, seq_lens=seq_lens)
+    require_int32(block_tables=block_tables, query_start_loc=query_start_loc, seq_lens=seq_lens)
     layer_pool = pool[:, layer]
     _latent_prefill_kernel[(triton.cdiv(max_query_len * sizes.num_q_heads, sizes.tile.rows), num_seqs)](
         q,

@@ -33,6 +33,7 @@ from kvrelay.kernels.checks import (
     PoolGeometry,
     next_power_of_2,
     require_dtype,
+    require_int32,
     require_scores,
     require_shape,
     require_unit_stride,
@@ -292,17 +293,10 @@ def paged_prefill_attention(
     require_shape("block_tables", block_tables, (num_seqs, "max_blocks"))
     require_shape("query_start_loc", query_start_loc, (num_seqs + 1,))
     require_shape("seq_lens", seq_lens, (num_seqs,))
-    for name, tensor in (
-        ("block_tables", block_tables),
-        ("query_start_loc", query_start_loc),
-        ("seq_lens", seq_lens),
-    ):
-        require_dtype(name, tensor, torch.int32)
-        require_unit_stride(name, tensor)
+    require_int32(block_tables=block_tables, query_start_loc=query_start_loc, seq_lens=seq_lens)
     if last_seen is not None:
         require_shape("last_seen", last_seen, (q.shape[0],))
-        require_dtype("last_seen", last_seen, torch.int32)
-        require_unit_stride("last_seen", last_seen)
+        require_int32(last_seen=last_seen)
     require_window(sliding_window, chunk_size)
     has_window = sliding_window is not None or chunk_size is not None
     require_scores(num_q_heads, softcap, sinks)

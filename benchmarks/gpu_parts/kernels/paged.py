@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 
 from gpu_parts.frame.sizes import BLOCK_SIZE, ModelShape
-from kvrelay.kernels.attention.decode import DecodeWorkspace, paged_decode_attention, splits_for_device
+from kvrelay.kernels.attention.decode import paged_decode_attention
+from kvrelay.kernels.attention.decode_workspace import DecodeWorkspace, splits_for_device
 from kvrelay.kernels.attention.prefill import paged_prefill_attention
 from kvrelay.kernels.attention.prefill_tiles import TileLoads
 

@@ -41,7 +41,7 @@ from kvrelay.engine.weights.kv_scales import unit_kv_scales
 from kvrelay.engine.weights.parameters import ModelWeights
 from kvrelay.engine.weights.rounding import Rounding
 from kvrelay.engine.weights.stored import StoredWeight
-from kvrelay.kernels.attention.decode import decode_batch_sizes
+from kvrelay.kernels.attention.decode_workspace import decode_batch_sizes
 from kvrelay.kernels.attention.kv_scales import require_e4m3
 from kvrelay.kernels.checks import MAX_HEAD_DIM
 

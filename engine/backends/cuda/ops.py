@@ -28,7 +28,7 @@ from kvrelay.engine.step.plan import TableDelta
 from kvrelay.engine.step.uploads import Joined, Uploader
 from kvrelay.engine.weights.parameters import ExpertWeights
 from kvrelay.engine.weights.rounding import AnyWeight, RoundedWeight
-from kvrelay.kernels.attention.decode import DecodeWorkspace, splits_for_device
+from kvrelay.kernels.attention.decode_workspace import DecodeWorkspace, splits_for_device
 from kvrelay.kernels.attention.kv_scales import require_compute_dtype, require_e4m3
 from kvrelay.kernels.attention.latent import latent_programs
 from kvrelay.kernels.attention.prefill_tiles import nvidia_capability, tile_loads

@@ -17,7 +17,8 @@ from kvrelay.engine.kv.views import GroupKv
 from kvrelay.engine.models.ops import PLAIN, Scores
 from kvrelay.engine.step.batch import Batch
 from kvrelay.engine.step.uploads import Uploader, packed_nbytes
-from kvrelay.kernels.attention.decode import DecodeWorkspace, paged_decode_attention
+from kvrelay.kernels.attention.decode import paged_decode_attention
+from kvrelay.kernels.attention.decode_workspace import DecodeWorkspace
 from kvrelay.kernels.attention.latent import latent_decode_attention, latent_prefill_attention
 from kvrelay.kernels.attention.prefill import paged_prefill_attention
 from kvrelay.kernels.attention.prefill_tiles import TileLoads

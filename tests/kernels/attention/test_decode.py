@@ -9,12 +9,9 @@ import pytest
 import torch
 
 from kvrelay.kernels.attention import decode
-from kvrelay.kernels.attention.decode import (
-    DecodeWorkspace,
-    paged_decode_attention,
-    paged_decode_attention_reference,
-    splits_for_device,
-)
+from kvrelay.kernels.attention.decode import paged_decode_attention
+from kvrelay.kernels.attention.decode_workspace import DecodeWorkspace, splits_for_device
+from kvrelay.kernels.attention.reference import paged_decode_attention_reference
 from kvrelay.kernels.attention.splits import MIN_KEYS_PER_SPLIT
 from tests.kernels.conftest import DTYPES
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from kvrelay.kernels.attention.decode import DecodeWorkspace
+from kvrelay.kernels.attention.decode_workspace import DecodeWorkspace
 from kvrelay.kernels.attention.latent import (
     latent_attention_reference,
     latent_decode_attention,

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from kvrelay.kernels.attention.prefill import paged_prefill_attention
-from kvrelay.kernels.attention.prefill_reference import paged_prefill_attention_reference
+from kvrelay.kernels.attention.reference import paged_prefill_attention_reference
 from tests.kernels.conftest import DTYPES
 from tests.last_seen import random_last_seen
 

@@ -17,8 +17,8 @@ from triton.runtime import interpreter
 
 from kvrelay.kernels.attention import prefill
 from kvrelay.kernels.attention.prefill import paged_prefill_attention
-from kvrelay.kernels.attention.prefill_reference import paged_prefill_attention_reference
 from kvrelay.kernels.attention.prefill_tiles import TileLoads, choose_tile
+from kvrelay.kernels.attention.reference import paged_prefill_attention_reference
 from tests.last_seen import random_last_seen
 
 Randn = Callable[..., torch.Tensor]

@@ -8,13 +8,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from kvrelay.kernels.attention.decode import (
-    DecodeWorkspace,
-    paged_decode_attention,
-    paged_decode_attention_reference,
-)
+from kvrelay.kernels.attention.decode import paged_decode_attention
+from kvrelay.kernels.attention.decode_workspace import DecodeWorkspace
 from kvrelay.kernels.attention.prefill import paged_prefill_attention
-from kvrelay.kernels.attention.prefill_reference import paged_prefill_attention_reference
+from kvrelay.kernels.attention.reference import paged_decode_attention_reference, paged_prefill_attention_reference
 from kvrelay.kernels.checks import PagedKv, PoolGeometry
 
 Randn = Callable[..., torch.Tensor]

@@ -1,4 +1,4 @@
-"""Prefill attention in plain torch, the reference of the kernels for prompts and for single tokens.
+"""Attention over the paged pool in plain torch: the reference of the kernels for prompts and for single tokens.
 
 Not for serving: it copies each sequence's keys and values out of the pool, and reads lengths on the host.
 """
@@ -74,3 +74,41 @@ def paged_prefill_attention_reference(
             scores = torch.cat((scores, of_heads), dim=-1)
         result = scores.softmax(-1)[..., :seq_len] @ values[:, None]
         out[start:end] = result.permute(2, 0, 1, 3).flatten(1, 2).to(out.dtype)
+
+
+def paged_decode_attention_reference(
+    q: torch.Tensor,
+    pool: torch.Tensor | PagedKv,
+    layer: int,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    chunk_size: int | None = None,
+    out: torch.Tensor,
+    kv_scales: torch.Tensor | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> None:
+    """Same contract as `paged_decode_attention`; reads lengths on the host."""
+    out[seq_lens == 0] = 0
+    rows = seq_lens.nonzero()[:, 0]
+    result = out[rows]
+    paged_prefill_attention_reference(
+        q[rows],
+        pool,
+        layer,
+        block_tables[rows],
+        torch.arange(rows.numel() + 1, dtype=torch.int32, device=q.device),
+        seq_lens[rows],
+        scale=scale,
+        sliding_window=sliding_window,
+        chunk_size=chunk_size,
+        max_query_len=1,
+        out=result,
+        kv_scales=kv_scales,
+        softcap=softcap,
+        sinks=sinks,
+    )
+    out[rows] = result
