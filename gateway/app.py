@@ -32,6 +32,7 @@ from kvrelay.gateway.apis.anthropic import routes as anthropic
 from kvrelay.gateway.apis.openai import routes as openai
 from kvrelay.gateway.apis.responses import routes as responses
 from kvrelay.gateway.apis.tgi import routes as tgi
+from kvrelay.gateway.chat.image_fetch import ImageFetcher
 from kvrelay.gateway.desk.access import Access
 from kvrelay.gateway.desk.feed import Feed
 from kvrelay.gateway.desk.picker import PickerMetrics
@@ -41,6 +42,7 @@ from kvrelay.gateway.desk.routes import add_desk
 from kvrelay.gateway.http.api_keys import LIMIT_HEADERS, ApiKeys
 from kvrelay.gateway.http.edge import Edge, Observer, install_error_handlers
 from kvrelay.gateway.http.key_tokens import exchange
+from kvrelay.gateway.image_hosts import ImageHosts
 from kvrelay.gateway.metrics import GatewayMetrics
 from kvrelay.gateway.model import Model, ModelFiles, Models
 from kvrelay.gateway.model_names import worker_address
@@ -74,12 +76,13 @@ def create_app(
     """
     metrics = metrics or GatewayMetrics(CollectorRegistry())
     models = _models(settings, link_settings or LinkSettings(), metrics)
+    fetcher = ImageFetcher(ImageHosts(settings.image_hosts), metrics, time.monotonic)
     workers = settings.workers
     pods = Pods.connect(workers.namespace, workers.worker_selector) if workers.discovery == "kubernetes" else None
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncGenerator[None]:
-        async with followed(workers, pods, {model.name: model.pool for model in models}):
+        async with followed(workers, pods, {model.name: model.pool for model in models}), fetcher.running():
             tasks = [asyncio.create_task(log_activity(models, time.monotonic))]
             for adapters in models.adapters.values():
                 await adapters.scan()
@@ -93,7 +96,7 @@ def create_app(
                 await asyncio.to_thread(traces.close)
 
     app = FastAPI(title="kvrelay", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
-    app.state.models, app.state.ignored_fields = models, IgnoredFields()
+    app.state.models, app.state.ignored_fields, app.state.image_fetcher = models, IgnoredFields(), fetcher
     install_error_handlers(app)
     for routes in (openai, responses, anthropic, tgi, tokenize, adapter_routes):
         app.router.routes += routes.router.routes  # one flat list: nested routers would be searched one after the other

@@ -182,12 +182,20 @@ class AttemptsFailedError(ApiError):
     code = "attempts_failed"
 
 
+class ImageHostError(ApiError):
+    """The host of an image that a request names by URL is down, slow, or broken."""
+
+    status = 502
+    code = "image_host_failed"
+
+
 _TGI_KINDS: tuple[tuple[type[ApiError], int | None, str, str], ...] = (
     (ChatTemplateError, 422, "template_error", "Template error: "),
     (InvalidRequestError, 422, "validation", "Input validation error: "),
     (OverloadedError, 429, "overloaded", "Model is overloaded: "),
     (TooManyRequestsError, 429, "overloaded", "Model is overloaded: "),
     (AttemptsFailedError, 424, "generation", "Request failed during generation: "),
+    (ImageHostError, 424, "generation", "Request failed before generation: "),
     (UnavailableError, None, "unhealthy", ""),
     (RequestTimeoutError, None, "timeout", ""),
     (UnauthorizedError, None, "unauthorized", ""),

@@ -143,6 +143,14 @@ class GatewayMetrics:
             ["reason"],
             registry=registry,
         )
+        self.image_fetch_s = Histogram(
+            "kvrelay_image_fetch_seconds",
+            "Time of fetching one image that a request names by URL, by outcome: fetched, refused (for what the host answered), "
+            "host_failed, late, given_up",
+            ["outcome"],
+            buckets=_LATENCY,
+            registry=registry,
+        )
         self.requests = counter(
             "requests",
             "Requests by model (if one was found), route and outcome: the HTTP status, client_left, or failed_mid_stream and "

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from kvrelay.common.errors import SettingsError
 from kvrelay.common.settings import closest, setting
+from kvrelay.gateway.image_hosts import ImageHosts
 from kvrelay.gateway.model_names import Alias, NamedModel, adapters_directory, is_address, is_label, worker_address
 from kvrelay.wire.settings import KEYS_HELP, SERVED_MODEL_NAME_HELP
 
@@ -217,6 +218,11 @@ class GatewaySettings:
     max_image_bytes: int = setting(
         32 * 2**20, "room for images in a body beside that, in base64", unit="bytes", minimum=0, maximum=64 * 2**20
     )
+    image_hosts: tuple[str, ...] = setting(
+        (),
+        "hosts from which images are fetched that requests name by URL: images.example.com, *.example.com for all hosts below, "
+        "http://HOST:PORT for plain HTTP or another port. Default: none, so nothing is fetched",
+    )
     drain_s: float = setting(30.0, "how long running requests may finish after SIGTERM", unit="s", minimum=0)
     log_level: str = setting("info", "how much is logged", choices=("debug", "info", "warning", "error"))
     access_log: bool = setting(
@@ -226,13 +232,14 @@ class GatewaySettings:
     log_format: str = setting("text", "shape of log lines", choices=("text", "json"))
 
     def __post_init__(self) -> None:
-        """Raises SettingsError on an origin that no browser sends, and on models with equal names."""
+        """Raises SettingsError on an origin that no browser sends, on what is no host, and on models with equal names."""
         for origin in self.allowed_origins:
             if origin != "*" and _ORIGIN.fullmatch(origin) is None:
                 raise SettingsError(
                     f"--allowed-origins: {origin!r} is no origin; write https://HOST or https://HOST:PORT, in lower case and "
                     "without a path, or *"
                 )
+        ImageHosts(self.image_hosts)
         if not self.model:
             raise SettingsError("--model is empty: nothing could be served; name a model, such as demo")
         if self.served_model_name is not None and len(self.model) > 1:

@@ -143,8 +143,8 @@ async def chat_of(
 ) -> tuple[Chat, list[GenerationRequest]]:
     """The chat that an HTTP request asks ``model`` for, and its sequences. ``prepare`` reads the body; it may take long, so it runs
     on a thread if the body is large.
-    Raises InvalidRequestError naming the wrong field or header, UnavailableError if no worker can be asked about images, and
-    TokenBudgetError.
+    Raises InvalidRequestError naming the wrong field or header, TokenBudgetError, UnavailableError if no worker can be asked about
+    images, and what fetching them raises.
     """
 
     def read() -> tuple[Chat, GenerationSpec]:
@@ -154,8 +154,7 @@ async def chat_of(
     def encode(text: str) -> list[int]:
         return model.encode(text, prompt_param, add_special_tokens=add_special_tokens)
 
-    size = request.num_body_bytes
-    chat, spec, prompt = await prompt_of(model, read, encode, size, request.check_size)
+    chat, spec, prompt = await prompt_of(model, read, encode, request.num_body_bytes, request)
     return chat, sequences_of(model, request, [prompt.token_ids], spec, prompt_param, prompt.images)
 
 

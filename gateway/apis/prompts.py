@@ -3,34 +3,40 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from kvrelay.common.images import ImageTexts
 from kvrelay.gateway.chat.dialect import Chat
+from kvrelay.gateway.chat.image_fetch import ImageFetcher
 from kvrelay.gateway.chat.image_prompt import Prompt, placed, with_texts
+from kvrelay.gateway.chat.images import ChatImage, ImageLink, with_files
+from kvrelay.gateway.http.request import ApiRequest
 from kvrelay.gateway.model import Model
 from kvrelay.gateway.text.tokenizer import aside
+from kvrelay.wire.codec import MAX_IMAGES_NBYTES
 
 T = TypeVar("T")
 
 Encode = Callable[[str], list[int]]
 """Makes a prompt's text tokens. Raises InvalidRequestError."""
-CheckSize = Callable[[int], None]
 
 
 async def prompt_of(
-    model: Model, read: Callable[[], tuple[Chat, T]], encode: Encode, size: int, check_size: CheckSize = lambda _: None
+    model: Model, read: Callable[[], tuple[Chat, T]], encode: Encode, size: int, request: ApiRequest | None = None
 ) -> tuple[Chat, T, Prompt]:
     """The chat and the rest that ``read`` makes of a body of ``size`` bytes, and the chat's tokens.
 
-    Work on a large body runs on a thread. ``check_size`` gets the size of the body without its images. Raises InvalidRequestError,
-    UnavailableError if no worker can be asked about images, and what ``check_size`` raises.
+    ``request``: whose body it is. None: it came by no HTTP, and for workers that read no images.
+    Work on a large body runs on a thread. Raises InvalidRequestError, BodyTooLargeError, and what ``files_of`` and ``image_texts``
+    raise.
     """
 
     def work() -> tuple[Chat, T, list[int]]:
         chat, rest = read()
-        check_size(size_without_images(size, chat))
+        if request is not None:
+            request.check_size(size_without_images(size, chat))
         return chat, rest, [] if chat.images else encode(chat.prompt)
 
     chat, rest, token_ids = await aside(work, size)
@@ -38,24 +44,57 @@ async def prompt_of(
     kept = dataclasses.replace(chat, given={})
     if not chat.images:
         return kept, rest, Prompt(token_ids)
-    told = await image_texts(model, chat)
+    images = await files_of(model, chat, request)
+    told = await image_texts(model, images)
 
     def place() -> Prompt:
         token_ids = encode(text_of_chat(model, chat, told))
-        return Prompt(token_ids, () if told is None else placed(token_ids, chat.images, told))
+        return Prompt(token_ids, () if told is None else placed(token_ids, images, told))
 
-    return kept, rest, await aside(place, size)
+    return kept, rest, await aside(place, max(size, sum(len(image.data) for image in images)))
 
 
-async def image_texts(model: Model, chat: Chat) -> ImageTexts | None:
-    """What the chat's prompt has in the place of its images; None if it has none.
+async def files_of(model: Model, chat: Chat, request: ApiRequest | None) -> Sequence[ChatImage]:
+    """The chat's images. Those that are on the web are fetched, once all else of the request that can be checked is right.
+
+    Raises InvalidRequestError naming an image that cannot be had, TokenBudgetError if nothing could be generated, UnavailableError
+    if no worker can be asked about images, and what ``ImageFetcher.fetch`` raises.
+    """
+    links = [image for image in chat.images if isinstance(image, ImageLink)]
+    own = [image for image in chat.images if isinstance(image, ChatImage)]
+    if not links:
+        return own
+    if request is not None:
+        _fetcher(request).check(links)
+        request.check_budget()
+    # Their sizes are not known. But it raises if the model reads no images.
+    await model.relay.images.texts((), model.name, links[0].param)
+    if chat.refusal is not None:
+        raise chat.refusal
+    assert request is not None, "workers that read no images answer no question about them"
+    begun_s = time.monotonic()
+    try:
+        left = MAX_IMAGES_NBYTES - sum(len(image.data) for image in own)
+        files = await _fetcher(request).fetch(links, left, request.timeout_s())
+    finally:
+        request.fetching_s = begun_s, time.monotonic()
+    return await aside(lambda: with_files(chat.images, files), sum(map(len, files)))
+
+
+def _fetcher(request: ApiRequest) -> ImageFetcher:
+    fetcher: ImageFetcher = request.app.state.image_fetcher
+    return fetcher
+
+
+async def image_texts(model: Model, images: Sequence[ChatImage]) -> ImageTexts | None:
+    """What a prompt has in the place of its images; None if there are none.
 
     Raises InvalidRequestError if the model cannot read them, and UnavailableError if no worker can be asked.
     """
-    if not chat.images:
+    if not images:
         return None
-    sizes = tuple(image.size for image in chat.images)
-    return await model.relay.images.texts(sizes, model.name, chat.images[0].param)
+    sizes = tuple(image.size for image in images)
+    return await model.relay.images.texts(sizes, model.name, images[0].param)
 
 
 def text_of_chat(model: Model, chat: Chat, told: ImageTexts | None) -> str:
@@ -69,4 +108,4 @@ def text_of_chat(model: Model, chat: Chat, told: ImageTexts | None) -> str:
 
 def size_without_images(size: int, chat: Chat) -> int:
     """What a body of ``size`` bytes has beside the chat's images, which it has in base64."""
-    return size - sum((len(image.data) + 2) // 3 * 4 for image in chat.images)
+    return size - sum((len(image.data) + 2) // 3 * 4 for image in chat.images if isinstance(image, ChatImage))

@@ -18,7 +18,7 @@ from kvrelay.gateway.apis.answer_docs import ErrorBody
 from kvrelay.gateway.apis.answering import served_models
 from kvrelay.gateway.apis.openai.bodies import ChatBody, Messages, checked_messages
 from kvrelay.gateway.apis.openai.sampling import TokenId
-from kvrelay.gateway.apis.prompts import CheckSize, image_texts, prompt_of, size_without_images, text_of_chat
+from kvrelay.gateway.apis.prompts import files_of, image_texts, prompt_of, size_without_images, text_of_chat
 from kvrelay.gateway.apis.tgi.answer_docs import tgi_answers
 from kvrelay.gateway.chat.dialect import Chat, read_chat
 from kvrelay.gateway.chat.images import Gallery
@@ -131,7 +131,7 @@ async def tokenize(body: TokenizeBody, request: ApiRequest) -> Response:
         adds_special_tokens = body.add_special_tokens is not False
         return _json(await aside(lambda: _spans(models.find(body.model), text, "inputs", adds_special_tokens), size))
     try:
-        return _json(await _ids(models.find(body.model), body, size, request.check_size))
+        return _json(await _ids(models.find(body.model), body, request))
     except ApiError as error:
         return error_response(request.fail(error))  # in vLLM's shape, which is OpenAI's
 
@@ -145,7 +145,7 @@ async def chat_tokenize(body: ChatBody, request: ApiRequest) -> Response:
     size = request.num_body_bytes
     chat = await aside(lambda: body.chat(model), size)
     request.check_size(size_without_images(size, chat))
-    told = await image_texts(model, chat)
+    told = await image_texts(model, await files_of(model, chat, request))
 
     def work() -> bytes:
         text = text_of_chat(model, chat, told)
@@ -168,9 +168,9 @@ async def detokenize(body: DetokenizeBody, request: ApiRequest) -> Response:
     return _json(await aside(work, request.num_body_bytes))
 
 
-async def _ids(model: Model, body: TokenizeBody, size: int, check_size: CheckSize) -> bytes:
-    """vLLM's answer to a body of ``size`` bytes."""
-    tokenizer, given = model.tokenizer, body.prompt
+async def _ids(model: Model, body: TokenizeBody, request: ApiRequest) -> bytes:
+    """vLLM's answer."""
+    tokenizer, given, size = model.tokenizer, body.prompt, request.num_body_bytes
     param = "messages" if given is None else "prompt"
     adds_special_tokens = bool(body.add_special_tokens) if given is None else body.add_special_tokens is not False
 
@@ -181,7 +181,7 @@ async def _ids(model: Model, body: TokenizeBody, size: int, check_size: CheckSiz
     if given is not None:
         ids = await aside(lambda: encode(given), size)
     else:
-        _, _, prompt = await prompt_of(model, lambda: (body.chat(model), None), encode, size, check_size)
+        _, _, prompt = await prompt_of(model, lambda: (body.chat(model), None), encode, size, request)
         ids = prompt.token_ids
 
     def written() -> bytes:

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from kvrelay.common.sampling import Guide
-from kvrelay.gateway.chat.images import ChatImage
+from kvrelay.gateway.chat.images import ChatImage, ImageLink
 from kvrelay.gateway.chat.structural_tag import format_of, free_text, guide_of, optional, regex, sequence, tag
 from kvrelay.gateway.chat.template import ChatTemplate
 from kvrelay.gateway.chat.tools.call_grammar import guide_param, tool_guide
@@ -213,7 +213,7 @@ class Chat:
     echoed: str  # the part of the last message that the answer repeats
     _dialect: Dialect
     _choice: ToolChoice
-    images: Sequence[ChatImage] = ()  # in the order of their marks in the prompt
+    images: Sequence[ChatImage | ImageLink] = ()  # in the order of their marks in the prompt
     given: Mapping[str, Any] = field(default_factory=dict, repr=False)  # the client's fields that the template has seen
     refusal: ChatTemplateError | None = (
         None  # of the template, which refused messages with images; the prompt is empty then
@@ -255,7 +255,7 @@ def read_chat(
     echoes: bool = False,
     add_generation_prompt: bool = True,
     variables: Mapping[str, Any] | None = None,
-    images: Sequence[ChatImage] = (),
+    images: Sequence[ChatImage | ImageLink] = (),
     given: Mapping[str, Any] | None = None,
 ) -> Chat:
     """Make a chat of a conversation from any API. ``messages`` and ``tools`` are as the client sent them.

@@ -114,7 +114,10 @@ def _accept(
     span = Span("accept", timings.received_s, _or(timings.submitted_s, ended_s), dict(which))
     prepared_s = _or(timings.prepared_s, ended_s)
     if has_text and request.read_s is not None:
-        span.children.append(Span("tokenize", request.read_s, prepared_s))
+        tokenize = Span("tokenize", request.read_s, prepared_s)
+        if request.fetching_s is not None:
+            tokenize.children.append(Span("fetch_images", *request.fetching_s))
+        span.children.append(tokenize)
     span.children.append(Span("admission", prepared_s, _or(timings.placed_s, ended_s)))
     return span
 

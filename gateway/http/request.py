@@ -56,6 +56,7 @@ class ApiRequest(Request):
         super().__init__(scope, receive)
         self.received_s = time.monotonic()
         self.read_s: float | None = None  # when its body had arrived
+        self.fetching_s: tuple[float, float] | None = None  # when its images began to be fetched, and when that ended
         self.num_body_bytes = 0  # once its body has arrived
         self.max_body_bytes: float = math.inf  # without images
         self.trace_id = ""  # of the trace that records it; empty: none
@@ -128,6 +129,11 @@ class ApiRequest(Request):
         least = num_prompt + width * len(sequences) if spec.max_tokens is None else most
         limits, now_s = self.key_limits.tokens, time.monotonic()
         self._num_reserved = self.key_use.budget.reserve(limits, least, most, now_s)
+
+    def check_budget(self) -> None:
+        """Raises TokenBudgetError if no token is left in the API key's budgets."""
+        if self.key_use is not None:
+            self.key_use.budget.reserve(self.key_limits.tokens, 1, 0, time.monotonic())  # 0: nothing is reserved
 
     def settle(self) -> None:
         """Replace the reservation by what the request really used.

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from transformers import AutoProcessor
 from transformers.models.smolvlm import processing_smolvlm
 
@@ -89,6 +89,18 @@ def test_a_file_is_turned_as_its_exif_data_says(name: str) -> None:
     read = decoded(written.getvalue(), 0)
     assert read.mode == "RGB"
     assert read.size == ((8, 4) if name == "GIF" else (4, 8))
+
+
+@pytest.mark.parametrize("orientation", range(10))
+def test_a_turned_file_is_as_pillow_shows_it(orientation: int) -> None:
+    picture = Image.frombytes("RGB", (3, 2), bytes(range(18)))
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    written = io.BytesIO()
+    picture.save(written, format="PNG", exif=exif)
+    expected = ImageOps.exif_transpose(Image.open(io.BytesIO(written.getvalue())))
+    read = decoded(written.getvalue(), 0)
+    assert (read.size, read.tobytes()) == (expected.size, expected.tobytes())
 
 
 @pytest.mark.parametrize("data", [b"", b"no image", png((60, 33), 1)[:400], b"BM" + bytes(60)])

@@ -76,7 +76,7 @@ class CountBody(OpenAIBody):
 
     messages: Annotated[list[dict[str, Any]], Field(min_length=1, fail_fast=True)]
     """The conversation so far. An assistant's message at its end is continued. Messages of users and results of tools may have
-    images in base64."""
+    images, in base64 or by URL."""
     system: str | list[dict[str, Any]] | None = None
     """A text, or text blocks, in front of the messages."""
     tools: list[dict[str, Any]] | None = None
@@ -276,5 +276,5 @@ async def count_tokens(body: CountBody, request: ApiRequest) -> Response:
         return model.encode(text, "messages", add_special_tokens=False)
 
     size = request.num_body_bytes
-    _, _, prompt = await prompt_of(model, lambda: (body.chat(model), None), encode, size, request.check_size)
+    _, _, prompt = await prompt_of(model, lambda: (body.chat(model), None), encode, size, request)
     return JSONResponse({"input_tokens": len(prompt.token_ids)})

@@ -35,7 +35,10 @@ CONTENT_SCHEMA = {
                         "properties": {
                             "type": {"enum": ["image_url", "input_image"], "description": "What it is."},
                             "image_url": {
-                                "description": "A data: URL, data:image/png;base64,…, or an object with it as `url`.",
+                                "description": (
+                                    "A data: URL, data:image/png;base64,…, or an https: one of a host that the gateway's "
+                                    "operator has listed; or an object with it as `url`."
+                                ),
                                 "anyOf": [{"type": "string"}, {"type": "object"}],
                             },
                             "detail": {"type": "string", "description": "Has no effect."},

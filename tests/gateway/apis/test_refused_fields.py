@@ -165,7 +165,7 @@ OF_CHATS: list[Case] = [
     (
         {"messages": [{"role": "user", "content": [IMAGE]}]},
         "messages[0].content[0]",
-        "fetches nothing: send the image itself",
+        "it is not https://HOST/PATH; or send the image itself",
     ),
     ({"reasoning_effort": "hugest"}, "reasoning_effort", "'low', 'medium', 'high'"),
 ]

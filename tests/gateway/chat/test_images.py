@@ -15,7 +15,7 @@ from PIL import Image, ImageFile
 
 from kvrelay.engine.images.files import decoded
 from kvrelay.gateway.chat import images
-from kvrelay.gateway.chat.images import Gallery
+from kvrelay.gateway.chat.images import ChatImage, Gallery, ImageLink, with_files
 from kvrelay.gateway.errors import InvalidRequestError
 
 from ..pictures import data_url, in_base64, part, picture
@@ -27,6 +27,7 @@ def size_of(given: dict[str, Any]) -> tuple[int, int]:
     gallery = Gallery()
     gallery.add(given, WHERE)
     [image] = gallery.images
+    assert isinstance(image, ChatImage)
     assert image.param == WHERE
     return image.size
 
@@ -54,7 +55,7 @@ def test_all_formats_and_forms(kind: str) -> None:
     for form in forms:
         gallery = Gallery()
         gallery.add(form, WHERE)
-        assert [(image.data, image.size) for image in gallery.images] == [(data, (9, 4))]
+        assert gallery.images == [ChatImage(data, (9, 4), WHERE)]
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
@@ -69,7 +70,7 @@ def chunk(kind: bytes, data: bytes) -> bytes:
     return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
 
-def late_chunks(orientation: int) -> list[bytes]:
+def chunks_telling(orientation: int) -> list[bytes]:
     """Every way in which a PNG may tell it."""
     exif = Image.Exif()
     exif[0x0112] = orientation
@@ -78,29 +79,30 @@ def late_chunks(orientation: int) -> list[bytes]:
     raw = b"Raw profile type exif\0\nexif\n%8d\n" % len(data) + data.hex().encode()
     return [
         chunk(b"eXIf", data.removeprefix(b"Exif\0\0")),
-        chunk(b"eXIf", data.removeprefix(b"Exif\0\0"))[:-4] + bytes(4),  # nobody checks its sum
         chunk(b"tEXt", raw),
         chunk(b"iTXt", b"XML:com.adobe.xmp" + bytes(5) + xmp),
     ]
 
 
 @pytest.mark.parametrize("orientation", [1, 3, 6, 8])
-def test_an_orientation_behind_the_pixels_counts(orientation: int) -> None:
-    """Workers, which decode the pixels, see it. Their text must be that of the gateway's size."""
-    data = picture((9, 4))
-    for late in late_chunks(orientation):
-        file = data[:-12] + late + data[-12:]
-        assert size_of(part(file)) == decoded(file, 0).size == ((4, 9) if orientation > 4 else (9, 4))
-
-
-def test_an_orientation_behind_the_first_frame_does_not_count() -> None:
-    file = io.BytesIO()
+def test_an_orientation_behind_the_pixels_does_not_count(orientation: int) -> None:
+    """Not for workers either, who decode the pixels: their texts must be those of the gateway's size."""
     frames = [Image.new("RGB", (9, 4), colour) for colour in ("red", "green", "blue")]
-    frames[0].save(file, "PNG", save_all=True, append_images=frames[1:])
-    data = file.getvalue()
-    for late in late_chunks(6):
-        animated = data[:-12] + late + data[-12:]
-        assert size_of(part(animated)) == decoded(animated, 0).size == (9, 4)
+    animated = io.BytesIO()
+    frames[0].save(animated, "PNG", save_all=True, append_images=frames[1:])
+    for data in (picture((9, 4)), animated.getvalue()):
+        for late in chunks_telling(orientation):
+            file = data[:-12] + late + data[-12:]
+            assert size_of(part(file)) == decoded(file, 0).size == (9, 4)
+
+
+@pytest.mark.parametrize("orientation", [1, 6, 8])
+def test_an_orientation_in_front_of_the_pixels_counts_however_it_is_told(orientation: int) -> None:
+    data = picture((9, 4))
+    place = data.index(b"IDAT") - 4
+    for early in chunks_telling(orientation):
+        file = data[:place] + early + data[place:]
+        assert size_of(part(file)) == decoded(file, 0).size == ((4, 9) if orientation > 4 else (9, 4))
 
 
 def png_of(width: int, height: int) -> bytes:
@@ -158,23 +160,76 @@ def test_base64_is_strict(spoiled: str) -> None:
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"type": "image_url", "image_url": {"url": "https://x.example/cat.png"}}, "this deployment fetches nothing"),
-        ({"type": "input_image", "image_url": "http://169.254.169.254/"}, "fetches nothing: send the image itself"),
-        ({"type": "image_url", "image_url": "file:///etc/passwd"}, "fetches nothing"),
-        ({"type": "image_url", "image_url": "/etc/passwd"}, "fetches nothing"),
+        (
+            {"type": "image_url", "image_url": "file:///etc/passwd"},
+            "it is not https://HOST/PATH; or send the image itself",
+        ),
+        ({"type": "image_url", "image_url": "/etc/passwd"}, "it is not https://HOST/PATH"),
+        ({"type": "image_url", "image_url": {"url": "https://me:pass@x.example/"}}, "it has a user or a password"),
+        ({"type": "image", "source": {"type": "url", "url": "ftp://x.example/"}}, "it is not https://HOST/PATH"),
         ({"type": "image_url"}, "has no image_url"),
         ({"type": "image_url", "image_url": {"url": 7}}, "has no image_url"),
         ({"type": "image_url", "image_url": "data:text/html;base64,AAAA"}, "must be data:image/TYPE;base64,"),
         ({"type": "image_url", "image_url": "data:image/png,AAAA"}, "must be data:image/TYPE;base64,"),
         ({"type": "input_image", "file_id": "file-1"}, "keeps no files"),
-        ({"type": "image", "source": {"type": "url", "url": "https://x"}}, ".source is of type 'url'"),
+        ({"type": "image", "source": {"type": "url"}}, ".source is of type 'url'"),
         ({"type": "image", "source": {"type": "file", "file_id": "f"}}, ".source is of type 'file'"),
         ({"type": "image", "source": {"type": "base64"}}, ".source is of type 'base64'"),
         ({"type": "image"}, ".source is of type 'None'"),
     ],
 )
-def test_what_would_have_to_be_fetched_is_refused(given: dict[str, Any], text: str) -> None:
-    assert text in refusal(given)
+def test_what_is_neither_a_file_nor_on_the_web_is_refused(given: dict[str, Any], text: str) -> None:
+    shown = refusal(given)
+    assert text in shown
+    assert "passw" not in shown.replace("a password", "")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"type": "image_url", "image_url": {"url": "https://x.example/cat.png?sig=secret"}},
+        {"type": "input_image", "image_url": "https://x.example/cat.png?sig=secret"},
+        {"type": "image", "source": {"type": "url", "url": "https://x.example/cat.png?sig=secret"}},
+    ],
+)
+def test_an_image_on_the_web_is_a_link(given: dict[str, Any]) -> None:
+    gallery = Gallery()
+    gallery.add(given, WHERE)
+    [link] = gallery.images
+    assert isinstance(link, ImageLink)
+    assert (link.address.url, link.param) == ("https://x.example/cat.png?sig=secret", WHERE)
+    assert "secret" not in repr(link)
+
+
+def test_files_take_the_places_of_links() -> None:
+    gallery, sizes = Gallery(), [(9, 4), (3, 3), (2, 7)]
+    gallery.add(link_to("a"), "0")
+    gallery.add(part(picture(sizes[1])), "1")
+    gallery.add(link_to("b"), "2")
+    images = with_files(gallery.images, [picture(sizes[0]), picture(sizes[2])])
+    assert [(image.size, image.param) for image in images] == list(zip(sizes, "012", strict=True))
+    with pytest.raises(InvalidRequestError, match="is no PNG, JPEG, WebP or GIF") as caught:
+        with_files(gallery.images, [picture(), b"<html>"])
+    assert caught.value.param == "2"
+
+
+def link_to(name: str) -> dict[str, Any]:
+    return {"type": "input_image", "image_url": f"https://x.example/{name}"}
+
+
+def test_files_and_images_of_the_body_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    gallery = Gallery()
+    for number in range(63):
+        gallery.add(link_to("a"), str(number))
+    gallery.add(part(png_of(50_000, 1000)), "63")
+    with pytest.raises(InvalidRequestError, match="one image too many"):
+        gallery.add(link_to("a"), WHERE)
+    with pytest.raises(InvalidRequestError, match="have 200000048 pixels") as caught:
+        with_files(gallery.images[-5:], [*[png_of(50_000, 1000)] * 3, picture((8, 6))])
+    assert caught.value.param == "63"
+    monkeypatch.setattr(images, "MAX_IMAGES_NBYTES", 1000)
+    with pytest.raises(InvalidRequestError, match="a request's images may have 1000"):
+        with_files(gallery.images[-2:], [picture() + bytes(1000)])
 
 
 def test_numbers_and_bytes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
