@@ -189,7 +189,7 @@ class ImageFetcher:
         self, answer: aiohttp.ClientResponse, address: WebAddress, param: str, fetching: _Fetching
     ) -> bytes:
         if answer.status >= 500 or answer.status in _PASSING:
-            raise self._failed(address, f"status {answer.status}", f"answers with status {answer.status}", param)
+            raise self._failed(address, f"answers with status {answer.status}", param)
         if answer.status != 200:
             raise InvalidRequestError(
                 f"{param}: {address.site} answers with status {answer.status}; check the URL, {_INSTEAD}", param=param
@@ -231,8 +231,8 @@ class ImageFetcher:
                 f"{link.param} did not come from {link.address.site} within the request's own timeout; give it more time",
                 param=link.param,
             )
-        return self._failed(link.address, "late", f"does not send it within {FETCH_S:g} s", link.param)
+        return self._failed(link.address, f"does not send it within {FETCH_S:g} s", link.param)
 
-    def _failed(self, address: WebAddress, cause: str, what: str, param: str) -> ImageHostError:
-        self._warnings.warn(f"an image could not be fetched: {address.site} {what} ({cause})", "image_host")
+    def _failed(self, address: WebAddress, what: str, param: str, cause: str = "") -> ImageHostError:
+        self._warnings.warn(f"an image could not be fetched: {address.site} {what}{cause}", "image_host")
         return ImageHostError(f"{param}: {address.site} {what}; try again later, {_INSTEAD}", param=param)
