@@ -221,7 +221,7 @@ class GatewaySettings:
     image_hosts: tuple[str, ...] = setting(
         (),
         "hosts from which images are fetched that requests name by URL: images.example.com, *.example.com for all hosts below, "
-        "http://HOST:PORT for plain HTTP or another port. Default: none, so nothing is fetched",
+        "HOST:PORT, or http://HOST without TLS. Without any, nothing is fetched",
     )
     drain_s: float = setting(30.0, "how long running requests may finish after SIGTERM", unit="s", minimum=0)
     log_level: str = setting("info", "how much is logged", choices=("debug", "info", "warning", "error"))

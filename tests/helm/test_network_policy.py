@@ -42,6 +42,34 @@ def test_a_gateway_that_traces_reaches_its_collector(endpoint: str, port: int) -
 
 
 @needs_helm
+@pytest.mark.parametrize(
+    ("hosts", "ports"),
+    [
+        (["images.example.com"], [443]),
+        (["images.example.com", "*.cdn.example", "http://plain.example"], [443, 80]),
+        (["http://minio:9000", "[fd00::1]:8443", "http://[fd00::2]", "https://[fd00::3]"], [9000, 8443, 80, 443]),
+    ],
+)
+def test_a_gateway_reaches_the_hosts_of_images_and_no_worker_does(hosts: list[str], ports: list[int]) -> None:
+    found = objects("--set-json", f"gateway.settings.image_hosts={json.dumps(hosts)}")
+    assert env_of(pod_of(found, "gateway"))["KVRELAY_IMAGE_HOSTS"] == ",".join(hosts)
+    rule = {"ports": [{"port": port, "protocol": "TCP"} for port in ports]}
+    egress = found["NetworkPolicy", "relay-kvrelay-gateway"]["spec"]["egress"]
+    without = objects()["NetworkPolicy", "relay-kvrelay-gateway"]["spec"]["egress"]
+    assert [one for one in egress if one not in without] == [rule]
+    for component in ("prefill-worker", "decode-worker"):
+        name = ("NetworkPolicy", f"relay-kvrelay-{component}")
+        assert found[name] == objects()[name]
+
+
+@needs_helm
+def test_an_empty_list_of_hosts_lets_a_gateway_out_nowhere() -> None:
+    """A rule without ports would allow all."""
+    policy = ("NetworkPolicy", "relay-kvrelay-gateway")
+    assert objects("--set-json", "gateway.settings.image_hosts=[]")[policy] == objects()[policy]
+
+
+@needs_helm
 def test_a_gateway_reaches_the_api_server_wherever_it_listens() -> None:
     def ports(*arguments: str) -> list[list[int]]:
         rules = objects(*arguments)["NetworkPolicy", "relay-kvrelay-gateway"]["spec"]["egress"]
