@@ -177,9 +177,8 @@ class ImageFetcher:
             if isinstance(error, TimeoutError):
                 raise
             # Its text may have the URL, or addresses of this network.
-            raise self._failed(
-                address, type(error).__name__, "cannot be reached, or ends the connection", link.param
-            ) from None
+            what = "cannot be reached, or ends the connection"
+            raise self._failed(address, what, link.param, cause=f" ({type(error).__name__})") from None
         raise InvalidRequestError(
             f"{link.param}: {link.address.site} redirects more than {MAX_REDIRECTS} times; name the place itself",
             param=link.param,
@@ -233,6 +232,6 @@ class ImageFetcher:
             )
         return self._failed(link.address, f"does not send it within {FETCH_S:g} s", link.param)
 
-    def _failed(self, address: WebAddress, what: str, param: str, cause: str = "") -> ImageHostError:
+    def _failed(self, address: WebAddress, what: str, param: str, *, cause: str = "") -> ImageHostError:
         self._warnings.warn(f"an image could not be fetched: {address.site} {what}{cause}", "image_host")
         return ImageHostError(f"{param}: {address.site} {what}; try again later, {_INSTEAD}", param=param)

@@ -193,6 +193,7 @@ async def test_without_a_list_nothing_is_fetched(directory: Path, host: WebHost)
         for path in GENERATING:
             answered = await app.post(path, 400, **body_of(path, host.url("/cat")))
             assert "--image-hosts of the gateway; it is empty, so this deployment fetches nothing" in str(answered)
+        assert prefill(app).asked == []
     assert host.heads == []
 
 
