@@ -221,7 +221,8 @@ async def test_redirections_and_images_share_one_deadline(
     await listed.refusal(ImageHostError, host.url("/a"))
 
 
-async def test_a_client_may_give_it_less_time(host: WebHost, listed: Fetching) -> None:
+async def test_a_client_may_give_it_less_time(host: WebHost, listed: Fetching, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(image_fetch, "FETCH_S", 1000.0)
     host.files["/slow"] = silence
     message = await listed.refusal(RequestTimeoutError, host.url(f"/slow?{SECRET}"), timeout_s=0.1)
     assert "did not come from" in message
