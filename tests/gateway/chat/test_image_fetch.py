@@ -55,6 +55,7 @@ class Fetching:
         assert type(caught.value) is kind
         assert caught.value.param == f"image[{len(urls) - 1}]"
         assert SECRET not in str(caught.value)
+        assert caught.value.__cause__ is None, "its text may have the URL"
         return str(caught.value)
 
     def count(self, outcome: str) -> float:
