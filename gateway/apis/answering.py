@@ -25,6 +25,7 @@ from kvrelay.gateway.errors import ApiError, ClientBehindError
 from kvrelay.gateway.http.request import ApiRequest
 from kvrelay.gateway.http.sse import EventStream
 from kvrelay.gateway.model import Model, Models
+from kvrelay.gateway.relay.image_texts import Patience
 from kvrelay.gateway.relay.request import TIMINGS_HEADER, GenerationRequest, GenerationSpec
 from kvrelay.gateway.text.output import TextDelta, Usage, total
 
@@ -112,10 +113,11 @@ def sequences_of(
     spec: GenerationSpec,
     prompt_param: str,
     images: tuple[PromptImage, ...] = (),
+    waited_s: float = 0.0,
 ) -> list[GenerationRequest]:
     """The sequences that an HTTP request asks ``model`` to generate, reserved in its API key's budgets.
 
-    ``images``: of each prompt.
+    ``images``: of each prompt. ``waited_s``: how much of the request's time has gone by waiting.
     Raises InvalidRequestError naming the wrong field or header, and TokenBudgetError.
     """
     request.sequences = sequences = model.sequences(
@@ -129,6 +131,8 @@ def sequences_of(
         flow=request.flow(spec.priority),
         images=images,
     )
+    for one in sequences:
+        one.waited_s = waited_s
     request.reserve()
     return sequences
 
@@ -143,19 +147,20 @@ async def chat_of(
 ) -> tuple[Chat, list[GenerationRequest]]:
     """The chat that an HTTP request asks ``model`` for, and its sequences. ``prepare`` reads the body; it may take long, so it runs
     on a thread if the body is large.
-    Raises InvalidRequestError naming the wrong field or header, TokenBudgetError, UnavailableError if no worker can be asked about
-    images, and what fetching them raises.
+    Raises InvalidRequestError naming the wrong field or header, TokenBudgetError, and what ``prompt_of`` raises.
     """
+    patience = Patience(request.flow(), request.timeout_s())
 
     def read() -> tuple[Chat, GenerationSpec]:
         spec, chat = prepare()
+        patience.flow = request.flow(spec.priority)
         return chat, chat.guided(spec)
 
     def encode(text: str) -> list[int]:
         return model.encode(text, prompt_param, add_special_tokens=add_special_tokens)
 
-    chat, spec, prompt = await prompt_of(model, read, encode, request.num_body_bytes, request)
-    return chat, sequences_of(model, request, [prompt.token_ids], spec, prompt_param, prompt.images)
+    chat, spec, prompt = await prompt_of(model, read, encode, request.num_body_bytes, request, patience)
+    return chat, sequences_of(model, request, [prompt.token_ids], spec, prompt_param, prompt.images, patience.waited_s)
 
 
 async def respond(

@@ -14,6 +14,7 @@ from kvrelay.gateway.chat.image_prompt import Prompt, placed, with_texts
 from kvrelay.gateway.chat.images import ChatImage, ImageLink, with_files
 from kvrelay.gateway.http.request import ApiRequest
 from kvrelay.gateway.model import Model
+from kvrelay.gateway.relay.image_texts import Patience
 from kvrelay.gateway.text.tokenizer import aside
 from kvrelay.wire.codec import MAX_IMAGES_NBYTES
 
@@ -24,13 +25,18 @@ Encode = Callable[[str], list[int]]
 
 
 async def prompt_of(
-    model: Model, read: Callable[[], tuple[Chat, T]], encode: Encode, size: int, request: ApiRequest | None = None
+    model: Model,
+    read: Callable[[], tuple[Chat, T]],
+    encode: Encode,
+    size: int,
+    request: ApiRequest | None = None,
+    patience: Patience | None = None,
 ) -> tuple[Chat, T, Prompt]:
     """The chat and the rest that ``read`` makes of a body of ``size`` bytes, and the chat's tokens.
 
-    ``request``: whose body it is. None: it came by no HTTP, and for workers that read no images.
-    Work on a large body runs on a thread. Raises InvalidRequestError, BodyTooLargeError, and what ``files_of`` and ``image_texts``
-    raise.
+    ``request``: whose body it is. None: it came by no HTTP, and for workers that read no images. ``patience``: as of
+    :func:`image_texts`. Work on a large body runs on a thread. Raises InvalidRequestError, BodyTooLargeError, and what ``files_of``
+    and ``image_texts`` raise.
     """
 
     def work() -> tuple[Chat, T, list[int]]:
@@ -44,8 +50,9 @@ async def prompt_of(
     kept = dataclasses.replace(chat, given={})
     if not chat.images:
         return kept, rest, Prompt(token_ids)
-    images = await files_of(model, chat, request)
-    told = await image_texts(model, images)
+    patience = patience or Patience()
+    images = await files_of(model, chat, request, patience)
+    told = await image_texts(model, images, patience)
 
     def place() -> Prompt:
         token_ids = encode(text_of_chat(model, chat, told))
@@ -54,11 +61,11 @@ async def prompt_of(
     return kept, rest, await aside(place, max(size, sum(len(image.data) for image in images)))
 
 
-async def files_of(model: Model, chat: Chat, request: ApiRequest | None) -> Sequence[ChatImage]:
+async def files_of(model: Model, chat: Chat, request: ApiRequest | None, patience: Patience) -> Sequence[ChatImage]:
     """The chat's images. Those that are on the web are fetched, once all else of the request that can be checked is right.
 
-    Raises InvalidRequestError naming an image that cannot be had, TokenBudgetError if nothing could be generated, UnavailableError
-    if no worker can be asked about images, and what ``ImageFetcher.fetch`` raises.
+    ``patience``: as of :func:`image_texts`. Raises InvalidRequestError naming an image that cannot be had, TokenBudgetError if
+    nothing could be generated, what ``image_texts`` raises, and what ``ImageFetcher.fetch`` raises.
     """
     links = [image for image in chat.images if isinstance(image, ImageLink)]
     own = [image for image in chat.images if isinstance(image, ChatImage)]
@@ -68,16 +75,19 @@ async def files_of(model: Model, chat: Chat, request: ApiRequest | None) -> Sequ
         _fetcher(request).check(links)
         request.check_budget()
     # Their sizes are not known. But it raises if the model reads no images.
-    await model.relay.images.texts((), model.name, links[0].param)
+    patience.num_bytes = sum(len(image.data) for image in own)
+    await model.relay.images.texts((), model.name, links[0].param, patience)
     if chat.refusal is not None:
         raise chat.refusal
     assert request is not None, "workers that read no images answer no question about them"
     begun_s = time.monotonic()
     try:
         left = MAX_IMAGES_NBYTES - sum(len(image.data) for image in own)
-        files = await _fetcher(request).fetch(links, left, request.timeout_s())
+        files = await _fetcher(request).fetch(links, left, patience.timeout_s - patience.waited_s)
     finally:
-        request.fetching_s = begun_s, time.monotonic()
+        ended_s = time.monotonic()
+        request.fetching_s = begun_s, ended_s
+        patience.waited_s += ended_s - begun_s
     return await aside(lambda: with_files(chat.images, files), sum(map(len, files)))
 
 
@@ -86,15 +96,17 @@ def _fetcher(request: ApiRequest) -> ImageFetcher:
     return fetcher
 
 
-async def image_texts(model: Model, images: Sequence[ChatImage]) -> ImageTexts | None:
-    """What a prompt has in the place of its images; None if there are none.
+async def image_texts(model: Model, images: Sequence[ChatImage], patience: Patience) -> ImageTexts | None:
+    """What a prompt has in the place of its images; None if there are none. Waits for a worker that can tell.
 
-    Raises InvalidRequestError if the model cannot read them, and UnavailableError if no worker can be asked.
+    ``patience``: how long, and in whose name; it gets the time that was waited. Raises InvalidRequestError if the model cannot read
+    the images. Raises UnavailableError, RequestTimeoutError or AttemptsFailedError if no worker tells.
     """
     if not images:
         return None
     sizes = tuple(image.size for image in images)
-    return await model.relay.images.texts(sizes, model.name, images[0].param)
+    patience.num_bytes = sum(len(image.data) for image in images)
+    return await model.relay.images.texts(sizes, model.name, images[0].param, patience)
 
 
 def text_of_chat(model: Model, chat: Chat, told: ImageTexts | None) -> str:

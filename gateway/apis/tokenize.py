@@ -26,6 +26,7 @@ from kvrelay.gateway.errors import ApiError, InvalidRequestError
 from kvrelay.gateway.http.edge import error_response
 from kvrelay.gateway.http.request import ApiRequest, ApiRoute, RequestBody
 from kvrelay.gateway.model import Model
+from kvrelay.gateway.relay.image_texts import Patience
 from kvrelay.gateway.text.sampling import check_token_ids
 from kvrelay.gateway.text.tokenizer import aside, check_text
 
@@ -145,7 +146,8 @@ async def chat_tokenize(body: ChatBody, request: ApiRequest) -> Response:
     size = request.num_body_bytes
     chat = await aside(lambda: body.chat(model), size)
     request.check_size(size_without_images(size, chat))
-    told = await image_texts(model, await files_of(model, chat, request))
+    patience = Patience(request.flow(), request.timeout_s())
+    told = await image_texts(model, await files_of(model, chat, request, patience), patience)
 
     def work() -> bytes:
         text = text_of_chat(model, chat, told)
@@ -181,7 +183,8 @@ async def _ids(model: Model, body: TokenizeBody, request: ApiRequest) -> bytes:
     if given is not None:
         ids = await aside(lambda: encode(given), size)
     else:
-        _, _, prompt = await prompt_of(model, lambda: (body.chat(model), None), encode, size, request)
+        patience = Patience(request.flow(), request.timeout_s())
+        _, _, prompt = await prompt_of(model, lambda: (body.chat(model), None), encode, size, request, patience)
         ids = prompt.token_ids
 
     def written() -> bytes:

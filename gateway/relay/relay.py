@@ -24,12 +24,13 @@ from kvrelay.gateway.errors import (
 )
 from kvrelay.gateway.metrics import ModelMetrics
 from kvrelay.gateway.relay.attempt import Attempt, AttemptFailedError, AttemptMovedError, Take
+from kvrelay.gateway.relay.image_texts import ImageDesk, ReaderAwayError
 from kvrelay.gateway.relay.placement import Placement, views
 from kvrelay.gateway.relay.request import AttemptNote, GenerationRequest, Place
-from kvrelay.gateway.routing.admission import Admission, Asked
+from kvrelay.gateway.routing.admission import Admission
+from kvrelay.gateway.routing.asked import Asked
 from kvrelay.gateway.routing.breaker import CircuitBreakers, Part
 from kvrelay.gateway.settings import RelaySettings
-from kvrelay.gateway.workers.images import ImageAsker
 from kvrelay.gateway.workers.pool import WorkerPool
 from kvrelay.wire.messages import ABOUT_GUIDE, DecodeTarget, FailureCode, Submit, TokenDelta
 
@@ -53,9 +54,8 @@ class Relay:
         self.clock = clock
         self.prompt_ways: Counter[tuple[str, str]] = Counter()  # number of attempts by way and reason
         self.breakers = CircuitBreakers(self._on_breaker)
-        self.images = ImageAsker(pool)
         self._placement = Placement(pool, settings, self.breakers, clock)
-        pool.on_stock_taken = self._keep_breakers
+        pool.on_stock_taken = self._on_stock_taken
         self.admission = Admission(
             settings.max_queued,
             settings.room_timeout_s,
@@ -64,13 +64,15 @@ class Relay:
             self._placement.supply,
             clock,
         )
+        self.images = ImageDesk(pool, settings, self.admission)
 
     async def run(self, request: GenerationRequest, take: Take) -> None:
         """Give ``take`` the output of ``request``, up to a finish reason, or as much as ``take`` wants. Cancel to give it up.
 
         Raises ApiError if the output cannot be had, and what ``take`` raises.
         """
-        asked = Asked(len(request.prompt_token_ids), request.sampling.max_tokens, flow=request.flow)
+        num_prompt, max_tokens = len(request.prompt_token_ids), request.sampling.max_tokens
+        asked = Asked(num_prompt, max_tokens, flow=request.flow, waited_s=request.waited_s)
         try:
             await self._admit(request, asked)
         except BaseException:
@@ -89,8 +91,9 @@ class Relay:
 
     async def _admit(self, request: GenerationRequest, asked: Asked) -> None:
         """Start the request's deadline and wait for its place on workers. Raises ApiError if it gets none."""
-        timeout_left_s = request.timeout_s = min(request.timeout_s, self.settings.request_timeout_s)
-        request.deadline_s = asyncio.get_running_loop().time() + request.timeout_s
+        request.timeout_s = min(request.timeout_s, self.settings.request_timeout_s)
+        left_s = request.timeout_s - request.waited_s
+        request.deadline_s = self._time() + left_s
         request.prefix = self._placement.prefix_of(request)
         if request.share is not None and request.follows:
             try:
@@ -98,19 +101,32 @@ class Relay:
                     await request.share.settled()
             except TimeoutError as error:
                 raise request.timed_out() from error
-            timeout_left_s = request.deadline_s - asyncio.get_running_loop().time()
+            left_s = request.deadline_s - self._time()
             asked.is_follower = request.share.decode_address is not None
         if self.admission.num_queued:  # then it joins the line without a search for a place
             asked.num_to_compute = self._placement.look(request)
-        request.place = await self.admission.place(
-            lambda: self._place(request, asked),
-            asked,
-            timeout_left_s,
-            lambda: self._placement.no_room(request),
-        )
+        while request.place is None:
+            begun_s = self._time()
+            try:
+                request.place = await self.admission.place(
+                    lambda: self._place(request, asked),
+                    asked,
+                    left_s,
+                    lambda: self._placement.no_room(request),
+                )
+            except ReaderAwayError:
+                asked.waited_s += self._time() - begun_s
+                num_bytes = sum(len(image.data) for image in request.images) if request.is_first else 0
+                await self.images.come_up(asked, request.deadline_s - self._time(), num_bytes, self.pool.model)
+                left_s = request.deadline_s - self._time()
         request.timings.placed_s = self.clock()
 
     def _place(self, request: GenerationRequest, asked: Asked) -> Place | None:
+        """Workers that would begin soon. Raises ReaderAwayError, so that the request leaves the line to others."""
+        if request.images:
+            self.images.check(self.pool.model)
+            if self.images.is_away:
+                raise ReaderAwayError
         num_to_hold, is_ahead = self.admission.num_to_hold(asked), self.admission.is_ahead(asked)
         found = self._placement.place(request, num_to_hold, is_ahead=is_ahead)
         asked.num_to_compute = self._placement.num_to_compute(request)
@@ -148,6 +164,15 @@ class Relay:
                 retry_after_s=_RETRY_AFTER_S,
             ) from failure
 
+    def _on_stock_taken(self) -> None:
+        self._keep_breakers()
+        self.admission.call_beside()
+
+    @staticmethod
+    def _time() -> float:
+        """Now, on the loop's clock, which deadlines are on."""
+        return asyncio.get_running_loop().time()
+
     def _keep_breakers(self) -> None:
         """Forget the failures of workers that are gone or have come up again."""
         self.breakers.keep({worker.address: worker.up_since_s for worker in self.pool.workers})
@@ -182,6 +207,8 @@ class Relay:
             self._ask_for_more(place)
             if place is not None:
                 return place
+            if request.images:
+                self.images.check(self.pool.model)
             if request.waits_since_s is None:
                 request.waits_since_s = loop.time()
                 continue

@@ -10,6 +10,9 @@ request is refused on an estimate before a similar one has ended. A request whos
 after the first do not join the line, because their clients are already being answered. For the same reason a further choice of a
 prompt joins a full line once the first choice has its K/V, and is not pushed out of it.
 
+Some requests wait *beside* the line: they need a worker of some kind, and none of that kind is up. They hold nobody up. They count
+as those of the line, and have the same time.
+
 Lives on the gateway's asyncio loop.
 """
 
@@ -19,14 +22,14 @@ import asyncio
 import contextlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import TypeVar
 
 from kvrelay.common.clock import Clock
-from kvrelay.common.fair_queue import FairQueue, Flow, Tags
-from kvrelay.gateway.errors import OverloadedError, RequestTimeoutError
+from kvrelay.common.fair_queue import FairQueue, Flow
+from kvrelay.gateway.errors import ApiError, OverloadedError, RequestTimeoutError
 from kvrelay.gateway.metrics import ModelMetrics
-from kvrelay.gateway.routing.forecast import Forecast, Kind, Need, Pace, Served, Supply, kind_of
+from kvrelay.gateway.routing.asked import Asked, last_newcomer
+from kvrelay.gateway.routing.forecast import Forecast, Need, Pace, Served, Supply
 
 T = TypeVar("T")
 
@@ -34,29 +37,6 @@ _MARGIN = 1.15  # safety factor on estimates: an early refusal costs nothing, a 
 _LOOK_S = 0.5  # how often the first in line looks for a place without being woken
 _MAX_RETRY_S = 60.0
 _FORECAST_S = 0.25  # how long a forecast of the whole line is reused and extended
-
-
-@dataclass(slots=True, eq=False)
-class Asked:
-    """What one request asks for."""
-
-    num_prompt_tokens: int
-    max_tokens: int
-    num_to_compute: int = 0  # prompt tokens to compute, as last estimated
-    flow: Flow = field(default_factory=Flow)
-    is_follower: bool = False  # its client is already being answered with another choice of the prompt
-    kind: Kind = field(init=False)
-    num_tokens: float = field(init=False, default=0.0)  # of prompt and output, as estimated on arrival
-    arrival_s: float = field(init=False, default=0.0)
-    deadline_s: float = field(init=False, default=math.inf)
-    tags: Tags = field(init=False, default_factory=Tags)
-    is_called: asyncio.Event = field(
-        init=False, default_factory=asyncio.Event
-    )  # set when it is the first of the line, or pushed out
-    is_pushed_out: bool = field(init=False, default=False)  # others before it pushed it out of the full line
-
-    def __post_init__(self) -> None:
-        self.kind = kind_of(self.num_prompt_tokens, self.max_tokens)
 
 
 class Admission:
@@ -80,6 +60,7 @@ class Admission:
         self._supply = supply
         self._clock = clock
         self._line: list[Asked] = []
+        self._beside: list[Asked] = []
         self._called: Asked | None = None  # the first of the line, which is looking for a place
         self._sorted_s = 0.0  # when the line was last sorted
         self._fair = FairQueue()
@@ -89,8 +70,8 @@ class Admission:
 
     @property
     def num_queued(self) -> int:
-        """The number of requests that wait for a place."""
-        return len(self._line)
+        """The number of requests that wait, in the line and beside it."""
+        return len(self._line) + len(self._beside)
 
     @property
     def num_running(self) -> int:
@@ -99,9 +80,9 @@ class Admission:
 
     def check_not_full(self, flow: Flow) -> None:
         """Raises OverloadedError if a new request of ``flow`` would be refused, before any work is done for it."""
-        if len(self._line) < self._max_queued:
+        if self.num_queued < self._max_queued:
             return
-        if (newcomer := _last_newcomer(self._line)) is None:
+        if (newcomer := last_newcomer(self._all_in_order(self._line))) is None:
             raise self._full()
         last = newcomer.flow
         if flow.priority > last.priority or (flow.priority, flow.key) == (last.priority, last.key):
@@ -132,18 +113,55 @@ class Admission:
         self._come(asked, timeout_s, begun_s)
         if not self._line and (found := find()) is not None:
             self._begin(asked, begun_s)
+            if asked.waited_s:
+                self._metrics.queued_s.observe(asked.waited_s)
             return found
         self._join(asked, timeout_s, begun_s)
         try:
             found = await self._turn(asked, find, timeout_s, why)
             now_s = self._clock()
             self._begin(asked, now_s)
-            self._metrics.queued_s.observe(now_s - begun_s)
+            self._metrics.queued_s.observe(asked.waited_s + now_s - begun_s)
             return found
         finally:
             if not asked.is_pushed_out:
                 self._line.remove(asked)
                 self._sort()
+
+    async def wait_beside(
+        self, is_over: Callable[[], bool], asked: Asked, timeout_s: float, why: Callable[[], str]
+    ) -> None:
+        """Wait beside the line until ``is_over``, which is asked at each :meth:`call_beside`. Adds the time to ``asked.waited_s``.
+
+        Raises as ``place`` does.
+        """
+        begun_s, before_s = self._clock(), asked.waited_s
+        self._come(asked, timeout_s, begun_s)
+        self._push_out(self._to_push_out(asked, self._with(asked, begun_s)))
+        self._beside.append(asked)
+        until_s = begun_s + self._patience_s(asked, timeout_s)
+        try:
+            while True:
+                if asked.is_pushed_out:
+                    raise self._full()
+                if is_over():
+                    return
+                if (left_s := until_s - self._clock()) <= 0:
+                    raise self._too_long(asked, timeout_s, why)
+                asked.is_called.clear()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(left_s):
+                        await asked.is_called.wait()
+        finally:
+            asked.is_called.clear()
+            if not asked.is_pushed_out:
+                self._beside.remove(asked)
+            asked.waited_s = before_s + self._clock() - begun_s
+
+    def call_beside(self) -> None:
+        """Have those beside the line look whether their wait is over."""
+        for asked in self._beside:
+            asked.is_called.set()
 
     def on_end(self, asked: Asked, num_output_tokens: int, first_token_s: float | None) -> None:
         """A request that had a place is over. ``first_token_s``: time of its first token; None if there was none."""
@@ -155,7 +173,7 @@ class Admission:
             self._pace.on_served(asked.kind, served, now_s)
 
     def _come(self, asked: Asked, timeout_s: float, now_s: float) -> None:
-        asked.arrival_s, asked.deadline_s = now_s, now_s + timeout_s
+        asked.arrival_s, asked.deadline_s = now_s - asked.waited_s, now_s + timeout_s
         asked.num_tokens = self.num_to_hold(asked)
         self._fair.come(asked)
 
@@ -170,14 +188,10 @@ class Admission:
         index = line.index(asked)
         is_last = index == len(self._line)
         if not asked.is_follower:
-            pushed_out = _last_newcomer(line) if len(self._line) >= self._max_queued else None
-            if pushed_out is asked:
-                raise self._full()
+            pushed_out = self._to_push_out(asked, line)
             self._check_in_time(asked, line[:index], timeout_s, now_s)
-            if pushed_out is not None:
-                line.remove(pushed_out)
-                pushed_out.is_pushed_out = True
-                pushed_out.is_called.set()
+            self._push_out(pushed_out)
+            line = [one for one in line if one is not pushed_out]
         if self._forecast is not None and is_last:
             self._forecast[1].place(self._need(asked))
         else:
@@ -185,11 +199,40 @@ class Admission:
         self._line = line
         self._call_first()
 
+    def _to_push_out(self, asked: Asked, line: Sequence[Asked]) -> Asked | None:
+        """Whose place the request takes; None if fewer wait than may. ``line``: with the request.
+
+        Raises OverloadedError if the request would be the last one.
+        """
+        if self.num_queued < self._max_queued:
+            return None
+        last = last_newcomer(self._all_in_order(line))
+        if last is asked:
+            raise self._full()
+        return last
+
+    def _push_out(self, asked: Asked | None) -> None:
+        if asked is None:
+            return
+        asked.is_pushed_out = True
+        asked.is_called.set()
+        if asked in self._beside:
+            self._beside.remove(asked)
+        else:
+            self._line.remove(asked)
+            self._forecast = None
+            self._call_first()
+
+    def _all_in_order(self, line: Sequence[Asked]) -> Sequence[Asked]:
+        """The requests of ``line`` and those beside it, in order."""
+        return self._fair.in_order([*line, *self._beside], self._clock()) if self._beside else line
+
     def _with(self, asked: Asked, now_s: float) -> list[Asked]:
         """The line as it would be with the request."""
         if (
             self._line
             and (last := self._line[-1]).flow == asked.flow
+            and last.arrival_s <= asked.arrival_s
             and (not asked.flow.key or last.deadline_s <= asked.deadline_s)
         ):  # as when one key floods the line: the others keep their order
             return [*self._line, asked]
@@ -215,7 +258,7 @@ class Admission:
 
     async def _turn(self, asked: Asked, find: Callable[[], T | None], timeout_s: float, why: Callable[[], str]) -> T:
         begun_s = self._clock()
-        until_s = begun_s + min(timeout_s, self._room_timeout_s)
+        until_s = begun_s + self._patience_s(asked, timeout_s)
         while (now_s := self._clock()) < until_s:
             if asked.is_pushed_out:
                 raise self._full()
@@ -237,22 +280,38 @@ class Admission:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(min(_LOOK_S, until_s - now_s)):
                     await self._changed.wait()
-        if timeout_s <= self._room_timeout_s:
-            self._metrics.refused.labels("timeout").inc()
-            raise RequestTimeoutError(f"no worker had a place within the request's {timeout_s:g} s; give it more time")
-        raise self._refusal("no_place", why())
+        raise self._too_long(asked, timeout_s, why)
+
+    def _patience_s(self, asked: Asked, timeout_s: float) -> float:
+        """How long the request may wait from now on."""
+        return min(timeout_s, self._room_timeout_s - asked.waited_s)
+
+    def _too_long(self, asked: Asked, timeout_s: float, why: Callable[[], str]) -> ApiError:
+        """The error for a request that has waited as long as it may."""
+        if timeout_s > self._patience_s(asked, timeout_s):
+            return self._refusal("no_place", why())
+        self._metrics.refused.labels("timeout").inc()
+        whole_s = round(asked.waited_s + timeout_s, 3)
+        missing = f"{why()}; " if asked in self._beside else ""
+        text = f"{missing}no worker had a place within the request's {whole_s:g} s; give it more time"
+        return RequestTimeoutError(text)
 
     def _check_in_time(self, asked: Asked, before: Sequence[Asked], timeout_s: float, now_s: float) -> None:
         service_s = self._service_s(asked, now_s)
         if service_s is None or (wait_s := self._wait_s(asked, before, now_s)) is None:
             return
-        if wait_s > self._room_timeout_s:
-            detail = f"a place would come free in some {wait_s:.0f} s; the limit is {self._room_timeout_s:g} s"
-            raise self._refusal("would_wait", detail, wait_s - self._room_timeout_s)
+        limit_s = self._patience_s(asked, math.inf)
+        if wait_s > limit_s:
+            detail = f"a place would come free in some {wait_s:.0f} s; the limit is {limit_s:g} s"
+            raise self._refusal("would_wait", detail, wait_s - limit_s)
         needed_s = _MARGIN * (wait_s + service_s)
         if needed_s > timeout_s:
             detail = f"waiting and answering take some {needed_s:.1f} s, the request has {timeout_s:g} s"
             raise self._refusal("would_be_late", detail, wait_s)
+
+    def refuse(self, detail: str) -> OverloadedError:
+        """The error for a request that may not wait, because too much waits already. It is counted."""
+        return self._refusal("queue_full", detail)
 
     def _full(self) -> OverloadedError:
         return self._refusal("queue_full", f"{self._max_queued} requests wait already, which is the limit")
@@ -286,8 +345,3 @@ class Admission:
         if is_whole:
             self._forecast = (now_s, forecast)
         return forecast
-
-
-def _last_newcomer(line: Sequence[Asked]) -> Asked | None:
-    """The last request of the line whose client is not being answered yet: a full line refuses only those."""
-    return next((asked for asked in reversed(line) if not asked.is_follower), None)

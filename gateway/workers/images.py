@@ -1,13 +1,15 @@
 """Asks prefill workers what prompts have in the place of images, and remembers their answers.
 
 Only prefill workers read images. An answer depends on nothing but the model and the images' sizes, so it is remembered by sizes, as
-long as the worker process that gave it is in use. Lives on the gateway's asyncio loop.
+long as the worker process that gave it is in use. Only workers that are up are asked: :mod:`kvrelay.gateway.relay.image_texts`
+waits for others. Lives on the gateway's asyncio loop.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import enum
 from collections import OrderedDict
 from dataclasses import dataclass
 
@@ -40,6 +42,14 @@ class _Answer:
         return sum(len(text.text) for text in self.told.texts)
 
 
+class Readers(enum.Enum):
+    """What there is of workers that read images."""
+
+    UP = "one may be asked"
+    AWAY = "one that starts, restarts, ends or is lost may come back"
+    NONE = "the model reads no images with the workers that there are"
+
+
 class ImageAsker:
     """What stands in the place of images, in the prompts of one pool's model."""
 
@@ -49,20 +59,40 @@ class ImageAsker:
         self._num_chars = 0
         self._number = 0
 
-    async def texts(self, sizes: Sizes, model: str, param: str) -> ImageTexts:
-        """What a prompt has in the place of images of these sizes, in order.
+    @property
+    def readers(self) -> Readers:
+        """What there is of workers that read images."""
+        if self._usable:
+            return Readers.UP
+        return Readers.NONE if self._reads_none else Readers.AWAY
+
+    def check(self, model: str, param: str | None = None) -> None:
+        """Raises InvalidRequestError if the model reads no images, with the reason. ``model``: its name; "": it is the only one."""
+        if self.readers is Readers.NONE:
+            name = f"model {model!r}" if model else "the model"
+            raise InvalidRequestError(f"{name} reads no images: {self._reads_none}; send text only", param=param)
+
+    async def texts(self, sizes: Sizes, model: str, param: str) -> ImageTexts | None:
+        """What a prompt has in the place of images of these sizes, in order. None if no worker is up, or if one was lost meanwhile.
 
         ``model`` and ``param``: the name of the model, and the first image's place in the body, for errors. Raises
-        InvalidRequestError if the model reads no images, or none of these. Raises UnavailableError if no worker answers.
+        InvalidRequestError if the model reads no images, or none of these. Raises UnavailableError if workers are up and none
+        answers.
         """
+        self.check(model, param)
         known = self._answers.get(sizes)
         if known is not None and known.counts:
             self._answers.move_to_end(sizes)
             return known.told
-        for worker in self._readers(model, param):
+        usable = self._usable
+        self._number += 1
+        first = self._number % max(1, len(usable))  # another one each time
+        is_one_lost = not usable
+        for worker in usable[first:] + usable[:first]:
             welcome = worker.welcome
             answer = await _ask(worker, sizes)
             if answer is None or welcome is None:
+                is_one_lost = is_one_lost or worker.welcome is not welcome or not worker.is_usable
                 continue
             if answer.problem:
                 raise InvalidRequestError(answer.problem, param=param)
@@ -71,29 +101,28 @@ class ImageAsker:
             if told is not None and told.mark and len(told.texts) == len(sizes):
                 self._remember(sizes, _Answer(told, worker, welcome))
                 return told
+        if is_one_lost:
+            return None
         raise UnavailableError(
             f"model {model!r}: no prefill worker tells how to read the images; try again later", retry_after_s=1.0
         )
 
-    def _readers(self, model: str, param: str) -> list[Worker]:
-        """The workers to ask, another one first each time. Raises InvalidRequestError and UnavailableError."""
-        staying = [worker for worker in self._pool.prefills.values() if not worker.is_retiring]
-        if not staying:
-            raise _reads_none(model, "only prefill workers read images, and there is none", param)
-        fitting = [worker for worker in staying if worker.welcome is not None and not worker.misfit]
-        readers = [worker for worker in fitting if worker.reads_images]
-        if fitting and not readers:
-            reasons = {"" if worker.welcome is None else worker.welcome.card.no_images for worker in fitting}
-            raise _reads_none(model, "; ".join(sorted(reasons)), param)
-        usable = [worker for worker in readers if worker.is_usable]
-        if not usable:
-            self._pool.hurry(staying)
-            raise UnavailableError(
-                f"model {model!r}: no prefill worker that reads images is up; try again later", retry_after_s=1.0
-            )
-        self._number += 1
-        first = self._number % len(usable)
-        return usable[first:] + usable[:first]
+    @property
+    def _usable(self) -> list[Worker]:
+        """The workers that may be asked."""
+        return [worker for worker in self._pool.prefills.values() if worker.reads_images and worker.is_usable]
+
+    @property
+    def _reads_none(self) -> str:
+        """Why no worker that there is reads images. Empty if one does, or may when it comes back."""
+        workers = list(self._pool.prefills.values())
+        if not workers:  # those of a cluster may all be starting
+            known = self._pool.knows_prefill_workers
+            return "" if known else "only prefill workers read images, and there is none"
+        up = [worker.welcome for worker in workers if worker.welcome is not None and not worker.misfit]
+        if not up or any(worker.read_images for worker in workers):
+            return ""
+        return "; ".join(sorted({welcome.card.no_images for welcome in up}))
 
     def _remember(self, sizes: Sizes, answer: _Answer) -> None:
         if (before := self._answers.pop(sizes, None)) is not None:
@@ -111,7 +140,3 @@ async def _ask(worker: Worker, sizes: Sizes) -> ImagesTold | None:
         async with asyncio.timeout(_ANSWER_S):
             return await worker.ask_images(sizes)
     return None
-
-
-def _reads_none(model: str, reason: str, param: str) -> InvalidRequestError:
-    return InvalidRequestError(f"model {model!r} reads no images: {reason}; send text only", param=param)

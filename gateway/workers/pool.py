@@ -74,6 +74,7 @@ class WorkerPool:
         self.absent = self._missing_roles()  # why no gateway can serve; empty if each role has a worker
         # One has been up; before that the listed ones are starting, and worth waiting for.
         self._had_prefill_worker = False
+        self.knows_prefill_workers = False  # one is, or was, listed, be it one that still starts
         self._listeners: dict[Key, Listener] = {}
         self._stopping: set[asyncio.Task[None]] = set()
         # ``peer_id`` of prefill workers that computed wrongly.
@@ -81,7 +82,9 @@ class WorkerPool:
         self.on_key_tokens: Callable[[KeyTokens], object] = lambda _: (
             None
         )  # called with other gateways' reports, which come through workers
-        self.on_stock_taken: Callable[[], object] = lambda: None  # called when workers have come or gone
+        self.on_stock_taken: Callable[[], object] = lambda: (
+            None
+        )  # called when workers have come, gone, or begun to drain
         self.changed = asyncio.Event()  # set when a worker came, went or reported; waiters clear it
         for role in (Role.PREFILL, Role.DECODE):
             # From 0 on, so that alerts see a gateway that never learns of workers, and the first wrong worker.
@@ -104,6 +107,8 @@ class WorkerPool:
     def update(self, found: Iterable[FoundWorker]) -> None:
         """Take the new list of workers: connect to new ones, retire those that leave, drop all others."""
         self._is_told = True
+        found = list(found)
+        self.knows_prefill_workers = self.knows_prefill_workers or any(one.role is Role.PREFILL for one in found)
         by_key = {(worker.role, worker.address): worker for worker in found}
         for worker in self.workers:
             if (known := by_key.get((worker.role, worker.address))) is None or known.uid != worker.uid:

@@ -91,6 +91,7 @@ class Worker:
         self.up_since_s = 0.0  # on the network's clock
         self.misfit = ""  # why it does not fit the other workers; empty if it does
         self.is_retiring = False  # it finishes its requests and gets no new ones
+        self.read_images = False  # prompts that it computes may have images, or might when it was last up
         self.load: Load | None = None  # load and attempts, while the worker is up
         self._asked: dict[int, asyncio.Future[ImagesTold | None]] = {}  # by the number of the question
         self._numbers = itertools.count()
@@ -111,6 +112,7 @@ class Worker:
         self.status = None
         self.up_since_s = self._clock()
         card = welcome.card
+        self.read_images = self.role is Role.PREFILL and not card.no_images
         self.load = Load(card.layout.block_size, card.layout.geometry.windows)
         logger.info(
             "%s worker %s at %s: up, %s, %d KV blocks, protocol %d",
@@ -123,12 +125,14 @@ class Worker:
         """Take a report, or pass an answer to its attempt."""
         match message:
             case Status():
-                was_wrong = self.is_wrong
+                was_wrong, was_usable = self.is_wrong, self.is_usable
                 self.status = message
                 if self.is_wrong and not was_wrong:
                     self._on_wrong()
                 if self.load is not None:
                     self.load.on_status(message, self._clock())
+                if self.is_usable is not was_usable:
+                    self._owner.take_stock()
                 self._owner.changed.set()
             case KeyTokens():
                 self._owner.on_key_tokens(message)
@@ -199,7 +203,7 @@ class Worker:
     @property
     def reads_images(self) -> bool:
         """Whether it is up, and prompts that it computes may have images."""
-        return self.role is Role.PREFILL and self.welcome is not None and not self.welcome.card.no_images
+        return self.read_images and self.welcome is not None
 
     def ask_images(self, sizes: Sequence[tuple[int, int]]) -> asyncio.Future[ImagesTold | None]:
         """Ask what a prompt has in the place of images of these sizes. The answer is None if the worker is lost.

@@ -62,6 +62,7 @@ class Player:
         links: LinkSettings = LINKS,
     ) -> None:
         self.role = role
+        self.network = network
         self.card = card or fake_card()
         self.num_waiting_tokens = 0
         self.prompt_tokens_per_s: float | None = None

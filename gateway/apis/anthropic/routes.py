@@ -27,6 +27,7 @@ from kvrelay.gateway.chat.tools.messages import joined
 from kvrelay.gateway.errors import InvalidRequestError
 from kvrelay.gateway.http.request import ApiRequest, ApiRoute, RequestBody
 from kvrelay.gateway.model import Model
+from kvrelay.gateway.relay.image_texts import Patience
 from kvrelay.gateway.relay.request import GenerationSpec
 
 router = APIRouter(route_class=ApiRoute, tags=["Anthropic"])
@@ -276,5 +277,6 @@ async def count_tokens(body: CountBody, request: ApiRequest) -> Response:
         return model.encode(text, "messages", add_special_tokens=False)
 
     size = request.num_body_bytes
-    _, _, prompt = await prompt_of(model, lambda: (body.chat(model), None), encode, size, request)
+    patience = Patience(request.flow(), request.timeout_s())
+    _, _, prompt = await prompt_of(model, lambda: (body.chat(model), None), encode, size, request, patience)
     return JSONResponse({"input_tokens": len(prompt.token_ids)})

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from kvrelay.common.images import ImageSpan, PromptImage, image_digest
-from kvrelay.gateway.errors import InvalidRequestError, UnavailableError
+from kvrelay.gateway.errors import InvalidRequestError, OverloadedError, RequestTimeoutError
 from kvrelay.gateway.relay.placement import Placement
 from kvrelay.gateway.relay.request import GenerationRequest, PromptShare
-from kvrelay.wire.messages import ABOUT_IMAGES, FailureCode, HandedOver, Preempted, Submit, Timings
+from kvrelay.wire.messages import ABOUT_IMAGES, FailureCode, HandedOver, Preempted, Submit, Timings, WorkerState
 
 from ..pictures import seeing_card
 from ..players import ALL, Player, Stage, asking, failing, good, in_turn, stage, until
@@ -126,12 +126,75 @@ async def test_only_workers_that_read_images_get_them() -> None:
         assert all(player.submits for player in on.players[:3])
 
 
-@pytest.mark.parametrize("cards", [[], [BLIND]])
-async def test_without_a_worker_that_reads_images_there_is_no_place(cards: list[Any]) -> None:
-    async with stage(good, prefill=[good] * len(cards), prefill_cards=cards, room_timeout_s=0.05) as on:
-        with pytest.raises(UnavailableError, match="no prefill worker that reads images is up"):
+NO_PREFILL = "the model reads no images: only prefill workers read images, and there is none; send text only"
+
+
+@pytest.mark.parametrize(("cards", "reason"), [([], NO_PREFILL), ([BLIND], "the model reads text only; send text")])
+async def test_without_a_worker_that_reads_images_there_is_no_place(cards: list[Any], reason: str) -> None:
+    async with stage(good, prefill=[good] * len(cards), prefill_cards=cards) as on:
+        with pytest.raises(InvalidRequestError, match=reason):
             await on.deltas(picture())
         assert not any(player.submits for player in on.players)
+
+
+async def test_a_request_whose_worker_is_away_stands_beside_the_line() -> None:
+    """Texts pass it, which decode workers can compute. It has the time that it has waited less."""
+    async with stage(good, prefill=good, prefill_cards=[SEEING]) as on:
+        [player, _] = on.players
+        player.state = WorkerState.DRAINING
+        worker = on.pool.prefills[player.address]
+        await until(on.pool, lambda: not worker.is_usable)
+        waiting = asyncio.create_task(output(on, picture(timeout_s=30.0)))
+        while not on.relay.admission.num_queued:
+            await asyncio.sleep(0.001)  # polls for a state
+        assert await output(on, asking(request_id="text")) == ALL[0]
+        assert not waiting.done()
+        player.state = WorkerState.READY
+        assert await waiting == ALL[0]
+        [submit] = player.submits
+        assert submit.images == list(IMAGES)
+        assert submit.timeout_s is not None
+        assert submit.timeout_s < 30.0
+        assert on.relay.admission.num_queued == 0
+
+
+async def test_a_request_in_the_line_leaves_it_to_texts_when_its_worker_goes() -> None:
+    async with stage(good, prefill=good, prefill_cards=[SEEING], room_timeout_s=20.0) as on:
+        prefill, decode = on.players
+        worker, other = on.pool.prefills[prefill.address], on.pool.decodes[decode.address]
+        decode.num_free_blocks = 0
+        decode.num_running = 1
+        await until(on.pool, lambda: other.status is not None and other.status.num_free_blocks == 0)
+        waiting = asyncio.create_task(output(on, picture()))
+        while not on.relay.admission.num_queued:
+            await asyncio.sleep(0.001)  # polls for a state
+        prefill.state = WorkerState.DRAINING
+        await until(on.pool, lambda: not worker.is_usable)
+        text = asyncio.create_task(output(on, asking(request_id="text")))
+        while on.relay.admission.num_queued < 2:
+            await asyncio.sleep(0.001)  # polls for a state
+        decode.num_free_blocks, decode.num_running = 64, 0
+        assert await text == ALL[0]
+        assert not waiting.done()
+        prefill.state = WorkerState.READY
+        assert await waiting == ALL[0]
+
+
+async def test_the_time_before_it_was_a_request_counts() -> None:
+    async with stage(good, prefill=good, prefill_cards=[SEEING], room_timeout_s=5.0) as on:
+        request = picture(timeout_s=30.0)
+        request.waited_s = 4.0
+        assert await output(on, request) == ALL[0]
+        assert on.players[0].submits[0].timeout_s == pytest.approx(26.0, abs=1.0)
+        on.players[0].state = WorkerState.DRAINING
+        worker = on.pool.prefills[on.players[0].address]
+        await until(on.pool, lambda: not worker.is_usable)
+        for timeout_s, waited_s, error in ((30.0, 4.95, OverloadedError), (4.0, 3.95, RequestTimeoutError)):
+            late = picture(timeout_s=timeout_s)
+            late.waited_s = waited_s
+            async with asyncio.timeout(3):
+                with pytest.raises(error, match="no prefill worker that reads images is up"):
+                    await on.deltas(late)
 
 
 async def test_an_image_that_cannot_be_read_is_the_clients_fault() -> None:

@@ -1,0 +1,120 @@
+"""What prompts have in the place of images, also while every worker that could tell is away.
+
+Only prefill workers read images (:mod:`kvrelay.gateway.workers.images`). All that do may be away: they start, restart or are lost.
+Then requests with images wait beside the line (:mod:`kvrelay.gateway.routing.admission`), at most as long as others do in it. They
+go on when a worker that reads images is up, or end when it turns out that none does. Lives on the gateway's asyncio loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from kvrelay.common.fair_queue import Flow
+from kvrelay.common.images import ImageTexts
+from kvrelay.gateway.errors import AttemptsFailedError
+from kvrelay.gateway.routing.admission import Admission
+from kvrelay.gateway.routing.asked import Asked
+from kvrelay.gateway.settings import RelaySettings
+from kvrelay.gateway.workers.images import ImageAsker, Readers, Sizes
+from kvrelay.gateway.workers.pool import WorkerPool
+
+_HURRY_S = 0.5  # how often a link to a worker that somebody waits for is tried again
+_MAX_WAITING_BYTES = 256 * 2**20  # of the files that wait; a gateway also holds the bodies that they came in
+
+
+class ReaderAwayError(Exception):
+    """A request with images can have no place: all workers that read them are away."""
+
+
+@dataclass(slots=True)
+class Patience:
+    """In whose name somebody waits before there is a request, how long, and with what."""
+
+    flow: Flow = field(default_factory=Flow)
+    timeout_s: float = float("inf")  # of the whole request
+    num_bytes: int = 0  # of the images' files
+    waited_s: float = 0.0  # filled in
+
+
+class ImageDesk:
+    """Tells what prompts of one model have in the place of images, and waits for a worker that can tell."""
+
+    def __init__(self, pool: WorkerPool, settings: RelaySettings, admission: Admission) -> None:
+        self._asker = ImageAsker(pool)
+        self._pool = pool
+        self._settings = settings
+        self._admission = admission
+        self._num_waiting = 0
+        self._num_waiting_bytes = 0
+        self._hurrying: asyncio.TimerHandle | None = None  # while somebody waits
+
+    @property
+    def is_away(self) -> bool:
+        """Whether no worker that reads images is up, and one may come back."""
+        return self._asker.readers is Readers.AWAY
+
+    def check(self, model: str) -> None:
+        """Raises InvalidRequestError if the model reads no images. ``model``: its name; "": it is the only one."""
+        self._asker.check(model)
+
+    async def texts(self, sizes: Sizes, model: str, param: str, patience: Patience | None = None) -> ImageTexts:
+        """What a prompt has in the place of images of these sizes, in order. Waits for a worker that can tell.
+
+        ``model`` and ``param``: the model's name, and the first image's place in the body, for errors. ``patience``: of who asks.
+        Raises InvalidRequestError if the model reads no images, or none of these. Raises OverloadedError or RequestTimeoutError if
+        no worker came up in time. Raises UnavailableError if none answers, and AttemptsFailedError if one after the other was lost.
+        """
+        patience = patience or Patience()
+        num_lost = 0
+        while True:
+            asked = Asked(0, 0, flow=patience.flow, waited_s=patience.waited_s)
+            try:
+                await self.come_up(asked, patience.timeout_s - patience.waited_s, patience.num_bytes, model)
+            finally:
+                patience.waited_s = asked.waited_s
+            if (told := await self._asker.texts(sizes, model, param)) is not None:
+                return told
+            num_lost += 1
+            if num_lost >= self._settings.max_attempts:
+                raise AttemptsFailedError(
+                    f"model {model!r}: {num_lost} times a prefill worker was lost that was asked how to read the images; try again",
+                    retry_after_s=1.0,
+                )
+
+    async def come_up(self, asked: Asked, timeout_s: float, num_bytes: int, model: str) -> None:
+        """Wait while all workers that read images are away; otherwise return at once. ``num_bytes``: of the files that wait.
+
+        ``timeout_s``: of the rest of the request. Adds the time to ``asked.waited_s``. Raises OverloadedError and
+        RequestTimeoutError.
+        """
+        if not self.is_away:
+            return
+        if self._num_waiting_bytes + num_bytes > _MAX_WAITING_BYTES:
+            raise self._admission.refuse(
+                f"images of {self._num_waiting_bytes // 2**20} MiB wait already for a prefill worker that reads them; the limit is "
+                f"{_MAX_WAITING_BYTES // 2**20} MiB"
+            )
+        timeout_s = min(timeout_s, self._settings.request_timeout_s - asked.waited_s)
+        missing = "no prefill worker that reads images is up"
+        self._num_waiting += 1
+        self._num_waiting_bytes += num_bytes
+        if self._hurrying is None:
+            self._hurry()
+        try:
+            await self._admission.wait_beside(
+                lambda: not self.is_away,
+                asked,
+                timeout_s,
+                lambda: f"model {model!r}: {missing}" if model else missing,
+            )
+        finally:
+            self._num_waiting -= 1
+            self._num_waiting_bytes -= num_bytes
+
+    def _hurry(self) -> None:
+        """Have links tried again as long as somebody waits."""
+        self._hurrying = None
+        if self._num_waiting:
+            self._pool.hurry(self._pool.prefills.values())
+            self._hurrying = asyncio.get_running_loop().call_later(_HURRY_S, self._hurry)
