@@ -10,8 +10,8 @@ request is refused on an estimate before a similar one has ended. A request whos
 after the first do not join the line, because their clients are already being answered. For the same reason a further choice of a
 prompt joins a full line once the first choice has its K/V, and is not pushed out of it.
 
-Some requests wait *beside* the line: they need a worker of some kind, and none of that kind is up. They hold nobody up. They count
-as those of the line, and have the same time.
+Some requests wait *beside* the line: they need a worker of some kind, and none of that kind is up. They hold nobody up. As many may
+wait there as in the line, and as long.
 
 Lives on the gateway's asyncio loop.
 """
@@ -80,9 +80,9 @@ class Admission:
 
     def check_not_full(self, flow: Flow) -> None:
         """Raises OverloadedError if a new request of ``flow`` would be refused, before any work is done for it."""
-        if self.num_queued < self._max_queued:
+        if len(self._line) < self._max_queued:
             return
-        if (newcomer := last_newcomer(self._all_in_order(self._line))) is None:
+        if (newcomer := last_newcomer(self._line)) is None:
             raise self._full()
         last = newcomer.flow
         if flow.priority > last.priority or (flow.priority, flow.key) == (last.priority, last.key):
@@ -137,8 +137,10 @@ class Admission:
         """
         begun_s, before_s = self._clock(), asked.waited_s
         self._come(asked, timeout_s, begun_s)
-        self._push_out(self._to_push_out(asked, self._with(asked, begun_s)))
-        self._beside.append(asked)
+        beside = self._fair.in_order([*self._beside, asked], begun_s)
+        if (pushed_out := self._to_push_out(asked, beside)) is not None:
+            self._push_out(pushed_out, beside)
+        self._beside = beside
         until_s = begun_s + self._patience_s(asked, timeout_s)
         try:
             while True:
@@ -190,8 +192,8 @@ class Admission:
         if not asked.is_follower:
             pushed_out = self._to_push_out(asked, line)
             self._check_in_time(asked, line[:index], timeout_s, now_s)
-            self._push_out(pushed_out)
-            line = [one for one in line if one is not pushed_out]
+            if pushed_out is not None:
+                self._push_out(pushed_out, line)
         if self._forecast is not None and is_last:
             self._forecast[1].place(self._need(asked))
         else:
@@ -200,32 +202,22 @@ class Admission:
         self._call_first()
 
     def _to_push_out(self, asked: Asked, line: Sequence[Asked]) -> Asked | None:
-        """Whose place the request takes; None if fewer wait than may. ``line``: with the request.
+        """Whose place in ``line`` the request takes, which is part of it; None if no more wait there than may.
 
         Raises OverloadedError if the request would be the last one.
         """
-        if self.num_queued < self._max_queued:
+        if len(line) <= self._max_queued:
             return None
-        last = last_newcomer(self._all_in_order(line))
+        last = last_newcomer(line)
         if last is asked:
             raise self._full()
         return last
 
-    def _push_out(self, asked: Asked | None) -> None:
-        if asked is None:
-            return
+    @staticmethod
+    def _push_out(asked: Asked, line: list[Asked]) -> None:
+        line.remove(asked)
         asked.is_pushed_out = True
         asked.is_called.set()
-        if asked in self._beside:
-            self._beside.remove(asked)
-        else:
-            self._line.remove(asked)
-            self._forecast = None
-            self._call_first()
-
-    def _all_in_order(self, line: Sequence[Asked]) -> Sequence[Asked]:
-        """The requests of ``line`` and those beside it, in order."""
-        return self._fair.in_order([*line, *self._beside], self._clock()) if self._beside else line
 
     def _with(self, asked: Asked, now_s: float) -> list[Asked]:
         """The line as it would be with the request."""

@@ -132,9 +132,7 @@ async def test_as_many_wait_as_in_the_line_and_smaller_priorities_push_out() -> 
         for flow in (Flow(priority=5), Flow(priority=9)):
             with pytest.raises(OverloadedError, match="2 requests wait already"):
                 await asked(on, Patience(flow))
-            with pytest.raises(OverloadedError):
-                on.relay.admission.check_not_full(flow)
-        on.relay.admission.check_not_full(Flow(priority=1))
+            on.relay.admission.check_not_full(flow)  # texts do not wait, so they are not refused
         urgent = asked(on, Patience(Flow(priority=1)))
         with pytest.raises(OverloadedError, match="2 requests wait already"):
             await last
