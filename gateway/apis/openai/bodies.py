@@ -18,6 +18,7 @@ from kvrelay.gateway.errors import InvalidRequestError
 from kvrelay.gateway.model import Model
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+_WITH_CONTENT = ("system", "developer", "user")  # others may have calls, thoughts or an empty result instead
 _WITH_IMAGES = ("user", "tool", "function")  # roles whose messages may have images
 BEGINNING_LEN = 256  # characters of a message, or tokens of a prompt, that identify a conversation
 
@@ -38,9 +39,8 @@ def content_of_role(role: str, content: Any, param: str, gallery: Gallery) -> st
 def checked_role(role: Any, param: str) -> str:
     """The role of the message ``param``. Raises InvalidRequestError if it is not a known role."""
     if role not in ROLES:
-        raise InvalidRequestError(
-            f"{param}.role is {str(role)[:80]!r}; it must be one of {', '.join(ROLES)}", param=param
-        )
+        wrong = f"{param} has no role" if role is None else f"{param}.role is {str(role)[:80]!r}"
+        raise InvalidRequestError(f"{wrong}; it must be one of {', '.join(ROLES)}", param=param)
     return str(role)
 
 
@@ -60,6 +60,10 @@ def beginning_of(messages: Sequence[Mapping[str, Any]]) -> str:
 
 def _checked(message: Mapping[str, Any], param: str, gallery: Gallery) -> dict[str, Any]:
     role, content = checked_role(message.get("role"), param), message.get("content")
+    if content is None and role in _WITH_CONTENT:
+        raise InvalidRequestError(
+            f"{param} has no content; give it a text, or a list of parts", param=f"{param}.content"
+        )
     told = None if content is None else content_of_role(role, content, f"{param}.content", gallery)
     return {**message, "role": role, "content": told}
 

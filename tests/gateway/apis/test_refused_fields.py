@@ -160,7 +160,9 @@ OF_CHATS: list[Case] = [
     ({"messages": []}, "messages", "messages is an empty list"),
     ({"messages": [{"role": "user", "content": "relay " * 900}]}, "messages", "512"),
     ({"messages": [{"role": "king", "content": "x"}]}, "messages[0]", "'king'; it must be one of system, developer"),
-    ({"messages": [{"content": "x"}]}, "messages[0]", "messages[0].role is 'None'"),
+    ({"messages": [{"content": "x"}]}, "messages[0]", "messages[0] has no role; it must be one of system, developer"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content", "messages[0] has no content; give it a text"),
+    ({"messages": [{"role": "system", "content": None}]}, "messages[0].content", "messages[0] has no content"),
     ({"messages": [{"role": "user", "content": 7}]}, "messages[0].content", "a text or a list of text parts, not '7'"),
     (
         {"messages": [{"role": "user", "content": [IMAGE]}]},
