@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForMultimodalLM, PreTrainedModel
+from transformers.utils.logging import set_tqdm_hook
 
 from kvrelay.common.errors import ModelError
 from kvrelay.engine.models.hf.loading import load_model
@@ -128,3 +129,20 @@ def test_a_type_that_needs_more_than_text_is_refused_before_weights_are_loaded(
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ModelError, match=reason):
         outline_model(tmp_path, "auto", BLOCK_SIZE)
+
+
+@pytest.mark.parametrize("with_towers", [False, True])
+def test_no_progress_bar_is_written_into_a_workers_log(
+    with_towers: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Not while a model is checked, loaded, or followed; afterwards bars are as before."""
+    saved("qwen3_5", tmp_path)
+    capfd.readouterr()
+    heard: list[int] = []
+    load_model(
+        tmp_path, torch.float32, torch.device("cpu"), lambda done, _: heard.append(done), with_towers=with_towers
+    )
+    load_model(tmp_path, torch.float32, torch.device("cpu"), with_towers=with_towers)
+    assert "Loading weights" not in capfd.readouterr().err
+    assert len(heard) > 2
+    assert set_tqdm_hook(None) is None

@@ -20,7 +20,7 @@ from kvrelay.engine.config.quantisation import Quantisation, load_quantisation
 from kvrelay.engine.config.tokenizer import check_tokenizer
 from kvrelay.engine.models.hf.gate import probe_layers
 from kvrelay.engine.models.hf.model import PLAIN_ATTENTION, TransformersModel, shape_of
-from kvrelay.engine.models.hf.progress import followed
+from kvrelay.engine.models.hf.progress import followed, without_bar
 from kvrelay.engine.models.hf.text import full_class, text_class, towers_of
 from kvrelay.engine.weights.headers import check_full, check_layers, checkpoint_files, read_headers
 from kvrelay.engine.weights.kv_scales import is_attention_scale
@@ -112,9 +112,10 @@ def _from_pretrained(directory: Path, dtype: torch.dtype, device_map: str | None
     try:
         if (quantisation := load_quantisation(directory)) is None:
             model_class, config = _class_of(load_transformers_config(directory), with_towers)
-            model, info = model_class.from_pretrained(
-                str(directory), config=config, local_files_only=True, use_safetensors=True, **how
-            )
+            with without_bar():
+                model, info = model_class.from_pretrained(
+                    str(directory), config=config, local_files_only=True, use_safetensors=True, **how
+                )
         else:
             model, info = _dequantised(directory, quantisation, how, with_towers)
     except _LOADING_ERRORS as error:
@@ -140,7 +141,8 @@ def _dequantised(
             if not is_attention_scale(name):
                 is_meta = how["device_map"] == "meta"
                 tensors[name] = torch.empty(header.shape, device="meta") if is_meta else _Unread(reader, name)
-        model, info = model_class.from_pretrained(None, config=config, state_dict=tensors, **how)
+        with without_bar():
+            model, info = model_class.from_pretrained(None, config=config, state_dict=tensors, **how)
         info["unexpected_keys"] = [name for name in info["unexpected_keys"] if not reader.is_zero_bias(name)]
     return model, info
 

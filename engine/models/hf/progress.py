@@ -1,4 +1,7 @@
-"""How far transformers is with a checkpoint. Its loop over a model's tensors shows a progress bar; this module follows that bar."""
+"""How far transformers is with a checkpoint. Its loop over a model's tensors has a progress bar; this module follows and hides it.
+
+In the log of a worker a bar would be lines of control characters.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,22 @@ from contextlib import contextmanager
 from typing import Any
 
 from transformers.utils.logging import set_tqdm_hook
+
+
+@contextmanager
+def without_bar() -> Iterator[None]:
+    """Show no bar in this context. Inside of ``followed`` it changes nothing."""
+    previous = set_tqdm_hook(_hidden)
+    if previous is not None:
+        set_tqdm_hook(previous)
+    try:
+        yield
+    finally:
+        set_tqdm_hook(previous)
+
+
+def _hidden(make_bar: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    return make_bar(*args, **(options | {"disable": True}))
 
 
 @contextmanager
@@ -19,9 +38,9 @@ def followed(progress: Callable[[int, int], None], num_bytes: int) -> Iterator[N
 
     def follow(make_bar: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         if not args:
-            return make_bar(*args, **options)
+            return _hidden(make_bar, args, options)
         tensors = list(args[0])
-        return make_bar(counted(tensors), *args[1:], **({"total": len(tensors)} | options))
+        return _hidden(make_bar, (counted(tensors), *args[1:]), {"total": len(tensors)} | options)
 
     def counted(tensors: list[Any]) -> Iterable[Any]:
         for index, tensor in enumerate(tensors):
