@@ -25,6 +25,8 @@ GPUS = {
 }  # fmt: skip
 _LONG = 4096  # tokens of the sequences that are counted for a model with states
 _MOST_RANDOM = 10**9  # parameters; generating more takes too long
+# Not of a model without weights: its repository was not fetched as a whole.
+_TOKENIZER = "tokenizer.json: make one with AutoTokenizer.from_pretrained(…).save_pretrained(…) before you serve it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,7 @@ class Report:
     outline: ModelOutline | None = None
     fit: Fit | None = None
     logits: str | None = None  # how logits were compared, or why not
+    lacks: str | None = None  # what the directory has to get before a gateway can serve it
 
     def as_json(self) -> dict[str, Any]:
         """The report for programs. Sizes are in bytes, lengths in tokens."""
@@ -68,7 +71,8 @@ class Report:
                 "kv_block_size": geometry.block_size,
                 "kv_groups": [_group_json(group, geometry.block_size) for group in geometry.groups],
             }
-        return found | {"gpu": None if self.fit is None else dataclasses.asdict(self.fit), "logits": self.logits}
+        gpu = None if self.fit is None else dataclasses.asdict(self.fit)
+        return found | {"gpu": gpu, "logits": self.logits, "lacks": self.lacks}
 
     def lines(self) -> list[str]:
         """The report for people."""
@@ -80,6 +84,8 @@ class Report:
             rows.append((f"{ranks}GPU{'s' if ranks else ''} of {self.fit.memory_gib:g} GiB", _fit_text(self.fit)))
         if self.logits is not None:
             rows.append(("logits", self.logits))
+        if self.lacks is not None:
+            rows.append(("lacks", self.lacks))
         verdict = "runs" if self.reason is None else f"does not run: {self.reason}"
         return [f"{self.model} {verdict}", *(f"  {name:<16} {text}" for name, text in rows)]
 
@@ -115,7 +121,9 @@ def examine(
         has_weights = bool(list(directory.glob("*.safetensors")))
         if has_weights:
             check_files(directory, outline)
-        return Report(model, outline=outline, fit=fit, logits=_compared(directory, outline, has_weights))
+        logits = _compared(directory, outline, has_weights)
+        lacks = _TOKENIZER if has_weights and not (directory / "tokenizer.json").is_file() else None
+        return Report(model, outline=outline, fit=fit, logits=logits, lacks=lacks)
     except ModelError as error:
         return Report(model, str(error), outline, fit)
 

@@ -53,6 +53,11 @@ def test_a_model_with_weights_is_compared(model_type: str, tmp_path: Path, capsy
     assert 0 <= gpu["kv_nbytes"] - gpu["num_tokens"] * report["kv_bytes_per_token"] < 16 * report["kv_bytes_per_token"]
     assert report["logits"].startswith("as transformers computes them")
     assert report["logits"].endswith("with its weights")
+    assert report["lacks"].startswith("tokenizer.json: make one with")
+    assert cli.run(["check-model", str(tmp_path)]) == 0
+    assert "  lacks            tokenizer.json: make one" in capsys.readouterr().out
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert found(capsys, str(tmp_path))[1]["lacks"] is None
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", "cohere2"])
