@@ -218,7 +218,7 @@ def load_part(settings: LoadSettings, part: RankPart | None, progress: Callable[
         max_num_seqs=sequences_at_a_time(settings.max_num_seqs, device_of(model.device).type),
         max_batched_tokens=prompt_step_tokens(settings.max_batched_tokens, device_of(model.device).type),
         decodes=settings.decodes,
-        reads_images=not settings.decodes and part is None,
+        reads_images=not settings.decodes,
         cuda_graphs=model.cuda_graphs,
         run_ahead=model.run_ahead,
         adapter_bytes=0 if model.adapters is None else model.adapter_memory_mb * 2**20,

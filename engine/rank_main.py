@@ -177,10 +177,12 @@ def _load(ends: Ends) -> tuple[TorchEngine, Cut, RankAdapters | None]:
     """The rank's part of the model, its cut, and its adapters."""
     link = ends.link
 
-    def meet() -> None:
+    def meet(told: bytes = b"") -> bytes:
+        assert not told, "only the leader tells the others something"
         link.send(Ready())
-        told = link.receive()
-        assert isinstance(told, Go), f"the leader says {told}, which this rank waits for"
+        go = link.receive()
+        assert isinstance(go, Go), f"the leader says {go}, and this rank waits for its word to go on"
+        return go.told
 
     load = link.receive()
     assert isinstance(load, Load), f"the leader begins with {load}"

@@ -243,15 +243,26 @@ class TorchEngine:
         return self._options.max_num_seqs
 
     @torch.inference_mode()
+    def encode(self, plan: StepPlan) -> None:
+        """Encode the images that ``plan``, the next one, begins to compute; for engines with several ranks. Without it ``launch``
+        does so. Raises as ``launch``.
+        """
+        self._set_threads()
+        self._model.encode(plan, self._slots)
+
+    @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """See Engine."""
-        if torch.get_num_threads() != self._options.num_threads:
-            torch.set_num_threads(self._options.num_threads)  # the setting is per calling thread
+        self._set_threads()
         with self._profiler.step():
             step = self._compute(plan)
         if not step.is_deferred:
             self._profiler.end()
         return step
+
+    def _set_threads(self) -> None:
+        if torch.get_num_threads() != self._options.num_threads:
+            torch.set_num_threads(self._options.num_threads)  # the setting is per calling thread
 
     def _compute(self, plan: StepPlan) -> TorchStep:
         self._slots.apply(plan)

@@ -44,7 +44,8 @@ def load_transformers_engine(
 ) -> TorchEngine:
     """Load the model, check it against transformers' own computation, allocate the pool.
 
-    A rank loads the whole model and keeps its ``part`` of it; the card is of the whole. ``progress`` hears (bytes loaded, bytes in
+    A rank loads the whole model and keeps its ``part`` of it; the card is of the whole. Only the first one has what encodes images,
+    and its card alone says whether they are read. ``progress`` hears (bytes loaded, bytes in
     all).
 
     Raises ModelError naming what is not served, or does not fit, and the way out.
@@ -75,8 +76,8 @@ def load_transformers_engine(
     if options.adapter_bytes:
         adapters = Adapters(products, dtype, device)
     model.bind(binding, dtype, None if adapters is None else adapt_layers(adapters, layers, cuts))
+    images.begin(model, part)  # ranks meet here
     if part is not None:
-        part.meet()
         sum_outputs(model.model, cuts, part.collectives)
     images.check(make_ops, dtype, check_model(model, plain, make_ops, dtype))
     if device.type == "cuda":
@@ -88,6 +89,8 @@ def load_transformers_engine(
         )
         memory = replace(memory, step=max(memory.step, of_encoder))
     num_blocks = num_blocks_of(options, whole_geometry.block_nbytes, memory)
+    if part is not None:
+        num_blocks = part.collectives.least(num_blocks)  # the first rank has less memory, if it has the towers
     pool = make_pool(options, geometry, num_blocks, device, part)
     max_model_len = max_model_len_of(options, shape, geometry, num_blocks)
     ops = make_ops(shape, pool.tensor, max_model_len, options.max_num_seqs)
@@ -132,10 +135,10 @@ def _image_reader(
     """What reads images for an engine that is to encode them; None with the reason why it encodes none."""
     if not is_multimodal(load_full_config(options.model_dir)):
         return None, TEXT_ONLY
-    if part is not None:
-        return None, "workers of several ranks read no images"
     if not options.reads_images:
         return None, "only prefill workers read images"
+    if part is not None and not part.is_leader:
+        return None, "the first rank encodes images"
     try:
         reader = make_reader(options.model_dir)
         check_files(options.model_dir, dtype, with_towers=True)

@@ -19,6 +19,7 @@ from kvrelay.engine.models.mlp import make_mlp
 from kvrelay.engine.models.ops import LatentStep, Linear, Ops, StepContext, Upload
 from kvrelay.engine.models.ranks import RankPart, embedding, gathered, summed
 from kvrelay.engine.step.batch import Batch
+from kvrelay.engine.step.plan import StepPlan
 from kvrelay.engine.step.slots import Slots
 from kvrelay.engine.weights.parameters import LayerWeights, ModelWeights
 
@@ -81,6 +82,9 @@ class DecoderModel:
             _make_layer(config, weights.layers.pop(), ops, part, LayerAdapters(changed_by, whole, cut, index))
             for index in cut.layers(config.num_layers)
         ]
+
+    def encode(self, plan: StepPlan, slots: Slots) -> None:
+        """See Model. There are no images."""
 
     def begin_step(self, batch: Batch, slots: Slots, upload: Upload) -> None:
         """See Model. Our own layers take token ids only."""

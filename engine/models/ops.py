@@ -13,6 +13,7 @@ from kvrelay.engine.kv.states import StateStep
 from kvrelay.engine.models.low_rank import LowRankProducts
 from kvrelay.engine.sampling.sampler import SamplerOps
 from kvrelay.engine.step.batch import Batch
+from kvrelay.engine.step.plan import StepPlan
 from kvrelay.engine.step.slots import Slots
 from kvrelay.engine.weights.parameters import ExpertWeights
 from kvrelay.engine.weights.rounding import AnyWeight
@@ -108,6 +109,12 @@ class StepGraphs(Protocol):
 
 class Model(Protocol):
     """A forward pass over paged K/V."""
+
+    def encode(self, plan: StepPlan, slots: Slots) -> None:
+        """Encode the images that ``plan`` begins to compute, so that ``begin_step`` need not. ``slots``: before the plan.
+
+        Raises as ``begin_step``.
+        """
 
     def begin_step(self, batch: Batch, slots: Slots, upload: Upload) -> None:
         """Prepare what the step that ``forward`` computes next has beside token ids: images, and positions of their own.

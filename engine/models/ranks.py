@@ -25,6 +25,9 @@ class Collectives(Protocol):
     def gather(self, part: torch.Tensor) -> list[torch.Tensor]:
         """Every rank's ``part``, in the order of ranks."""
 
+    def spread(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Fill ``tensor`` with what the first rank has in it."""
+
     def least(self, number: int) -> int:
         """The smallest number of all ranks of all stages; waits for them."""
 
@@ -39,18 +42,31 @@ class StageLine(Protocol):
         """Send to the next stage without waiting. Do not change ``hidden`` afterwards."""
 
 
+class Meet(Protocol):
+    """Where ranks wait for each other while they load, however long that takes; collectives wait only for seconds."""
+
+    def __call__(self, told: bytes = b"") -> bytes:
+        """Wait until all ranks are here. Returns on each rank what the leader has ``told``.
+
+        Raises ModelError if a rank does not come.
+        """
+
+
 @dataclass(frozen=True, slots=True)
 class RankPart:
     """The part of a model that this process computes, and its links to the other ranks."""
 
     cut: Cut
     collectives: Collectives
-    meet: Callable[
-        [], None
-    ]  # waits until all ranks are here, however long they load; collectives wait only for seconds
+    meet: Meet
     num_local: int  # number of ranks on this host, which share its cores
     pool_memory: int | None = None  # descriptor of memory for its KV pool, shared with the leader; None: own memory
     line: StageLine | None = None  # only with several stages
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this is the leader's process."""
+        return self.cut.number == 0
 
 
 def summed(linear: Linear, part: RankPart | None) -> Linear:

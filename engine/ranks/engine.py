@@ -107,10 +107,11 @@ class Ranks:
         (own, *_) = cuts_of(settings.model.tensor_parallel, settings.model.pipeline_parallel)
         return self._meeting.join(device_of(settings.model.device), own)
 
-    def meet(self) -> None:
-        """Wait until all ranks have reached the same point of loading as this process. Raises ModelError if one does not."""
+    def meet(self, told: bytes = b"") -> bytes:
+        """See :class:`kvrelay.engine.models.ranks.Meet`."""
         self._expect(Ready)
-        self.tell(Go())
+        self.tell(Go(told))
+        return told
 
     def cards(self) -> list[ModelCard]:
         """The ranks' model cards, once they have loaded. Raises ModelError if one could not load."""
@@ -211,7 +212,8 @@ class RankedEngine:
             group = ranks.join(settings)
             own = load_part(RankPart(cuts[0], group, ranks.meet, ranks.num_local, line=group))
             for card in ranks.cards():
-                if card != own.card:
+                # Only the leader reads images, or knows why not.
+                if msgspec.structs.replace(card, no_images=own.card.no_images) != own.card:
                     raise ModelError(f"a rank has loaded {card}, its leader {own.card}: all nodes need the same model")
             geometry = own.card.layout.geometry
             num_blocks, num_stages = own.card.num_blocks * len(geometry.groups), settings.model.pipeline_parallel
@@ -266,7 +268,9 @@ class RankedEngine:
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """See Engine. Raises DeviceFailedError if a rank is lost."""
         self._profiler.pass_on()
-        step = self._together(Launch(plan), lambda: self._own.launch(plan))
+        # The other ranks do not hear of the step before. An encoder may fail, or take longer than ranks wait for each other.
+        self._own.encode(plan)
+        step = self._together(Launch(_without_pixels(plan)), lambda: self._own.launch(plan))
         return _RankedStep(step, self) if self._num_stages == 1 else StagedStep(step, self._results)
 
     def sample(self, step: LaunchedStep, inputs: SamplingInputs) -> None:
@@ -328,6 +332,15 @@ class _RankedStep:
 
     def wait(self) -> list[RowResult]:
         return self._own.wait()
+
+
+def _without_pixels(plan: StepPlan) -> StepPlan:
+    """The plan for ranks that do not encode images."""
+    if not any(join.images for join in plan.joins):
+        return plan
+    replace = msgspec.structs.replace
+    joins = (one if one.images is None else replace(one, images=replace(one.images, inputs=())) for one in plan.joins)
+    return replace(plan, joins=tuple(joins))
 
 
 def _parts(own: torch.Tensor, ranks: Ranks, geometry: KvGeometry, cuts: Seq[Cut]) -> list[Part]:

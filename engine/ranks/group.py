@@ -133,6 +133,12 @@ class RankGroup:
         dist.all_gather(parts, part, group=self._stage)
         return parts
 
+    def spread(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See Collectives."""
+        self.num_meetings += 1
+        dist.broadcast(tensor, group=self._stage, group_src=0)
+        return tensor
+
     def least(self, number: int) -> int:
         """See Collectives."""
         self.num_meetings += 1

@@ -99,6 +99,8 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 class Go(msgspec.Struct, frozen=True, tag=True):
     """All ranks are ready."""
 
+    told: bytes = b""  # see :class:`kvrelay.engine.models.ranks.Meet`
+
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):
     """The part is loaded, and the pool is in the memory that the leader gave."""

@@ -33,7 +33,7 @@ from kvrelay.engine.images.reader import ProcessorReader, numbers_of, tensor_of
 from kvrelay.engine.kv.geometry import geometry_of
 from kvrelay.engine.kv.pool import KvPool
 from kvrelay.engine.models.hf import check as check_module
-from kvrelay.engine.models.hf.check_images import check_images, plain_image_logits
+from kvrelay.engine.models.hf.check_images import check_images, encode_check, plain_image_logits
 from kvrelay.engine.models.hf.loading import load_model
 from kvrelay.engine.models.hf.reading import make_reader
 from kvrelay.engine.settings import FakeSettings, ModelSettings
@@ -220,9 +220,10 @@ def test_images_may_be_a_little_farther_off_than_text(tmp_path: Path, monkeypatc
     plain = plain_image_logits(model, reader)
     one_block = KvPool(geometry_of(model.shape, BLOCK_SIZE, dtype), 1, torch.device("cpu"))
     model.bind(CpuPagedOps(model.shape, one_block.tensor), dtype)
+    encode_check(model, plain, reader)
 
     def check(of_text: float) -> float:
-        return check_images(model, plain, lambda shape, pool, *_: CpuPagedOps(shape, pool), dtype, reader, of_text)
+        return check_images(model, plain, lambda shape, pool, *_: CpuPagedOps(shape, pool), dtype, of_text)
 
     distance = check(0.0)
     assert distance > 0

@@ -68,8 +68,8 @@ def engine_of(directory: Path, **changes: Any) -> TorchEngine:
 def options_of(directory: Path, **changes: Any) -> EngineOptions:
     """Options for a small pool in float32."""
     chosen: dict[str, Any] = {"device": DEVICE, "dtype": "float32", "num_blocks": NUM_BLOCKS, "block_size": BLOCK_SIZE}
-    chosen |= {"max_num_seqs": MAX_NUM_SEQS, "max_batched_tokens": MAX_BATCHED_TOKENS}
-    return EngineOptions(model_dir=directory, model_id="tiny", **(chosen | changes))
+    chosen |= {"max_num_seqs": MAX_NUM_SEQS, "max_batched_tokens": MAX_BATCHED_TOKENS, "model_id": "tiny"}
+    return EngineOptions(model_dir=directory, **(chosen | changes))
 
 
 def saved(model_type: str, directory: Path, **changes: Any) -> transformers.PreTrainedModel:

@@ -161,7 +161,7 @@ def paged_logits(
     model, ops = make(shape, pool.tensor, max(num_blocks) * _BLOCK_SIZE, len(prompts))
     blocks = iter(torch.randperm(pool.num_blocks, generator=torch.Generator().manual_seed(2)).tolist())
     slots = Slots(len(prompts), max(num_blocks), num_groups)
-    joins = tuple(_join(slot, prompt) for slot, prompt in enumerate(prompts))
+    joins = tuple(join_of(slot, prompt) for slot, prompt in enumerate(prompts))
     tables = tuple(
         TableDelta(slot, 0, tuple(next(blocks) for _ in range(count)), group)
         for slot, count in enumerate(num_blocks)
@@ -188,7 +188,8 @@ def paged_logits(
     return [model.logits(torch.cat(parts)) for parts in hidden]
 
 
-def _join(slot: int, prompt: Prompt) -> SlotJoin:
+def join_of(slot: int, prompt: Prompt) -> SlotJoin:
+    """The prompt in a slot."""
     token_ids, params = tuple(prompt.token_ids), SamplingParams(max_tokens=1, temperature=0.0)
     offset = 0 if prompt.images is None else prompt.images.position_offset
     return SlotJoin(slot, "check", token_ids, len(token_ids), params, prompt.images, offset)

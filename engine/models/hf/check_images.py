@@ -1,7 +1,7 @@
 """A self-check at load, for prompts with images: compares the model over paged K/V with transformers' own forward pass.
 
 The reference gets the images as the processor prepares them together, with the towers and plain attention. Ours reads each file
-alone, encodes each image alone, and computes the prompt in chunks.
+alone, encodes each image alone, and computes the prompt in chunks, on all ranks.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 from PIL import Image
 
@@ -20,10 +21,11 @@ from kvrelay.common.images import ImageSpan, PromptImage, image_digest
 from kvrelay.engine.images.files import decoded
 from kvrelay.engine.images.interface import ImageError, ReadImages
 from kvrelay.engine.images.reader import ProcessorReader
-from kvrelay.engine.models.hf.check import TOLERANCES, MakeOps, Prompt, paged_logits
-from kvrelay.engine.models.hf.images import ImageEncoder, StepImages
+from kvrelay.engine.models.hf.check import TOLERANCES, MakeOps, Prompt, join_of, paged_logits
+from kvrelay.engine.models.hf.images import ImageEncoder, SharedRows, StepImages
 from kvrelay.engine.models.hf.model import TransformersModel
 from kvrelay.engine.models.hf.text import drop_towers
+from kvrelay.engine.models.ranks import Collectives, RankPart
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +41,8 @@ _TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")  # arguments of models, 1
 class ImageUse:
     """Whether a model that was loaded with towers reads images: first its reference is computed, later it is compared.
 
-    A model that does not pass loses its towers, and serves text.
+    A model that does not pass loses its towers, and serves text. Of several ranks the first one has the towers and the reference,
+    and all compute the prompt.
     """
 
     def __init__(self, model: TransformersModel, reader: ProcessorReader | None, no_images: str) -> None:
@@ -49,29 +52,54 @@ class ImageUse:
         self.no_images = no_images  # as in ModelCard
         self._model, self._reader = model, reader
         self._check: ImageCheck | None = None
+        self._ranks: Collectives | None = None
         if reader is not None:
             try:
                 self._check = plain_image_logits(model, reader)
             except ModelError as error:
                 self._refuse(error)
 
+    @torch.inference_mode()
+    def begin(self, model: TransformersModel, part: RankPart | None) -> None:
+        """Encode the prompt's images with the model, which is complete now, or a rank's ``part`` of it. Waits for all ranks.
+
+        It encodes before ranks meet, so that none waits for an encoder, or for one that fails.
+        """
+        self._model = model
+        told: ToldCheck | None = None
+        if self._reader is not None and self._check is not None:
+            try:
+                told = encode_check(self._model, self._check, self._reader)
+            except ModelError as error:
+                self._refuse(error)
+        if part is None or not (said := part.meet(b"" if told is None else msgspec.msgpack.encode(told))):
+            return
+        self._ranks = part.collectives
+        told = msgspec.msgpack.decode(said, type=ToldCheck)
+        device, dtype = self._model.model.device, self._model.model.dtype
+        shared = SharedRows(part.collectives, told.width, told.num_deep, dtype, device)
+        if part.is_leader:
+            self._model.images.share(shared)
+        else:
+            self._model.images = StepImages(None, told.placeholder, shared)
+            self._check = ImageCheck(told.token_ids, told.images, None)
+
     def check(self, make_ops: MakeOps, dtype: torch.dtype, of_text: float = 0.0) -> None:
-        """Compare the model, which is complete now, with the reference. ``of_text``: the distance that text has."""
-        if self._reader is None or self._check is None:
+        """Compare the model with the reference. ``of_text``: the distance that text has. Raises RuntimeError if a rank is lost."""
+        if self._check is None:
             return
         try:
-            check_images(self._model, self._check, make_ops, dtype, self._reader, of_text)
+            check_images(self._model, self._check, make_ops, dtype, of_text, self._ranks)
         except ModelError as error:
             self._refuse(error)
-        self._check = None
 
     @property
     def takes_whole(self) -> bool:
         """As ImageReader.takes_whole; False for a model that reads no images."""
-        return self._reader is not None and not self.no_images and self._reader.takes_whole
+        return self._check is not None and self._check.images.takes_whole
 
     def measure(self, device: torch.device) -> int:
-        """Bytes of a GPU's memory that encoding a large image takes; 0 for a model that reads no images."""
+        """Bytes of a GPU's memory that encoding a large image takes; 0 for a model that encodes none."""
         if self._reader is None or self.no_images:
             return 0
         before = torch.cuda.memory_allocated(device)
@@ -87,9 +115,11 @@ class ImageUse:
         return 0 if self.no_images else nbytes
 
     def _refuse(self, error: ModelError) -> None:
+        self._model.images = StepImages(None, -1)
         drop_towers(self._model.model)
-        self.no_images = str(error)
-        logger.warning("prompts may have no images: %s", error)
+        self.no_images, self._check = str(error), None
+        if self._reader is not None:  # the other ranks have nothing to add
+            logger.warning("prompts may have no images: %s", error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +128,17 @@ class ImageCheck:
 
     token_ids: list[int]
     images: ReadImages
-    logits: torch.Tensor  # [num_tokens, vocab]
+    logits: torch.Tensor | None  # [num_tokens, vocab]; None on ranks that do not compare
+
+
+class ToldCheck(msgspec.Struct, frozen=True):
+    """What the first rank tells the others, so that they compute the same prompt."""
+
+    token_ids: list[int]
+    images: ReadImages  # without inputs of the encoder
+    placeholder: int
+    width: int  # as in SharedRows
+    num_deep: int
 
 
 @torch.inference_mode()
@@ -134,35 +174,57 @@ def _plain(
     return logits
 
 
+def encode_check(model: TransformersModel, check: ImageCheck, reader: ProcessorReader) -> ToldCheck:
+    """Encode the images of :func:`check_images`, each alone. From now on the model encodes images.
+
+    Raises ModelError if it cannot.
+    """
+    placeholder, images = reader.texts([]).placeholder, check.images
+    try:
+        steps = StepImages(ImageEncoder(model.model), placeholder)
+        prompt = join_of(0, Prompt(check.token_ids, images))
+        encoded = [
+            steps.encoded(prompt, number, prompt.token_ids[span.start : span.stop].count(placeholder))
+            for number, span in enumerate(images.spans)
+        ]
+    except Exception as error:  # a model's own code may raise anything
+        raise ModelError(f"the model encodes no image alone ({type(error).__name__}: {error})") from error
+    model.images = steps
+    stripped = msgspec.structs.replace(images, inputs=())
+    return ToldCheck(check.token_ids, stripped, placeholder, encoded[0].rows.shape[1], len(encoded[0].deep))
+
+
 @torch.inference_mode()
 def check_images(
     model: TransformersModel,
     check: ImageCheck,
     make_ops: MakeOps,
     dtype: torch.dtype,
-    reader: ProcessorReader,
     of_text: float = 0.0,
+    ranks: Collectives | None = None,
 ) -> float:
-    """The relative distance of the logits from transformers' own. From now on the model encodes images.
+    """The relative distance of the logits from transformers' own; 0 on ranks that do not compare.
 
-    ``of_text``: that of text, which passed. Where rounding brings it near the limit, images may exceed this a little.
+    ``of_text``: that of text, which passed. Where rounding brings it near the limit, images may exceed this a little. ``ranks``:
+    all of them compute the prompt.
 
-    Raises ModelError if the distance is too large; the model then encodes none.
+    Raises ModelError if the distance is too large, or if the model does not run with images on all ``ranks``.
     """
-    before = model.images
-    model.images = StepImages(ImageEncoder(model.model), reader.texts([]).placeholder)
-    prompt = Prompt(check.token_ids, check.images)
+    prompt, found, failed = Prompt(check.token_ids, check.images), None, ""
     try:
         (found,) = paged_logits(model, model.shape, [prompt], lambda *pool: (model, make_ops(*pool)), dtype, _CHUNK)
     except Exception as error:
-        model.images = before
-        raise ModelError(
-            f"the model does not run with images over paged K/V ({type(error).__name__}: {error})"
-        ) from error
+        failed = f"{type(error).__name__}: {error}"
+    # A rank that failed alone left the others in a collective, and this one fails, too: then the start ends.
+    if ranks is not None and not ranks.least(int(not failed)) and not failed:
+        failed = "another rank failed"
+    if found is None or failed:
+        raise ModelError(f"the model does not run with images over paged K/V ({failed})")
+    if check.logits is None:
+        return 0.0
     distance = float((found.float() - check.logits).norm() / check.logits.norm())
     allowed = max(TOLERANCES[dtype], _ROUNDED * of_text)
     if not distance <= allowed:
-        model.images = before
         raise ModelError(
             f"with images the model over paged K/V is not what transformers computes: logits differ by {distance:.2g} of their "
             f"size, more than {allowed:g}"

@@ -2,6 +2,8 @@
 
 An image is encoded by the step that first computes one of its tokens. Its rows are kept until its last token is computed, or its
 sequence leaves the slot. Engines without an encoder, as on decode workers, use only rotary positions from here.
+
+Of several ranks the first one has the encoder. The others get the rows of each step within the step, and keep none.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,10 +21,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from kvrelay.common.images import ImageSpan
-from kvrelay.engine.images.interface import ImageError, Numbers
+from kvrelay.engine.images.interface import ImageError, Numbers, ReadImages
 from kvrelay.engine.images.reader import tensor_of
 from kvrelay.engine.models.ops import Upload
+from kvrelay.engine.models.ranks import Collectives
 from kvrelay.engine.step.batch import Batch
+from kvrelay.engine.step.plan import SlotJoin, StepPlan
 from kvrelay.engine.step.slots import Slots, SlotSequence
 
 _FEATURES = "get_image_features"
@@ -38,6 +42,31 @@ class Encoded:
     def part(self, rows: slice) -> Encoded:
         """Some of the rows."""
         return Encoded(self.rows[rows], tuple(one[rows] for one in self.deep))
+
+
+@dataclass(frozen=True, slots=True)
+class SharedRows:
+    """Gives rows that the first rank has encoded to all ranks, with the same bits. All have the same sizes here."""
+
+    collectives: Collectives
+    width: int  # of a row
+    num_deep: int  # as many as ``Encoded.deep`` has
+    dtype: torch.dtype
+    device: torch.device
+
+    def send(self, encoded: Encoded) -> Encoded:
+        """On the first rank. Returns what the others get."""
+        return self._apart(self.collectives.spread(torch.stack((encoded.rows, *encoded.deep)).to(self.dtype)))
+
+    def receive(self, num_rows: int) -> Encoded:
+        """On the other ranks."""
+        shape = (1 + self.num_deep, num_rows, self.width)
+        return self._apart(self.collectives.spread(torch.empty(shape, dtype=self.dtype, device=self.device)))
+
+    @staticmethod
+    def _apart(together: torch.Tensor) -> Encoded:
+        rows, *deep = together
+        return Encoded(rows, tuple(deep))
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,64 +125,84 @@ def _rows(features: torch.Tensor | Seq[torch.Tensor]) -> torch.Tensor:
     return tensor.reshape(-1, tensor.shape[-1])
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """The part of an image that a step computes."""
+
+    sequence: SlotSequence
+    number: int  # of the image in its prompt
+    rows: slice  # of the image's rows
+    num_rows: int  # of the image
+    places: npt.NDArray[np.int64]  # of the part's tokens in the step
+    is_last: bool  # whether the image's last token is in it
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """The images of a prompt that are encoded, and have tokens left to compute."""
+
+    images: ReadImages
+    encoded: dict[int, Encoded] = field(default_factory=dict)  # by number
+
+
 class StepImages:
     """Prepares steps, one after another. Use it on the model thread only."""
 
-    def __init__(self, encoder: ImageEncoder | None, placeholder: int) -> None:
-        """``encoder``: None for an engine that reads no images. ``placeholder``: the token id in the place of image parts."""
+    def __init__(self, encoder: ImageEncoder | None, placeholder: int, shared: SharedRows | None = None) -> None:
+        """``encoder``: None for an engine that encodes no images. ``placeholder``: the token id in the place of image parts.
+
+        ``shared``: to the other ranks, or without an encoder from the first one; None: one rank.
+        """
         self._encoder = encoder
         self._placeholder = placeholder
-        self._encoded: dict[SlotSequence, dict[int, Encoded]] = {}  # images by number
+        self._shared = shared
+        # By the identity of ReadImages: to compare these would be to read all pixels.
+        self._held: dict[int, _Held] = {}
+
+    def share(self, shared: SharedRows) -> None:
+        """Give rows to the other ranks from now on."""
+        self._shared = shared
+
+    def encode(self, plan: StepPlan, slots: Slots) -> None:
+        """See Model."""
+        if self._encoder is None:
+            return
+        joins = {join.slot: join for join in plan.joins}
+        for row in plan.rows:
+            one: SlotJoin | SlotSequence = joins.get(row.slot) or slots.sequences[row.slot]
+            for number, span in enumerate(one.images.spans if one.images is not None and not row.draft_tokens else ()):
+                if span.start < row.start + row.num_tokens and row.start < span.stop:
+                    self.encoded(one, number, len(self._places(one, span)))
 
     def begin_step(self, batch: Batch, slots: Slots, upload: Upload) -> StepInputs:
         """What the step has; encodes images. Raises ValueError if an image does not fit its prompt."""
         is_special = slots.is_special[batch.slots].any()
-        if not is_special and not self._encoded:
+        if not is_special and not self._held:
             return StepInputs()
-        if self._encoded:
-            here = set(slots.sequences)
-            self._encoded = {one: encoded for one, encoded in self._encoded.items() if one in here}
+        if self._held:
+            here = {id(one.images) for one in slots.sequences if one.images is not None}
+            self._held = {name: held for name, held in self._held.items() if name in here}
         positions = None
         if batch.rotary_positions is not None:
             (positions,) = upload((batch.rotary_positions,))
-        found = list(self._found(batch, slots)) if is_special else []
-        if not found:
+        parts = list(self._parts(batch, slots)) if is_special else []
+        if not parts:
             return StepInputs(positions)
-        (places,) = upload((np.concatenate([places for places, _ in found]),))
-        rows = torch.cat([encoded.rows for _, encoded in found])
-        deep = tuple(map(torch.cat, zip(*(encoded.deep for _, encoded in found), strict=True)))
-        return StepInputs(positions, places, Encoded(rows, deep))
+        (places,) = upload((np.concatenate([part.places for part in parts]),))
+        return StepInputs(positions, places, self._rows(parts))
 
-    def _found(self, batch: Batch, slots: Slots) -> Iterator[tuple[npt.NDArray[np.int64], Encoded]]:
-        """The parts of images in the step: places of tokens, and the rows for them."""
-        for row, first in zip(batch.rows, batch.query_start_loc.tolist(), strict=False):
-            sequence, end = slots.sequences[row.slot], row.start + row.num_tokens
-            if sequence.images is None or row.draft_tokens:
-                continue
-            for number, span in enumerate(sequence.images.spans):
-                if span.start < end and row.start < span.stop:
-                    places = self._places(sequence, span)
-                    encoded = self._encode(sequence, number, len(places))
-                    lower, upper = np.searchsorted(places, (row.start, end))
-                    part = slice(lower, upper)
-                    yield places[part] - row.start + first, encoded.part(part)
-                    if span.stop <= end:
-                        del self._encoded[sequence][number]
+    def encoded(self, one: SlotJoin | SlotSequence, number: int, num_placeholders: int) -> Encoded:
+        """The rows of a prompt's image, encoded now or earlier.
 
-    def _places(self, sequence: SlotSequence, span: ImageSpan) -> npt.NDArray[np.int64]:
-        """The positions of an image's placeholders."""
-        ids = np.array(sequence.token_ids[span.start : span.stop])
-        return np.flatnonzero(ids == self._placeholder) + span.start
-
-    def _encode(self, sequence: SlotSequence, number: int, num_placeholders: int) -> Encoded:
-        """The rows of an image, encoded now or by an earlier step."""
-        images = self._encoded.setdefault(sequence, {})
-        if number not in images:
-            if self._encoder is None:
-                raise ValueError(f"sequence {sequence.name}: has tokens of an image to compute; this engine reads none")
-            assert sequence.images is not None, f"sequence {sequence.name} lost its images"
+        Raises ImageError if the encoder fails, and ValueError if the image has another number of placeholders.
+        """
+        assert one.images is not None, f"sequence {one.name} lost its images"
+        if self._encoder is None:
+            raise ValueError(f"sequence {one.name}: has tokens of an image to compute; this engine reads none")
+        held = self._held.setdefault(id(one.images), _Held(one.images)).encoded
+        if number not in held:
             try:
-                encoded = self._encoder.encode(sequence.images.inputs[number], num_placeholders)
+                encoded = self._encoder.encode(one.images.inputs[number], num_placeholders)
             except (torch.OutOfMemoryError, torch.AcceleratorError):
                 raise  # not the image's fault
             except Exception as error:  # a model's own code, which an image of an extreme shape may break
@@ -162,8 +211,38 @@ class StepImages:
                 ) from error
             if len(encoded.rows) != num_placeholders:
                 raise ValueError(
-                    f"sequence {sequence.name}: image {number} became {len(encoded.rows)} rows, and has {num_placeholders} "
+                    f"sequence {one.name}: image {number} became {len(encoded.rows)} rows, and has {num_placeholders} "
                     "placeholders"
                 )
-            images[number] = encoded
-        return images[number]
+            held[number] = encoded
+        return held[number]
+
+    def _rows(self, parts: Seq[_Part]) -> Encoded:
+        """The rows of all parts. Ranks meet here."""
+        if self._shared is not None and self._encoder is None:
+            return self._shared.receive(sum(len(part.places) for part in parts))
+        found = [self.encoded(part.sequence, part.number, part.num_rows).part(part.rows) for part in parts]
+        for part in parts:
+            if part.is_last:
+                self._held[id(part.sequence.images)].encoded.pop(part.number, None)
+        rows = torch.cat([one.rows for one in found])
+        encoded = Encoded(rows, tuple(map(torch.cat, zip(*(one.deep for one in found), strict=True))))
+        return encoded if self._shared is None else self._shared.send(encoded)
+
+    def _parts(self, batch: Batch, slots: Slots) -> Iterator[_Part]:
+        """The parts of images in the step."""
+        for row, first in zip(batch.rows, batch.query_start_loc.tolist(), strict=False):
+            sequence, end = slots.sequences[row.slot], row.start + row.num_tokens
+            if sequence.images is None or row.draft_tokens:
+                continue
+            for number, span in enumerate(sequence.images.spans):
+                if span.start < end and row.start < span.stop:
+                    places = self._places(sequence, span)
+                    lower, upper = np.searchsorted(places, (row.start, end)).tolist()
+                    there = places[lower:upper] - row.start + first
+                    yield _Part(sequence, number, slice(lower, upper), len(places), there, span.stop <= end)
+
+    def _places(self, one: SlotJoin | SlotSequence, span: ImageSpan) -> npt.NDArray[np.int64]:
+        """The positions of an image's placeholders."""
+        ids = np.array(one.token_ids[span.start : span.stop])
+        return np.flatnonzero(ids == self._placeholder) + span.start

@@ -36,6 +36,7 @@ from kvrelay.engine.models.hf.states import keep_states
 from kvrelay.engine.models.hf.text import decoder_name, text_class_name, text_decoder, text_part
 from kvrelay.engine.models.ops import PagedOps, PagedStep, Scores, Upload
 from kvrelay.engine.step.batch import Batch
+from kvrelay.engine.step.plan import StepPlan
 from kvrelay.engine.step.slots import Slots
 
 _OURS = "kvrelay"
@@ -125,6 +126,10 @@ class TransformersModel:
         for layer in self.layers:
             if layer.temperature is not None:
                 setattr(layer.module, TEMPERATURE_SWITCH, name == PLAIN_ATTENTION)
+
+    def encode(self, plan: StepPlan, slots: Slots) -> None:
+        """See Model."""
+        self.images.encode(plan, slots)
 
     def begin_step(self, batch: Batch, slots: Slots, upload: Upload) -> None:
         """See Model."""

@@ -162,7 +162,7 @@ def capture_on_a_rank(
         )
 
     recorder = PlayedRecorder(lambda: last[0], fails_at)
-    part = RankPart(Cut(rank, 2, num_stages=num_stages), ranks, lambda: None, num_local=2)
+    part = RankPart(Cut(rank, 2, num_stages=num_stages), ranks, lambda told: told, num_local=2)
     return agreed_graphs(part, capture), recorder.captured
 
 

@@ -26,6 +26,7 @@ def load_ranks(
     num_blocks: int = 96,
     block_size: int = 16,
     nodes: OtherNodes | None = None,
+    decodes: bool = True,
     **model: Any,
 ) -> Engine:
     """Load an engine of ``num_ranks`` ranks in each stage, with a CPU thread for each rank. The caller closes it.
@@ -38,7 +39,7 @@ def load_ranks(
         FakeSettings(),
         max_num_seqs=16,
         max_batched_tokens=None,
-        decodes=True,
+        decodes=decodes,
         progress=lambda done, total: None,
         nodes=nodes,
     )

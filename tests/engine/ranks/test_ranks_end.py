@@ -111,11 +111,11 @@ def test_a_rank_that_loads_later_than_its_leader_is_waited_for_outside_of_collec
         os.kill(ranks.others[0].pid, signal.SIGSTOP)
         return groups[0]
 
-    def meet(ranks: Ranks) -> None:
+    def meet(ranks: Ranks, told: bytes = b"") -> bytes:
         if groups:
             assert not groups[0].num_meetings
             os.kill(ranks.others[0].pid, signal.SIGCONT)
-        meets(ranks)
+        return meets(ranks, told)
 
     monkeypatch.setattr(Ranks, "join", join)
     monkeypatch.setattr(Ranks, "meet", meet)
