@@ -58,14 +58,23 @@ class Served:
         return sum(counter_values(decode, "kvrelay_handoffs_total", {"outcome": "verified"}))
 
 
-@pytest.fixture(scope="module", params=["qwen2_5_vl", pytest.param("smolvlm", marks=pytest.mark.full)])
+@pytest.fixture(
+    scope="module",
+    params=[
+        ("qwen2_5_vl", 1),
+        *(pytest.param(one, marks=pytest.mark.full) for one in (("smolvlm", 1), ("qwen2_5_vl", 2))),
+    ],
+    ids=lambda param: "-".join(map(str, param)),
+)
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A gateway, one prefill worker and one decode worker."""
-    directory: Path = tmp_path_factory.mktemp(request.param)
-    model = save_image_model(request.param, directory)
+    """A gateway, one prefill worker and one decode worker, of one rank or two each."""
+    model_type, num_ranks = request.param
+    directory: Path = tmp_path_factory.mktemp(model_type)
+    model = save_image_model(model_type, directory)
     settings = LocalSettings.of(
-        model=str(directory), port=0, device="cpu", dtype="float32", threads=1, kv_memory_mb=16, room_timeout_s=120
-    )
+        model=str(directory), port=0, device="cpu", dtype="float32", threads=1, kv_memory_mb=16, room_timeout_s=120,
+        prefill_tensor_parallel=num_ranks, decode_tensor_parallel=num_ranks,
+    )  # fmt: skip
     with torch.random.fork_rng(), LocalDeployment.from_settings(settings, directory) as deployment:
         deployment.wait_ready(timeout_s=180)
         yield Served(deployment, model, make_reader(directory))

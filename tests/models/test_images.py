@@ -213,6 +213,20 @@ def test_images_of_a_single_token_are_encoded_alone(tmp_path: Path) -> None:
     assert found == generate(model, reader, prompt)[0]
 
 
+class PlayedRanks:
+    """Collectives of ranks, the others of which say ``number``."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def sum(self, partial: torch.Tensor) -> torch.Tensor:
+        """As if the others had added nothing."""
+        return partial
+
+    def least(self, number: int) -> int:
+        return min(number, self._number)
+
+
 def test_images_may_be_a_little_farther_off_than_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_image_model("llava", tmp_path)
     dtype = torch.bfloat16
@@ -222,8 +236,8 @@ def test_images_may_be_a_little_farther_off_than_text(tmp_path: Path, monkeypatc
     model.bind(CpuPagedOps(model.shape, one_block.tensor), dtype)
     encode_check(model, plain, reader)
 
-    def check(of_text: float) -> float:
-        return check_images(model, plain, lambda shape, pool, *_: CpuPagedOps(shape, pool), dtype, of_text)
+    def check(of_text: float, ranks: Any = None) -> float:
+        return check_images(model, plain, lambda shape, pool, *_: CpuPagedOps(shape, pool), dtype, of_text, ranks)
 
     distance = check(0.0)
     assert distance > 0
@@ -231,6 +245,9 @@ def test_images_may_be_a_little_farther_off_than_text(tmp_path: Path, monkeypatc
     assert check(distance / 1.2) == distance
     with pytest.raises(ModelError, match="with images the model over paged K/V is not what transformers computes"):
         check(distance / 2)
+    with pytest.raises(ModelError, match=r"does not run with images over paged K/V \(another rank failed\)"):
+        check(distance, PlayedRanks(0))
+    assert check(distance, PlayedRanks(1)) == distance
 
 
 @pytest.fixture(scope="module", params=["llava", "qwen2_5_vl"])

@@ -5,6 +5,7 @@ The ranks are processes that meet by gloo. They compute prompts in chunks, side 
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
@@ -21,10 +22,13 @@ from kvrelay.engine.images.interface import ImageError, ReadImages
 from kvrelay.engine.images.reader import ProcessorReader
 from kvrelay.engine.models.hf import check_images
 from kvrelay.engine.ranks.messages import Launch
+from kvrelay.engine.ranks.nodes import OtherNodes
 from kvrelay.engine.step.interface import Engine
 from kvrelay.engine.step.sequence import Sequence
 from kvrelay.engine.torch_engine import TorchEngine
 from tests.engine.ranks.conftest import load_ranks
+from tests.engine.ranks.test_several_nodes import others, place, running_host
+from tests.ports import reserved_port
 
 from .test_images import (
     NUM_BLOCKS,
@@ -49,6 +53,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # transformers warns of what 
 KINDS = ("qwen3_vl", "gemma3")
 # Squares, tiles, rows of unequal length, three axes alone, and inputs of each layer from token ids.
 MORE = ("llava", "smolvlm", "mistral3", "qwen2_5_vl", "gemma4")
+ON_TWO_NODES = "llava"
 WHOLE = 400  # tokens of a chunk that has any of the prompts
 # transformers has no plan to cut Qwen3-VL; this is its plan for Qwen3, which has the same layers.
 _PLAN = {
@@ -74,10 +79,10 @@ class Ranked:
         return prompts, [self.reader.read(one.token_ids, len(one.token_ids), one.images) for one in prompts]
 
 
-def two_ranks(directory: Path) -> Any:
+def two_ranks(directory: Path, nodes: OtherNodes | None = None) -> Any:
     """The engine of a prefill worker of two ranks. The caller closes it."""
     sizes = {"num_blocks": NUM_BLOCKS, "block_size": BLOCK_SIZE}
-    return load_ranks(directory, 2, decodes=False, dtype="float32", **sizes)
+    return load_ranks(directory, 2, decodes=False, dtype="float32", nodes=nodes, **sizes)
 
 
 def save(model_type: str, directory: Path) -> PreTrainedModel:
@@ -117,16 +122,20 @@ def test_two_ranks_that_do_not_pass_the_check_serve_text(
 
 @pytest.fixture(scope="module", params=[*KINDS, *(pytest.param(name, marks=pytest.mark.full) for name in MORE)])
 def ranked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranked]:
-    """Two ranks and one rank."""
+    """Two ranks, of one type on two nodes, and one rank."""
     directory: Path = tmp_path_factory.mktemp(request.param)
     model = save(request.param, directory)
-    two = two_ranks(directory)
-    try:
+    with contextlib.ExitStack() as stack:
+        nodes: OtherNodes | None = None
+        if request.param == ON_TWO_NODES:
+            port = stack.enter_context(reserved_port("127.0.0.2"))
+            stack.enter_context(running_host(place(port, 1), directory))
+            nodes = others(place(port))
+        two = two_ranks(directory, nodes)
+        stack.callback(two.close)
         one = engine_of(directory, num_blocks=NUM_BLOCKS, model_id=directory.name)
         yield Ranked(two, one, reader_of(directory, two), model, directory)
         assert not two.not_live()
-    finally:
-        two.close()
 
 
 def moved(source: Engine, target: Engine, sequences: Seq[Sequence]) -> list[Sequence]:
@@ -159,8 +168,8 @@ def test_two_ranks_generate_as_transformers(ranked: Ranked) -> None:
         second = moved(ranked.two, ranked.one, first)
         parts.append(computed(ranked.one, second, 1, 4))
         parts.append(computed(ranked.two, moved(ranked.one, ranked.two, second), 1, NUM_TOKENS - 5))
-        for place, prompt in enumerate(prompts):
-            tokens = [token for part in parts for token in part[place]]
+        for number, prompt in enumerate(prompts):
+            tokens = [token for part in parts for token in part[number]]
             token_ids, expected = generate(ranked.model, ranked.reader, prompt)
             assert [one.token_id for one in tokens] == token_ids
             found = torch.stack(list(map(logprobs, tokens)))

@@ -9,13 +9,17 @@ import pytest
 
 from kvrelay.common.errors import ModelError
 from kvrelay.common.sampling import SampledToken, SamplingParams
+from kvrelay.engine.config.cut import Cut
 from kvrelay.engine.models.hf.check import LONGEST
+from kvrelay.engine.models.ranks import RankPart
 from kvrelay.engine.step.sequence import Sequence
 from kvrelay.engine.torch_engine import TorchEngine
+from kvrelay.engine.transformers_engine import load_transformers_engine
 from tests.engine.conftest import assert_same_tokens
 from tests.engine.ranks.conftest import load_ranks
 from tests.engine.ranks.rig import ROUNDING
 
+from .test_images import PlayedRanks
 from .test_kernels import Run, relayed
 from .test_types import BLOCK_SIZE, NUM_BLOCKS, engine_of, options_of, saved
 from .tiny import VOCAB
@@ -81,6 +85,14 @@ def test_ranks_have_query_heads_and_all_latents(tmp_path: Path) -> None:
                 assert_same_tokens(given, tokens, ROUNDING)
     finally:
         two.close()
+
+
+def test_the_smallest_pool_of_all_ranks_is_the_workers(tmp_path: Path) -> None:
+    """On GPUs a rank may have less memory than others: the first one has what encodes images."""
+    saved("llama", tmp_path)
+    part = RankPart(Cut(), PlayedRanks(NUM_BLOCKS - 1), lambda told=b"": told, num_local=1)  # type: ignore[arg-type]
+    engine = load_transformers_engine(options_of(tmp_path), lambda done, total: None, part)
+    assert engine.card.num_blocks == NUM_BLOCKS - 1
 
 
 @pytest.mark.parametrize(
