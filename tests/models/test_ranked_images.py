@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import weakref
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -21,9 +22,11 @@ from transformers import PreTrainedModel
 from kvrelay.engine.images.interface import ImageError, ReadImages
 from kvrelay.engine.images.reader import ProcessorReader
 from kvrelay.engine.models.hf import check_images
+from kvrelay.engine.models.hf.images import Encoded, ImageEncoder
 from kvrelay.engine.ranks.messages import Launch
 from kvrelay.engine.ranks.nodes import OtherNodes
-from kvrelay.engine.step.interface import Engine
+from kvrelay.engine.step.interface import Engine, StepRow
+from kvrelay.engine.step.leader import Leader
 from kvrelay.engine.step.sequence import Sequence
 from kvrelay.engine.torch_engine import TorchEngine
 from tests.engine.ranks.conftest import load_ranks
@@ -184,6 +187,29 @@ def test_other_ranks_hear_of_positions_and_not_of_pixels(ranked: Ranked, monkeyp
     computed(ranked.two, sequences_of(ranked.two, prompts, reads), 8, 1)
     (images,) = [join.images for message in told if isinstance(message, Launch) for join in message.plan.joins]
     assert images == msgspec.structs.replace(reads[0], inputs=())
+
+
+def test_rows_are_freed_with_their_last_token_or_their_sequence(
+    ranked: Ranked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the first rank; the others keep none."""
+    prompts, reads = ranked.prompts([(), ((60, 33), (31, 60))])
+    rows: list[weakref.ref[torch.Tensor]] = []
+    encode = ImageEncoder.encode
+
+    def encoded(*args: Any) -> Encoded:
+        found = encode(*args)
+        rows.append(weakref.ref(found.rows))
+        return found
+
+    monkeypatch.setattr(ImageEncoder, "encode", encoded)
+    text, shown = sequences_of(ranked.two, prompts, reads)
+    second = reads[1].spans[1]
+    begun = second.stop if reads[1].takes_whole else second.start + 1
+    Leader(ranked.two).step([StepRow(shown, begun)])
+    assert [one() is None for one in rows] == [True, reads[1].takes_whole]
+    computed(ranked.two, [text], WHOLE, 1)
+    assert [one() is None for one in rows] == [True, True]
 
 
 def broken(read: ReadImages) -> ReadImages:
