@@ -6,7 +6,7 @@ The ranks are processes that meet by gloo. They compute prompts in chunks, side 
 from __future__ import annotations
 
 import contextlib
-import json
+import re
 import weakref
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
@@ -19,9 +19,11 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from kvrelay.common.errors import ModelError
 from kvrelay.engine.images.interface import ImageError, ReadImages
 from kvrelay.engine.images.reader import ProcessorReader
 from kvrelay.engine.models.hf import check_images
+from kvrelay.engine.models.hf.cut import require_plan
 from kvrelay.engine.models.hf.images import Encoded, ImageEncoder
 from kvrelay.engine.ranks.messages import Launch
 from kvrelay.engine.ranks.nodes import OtherNodes
@@ -48,7 +50,7 @@ from .test_images import (
 )
 from .test_kernels import Done
 from .test_types import BLOCK_SIZE, engine_of
-from .tiny_images import save_image_model
+from .tiny_images import image_types, save_image_config, save_image_model
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers warns of what tiny configurations leave out
 
@@ -58,12 +60,6 @@ KINDS = ("qwen3_vl", "gemma3")
 MORE = ("llava", "smolvlm", "mistral3", "qwen2_5_vl", "gemma4")
 ON_TWO_NODES = "llava"
 WHOLE = 400  # tokens of a chunk that has any of the prompts
-# transformers has no plan to cut Qwen3-VL; this is its plan for Qwen3, which has the same layers.
-_PLAN = {
-    **dict.fromkeys((f"layers.*.self_attn.{name}_proj" for name in "qkv"), "colwise"),
-    **dict.fromkeys((f"layers.*.mlp.{name}_proj" for name in ("gate", "up")), "colwise"),
-    **dict.fromkeys(("layers.*.self_attn.o_proj", "layers.*.mlp.down_proj"), "rowwise"),
-}
 
 
 @dataclass(frozen=True)
@@ -88,16 +84,6 @@ def two_ranks(directory: Path, nodes: OtherNodes | None = None) -> Any:
     return load_ranks(directory, 2, decodes=False, dtype="float32", nodes=nodes, **sizes)
 
 
-def save(model_type: str, directory: Path) -> PreTrainedModel:
-    """Save a tiny model that can be cut, and return it."""
-    model = save_image_model(model_type, directory)
-    if model_type == "qwen3_vl":
-        config = json.loads((directory / "config.json").read_text())
-        config["text_config"]["base_model_tp_plan"] = _PLAN
-        (directory / "config.json").write_text(json.dumps(config))
-    return model
-
-
 @pytest.mark.parametrize(
     ("setting", "value", "reason"),
     [
@@ -109,7 +95,7 @@ def test_two_ranks_that_do_not_pass_the_check_serve_text(
     setting: str, value: Any, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first rank alone compares, and alone encodes. This comes first, because a process is in one group at a time."""
-    model = save("llava", tmp_path)
+    model = save_image_model("llava", tmp_path)
     monkeypatch.setattr(check_images, setting, value)
     monkeypatch.setattr(check_images, "_ROUNDED", 0.0)
     two = two_ranks(tmp_path)
@@ -127,7 +113,7 @@ def test_two_ranks_that_do_not_pass_the_check_serve_text(
 def ranked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranked]:
     """Two ranks, of one type on two nodes, and one rank."""
     directory: Path = tmp_path_factory.mktemp(request.param)
-    model = save(request.param, directory)
+    model = save_image_model(request.param, directory)
     with contextlib.ExitStack() as stack:
         nodes: OtherNodes | None = None
         if request.param == ON_TWO_NODES:
@@ -161,11 +147,11 @@ def moved(source: Engine, target: Engine, sequences: Seq[Sequence]) -> list[Sequ
 
 
 def test_two_ranks_generate_as_transformers(ranked: Ranked) -> None:
-    """A prompt without images, one with one, and one with two, in chunks that end in images and behind them."""
+    """A prompt without images, one with one, and one with two. Chunks end in images, behind them, and between their tiles."""
     prompts, reads = ranked.prompts()
     assert ranked.two.card.no_images == ""
     assert ranked.two.card.layout == ranked.one.card.layout
-    for chunk in (8, 64):
+    for chunk in (1, 8, 64):
         first = sequences_of(ranked.two, prompts, reads)
         parts = [computed(ranked.two, first, chunk, 1)]
         second = moved(ranked.two, ranked.one, first)
@@ -239,3 +225,17 @@ def test_an_image_that_cannot_be_encoded_breaks_its_step_as_on_one_rank(ranked: 
     with pytest.raises(ValueError, match=r"image 0 became \d+ rows, and has \d+ placeholders"):
         computed(ranked.two, again, WHOLE, 1)
     assert computed(ranked.two, sequences_of(ranked.two, prompts, reads), WHOLE, 1) == expected
+
+
+@pytest.mark.full
+def test_the_page_names_the_types_that_several_ranks_refuse(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    listed = page.partition("- **Several ranks** read images")[2].partition("\n- ")[0]
+    refused = set()
+    for model_type in image_types():
+        save_image_config(model_type, tmp_path / model_type)
+        try:
+            require_plan(tmp_path / model_type, 2)
+        except ModelError:
+            refused.add(model_type)
+    assert set(re.findall(r"`(\w+)`", listed)) == refused

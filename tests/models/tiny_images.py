@@ -37,6 +37,12 @@ def image_config(model_type: str, ids: dict[str, int]) -> PreTrainedConfig:
     return config
 
 
+def save_image_config(model_type: str, directory: Path) -> None:
+    """Save the tiny configuration of a type alone."""
+    special_tokens = [*_COMMON, *KINDS[model_type].special_tokens]
+    image_config(model_type, {token: index for index, token in enumerate(special_tokens)}).save_pretrained(directory)
+
+
 def save_image_model(model_type: str, directory: Path, seed: int = 1) -> PreTrainedModel:
     """Save a model with random weights in float32, with all files that a deployment needs, and return it.
 

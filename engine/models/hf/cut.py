@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from kvrelay.common.errors import ModelError
 from kvrelay.engine.config.cut import Cut
@@ -28,6 +28,8 @@ from kvrelay.engine.models.ranks import Collectives
 
 _BY_OUTPUTS, _BY_INPUTS = "colwise", "rowwise"
 _WHOLE = {"replicated_with_grad_allreduce"}  # only matters for training
+# Types of decoders without a plan, and the types with one that have the same layers.
+_SAME_LAYERS = {"qwen3_vl_text": "qwen3"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,7 @@ def cut_model(whole: TransformersModel, cut: Cut) -> tuple[TransformersModel, di
     """
     model, asked = whole.model, f"--tensor-parallel is {cut.num_ranks}"
     name = type(model).__name__
-    plan: dict[str, str] | None = model.config.get_text_config().base_model_tp_plan
+    plan = _plan_of(model.config.get_text_config())
     if not plan:
         raise ModelError(f"{asked}, but transformers has no plan to cut {name}: take 1")
     if whole.shape.states:
@@ -103,6 +105,14 @@ def sum_outputs(model: PreTrainedModel, cuts: Mapping[str, LinearCut], collectiv
     for name in (name for name, cut in cuts.items() if not cut.by_outputs):
         layer = modules.get(name) or modules[name.rpartition(".")[0]]
         layer.register_forward_hook(add_up)
+
+
+def _plan_of(config: PreTrainedConfig) -> dict[str, str] | None:
+    """transformers' plan for a type of decoders."""
+    plan: dict[str, str] | None = config.base_model_tp_plan
+    if plan is None and config.model_type in _SAME_LAYERS:
+        plan = CONFIG_MAPPING[_SAME_LAYERS[config.model_type]].base_model_tp_plan
+    return plan
 
 
 def _kind_of(plan: dict[str, str], layer_name: str) -> str | None:
