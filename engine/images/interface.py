@@ -34,6 +34,10 @@ class ReadImages(msgspec.Struct, frozen=True, array_like=True):
     position_offset: int = 0
     takes_whole: bool = False  # as ImageReader.takes_whole
 
+    def without_inputs(self) -> ReadImages:
+        """The same, without pixels, for ranks that do not encode."""
+        return msgspec.structs.replace(self, inputs=())
+
 
 class ImageReader(Protocol):
     """Reads images for one model. Any thread may call it; a call may take some tenths of a second."""

@@ -339,7 +339,7 @@ def _without_pixels(plan: StepPlan) -> StepPlan:
     if not any(join.images for join in plan.joins):
         return plan
     replace = msgspec.structs.replace
-    joins = (one if one.images is None else replace(one, images=replace(one.images, inputs=())) for one in plan.joins)
+    joins = (one if one.images is None else replace(one, images=one.images.without_inputs()) for one in plan.joins)
     return replace(plan, joins=tuple(joins))
 
 

@@ -53,6 +53,7 @@ class ImageUse:
         self._model, self._reader = model, reader
         self._check: ImageCheck | None = None
         self._ranks: Collectives | None = None
+        self.takes_whole = False  # as ImageReader.takes_whole, once the model has passed
         if reader is not None:
             try:
                 self._check = plain_image_logits(model, reader)
@@ -88,15 +89,12 @@ class ImageUse:
         """Compare the model with the reference. ``of_text``: the distance that text has. Raises RuntimeError if a rank is lost."""
         if self._check is None:
             return
+        check, self._check = self._check, None
         try:
-            check_images(self._model, self._check, make_ops, dtype, of_text, self._ranks)
+            check_images(self._model, check, make_ops, dtype, of_text, self._ranks)
+            self.takes_whole = check.images.takes_whole
         except ModelError as error:
             self._refuse(error)
-
-    @property
-    def takes_whole(self) -> bool:
-        """As ImageReader.takes_whole; False for a model that reads no images."""
-        return self._check is not None and self._check.images.takes_whole
 
     def measure(self, device: torch.device) -> int:
         """Bytes of a GPU's memory that encoding a large image takes; 0 for a model that encodes none."""
@@ -117,7 +115,7 @@ class ImageUse:
     def _refuse(self, error: ModelError) -> None:
         self._model.images = StepImages(None, -1)
         drop_towers(self._model.model)
-        self.no_images, self._check = str(error), None
+        self.no_images, self.takes_whole, self._check = str(error), False, None
         if self._reader is not None:  # the other ranks have nothing to add
             logger.warning("prompts may have no images: %s", error)
 
@@ -190,8 +188,8 @@ def encode_check(model: TransformersModel, check: ImageCheck, reader: ProcessorR
     except Exception as error:  # a model's own code may raise anything
         raise ModelError(f"the model encodes no image alone ({type(error).__name__}: {error})") from error
     model.images = steps
-    stripped = msgspec.structs.replace(images, inputs=())
-    return ToldCheck(check.token_ids, stripped, placeholder, encoded[0].rows.shape[1], len(encoded[0].deep))
+    width, num_deep = encoded[0].rows.shape[1], len(encoded[0].deep)
+    return ToldCheck(check.token_ids, images.without_inputs(), placeholder, width, num_deep)
 
 
 @torch.inference_mode()

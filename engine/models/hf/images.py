@@ -202,19 +202,17 @@ class StepImages:
         held = self._held.setdefault(id(one.images), _Held(one.images)).encoded
         if number not in held:
             try:
-                encoded = self._encoder.encode(one.images.inputs[number], num_placeholders)
+                held[number] = self._encoder.encode(one.images.inputs[number], num_placeholders)
             except (torch.OutOfMemoryError, torch.AcceleratorError):
                 raise  # not the image's fault
             except Exception as error:  # a model's own code, which an image of an extreme shape may break
                 raise ImageError(
                     f"image {number} cannot be encoded by this model ({type(error).__name__}: {error}); scale it to another shape"
                 ) from error
-            if len(encoded.rows) != num_placeholders:
-                raise ValueError(
-                    f"sequence {one.name}: image {number} became {len(encoded.rows)} rows, and has {num_placeholders} "
-                    "placeholders"
-                )
-            held[number] = encoded
+        if len(held[number].rows) != num_placeholders:
+            raise ValueError(
+                f"sequence {one.name}: image {number} became {len(held[number].rows)} rows, and has {num_placeholders} placeholders"
+            )
         return held[number]
 
     def _rows(self, parts: Seq[_Part]) -> Encoded:
