@@ -3,16 +3,13 @@
 Blocks are sent whole. So a chunk ends with a block or with the prompt, unless blocks are large relative to a step. With states it
 must end with a block, because a failed chunk is computed again from the state before it.
 
-Of some models, the tokens of an image see each other. Then no chunk ends inside an image: it ends before the image, or takes it
-whole even if the step gets larger than it should.
+Where images must be computed whole (:mod:`kvrelay.worker.scheduling.whole_images`), a step may get larger than it should.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
-
-from kvrelay.common.images import ImageSpan
 from kvrelay.engine.step.sequence import Sequence
+from kvrelay.worker.scheduling.whole_images import first_end, last_end
 
 _MAX_WASTE = 8  # what a chunk gives up to end with a block is at most one of so many parts of the largest step
 
@@ -73,39 +70,3 @@ class ChunkEnds:
         """See ``first_end``."""
         spans = sequence.spans if sequence.has_whole_images else ()
         return first_end(spans, start, sequence.num_tokens, self._unit)
-
-
-def last_end(spans: Seq[ImageSpan], start: int, end: int, num_tokens: int, unit: int = 1) -> int:
-    """The last position up to ``end`` where a chunk from ``start`` on may end; ``start`` if there is none behind it.
-
-    It may end outside of ``spans``, at a multiple of ``unit`` or with the sequence's last token. ``num_tokens``: of the sequence.
-    """
-    while end > start:
-        inside = next((span for span in spans if span.start < end < span.stop), None)
-        if inside is not None:
-            end = inside.start
-        elif end % unit and end != num_tokens:
-            end -= end % unit
-        else:
-            return end
-    return start
-
-
-def first_end(spans: Seq[ImageSpan], start: int, num_tokens: int, unit: int = 1) -> int:
-    """The first position behind ``start`` where a chunk may end; see ``last_end``."""
-    end = start + 1
-    while True:
-        end = min(num_tokens, -(-end // unit) * unit)
-        inside = next((span for span in spans if span.start < end < span.stop), None)
-        if inside is None:
-            return end
-        end = inside.stop
-
-
-def longest_chunk(spans: Seq[ImageSpan], num_tokens: int, unit: int = 1) -> int:
-    """The most tokens that a step must compute together because of ``spans``; see ``last_end``."""
-    longest = 0
-    for span in spans:
-        start = last_end(spans, 0, span.start, num_tokens, unit)
-        longest = max(longest, first_end(spans, start, num_tokens, unit) - start)
-    return longest

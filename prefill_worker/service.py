@@ -16,7 +16,6 @@ from kvrelay.common.block_hash import HashChain
 from kvrelay.common.sampling import SampledToken
 from kvrelay.engine.kv.block_manager import BlockManager
 from kvrelay.engine.step.sequence import Sequence
-from kvrelay.prefill_worker.chunk_ends import longest_chunk
 from kvrelay.prefill_worker.links import DecodeLinks
 from kvrelay.wire.messages import (
     FailureCode,
@@ -34,6 +33,7 @@ from kvrelay.worker.entries import Entry, Phase
 from kvrelay.worker.model_worker import Report
 from kvrelay.worker.scheduling.scheduler import Progress
 from kvrelay.worker.scheduling.suspects import Key
+from kvrelay.worker.scheduling.whole_images import longest_chunk
 from kvrelay.worker.service import Service
 from kvrelay.worker.submit import Refusal, WorkerIdentity, guide_failed, spans_of
 

@@ -14,10 +14,10 @@ from kvrelay.engine.kv.owners import sequence_owner
 from kvrelay.engine.step.interface import StepRow
 from kvrelay.engine.step.plan import RowResult
 from kvrelay.engine.step.sequence import Sequence
-from kvrelay.prefill_worker.chunk_ends import first_end, last_end, longest_chunk
 from kvrelay.prefill_worker.scheduler import PrefillScheduler
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
 from kvrelay.worker.scheduling.choice import EVERYBODY, Choice
+from kvrelay.worker.scheduling.whole_images import first_end, last_end, longest_chunk
 
 SPANS = (ImageSpan(10, 26, b""), ImageSpan(26, 30, b""), ImageSpan(70, 71, b""))
 
