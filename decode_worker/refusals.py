@@ -1,4 +1,5 @@
-"""What a decode worker refuses: misfit prefill workers, impossible commits, and prompts of which too little is cached.
+"""What a decode worker refuses: misfit prefill workers, impossible commits, too large images, and prompts of which too little is
+cached.
 
 Local prefill slows running sequences. A gateway's map of cached prefixes may be outdated. So a gateway that sends a prompt for its
 cached prefix says how much may be missing. If more is missing, the worker refuses, and the gateway decides again.
@@ -12,7 +13,8 @@ from kvrelay.engine.kv.block_manager import BlockManager
 from kvrelay.engine.step.sequence import Sequence
 from kvrelay.wire.blocks.seal import seal_mismatch
 from kvrelay.wire.messages import FailureCode, Hello, HelloRefused, Submit
-from kvrelay.worker.submit import Refusal
+from kvrelay.worker.scheduling.whole_images import longest_chunk
+from kvrelay.worker.submit import Refusal, WorkerIdentity, spans_of
 
 
 def misfit(hello: Hello, mine: KvLayout, *, seals_kv: bool) -> HelloRefused | None:
@@ -33,6 +35,21 @@ def unlikely_offset(position_offset: int, sequence: Sequence, max_model_len: int
     if least <= position_offset <= most:
         return None
     return f"the commit's position_offset is {position_offset}; it must be {least} to {most}"
+
+
+def images_too_large(submit: Submit, identity: WorkerIdentity) -> Refusal | None:
+    """Why no step has room for an image that it must compute whole, beside all sequences that may generate; None if one has."""
+    if identity.max_step_tokens is None:
+        return None
+    most = identity.max_step_tokens - identity.max_running
+    longest = longest_chunk(spans_of(submit), len(submit.token_ids))
+    if longest <= most:
+        return None
+    detail = (
+        f"{longest} tokens of the prompt's images must be computed together; the limit is {most}, --max-batched-tokens without "
+        "--max-num-seqs"
+    )
+    return Refusal(FailureCode.INVALID, detail)
 
 
 def cache_miss(submit: Submit, blocks: BlockManager, chain: HashChain) -> Refusal | None:

@@ -14,6 +14,7 @@ wait for the tokens of the current step:
 
 - a beam search, because its next sequences, and the blocks that they share, follow from the tokens;
 - a prompt that begins, because preemptions are decided between steps;
+- a prompt with an image that one step must compute whole, because no other prompt may take its room;
 - log probabilities of a prompt, which count those known so far.
 
 A sequence that waits for room delays no step: it cannot join until a sequence leaves. But if a sequence leaves with the running
@@ -63,6 +64,8 @@ def who_goes_on(
         num_ahead, num_uncomputed = under_way.get(one, 0), one.num_uncomputed_tokens
         asks_for_logprobs = one.sampling.num_prompt_logprobs is not None and num_uncomputed > 1
         if asks_for_logprobs or one.sampling.beam_search is not None or (num_ahead == 0 and num_uncomputed == 1):
+            return None
+        if one.has_whole_images and any(span.stop > one.num_computed_tokens + num_ahead for span in one.spans):
             return None
         if num_ahead < num_uncomputed:
             prompts.append(StepRow(one, num_uncomputed - num_ahead, num_ahead))

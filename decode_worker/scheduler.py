@@ -3,7 +3,9 @@
 A step first takes one token of every decoding sequence. Then complete sequences that were handed over join. The rest of its time
 (:mod:`kvrelay.worker.scheduling.step_cost`) goes to prompts: local prefill, and preempted sequences that are computed again. If no
 sequence generates, prompts get whole steps. Waiting prompts get their turn in fair order (:mod:`kvrelay.common.fair_queue`), even
-before running prompts whose keys are ahead. A much shorter prompt may overtake (:mod:`kvrelay.worker.scheduling.overtaking`).
+before running prompts whose keys are ahead. A much shorter prompt may overtake (:mod:`kvrelay.worker.scheduling.overtaking`). An
+image that must be computed whole (:mod:`kvrelay.worker.scheduling.whole_images`) may take more than that time, in the step of which
+it is the first prompt.
 
 :mod:`kvrelay.decode_worker.batch_blocks` decides which sequence gets blocks, and which is preempted when they run out.
 
@@ -32,10 +34,11 @@ from kvrelay.engine.step.interface import StepRow
 from kvrelay.engine.step.plan import RowResult
 from kvrelay.engine.step.sequence import Sequence, SequenceStatus
 from kvrelay.worker.scheduling.choice import EVERYBODY, Choice
-from kvrelay.worker.scheduling.overtaking import overtaking
+from kvrelay.worker.scheduling.overtaking import in_the_way, overtaking
 from kvrelay.worker.scheduling.scheduler import Progress, Schedule, Scheduler, progress_of
 from kvrelay.worker.scheduling.step_cost import MixedSteps
 from kvrelay.worker.scheduling.suspects import Key
+from kvrelay.worker.scheduling.whole_images import chunk, num_together
 
 
 class DecodeScheduler(Scheduler):
@@ -169,10 +172,14 @@ class DecodeScheduler(Scheduler):
         prompts = [one for one in self.running if one.num_uncomputed_tokens > 1]
         prompts = self._choice.among(prompts + [one for one in self.waiting if not one.block_tables])
         # Only one, because all prompts before it in line get their blocks, too.
-        for place, share in overtaking([one.num_uncomputed_tokens for one in prompts], budget)[:1]:
+        num_left = [one.num_uncomputed_tokens for one in prompts]
+        first = in_the_way(num_left, budget)
+        if first is not None and _num_together(prompts[first]) > budget // 2:
+            return budget  # it would find no room behind the one that overtakes
+        for place, share in overtaking(num_left, budget)[:1]:
             self._admit_prompts(plan, 0, last=prompts[place])
             if prompts[place].status is SequenceStatus.RUNNING:  # otherwise there was no room
-                budget += self._continue_running(plan, share, [prompts[place]]) - share
+                budget += self._continue_running(plan, share, [prompts[place]], takes_more=False) - share
         return budget
 
     def ahead(self, flying: Seq[StepRow]) -> Schedule | None:
@@ -278,18 +285,34 @@ class DecodeScheduler(Scheduler):
         num_here = min(len(self.running) + len(self.waiting), self._max_num_seqs)
         return max(0, num_here // self._num_stages - num_generating - 1)
 
-    def _continue_running(self, plan: Schedule, budget: int, sequences: Seq[Sequence]) -> int:
-        """Add rows for running ``sequences``, the most senior first. Returns what is left of the budget."""
+    def _continue_running(
+        self, plan: Schedule, budget: int, sequences: Seq[Sequence], *, takes_more: bool = True
+    ) -> int:
+        """Add rows for running ``sequences``, the most senior first. Returns what is left of the budget.
+
+        ``takes_more``: whether an image that must be computed whole may take more than the budget.
+        """
         for sequence in sequences:
             if budget == 0:
                 break
             if sequence.status is not SequenceStatus.RUNNING:
                 continue  # preempted by a more senior one in this loop
-            num_tokens = min(budget, sequence.num_uncomputed_tokens)
+            num_tokens = self._size(sequence, budget, plan if takes_more else None)
+            if num_tokens == 0:
+                continue
             if self._held.make_room(sequence, sequence.num_computed_tokens + num_tokens, plan, self._choice):
                 plan.rows.append(StepRow(sequence, num_tokens))
-                budget -= num_tokens
+                budget = max(0, budget - num_tokens)
         return budget
+
+    def _size(self, sequence: Sequence, budget: int, plan: Schedule | None) -> int:
+        """Tokens of a sequence in a step. More than ``budget`` for a whole image, if ``plan`` has no prompt. 0: it must wait."""
+        share = min(budget, sequence.num_uncomputed_tokens)
+        if not sequence.has_whole_images:
+            return share
+        is_first = plan is not None and all(row.num_tokens == 1 for row in plan.rows)
+        room = self._max_batched_tokens - len(plan.rows) if plan is not None and is_first else 0
+        return chunk(sequence.spans, sequence.num_computed_tokens, share, sequence.num_tokens, room)
 
     def _admit_complete(self, plan: Schedule, budget: int, waiting: Seq[Sequence]) -> int:
         """Let verified sequences join. They hold their blocks and need one token each; a beam search needs none yet."""
@@ -315,7 +338,7 @@ class DecodeScheduler(Scheduler):
             if line.prompt is None or not line.has_places or not may(line.prompt):
                 break
             if self._held.find(line.prompt):
-                budget -= self._admit(line.prompt, plan, budget)
+                budget = max(0, budget - self._admit(line.prompt, plan, budget))
                 continue
             # Verified sequences that wait for a place hold blocks, too. If the first prompt lacks only these, none would
             # ever advance.
@@ -332,7 +355,7 @@ class DecodeScheduler(Scheduler):
         self._places.begin(sequence, self._places.now_s)
         self._held.set_aside()
         plan.admitted.append(sequence)
-        num_tokens = min(budget, sequence.num_uncomputed_tokens)
+        num_tokens = self._size(sequence, budget, plan)
         if num_tokens:
             plan.rows.append(StepRow(sequence, num_tokens))
         return num_tokens
@@ -352,3 +375,10 @@ class DecodeScheduler(Scheduler):
     def _forget_drafts(self, sequence: Sequence) -> None:
         if self._drafts is not None:
             self._drafts.forget(sequence)
+
+
+def _num_together(sequence: Sequence) -> int:
+    """Its next tokens that a step must compute together because of an image; 0 if it need not."""
+    if not sequence.has_whole_images:
+        return 0
+    return num_together(sequence.spans, sequence.num_computed_tokens, sequence.num_tokens)

@@ -15,7 +15,7 @@ import msgspec
 
 from kvrelay.common.block_hash import HashChain
 from kvrelay.common.sampling import SampledToken
-from kvrelay.decode_worker.refusals import cache_miss, misfit, unlikely_offset
+from kvrelay.decode_worker.refusals import cache_miss, images_too_large, misfit, unlikely_offset
 from kvrelay.engine.beams.check import invalid_first_token
 from kvrelay.engine.kv.block_manager import BlockManager
 from kvrelay.engine.kv.leased_blocks import lease_owner
@@ -202,13 +202,13 @@ class DecodeService(Service[DecodeEntry]):
     # -- local prefill ---------------------------------------------------------------------------------------------
 
     def refusal(self, request: Submit | Offer, chain: HashChain) -> Refusal | None:
-        """See Service. Also refuses a local prefill that was sent for its cached prefix, if too little of it is cached."""
+        """See Service. Also refuses a local prefill that was sent for its cached prefix, if too little of it is cached, and images
+        that one step would have to compute, and cannot.
+        """
         refusal = super().refusal(request, chain)
         if refusal is None and isinstance(request, Submit):
-            if request.images and self.ports.images.takes_whole:
-                detail = "this model's images are computed whole, which only prefill workers do"
-                return Refusal(FailureCode.INVALID, f"the prompt has images: {detail}")
-            return cache_miss(request, self.blocks, chain)
+            too_large = images_too_large(request, self.identity) if self.ports.images.takes_whole else None
+            return too_large or cache_miss(request, self.blocks, chain)
         return refusal
 
     def entry_of(self, submit: Submit | Offer, gateway_id: str, sequence: Sequence) -> DecodeEntry:

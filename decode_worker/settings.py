@@ -63,6 +63,10 @@ class DecodeSettings(WorkerSettings):
     """Everything a decode worker is started with."""
 
     scheduler: DecodeSchedulerSettings
+    images: bool = setting(
+        False,
+        "read the images of prompts, where no prefill worker does. What encodes images takes memory from KV",
+    )
     address: str = setting("tcp://127.0.0.1:7200", "ZeroMQ address that gateways and prefill workers connect to")
     data_address: str = setting("tcp://127.0.0.1:7201", "ZeroMQ address that receives KV blocks")
     admin_port: int = setting(7280, ADMIN_PORT_HELP, minimum=0, maximum=65535)

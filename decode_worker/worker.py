@@ -202,4 +202,4 @@ def serve(settings: DecodeSettings) -> int:
         return DecodeWorker(engine, settings.scheduler, settings.data_address, setup, draft_engine=draft_engine)
 
     listens_at = {"--address": settings.address, "--data-address": settings.data_address}
-    return serve_worker(Role.DECODE, settings, listens_at, make, load_before)
+    return serve_worker(Role.DECODE, settings, listens_at, make, load_before, reads_images=settings.images)

@@ -47,6 +47,7 @@ def load_engine(
     max_num_seqs: int | None,
     max_batched_tokens: int | None,
     decodes: bool,
+    reads_images: bool = False,
     progress: Callable[[int, int], None],
     nodes: OtherNodes | None = None,
 ) -> Engine:
@@ -54,8 +55,8 @@ def load_engine(
 
     ``max_num_seqs``, ``max_batched_tokens``: None: as many as suit the device (:func:`sequences_at_a_time`,
     :func:`prompt_step_tokens`).
-    ``decodes``: whether the worker decodes. ``progress`` is called with (bytes loaded, bytes in all). ``nodes``: the other hosts'
-    ranks.
+    ``decodes``: whether the worker decodes. ``reads_images``: whether it should read images, if the model does. ``progress`` is
+    called with (bytes loaded, bytes in all). ``nodes``: the other hosts' ranks.
     Raises ModelError if the directory cannot be served, SettingsError if a logits processor does not exist.
     """
     directory = Path(model.model)
@@ -67,9 +68,9 @@ def load_engine(
         for flag, number in (("tensor", model.tensor_parallel), ("pipeline", model.pipeline_parallel)):
             if number > 1:
                 raise ModelError(f"--{flag}-parallel is {number}; the fake engine has one rank")
-        return make_fake_engine(directory, model, kv, fake, decodes=decodes)
+        return make_fake_engine(directory, model, kv, fake, reads_images=reads_images)
     log_begin(logger, directory)
-    settings = LoadSettings(model, kv, max_num_seqs, max_batched_tokens, decodes)
+    settings = LoadSettings(model, kv, max_num_seqs, max_batched_tokens, decodes, reads_images)
     if model.num_ranks == 1:
         return load_part(settings, None, progress)
     from kvrelay.engine.rank_check import require_ranks  # noqa: PLC0415 - imports torch
@@ -218,7 +219,7 @@ def load_part(settings: LoadSettings, part: RankPart | None, progress: Callable[
         max_num_seqs=sequences_at_a_time(settings.max_num_seqs, device_of(model.device).type),
         max_batched_tokens=prompt_step_tokens(settings.max_batched_tokens, device_of(model.device).type),
         decodes=settings.decodes,
-        reads_images=not settings.decodes,
+        reads_images=settings.reads_images,
         cuda_graphs=model.cuda_graphs,
         run_ahead=model.run_ahead,
         adapter_bytes=0 if model.adapters is None else model.adapter_memory_mb * 2**20,

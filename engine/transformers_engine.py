@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from kvrelay.common.errors import ModelError
-from kvrelay.common.model_card import TEXT_ONLY
+from kvrelay.common.model_card import IMAGES_OFF, TEXT_ONLY
 from kvrelay.engine.backends.cpu.build import cpu_paged_ops
 from kvrelay.engine.backends.options import EngineOptions, device_of, dtype_of, num_blocks_of
 from kvrelay.engine.config.model import SUPPORTED_DTYPES
@@ -136,7 +136,7 @@ def _image_reader(
     if not is_multimodal(load_full_config(options.model_dir)):
         return None, TEXT_ONLY
     if not options.reads_images:
-        return None, "only prefill workers read images"
+        return None, IMAGES_OFF
     if part is not None and not part.is_leader:
         return None, "the first rank encodes images"
     try:

@@ -15,6 +15,7 @@ import shutil
 import tempfile
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -23,10 +24,12 @@ from prometheus_client import CollectorRegistry
 from kvrelay.common.errors import ModelError
 from kvrelay.common.fair_queue import Flow
 from kvrelay.common.sampling import SampledToken
+from kvrelay.common.settings import setting
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.decode_worker.worker import DecodeWorker, load_drafting
-from kvrelay.engine.factory import load_engine, load_guides
+from kvrelay.engine.factory import load_engine, load_guides, load_images
 from kvrelay.engine.guides.guidance import GuideCompiler, NoGuides
+from kvrelay.engine.images.interface import ImageReader
 from kvrelay.engine.load_progress import LoggedProgress
 from kvrelay.engine.settings import FakeSettings, KvSettings, ModelSettings, sequences_at_a_time
 from kvrelay.engine.step.interface import Engine
@@ -38,6 +41,7 @@ from kvrelay.gateway.apis.answering import choose
 from kvrelay.gateway.apis.openai.bodies import ChatBody, CompletionBody
 from kvrelay.gateway.apis.openai.completion_answer import finite
 from kvrelay.gateway.apis.prompts import prompt_of
+from kvrelay.gateway.chat.image_prompt import Prompt
 from kvrelay.gateway.http.request import parse_body
 from kvrelay.gateway.metrics import GatewayMetrics
 from kvrelay.gateway.model import Model, ModelFiles
@@ -69,6 +73,7 @@ class LocalSettings:
     fake: FakeSettings
     scheduler: DecodeSchedulerSettings
     relay: RelaySettings
+    images: bool = setting(True, "read the images of prompts. What encodes images takes memory from KV")
 
 
 @dataclass(slots=True)
@@ -91,10 +96,12 @@ class LocalBackend:
         settings: LocalSettings,
         guides: GuideCompiler | None = None,
         draft_engine: Engine | None = None,
+        images: ImageReader | None = None,
     ) -> None:
         """``directory``: of the model; its tokenizer and chat template are loaded. Raises ModelError.
 
-        ``guides``: compiles guides; None: requests with a guide are refused. ``draft_engine``: a loaded draft model.
+        ``guides``: compiles guides; None: requests with a guide are refused. ``draft_engine``: a loaded draft model. ``images``:
+        None: prompts have none.
         """
         self._settings = settings
         self.max_num_seqs = sequences_at_a_time(settings.scheduler.max_num_seqs, engine.card.device_type)
@@ -103,6 +110,7 @@ class LocalBackend:
         self._engine: Engine | None = engine  # until a worker takes it over
         self._guides = guides
         self._draft_engine = draft_engine  # like the engine
+        self._images = images
         self._running: _Running | None = None
 
     @classmethod
@@ -123,10 +131,12 @@ class LocalBackend:
             max_num_seqs=settings.scheduler.max_num_seqs,
             max_batched_tokens=settings.scheduler.max_batched_tokens,
             decodes=True,
+            reads_images=settings.images,
             progress=LoggedProgress(logger, time.monotonic),
         )
         guides = load_guides(model, settings.fake, engine.card.vocab_size)
-        return cls(engine, directory, settings, guides, draft_engine)
+        images = load_images(model, settings.fake, engine.card)
+        return cls(engine, directory, settings, guides, draft_engine, images)
 
     @property
     def worker(self) -> DecodeWorker:
@@ -148,6 +158,7 @@ class LocalBackend:
                 link_settings=_LINK,
                 max_retained_share=settings.kv.max_retained_share,
                 guides=self._guides or NoGuides(),
+                images=self._images,
             )
             worker = DecodeWorker(
                 self._engine,
@@ -195,16 +206,17 @@ class LocalBackend:
             spec = msgspec.structs.replace(spec, continues_text=request.prompt.continue_final_message)
         prompt = await _prompt(model, request)
         sequences = model.sequences(
-            [prompt],
+            [prompt.token_ids],
             spec,
             request_id=f"{request.request_id}.{secrets.token_hex(4)}",
             received_s=received_s,
             prompt_param="prompt",
             flow=flow,
             timeout_s=math.inf if request.timeout_s is None else request.timeout_s,
+            images=prompt.images,
         )
         progress.on_prompt(sequences[0].prompt_token_ids)
-        usages = [Usage(len(prompt)) for _ in sequences]
+        usages = [Usage(len(prompt.token_ids)) for _ in sequences]
         # The best outputs, or the beams, are known only at the end.
         is_choice_late = len(sequences) > spec.num_choices or spec.beam_search is not None
         late: list[list[TextDelta]] = [[] for _ in sequences]
@@ -263,13 +275,14 @@ class LocalBackend:
         return self._running
 
 
-async def _prompt(model: Model, request: Request) -> list[int]:
-    """The request's prompt as token ids. Raises InvalidRequestError."""
+async def _prompt(model: Model, request: Request) -> Prompt:
+    """The request's prompt. Raises InvalidRequestError, UnavailableError if the worker does not tell how to read images."""
     params = request.sampling_params
     match request.prompt:
         case str(text):
             adds_special_tokens = params.add_special_tokens
-            return await aside(lambda: model.encode(text, "prompt", add_special_tokens=adds_special_tokens), len(text))
+            encode = partial(model.encode, text, "prompt", add_special_tokens=adds_special_tokens)
+            return Prompt(await aside(encode, len(text)))
         case Chat() as chat:
             body = encode_body(chat.body())
             read = parse_body(ChatBody, None, body)
@@ -279,10 +292,10 @@ async def _prompt(model: Model, request: Request) -> list[int]:
                 lambda text: model.encode(text, "messages", add_special_tokens=False),
                 len(body),
             )
-            return prompt.token_ids  # it has no images: this worker reads none, which raised
+            return prompt
         case token_ids:
             model.check_token_ids(token_ids, "prompt")
-            return list(token_ids)
+            return Prompt(list(token_ids))
 
 
 def _piece(delta: TextDelta, *, tells_logprobs: bool) -> Piece:

@@ -43,6 +43,9 @@ class DeploymentSettings:
     decode_pipeline_parallel: int | None = setting(
         None, "--pipeline-parallel of decode workers alone", minimum=1, maximum=64
     )
+    images: bool | None = setting(
+        None, "decode workers read the images of prompts; default: if there are no prefill workers"
+    )
     threads: int | None = setting(
         None, "CPU threads of each worker; default: the cores divided by the workers", minimum=1, maximum=1024
     )

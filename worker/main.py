@@ -35,11 +35,13 @@ def serve_worker(
     listens_at: Mapping[str, str],
     make: Callable[[Engine, Setup], Component],
     load_before: Callable[[], None] = lambda: None,
+    *,
+    reads_images: bool = True,
 ) -> int:
     """Run the worker that ``make`` builds until SIGTERM or SIGINT. Returns the exit code. Raises KvrelayError if it cannot start.
 
     ``listens_at``: its addresses, by the settings that have them.
-    ``load_before``: loads what must get its memory before the model's KV pool takes the rest.
+    ``load_before``: loads what must get its memory before the model's KV pool takes the rest. ``reads_images``: if the model does.
     """
     configure_logs(settings.log_level, settings.log_format)
     place = place_of(settings.nodes, settings.model.num_ranks)
@@ -63,6 +65,7 @@ def serve_worker(
             max_num_seqs=settings.scheduler.max_num_seqs,
             max_batched_tokens=settings.scheduler.max_batched_tokens,
             decodes=role is Role.DECODE,
+            reads_images=reads_images,
             progress=LoggedProgress(logger, time.monotonic),
             nodes=nodes,
         )

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from kvrelay.common.errors import ModelError
+from kvrelay.common.model_card import IMAGES_OFF
 from kvrelay.engine.fake.engine import FakeEngine, FakePace, fake_card
 from kvrelay.engine.fake.images import FakeImageReader
 from kvrelay.engine.sampling.processors import load_processors
@@ -15,11 +16,11 @@ _FAKE_KV_MB = 64
 
 
 def make_fake_engine(
-    directory: Path, model: ModelSettings, kv: KvSettings, fake: FakeSettings, *, decodes: bool
+    directory: Path, model: ModelSettings, kv: KvSettings, fake: FakeSettings, *, reads_images: bool
 ) -> FakeEngine:
     """An engine with the vocabulary and limits of the model in ``directory``, whose weights it does not read. Raises ModelError."""
-    no_images = "decode workers read no images" if decodes else ""
-    if not decodes and FakeImageReader.of_tokenizer(directory) is None:
+    no_images = "" if reads_images else IMAGES_OFF
+    if reads_images and FakeImageReader.of_tokenizer(directory) is None:
         no_images = "the model's tokenizer has no special token for them"
     vocab_size, longest = _sizes(directory)
     block_size = kv.block_size or DEFAULT_BLOCK_SIZE

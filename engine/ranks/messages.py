@@ -26,6 +26,7 @@ class LoadSettings(msgspec.Struct, frozen=True):
     max_num_seqs: int | None  # see :func:`kvrelay.engine.settings.sequences_at_a_time`
     max_batched_tokens: int | None  # see :func:`kvrelay.engine.settings.prompt_step_tokens`
     decodes: bool
+    reads_images: bool = False
 
 
 class Load(msgspec.Struct, frozen=True, tag=True):

@@ -45,7 +45,8 @@ class Batch:
 def build_batch(plan: StepPlan, slots: Slots, block_size: int) -> Batch:
     """Pack the rows of ``plan``, which must have been applied to ``slots``.
 
-    Raises ValueError on an empty row, on a row with too few tokens or blocks for its computation, and on rows out of order.
+    Raises ValueError on an empty row, on a row with too few tokens or blocks for its computation, on one with images that the slot
+    does not have, and on rows out of order.
     """
     rows = plan.rows
     index = np.array([row.slot for row in rows], dtype=np.int64)
@@ -61,6 +62,11 @@ def build_batch(plan: StepPlan, slots: Slots, block_size: int) -> Batch:
         raise ValueError(
             f"sequence {slots.sequences[rows[place].slot].name}: {counts[place]} tokens behind {starts[place]} do not fit "
             f"{num_blocks[place]} blocks of {block_size}, or its {num_known[place] + is_fed[place]} tokens"
+        )
+    for place in np.flatnonzero(starts < slots.first_told[index]).tolist():
+        raise ValueError(
+            f"sequence {slots.sequences[rows[place].slot].name}: computes from token {starts[place]} on; its images up to "
+            f"{slots.first_told[index[place]]} did not come with it"
         )
     num_decode_rows = int((counts == 1).sum())
     if (counts[:num_decode_rows] > 1).any() or (is_fed & (counts > 1)).any():

@@ -28,6 +28,7 @@ class _Held:
     needs_host: bool  # whether its sampling parameters need the host
     is_ruled: bool  # whether they set or forbid tokens, perhaps only for a while
     num_tokens: int
+    first_told: int = 0  # the engine has what tokens from here on take of their images
     block_tables: list[list[int]] = field(default_factory=list)
 
     def learn(self, sequence: Sequence) -> tuple[int, ...]:
@@ -85,7 +86,9 @@ class Planner:
             is_fed = num_ahead > 0 and num_left == 0
             if is_fed:
                 _require_fed(row, held is not None and in_front is not None and sequence in in_front)
-            if held is None or held.sampling is not sequence.sampling:
+            is_new = held is None or held.sampling is not sequence.sampling
+            # It lost its blocks, and computes images that were cached when it joined.
+            if held is None or is_new or sequence.num_computed_tokens < held.first_told:
                 held = self._join(sequence, rows, joins)
             elif held.num_tokens != len(sequence.token_ids):
                 new_tokens = held.learn(sequence)
@@ -157,7 +160,7 @@ class Planner:
         images = sequence.images
         # Behind the last image the offset alone gives the positions.
         if images is not None and all(span.stop <= sequence.num_computed_tokens for span in images.spans):
-            images = None
+            images, held.first_told = None, images.spans[-1].stop if images.spans else 0
         joins.append(
             SlotJoin(
                 slot,

@@ -71,6 +71,7 @@ class Slots:
         self.block_tables: Ints = np.zeros((num_groups, num_slots, max_blocks), dtype=np.int64)  # 0 after their ends
         self.num_blocks: Ints = np.zeros((num_groups, num_slots), dtype=np.int64)
         self.is_special = np.zeros(num_slots, dtype=bool)  # has images, or an offset of its positions
+        self.first_told: Ints = np.zeros(num_slots, dtype=np.int64)  # what tokens before it take of images did not come
         self.asks = np.zeros(num_slots, dtype=np.int64)
         self.temperature: Floats = np.zeros(num_slots, dtype=np.float32)  # 0 = greedy
         self.top_k = np.zeros(num_slots, dtype=np.int32)  # 0 = off
@@ -114,6 +115,7 @@ class Slots:
             position_offset=join.position_offset,
         )
         self.is_special[slot] = join.images is not None or join.position_offset != 0
+        self.first_told[slot] = 0 if join.images is not None else max((span.stop for span in join.spans), default=0)
         self.block_tables[:, slot, : self.num_blocks[:, slot].max()] = 0
         self.num_blocks[:, slot] = 0
         self.asks[slot] = (

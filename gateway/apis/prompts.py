@@ -1,4 +1,4 @@
-"""A chat of any API as tokens. If it has images, a prefill worker is asked what stands in their places."""
+"""A chat of any API as tokens. If it has images, a worker is asked what stands in their places."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Where a rendered chat has images: their marks become what the model expects there, and their tokens are found.
 
-The chat template writes the model's mark once for each image, and a prefill worker tells what stands there instead
+The chat template writes the model's mark once for each image, and a worker tells what stands there instead
 (:class:`kvrelay.common.images.ImageTexts`). Texts of the client that contain a mark or a placeholder are refused, as they would be
 taken for an image.
 """

@@ -1,6 +1,6 @@
 """The images of a conversation: their files, or where they are on the web, and what headers of files say of their sizes.
 
-No pixel is decoded here, which is for prefill workers, so a header costs nothing, however much it promises.
+No pixel is decoded here, which is for workers, so a header costs nothing, however much it promises.
 """
 
 from __future__ import annotations

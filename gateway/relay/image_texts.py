@@ -1,6 +1,6 @@
 """What prompts have in the place of images, also while every worker that could tell is away.
 
-Only prefill workers read images (:mod:`kvrelay.gateway.workers.images`). All that do may be away: they start, restart or are lost.
+All workers that read images (:mod:`kvrelay.gateway.workers.images`) may be away: they start, restart or are lost.
 Then requests with images wait beside the line (:mod:`kvrelay.gateway.routing.admission`), at most as long as others do in it. They
 go on when a worker that reads images is up, or end when it turns out that none does. Lives on the gateway's asyncio loop.
 """
@@ -78,7 +78,7 @@ class ImageDesk:
             num_lost += 1
             if num_lost >= self._settings.max_attempts:
                 raise AttemptsFailedError(
-                    f"model {model!r}: {num_lost} times a prefill worker was lost that was asked how to read the images; try again",
+                    f"model {model!r}: {num_lost} times a worker was lost that was asked how to read the images; try again",
                     retry_after_s=1.0,
                 )
 
@@ -92,11 +92,11 @@ class ImageDesk:
             return
         if self._num_waiting_bytes + num_bytes > _MAX_WAITING_BYTES:
             raise self._admission.refuse(
-                f"images of {self._num_waiting_bytes // 2**20} MiB wait already for a prefill worker that reads them; the limit is "
+                f"images of {self._num_waiting_bytes // 2**20} MiB wait already for a worker that reads them; the limit is "
                 f"{_MAX_WAITING_BYTES // 2**20} MiB"
             )
         timeout_s = min(timeout_s, self._settings.request_timeout_s - asked.waited_s)
-        missing = "no prefill worker that reads images is up"
+        missing = "no worker that reads images is up"
         self._num_waiting += 1
         self._num_waiting_bytes += num_bytes
         if self._hurrying is None:
@@ -116,5 +116,5 @@ class ImageDesk:
         """Have links tried again as long as somebody waits."""
         self._hurrying = None
         if self._num_waiting:
-            self._pool.hurry(self._pool.prefills.values())
+            self._pool.hurry(self._pool.image_workers)
             self._hurrying = asyncio.get_running_loop().call_later(_HURRY_S, self._hurry)

@@ -27,6 +27,7 @@ from kvrelay.gateway.settings import RelaySettings
 from kvrelay.gateway.workers.load import Key, WorkerView
 from kvrelay.gateway.workers.pool import WorkerPool
 from kvrelay.gateway.workers.worker import Worker
+from kvrelay.wire.messages import Role
 
 # The part of a worker's allowed backlog for keys that have had more than others: about two steps of a prefill worker.
 _AHEAD_PART = 1 / 4
@@ -55,8 +56,8 @@ class Placement:
         for role, workers in (("prefill", self._pool.prefills), ("decode", self._pool.decodes)):
             if not reasons and workers and not any(worker.holds(max_len) for worker in workers.values()):
                 reasons.append(f"no {role} worker that is up holds the {max_len} tokens of prompt and output any more")
-        if not reasons and request.images and not any(worker.reads_images for worker in self._pool.prefills.values()):
-            reasons.append("no prefill worker that reads images is up")
+        if not reasons and request.images and not self._pool.image_readers:
+            reasons.append("no worker that reads images is up")
         if not reasons and self._breakers.shut(self._clock()):
             reasons.append("workers have failed all of several requests, and are tried again by one at a time")
         text = "; ".join(reasons) or "no worker has room"
@@ -128,9 +129,9 @@ class Placement:
         """
         if (shared := self._shared_place(request, num_tokens_to_hold)) is not None:
             return shared
-        is_local_only = self._pool.is_local_only and not request.images
-        prefills = [] if is_local_only else self._prefills_for(request)
-        decodes = views(self._pool.decodes.values(), request.max_len)
+        is_local_only, prefill_workers, decode_workers = self._workers_for(request)
+        prefills = [] if is_local_only else views(prefill_workers, request.max_len)
+        decodes = views(decode_workers, request.max_len)
         if not math.isinf(backlog_s):
             decodes = [view for view in decodes if view.takes_sequence(num_tokens_to_hold) and view.address != without]
         cached = _cached(request, [*prefills, *decodes])
@@ -170,14 +171,21 @@ class Placement:
         may_be_wrong = num_to_compute < num_tokens and not self._pool.is_local_only
         return Place(None, decode, reason, num_to_compute, num_to_compute if may_be_wrong else None)
 
-    def _prefills_for(self, request: GenerationRequest) -> list[WorkerView]:
-        """The prefill workers that can compute the request's prompt: if it has images, those that read images."""
-        workers = self._pool.prefills.values()
-        some = [worker for worker in workers if worker.reads_images] if request.images else workers
-        return views(some, request.max_len)
+    def _workers_for(self, request: GenerationRequest) -> tuple[bool, Iterable[Worker], Iterable[Worker]]:
+        """Whether decode workers must compute the request's prompt, and the prefill and decode workers that it may have.
+
+        Images are computed by workers that read them: by decode workers only if no prefill worker does.
+        """
+        pool = self._pool
+        if not request.images:
+            return pool.is_local_only, pool.prefills.values(), pool.decodes.values()
+        readers = pool.image_readers
+        if readers and readers[0].role is Role.DECODE:
+            return True, (), readers
+        return False, readers, pool.decodes.values()
 
     def _local_backlog_of(self, request: GenerationRequest) -> float | None:
-        """What may wait at a decode worker that is to compute the prompt, in seconds; None: none may. They cannot read images."""
+        """What may wait at a decode worker that is to compute the prompt, in seconds; None: none may. See ``_workers_for``."""
         return None if request.images else self._local_backlog_s
 
     @property
@@ -210,11 +218,13 @@ class Placement:
     def _shared_place(self, request: GenerationRequest, num_tokens_to_hold: int) -> Place | None:
         """The decode worker that already has the prompt for another of its choices; None if it has no room for one more.
 
-        With images there is none: it would compute the tokens behind the last full block, which may be an image's.
+        With images it must read them: it computes the tokens behind the last full block, which may be an image's.
         """
-        if not request.follows or request.share is None or request.attempt or request.images:
+        if not request.follows or request.share is None or request.attempt:
             return None
         worker = self._pool.decodes.get(request.share.decode_address or "")
+        if request.images and worker is not None and not worker.reads_images:
+            return None
         is_shut = worker is not None and (worker.address,) in self._shut(self._clock())
         fitting = [] if worker is None or is_shut else views([worker], request.max_len)
         if worker is None or not fitting or not fitting[0].takes_sequence(num_tokens_to_hold):

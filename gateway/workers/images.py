@@ -1,8 +1,8 @@
-"""Asks prefill workers what prompts have in the place of images, and remembers their answers.
+"""Asks workers what prompts have in the place of images, and remembers their answers.
 
-Only prefill workers read images. An answer depends on nothing but the model and the images' sizes, so it is remembered by sizes, as
-long as the worker process that gave it is in use. Only workers that are up are asked: :mod:`kvrelay.gateway.relay.image_texts`
-waits for others. Lives on the gateway's asyncio loop.
+An answer depends on nothing but the model and the images' sizes, so it is remembered by sizes, as long as the worker process that
+gave it is in use. Only workers that are up are asked: :mod:`kvrelay.gateway.relay.image_texts` waits for others. Lives on the
+gateway's asyncio loop.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvrelay.common.images import ImageTexts
 from kvrelay.gateway.errors import InvalidRequestError, UnavailableError
 from kvrelay.gateway.workers.pool import WorkerPool
 from kvrelay.gateway.workers.worker import Worker
-from kvrelay.wire.messages import ImagesTold, Welcome
+from kvrelay.wire.messages import ImagesTold, Role, Welcome
 
 Sizes = tuple[tuple[int, int], ...]  # widths and heights in pixels
 
@@ -62,7 +62,7 @@ class ImageAsker:
     @property
     def readers(self) -> Readers:
         """What there is of workers that read images."""
-        if self._usable:
+        if self._pool.image_readers:
             return Readers.UP
         return Readers.NONE if self._reads_none else Readers.AWAY
 
@@ -84,7 +84,7 @@ class ImageAsker:
         if known is not None and known.counts:
             self._answers.move_to_end(sizes)
             return known.told
-        usable = self._usable
+        usable = self._pool.image_readers
         self._number += 1
         first = self._number % max(1, len(usable))  # another one each time
         is_one_lost = not usable
@@ -104,25 +104,20 @@ class ImageAsker:
         if is_one_lost:
             return None
         raise UnavailableError(
-            f"model {model!r}: no prefill worker tells how to read the images; try again later", retry_after_s=1.0
+            f"model {model!r}: no worker tells how to read the images; try again later", retry_after_s=1.0
         )
-
-    @property
-    def _usable(self) -> list[Worker]:
-        """The workers that may be asked."""
-        return [worker for worker in self._pool.prefills.values() if worker.reads_images and worker.is_usable]
 
     @property
     def _reads_none(self) -> str:
         """Why no worker that there is reads images. Empty if one does, or may when it comes back."""
-        workers = list(self._pool.prefills.values())
-        if not workers:  # those of a cluster may all be starting
-            known = self._pool.knows_prefill_workers
-            return "" if known else "only prefill workers read images, and there is none"
-        up = [worker.welcome for worker in workers if worker.welcome is not None and not worker.misfit]
-        if not up or any(worker.read_images for worker in workers):
+        workers = self._pool.image_workers
+        if any(worker.read_images for worker in workers):
             return ""
-        return "; ".join(sorted({welcome.card.no_images for welcome in up}))
+        role = (
+            Role.PREFILL if self._pool.knows_prefill_workers else Role.DECODE
+        )  # those of a cluster may all be starting
+        fitting = [worker.welcome for worker in workers if worker.role is role and not worker.misfit]
+        return "; ".join(sorted({welcome.card.no_images for welcome in fitting if welcome is not None}))
 
     def _remember(self, sizes: Sizes, answer: _Answer) -> None:
         if (before := self._answers.pop(sizes, None)) is not None:

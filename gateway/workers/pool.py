@@ -218,6 +218,18 @@ class WorkerPool:
             return False
         return self._had_prefill_worker or not self._staying(Role.PREFILL)
 
+    @property
+    def image_workers(self) -> list[Worker]:
+        """The workers that might compute prompts with images, be they up or not, and read images or not."""
+        prefills = list(self.prefills.values())
+        return prefills if self._needs_prefill_workers else [*prefills, *self.decodes.values()]
+
+    @property
+    def image_readers(self) -> list[Worker]:
+        """The usable workers that compute prompts with images: prefill workers, or decode workers if none of those reads images."""
+        readers = [one for one in self.image_workers if one.reads_images and one.is_usable]
+        return [one for one in readers if one.role is Role.PREFILL] or readers
+
     def not_ready(self) -> list[str]:
         """Why another gateway should get the requests. Empty if this one can serve, or if no gateway could (see ``absent``)."""
         if not self._is_told:

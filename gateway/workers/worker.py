@@ -112,7 +112,7 @@ class Worker:
         self.status = None
         self.up_since_s = self._clock()
         card = welcome.card
-        self.read_images = self.role is Role.PREFILL and not card.no_images
+        self.read_images = not card.no_images
         self.load = Load(card.layout.block_size, card.layout.geometry.windows)
         logger.info(
             "%s worker %s at %s: up, %s, %d KV blocks, protocol %d",

@@ -185,6 +185,7 @@ def _worker(
     threads = deployment.threads or max(1, num_cores // num_workers)
     chosen = {
         "kv_memory_fraction": share.memory_fraction,
+        "images": deployment.prefill == 0 if deployment.images is None else deployment.images,
         **settings.components,
         **of_model,
         "drain_s": deployment.drain_s,

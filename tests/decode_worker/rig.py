@@ -291,10 +291,12 @@ class Rig:
         key: str = "",
         spans: Seq[ImageSpan] = (),
         output: Seq[int] = (),
+        reads_images: bool = False,
+        has_whole_images: bool = False,
     ) -> bool:
         """Add a request, with its prompt's K/V in place if ``handed_over``. Returns False if there are no blocks for that K/V.
 
-        ``spans``: of images, which only another worker can read. ``output``: of an earlier attempt.
+        ``spans``: of images, which only another worker can read, unless ``reads_images``. ``output``: of an earlier attempt.
         """
         self._num_added += 1
         self.ends.pop(name, None)  # the end of an earlier request with this name
@@ -302,6 +304,9 @@ class Rig:
         tokens = [*prompt, *output]
         sequence = Sequence(name, 1, tokens, len(prompt), sampling, arrival_s, guide=guide, chain=chain)
         sequence.flow, sequence.spans, sequence.position_offset = Flow(key, priority), spans, fake_offset(spans)
+        sequence.has_whole_images = has_whole_images
+        if reads_images and spans and not handed_over:
+            sequence.images = ReadImages(tuple(spans), ())
         first = None
         if handed_over:
             lease = lease_owner(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ import pytest
 from kvrelay.common.block_hash import HashChain
 from kvrelay.common.images import ImageSpan
 from kvrelay.common.sampling import SampledToken, SamplingParams
-from kvrelay.engine.fake.engine import FakeEngine, fake_card
+from kvrelay.engine.fake.engine import FakeEngine, FakePace, fake_card
 from kvrelay.engine.fake.images import fake_offset
 from kvrelay.engine.fake.language import digests_by_start, expected_output, token_digests
 from kvrelay.engine.kv.owners import Owner, OwnerKind
@@ -22,7 +23,7 @@ from tests.decode_worker.rig import Rig, beams, greedy
 from tests.decode_worker.service_rig import CARD, offer, submit
 from tests.decode_worker.service_rig import Rig as ServiceRig
 from tests.drafters import Oracle
-from tests.images import png, reader, with_images
+from tests.images import PLACEHOLDER, png, reader, with_images
 
 VOCAB = 50
 
@@ -56,11 +57,63 @@ def test_a_worker_that_decodes_and_reads_images_computes_them() -> None:
     assert rig.output("a") == expected_output(token_ids, 3, CARD.vocab_size, images=[one.span for one in images])
     assert rig.service.ports.images._read_nbytes == 0
     rig.assert_nothing_left()
-    whole = ServiceRig(reader(takes_whole=True))
-    whole.ask(asked)
-    [failed] = whole.failed()
-    assert failed.code is FailureCode.INVALID
-    assert "computed whole" in failed.detail
+
+
+def test_an_image_that_no_step_has_room_for_is_refused() -> None:
+    token_ids, images = with_images([1, 2], png(128, 128), [5])
+    asked = msgspec.structs.replace(submit("a"), token_ids=token_ids, num_prompt_tokens=len(token_ids), images=images)
+    for max_step_tokens, is_refused in ((68, True), (69, False), (None, False)):
+        rig = ServiceRig(reader(takes_whole=True))
+        rig.service.identity = dataclasses.replace(rig.service.identity, max_step_tokens=max_step_tokens)
+        rig.ask(asked)
+        assert [failed.code for failed in rig.failed()] == [FailureCode.INVALID] * is_refused
+        assert all(
+            "5 tokens of the prompt's images must be computed together; the limit is 4" in one.detail
+            for one in rig.failed()
+        )
+
+
+@pytest.mark.parametrize("takes_whole", [False, True])
+def test_a_sequence_that_lost_its_blocks_computes_its_images_again(takes_whole: bool) -> None:
+    rig = ServiceRig(reader(takes_whole=takes_whole))
+    token_ids, images = with_images([1, 2], png(128, 128), [5])
+    asked = msgspec.structs.replace(submit("a", max_tokens=9), token_ids=token_ids, num_prompt_tokens=len(token_ids))
+    rig.ask(msgspec.structs.replace(asked, images=images))
+    rig.threads.run()
+    rig.handle()
+    while len(rig.output("a")) < 4:
+        rig.model.step()
+        rig.hear()
+    [sequence] = rig.scheduler.running
+    rig.scheduler._held.preempt(sequence, rig.scheduler.schedule(0.0))
+    rig.blocks.distrust("nobody")
+    assert rig.scheduler.take_lost() == ()
+    rig.finish()
+    spans = [image.span for image in images]
+    assert rig.output("a") == expected_output(token_ids, 9, CARD.vocab_size, images=spans)
+    assert (sequence.num_preemptions, rig.service.ports.images._read_nbytes) == (1, 0)
+    rig.assert_nothing_left()
+
+
+@pytest.mark.parametrize("phase", ["read", "queued", "running"])
+def test_a_request_with_images_that_ends_early_frees_them(phase: str) -> None:
+    rig = ServiceRig(reader())
+    token_ids, images = with_images([1, 2], png(128, 128), [5])
+    asked = msgspec.structs.replace(submit("a", max_tokens=9), token_ids=token_ids, num_prompt_tokens=len(token_ids))
+    rig.ask(msgspec.structs.replace(asked, images=images))
+    if phase != "read":
+        rig.threads.run()
+        rig.handle()
+    if phase == "running":
+        rig.model.step()
+        rig.hear()
+    rig.end("cancel")
+    rig.threads.run()
+    rig.finish()
+    assert rig.cancelled() == ["a"]
+    desk = rig.service.ports.images
+    assert (desk._read_nbytes, desk._files_nbytes) == (0, 0)
+    rig.assert_nothing_left()
 
 
 def test_hashes_of_an_offer_are_those_of_its_images() -> None:
@@ -256,3 +309,130 @@ def test_drafts_do_not_change_the_output_behind_images(runs_ahead: bool) -> None
     rig.run()
     assert rig.outputs["imaged"] == output
     assert rig.drafted() > 0
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_images_that_are_read_here_are_computed_again_by_whoever_lost_their_blocks(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Random prompts with images, whole or not, over few blocks: outputs and cached blocks are those of undisturbed runs."""
+    draws = random.Random(seed)
+    wishes, takes_whole = imaged_workload(draws), draws.random() < 0.6
+    card = fake_card(num_blocks=draws.randint(16, 24), windows=draws.choice(((None,), (None,), (None, 8))))
+    breaking = Breaking(draws, draws.choice((0.0, 0.0, 0.05)))
+    engine = FakeEngine(
+        card, breaking, runs_ahead=draws.random() < 0.5, has_whole_images=takes_whole, reads_back_once=False
+    )
+    most = draws.choice((16, 24, 512))
+    rig = Rig(
+        engine,
+        max_num_seqs=draws.choice((3, 8)),
+        max_batched_tokens=most,
+        pace=FakePace(0.01, draws.choice((0.0, 0.001, 0.01))) if draws.random() < 0.7 else None,
+    )
+    on_failed = rig.worker.on_step_failed
+
+    def on_step_failed(error: Exception) -> None:
+        assert isinstance(error, RuntimeError), error  # no step is one that the engine refuses
+        on_failed(error)
+
+    monkeypatch.setattr(rig.worker, "on_step_failed", on_step_failed)
+    plain = Rig(num_blocks=256)
+    for name, wish in wishes.items():
+        plain.add(name, wish.prompt, wish.sampling, spans=wish.spans)
+    plain.run()
+    todo = list(wishes)
+    for _ in range(3000):
+        if todo and draws.random() < 0.5:
+            wish = wishes[name := todo.pop(0)]
+            rig.add(
+                name,
+                wish.prompt,
+                wish.sampling,
+                handed_over=False,
+                spans=wish.spans,
+                reads_images=True,
+                has_whole_images=takes_whole,
+            )
+        rows = rig.step(breaks=breaking._chance > 0)
+        assert sum(num_tokens for _, num_tokens in rows) <= 2 * most  # up to two steps
+        rig.let_go()
+        if draws.random() < 0.3:
+            rig.scribble(draws.randint(1, 3))
+        if not todo and not rig.worker.has_work():
+            break
+    rig.run(breaks=breaking._chance > 0)
+    assert rig.lost == []
+    for name, wish in wishes.items():
+        if name in rig.failed:
+            continue
+        if wish.sampling.beam_search is not None:
+            assert rig.beams[name] == plain.beams[name]
+        else:
+            assert rig.outputs[name] == plain.outputs[name]
+            assert_cached_rightly(rig, engine, wish, plain.outputs[name])
+
+
+def whole(rig: Rig, name: str, *lengths: int, max_tokens: int = 4) -> list[int]:
+    """Add a prompt with images of so many tokens, each computed whole. Returns its output."""
+    token_ids, spans = [11, 12], list[ImageSpan]()
+    for number, length in enumerate(lengths):
+        spans.append(ImageSpan(len(token_ids), len(token_ids) + length, bytes([number]) * 16))
+        token_ids += [PLACEHOLDER] * length + [14, 15]
+    sampling = greedy(max_tokens)
+    rig.add(name, token_ids, sampling, handed_over=False, spans=spans, reads_images=True, has_whole_images=True)
+    return expected_output(token_ids, max_tokens, 1000, images=spans)
+
+
+def busy_rig(**settings: int | float) -> Rig:
+    """A worker whose steps have room for 8 tokens of prompts, beside a sequence that generates."""
+    engine = FakeEngine(fake_card(num_blocks=256), has_whole_images=True, runs_ahead=True, reads_back_once=True)
+    rig = Rig(engine, max_num_seqs=8, itl_budget_ms=0.001, pace=FakePace(0.001, 0.001), **settings)
+    rig.add("busy", [1, 2, 3], greedy(400))
+    rig.add("text", list(range(40)), greedy(2), handed_over=False)
+    while "text" not in rig.ends or len(rig.outputs["busy"]) < 40:
+        rig.step()
+    return rig
+
+
+def steps_of(rig: Rig, name: str) -> list[int]:
+    """The tokens of each of the prompt's chunks."""
+    return [num_tokens for rows in rig.engine.rows for one, num_tokens in rows if one == name and num_tokens > 1]
+
+
+def test_an_image_larger_than_its_share_of_a_step_is_computed_whole() -> None:
+    rig = busy_rig(max_batched_tokens=48)
+    outputs = {"first": whole(rig, "first", 40, 12), "second": whole(rig, "second", 3, 40)}
+    rig.add("behind", list(range(100, 130)), greedy(1), handed_over=False)
+    rig.run()
+    assert rig.outputs["behind"] == expected_output(list(range(100, 130)), 1, 1000)
+    assert {name: rig.outputs[name] for name in outputs} == outputs
+    assert all(40 in steps_of(rig, name) for name in outputs)
+    assert max(sum(num_tokens for _, num_tokens in rows) for rows in rig.engine.rows) <= 48
+    assert rig.failed == []
+
+
+def test_short_prompts_do_not_keep_an_image_waiting() -> None:
+    """They overtake a long prompt, but not before its next image, which needs the room of a whole step."""
+    rig = busy_rig(max_batched_tokens=64)
+    output = whole(rig, "long", 20, 20, 20, 20)
+    for number in range(60):
+        if "long" in rig.ends:
+            break
+        rig.add(f"short{number}", [5, 6, number], greedy(1), handed_over=False)
+        rig.step()
+    assert rig.outputs["long"] == output
+    rig.run()
+
+
+def test_an_overtaking_prompt_takes_no_more_than_its_share() -> None:
+    """Its image waits for the prompt that it would overtake, which is not computed later for it."""
+    rig = busy_rig(max_batched_tokens=64)
+    rig.add("long", list(range(200)), greedy(1), handed_over=False)
+    rig.step()
+    output = whole(rig, "imaged", 40)
+    rig.run()
+    assert rig.outputs["imaged"] == output
+    chunks = [dict(rows) for rows in rig.engine.rows]
+    last = max(place for place, rows in enumerate(chunks) if "long" in rows)
+    assert all(rows["imaged"] <= 4 for rows in chunks[: last + 1] if "imaged" in rows)

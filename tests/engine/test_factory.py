@@ -168,17 +168,19 @@ def test_a_fake_engine_needs_a_config(tmp_path: Path) -> None:
         load(ModelSettings(model=str(tmp_path)), fake=FakeSettings(engine="fake"))
 
 
-@pytest.mark.parametrize("decodes", [False, True])
-def test_fake_prefill_workers_read_images_if_the_tokenizer_has_a_token_for_them(tmp_path: Path, decodes: bool) -> None:
+@pytest.mark.parametrize("reads_images", [False, True])
+def test_fake_workers_read_images_if_they_should_and_the_tokenizer_has_a_token_for_them(
+    tmp_path: Path, reads_images: bool
+) -> None:
     fake, model = FakeSettings(engine="fake"), ModelSettings(model=str(tmp_path))
     (tmp_path / "config.json").write_text('{"vocab_size": 320, "max_position_embeddings": 64}')
-    engine = load(model, fake=fake, decodes=decodes)
+    engine = load(model, fake=fake, reads_images=reads_images)
     assert engine.card.no_images
     assert load_images(model, fake, engine.card) is None
     save_tokenizer(tmp_path, 320, ["<eos>", "<pad>"], "a fox", "")
-    engine = load(model, fake=fake, decodes=decodes)
+    engine = load(model, fake=fake, reads_images=reads_images)
     reader = load_images(model, fake, engine.card)
-    assert (reader is None, engine.card.no_images == "") == (decodes, not decodes)
+    assert (reader is None, engine.card.no_images == "") == (not reads_images, reads_images)
     if reader is not None:
         told = reader.texts([(64, 130)])
         assert (told.placeholder, told.texts) == (1, [ImageText("<pad>\n<pad>\n<pad>", 3)])

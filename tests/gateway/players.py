@@ -211,12 +211,13 @@ async def stage(
     local_prefill: str = "fallback",
     stands_still: bool = False,
     prefill_cards: Sequence[ModelCard] = (),
+    decode_cards: Sequence[ModelCard] = (),
     **settings: float,
 ) -> AsyncIterator[Stage]:
     """A relay connected to a decode player for each script, and to a prefill player for each script of ``prefill``.
 
-    ``prefill_cards``: of the prefill players, if not the usual one. ``stands_still``: the relay's clock shows the time at which the
-    players were there.
+    ``prefill_cards``, ``decode_cards``: of the players, if not the usual one. ``stands_still``: the relay's clock shows the time at
+    which the players were there.
     """
     network = Network.open()
     prefill_scripts = [prefill] if callable(prefill) else prefill
@@ -224,7 +225,8 @@ async def stage(
     prefills = [
         Player(Role.PREFILL, script, network, card) for script, card in zip(prefill_scripts, cards, strict=True)
     ]
-    decodes = [Player(Role.DECODE, script, network) for script in scripts]
+    cards = decode_cards or [fake_card()] * len(scripts)
+    decodes = [Player(Role.DECODE, script, network, card) for script, card in zip(scripts, cards, strict=True)]
     players = [*prefills, *decodes]
     for player in players:
         player.address = await player.server.start()

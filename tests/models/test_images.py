@@ -190,7 +190,7 @@ def test_a_type_generates_as_transformers(model_type: str, tmp_path: Path) -> No
     model = save_image_model(model_type, tmp_path)
     prefill = engine_of(tmp_path, reads_images=True, num_blocks=NUM_BLOCKS)
     decode = engine_of(tmp_path, num_blocks=NUM_BLOCKS)
-    assert decode.card.no_images == "only prefill workers read images"
+    assert decode.card.no_images == "decode workers read images only with --images"
     assert decode.card.layout == prefill.card.layout
     reader = reader_of(tmp_path, prefill)
     prompts = [prompt_of(reader, sizes, seed) for seed, sizes in enumerate(SIZES)]

@@ -75,6 +75,37 @@ def test_a_prompt_whose_images_are_computed_joins_with_its_offset_only() -> None
     assert batch.rotary_positions.tolist() == POSITIONS[:1, 11:].tolist()
 
 
+def test_a_prompt_that_computes_cached_images_after_all_gets_them() -> None:
+    """It lost its blocks, and kept its slot."""
+    planner, slots, one = Planner(1, 2**16), Slots(1, 8), pictured(images(), 11)
+    one.spans = SPANS
+    slots.apply(planner.plan([StepRow(one, 3)]))
+    one.num_computed_tokens = NUM_TOKENS
+    one.token_ids.append(5)
+    plan = planner.plan([StepRow(one, 1)])
+    assert not plan.joins
+    slots.apply(plan)
+    one.num_computed_tokens = 4
+    plan = planner.plan([StepRow(one, 6)])
+    [join] = plan.joins
+    assert join.images is not None
+    slots.apply(plan)
+    batch = build_batch(plan, slots, BLOCK_SIZE)
+    assert batch.rotary_positions is not None
+    assert batch.rotary_positions.tolist() == POSITIONS[:, 4:10].tolist()
+    one.num_computed_tokens = 10
+    assert not planner.plan([StepRow(one, 5)]).joins
+
+
+def test_images_that_did_not_come_are_not_computed_as_text() -> None:
+    one = pictured(None, 10)
+    one.spans = SPANS
+    with pytest.raises(ValueError, match="computes from token 10 on; its images up to 11 did not come with it"):
+        batch_of(StepRow(one, 4))
+    one.num_computed_tokens = 11
+    batch_of(StepRow(one, 3))
+
+
 def test_output_follows_the_prompt_with_the_offset() -> None:
     planner, slots, one = Planner(1, 2**16), Slots(1, 8), pictured(images())
     slots.apply(planner.plan([StepRow(one, NUM_TOKENS)]))

@@ -107,15 +107,13 @@ async def test_the_wait_ends_if_the_worker_comes_back_and_reads_no_images() -> N
 async def test_the_time_in_the_line_is_the_bound_and_the_error_names_what_is_missing() -> None:
     async with seeing(room_timeout_s=0.3) as on:
         await leave(on)
-        text = "model 'tiny': no prefill worker that reads images is up; try again later"
+        text = "model 'tiny': no worker that reads images is up; try again later"
         with pytest.raises(OverloadedError, match=text) as caught:
             await asked(on)
         assert caught.value.retry_after_s is not None
         with pytest.raises(OverloadedError, match=text):  # what it has waited before counts
             await asked(on, Patience(waited_s=10.0))
-        text = (
-            "model 'tiny': no prefill worker that reads images is up; no worker had a place within the request's 0.1 s"
-        )
+        text = "model 'tiny': no worker that reads images is up; no worker had a place within the request's 0.1 s"
         with pytest.raises(RequestTimeoutError, match=text):
             await asked(on, Patience(timeout_s=0.1))
     async with seeing(request_timeout_s=0.3) as on:
@@ -182,7 +180,7 @@ async def test_a_worker_that_is_lost_when_asked_is_waited_for_but_not_for_ever()
         async with asyncio.timeout(20):
             assert await asked(on) == texts_of(SIZES)
             player.tell = dies
-            with pytest.raises(AttemptsFailedError, match="2 times a prefill worker was lost"):
+            with pytest.raises(AttemptsFailedError, match="2 times a worker was lost"):
                 await on.relay.images.texts(SIZES[:1], "tiny", "messages")
             await asyncio.gather(*restarts)
         assert len(player.asked) == 2 + 2

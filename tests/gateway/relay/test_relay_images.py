@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvrelay.common.images import ImageSpan, PromptImage, image_digest
-from kvrelay.gateway.errors import InvalidRequestError, OverloadedError, RequestTimeoutError
+from kvrelay.gateway.errors import InvalidRequestError, OverloadedError, RequestTimeoutError, UnavailableError
 from kvrelay.gateway.relay.placement import Placement
 from kvrelay.gateway.relay.request import GenerationRequest, PromptShare
 from kvrelay.wire.messages import ABOUT_IMAGES, FailureCode, HandedOver, Preempted, Submit, Timings, WorkerState
@@ -126,13 +126,12 @@ async def test_only_workers_that_read_images_get_them() -> None:
         assert all(player.submits for player in on.players[:3])
 
 
-NO_PREFILL = "the model reads no images: only prefill workers read images, and there is none; send text only"
-
-
-@pytest.mark.parametrize(("cards", "reason"), [([], NO_PREFILL), ([BLIND], "the model reads text only; send text")])
+@pytest.mark.parametrize(
+    ("cards", "reason"), [([], "this fake engine reads no images"), ([BLIND], "the model reads text only")]
+)
 async def test_without_a_worker_that_reads_images_there_is_no_place(cards: list[Any], reason: str) -> None:
     async with stage(good, prefill=[good] * len(cards), prefill_cards=cards) as on:
-        with pytest.raises(InvalidRequestError, match=reason):
+        with pytest.raises(InvalidRequestError, match=f"the model reads no images: {reason}; send text only"):
             await on.deltas(picture())
         assert not any(player.submits for player in on.players)
 
@@ -193,8 +192,53 @@ async def test_the_time_before_it_was_a_request_counts() -> None:
             late = picture(timeout_s=timeout_s)
             late.waited_s = waited_s
             async with asyncio.timeout(3):
-                with pytest.raises(error, match="no prefill worker that reads images is up"):
+                with pytest.raises(error, match="no worker that reads images is up"):
                     await on.deltas(late)
+
+
+@pytest.mark.parametrize("cards", [[], [BLIND]])
+async def test_decode_workers_that_read_images_compute_them_if_no_prefill_worker_does(cards: list[Any]) -> None:
+    on_decode = [BLIND, SEEING, BLIND]
+    async with stage(good, good, good, prefill=[good] * len(cards), prefill_cards=cards, decode_cards=on_decode) as on:
+        for number in range(3):
+            assert await output(on, picture(f"r{number}")) == ALL[0]
+        assert [len(player.submits) for player in on.players] == [0] * len(cards) + [0, 3, 0]
+        submits = [submit for player in on.players for submit in player.submits]
+        assert [(submit.images, submit.decode) for submit in submits] == [(list(IMAGES), None)] * 3
+
+
+async def test_decode_workers_that_must_compute_no_prompts_get_no_images() -> None:
+    async with stage(good, needs_prefill_workers=True, decode_cards=[SEEING], room_timeout_s=0.05) as on:
+        with pytest.raises(UnavailableError, match="no worker that reads images is up"):
+            await on.deltas(picture())
+        assert not on.players[0].submits
+
+
+async def test_images_go_over_prefill_workers_as_long_as_one_reads_them() -> None:
+    async with stage(good, prefill=good, prefill_cards=[SEEING], decode_cards=[SEEING], local_prefill="sooner") as on:
+        await prefer_decode(on)
+        assert await output(on, picture("a")) == ALL[0]
+        assert [len(player.submits) for player in on.players] == [1, 0]
+        on.pool.prefills[on.players[0].address].on_lost("its machine is gone")
+        assert await output(on, picture("b")) == ALL[0]
+        assert [len(player.submits) for player in on.players] == [1, 1]
+
+
+@pytest.mark.parametrize("reads", [True, False])
+async def test_further_choices_are_computed_where_the_first_one_is(reads: bool) -> None:
+    """They share its prompt, whose last tokens may be an image's."""
+
+    def hands_over(player: Player, submit: Submit) -> None:
+        player.tokens(submit, 0, [100], timings=Timings(prefill_s=0.1, transfer_s=0.1))
+        player.tokens(submit, 1, [101, 102, 103], ALL[1])
+
+    cards = [SEEING if reads else BLIND]
+    async with stage(good, prefill=hands_over, prefill_cards=[SEEING], decode_cards=cards) as on:
+        share, choices = PromptShare(), [picture(f"r{choice}", choice=choice) for choice in range(3)]
+        for request in choices:
+            request.share = share
+        assert await asyncio.gather(*(output(on, request) for request in choices)) == [ALL[0]] * 3
+        assert [len(player.submits) for player in on.players] == ([1, 2] if reads else [3, 0])
 
 
 async def test_an_image_that_cannot_be_read_is_the_clients_fault() -> None:

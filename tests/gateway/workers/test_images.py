@@ -1,4 +1,4 @@
-"""Asking prefill workers what stands in the place of images."""
+"""Asking workers what stands in the place of images."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import asyncio
 
 import pytest
 
+from kvrelay.common.model_card import IMAGES_OFF
 from kvrelay.gateway.errors import InvalidRequestError, UnavailableError
 from kvrelay.gateway.workers import images
-from kvrelay.gateway.workers.images import ImageAsker
+from kvrelay.gateway.workers.images import ImageAsker, Readers
 from kvrelay.wire.messages import AskImages, ImagesTold, Role, WorkerState
 
 from ..pictures import seeing_card, telling, texts_of
@@ -70,7 +71,7 @@ async def test_another_worker_is_asked_if_one_gives_no_answer(monkeypatch: pytes
         for _ in range(2):  # another one is asked first each time
             assert await ImageAsker(on.pool).texts(SIZES, "tiny", WHERE) == texts_of(SIZES)
         second.tell = first.tell
-        with pytest.raises(UnavailableError, match="'tiny': no prefill worker tells how to read the images"):
+        with pytest.raises(UnavailableError, match="'tiny': no worker tells how to read the images"):
             await ImageAsker(on.pool).texts(SIZES, "tiny", WHERE)
 
 
@@ -122,9 +123,27 @@ async def test_why_a_model_reads_no_images() -> None:
         with pytest.raises(InvalidRequestError, match=text) as caught:
             await on.relay.images.texts(SIZES, "tiny", WHERE)
         assert caught.value.param == WHERE
-    async with stage(good) as on:
-        with pytest.raises(InvalidRequestError, match="only prefill workers read images, and there is none"):
+    async with stage(good, decode_cards=[seeing_card(IMAGES_OFF)]) as on:
+        with pytest.raises(InvalidRequestError, match=f"reads no images: {IMAGES_OFF}; send text only"):
             await on.relay.images.texts(SIZES, "tiny", WHERE)
+
+
+async def test_decode_workers_are_asked_if_no_prefill_worker_reads_images() -> None:
+    for prefill, cards in (((), ()), (good, [BLIND]), (good, [seeing_card()])):
+        async with stage(good, good, prefill=prefill, prefill_cards=cards, decode_cards=[BLIND, seeing_card()]) as on:
+            for player in on.players:
+                player.tell = telling
+            assert await ImageAsker(on.pool).texts(SIZES, "tiny", WHERE) == texts_of(SIZES)
+            [asked] = [player for player in on.players if player.asked]
+            assert asked is (on.players[0] if cards == [seeing_card()] else on.players[-1])
+
+
+async def test_decode_workers_that_must_compute_no_prompts_are_not_asked() -> None:
+    async with stage(good, needs_prefill_workers=True, decode_cards=[seeing_card()]) as on:
+        asker = ImageAsker(on.pool)
+        assert asker.readers is Readers.AWAY
+        assert await asker.texts(SIZES, "tiny", WHERE) is None
+        assert not on.players[0].asked
 
 
 async def test_workers_that_are_not_usable_now_are_worth_another_try() -> None:
@@ -133,6 +152,6 @@ async def test_workers_that_are_not_usable_now_are_worth_another_try() -> None:
         worker = on.pool.prefills[player.address]
         player.state = WorkerState.DRAINING
         await until(on.pool, lambda: not worker.is_usable)
-        with pytest.raises(UnavailableError, match="no prefill worker that reads images is up") as caught:
+        with pytest.raises(UnavailableError, match="no worker that reads images is up") as caught:
             await on.relay.images.texts(SIZES, "tiny", WHERE)
         assert caught.value.retry_after_s is not None
