@@ -160,7 +160,8 @@ class Planner:
         images = sequence.images
         # Behind the last image the offset alone gives the positions.
         if images is not None and all(span.stop <= sequence.num_computed_tokens for span in images.spans):
-            images, held.first_told = None, images.spans[-1].stop if images.spans else 0
+            held.first_told = max((span.stop for span in images.spans), default=0)
+            images = None
         joins.append(
             SlotJoin(
                 slot,

@@ -328,6 +328,11 @@ runtimeClassName: {{ . }}
 {{- end }}
 {{- end -}}
 
+{{/* Not empty if there are no prefill workers on purpose, so that decode workers compute all prompts: (a model's values). */}}
+{{- define "kvrelay.noPrefill" -}}
+{{- if not (or .prefill.replicas .prefill.autoscaling.hpa.enabled .prefill.autoscaling.keda.enabled) -}}true{{- end -}}
+{{- end -}}
+
 {{/* replicas, unless an autoscaler sets them. */}}
 {{- define "kvrelay.component.replicas" -}}
 {{- $values := index .root.Values .role -}}

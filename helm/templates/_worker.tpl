@@ -86,6 +86,10 @@ spec:
         {{- if eq .role "decode" }}
         - name: KVRELAY_DATA_ADDRESS
           value: tcp://$(POD_IP):7201
+        {{- if and (include "kvrelay.noPrefill" .root.Values) (not (hasKey $values.settings "images")) }}
+        - name: KVRELAY_IMAGES
+          value: "true"
+        {{- end }}
         {{- end }}
         - name: KVRELAY_ADMIN_HOST
           value: $(POD_IP)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import anthropic
+import httpx
 import openai
 import pytest
 import torch
@@ -58,6 +60,26 @@ class Served:
         return sum(counter_values(decode, "kvrelay_handoffs_total", {"outcome": "verified"}))
 
 
+@contextmanager
+def serving(model_type: str, directory: Path, **options: Any) -> Iterator[Served]:
+    """A deployment of a tiny model of this type."""
+    model = save_image_model(model_type, directory)
+    settings = LocalSettings.of(
+        model=str(directory),
+        port=0,
+        device="cpu",
+        dtype="float32",
+        threads=1,
+        kv_memory_mb=16,
+        room_timeout_s=120,
+        **options,
+    )
+    with torch.random.fork_rng(), LocalDeployment.from_settings(settings, directory) as deployment:
+        deployment.wait_ready(timeout_s=180)
+        yield Served(deployment, model, make_reader(directory))
+        wait_until_idle(deployment)
+
+
 @pytest.fixture(
     scope="module",
     params=[
@@ -69,16 +91,10 @@ class Served:
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A gateway, one prefill worker and one decode worker, of one rank or two each."""
     model_type, num_ranks = request.param
-    directory: Path = tmp_path_factory.mktemp(model_type)
-    model = save_image_model(model_type, directory)
-    settings = LocalSettings.of(
-        model=str(directory), port=0, device="cpu", dtype="float32", threads=1, kv_memory_mb=16, room_timeout_s=120,
-        prefill_tensor_parallel=num_ranks, decode_tensor_parallel=num_ranks,
-    )  # fmt: skip
-    with torch.random.fork_rng(), LocalDeployment.from_settings(settings, directory) as deployment:
-        deployment.wait_ready(timeout_s=180)
-        yield Served(deployment, model, make_reader(directory))
-        wait_until_idle(deployment)
+    directory = tmp_path_factory.mktemp(model_type)
+    ranks = {"prefill_tensor_parallel": num_ranks, "decode_tensor_parallel": num_ranks}
+    with serving(model_type, directory, **ranks) as found:
+        yield found
 
 
 def in_base64(file: bytes) -> str:
@@ -97,9 +113,24 @@ def openai_parts(*parts: str | bytes) -> list[Any]:
 
 def test_answers_are_those_of_transformers(served: Served) -> None:
     """Also of the same texts with other images, and again, when the prompt is cached."""
+    before = served.handed_over()
+    require_answers_of_transformers(served)
+    assert served.handed_over() - before == 3
+
+
+def test_a_decode_worker_alone_gives_the_answers_of_transformers(tmp_path: Path) -> None:
+    with serving("gemma3", tmp_path, prefill=0) as alone:
+        require_answers_of_transformers(alone)
+        url = f"{alone.deployment.url}/v1/chat/completions"
+        content = openai_parts("what is in ", FIRST[:-200])
+        answer = httpx.post(url, json={"messages": [{"role": "user", "content": content}]}, timeout=60)
+        assert answer.status_code == 400, answer.text
+        assert "image 0 cannot be read as one of PNG" in answer.text
+
+
+def require_answers_of_transformers(served: Served) -> None:
     with openai.OpenAI(base_url=f"{served.deployment.url}/v1", api_key="unused", max_retries=0) as client:
         name = client.models.list().data[0].id
-        before = served.handed_over()
         cached: list[int] = []
         for parts in (QUESTION, (*QUESTION[:3], FIRST, QUESTION[4]), QUESTION):
             answer = client.chat.completions.create(
@@ -118,7 +149,6 @@ def test_answers_are_those_of_transformers(served: Served) -> None:
             assert answer.usage.prompt_tokens_details is not None
             cached.append(answer.usage.prompt_tokens_details.cached_tokens or 0)
         assert cached[2] > cached[1] > cached[0] == 0
-        assert served.handed_over() - before == len(cached)
 
 
 def test_other_apis_take_the_same_images(served: Served) -> None:

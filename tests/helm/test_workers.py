@@ -43,6 +43,22 @@ def test_gpus_are_asked_for_by_any_name() -> None:
 
 
 @needs_helm
+def test_decode_workers_read_images_if_there_are_no_prefill_workers_on_purpose() -> None:
+    def images(values: str) -> str | None:
+        return env_of(pod_of(objects("--set", values), "decode-worker")).get("KVRELAY_IMAGES")
+
+    assert images("prefill.replicas=1") is None
+    assert images("prefill.replicas=0") == "true"
+    assert images("prefill.replicas=0,decode.settings.images=false") == "false"
+    keda = "prefill.autoscaling.keda.enabled=true,prefill.autoscaling.keda.prometheus=http://p"
+    assert images(f"prefill.replicas=0,{keda}") is None
+    names = "models.a.model.name=org/a,models.b.model.name=org/b"
+    found = objects("--set", f"{names},models.a.prefill.replicas=0")
+    read = {model: env_of(pod_of(found, f"{model}-decode-worker")).get("KVRELAY_IMAGES") for model in "ab"}
+    assert read == {"a": "true", "b": None}
+
+
+@needs_helm
 def test_every_rank_has_a_gpu() -> None:
     """One pod has a GPU for every rank of its worker, and the pools may differ."""
     found = objects("--set", "decode.tensorParallel=4")

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -377,6 +378,22 @@ def test_a_colocated_plan_has_no_prefill_workers() -> None:
     front = parsed(GatewaySettings, plan.specs[-1])
     assert isinstance(front, GatewaySettings)
     assert front.workers.prefill_workers == ()
+
+
+@pytest.mark.parametrize(
+    ("options", "reads_images"),
+    [
+        ({"prefill": 0}, True),
+        ({"prefill": 0, "images": False}, False),
+        ({"prefill": 1}, False),
+        ({"prefill": 1, "images": True}, True),
+    ],
+)
+def test_decode_workers_read_images_if_nobody_else_does(options: dict[str, Any], reads_images: bool) -> None:
+    plan = planned(LocalSettings.of(**options))
+    [decode] = [parsed(DecodeSettings, spec) for spec in plan.specs if spec.name == "decode-0"]
+    assert isinstance(decode, DecodeSettings)
+    assert decode.images is reads_images
 
 
 def test_an_api_for_all_addresses_is_asked_on_this_one() -> None:
