@@ -199,7 +199,7 @@ def _encoder_rows(outline: ModelOutline) -> list[tuple[str, str]]:
     return [
         (
             "encoders",
-            f"{_gib(outline.encoder_nbytes)} more on a prefill worker that reads images, which has less for KV",
+            f"{_gib(outline.encoder_nbytes)} more on a worker that reads images, which has less for KV",
         )
     ]
 
