@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvrelay.executor.pictures import with_files
 from kvrelay.executor.sampling import SamplingParams
 from kvrelay.gateway.errors import InvalidRequestError
 
@@ -21,7 +22,10 @@ _LONGEST_S = 1_000_000_000
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """A conversation as a prompt, rendered with the model's chat template. The answer is the raw text of the model."""
+    """A conversation as a prompt, rendered with the model's chat template. The answer is the raw text of the model.
+
+    Messages may have images: parts as in OpenAI's chats, or ``{"type": "image_pil", "image_pil": image}`` with one of Pillow.
+    """
 
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]] | None = None  # shown by the template, in OpenAI's form
@@ -81,7 +85,10 @@ class Request:
 
 
 def as_request(prompt: Prompt | Request, sampling_params: SamplingParams | None) -> Request:
-    """``prompt`` as a request. Raises InvalidRequestError on a wrong type, or if parameters are given twice."""
+    """``prompt`` as a request, its pictures as files.
+
+    Raises InvalidRequestError on a wrong type, or if parameters are given twice.
+    """
     if isinstance(prompt, Request):
         if sampling_params is not None:
             raise InvalidRequestError(
@@ -92,8 +99,10 @@ def as_request(prompt: Prompt | Request, sampling_params: SamplingParams | None)
 
 
 def _checked(prompt: Prompt) -> str | list[int] | Chat:
-    if isinstance(prompt, str | Chat):
+    if isinstance(prompt, str):
         return prompt
+    if isinstance(prompt, Chat):
+        return dataclasses.replace(prompt, messages=with_files(prompt.messages))
     try:
         return [operator.index(token_id) for token_id in prompt]
     except TypeError as error:

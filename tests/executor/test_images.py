@@ -119,10 +119,13 @@ def evict_all(blocks: BlockManager) -> None:
             return blocks.release(owner)
 
 
-@pytest.mark.parametrize("run_ahead", ["off", "on"])
-def test_answers_are_those_of_transformers(tiny: Tiny, run_ahead: str) -> None:
-    """In chunks, side by side, from the cache, and several choices of one prompt."""
-    with tiny.start(kv_memory_mb=16, max_batched_tokens=64, max_num_seqs=8, run_ahead=run_ahead) as llm:
+@pytest.mark.parametrize("speculation", ["off", "ngram", "draft-model"])
+def test_answers_are_those_of_transformers(tiny: Tiny, speculation: str) -> None:
+    """In chunks, side by side, from the cache, and several choices of one prompt. A draft model sees no images."""
+    options: dict[str, Any] = {"run_ahead": "on", "speculation": speculation}
+    if speculation == "draft-model":
+        options |= {"draft_model": str(tiny.directory), "draft_kv_memory_mb": 16}
+    with tiny.start(kv_memory_mb=16, max_batched_tokens=64, max_num_seqs=8, **options) as llm:
         for _ in range(2):
             outputs = llm.generate([chat(*parts) for parts in SHOWN], GREEDY)
             for output, parts in zip(outputs, SHOWN, strict=True):
@@ -169,3 +172,24 @@ def test_what_cannot_be_read_is_the_callers_error(tiny: Tiny) -> None:
         llm.generate(chat("what is ", FIRST[:-200]), GREEDY)
     with tiny.start(kv_memory_mb=16, images=False) as llm, pytest.raises(InvalidRequestError, match=IMAGES_OFF):
         llm.generate(chat("what is ", FIRST), GREEDY)
+
+
+def test_an_image_of_pillow_is_the_file_that_it_came_from(tiny: Tiny) -> None:
+    def content(**last: Any) -> list[Any]:
+        return [{"type": "text", "text": "what is "}, *chat(FIRST).messages[0]["content"], last]
+
+    turned, exif = io.BytesIO(), Image.Exif()
+    exif[0x0112] = 6
+    Image.open(io.BytesIO(THIRD)).resize((60, 30)).save(turned, "PNG", exif=exif)
+    file = {"type": "image_url", "image_url": {"url": data_url(turned.getvalue())}}
+    picture = {"type": "image_pil", "image_pil": Image.open(io.BytesIO(turned.getvalue()))}
+    with tiny.start(kv_memory_mb=16) as llm:
+        chats = [Chat([{"role": "user", "content": content(**last)}]) for last in (file, picture)]
+        by_file, by_picture = llm.generate(chats, GREEDY)
+        assert by_picture.prompt_token_ids == by_file.prompt_token_ids
+        assert by_picture.outputs == by_file.outputs
+        wrong = Chat([{"role": "user", "content": content(type="image_pil", image_pil="fox.png")}])
+        with pytest.raises(
+            InvalidRequestError, match=r"content\[2\].image_pil is of type str; it must be a PIL.Image.Image"
+        ):
+            llm.generate(wrong, GREEDY)

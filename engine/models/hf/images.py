@@ -1,7 +1,8 @@
 """Images in steps of a transformers model: encodes them, and says what a step has in the place of their tokens' embeddings.
 
 An image is encoded by the step that first computes one of its tokens. Its rows are kept until its last token is computed, or its
-sequence leaves the slot. Engines without an encoder, as on decode workers beside prefill workers, use only rotary positions from here.
+sequence leaves the slot. Engines without an encoder, as on decode workers beside prefill workers, use only rotary positions from
+here.
 
 Of several ranks the first one has the encoder. The others get the rows of each step within the step, and keep none.
 """
