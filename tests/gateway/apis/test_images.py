@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from kvrelay.common.images import image_digest
+from kvrelay.common.model_card import IMAGES_OFF
 from kvrelay.gateway.http.request import ApiRequest, RequestBody
 from kvrelay.wire.messages import ABOUT_IMAGES, AskImages, FailureCode, ImagesTold, Submit
 
@@ -44,12 +45,11 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def serving(directory: Path, no_images: str = "", **settings: Any) -> Any:
-    card = seeing_card(no_images)
     return apps_for(
         directory,
         {"": saying("x")},
-        {"": card},
-        {"": (saying("x"), card)},
+        {"": seeing_card(IMAGES_OFF)},
+        {"": (saying("x"), seeing_card(no_images))},
         served_model_name="tiny",
         **settings,
     )
@@ -255,9 +255,17 @@ async def test_a_model_that_reads_no_images_says_why(directory: Path) -> None:
         assert error["message"] == expected
         assert prefill(apps[""]).asked == []
         await apps[""].post(CHAT, messages=user(text("a")))
-    async with app_for(directory, saying("x"), card=seeing_card()) as app:
+    async with app_for(directory, saying("x"), card=seeing_card(IMAGES_OFF)) as app:
         error = (await app.post(CHAT, 400, messages=user(part(CAT))))["error"]
-        assert "only prefill workers read images, and there is none" in error["message"]
+        assert f"reads no images: {IMAGES_OFF}" in error["message"]
+
+
+async def test_a_decode_worker_that_reads_images_serves_them_alone(directory: Path) -> None:
+    async with app_for(directory, saying("x"), card=seeing_card()) as app:
+        app.player.tell = telling
+        answer = await app.post(CHAT, messages=user(text("see"), part(CAT)), n=2, temperature=1)
+        assert len(answer["choices"]) == 2
+        assert [len(submit.images) for submit in app.player.submits] == [1, 1]
 
 
 async def test_a_template_for_texts_does_not_hide_that_the_model_reads_no_images(
