@@ -201,20 +201,22 @@ class StepImages:
         if self._encoder is None:
             raise ValueError(f"sequence {one.name}: has tokens of an image to compute; this engine reads none")
         held = self._held.setdefault(id(one.images), _Held(one.images)).encoded
-        if number not in held:
+        encoded = held.get(number)
+        if encoded is None:
             try:
-                held[number] = self._encoder.encode(one.images.inputs[number], num_placeholders)
+                encoded = self._encoder.encode(one.images.inputs[number], num_placeholders)
             except (torch.OutOfMemoryError, torch.AcceleratorError):
                 raise  # not the image's fault
             except Exception as error:  # a model's own code, which an image of an extreme shape may break
                 raise ImageError(
                     f"image {number} cannot be encoded by this model ({type(error).__name__}: {error}); scale it to another shape"
                 ) from error
-        if len(held[number].rows) != num_placeholders:
+        if len(encoded.rows) != num_placeholders:
             raise ValueError(
-                f"sequence {one.name}: image {number} became {len(held[number].rows)} rows, and has {num_placeholders} placeholders"
+                f"sequence {one.name}: image {number} became {len(encoded.rows)} rows, and has {num_placeholders} placeholders"
             )
-        return held[number]
+        held[number] = encoded
+        return encoded
 
     def _rows(self, parts: Seq[_Part]) -> Encoded:
         """The rows of all parts. Ranks meet here."""
