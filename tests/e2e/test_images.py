@@ -125,37 +125,6 @@ async def test_a_file_that_breaks_off_is_the_clients_error(deployment: LocalDepl
         await asyncio.to_thread(wait_until_idle, deployment)
 
 
-async def test_requests_wait_while_the_only_prefill_worker_restarts(deployment: LocalDeployment) -> None:
-    """They come before, while and after it is away. None fails, in any API, and each gets the text that it gets otherwise."""
-    async with http(deployment) as client:
-        prompt = shown(SHOWN, "a fox, or a dog?")
-        alone = text_of(await chat(client, prompt))
-        lost = deployment.pids["prefill-0"]
-        answers: list[asyncio.Task[dict[str, Any]]] = []
-        counts: list[asyncio.Task[httpx.Response]] = []
-        image = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(png(120, 90, 7)).decode()}
-        counted = {"messages": [{"role": "user", "content": [{"type": "image", "source": image}]}]}
-        os.kill(lost, signal.SIGKILL)
-
-        def ask() -> None:
-            answers.append(asyncio.create_task(chat(client, prompt)))
-            counts.append(asyncio.create_task(client.post("/v1/messages/count_tokens", json=counted)))
-
-        ask()
-        while counter_values(deployment.admin_urls["gateway"], "kvrelay_workers_up", {"role": "prefill"}) != [0.0]:
-            await asyncio.sleep(0.01)  # polls for a state
-        num_before = len(answers)
-        while deployment.pids.get("prefill-0") in (None, lost) or len(answers) < num_before + 10:
-            ask()
-            await asyncio.sleep(0.1)  # further requests come meanwhile
-        text = await client.post("/v1/completions", json={"prompt": "a fox", "max_tokens": 3})
-        assert text.status_code == 200, text.text  # a decode worker computes it
-        assert [text_of(answer) for answer in await asyncio.gather(*answers)] == [alone] * len(answers)
-        assert [answer.status_code for answer in await asyncio.gather(*counts)] == [200] * len(counts)
-        await asyncio.to_thread(deployment.wait_ready, timeout_s=120)
-        await asyncio.to_thread(wait_until_idle, deployment)
-
-
 @pytest.mark.parametrize("victim", ["decode-0", "prefill-0"])
 async def test_a_killed_worker_costs_time_but_no_token(deployment: LocalDeployment, victim: str) -> None:
     """A worker is killed with SIGKILL while streams with images run. Each one gets the text that it gets without that."""
@@ -186,5 +155,36 @@ async def test_a_killed_worker_costs_time_but_no_token(deployment: LocalDeployme
         assert await asyncio.gather(*(stream(prompt) for prompt in prompts)) == alone
         assert [text_of(answer) for answer in await asyncio.gather(*late)] == alone
         assert deployment.pids[victim] != lost
+        await asyncio.to_thread(deployment.wait_ready, timeout_s=120)
+        await asyncio.to_thread(wait_until_idle, deployment)
+
+
+async def test_requests_wait_while_the_only_prefill_worker_restarts(deployment: LocalDeployment) -> None:
+    """They come before, while and after it is away. None fails, in any API, and each gets the text that it gets otherwise."""
+    async with http(deployment) as client:
+        prompt = shown(SHOWN, "a fox, or a dog?")
+        alone = text_of(await chat(client, prompt))
+        lost = deployment.pids["prefill-0"]
+        answers: list[asyncio.Task[dict[str, Any]]] = []
+        counts: list[asyncio.Task[httpx.Response]] = []
+        image = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(png(120, 90, 7)).decode()}
+        counted = {"messages": [{"role": "user", "content": [{"type": "image", "source": image}]}]}
+        os.kill(lost, signal.SIGKILL)
+
+        def ask() -> None:
+            answers.append(asyncio.create_task(chat(client, prompt)))
+            counts.append(asyncio.create_task(client.post("/v1/messages/count_tokens", json=counted)))
+
+        ask()
+        while counter_values(deployment.admin_urls["gateway"], "kvrelay_workers_up", {"role": "prefill"}) != [0.0]:
+            await asyncio.sleep(0.01)  # polls for a state
+        num_before = len(answers)
+        while deployment.pids.get("prefill-0") in (None, lost) or len(answers) < num_before + 10:
+            ask()
+            await asyncio.sleep(0.1)  # further requests come meanwhile
+        text = await client.post("/v1/completions", json={"prompt": "a fox", "max_tokens": 3})
+        assert text.status_code == 200, text.text  # a decode worker computes it
+        assert [text_of(answer) for answer in await asyncio.gather(*answers)] == [alone] * len(answers)
+        assert [answer.status_code for answer in await asyncio.gather(*counts)] == [200] * len(counts)
         await asyncio.to_thread(deployment.wait_ready, timeout_s=120)
         await asyncio.to_thread(wait_until_idle, deployment)
