@@ -115,7 +115,7 @@ def test_prompts_in_all_forms() -> None:
     assert as_request("text", None) == Request("text")
     assert as_request((1, 2), SamplingParams(n=2)) == Request([1, 2], SamplingParams(n=2))
     assert as_request(range(3), None).prompt == [0, 1, 2]
-    assert as_request(chat, None).prompt is chat
+    assert as_request(chat, None).prompt == chat
     assert as_request(Request((1,), priority=3), None) == Request([1], priority=3)
 
 
