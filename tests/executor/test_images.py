@@ -96,7 +96,7 @@ def take_blocks_away(patch: pytest.MonkeyPatch, seed: int) -> list[int]:
     def schedule(self: DecodeScheduler, now_s: float, choice: Choice = EVERYBODY) -> Schedule:
         plan = plainly(self, now_s, choice)
         victims = [one for one in self.running if one not in plan.admitted]
-        if victims and draws.random() < 0.2:
+        if victims and len(lost) < 40 and draws.random() < 0.3:
             victim = draws.choice(victims)
             lost.append(victim.num_computed_tokens)
             self._held.preempt(victim, plan)
@@ -104,7 +104,7 @@ def take_blocks_away(patch: pytest.MonkeyPatch, seed: int) -> list[int]:
         return plan
 
     def ahead(self: DecodeScheduler, flying: Sequence[StepRow]) -> Schedule | None:
-        return None if draws.random() < 0.3 else plainly_ahead(self, flying)
+        return None if draws.random() < 0.5 else plainly_ahead(self, flying)
 
     plainly_ahead = DecodeScheduler.ahead
     patch.setattr(DecodeScheduler, "schedule", schedule)
