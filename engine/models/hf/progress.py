@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from transformers.utils.logging import set_tqdm_hook
+from transformers.utils.logging import EmptyTqdm, set_tqdm_hook
 
 
 @contextmanager
@@ -24,8 +24,8 @@ def without_bar() -> Iterator[None]:
         set_tqdm_hook(previous)
 
 
-def _hidden(make_bar: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    return make_bar(*args, **(options | {"disable": True}))
+def _hidden(_make_bar: Callable[..., Any], args: tuple[Any, ...], _options: dict[str, Any]) -> Any:
+    return EmptyTqdm(*args)  # tqdm's own bar, even a disabled one, leaves a thread
 
 
 @contextmanager
@@ -37,10 +37,7 @@ def followed(progress: Callable[[int, int], None], num_bytes: int) -> Iterator[N
     """
 
     def follow(make_bar: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        if not args:
-            return _hidden(make_bar, args, options)
-        tensors = list(args[0])
-        return _hidden(make_bar, (counted(tensors), *args[1:]), {"total": len(tensors)} | options)
+        return _hidden(make_bar, (counted(list(args[0])), *args[1:]) if args else args, options)
 
     def counted(tensors: list[Any]) -> Iterable[Any]:
         for index, tensor in enumerate(tensors):
