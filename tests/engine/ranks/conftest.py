@@ -40,6 +40,7 @@ def load_ranks(
         max_num_seqs=16,
         max_batched_tokens=None,
         decodes=decodes,
+        reads_images=not decodes,
         progress=lambda done, total: None,
         nodes=nodes,
     )
