@@ -65,7 +65,7 @@ def who_goes_on(
         asks_for_logprobs = one.sampling.num_prompt_logprobs is not None and num_uncomputed > 1
         if asks_for_logprobs or one.sampling.beam_search is not None or (num_ahead == 0 and num_uncomputed == 1):
             return None
-        if one.has_whole_images and any(span.stop > one.num_computed_tokens + num_ahead for span in one.spans):
+        if any(span.stop > one.num_computed_tokens + num_ahead for span in one.whole_spans):
             return None
         if num_ahead < num_uncomputed:
             prompts.append(StepRow(one, num_uncomputed - num_ahead, num_ahead))

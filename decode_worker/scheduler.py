@@ -174,8 +174,10 @@ class DecodeScheduler(Scheduler):
         # Only one, because all prompts before it in line get their blocks, too.
         num_left = [one.num_uncomputed_tokens for one in prompts]
         first = in_the_way(num_left, budget)
-        if first is not None and _num_together(prompts[first]) > budget // 2:
-            return budget  # it would find no room behind the one that overtakes
+        if first is not None:
+            long = prompts[first]
+            if num_together(long.whole_spans, long.num_computed_tokens, long.num_tokens) > budget // 2:
+                return budget  # it would find no room behind the one that overtakes
         for place, share in overtaking(num_left, budget)[:1]:
             self._admit_prompts(plan, 0, last=prompts[place])
             if prompts[place].status is SequenceStatus.RUNNING:  # otherwise there was no room
@@ -308,11 +310,11 @@ class DecodeScheduler(Scheduler):
     def _size(self, sequence: Sequence, budget: int, plan: Schedule | None) -> int:
         """Tokens of a sequence in a step. More than ``budget`` for a whole image, if ``plan`` has no prompt. 0: it must wait."""
         share = min(budget, sequence.num_uncomputed_tokens)
-        if not sequence.has_whole_images:
+        if share == 0 or not sequence.whole_spans:
             return share
         is_first = plan is not None and all(row.num_tokens == 1 for row in plan.rows)
         room = self._max_batched_tokens - len(plan.rows) if plan is not None and is_first else 0
-        return chunk(sequence.spans, sequence.num_computed_tokens, share, sequence.num_tokens, room)
+        return chunk(sequence.whole_spans, sequence.num_computed_tokens, share, sequence.num_tokens, room)
 
     def _admit_complete(self, plan: Schedule, budget: int, waiting: Seq[Sequence]) -> int:
         """Let verified sequences join. They hold their blocks and need one token each; a beam search needs none yet."""
@@ -375,10 +377,3 @@ class DecodeScheduler(Scheduler):
     def _forget_drafts(self, sequence: Sequence) -> None:
         if self._drafts is not None:
             self._drafts.forget(sequence)
-
-
-def _num_together(sequence: Sequence) -> int:
-    """Its next tokens that a step must compute together because of an image; 0 if it need not."""
-    if not sequence.has_whole_images:
-        return 0
-    return num_together(sequence.spans, sequence.num_computed_tokens, sequence.num_tokens)

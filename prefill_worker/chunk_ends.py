@@ -9,7 +9,7 @@ Where images must be computed whole (:mod:`kvrelay.worker.scheduling.whole_image
 from __future__ import annotations
 
 from kvrelay.engine.step.sequence import Sequence
-from kvrelay.worker.scheduling.whole_images import first_end, last_end
+from kvrelay.worker.scheduling.whole_images import chunk, first_end, last_end, num_together
 
 _MAX_WASTE = 8  # what a chunk gives up to end with a block is at most one of so many parts of the largest step
 
@@ -30,23 +30,17 @@ class ChunkEnds:
         ``share``: tokens that it should take at most. ``room``: those that it may take for an image that must be computed whole;
         None: any number. ``must``: it takes some even if it would get only part of a block, or would need more than its share.
         """
-        num_tokens = self._last_end(sequence, start, start + self._whole_blocks(sequence, start, share)) - start
-        if num_tokens:
+        spans, length = sequence.whole_spans, sequence.num_tokens
+        num_tokens = chunk(spans, start, self._whole_blocks(sequence, start, share), length, room, self._unit)
+        if num_tokens or not must or self.num_together(sequence, start):
             return num_tokens
-        num_together = self.num_together(sequence, start)
-        if num_together:
-            return num_together if room is None or num_together <= room else 0
-        if not must:
-            return 0
-        end = self._first_end(sequence, start) if self._has_states else self._last_end(sequence, start, start + share)
-        return end - start
+        if self._has_states:
+            return first_end(spans, start, length, self._unit) - start
+        return last_end(spans, start, start + share, length) - start
 
     def num_together(self, sequence: Sequence, start: int) -> int:
         """Tokens from ``start`` on that a step must compute together because of an image; 0 if it need not."""
-        if not sequence.has_whole_images:
-            return 0
-        end = self._first_end(sequence, start)
-        return end - start if end > first_end((), start, sequence.num_tokens, self._unit) else 0
+        return num_together(sequence.whole_spans, start, sequence.num_tokens, self._unit)
 
     def _whole_blocks(self, sequence: Sequence, start: int, share: int) -> int:
         """How many of ``share`` tokens to compute: all that are left, or else up to a block's end.
@@ -59,14 +53,3 @@ class ChunkEnds:
         num_past = (start + share) % self._block_size
         is_small = self._has_states or _MAX_WASTE * num_past <= self._max_step_tokens
         return max(0, share - num_past) if is_small else share
-
-    def _last_end(self, sequence: Sequence, start: int, end: int) -> int:
-        """See ``last_end``. ``end`` itself if images may be split."""
-        if not sequence.has_whole_images:
-            return end
-        return last_end(sequence.spans, start, end, sequence.num_tokens, self._unit)
-
-    def _first_end(self, sequence: Sequence, start: int) -> int:
-        """See ``first_end``."""
-        spans = sequence.spans if sequence.has_whole_images else ()
-        return first_end(spans, start, sequence.num_tokens, self._unit)

@@ -184,6 +184,11 @@ class Sequence:
         return len(self.token_ids) - 1
 
     @property
+    def whole_spans(self) -> Seq[ImageSpan]:
+        """The places of images whose tokens one step must compute together."""
+        return self.spans if self.has_whole_images else ()
+
+    @property
     def may_start_again(self) -> bool:
         """Whether this worker could compute all its tokens. False for images that only another worker can read."""
         return not self.spans or self.images is not None

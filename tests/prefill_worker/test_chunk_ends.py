@@ -17,7 +17,7 @@ from kvrelay.engine.step.sequence import Sequence
 from kvrelay.prefill_worker.scheduler import PrefillScheduler
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
 from kvrelay.worker.scheduling.choice import EVERYBODY, Choice
-from kvrelay.worker.scheduling.whole_images import first_end, last_end, longest_chunk
+from kvrelay.worker.scheduling.whole_images import chunk, first_end, last_end, longest_chunk, num_together
 
 SPANS = (ImageSpan(10, 26, b""), ImageSpan(26, 30, b""), ImageSpan(70, 71, b""))
 
@@ -48,6 +48,28 @@ def test_the_longest_chunk_that_images_ask_for() -> None:
     assert longest_chunk(SPANS, 95, 16) == 32
     assert longest_chunk((), 95) == 0
     assert longest_chunk([ImageSpan(20, 95, b"")], 95, 16) == 79
+
+
+@pytest.mark.parametrize(
+    ("start", "share", "unit", "together", "most"),
+    [
+        (0, 20, 1, 0, 10),
+        (10, 12, 1, 16, 16),
+        (10, 0, 1, 16, 16),
+        (26, 3, 1, 4, 4),
+        (30, 20, 1, 0, 20),
+        (0, 30, 16, 32, 32),
+        (32, 20, 16, 0, 16),
+        (32, 15, 16, 0, 0),  # no image takes it further
+    ],
+)
+def test_a_chunk_gets_larger_than_its_share_only_for_an_image(
+    start: int, share: int, unit: int, together: int, most: int
+) -> None:
+    assert num_together(SPANS, start, 95, unit) == together
+    assert chunk(SPANS, start, share, 95, None, unit) == chunk(SPANS, start, share, 95, together, unit) == most
+    if most > share:
+        assert chunk(SPANS, start, share, 95, together - 1, unit) == 0
 
 
 @pytest.mark.parametrize("seed", range(60))

@@ -47,19 +47,21 @@ def longest_chunk(spans: Seq[ImageSpan], num_tokens: int, unit: int = 1) -> int:
     return longest
 
 
-def num_together(spans: Seq[ImageSpan], start: int, num_tokens: int) -> int:
-    """Tokens from ``start`` on that a step must compute together because of an image; 0 if it need not."""
-    end = first_end(spans, start, num_tokens)
-    return end - start if end > start + 1 else 0
+def num_together(spans: Seq[ImageSpan], start: int, num_tokens: int, unit: int = 1) -> int:
+    """Tokens from ``start`` on that a step must compute together because of an image; 0 if it need not. See ``last_end``."""
+    if not spans:
+        return 0
+    end = first_end(spans, start, num_tokens, unit)
+    return end - start if end > first_end((), start, num_tokens, unit) else 0
 
 
-def chunk(spans: Seq[ImageSpan], start: int, share: int, num_tokens: int, room: int) -> int:
-    """How many of ``share`` tokens from ``start`` on to compute, or more, up to ``room``, to take an image whole. 0: it must wait.
+def chunk(spans: Seq[ImageSpan], start: int, share: int, num_tokens: int, room: int | None, unit: int = 1) -> int:
+    """How many of ``share`` tokens from ``start`` on to compute, or more to take an image whole. 0: it must wait.
 
-    ``num_tokens``: of the sequence.
+    ``room``: the most tokens for such an image; None: any number. The others: see ``last_end``.
     """
-    end = last_end(spans, start, start + share, num_tokens)
-    if share == 0 or end > start:
+    end = last_end(spans, start, start + share, num_tokens, unit)
+    if end > start:
         return end - start
-    most = num_together(spans, start, num_tokens)
-    return most if most <= room else 0
+    most = num_together(spans, start, num_tokens, unit)
+    return most if room is None or most <= room else 0
