@@ -14,6 +14,7 @@ from kvrelay.engine.kv.owners import sequence_owner
 from kvrelay.engine.step.interface import StepRow
 from kvrelay.engine.step.plan import RowResult
 from kvrelay.engine.step.sequence import Sequence
+from kvrelay.prefill_worker.chunk_ends import ChunkEnds
 from kvrelay.prefill_worker.scheduler import PrefillScheduler
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
 from kvrelay.worker.scheduling.choice import EVERYBODY, Choice
@@ -70,6 +71,18 @@ def test_a_chunk_gets_larger_than_its_share_only_for_an_image(
     assert chunk(SPANS, start, share, 95, None, unit) == chunk(SPANS, start, share, 95, together, unit) == most
     if most > share:
         assert chunk(SPANS, start, share, 95, together - 1, unit) == 0
+
+
+def test_a_prompt_that_must_go_on_waits_if_there_is_no_room_for_its_image() -> None:
+    """With states, where chunks end with blocks."""
+    ends, prompt = ChunkEnds(16, 64, has_states=True), imaged_prompt(random.Random(0), "r")
+    prompt.token_ids, prompt.spans, prompt.has_whole_images = [1] * 95, SPANS, True
+    assert ends.num_together(prompt, 0) == 32
+    assert ends.num_together(prompt, 32) == 0
+    assert ends.num_tokens(prompt, 0, 16, 31, must=True) == 0
+    assert ends.num_tokens(prompt, 0, 16, 32, must=True) == 32
+    assert ends.num_tokens(prompt, 32, 15, 64, must=True) == 16
+    assert ends.num_tokens(prompt, 32, 15, 64, must=False) == 0
 
 
 @pytest.mark.parametrize("seed", range(60))
