@@ -102,7 +102,7 @@ class DecodeScheduler(Scheduler):
         compute before its beams are chosen, joins again.
         """
         suspects = super().on_failed(rows, group)
-        for search in [one for one in self.running if one.num_uncomputed_tokens == 0]:
+        for search in [one for one in self.running if self._searches.is_ready(one)]:
             self._places.stop(search)
         for sequence in suspects:
             is_spoiled = self._blocks.has_states or sequence.sampling.beam_search is not None

@@ -75,6 +75,11 @@ class BeamSearches:
         """Take in the engine's sample for a beam."""
         self._groups[beam.key].hear(beam, token)
 
+    def is_ready(self, sequence: Sequence) -> bool:
+        """Whether it is a search whose beams all have samples, so that its next beams can be chosen."""
+        group = self._groups.get(sequence.key)
+        return group is not None and group.is_ready
+
     def go_forward(self) -> Iterator[Change]:
         """Choose the next beams of each search whose beams all have samples.
 

@@ -5,14 +5,17 @@ The fake engine reads all K/V back before each token. So a missing, late or wron
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
+
 import pytest
 
 from kvrelay.common.sampling import FinishReason, SamplingParams
 from kvrelay.engine.fake.engine import FakeEngine, fake_card
 from kvrelay.engine.fake.language import expected_output
+from kvrelay.engine.fake.step import Share
 from kvrelay.engine.kv.owners import Owner, OwnerKind
 from kvrelay.engine.step.sequence import SequenceStatus
-from tests.decode_worker.rig import Rig, beams, expected_beams, greedy
+from tests.decode_worker.rig import Rig, beams, expected_beams, greedy, token_lists
 from tests.engine.conftest import tokens
 
 VOCAB = 1000
@@ -242,3 +245,29 @@ def test_a_search_is_charged_to_its_key_with_the_tokens_of_all_its_beams() -> No
         rig.local(f"next of {key}", tokens(2, 8), greedy(4), key=key)
     assert rig.names == ["next of b", "next of a"]
     rig.run()
+
+
+def test_a_search_of_which_one_beam_has_its_sample_stays_in_the_batch_if_steps_of_others_fail() -> None:
+    """The search begins again after the first failed step. The later ones come before its second beam has a sample, too."""
+    culprits = set[str]()
+
+    def on_step(shares: Seq[Share]) -> None:
+        if any(share.sequence.name.partition("/")[0] in culprits for share in shares):
+            raise RuntimeError("this step fails")
+
+    rig, prompt, sampling = Rig(FakeEngine(fake_card(), on_step), max_num_seqs=3), tokens(0, 5), beams(2, stops=())
+    rig.local("search", prompt, sampling)
+    rig.add("first", tokens(1, 5), greedy(30))
+    for _ in range(5):
+        rig.step()
+    for name in ("second", "last"):
+        rig.add(name, tokens(2, 6), greedy(30), priority=-1)
+    culprits.add("first")
+    while not rig.failed:
+        rig.step(breaks=True)
+    rig.step()
+    culprits.add("second")
+    rig.run(breaks=True)
+    assert rig.failed == ["first", "second"]
+    assert token_lists(rig.beams["search"]) == expected_beams(prompt, sampling, VOCAB)
+    assert len(rig.outputs["last"]) == 30
