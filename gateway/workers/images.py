@@ -92,7 +92,8 @@ class ImageAsker:
             welcome = worker.welcome
             answer = await _ask(worker, sizes)
             if answer is None or welcome is None:
-                is_one_lost = is_one_lost or worker.welcome is not welcome or not worker.is_usable
+                stays = worker.welcome is welcome and worker in self._pool.image_readers
+                is_one_lost = is_one_lost or not stays
                 continue
             if answer.problem:
                 raise InvalidRequestError(answer.problem, param=param)

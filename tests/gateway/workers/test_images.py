@@ -10,6 +10,7 @@ from kvrelay.common.model_card import IMAGES_OFF
 from kvrelay.gateway.errors import InvalidRequestError, UnavailableError
 from kvrelay.gateway.workers import images
 from kvrelay.gateway.workers.images import ImageAsker, Readers
+from kvrelay.gateway.workers.pool import static_workers
 from kvrelay.wire.messages import AskImages, ImagesTold, Role, WorkerState
 
 from ..pictures import seeing_card, telling, texts_of
@@ -87,6 +88,17 @@ async def test_another_worker_is_asked_if_one_is_lost() -> None:
         other.tell = telling
         on.pool.prefills[heard[0].address].on_lost("its machine is gone")
         assert await asyncio.wait_for(asking, 4) == texts_of(SIZES)  # before the first one's time is up
+
+
+async def test_a_worker_that_is_taken_off_the_list_while_it_is_asked_is_lost() -> None:
+    """As when an upgrade replaces its pod: the next one is waited for."""
+    async with stage(good, prefill=good, prefill_cards=[seeing_card()]) as on:
+        player, decode = on.players
+        asking = asyncio.create_task(ImageAsker(on.pool).texts(SIZES, "tiny", WHERE))
+        while not player.asked:
+            await asyncio.sleep(0.001)  # polls for a state
+        on.pool.update(static_workers([], [decode.address]))
+        assert await asyncio.wait_for(asking, 4) is None
 
 
 async def test_an_answer_nobody_waits_for_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
