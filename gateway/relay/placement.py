@@ -54,7 +54,8 @@ class Placement:
         max_len = request.max_len
         reasons = self._pool.absent + self._pool.public_reasons
         for role, workers in (("prefill", self._pool.prefills), ("decode", self._pool.decodes)):
-            if not reasons and workers and not any(worker.holds(max_len) for worker in workers.values()):
+            up = [worker for worker in workers.values() if worker.welcome is not None]
+            if not reasons and up and not any(worker.holds(max_len) for worker in up):
                 reasons.append(f"no {role} worker that is up holds the {max_len} tokens of prompt and output any more")
         if not reasons and request.images and not self._pool.image_readers:
             reasons.append("no worker that reads images is up")

@@ -10,6 +10,7 @@ from kvrelay.common.sampling import FinishReason, SampledToken
 from kvrelay.gateway.errors import (
     AttemptsFailedError,
     InvalidRequestError,
+    OverloadedError,
     RequestTimeoutError,
     UnavailableError,
 )
@@ -207,6 +208,18 @@ async def test_a_request_that_is_given_up_is_cancelled_on_both_workers() -> None
         running.cancel()
         for player in s.players:
             assert await player.cancelled.get() == ("r", 1)
+
+
+async def test_what_lost_workers_would_hold_is_no_reason() -> None:
+    async with stage(good, prefill=good, room_timeout_s=0.1) as s:
+        prefill, decode = s.players
+        await prefill.server.stop()
+        await until(s.pool, lambda: s.pool.is_local_only)
+        decode.num_free_blocks, decode.num_running = 0, 1
+        worker = s.pool.decodes[decode.address]
+        await until(s.pool, lambda: worker.status is not None and not worker.status.num_free_blocks)
+        with pytest.raises(OverloadedError, match=r"^no worker has room"):
+            await s.run()
 
 
 @pytest.mark.parametrize("handed_over", [True, False])
