@@ -113,11 +113,11 @@ def sequences_of(
     spec: GenerationSpec,
     prompt_param: str,
     images: tuple[PromptImage, ...] = (),
-    waited_s: float = 0.0,
+    patience: Patience | None = None,
 ) -> list[GenerationRequest]:
     """The sequences that an HTTP request asks ``model`` to generate, reserved in its API key's budgets.
 
-    ``images``: of each prompt. ``waited_s``: how much of the request's time has gone by waiting.
+    ``images``: of each prompt. ``patience``: what went by of the request's time.
     Raises InvalidRequestError naming the wrong field or header, and TokenBudgetError.
     """
     request.sequences = sequences = model.sequences(
@@ -131,8 +131,9 @@ def sequences_of(
         flow=request.flow(spec.priority),
         images=images,
     )
-    for one in sequences:
-        one.waited_s = waited_s
+    if patience is not None:
+        for one in sequences:
+            one.waited_s, one.spent_s = patience.waited_s, patience.spent_s
     request.reserve()
     return sequences
 
@@ -160,7 +161,7 @@ async def chat_of(
         return model.encode(text, prompt_param, add_special_tokens=add_special_tokens)
 
     chat, spec, prompt = await prompt_of(model, read, encode, request.num_body_bytes, request, patience)
-    return chat, sequences_of(model, request, [prompt.token_ids], spec, prompt_param, prompt.images, patience.waited_s)
+    return chat, sequences_of(model, request, [prompt.token_ids], spec, prompt_param, prompt.images, patience)
 
 
 async def respond(

@@ -83,11 +83,11 @@ async def files_of(model: Model, chat: Chat, request: ApiRequest | None, patienc
     begun_s = time.monotonic()
     try:
         left = MAX_IMAGES_NBYTES - sum(len(image.data) for image in own)
-        files = await _fetcher(request).fetch(links, left, patience.timeout_s - patience.waited_s)
+        files = await _fetcher(request).fetch(links, left, patience.left_s)
     finally:
         ended_s = time.monotonic()
         request.fetching_s = begun_s, ended_s
-        patience.waited_s += ended_s - begun_s
+        patience.spent_s += ended_s - begun_s
     return await aside(lambda: with_files(chat.images, files), sum(map(len, files)))
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from kvrelay.common.fair_queue import Flow
 from kvrelay.common.images import ImageTexts
-from kvrelay.gateway.errors import AttemptsFailedError
+from kvrelay.gateway.errors import AttemptsFailedError, RequestTimeoutError
 from kvrelay.gateway.routing.admission import Admission
 from kvrelay.gateway.routing.asked import Asked
 from kvrelay.gateway.settings import RelaySettings
@@ -34,7 +34,13 @@ class Patience:
     flow: Flow = field(default_factory=Flow)
     timeout_s: float = float("inf")  # of the whole request
     num_bytes: int = 0  # of the images' files
-    waited_s: float = 0.0  # filled in
+    waited_s: float = 0.0  # filled in: how long it waited for a worker
+    spent_s: float = 0.0  # filled in: the time of fetching images, and of asking workers about them
+
+    @property
+    def left_s(self) -> float:
+        """What is left of its time."""
+        return self.timeout_s - self.waited_s - self.spent_s
 
 
 class ImageDesk:
@@ -66,14 +72,15 @@ class ImageDesk:
         no worker came up in time. Raises UnavailableError if none answers, and AttemptsFailedError if one after the other was lost.
         """
         patience = patience or Patience()
+        patience.timeout_s = min(patience.timeout_s, self._settings.request_timeout_s)
         num_lost = 0
         while True:
-            asked = Asked(0, 0, flow=patience.flow, waited_s=patience.waited_s)
+            asked = Asked(0, 0, flow=patience.flow, waited_s=patience.waited_s, spent_s=patience.spent_s)
             try:
-                await self.come_up(asked, patience.timeout_s - patience.waited_s, patience.num_bytes, model)
+                await self.come_up(asked, patience.left_s, patience.num_bytes, model)
             finally:
                 patience.waited_s = asked.waited_s
-            if (told := await self._asker.texts(sizes, model, param)) is not None:
+            if (told := await self._ask(sizes, model, param, patience)) is not None:
                 return told
             num_lost += 1
             if num_lost >= self._settings.max_attempts:
@@ -81,6 +88,21 @@ class ImageDesk:
                     f"model {model!r}: {num_lost} times a worker was lost that was asked how to read the images; try again",
                     retry_after_s=1.0,
                 )
+
+    async def _ask(self, sizes: Sizes, model: str, param: str, patience: Patience) -> ImageTexts | None:
+        """As ``ImageAsker.texts``. The time counts as spent. Raises RequestTimeoutError if no more is left."""
+        loop = asyncio.get_running_loop()
+        begun_s = loop.time()
+        try:
+            async with asyncio.timeout(patience.left_s):
+                return await self._asker.texts(sizes, model, param)
+        except TimeoutError:
+            raise RequestTimeoutError(
+                f"{f'model {model!r}: ' if model else ''}no worker told how to read the images within the request's "
+                f"{patience.timeout_s:g} s; give it more time"
+            ) from None
+        finally:
+            patience.spent_s += loop.time() - begun_s
 
     async def come_up(self, asked: Asked, timeout_s: float, num_bytes: int, model: str) -> None:
         """Wait while all workers that read images are away; otherwise return at once. ``num_bytes``: of the files that wait.
@@ -95,7 +117,6 @@ class ImageDesk:
                 f"images of {self._num_waiting_bytes // 2**20} MiB wait already for a worker that reads them; the limit is "
                 f"{_MAX_WAITING_BYTES // 2**20} MiB"
             )
-        timeout_s = min(timeout_s, self._settings.request_timeout_s - asked.waited_s)
         missing = "no worker that reads images is up"
         self._num_waiting += 1
         self._num_waiting_bytes += num_bytes

@@ -72,7 +72,7 @@ class Relay:
         Raises ApiError if the output cannot be had, and what ``take`` raises.
         """
         num_prompt, max_tokens = len(request.prompt_token_ids), request.sampling.max_tokens
-        asked = Asked(num_prompt, max_tokens, flow=request.flow, waited_s=request.waited_s)
+        asked = Asked(num_prompt, max_tokens, flow=request.flow, waited_s=request.waited_s, spent_s=request.spent_s)
         try:
             await self._admit(request, asked)
         except BaseException:
@@ -92,7 +92,7 @@ class Relay:
     async def _admit(self, request: GenerationRequest, asked: Asked) -> None:
         """Start the request's deadline and wait for its place on workers. Raises ApiError if it gets none."""
         request.timeout_s = min(request.timeout_s, self.settings.request_timeout_s)
-        left_s = request.timeout_s - request.waited_s
+        left_s = request.timeout_s - request.waited_s - request.spent_s
         request.deadline_s = self._time() + left_s
         request.prefix = self._placement.prefix_of(request)
         if request.share is not None and request.follows:

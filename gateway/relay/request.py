@@ -213,7 +213,9 @@ class GenerationRequest(msgspec.Struct, eq=False):
     trace_id: str = ""  # of the trace that records it; empty: none
     adapter: AdapterRef | None = None  # the adapter to compute it with; None: the plain model
     images: tuple[PromptImage, ...] = ()  # of the prompt, in order; its choices share them
-    waited_s: float = 0.0  # of its time, before it was a request: for a worker that tells how to read its images
+    # What went by of its time before it was a request, for its images:
+    waited_s: float = 0.0  # until there was a worker that reads images
+    spent_s: float = 0.0  # to fetch them, and to ask a worker about them
     # While it runs:
     deadline_s: float = math.inf
     prefix: RequestPrefix = msgspec.field(

@@ -283,7 +283,7 @@ class Admission:
         if timeout_s > self._patience_s(asked, timeout_s):
             return self._refusal("no_place", why())
         self._metrics.refused.labels("timeout").inc()
-        whole_s = round(asked.waited_s + timeout_s, 3)
+        whole_s = round(asked.spent_s + asked.waited_s + timeout_s, 3)
         missing = f"{why()}; " if asked in self._beside else ""
         text = f"{missing}no worker had a place within the request's {whole_s:g} s; give it more time"
         return RequestTimeoutError(text)

@@ -21,6 +21,7 @@ class Asked:
     flow: Flow = field(default_factory=Flow)
     is_follower: bool = False  # its client is already being answered with another choice of the prompt
     waited_s: float = 0.0  # how long it has waited before, of the time that it may wait
+    spent_s: float = 0.0  # how much of the request's time went by otherwise
     kind: Kind = field(init=False)
     num_tokens: float = field(init=False, default=0.0)  # of prompt and output, as estimated on arrival
     arrival_s: float = field(init=False, default=0.0)

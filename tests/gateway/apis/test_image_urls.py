@@ -14,6 +14,7 @@ import pytest
 from starlette.types import Message
 
 from kvrelay.common.images import image_digest
+from kvrelay.common.model_card import IMAGES_OFF
 from kvrelay.gateway.chat import image_fetch
 from kvrelay.gateway.errors import OverloadedError
 from kvrelay.gateway.routing.admission import Admission
@@ -48,11 +49,11 @@ async def host() -> AsyncIterator[WebHost]:
 
 @asynccontextmanager
 async def serving(directory: Path, *hosts: WebHost, no_images: str = "", **settings: Any) -> AsyncIterator[App]:
-    card = seeing_card(no_images)
+    card, of_decode = seeing_card(no_images), seeing_card(IMAGES_OFF)
     async with apps_for(
         directory,
         {"": saying("x")},
-        {"": card},
+        {"": of_decode},
         {"": (saying("x"), card)},
         served_model_name="tiny",
         image_hosts=tuple(host.entry for host in hosts),
@@ -121,6 +122,21 @@ async def test_tokens_are_counted(seeing: App, host: WebHost) -> None:
     shown = await seeing.post(CHAT_TOKENIZE, **body_of(CHAT_TOKENIZE, host.url("/cat")))
     assert shown["templated_text"] == prompt
     assert len(host.heads) == 3
+
+
+async def test_the_time_of_fetching_is_the_requests_own(seeing: App, host: WebHost) -> None:
+    async def slowly(writer: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(0.3)
+        await answer(200, CAT)(writer)
+
+    host.files["/slow"] = slowly
+    seeing.client.headers["x-request-timeout"] = "30"
+    await seeing.post(CHAT, **body_of(CHAT, host.url("/slow")))
+    [submit] = prefill(seeing).submits
+    assert submit.timeout_s is not None
+    assert submit.timeout_s < 29.75
+    metrics = (await seeing.client.get("/metrics")).text
+    assert 'kvrelay_admission_wait_seconds_count{model="tiny"} 0.0' in metrics
 
 
 async def test_choices_and_attempts_fetch_nothing_again(directory: Path, host: WebHost) -> None:

@@ -122,6 +122,22 @@ async def test_the_time_in_the_line_is_the_bound_and_the_error_names_what_is_mis
             await asked(on)
 
 
+async def test_the_time_of_asking_is_the_requests_own_and_no_waiting() -> None:
+    async with seeing() as on:
+        for patience in (Patience(timeout_s=0.6, waited_s=0.3, spent_s=0.2), Patience(timeout_s=0.1)):
+            text = f"'tiny': no worker told how to read the images within the request's {patience.timeout_s:g} s"
+            waited_s, left_s = patience.waited_s, patience.left_s
+            async with asyncio.timeout(10):  # the worker never answers
+                with pytest.raises(RequestTimeoutError, match=text):
+                    await asked(on, patience)
+            assert patience.waited_s == pytest.approx(waited_s, abs=0.01)
+            assert patience.left_s <= 0.0 < left_s
+    async with seeing(request_timeout_s=0.1) as on:
+        async with asyncio.timeout(10):
+            with pytest.raises(RequestTimeoutError, match=r"the request's 0.1 s"):
+                await asked(on)
+
+
 async def test_as_many_wait_as_in_the_line_and_smaller_priorities_push_out() -> None:
     async with seeing(max_queued=2) as on:
         player = await leave(on)

@@ -196,6 +196,31 @@ async def test_the_time_before_it_was_a_request_counts() -> None:
                     await on.deltas(late)
 
 
+async def test_the_time_of_fetching_counts_but_is_no_waiting_for_a_worker() -> None:
+    async with stage(good, prefill=good, prefill_cards=[SEEING], room_timeout_s=2.0) as on:
+        request = picture(timeout_s=30.0)
+        request.spent_s = 4.0
+        assert await output(on, request) == ALL[0]
+        [player, _] = on.players
+        assert player.submits[0].timeout_s == pytest.approx(26.0, abs=1.0)
+        sample = on.metrics.registry.get_sample_value
+        assert sample("kvrelay_admission_wait_seconds_count", {"model": "tiny"}) == 0
+        worker = on.pool.prefills[player.address]
+        player.state = WorkerState.DRAINING
+        await until(on.pool, lambda: not worker.is_usable)
+        late = picture(timeout_s=4.2)
+        late.spent_s = 4.0
+        with pytest.raises(RequestTimeoutError, match=r"within the request's 4.2 s"):
+            await on.deltas(late)
+        request = picture("again", timeout_s=30.0)
+        request.spent_s = 4.0
+        waiting = asyncio.create_task(output(on, request))
+        while not on.relay.admission.num_queued and not waiting.done():
+            await asyncio.sleep(0.001)  # polls for a state
+        player.state = WorkerState.READY
+        assert await waiting == ALL[0]
+
+
 @pytest.mark.parametrize("cards", [[], [BLIND]])
 async def test_decode_workers_that_read_images_compute_them_if_no_prefill_worker_does(cards: list[Any]) -> None:
     on_decode = [BLIND, SEEING, BLIND]
