@@ -73,6 +73,8 @@ class Relay:
         """
         num_prompt, max_tokens = len(request.prompt_token_ids), request.sampling.max_tokens
         asked = Asked(num_prompt, max_tokens, flow=request.flow, waited_s=request.waited_s, spent_s=request.spent_s)
+        if request.images:
+            asked.check = self._check_readers
         try:
             await self._admit(request, asked)
         except BaseException:
@@ -121,12 +123,14 @@ class Relay:
                 left_s = request.deadline_s - self._time()
         request.timings.placed_s = self.clock()
 
+    def _check_readers(self) -> None:
+        """Raises ReaderAwayError if no worker reads images now, so that a request with images leaves the line to others."""
+        self.images.check(self.pool.model)
+        if self.images.is_away:
+            raise ReaderAwayError
+
     def _place(self, request: GenerationRequest, asked: Asked) -> Place | None:
-        """Workers that would begin soon. Raises ReaderAwayError, so that the request leaves the line to others."""
-        if request.images:
-            self.images.check(self.pool.model)
-            if self.images.is_away:
-                raise ReaderAwayError
+        """Workers that would begin soon."""
         num_to_hold, is_ahead = self.admission.num_to_hold(asked), self.admission.is_ahead(asked)
         found = self._placement.place(request, num_to_hold, is_ahead=is_ahead)
         asked.num_to_compute = self._placement.num_to_compute(request)
@@ -166,7 +170,7 @@ class Relay:
 
     def _on_stock_taken(self) -> None:
         self._keep_breakers()
-        self.admission.call_beside()
+        self.admission.call()
 
     @staticmethod
     def _time() -> float:

@@ -107,8 +107,11 @@ class Admission:
         """The result of ``find``, at once or when the request's turn comes. ``on_end`` must follow. ``timeout_s``: of the whole
         request.
 
-        Raises OverloadedError, with the reason from ``why`` if there was no place for too long, and RequestTimeoutError.
+        Raises OverloadedError, with the reason from ``why`` if there was no place for too long, RequestTimeoutError, and what
+        ``asked.check`` raises, also later, at :meth:`call`.
         """
+        if asked.check is not None:
+            asked.check()
         begun_s = self._clock()
         self._come(asked, timeout_s, begun_s)
         if not self._line and (found := find()) is not None:
@@ -131,7 +134,7 @@ class Admission:
     async def wait_beside(
         self, is_over: Callable[[], bool], asked: Asked, timeout_s: float, why: Callable[[], str]
     ) -> None:
-        """Wait beside the line until ``is_over``, which is asked at each :meth:`call_beside`. Adds the time to ``asked.waited_s``.
+        """Wait beside the line until ``is_over``, which is asked at each :meth:`call`. Adds the time to ``asked.waited_s``.
 
         Raises as ``place`` does.
         """
@@ -160,9 +163,9 @@ class Admission:
                 self._beside.remove(asked)
             asked.waited_s = before_s + self._clock() - begun_s
 
-    def call_beside(self) -> None:
-        """Have those beside the line look whether their wait is over."""
-        for asked in self._beside:
+    def call(self) -> None:
+        """Workers have come or gone. Have requests look whether they may stay in the line, or leave their place beside it."""
+        for asked in [*(one for one in self._line if one.check is not None), *self._beside]:
             asked.is_called.set()
 
     def on_end(self, asked: Asked, num_output_tokens: int, first_token_s: float | None) -> None:
@@ -254,9 +257,12 @@ class Admission:
         while (now_s := self._clock()) < until_s:
             if asked.is_pushed_out:
                 raise self._full()
+            if asked.check is not None:
+                asked.check()
             if now_s - self._sorted_s >= _LOOK_S:
                 self._sort()
             if asked is not self._called:
+                asked.is_called.clear()
                 # Not wait_for: up to Python 3.11 it swallows a cancellation that comes with the event.
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(until_s - now_s):

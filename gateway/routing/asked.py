@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvrelay.common.fair_queue import Flow, Tags
@@ -22,6 +22,7 @@ class Asked:
     is_follower: bool = False  # its client is already being answered with another choice of the prompt
     waited_s: float = 0.0  # how long it has waited before, of the time that it may wait
     spent_s: float = 0.0  # how much of the request's time went by otherwise
+    check: Callable[[], None] | None = None  # raises if it may not be in the line; None: it may
     kind: Kind = field(init=False)
     num_tokens: float = field(init=False, default=0.0)  # of prompt and output, as estimated on arrival
     arrival_s: float = field(init=False, default=0.0)
@@ -29,7 +30,7 @@ class Asked:
     tags: Tags = field(init=False, default_factory=Tags)
     is_called: asyncio.Event = field(
         init=False, default_factory=asyncio.Event
-    )  # set when it is the first of the line, when it should look beside the line, or when it is pushed out
+    )  # set when it is the first of the line, when workers have come or gone, or when it is pushed out
     is_pushed_out: bool = field(
         init=False, default=False
     )  # others before it took its place while as many waited as may

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from kvrelay.common.fair_queue import Flow
 from kvrelay.common.images import ImageSpan, PromptImage, image_digest
 from kvrelay.gateway.errors import InvalidRequestError, OverloadedError, RequestTimeoutError, UnavailableError
 from kvrelay.gateway.relay.placement import Placement
@@ -174,6 +175,40 @@ async def test_a_request_in_the_line_leaves_it_to_texts_when_its_worker_goes() -
             await asyncio.sleep(0.001)  # polls for a state
         decode.num_free_blocks, decode.num_running = 64, 0
         assert await text == ALL[0]
+        assert not waiting.done()
+        prefill.state = WorkerState.READY
+        assert await waiting == ALL[0]
+
+
+def is_full(on: Stage) -> bool:
+    try:
+        on.relay.admission.check_not_full(Flow())
+    except OverloadedError:
+        return True
+    return False
+
+
+async def test_requests_in_the_line_leave_it_before_their_turn_when_their_workers_go() -> None:
+    async with stage(good, prefill=good, prefill_cards=[SEEING], room_timeout_s=20.0, max_queued=2) as on:
+        prefill, decode = on.players
+        worker, other = on.pool.prefills[prefill.address], on.pool.decodes[decode.address]
+        decode.num_free_blocks, decode.num_running = 0, 1
+        await until(on.pool, lambda: other.status is not None and other.status.num_free_blocks == 0)
+        first = asyncio.create_task(output(on, asking(request_id="first")))
+        waiting = asyncio.create_task(output(on, picture()))
+        while on.relay.admission.num_queued < 2:
+            await asyncio.sleep(0.001)  # polls for a state
+        assert is_full(on)
+        prefill.state = WorkerState.DRAINING
+        await until(on.pool, lambda: not worker.is_usable)
+        async with asyncio.timeout(10):
+            while is_full(on):
+                await asyncio.sleep(0.001)  # polls for a state
+        texts = [first, asyncio.create_task(output(on, asking(request_id="second")))]
+        while on.relay.admission.num_queued < 3:
+            await asyncio.sleep(0.001)  # polls for a state
+        decode.num_free_blocks, decode.num_running = 64, 0
+        assert await asyncio.gather(*texts) == [ALL[0]] * 2
         assert not waiting.done()
         prefill.state = WorkerState.READY
         assert await waiting == ALL[0]
