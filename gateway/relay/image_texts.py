@@ -52,7 +52,6 @@ class ImageDesk:
         self._settings = settings
         self._admission = admission
         self._num_waiting = 0
-        self._num_waiting_bytes = 0
         self._hurrying: asyncio.TimerHandle | None = None  # while somebody waits
 
     @property
@@ -112,14 +111,9 @@ class ImageDesk:
         """
         if not self.is_away:
             return
-        if self._num_waiting_bytes + num_bytes > _MAX_WAITING_BYTES:
-            raise self._admission.refuse(
-                f"images of {self._num_waiting_bytes // 2**20} MiB wait already for a worker that reads them; the limit is "
-                f"{_MAX_WAITING_BYTES // 2**20} MiB"
-            )
+        asked.num_bytes = num_bytes
         missing = "no worker that reads images is up"
         self._num_waiting += 1
-        self._num_waiting_bytes += num_bytes
         if self._hurrying is None:
             self._hurry()
         try:
@@ -128,10 +122,10 @@ class ImageDesk:
                 asked,
                 timeout_s,
                 lambda: f"model {model!r}: {missing}" if model else missing,
+                _MAX_WAITING_BYTES,
             )
         finally:
             self._num_waiting -= 1
-            self._num_waiting_bytes -= num_bytes
 
     def _hurry(self) -> None:
         """Have links tried again as long as somebody waits."""

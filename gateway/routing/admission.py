@@ -28,7 +28,7 @@ from kvrelay.common.clock import Clock
 from kvrelay.common.fair_queue import FairQueue, Flow
 from kvrelay.gateway.errors import ApiError, OverloadedError, RequestTimeoutError
 from kvrelay.gateway.metrics import ModelMetrics
-from kvrelay.gateway.routing.asked import Asked, last_newcomer
+from kvrelay.gateway.routing.asked import Asked, last_newcomer, too_heavy
 from kvrelay.gateway.routing.forecast import Forecast, Need, Pace, Served, Supply
 
 T = TypeVar("T")
@@ -132,23 +132,26 @@ class Admission:
                 self._sort()
 
     async def wait_beside(
-        self, is_over: Callable[[], bool], asked: Asked, timeout_s: float, why: Callable[[], str]
+        self, is_over: Callable[[], bool], asked: Asked, timeout_s: float, why: Callable[[], str], max_bytes: int
     ) -> None:
         """Wait beside the line until ``is_over``, which is asked at each :meth:`call`. Adds the time to ``asked.waited_s``.
 
-        Raises as ``place`` does.
+        ``max_bytes``: so many bytes may wait in all. Raises as ``place`` does.
         """
         begun_s, before_s = self._clock(), asked.waited_s
         self._come(asked, timeout_s, begun_s)
         beside = self._fair.in_order([*self._beside, asked], begun_s)
-        if (pushed_out := self._to_push_out(asked, beside)) is not None:
-            self._push_out(pushed_out, beside)
+        last = self._to_push_out(asked, beside)
+        if asked in (heavy := too_heavy(beside, max_bytes)):
+            raise self._too_heavy(max_bytes)
+        for one in heavy or ([] if last is None else [last]):
+            self._push_out(one, beside)
         self._beside = beside
         until_s = begun_s + self._patience_s(asked, timeout_s)
         try:
             while True:
                 if asked.is_pushed_out:
-                    raise self._full()
+                    raise self._full() if len(self._beside) >= self._max_queued else self._too_heavy(max_bytes)
                 if is_over():
                     return
                 if (left_s := until_s - self._clock()) <= 0:
@@ -307,12 +310,13 @@ class Admission:
             detail = f"waiting and answering take some {needed_s:.1f} s, the request has {timeout_s:g} s"
             raise self._refusal("would_be_late", detail, wait_s)
 
-    def refuse(self, detail: str) -> OverloadedError:
-        """The error for a request that may not wait, because too much waits already. It is counted."""
-        return self._refusal("queue_full", detail)
-
     def _full(self) -> OverloadedError:
         return self._refusal("queue_full", f"{self._max_queued} requests wait already, which is the limit")
+
+    def _too_heavy(self, max_bytes: int) -> OverloadedError:
+        num_mib = sum(asked.num_bytes for asked in self._beside) // 2**20
+        detail = f"files of {num_mib} MiB wait already beside the line; the limit is {max_bytes // 2**20} MiB"
+        return self._refusal("queue_full", detail)
 
     def _refusal(self, reason: str, detail: str, retry_after_s: float = 0.0) -> OverloadedError:
         self._metrics.refused.labels(reason).inc()

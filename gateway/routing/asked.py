@@ -23,6 +23,7 @@ class Asked:
     waited_s: float = 0.0  # how long it has waited before, of the time that it may wait
     spent_s: float = 0.0  # how much of the request's time went by otherwise
     check: Callable[[], None] | None = None  # raises if it may not be in the line; None: it may
+    num_bytes: int = 0  # of files that it holds while it waits beside the line
     kind: Kind = field(init=False)
     num_tokens: float = field(init=False, default=0.0)  # of prompt and output, as estimated on arrival
     arrival_s: float = field(init=False, default=0.0)
@@ -33,10 +34,21 @@ class Asked:
     )  # set when it is the first of the line, when workers have come or gone, or when it is pushed out
     is_pushed_out: bool = field(
         init=False, default=False
-    )  # others before it took its place while as many waited as may
+    )  # others before it took its place while as many waited as may, or as many bytes
 
     def __post_init__(self) -> None:
         self.kind = kind_of(self.num_prompt_tokens, self.max_tokens)
+
+
+def too_heavy(line: Sequence[Asked], max_bytes: int) -> list[Asked]:
+    """The last requests of the line without whose files the others have ``max_bytes`` or less."""
+    heavy: list[Asked] = []
+    excess = sum(asked.num_bytes for asked in line) - max_bytes
+    for asked in reversed(line):
+        if excess > 0 and asked.num_bytes:
+            heavy.append(asked)
+            excess -= asked.num_bytes
+    return heavy
 
 
 def last_newcomer(line: Sequence[Asked]) -> Asked | None:

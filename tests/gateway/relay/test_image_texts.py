@@ -161,7 +161,7 @@ async def test_so_many_bytes_wait_at_most(monkeypatch: pytest.MonkeyPatch) -> No
         player = await leave(on)
         waiting = asked(on, Patience(num_bytes=2 * 2**20))
         await queued(on, 1)
-        with pytest.raises(OverloadedError, match=r"images of 2 MiB wait already .* the limit is 3 MiB"):
+        with pytest.raises(OverloadedError, match=r"files of 2 MiB wait already .* the limit is 3 MiB"):
             await asked(on, Patience(num_bytes=2 * 2**20))
         more = asked(on, Patience(num_bytes=2**20))
         await queued(on, 2)
@@ -171,6 +171,27 @@ async def test_so_many_bytes_wait_at_most(monkeypatch: pytest.MonkeyPatch) -> No
         again = asked(on, Patience(num_bytes=3 * 2**20))
         await queued(on, 1)
         again.cancel()
+
+
+async def test_smaller_priorities_push_out_others_whose_files_are_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(image_texts, "_MAX_WAITING_BYTES", 4 * 2**20)
+    async with seeing() as on:
+        player = await leave(on)
+        staying = [asked(on, Patience(num_bytes=2 * 2**20)), asked(on, Patience(Flow(priority=9)))]
+        await queued(on, 2)
+        pushed = asked(on, Patience(Flow(priority=5), num_bytes=2 * 2**20))
+        await queued(on, 3)
+        text = r"files of 4 MiB wait already .* the limit is 4 MiB"
+        for refused in (Patience(Flow(priority=5), num_bytes=2**20), Patience(num_bytes=3 * 2**20)):
+            with pytest.raises(OverloadedError, match=text):
+                await asked(on, refused)
+        assert not pushed.done()
+        staying.append(asked(on, Patience(num_bytes=2 * 2**20)))
+        with pytest.raises(OverloadedError, match=text):
+            await pushed
+        player.state = WorkerState.READY
+        async with asyncio.timeout(10):
+            assert await asyncio.gather(*staying) == [texts_of(SIZES)] * 3
 
 
 async def test_who_leaves_waits_no_longer() -> None:
