@@ -41,12 +41,21 @@ async def test_a_chats_next_turn_finds_its_blocks_in_the_hosts_memory(windows: t
         for turn in range(3):
             for number, prompt in chats.items():
                 output, num_cached = await generate(relay, f"{number}-{turn}", prompt, 4)
+                await copied_out(prefill)  # blocks that the next chat takes before would be missed
                 assert num_cached == (full_blocks(len(prompt) - 1 - 4 - 10) if turn else 0)
                 chats[number] = [*prompt, *output, *tokens(100 * turn + number, 10)]
         assert registry.get_sample_value("kvrelay_host_kv_tokens_total") == pytest.approx(10 * 104, rel=0.2)
         assert prefill.debug_kv()["host_kv"]["used"] == registry.get_sample_value("kvrelay_host_kv_used_blocks")
         assert min(blocks("kept"), blocks("returned")) > 0
         assert blocks("wrong") == 0
+
+
+async def copied_out(prefill: PrefillWorker) -> None:
+    """Wait until the tier has all blocks that are published."""
+    tier = prefill._tier
+    assert tier is not None
+    while tier.num_queued or tier._out._under_way:
+        await asyncio.sleep(0.001)  # polls for a state
 
 
 @pytest.mark.parametrize("way", ["plain", "slots", "direct"])
