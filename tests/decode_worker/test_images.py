@@ -1,29 +1,21 @@
-"""Prompts with images on a decode worker: checked at the hand-off, and never computed again where nobody reads images."""
+"""Sequences with images that lose their blocks on a decode worker: they end, or are computed again where images are read."""
 
 from __future__ import annotations
 
-import dataclasses
 import random
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-import msgspec
 import pytest
 
 from kvrelay.common.block_hash import HashChain
 from kvrelay.common.images import ImageSpan
-from kvrelay.common.sampling import SampledToken, SamplingParams
+from kvrelay.common.sampling import SamplingParams
 from kvrelay.engine.fake.engine import FakeEngine, FakePace, fake_card
-from kvrelay.engine.fake.images import fake_offset
 from kvrelay.engine.fake.language import digests_by_start, expected_output, token_digests
 from kvrelay.engine.kv.owners import Owner, OwnerKind
-from kvrelay.wire.messages import Failed, FailureCode, Preempted, Refuse, Role
-from kvrelay.worker.model_worker import Report
 from tests.decode_worker.rig import Rig, beams, greedy
-from tests.decode_worker.service_rig import CARD, offer, submit
-from tests.decode_worker.service_rig import Rig as ServiceRig
 from tests.drafters import Oracle
-from tests.images import PLACEHOLDER, png, reader, with_images
+from tests.images import png, with_images
 
 VOCAB = 50
 
@@ -32,132 +24,6 @@ def prompt_with(*shades: int) -> tuple[list[int], list[ImageSpan]]:
     """A prompt with an image for each shade; equal ones are equal images."""
     token_ids, images = with_images([11, 12, 13], *(part for shade in shades for part in (png(shade=shade), [14, 15])))
     return token_ids, [image.span for image in images]
-
-
-# -- the service --------------------------------------------------------------------------------------------------
-
-
-def test_a_request_with_images_is_not_prefilled_here() -> None:
-    rig, (token_ids, images) = ServiceRig(), with_images([1, 2], png(128, 128))
-    asked = msgspec.structs.replace(submit("a"), token_ids=token_ids, num_prompt_tokens=len(token_ids), images=images)
-    rig.ask(asked)
-    [failed] = rig.failed()
-    assert failed.code is FailureCode.INVALID
-    assert failed.detail == f"the prompt has images: {CARD.no_images}"
-    rig.assert_nothing_left()
-
-
-def test_a_worker_that_decodes_and_reads_images_computes_them() -> None:
-    token_ids, images = with_images([1, 2], png(128, 128), [5])
-    asked = msgspec.structs.replace(submit("a"), token_ids=token_ids, num_prompt_tokens=len(token_ids), images=images)
-    rig = ServiceRig(reader())
-    rig.ask(asked)
-    rig.threads.run()
-    rig.finish()
-    assert rig.output("a") == expected_output(token_ids, 3, CARD.vocab_size, images=[one.span for one in images])
-    assert rig.service.ports.images._read_nbytes == 0
-    rig.assert_nothing_left()
-
-
-def test_an_image_that_no_step_has_room_for_is_refused() -> None:
-    token_ids, images = with_images([1, 2], png(128, 128), [5])
-    asked = msgspec.structs.replace(submit("a"), token_ids=token_ids, num_prompt_tokens=len(token_ids), images=images)
-    for max_step_tokens, is_refused in ((68, True), (69, False), (None, False)):
-        rig = ServiceRig(reader(takes_whole=True))
-        rig.service.identity = dataclasses.replace(rig.service.identity, max_step_tokens=max_step_tokens)
-        rig.ask(asked)
-        assert [failed.code for failed in rig.failed()] == [FailureCode.INVALID] * is_refused
-        assert all(
-            "5 tokens of the prompt's images must be computed together; the limit is 4" in one.detail
-            for one in rig.failed()
-        )
-
-
-@pytest.mark.parametrize("takes_whole", [False, True])
-def test_a_sequence_that_lost_its_blocks_computes_its_images_again(takes_whole: bool) -> None:
-    rig = ServiceRig(reader(takes_whole=takes_whole))
-    token_ids, images = with_images([1, 2], png(128, 128), [5])
-    asked = msgspec.structs.replace(submit("a", max_tokens=9), token_ids=token_ids, num_prompt_tokens=len(token_ids))
-    rig.ask(msgspec.structs.replace(asked, images=images))
-    rig.threads.run()
-    rig.handle()
-    while len(rig.output("a")) < 4:
-        rig.model.step()
-        rig.hear()
-    [sequence] = rig.scheduler.running
-    rig.scheduler._held.preempt(sequence, rig.scheduler.schedule(0.0))
-    rig.blocks.distrust("nobody")
-    assert rig.scheduler.take_lost() == ()
-    rig.finish()
-    spans = [image.span for image in images]
-    assert rig.output("a") == expected_output(token_ids, 9, CARD.vocab_size, images=spans)
-    assert (sequence.num_preemptions, rig.service.ports.images._read_nbytes) == (1, 0)
-    rig.assert_nothing_left()
-
-
-@pytest.mark.parametrize("phase", ["read", "queued", "running"])
-def test_a_request_with_images_that_ends_early_frees_them(phase: str) -> None:
-    rig = ServiceRig(reader())
-    token_ids, images = with_images([1, 2], png(128, 128), [5])
-    asked = msgspec.structs.replace(submit("a", max_tokens=9), token_ids=token_ids, num_prompt_tokens=len(token_ids))
-    rig.ask(msgspec.structs.replace(asked, images=images))
-    if phase != "read":
-        rig.threads.run()
-        rig.handle()
-    if phase == "running":
-        rig.model.step()
-        rig.hear()
-    rig.end("cancel")
-    rig.threads.run()
-    rig.finish()
-    assert rig.cancelled() == ["a"]
-    desk = rig.service.ports.images
-    assert (desk._read_nbytes, desk._files_nbytes) == (0, 0)
-    rig.assert_nothing_left()
-
-
-def test_hashes_of_an_offer_are_those_of_its_images() -> None:
-    rig, (token_ids, spans) = ServiceRig(), prompt_with(1)
-    made = offer("a", token_ids, images=spans)
-    for images in ([], [ImageSpan(spans[0].start, spans[0].stop, bytes(16))], prompt_with(1, 2)[1]):
-        rig.ask(msgspec.structs.replace(made, images=images), "prefill", Role.PREFILL)
-    refused = [message for _, message in rig.sent if isinstance(message, Refuse)]
-    assert [one.code for one in refused] == [FailureCode.INTEGRITY, FailureCode.INTEGRITY, FailureCode.INVALID]
-    rig.grant(made)
-
-
-def test_the_offset_of_a_commit_is_the_sequences() -> None:
-    rig, (token_ids, spans) = ServiceRig(), prompt_with(1, 2)
-    made = offer("a", token_ids, images=spans)
-    rig.verify(rig.grant(made), made, 5, position_offset=fake_offset(spans))
-    [entry] = rig.service.entries.values()
-    assert entry.sequence.position_offset == fake_offset(spans) != 0
-    assert entry.sequence.spans == spans
-
-
-@pytest.mark.parametrize(("shades", "position_offset"), [((), 1), ((1,), -11), ((1,), 4097)])
-def test_an_impossible_offset_is_rejected(shades: Seq[int], position_offset: int) -> None:
-    rig, (token_ids, spans) = ServiceRig(), prompt_with(*shades)
-    rejected = rig.reject(offer("a", token_ids, images=spans), SampledToken(5), position_offset)
-    assert rejected.code is FailureCode.INTEGRITY
-    assert f"position_offset is {position_offset}" in rejected.detail
-
-
-def test_a_request_that_lost_its_blocks_ends_so_that_its_gateway_goes_on_elsewhere() -> None:
-    rig, (token_ids, spans) = ServiceRig(), prompt_with(1)
-    made = offer("a", token_ids, images=spans)
-    rig.verify(rig.grant(made), made, 5, position_offset=fake_offset(spans))
-    rig.handle()
-    [sequence] = rig.scheduler.waiting
-    rig.scheduler._held.preempt(sequence, rig.scheduler.schedule(0.0))
-    rig.service.on_report(Report(lost=rig.scheduler.take_lost()))
-    [failed] = rig.told(Failed)
-    assert isinstance(failed, Failed)
-    assert (failed.code, rig.told(Preempted)) == (FailureCode.NO_ROOM, [])
-    rig.assert_nothing_left()
-
-
-# -- the scheduler ------------------------------------------------------------------------------------------------
 
 
 def test_a_sequence_with_images_that_gives_way_ends() -> None:
@@ -371,68 +237,3 @@ def test_images_that_are_read_here_are_computed_again_by_whoever_lost_their_bloc
         else:
             assert rig.outputs[name] == plain.outputs[name]
             assert_cached_rightly(rig, engine, wish, plain.outputs[name])
-
-
-def whole(rig: Rig, name: str, *lengths: int, max_tokens: int = 4) -> list[int]:
-    """Add a prompt with images of so many tokens, each computed whole. Returns its output."""
-    token_ids, spans = [11, 12], list[ImageSpan]()
-    for number, length in enumerate(lengths):
-        spans.append(ImageSpan(len(token_ids), len(token_ids) + length, bytes([number]) * 16))
-        token_ids += [PLACEHOLDER] * length + [14, 15]
-    sampling = greedy(max_tokens)
-    rig.add(name, token_ids, sampling, handed_over=False, spans=spans, reads_images=True, has_whole_images=True)
-    return expected_output(token_ids, max_tokens, 1000, images=spans)
-
-
-def busy_rig(**settings: int | float) -> Rig:
-    """A worker whose steps have room for 8 tokens of prompts, beside a sequence that generates."""
-    engine = FakeEngine(fake_card(num_blocks=256), has_whole_images=True, runs_ahead=True, reads_back_once=True)
-    rig = Rig(engine, max_num_seqs=8, itl_budget_ms=0.001, pace=FakePace(0.001, 0.001), **settings)
-    rig.add("busy", [1, 2, 3], greedy(400))
-    rig.add("text", list(range(40)), greedy(2), handed_over=False)
-    while "text" not in rig.ends or len(rig.outputs["busy"]) < 40:
-        rig.step()
-    return rig
-
-
-def steps_of(rig: Rig, name: str) -> list[int]:
-    """The tokens of each of the prompt's chunks."""
-    return [num_tokens for rows in rig.engine.rows for one, num_tokens in rows if one == name and num_tokens > 1]
-
-
-def test_an_image_larger_than_its_share_of_a_step_is_computed_whole() -> None:
-    rig = busy_rig(max_batched_tokens=48)
-    outputs = {"first": whole(rig, "first", 40, 12), "second": whole(rig, "second", 3, 40)}
-    rig.add("behind", list(range(100, 130)), greedy(1), handed_over=False)
-    rig.run()
-    assert rig.outputs["behind"] == expected_output(list(range(100, 130)), 1, 1000)
-    assert {name: rig.outputs[name] for name in outputs} == outputs
-    assert all(40 in steps_of(rig, name) for name in outputs)
-    assert max(sum(num_tokens for _, num_tokens in rows) for rows in rig.engine.rows) <= 48
-    assert rig.failed == []
-
-
-def test_short_prompts_do_not_keep_an_image_waiting() -> None:
-    """They overtake a long prompt, but not before its next image, which needs the room of a whole step."""
-    rig = busy_rig(max_batched_tokens=64)
-    output = whole(rig, "long", 20, 20, 20, 20)
-    for number in range(60):
-        if "long" in rig.ends:
-            break
-        rig.add(f"short{number}", [5, 6, number], greedy(1), handed_over=False)
-        rig.step()
-    assert rig.outputs["long"] == output
-    rig.run()
-
-
-def test_an_overtaking_prompt_takes_no_more_than_its_share() -> None:
-    """Its image waits for the prompt that it would overtake, which is not computed later for it."""
-    rig = busy_rig(max_batched_tokens=64)
-    rig.add("long", list(range(200)), greedy(1), handed_over=False)
-    rig.step()
-    output = whole(rig, "imaged", 40)
-    rig.run()
-    assert rig.outputs["imaged"] == output
-    chunks = [dict(rows) for rows in rig.engine.rows]
-    last = max(place for place, rows in enumerate(chunks) if "long" in rows)
-    assert all(rows["imaged"] <= 4 for rows in chunks[: last + 1] if "imaged" in rows)
