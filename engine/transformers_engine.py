@@ -27,7 +27,7 @@ from kvrelay.engine.models.adapters import Adapters
 from kvrelay.engine.models.hf.adapters import adapt_layers, adaptable_layers
 from kvrelay.engine.models.hf.check import MakeOps, check_model, plain_logits
 from kvrelay.engine.models.hf.check_images import ImageUse
-from kvrelay.engine.models.hf.cut import LinearCut, cut_model, sum_outputs
+from kvrelay.engine.models.hf.cut import Cuts, cut_model, sum_outputs
 from kvrelay.engine.models.hf.loading import check_files, load_full_config, load_model
 from kvrelay.engine.models.hf.reading import make_reader
 from kvrelay.engine.models.hf.text import is_multimodal
@@ -66,7 +66,7 @@ def load_transformers_engine(
     plain = plain_logits(model)
     images = ImageUse(model, reader, no_images)
     layers = adaptable_layers(model) if options.adapter_bytes else {}
-    cuts: dict[str, LinearCut] = {}
+    cuts = Cuts({}, {}, frozenset())
     if part is not None:
         model, cuts = cut_model(model, part.cut)
     shape = model.shape
@@ -75,7 +75,7 @@ def load_transformers_engine(
     adapters, products = None, binding.make_low_rank(dtype)
     if options.adapter_bytes:
         adapters = Adapters(products, dtype, device)
-    model.bind(binding, dtype, None if adapters is None else adapt_layers(adapters, layers, cuts))
+    model.bind(binding, dtype, None if adapters is None else adapt_layers(adapters, layers, cuts.linears))
     images.begin(model, part)  # ranks meet here
     if part is not None:
         sum_outputs(model.model, cuts, part.collectives)

@@ -8,7 +8,6 @@ of the heads, and the check at load compares the ranks' logits with the whole mo
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -43,6 +42,34 @@ class LinearCut:
     part: range
 
 
+@dataclass(frozen=True, slots=True)
+class ParameterCut:
+    """A rank's part of a parameter: a range of it along ``dim``."""
+
+    dim: int
+    part: range
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """A view of the rank's part."""
+        return whole.narrow(self.dim, self.part.start, len(self.part))
+
+
+@dataclass(frozen=True, slots=True)
+class Cuts:
+    """What a rank keeps of a model. What is not named stays whole."""
+
+    linears: dict[str, LinearCut]  # by path of the layer
+    parameters: dict[str, ParameterCut]  # by path of the parameter
+    dropped: frozenset[str]  # paths of biases that another rank adds
+
+    def of(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """A view of the rank's part of the parameter ``name``; of a dropped one nothing is left."""
+        if name in self.dropped:
+            return whole[:0]
+        cut = self.parameters.get(name)
+        return whole if cut is None else cut.of(whole)
+
+
 def require_plan(directory: Path, num_ranks: int) -> None:
     """Raise what :func:`cut_model` would for the model in ``directory``. Does not read its weights."""
     dtype = torch.float32
@@ -52,8 +79,21 @@ def require_plan(directory: Path, num_ranks: int) -> None:
         cut_model(TransformersModel(model, layers, shape_of(model, layers, dtype)), Cut(0, num_ranks))
 
 
-def cut_model(whole: TransformersModel, cut: Cut) -> tuple[TransformersModel, dict[str, LinearCut]]:
-    """The rank's part, and the layers that were cut, by name. Takes over ``whole``.
+def cut_model(whole: TransformersModel, cut: Cut) -> tuple[TransformersModel, Cuts]:
+    """The rank's part, and what was cut. Takes over ``whole``.
+
+    Raises ModelError like :func:`find_cuts`, or if the part does not run.
+    """
+    cuts = find_cuts(whole, cut)
+    for name, parameter in list(whole.model.named_parameters()):
+        module, _, own_name = name.rpartition(".")
+        part = nn.Parameter(cuts.of(name, parameter.detach()).clone(), requires_grad=False)
+        setattr(whole.model.get_submodule(module), own_name, part)
+    return settle(whole, cuts, cut), cuts
+
+
+def find_cuts(whole: TransformersModel, cut: Cut) -> Cuts:
+    """What a rank keeps of the model. Reads no weights: they may be on "meta".
 
     Raises ModelError if the type has no plan, or one that is not supported, or if its heads cannot be divided among the ranks.
     """
@@ -66,7 +106,7 @@ def cut_model(whole: TransformersModel, cut: Cut) -> tuple[TransformersModel, di
         raise ModelError(f"{asked}, but {name} has recurrent layers, whose states are not cut among ranks: take 1")
     _require_heads(whole, cut.num_ranks)
     layers, (decoder, _) = dict(model.named_modules()), text_decoder(model)
-    cuts: dict[str, LinearCut] = {}
+    linears: dict[str, LinearCut] = {}
     # Experts are parameters of their module, not layers.
     for layer_name in dict.fromkeys([*layers, *(name for name, _ in model.named_parameters())]):
         kind = _kind_of(plan, layer_name.removeprefix(f"{decoder}."))
@@ -75,7 +115,23 @@ def cut_model(whole: TransformersModel, cut: Cut) -> tuple[TransformersModel, di
         layer = layers.get(layer_name)
         if kind not in (_BY_OUTPUTS, _BY_INPUTS) or type(layer) is not nn.Linear:
             raise ModelError(f"{asked}, but {layer_name} of {name} is cut by {kind}, which is not served yet: take 1")
-        cuts[layer_name] = _cut_layer(layer, cut, by_outputs=kind == _BY_OUTPUTS)
+        linears[layer_name] = _linear_cut(layer, cut, by_outputs=kind == _BY_OUTPUTS)
+    parameters = {f"{name}.weight": ParameterCut(int(not one.by_outputs), one.part) for name, one in linears.items()}
+    biases = {f"{name}.bias": one for name, one in linears.items() if layers[name].bias is not None}
+    parameters |= {name: ParameterCut(0, one.part) for name, one in biases.items() if one.by_outputs}
+    others = (name for name, one in biases.items() if not one.by_outputs)
+    return Cuts(linears, parameters, frozenset(others if cut.rank else ()))
+
+
+def settle(whole: TransformersModel, cuts: Cuts, cut: Cut) -> TransformersModel:
+    """The model of a rank whose parameters are cut already. Takes over ``whole``. Raises ModelError if it does not run."""
+    model, asked = whole.model, f"--tensor-parallel is {cut.num_ranks}"
+    name = type(model).__name__
+    for layer_name, one in cuts.linears.items():
+        layer: Any = model.get_submodule(layer_name)
+        setattr(layer, "out_features" if one.by_outputs else "in_features", len(one.part))
+        if f"{layer_name}.bias" in cuts.dropped:
+            layer.bias = None
     try:
         probed = probe_layers(model).attention
     except ModelError as error:
@@ -92,17 +148,17 @@ def cut_model(whole: TransformersModel, cut: Cut) -> tuple[TransformersModel, di
     )
     part = TransformersModel(model, Layers(attention, []), shape)
     part.use_our_attention()
-    return part, cuts
+    return part
 
 
-def sum_outputs(model: PreTrainedModel, cuts: Mapping[str, LinearCut], collectives: Collectives) -> None:
+def sum_outputs(model: PreTrainedModel, cuts: Cuts, collectives: Collectives) -> None:
     """Make layers that are cut by inputs sum over ranks. A layer that is part of a larger replaced part is the last one there."""
 
     def add_up(_layer: nn.Module, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
         return collectives.sum(output)
 
     modules = dict(model.named_modules())
-    for name in (name for name, cut in cuts.items() if not cut.by_outputs):
+    for name in (name for name, cut in cuts.linears.items() if not cut.by_outputs):
         layer = modules.get(name) or modules[name.rpartition(".")[0]]
         layer.register_forward_hook(add_up)
 
@@ -122,19 +178,10 @@ def _kind_of(plan: dict[str, str], layer_name: str) -> str | None:
     return None
 
 
-def _cut_layer(layer: Any, cut: Cut, *, by_outputs: bool) -> LinearCut:
-    """Keep only the rank's part of a linear layer's outputs, or inputs."""
+def _linear_cut(layer: Any, cut: Cut, *, by_outputs: bool) -> LinearCut:
+    """The rank's part of a linear layer's outputs, or inputs."""
     size = layer.out_features if by_outputs else layer.in_features
     first, end = (rank * size // cut.num_ranks for rank in (cut.rank, cut.rank + 1))
-    weight, bias = layer.weight.detach(), layer.bias
-    if by_outputs:
-        layer.out_features, weight = end - first, weight[first:end]
-        bias = None if bias is None else bias.detach()[first:end]
-    else:
-        layer.in_features, weight = end - first, weight[:, first:end]
-        bias = bias if cut.rank == 0 else None  # only one rank may add it
-    layer.weight = nn.Parameter(weight.clone(), requires_grad=False)
-    layer.bias = None if bias is None else nn.Parameter(bias.detach().clone(), requires_grad=False)
     return LinearCut(by_outputs, range(first, end))
 
 
