@@ -265,7 +265,7 @@ class DecodeService(Service[DecodeEntry]):
     def _on_verified(self, lease: VerifiedLease) -> None:
         """The lease's blocks become the sequence's, and the sequence is queued."""
         offer, commit = lease.offer, lease.commit
-        entry = self.entries[(offer.request_id, offer.attempt)]
+        entry = self.entries[offer.key]
         entry.hand_off_holds = False
         self.ports.send(Role.PREFILL, lease.peer_id, Verified(lease_id=lease.lease_id, epoch=self.identity.epoch))
         if entry.phase is Phase.CLOSING:  # cancelled while the last block was on its way

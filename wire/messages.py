@@ -93,14 +93,33 @@ class FailureCode(enum.StrEnum):
         return self in faults
 
 
-class _Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
+class _Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=True):
     """Base of all messages: the class name is the tag."""
+
+
+class _OfAttempt(_Message, frozen=True, kw_only=True):
+    """Base of the messages about one attempt at a request."""
+
+    request_id: str
+    attempt: int
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """The attempt's name."""
+        return (self.request_id, self.attempt)
+
+
+class _OfLease(_Message, frozen=True, kw_only=True):
+    """Base of the messages about one lease. ``epoch``: that of the decode worker, in its Welcome."""
+
+    lease_id: int
+    epoch: int
 
 
 # -- a connection begins ------------------------------------------------------------------------------------------
 
 
-class Hello(_Message, tag=True, frozen=True, kw_only=True):
+class Hello(_Message, frozen=True, kw_only=True):
     """First message on every connection. ``peer_id`` is the sender's name, unique within its role."""
 
     role: Role
@@ -117,7 +136,7 @@ def common_protocol(hello: Hello) -> int | None:
     return newest if newest >= max(hello.protocol_min, PROTOCOL_MIN) else None
 
 
-class Welcome(_Message, tag=True, frozen=True, kw_only=True):
+class Welcome(_Message, frozen=True, kw_only=True):
     """The worker accepts. ``epoch`` differs for every start of the process; promises of an earlier epoch are void."""
 
     role: Role
@@ -136,22 +155,22 @@ def worker_peer_id(worker_id: str, epoch: int) -> str:
     return f"{worker_id}-{epoch}"
 
 
-class HelloRefused(_Message, tag=True, frozen=True, kw_only=True):
+class HelloRefused(_Message, frozen=True, kw_only=True):
     """The worker refuses the peer. ``detail`` names both sides of the disagreement."""
 
     code: FailureCode
     detail: str
 
 
-class Ping(_Message, tag=True, frozen=True, kw_only=True):
+class Ping(_Message, frozen=True, kw_only=True):
     """Shows that the sender is alive. The receiver answers with ``Status``."""
 
 
-class Bye(_Message, tag=True, frozen=True, kw_only=True):
+class Bye(_Message, frozen=True, kw_only=True):
     """The sender leaves. All its requests are void."""
 
 
-class Status(_Message, tag=True, frozen=True, kw_only=True):
+class Status(_Message, frozen=True, kw_only=True):
     """A worker's state, as routing policies see it."""
 
     state: WorkerState
@@ -168,13 +187,13 @@ class Status(_Message, tag=True, frozen=True, kw_only=True):
     num_arriving: int = 0  # the part of ``num_waiting`` whose blocks are on their way here
 
 
-class Distrust(_Message, tag=True, frozen=True, kw_only=True):
+class Distrust(_Message, frozen=True, kw_only=True):
     """One start of a prefill worker computed wrongly. Decode workers drop the KV that it shipped and take no more from it."""
 
     peer_id: str  # as in its Hello
 
 
-class KeyTokens(_Message, tag=True, frozen=True, kw_only=True):
+class KeyTokens(_Message, frozen=True, kw_only=True):
     """What one gateway's requests have used of their API keys' token budgets. A worker passes it on to all other gateways."""
 
     gateway: str  # the gateway's process, which may have several links, each with a ``peer_id``
@@ -186,14 +205,14 @@ class KeyTokens(_Message, tag=True, frozen=True, kw_only=True):
 # -- a request ----------------------------------------------------------------------------------------------------
 
 
-class AskImages(_Message, tag=True, frozen=True, kw_only=True):
+class AskImages(_Message, frozen=True, kw_only=True):
     """What does a prompt have in the place of images of these sizes? For workers whose card says that they read images."""
 
     query: int  # comes back with the answer
     sizes: list[tuple[int, int]]  # (width, height) in pixels
 
 
-class ImagesTold(_Message, tag=True, frozen=True, kw_only=True):
+class ImagesTold(_Message, frozen=True, kw_only=True):
     """The answer to ``AskImages``. With neither ``told`` nor ``problem``: the worker cannot tell now, another one might."""
 
     query: int
@@ -207,15 +226,13 @@ class DecodeTarget(msgspec.Struct, frozen=True, kw_only=True):
     address: str  # of its control socket
 
 
-class Submit(_Message, tag=True, frozen=True, kw_only=True, omit_defaults=True):
+class Submit(_OfAttempt, frozen=True, kw_only=True, omit_defaults=True):
     """Compute a request: prefill it and hand it over to ``decode``, or do all of it here if that is None (local prefill).
 
     ``token_ids`` holds the prompt, then the output of earlier attempts. The worker continues there, with the same sampling noise as
     if there had been only one attempt.
     """
 
-    request_id: str
-    attempt: int
     token_ids: list[int]
     num_prompt_tokens: int
     sampling: SamplingParams
@@ -230,18 +247,12 @@ class Submit(_Message, tag=True, frozen=True, kw_only=True, omit_defaults=True):
     images: list[PromptImage] = []  # of the prompt, in order
 
 
-class Withdraw(_Message, tag=True, frozen=True, kw_only=True):
+class Withdraw(_OfAttempt, frozen=True, kw_only=True):
     """Return the attempt as ``Withdrawn`` if its prompt has not begun. Otherwise it continues, and there is no answer."""
 
-    request_id: str
-    attempt: int
 
-
-class Cancel(_Message, tag=True, frozen=True, kw_only=True):
+class Cancel(_OfAttempt, frozen=True, kw_only=True):
     """End the attempt in any state. The worker answers ``Cancelled``, even if it does not know the attempt."""
-
-    request_id: str
-    attempt: int
 
 
 class PromptChunk(msgspec.Struct, frozen=True, array_like=True):
@@ -293,59 +304,43 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.tokens) if self.beams is None else sum(len(beam.tokens) for beam in self.beams)
 
 
-class Tokens(_Message, tag=True, frozen=True, kw_only=True):
+class Tokens(_Message, frozen=True, kw_only=True):
     """All new tokens of one step for one gateway."""
 
     items: list[TokenDelta]
 
 
-class HandedOver(_Message, tag=True, frozen=True, kw_only=True):
+class HandedOver(_OfAttempt, frozen=True, kw_only=True):
     """The decode worker has verified the KV and owns the request. The prefill worker's part is over."""
 
-    request_id: str
-    attempt: int
 
-
-class Preempted(_Message, tag=True, frozen=True, kw_only=True):
+class Preempted(_OfAttempt, frozen=True, kw_only=True):
     """A decode worker took the attempt's blocks for others. The attempt continues when there is room, unless it is cancelled."""
 
-    request_id: str
-    attempt: int
 
-
-class Withdrawn(_Message, tag=True, frozen=True, kw_only=True):
+class Withdrawn(_OfAttempt, frozen=True, kw_only=True):
     """The attempt ended before its prompt began, as the gateway asked. No other worker has heard of it."""
 
-    request_id: str
-    attempt: int
 
-
-class Failed(_Message, tag=True, frozen=True, kw_only=True):
+class Failed(_OfAttempt, frozen=True, kw_only=True):
     """The attempt is over and holds nothing any more."""
 
-    request_id: str
-    attempt: int
     code: FailureCode
     detail: str
     retry_after_s: float | None = None
     about: str | None = None  # what is at fault, if known: ABOUT_GUIDE, ABOUT_IMAGES, perhaps others later
 
 
-class Cancelled(_Message, tag=True, frozen=True, kw_only=True):
+class Cancelled(_OfAttempt, frozen=True, kw_only=True):
     """The attempt is over because it was cancelled, and its blocks are released."""
-
-    request_id: str
-    attempt: int
 
 
 # -- the hand-off -------------------------------------------------------------------------------------------------
 
 
-class Offer(_Message, tag=True, frozen=True, kw_only=True, omit_defaults=True):
+class Offer(_OfAttempt, frozen=True, kw_only=True, omit_defaults=True):
     """A prefill worker started a request and asks for room for its KV. The decode worker checks the hashes against the tokens."""
 
-    request_id: str
-    attempt: int
     gateway_id: str  # ``peer_id`` of the gateway that receives the tokens
     fingerprint: bytes
     token_ids: list[int]
@@ -361,11 +356,9 @@ class Offer(_Message, tag=True, frozen=True, kw_only=True, omit_defaults=True):
     images: list[ImageSpan] = []  # as in Submit; decode workers need no pixels
 
 
-class Grant(_Message, tag=True, frozen=True, kw_only=True):
+class Grant(_OfAttempt, frozen=True, kw_only=True):
     """Blocks are reserved until ``ttl_s`` after the lease's last message or block."""
 
-    request_id: str
-    attempt: int
     lease_id: int
     epoch: int
     num_cached_blocks: int  # leading blocks that need not be sent
@@ -373,55 +366,41 @@ class Grant(_Message, tag=True, frozen=True, kw_only=True):
     seal_key: bytes | None = None  # AES-256 key for this lease's blocks; None: blocks are sent plain
 
 
-class Refuse(_Message, tag=True, frozen=True, kw_only=True):
+class Refuse(_OfAttempt, frozen=True, kw_only=True):
     """The offer gets no lease; nothing is reserved."""
 
-    request_id: str
-    attempt: int
     code: FailureCode
     detail: str
     retry_after_s: float | None = None
 
 
-class Commit(_Message, tag=True, frozen=True, kw_only=True):
+class Commit(_OfLease, frozen=True, kw_only=True):
     """The prefill worker has sent all blocks; some may still be on their way. ``chain_hash`` is the last block's hash."""
 
-    lease_id: int
-    epoch: int
     chain_hash: bytes
     first_token: SampledToken
     num_cached_tokens: int  # prompt tokens that the prefill worker had cached
     position_offset: int = 0  # added to the positions of the tokens behind the prompt in rotary embeddings
 
 
-class Verified(_Message, tag=True, frozen=True, kw_only=True):
+class Verified(_OfLease, frozen=True, kw_only=True):
     """Every block passed verification. The decode worker owns the sequence, and the sender may reuse its blocks."""
 
-    lease_id: int
-    epoch: int
 
-
-class Reject(_Message, tag=True, frozen=True, kw_only=True):
+class Reject(_OfLease, frozen=True, kw_only=True):
     """The lease is over and its blocks are released. Nothing was sampled from them."""
 
-    lease_id: int
-    epoch: int
     code: FailureCode
     detail: str
 
 
-class Renew(_Message, tag=True, frozen=True, kw_only=True):
+class Renew(_OfLease, frozen=True, kw_only=True):
     """The prefill worker still computes. The lease's time starts again."""
 
-    lease_id: int
-    epoch: int
 
-
-class Abort(_Message, tag=True, frozen=True, kw_only=True):
+class Abort(_OfLease, frozen=True, kw_only=True):
     """The prefill worker ends the lease and sends no more blocks for it."""
 
-    lease_id: int
-    epoch: int
     reason: str
 
 

@@ -133,7 +133,7 @@ class Service(ABC, Generic[E]):
 
     def refusal(self, request: Submit | Offer, chain: HashChain) -> Refusal | None:
         """Why the worker does not take the request, now or ever; None if it does. ``chain``: hashes the request's blocks."""
-        is_known, decodes = (request.request_id, request.attempt) in self.entries, self.role is Role.DECODE
+        is_known, decodes = request.key in self.entries, self.role is Role.DECODE
         found = refusal_of(request, self.identity, self.status(), is_known=is_known, decodes=decodes)
         if found is None and isinstance(request, Submit):
             return self.ports.images.refusal(request)
@@ -195,10 +195,10 @@ class Service(ABC, Generic[E]):
         match role, message:
             case Role.GATEWAY, Submit():
                 self._on_submit(peer_id, message)
-            case Role.GATEWAY, Cancel(request_id=request_id, attempt=attempt):
-                self._on_cancel(peer_id, (request_id, attempt))
-            case Role.GATEWAY, Withdraw(request_id=request_id, attempt=attempt):
-                self._on_withdraw(peer_id, (request_id, attempt))
+            case Role.GATEWAY, Cancel():
+                self._on_cancel(peer_id, message.key)
+            case Role.GATEWAY, Withdraw():
+                self._on_withdraw(peer_id, message.key)
             case Role.GATEWAY, AskImages():
                 self.ports.images.answer(message, partial(self.ports.send, role, peer_id))
             case Role.GATEWAY, KeyTokens():
@@ -216,8 +216,8 @@ class Service(ABC, Generic[E]):
         chain = self.chain_of(submit)
         refusal = self.refusal(submit, chain)
         if refusal is not None:
-            key = submit.request_id, submit.attempt
-            self.ports.send(Role.GATEWAY, gateway_id, failed(key, refusal.code, refusal.detail, refusal.retry_after_s))
+            outcome = failed(submit.key, refusal.code, refusal.detail, refusal.retry_after_s)
+            self.ports.send(Role.GATEWAY, gateway_id, outcome)
             return
         entry = self.entry_of(submit, gateway_id, self.sequence_of(submit, chain))
         self.take(entry, submit.images)

@@ -106,7 +106,7 @@ class Attempt:
         """
         self._find_room = find_room
         request, involved, first = self._request, self._involved, self._involved[0]
-        key = (submit.request_id, submit.attempt)
+        key = submit.key
         accept_s = request.timings.on_submit(now_s)
         # Sent first, because the client waits. No answer is handled before this coroutine awaits.
         if not first.client.send(submit):

@@ -143,9 +143,9 @@ class Worker:
                 for item in first_tokens_first(items):
                     self._owner.deliver((item.request_id, item.attempt), item)
             case HandedOver() | Preempted() | Withdrawn():
-                self._owner.deliver((message.request_id, message.attempt), message)
+                self._owner.deliver(message.key, message)
             case Failed() | Cancelled():
-                self._owner.deliver((message.request_id, message.attempt), GaveUp(self.role, message))
+                self._owner.deliver(message.key, GaveUp(self.role, message))
             case _:
                 logger.warning("unexpected %s from %s", type(message).__name__, self.address)
 

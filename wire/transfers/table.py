@@ -109,8 +109,8 @@ class TransferTable:
         match message:
             case Grant():
                 self._on_grant(link, message)
-            case Refuse(request_id=request_id, attempt=attempt):
-                transfer = self._transfers.get((request_id, attempt))
+            case Refuse():
+                transfer = self._transfers.get(message.key)
                 if transfer is not None and transfer.link is link and transfer.state is HandoffState.OFFERED:
                     self._fail(transfer, message.code, message.detail, message.retry_after_s)
             case Verified(lease_id=lease_id):
@@ -156,7 +156,7 @@ class TransferTable:
     # -- inside ----------------------------------------------------------------------------------------------------
 
     def _on_grant(self, link: DecodeLink, grant: Grant) -> None:
-        transfer = self._transfers.get((grant.request_id, grant.attempt))
+        transfer = self._transfers.get(grant.key)
         if transfer is None or transfer.state is not HandoffState.OFFERED or transfer.link is not link:
             # Aborted while the grant was on its way: tell the receiver, so that its lease need not time out.
             link.control.send(Abort(lease_id=grant.lease_id, epoch=grant.epoch, reason="granted too late"))
