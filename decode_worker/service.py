@@ -251,7 +251,7 @@ class DecodeService(Service[DecodeEntry]):
             detail = invalid_first_token(commit.first_token, sampling, vocab_size)
             detail = detail or unlikely_offset(commit.position_offset, entry.sequence, self.identity.card.max_model_len)
             if detail is not None:
-                return self._leases.reject(peer_id, commit.lease_id, commit.epoch, detail)
+                return self._leases.reject(peer_id, commit, detail)
         self._leases.commit(peer_id, commit)
 
     def on_lease_verified(self, lease: VerifiedLease) -> None:

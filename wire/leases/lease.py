@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from kvrelay.common.block_hash import HashChain
 from kvrelay.wire.blocks.frames import Place
@@ -110,7 +110,7 @@ class Lease:
     @property
     def key(self) -> tuple[str, int]:
         """(request_id, attempt): the attempt that the lease is for."""
-        return (self.offer.request_id, self.offer.attempt)
+        return self.offer.key
 
     @property
     def lease_key(self) -> str:
@@ -139,6 +139,33 @@ class Lease:
     def is_doubted(self) -> bool:
         """Whether the sender has sent everything and a frame was dropped: missing blocks may be lost."""
         return self.has_dropped and self.state is HandoffState.COMMITTED
+
+    def verified(self, now_s: float) -> VerifiedLease:
+        """What the handler gets of the lease, which is committed and complete."""
+        assert self.commit is not None, f"lease {self.lease_id} is verified without a commit"
+        return VerifiedLease(
+            lease_id=self.lease_id,
+            lease_key=self.lease_key,
+            peer_id=self.peer_id,
+            offer=self.offer,
+            chain=self.chain,
+            commit=self.commit,
+            block_tables=self.block_tables,
+            transfer_s=now_s - self.committed_s,
+        )
+
+    def snapshot(self, now_s: float) -> dict[str, Any]:
+        """The lease in numbers, for /debug/kv."""
+        return {
+            "lease_id": self.lease_id,
+            "request_id": self.offer.request_id,
+            "attempt": self.offer.attempt,
+            "state": self.state.value,
+            "blocks": len(self.block_tables[0]),
+            "cached": self.num_cached,
+            "received": self.num_received,
+            "expires_in_s": round(self.expires_s - now_s, 3),
+        }
 
     def advance(self, state: HandoffState) -> None:
         """Enter ``state``; see kvrelay.wire.leases.states."""

@@ -77,7 +77,6 @@ class LeaseTable:
         self._lock = threading.RLock()
         self._verdict = threading.Condition(self._lock)  # notified when the write of a piece ends
         self._leases: dict[int, Lease] = {}
-        self._by_key: dict[tuple[str, int], Lease] = {}
 
     @property
     def seals_kv(self) -> bool:
@@ -88,7 +87,7 @@ class LeaseTable:
 
     def offer(self, peer_id: str, offer: Offer) -> Grant | Refuse:
         """Reserve blocks for the offered tokens, and for the first token after them."""
-        key = (offer.request_id, offer.attempt)
+        key = offer.key
 
         def refuse(code: FailureCode, detail: str, retry_after_s: float | None = None) -> Refuse:
             return Refuse(request_id=key[0], attempt=key[1], code=code, detail=detail, retry_after_s=retry_after_s)
@@ -107,7 +106,7 @@ class LeaseTable:
         num_tokens = len(offer.token_ids)
         num_full, num_blocks = num_tokens // block_size, num_tokens // block_size + 1
         with self._lock:
-            if key in self._by_key:
+            if any(lease.key == key for lease in self._leases.values()):
                 return refuse(FailureCode.INVALID, f"attempt {key[1]} of request {key[0]} is already leased")
             lease_id = secrets.randbits(_LEASE_ID_BITS)
             reserved = self._blocks.reserve(str(lease_id), num_blocks, offer.block_hashes[:num_full], num_tokens)
@@ -121,7 +120,7 @@ class LeaseTable:
             pieces = self._settings.pieces
             firsts = tuple(piece.first_block(num_tokens, block_size) for piece in pieces)
             lease = Lease(lease_id, peer_id, offer, chain, tables, num_cached, pieces, firsts, expires_s, opener)
-            self._leases[lease_id] = self._by_key[key] = lease
+            self._leases[lease_id] = lease
         self._metrics.reused_blocks.inc(num_cached)
         return Grant(
             request_id=key[0],
@@ -136,7 +135,7 @@ class LeaseTable:
     def commit(self, peer_id: str, commit: Commit) -> None:
         """The sender has sent everything. The lease is verified now, or with its last block."""
         with self._lock:
-            lease = self._live(peer_id, commit.lease_id, commit.epoch)
+            lease = self._live(peer_id, commit)
             if lease is None or lease.commit is not None:
                 return
             lease.commit, lease.committed_s = commit, self._clock()
@@ -146,24 +145,21 @@ class LeaseTable:
                 self._doom(lease, FailureCode.INTEGRITY, "the commit's chain hash is not that of the offer")
         self._settle(lease)
 
-    def reject(self, peer_id: str, lease_id: int, epoch: int, detail: str) -> None:
+    def reject(self, peer_id: str, commit: Commit, detail: str) -> None:
         """End the lease, because the model's service found that the sender's commit cannot be right."""
-        self._end(lambda lease: lease is self._live(peer_id, lease_id, epoch), FailureCode.INTEGRITY, detail)
+        self._end(lambda lease: lease is self._live(peer_id, commit), FailureCode.INTEGRITY, detail)
 
     def renew(self, peer_id: str, renew: Renew) -> None:
         """The sender still computes: extend the lease."""
         with self._lock:
-            lease = self._live(peer_id, renew.lease_id, renew.epoch)
+            lease = self._live(peer_id, renew)
             if lease is not None:
                 self._touch(lease)
 
     def abort(self, peer_id: str, abort: Abort) -> None:
         """The sender gives up: end the lease."""
-        self._end(
-            lambda lease: lease is self._live(peer_id, abort.lease_id, abort.epoch),
-            FailureCode.CANCELLED,
-            f"aborted: {abort.reason}",
-        )
+        detail = f"aborted: {abort.reason}"
+        self._end(lambda lease: lease is self._live(peer_id, abort), FailureCode.CANCELLED, detail)
 
     def cancel(
         self,
@@ -194,19 +190,7 @@ class LeaseTable:
         """Every lease, for /debug/kv."""
         now_s = self._clock()
         with self._lock:
-            return [
-                {
-                    "lease_id": lease.lease_id,
-                    "request_id": lease.offer.request_id,
-                    "attempt": lease.offer.attempt,
-                    "state": lease.state.value,
-                    "blocks": len(lease.block_tables[0]),
-                    "cached": lease.num_cached,
-                    "received": lease.num_received,
-                    "expires_in_s": round(lease.expires_s - now_s, 3),
-                }
-                for lease in self._leases.values()
-            ]
+            return [lease.snapshot(now_s) for lease in self._leases.values()]
 
     # -- the receiver threads --------------------------------------------------------------------------------------
 
@@ -315,10 +299,10 @@ class LeaseTable:
         self._metrics.refused_blocks.labels(refusal.cause_name).inc()
         return refusal
 
-    def _live(self, peer_id: str, lease_id: int, epoch: int) -> Lease | None:
+    def _live(self, peer_id: str, about: Commit | Renew | Abort) -> Lease | None:
         """The lease, if it is live and belongs to ``peer_id``. A worker cannot act on another worker's lease."""
-        lease = self._leases.get(lease_id)
-        if lease is None or lease.state.is_over or lease.peer_id != peer_id or epoch != self._settings.epoch:
+        lease = self._leases.get(about.lease_id)
+        if lease is None or lease.state.is_over or lease.peer_id != peer_id or about.epoch != self._settings.epoch:
             return None
         return lease
 
@@ -366,20 +350,10 @@ class LeaseTable:
                 lease.advance(HandoffState.VERIFIED)
                 for index in range(len(lease.offer.token_ids) // self._settings.block_size):
                     self._blocks.publish(lease.lease_key, index, lease.offer.block_hashes[index])
-                assert lease.commit is not None
-                verified = VerifiedLease(
-                    lease_id=lease.lease_id,
-                    lease_key=lease.lease_key,
-                    peer_id=lease.peer_id,
-                    offer=lease.offer,
-                    chain=lease.chain,
-                    commit=lease.commit,
-                    block_tables=lease.block_tables,
-                    transfer_s=self._clock() - lease.committed_s,
-                )
+                verified = lease.verified(self._clock())
             else:
                 return
-            del self._leases[lease.lease_id], self._by_key[lease.key]
+            del self._leases[lease.lease_id]
         if verified is not None:
             self._metrics.handoffs.labels("verified").inc()
             self._metrics.transfer_s.observe(verified.transfer_s)
