@@ -30,6 +30,7 @@ from kvrelay.gateway.relay.request import AttemptNote, GenerationRequest, Place
 from kvrelay.gateway.routing.admission import Admission
 from kvrelay.gateway.routing.asked import Asked
 from kvrelay.gateway.routing.breaker import CircuitBreakers, Part
+from kvrelay.gateway.routing.estimates import Estimates
 from kvrelay.gateway.settings import RelaySettings
 from kvrelay.gateway.workers.pool import WorkerPool
 from kvrelay.wire.messages import ABOUT_GUIDE, DecodeTarget, FailureCode, Submit, TokenDelta
@@ -61,7 +62,7 @@ class Relay:
             settings.room_timeout_s,
             pool.changed,
             metrics,
-            self._placement.supply,
+            Estimates(self._placement.supply),
             clock,
         )
         self.images = ImageDesk(pool, settings, self.admission)

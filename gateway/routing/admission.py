@@ -5,7 +5,7 @@ line is full, a request that would not be the last takes the place of the last o
 
 A request that finds a place does not wait; otherwise it joins the line. It is refused at once, with a hint when to come again, if
 the line is full, if its wait would be too long, or if it could not be answered in time. The wait is forecast from the workers'
-reports and from running requests; the length of the answer from similar requests (:mod:`kvrelay.gateway.routing.forecast`). No
+reports and from running requests; the length of the answer from similar requests (:mod:`kvrelay.gateway.routing.estimates`). No
 request is refused on an estimate before a similar one has ended. A request whose turn comes too late is refused as well. Attempts
 after the first do not join the line, because their clients are already being answered. For the same reason a further choice of a
 prompt joins a full line once the first choice has its K/V, and is not pushed out of it.
@@ -29,14 +29,13 @@ from kvrelay.common.fair_queue import FairQueue, Flow
 from kvrelay.gateway.errors import ApiError, OverloadedError, RequestTimeoutError
 from kvrelay.gateway.metrics import ModelMetrics
 from kvrelay.gateway.routing.asked import Asked, last_newcomer, too_heavy
-from kvrelay.gateway.routing.forecast import Forecast, Need, Pace, Served, Supply
+from kvrelay.gateway.routing.estimates import Estimates
 
 T = TypeVar("T")
 
 _MARGIN = 1.15  # safety factor on estimates: an early refusal costs nothing, a late request costs others time
 _LOOK_S = 0.5  # how often the first in line looks for a place without being woken
 _MAX_RETRY_S = 60.0
-_FORECAST_S = 0.25  # how long a forecast of the whole line is reused and extended
 
 
 class Admission:
@@ -48,24 +47,21 @@ class Admission:
         room_timeout_s: float,
         changed: asyncio.Event,
         metrics: ModelMetrics,
-        supply: Callable[[], Supply],
+        estimates: Estimates,
         clock: Clock,
     ) -> None:
         """``changed``: others set it when there may be a place; the first in line clears it."""
-        self._pace = Pace()
         self._max_queued = max_queued
         self._room_timeout_s = room_timeout_s
         self._changed = changed
         self._metrics = metrics
-        self._supply = supply
+        self._estimates = estimates
         self._clock = clock
         self._line: list[Asked] = []
         self._beside: list[Asked] = []
         self._called: Asked | None = None  # the first of the line, which is looking for a place
         self._sorted_s = 0.0  # when the line was last sorted
         self._fair = FairQueue()
-        self._running: dict[Asked, float] = {}  # when they got their places
-        self._forecast: tuple[float, Forecast] | None = None  # when it was made, and the forecast of the whole line
         metrics.queued.set_function(lambda: self.num_queued)
 
     @property
@@ -76,7 +72,7 @@ class Admission:
     @property
     def num_running(self) -> int:
         """The number of requests that have a place."""
-        return len(self._running)
+        return self._estimates.num_running
 
     def check_not_full(self, flow: Flow) -> None:
         """Raises OverloadedError if a new request of ``flow`` would be refused, before any work is done for it."""
@@ -90,18 +86,11 @@ class Admission:
 
     def num_to_hold(self, asked: Asked) -> float:
         """The estimated tokens of prompt and output that a request will hold."""
-        return asked.num_prompt_tokens + self._pace.output_tokens(asked.kind, asked.max_tokens)
+        return self._estimates.num_to_hold(asked)
 
     def is_ahead(self, asked: Asked) -> bool:
         """Whether the request's key has had as much as any other key that asks. Then it leaves room for the others."""
         return self._fair.is_ahead(asked, self._clock())
-
-    def expected_wait_s(self, asked: Asked) -> float | None:
-        """How long a request that joined the line now would wait; None if unknown."""
-        now_s = self._clock()
-        self._come(asked, math.inf, now_s)
-        line = self._with(asked, now_s)
-        return self._wait_s(asked, line[: line.index(asked)], now_s)
 
     async def place(self, find: Callable[[], T | None], asked: Asked, timeout_s: float, why: Callable[[], str]) -> T:
         """The result of ``find``, at once or when the request's turn comes. ``on_end`` must follow. ``timeout_s``: of the whole
@@ -173,12 +162,8 @@ class Admission:
 
     def on_end(self, asked: Asked, num_output_tokens: int, first_token_s: float | None) -> None:
         """A request that had a place is over. ``first_token_s``: time of its first token; None if there was none."""
-        now_s, placed_s = self._clock(), self._running.pop(asked)
         self._fair.settle(asked, asked.num_prompt_tokens + num_output_tokens)
-        # Also counts requests that a stop string or the client ended: they cost as much.
-        if num_output_tokens and first_token_s is not None:
-            served = Served(asked.num_prompt_tokens, num_output_tokens, first_token_s - placed_s, now_s - placed_s)
-            self._pace.on_served(asked.kind, served, now_s)
+        self._estimates.on_end(asked, num_output_tokens, first_token_s, self._clock())
 
     def _come(self, asked: Asked, timeout_s: float, now_s: float) -> None:
         asked.arrival_s, asked.deadline_s = now_s - asked.waited_s, now_s + timeout_s
@@ -188,7 +173,7 @@ class Admission:
     def _begin(self, asked: Asked, now_s: float) -> None:
         """The request got its place."""
         self._fair.begin(asked, now_s)
-        self._running[asked] = now_s
+        self._estimates.on_placed(asked, now_s)
 
     def _join(self, asked: Asked, timeout_s: float, now_s: float) -> None:
         """Join the line, and push the last newcomer out of a full one. Raises OverloadedError if the request may not join."""
@@ -200,10 +185,7 @@ class Admission:
             self._check_in_time(asked, line[:index], timeout_s, now_s)
             if pushed_out is not None:
                 self._push_out(pushed_out, line)
-        if self._forecast is not None and is_last:
-            self._forecast[1].place(self._need(asked))
-        else:
-            self._forecast = None
+        self._estimates.on_joined(asked, is_last=is_last)
         self._line = line
         self._call_first()
 
@@ -273,7 +255,7 @@ class Admission:
                 continue
             if (found := find()) is not None:
                 left_s = timeout_s - (now_s - begun_s)
-                if (needed_s := _MARGIN * (self._service_s(asked, now_s) or 0.0)) > left_s:
+                if (needed_s := _MARGIN * (self._estimates.service_s(asked, now_s) or 0.0)) > left_s:
                     detail = f"{left_s:.1f} s are left of the request's time, and an answer takes {needed_s:.1f} s"
                     raise self._refusal("too_late", detail)
                 return found
@@ -298,8 +280,11 @@ class Admission:
         return RequestTimeoutError(text)
 
     def _check_in_time(self, asked: Asked, before: Sequence[Asked], timeout_s: float, now_s: float) -> None:
-        service_s = self._service_s(asked, now_s)
-        if service_s is None or (wait_s := self._wait_s(asked, before, now_s)) is None:
+        service_s = self._estimates.service_s(asked, now_s)
+        if service_s is None:
+            return
+        wait_s = self._estimates.wait_s(asked, before, now_s, is_last=len(before) == len(self._line))
+        if wait_s is None:
             return
         limit_s = self._patience_s(asked, math.inf)
         if wait_s > limit_s:
@@ -321,29 +306,3 @@ class Admission:
     def _refusal(self, reason: str, detail: str, retry_after_s: float = 0.0) -> OverloadedError:
         self._metrics.refused.labels(reason).inc()
         return OverloadedError(f"{detail}; try again later", retry_after_s=min(max(1.0, retry_after_s), _MAX_RETRY_S))
-
-    # -- estimates -------------------------------------------------------------------------------------------------
-
-    def _wait_s(self, asked: Asked, before: Sequence[Asked], now_s: float) -> float | None:
-        """How long a request after ``before`` waits for its place; None if unknown."""
-        place_s = self._forecast_behind(before, now_s).copy().place(self._need(asked))
-        return None if place_s is None else place_s - now_s
-
-    def _service_s(self, asked: Asked, now_s: float) -> float | None:
-        return self._pace.service_s(asked.kind, asked.num_prompt_tokens, asked.max_tokens, now_s)
-
-    def _need(self, asked: Asked) -> Need:
-        return Need(asked.num_to_compute, self.num_to_hold(asked), self._pace.durations_s(asked.kind))
-
-    def _forecast_behind(self, before: Sequence[Asked], now_s: float) -> Forecast:
-        """A forecast in which the requests of ``before`` have got their places."""
-        is_whole = len(before) == len(self._line)
-        if is_whole and self._forecast is not None and now_s - self._forecast[0] < _FORECAST_S:
-            return self._forecast[1]
-        running = [(self._need(asked), since_s) for asked, since_s in self._running.items()]
-        forecast = Forecast(self._supply(), running, now_s)
-        for asked in before:
-            forecast.place(self._need(asked))
-        if is_whole:
-            self._forecast = (now_s, forecast)
-        return forecast

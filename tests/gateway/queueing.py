@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 from kvrelay.gateway.errors import UnavailableError
 from kvrelay.gateway.metrics import GatewayMetrics
 from kvrelay.gateway.routing.admission import Admission, Asked
+from kvrelay.gateway.routing.estimates import Estimates
 from kvrelay.gateway.routing.forecast import Prefiller, Supply
 from kvrelay.gateway.workers.load import Load, WorkerView
 from kvrelay.wire.messages import Status, WorkerState
@@ -70,7 +71,9 @@ class World:
         self._batch = asyncio.Semaphore(machines.max_running)
         self._number = 0
         metrics = GatewayMetrics(CollectorRegistry()).of_model("tiny")
-        self.admission = Admission(1024, room_timeout_s, self._changed, metrics, self._supply, self.loop.time)
+        self._line: list[Asked] = []  # those that wait, in their order: all have one key and one priority
+        self._estimates = Estimates(self._supply)
+        self.admission = Admission(1024, room_timeout_s, self._changed, metrics, self._estimates, self.loop.time)
 
     def run(self, *clients: Client, for_s: float) -> None:
         """Run the clients for ``for_s`` seconds."""
@@ -113,12 +116,15 @@ class World:
             return None if backlogged or not self.view(self.decode).takes_sequence(tokens) else True
 
         must_wait = self.admission.num_queued or find() is None
-        expected_s = self.admission.expected_wait_s(asked) if must_wait else 0.0
+        expected_s = self._estimates.wait_s(asked, self._line, begun_s, is_last=True) if must_wait else 0.0
+        self._line.append(asked)
         try:
             await self.admission.place(find, asked, timeout_s, str)
         except UnavailableError as error:
             self.refused.append(str(error))
             return
+        finally:
+            self._line.remove(asked)
         placed_s = self.loop.time()
         if expected_s is not None:
             self.waited.append(Waited(expected_s, placed_s - begun_s))

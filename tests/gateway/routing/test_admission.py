@@ -12,6 +12,7 @@ from kvrelay.common.fair_queue import Flow
 from kvrelay.gateway.errors import ApiError, RequestTimeoutError, UnavailableError
 from kvrelay.gateway.metrics import GatewayMetrics
 from kvrelay.gateway.routing.admission import Admission, Asked
+from kvrelay.gateway.routing.estimates import Estimates
 from kvrelay.gateway.routing.forecast import Prefiller, Supply
 
 
@@ -23,7 +24,8 @@ class Office:
         self.changed = asyncio.Event()
         self.metrics = GatewayMetrics(CollectorRegistry()).of_model("tiny")
         self.backlog_s = 0.0  # of the one prefill worker, which computes 100 tokens a second
-        self.admission = Admission(max_queued, room_timeout_s, self.changed, self.metrics, self.supply, self.loop.time)
+        estimates = Estimates(self.supply)
+        self.admission = Admission(max_queued, room_timeout_s, self.changed, self.metrics, estimates, self.loop.time)
         self.num_places = num_places
         self.served: list[str] = []
 
