@@ -14,7 +14,7 @@ from kvrelay.launcher.local.plan import Plan, num_ports, plan_deployment
 from kvrelay.launcher.settings import LocalSettings
 from kvrelay.prefill_worker.settings import PrefillSettings
 
-from .test_local import parsed
+from .test_plan import parsed
 
 
 def workers(*num_ranks: int) -> list[WorkerRanks]:
@@ -79,8 +79,6 @@ def test_who_has_which_is_said() -> None:
 def test_a_worker_that_has_a_gpu_alone_may_have_all_of_it(num_gpus: int, fractions: list[float]) -> None:
     plan = planned(num_gpus)
     prefill, decode = parsed(PrefillSettings, plan.specs[0]), parsed(DecodeSettings, plan.specs[1])
-    assert isinstance(prefill, PrefillSettings)
-    assert isinstance(decode, DecodeSettings)
     assert [prefill.kv.kv_memory_fraction, decode.kv.kv_memory_fraction] == fractions
     if num_gpus < 2:
         assert not plan.gpus
@@ -93,7 +91,6 @@ def test_the_fullest_of_a_workers_gpus_decides_its_memory() -> None:
     plan = planned(2, prefill=2, decode_tensor_parallel=2)
     assert having(plan) == {"prefill-0": "0", "prefill-1": "1", "decode-0": "0,1", "gateway": None}
     decode = parsed(DecodeSettings, plan.specs[2])
-    assert isinstance(decode, DecodeSettings)
     assert decode.kv.kv_memory_fraction == 0.5
 
 
