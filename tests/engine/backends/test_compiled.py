@@ -1,4 +1,4 @@
-"""The source of compiled code on a machine without a compiler, such as an image: libraries compiled ahead."""
+"""Where compiled code comes from: libraries compiled ahead, as in an image, and torch's operations where there are none."""
 
 from __future__ import annotations
 
@@ -9,7 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvrelay.common.errors import ModelError
+from kvrelay.engine.backends.cpu.build import cpu_ops, why_no_cpu_kernels
 from kvrelay.engine.backends.cpu.native import CpuKernels, CpuKernelsError, compiled, prebuild
+from kvrelay.engine.backends.cpu.ops import CpuOps
+from kvrelay.engine.backends.options import EngineOptions
+from tests.engine.backends.test_native import config_of
 
 
 @pytest.mark.parametrize(
@@ -51,3 +56,41 @@ def test_what_is_compiled_ahead_runs(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert not kernels.has_bf16_dot_products
     gate_up = torch.randn(3, 64, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     torch.testing.assert_close(kernels.silu_mul(gate_up), torch.nn.functional.silu(gate_up[:, :32]) * gate_up[:, 32:])
+
+
+def test_a_machine_without_compiler_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled.shutil, "which", lambda name: None)
+    with pytest.raises(CpuKernelsError, match=r"no g\+\+"):
+        CpuKernels.load(tmp_path)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
+def test_a_source_that_does_not_compile_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = tmp_path / "broken.cpp"
+    broken.write_text("int main( {")
+    monkeypatch.setattr(compiled, "_SOURCES", (broken,))
+    with pytest.raises(CpuKernelsError, match=r"(?s)fails: .*broken\.cpp"):
+        CpuKernels.load(tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_without_kernels_the_engine_runs_on_torch(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(_: Path) -> CpuKernels:
+        raise CpuKernelsError("there is no g++ (apt install g++)")
+
+    monkeypatch.setattr(CpuKernels, "load", fails)
+    pool = torch.zeros(1, 2, 2, 2, 16, 64, dtype=torch.bfloat16)
+    config = config_of((4, 2), 64)
+
+    def ops(cpu_kernels: str) -> object:
+        options = EngineOptions(Path(), "m", cpu_kernels=cpu_kernels)
+        return cpu_ops(options, config, pool, 64)
+
+    assert isinstance(ops("auto"), CpuOps)
+    assert "the slower torch operations instead: there is no g++" in caplog.text
+    with pytest.raises(ModelError, match=r"--cpu-kernels is native, but there is no g\+\+"):
+        ops("native")
+    assert isinstance(ops("torch"), CpuOps)
+    assert why_no_cpu_kernels(EngineOptions(Path(), "m"), config) == "there is no g++ (apt install g++)"

@@ -14,12 +14,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kvrelay.common.errors import ModelError
 from kvrelay.common.kv_geometry import Chunk, Window
-from kvrelay.engine.backends.cpu.build import cpu_ops, why_no_cpu_kernels
+from kvrelay.engine.backends.cpu.build import why_no_cpu_kernels
 from kvrelay.engine.backends.cpu.linear import NativeLinear
 from kvrelay.engine.backends.cpu.low_rank import NativeLowRank
-from kvrelay.engine.backends.cpu.native import CpuKernels, CpuKernelsError, compiled
+from kvrelay.engine.backends.cpu.native import CpuKernels, compiled
 from kvrelay.engine.backends.cpu.native.compiled import default_cache_dir
 from kvrelay.engine.backends.cpu.native_ops import NativeCpuOps
 from kvrelay.engine.backends.cpu.ops import CpuOps
@@ -349,44 +348,6 @@ def test_products(kernels: CpuKernels, num_outputs: int, num_inputs: int, has_bi
 def test_inputs_of_a_weight_come_in_pairs(kernels: CpuKernels) -> None:
     with pytest.raises(ValueError, match="a weight of 3 inputs"):
         kernels.pack_weight(bf16(4, 3))
-
-
-def test_a_machine_without_compiler_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled.shutil, "which", lambda name: None)
-    with pytest.raises(CpuKernelsError, match=r"no g\+\+"):
-        CpuKernels.load(tmp_path)
-
-
-@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
-def test_a_source_that_does_not_compile_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = tmp_path / "broken.cpp"
-    broken.write_text("int main( {")
-    monkeypatch.setattr(compiled, "_SOURCES", (broken,))
-    with pytest.raises(CpuKernelsError, match=r"(?s)fails: .*broken\.cpp"):
-        CpuKernels.load(tmp_path / "cache")
-    assert list((tmp_path / "cache").iterdir()) == []
-
-
-def test_without_kernels_the_engine_runs_on_torch(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fails(_: Path) -> CpuKernels:
-        raise CpuKernelsError("there is no g++ (apt install g++)")
-
-    monkeypatch.setattr(CpuKernels, "load", fails)
-    pool = torch.zeros(1, 2, 2, 2, 16, 64, dtype=torch.bfloat16)
-    config = config_of((4, 2), 64)
-
-    def ops(cpu_kernels: str) -> object:
-        options = EngineOptions(Path(), "m", cpu_kernels=cpu_kernels)
-        return cpu_ops(options, config, pool, 64)
-
-    assert isinstance(ops("auto"), CpuOps)
-    assert "the slower torch operations instead: there is no g++" in caplog.text
-    with pytest.raises(ModelError, match=r"--cpu-kernels is native, but there is no g\+\+"):
-        ops("native")
-    assert isinstance(ops("torch"), CpuOps)
-    assert why_no_cpu_kernels(EngineOptions(Path(), "m"), config) == "there is no g++ (apt install g++)"
 
 
 def test_why_there_are_no_kernels(kernels: CpuKernels, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,6 @@ from kvrelay.gateway.errors import (
     RequestTimeoutError,
     UnavailableError,
 )
-from kvrelay.gateway.relay.request import PromptShare
 from kvrelay.gateway.routing.breaker import BreakerState
 from kvrelay.wire.messages import (
     Cancelled,
@@ -123,9 +122,14 @@ async def test_attempts_are_bounded_and_the_error_is_honest() -> None:
         assert [await s.players[0].cancelled.get() for _ in range(3)] == [("r", 1), ("r", 2), ("r", 3)]
 
 
-async def test_what_can_never_work_is_not_tried_again() -> None:
-    async with stage(failing(FailureCode.INVALID)) as s:
-        with pytest.raises(InvalidRequestError, match="scripted"):
+@pytest.mark.parametrize(
+    ("code", "error", "says"),
+    [(FailureCode.INVALID, InvalidRequestError, "scripted"), (FailureCode.DEADLINE, RequestTimeoutError, "time")],
+)
+async def test_what_can_never_work_is_not_tried_again(code: FailureCode, error: type[Exception], says: str) -> None:
+    """A worker out of time is no mistake of the client."""
+    async with stage(failing(code)) as s:
+        with pytest.raises(error, match=says):
             await s.run()
         assert len(s.players[0].submits) == 1
 
@@ -307,47 +311,6 @@ async def test_a_worker_that_is_gone_has_no_open_breaker() -> None:
         assert s.relay.breakers.states() == {}
 
 
-async def test_who_would_wait_too_long_for_prompts_in_the_line_is_refused_at_once() -> None:
-    """A prefill worker computes a token in ten seconds. Three tokens wait there, and another three wait in the line."""
-    async with stage(good, prefill=good, room_timeout_s=50.0) as s:
-        served = asking()  # from now on it is known how long answers take
-        await s.deltas(served, lambda _: served.timings.on_tokens(s.relay.clock()))
-        slow, worker = s.players[0], s.pool.prefills[s.players[0].address]
-        slow.num_waiting_tokens, slow.prompt_tokens_per_s = 3, 0.1
-        await until(s.pool, lambda: worker.tokens_per_s is not None)
-        first = asyncio.create_task(s.run(request_id="first"))
-        while not s.relay.admission.num_queued:
-            await asyncio.sleep(0)  # lets the request start
-        with pytest.raises(UnavailableError, match=r"would come free in some 5\d s; the limit is 50 s"):
-            await s.run(request_id="second")
-        assert s.relay.admission.num_queued == 1
-        first.cancel()
-
-
-async def test_another_choice_of_an_answered_prompt_joins_a_full_line() -> None:
-    def begins(player: Player, submit: Submit) -> None:
-        player.tokens(submit, 0, [100], timings=Timings(prefill_s=0.1))
-
-    async with stage(in_turn(begins, good), max_queued=1) as s:
-        share = PromptShare()
-        first, second = asking(), asking(request_id="second", choice=1)
-        first.share = second.share = share
-        running = asyncio.create_task(s.deltas(first))
-        await share.settled()
-        player, worker = s.players[0], s.pool.decodes[s.players[0].address]
-        player.num_running = 10**6
-        await until(s.pool, lambda: worker.status is not None and worker.status.num_running > 0)
-        tasks = [asyncio.create_task(s.deltas(one)) for one in (asking(request_id="other"), second)]
-        while s.relay.admission.num_queued < len(tasks):
-            await asyncio.sleep(0)  # lets the requests start
-        with pytest.raises(UnavailableError, match="1 requests wait already"):
-            await s.run(request_id="too many")
-        player.num_running = 0
-        for task in tasks:
-            assert (await task)[-1].finish_reason is FinishReason.LENGTH
-        running.cancel()
-
-
 async def test_decode_workers_that_were_never_tried_compute_what_cannot_be_handed_over() -> None:
     """The only prefill worker fails all requests, and no worker's speed is known."""
     async with stage(good, prefill=failing(FailureCode.INTERNAL), local_prefill="sooner", room_timeout_s=0.3) as s:
@@ -364,12 +327,6 @@ async def test_a_prefill_worker_is_not_blamed_for_a_full_decode_worker() -> None
         assert first.decode is not None
         assert second.decode is not None
         assert first.decode.address != second.decode.address
-
-
-async def test_a_worker_out_of_time_is_a_timeout_not_the_clients_fault() -> None:
-    async with stage(failing(FailureCode.DEADLINE)) as s:
-        with pytest.raises(RequestTimeoutError):
-            await s.run()
 
 
 async def test_a_request_that_a_worker_gave_up_goes_on() -> None:
