@@ -203,6 +203,20 @@ async def until(pool: WorkerPool, holds: Callable[[], bool]) -> None:
             await pool.changed.wait()
 
 
+async def leave(on: Stage, player: Player) -> None:
+    """A player begins to drain, and the gateway has heard of it."""
+    [worker] = [one for one in on.pool.workers if one.address == player.address]
+    player.state = WorkerState.DRAINING
+    await until(on.pool, lambda: not worker.is_usable)
+
+
+async def queued(on: Stage, number: int) -> None:
+    """Wait until so many requests wait, in the line and beside it."""
+    async with asyncio.timeout(20):
+        while on.relay.admission.num_queued != number:
+            await asyncio.sleep(0.001)  # polls for a state
+
+
 @asynccontextmanager
 async def stage(
     *scripts: Script,

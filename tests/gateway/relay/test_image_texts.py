@@ -28,7 +28,7 @@ from kvrelay.wire.messages import AskImages, Role, WorkerState
 from kvrelay.wire.metrics import WireMetrics
 
 from ..pictures import seeing_card, telling, texts_of
-from ..players import LINKS, Player, Stage, good, stage, until
+from ..players import LINKS, Player, Stage, good, leave, queued, stage, until
 
 SIZES = ((8, 6), (30, 2))
 BLIND = "its checkpoint has no encoder of images"
@@ -39,11 +39,11 @@ def seeing(**settings: Any) -> Any:
     return stage(good, prefill=good, prefill_cards=[seeing_card()], **settings)
 
 
-async def leave(on: Stage) -> Player:
+async def without_it(on: Stage) -> Player:
     """The prefill worker begins to drain."""
     player = on.players[0]
-    player.tell, player.state = telling, WorkerState.DRAINING
-    await until(on.pool, lambda: not on.pool.prefills[player.address].is_usable)
+    player.tell = telling
+    await leave(on, player)
     return player
 
 
@@ -62,15 +62,9 @@ def asked(on: Stage, patience: Patience | None = None) -> asyncio.Task[ImageText
     return asyncio.create_task(on.relay.images.texts(SIZES, "tiny", "messages", patience))
 
 
-async def queued(on: Stage, number: int) -> None:
-    async with asyncio.timeout(20):
-        while on.relay.admission.num_queued != number:
-            await asyncio.sleep(0.001)  # polls for a state
-
-
 async def test_all_that_wait_go_on_when_the_worker_is_back() -> None:
     async with seeing() as on:
-        player = await leave(on)
+        player = await without_it(on)
         patiences = [Patience() for _ in range(3)]
         tasks = [asked(on, patience) for patience in patiences]
         await queued(on, 3)
@@ -83,7 +77,7 @@ async def test_all_that_wait_go_on_when_the_worker_is_back() -> None:
 
 async def test_a_restarted_worker_is_found_soon_and_asked() -> None:
     async with seeing() as on:
-        await leave(on)
+        await without_it(on)
         waiting = asked(on)
         await queued(on, 1)
         on.players[0].state = WorkerState.READY
@@ -94,7 +88,7 @@ async def test_a_restarted_worker_is_found_soon_and_asked() -> None:
 
 async def test_the_wait_ends_if_the_worker_comes_back_and_reads_no_images() -> None:
     async with seeing() as on:
-        await leave(on)
+        await without_it(on)
         waiting = asked(on)
         await queued(on, 1)
         on.players[0].state = WorkerState.READY
@@ -106,7 +100,7 @@ async def test_the_wait_ends_if_the_worker_comes_back_and_reads_no_images() -> N
 
 async def test_the_time_in_the_line_is_the_bound_and_the_error_names_what_is_missing() -> None:
     async with seeing(room_timeout_s=0.3) as on:
-        await leave(on)
+        await without_it(on)
         text = "model 'tiny': no worker that reads images is up; try again later"
         with pytest.raises(OverloadedError, match=text) as caught:
             await asked(on)
@@ -117,7 +111,7 @@ async def test_the_time_in_the_line_is_the_bound_and_the_error_names_what_is_mis
         with pytest.raises(RequestTimeoutError, match=text):
             await asked(on, Patience(timeout_s=0.1))
     async with seeing(request_timeout_s=0.3) as on:
-        await leave(on)
+        await without_it(on)
         with pytest.raises(RequestTimeoutError, match=r"the request's 0.3 s"):
             await asked(on)
 
@@ -140,7 +134,7 @@ async def test_the_time_of_asking_is_the_requests_own_and_no_waiting() -> None:
 
 async def test_as_many_wait_as_in_the_line_and_smaller_priorities_push_out() -> None:
     async with seeing(max_queued=2) as on:
-        player = await leave(on)
+        player = await without_it(on)
         first, last = asked(on), asked(on, Patience(Flow(priority=5)))
         await queued(on, 2)
         for flow in (Flow(priority=5), Flow(priority=9)):
@@ -158,7 +152,7 @@ async def test_as_many_wait_as_in_the_line_and_smaller_priorities_push_out() -> 
 async def test_so_many_bytes_wait_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(image_texts, "_MAX_WAITING_BYTES", 3 * 2**20)
     async with seeing() as on:
-        player = await leave(on)
+        player = await without_it(on)
         waiting = asked(on, Patience(num_bytes=2 * 2**20))
         await queued(on, 1)
         with pytest.raises(OverloadedError, match=r"files of 2 MiB wait already .* the limit is 3 MiB"):
@@ -167,7 +161,7 @@ async def test_so_many_bytes_wait_at_most(monkeypatch: pytest.MonkeyPatch) -> No
         await queued(on, 2)
         player.state = WorkerState.READY
         await asyncio.gather(waiting, more)
-        await leave(on)
+        await without_it(on)
         again = asked(on, Patience(num_bytes=3 * 2**20))
         await queued(on, 1)
         again.cancel()
@@ -176,7 +170,7 @@ async def test_so_many_bytes_wait_at_most(monkeypatch: pytest.MonkeyPatch) -> No
 async def test_smaller_priorities_push_out_others_whose_files_are_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(image_texts, "_MAX_WAITING_BYTES", 4 * 2**20)
     async with seeing() as on:
-        player = await leave(on)
+        player = await without_it(on)
         staying = [asked(on, Patience(num_bytes=2 * 2**20)), asked(on, Patience(Flow(priority=9)))]
         await queued(on, 2)
         pushed = asked(on, Patience(Flow(priority=5), num_bytes=2 * 2**20))
@@ -196,7 +190,7 @@ async def test_smaller_priorities_push_out_others_whose_files_are_too_much(monke
 
 async def test_who_leaves_waits_no_longer() -> None:
     async with seeing() as on:
-        await leave(on)
+        await without_it(on)
         waiting = asked(on)
         await queued(on, 1)
         waiting.cancel()

@@ -24,10 +24,9 @@ from kvrelay.wire.messages import (
     Timings,
     TokenDelta,
     Tokens,
-    WorkerState,
 )
 
-from ..players import ALL, PROMPT, Player, asking, failing, good, in_turn, stage, until
+from ..players import ALL, PROMPT, Player, asking, failing, good, in_turn, leave, stage, until
 
 
 async def test_another_attempt_goes_on_where_the_last_one_ended(caplog: pytest.LogCaptureFixture) -> None:
@@ -194,8 +193,7 @@ async def test_the_clients_own_time_counts_and_travels_with_the_request(asked_s:
 
 async def test_a_draining_worker_gets_nothing_new() -> None:
     async with stage(good, good) as s:
-        s.players[0].state = WorkerState.DRAINING
-        await until(s.pool, lambda: not s.pool.decodes[s.players[0].address].is_usable)
+        await leave(s, s.players[0])
         for _ in range(4):
             assert await s.run() == ALL
         assert not s.players[0].submits

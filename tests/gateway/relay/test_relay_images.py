@@ -15,7 +15,7 @@ from kvrelay.gateway.relay.request import GenerationRequest, PromptShare
 from kvrelay.wire.messages import ABOUT_IMAGES, FailureCode, HandedOver, Preempted, Submit, Timings, WorkerState
 
 from ..pictures import seeing_card
-from ..players import ALL, Player, Stage, asking, failing, good, in_turn, stage, until
+from ..players import ALL, Player, Stage, asking, failing, good, in_turn, leave, queued, stage, until
 
 DATA = b"a file" * 100
 IMAGES = (PromptImage(ImageSpan(1, 3, image_digest(DATA)), DATA),)
@@ -87,23 +87,6 @@ async def test_a_preempted_request_moves_through_a_prefill_worker() -> None:
         assert [len(player.submits) for player in on.players] == [2, 0, 0]
 
 
-async def test_further_choices_go_over_a_prefill_worker_too() -> None:
-    def hands_over(player: Player, submit: Submit) -> None:
-        player.tokens(submit, 0, [100], timings=Timings(prefill_s=0.1, transfer_s=0.1))
-        player.tokens(submit, 1, [101, 102, 103], ALL[1])
-
-    async with stage(good, prefill=hands_over, prefill_cards=[SEEING], local_prefill="sooner") as on:
-        await prefer_decode(on)
-        share, choices = PromptShare(), [picture(f"r{choice}", choice=choice) for choice in range(3)]
-        for request in choices:
-            request.share = share
-        outputs = await asyncio.gather(*(output(on, request) for request in choices))
-        assert outputs == [ALL[0]] * 3
-        assert [submit.images for submit in on.players[0].submits] == [list(IMAGES)] * 3
-        assert len({id(request.images[0].data) for request in choices}) == 1
-        assert on.players[1].submits == []
-
-
 async def test_a_prompt_with_images_is_not_taken_back() -> None:
     async with stage(good, prefill=good, prefill_cards=[SEEING], local_prefill="sooner") as on:
         await prefer_decode(on)
@@ -141,12 +124,9 @@ async def test_a_request_whose_worker_is_away_stands_beside_the_line() -> None:
     """Texts pass it, which decode workers can compute. It has the time that it has waited less."""
     async with stage(good, prefill=good, prefill_cards=[SEEING]) as on:
         [player, _] = on.players
-        player.state = WorkerState.DRAINING
-        worker = on.pool.prefills[player.address]
-        await until(on.pool, lambda: not worker.is_usable)
+        await leave(on, player)
         waiting = asyncio.create_task(output(on, picture(timeout_s=30.0)))
-        while not on.relay.admission.num_queued:
-            await asyncio.sleep(0.001)  # polls for a state
+        await queued(on, 1)
         assert await output(on, asking(request_id="text")) == ALL[0]
         assert not waiting.done()
         player.state = WorkerState.READY
@@ -158,28 +138,6 @@ async def test_a_request_whose_worker_is_away_stands_beside_the_line() -> None:
         assert on.relay.admission.num_queued == 0
 
 
-async def test_a_request_in_the_line_leaves_it_to_texts_when_its_worker_goes() -> None:
-    async with stage(good, prefill=good, prefill_cards=[SEEING], room_timeout_s=20.0) as on:
-        prefill, decode = on.players
-        worker, other = on.pool.prefills[prefill.address], on.pool.decodes[decode.address]
-        decode.num_free_blocks = 0
-        decode.num_running = 1
-        await until(on.pool, lambda: other.status is not None and other.status.num_free_blocks == 0)
-        waiting = asyncio.create_task(output(on, picture()))
-        while not on.relay.admission.num_queued:
-            await asyncio.sleep(0.001)  # polls for a state
-        prefill.state = WorkerState.DRAINING
-        await until(on.pool, lambda: not worker.is_usable)
-        text = asyncio.create_task(output(on, asking(request_id="text")))
-        while on.relay.admission.num_queued < 2:
-            await asyncio.sleep(0.001)  # polls for a state
-        decode.num_free_blocks, decode.num_running = 64, 0
-        assert await text == ALL[0]
-        assert not waiting.done()
-        prefill.state = WorkerState.READY
-        assert await waiting == ALL[0]
-
-
 def is_full(on: Stage) -> bool:
     try:
         on.relay.admission.check_not_full(Flow())
@@ -188,27 +146,27 @@ def is_full(on: Stage) -> bool:
     return False
 
 
-async def test_requests_in_the_line_leave_it_before_their_turn_when_their_workers_go() -> None:
-    async with stage(good, prefill=good, prefill_cards=[SEEING], room_timeout_s=20.0, max_queued=2) as on:
+@pytest.mark.parametrize("num_before", [0, 1])
+async def test_a_request_leaves_the_line_to_texts_when_its_worker_goes(num_before: int) -> None:
+    """Also before its turn."""
+    cards, limits = {"prefill_cards": [SEEING]}, {"room_timeout_s": 20.0, "max_queued": num_before + 1}
+    async with stage(good, prefill=good, **cards, **limits) as on:
         prefill, decode = on.players
-        worker, other = on.pool.prefills[prefill.address], on.pool.decodes[decode.address]
+        other = on.pool.decodes[decode.address]
         decode.num_free_blocks, decode.num_running = 0, 1
         await until(on.pool, lambda: other.status is not None and other.status.num_free_blocks == 0)
-        first = asyncio.create_task(output(on, asking(request_id="first")))
+        texts = [asyncio.create_task(output(on, asking(request_id="first"))) for _ in range(num_before)]
         waiting = asyncio.create_task(output(on, picture()))
-        while on.relay.admission.num_queued < 2:
-            await asyncio.sleep(0.001)  # polls for a state
+        await queued(on, num_before + 1)
         assert is_full(on)
-        prefill.state = WorkerState.DRAINING
-        await until(on.pool, lambda: not worker.is_usable)
+        await leave(on, prefill)
         async with asyncio.timeout(10):
             while is_full(on):
                 await asyncio.sleep(0.001)  # polls for a state
-        texts = [first, asyncio.create_task(output(on, asking(request_id="second")))]
-        while on.relay.admission.num_queued < 3:
-            await asyncio.sleep(0.001)  # polls for a state
+        texts.append(asyncio.create_task(output(on, asking(request_id="second"))))
+        await queued(on, num_before + 2)
         decode.num_free_blocks, decode.num_running = 64, 0
-        assert await asyncio.gather(*texts) == [ALL[0]] * 2
+        assert await asyncio.gather(*texts) == [ALL[0]] * len(texts)
         assert not waiting.done()
         prefill.state = WorkerState.READY
         assert await waiting == ALL[0]
@@ -220,9 +178,7 @@ async def test_the_time_before_it_was_a_request_counts() -> None:
         request.waited_s = 4.0
         assert await output(on, request) == ALL[0]
         assert on.players[0].submits[0].timeout_s == pytest.approx(26.0, abs=1.0)
-        on.players[0].state = WorkerState.DRAINING
-        worker = on.pool.prefills[on.players[0].address]
-        await until(on.pool, lambda: not worker.is_usable)
+        await leave(on, on.players[0])
         for timeout_s, waited_s, error in ((30.0, 4.95, OverloadedError), (4.0, 3.95, RequestTimeoutError)):
             late = picture(timeout_s=timeout_s)
             late.waited_s = waited_s
@@ -240,9 +196,7 @@ async def test_the_time_of_fetching_counts_but_is_no_waiting_for_a_worker() -> N
         assert player.submits[0].timeout_s == pytest.approx(26.0, abs=1.0)
         sample = on.metrics.registry.get_sample_value
         assert sample("kvrelay_admission_wait_seconds_count", {"model": "tiny"}) == 0
-        worker = on.pool.prefills[player.address]
-        player.state = WorkerState.DRAINING
-        await until(on.pool, lambda: not worker.is_usable)
+        await leave(on, player)
         late = picture(timeout_s=4.2)
         late.spent_s = 4.0
         with pytest.raises(RequestTimeoutError, match=r"within the request's 4.2 s"):
@@ -250,8 +204,7 @@ async def test_the_time_of_fetching_counts_but_is_no_waiting_for_a_worker() -> N
         request = picture("again", timeout_s=30.0)
         request.spent_s = 4.0
         waiting = asyncio.create_task(output(on, request))
-        while not on.relay.admission.num_queued and not waiting.done():
-            await asyncio.sleep(0.001)  # polls for a state
+        await queued(on, 1)
         player.state = WorkerState.READY
         assert await waiting == ALL[0]
 
@@ -292,13 +245,16 @@ async def test_further_choices_are_computed_where_the_first_one_is(reads: bool) 
         player.tokens(submit, 0, [100], timings=Timings(prefill_s=0.1, transfer_s=0.1))
         player.tokens(submit, 1, [101, 102, 103], ALL[1])
 
-    cards = [SEEING if reads else BLIND]
-    async with stage(good, prefill=hands_over, prefill_cards=[SEEING], decode_cards=cards) as on:
+    cards = {"prefill_cards": [SEEING], "decode_cards": [SEEING if reads else BLIND]}
+    async with stage(good, prefill=hands_over, local_prefill="sooner", **cards) as on:
+        await prefer_decode(on)
         share, choices = PromptShare(), [picture(f"r{choice}", choice=choice) for choice in range(3)]
         for request in choices:
             request.share = share
         assert await asyncio.gather(*(output(on, request) for request in choices)) == [ALL[0]] * 3
         assert [len(player.submits) for player in on.players] == ([1, 2] if reads else [3, 0])
+        assert all(submit.images == list(IMAGES) for player in on.players for submit in player.submits)
+        assert len({id(request.images[0].data) for request in choices}) == 1
 
 
 async def test_an_image_that_cannot_be_read_is_the_clients_fault() -> None:

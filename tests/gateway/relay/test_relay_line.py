@@ -11,7 +11,7 @@ from kvrelay.gateway.errors import UnavailableError
 from kvrelay.gateway.relay.request import PromptShare
 from kvrelay.wire.messages import Submit, Timings
 
-from ..players import Player, asking, good, in_turn, stage, until
+from ..players import Player, asking, good, in_turn, queued, stage, until
 
 
 async def test_who_would_wait_too_long_for_prompts_in_the_line_is_refused_at_once() -> None:
@@ -23,8 +23,7 @@ async def test_who_would_wait_too_long_for_prompts_in_the_line_is_refused_at_onc
         slow.num_waiting_tokens, slow.prompt_tokens_per_s = 3, 0.1
         await until(s.pool, lambda: worker.tokens_per_s is not None)
         first = asyncio.create_task(s.run(request_id="first"))
-        while not s.relay.admission.num_queued:
-            await asyncio.sleep(0)  # lets the request start
+        await queued(s, 1)
         with pytest.raises(UnavailableError, match=r"would come free in some 5\d s; the limit is 50 s"):
             await s.run(request_id="second")
         assert s.relay.admission.num_queued == 1
@@ -45,8 +44,7 @@ async def test_another_choice_of_an_answered_prompt_joins_a_full_line() -> None:
         player.num_running = 10**6
         await until(s.pool, lambda: worker.status is not None and worker.status.num_running > 0)
         tasks = [asyncio.create_task(s.deltas(one)) for one in (asking(request_id="other"), second)]
-        while s.relay.admission.num_queued < len(tasks):
-            await asyncio.sleep(0)  # lets the requests start
+        await queued(s, len(tasks))
         with pytest.raises(UnavailableError, match="1 requests wait already"):
             await s.run(request_id="too many")
         player.num_running = 0

@@ -11,10 +11,10 @@ from kvrelay.gateway.errors import InvalidRequestError, UnavailableError
 from kvrelay.gateway.workers import images
 from kvrelay.gateway.workers.images import ImageAsker, Readers
 from kvrelay.gateway.workers.pool import static_workers
-from kvrelay.wire.messages import AskImages, ImagesTold, Role, WorkerState
+from kvrelay.wire.messages import AskImages, ImagesTold, Role
 
 from ..pictures import seeing_card, telling, texts_of
-from ..players import Player, Stage, good, stage, until
+from ..players import Player, Stage, good, leave, stage
 
 SIZES = ((8, 6), (30, 2))
 WHERE = "messages[0].content[1]"
@@ -161,9 +161,7 @@ async def test_decode_workers_that_must_compute_no_prompts_are_not_asked() -> No
 async def test_workers_that_are_not_usable_now_are_worth_another_try() -> None:
     async with stage(good, prefill=good, prefill_cards=[seeing_card()], room_timeout_s=0.1) as on:
         [player] = seers(on)
-        worker = on.pool.prefills[player.address]
-        player.state = WorkerState.DRAINING
-        await until(on.pool, lambda: not worker.is_usable)
+        await leave(on, player)
         with pytest.raises(UnavailableError, match="no worker that reads images is up") as caught:
             await on.relay.images.texts(SIZES, "tiny", WHERE)
         assert caught.value.retry_after_s is not None
