@@ -1,7 +1,11 @@
-"""Writes the generated pages (settings, metrics), and the list of all names that a version promises to keep.
+"""Writes the generated pages (settings, metrics), and checks that every name of a released version still exists.
 
-.venv/bin/python tools/pages.py            write docs/settings.md, docs/metrics.md and tests/launcher/recorded/now.json
-.venv/bin/python tools/pages.py --check    exit 1 if they are not what this would write
+.venv/bin/python tools/pages.py                   write docs/settings.md and docs/metrics.md
+.venv/bin/python tools/pages.py --check           exit 1 if they are not what this would write
+.venv/bin/python tools/pages.py --record 0.2.0    record this tree's names as those of a version
+
+Each of them exits 1 if a setting, chart value, metric, route or field of ``tests/launcher/recorded`` has vanished. A recording
+changes only when a name is removed as docs/compatibility.md allows.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ from kvrelay.prefill_worker.settings import PrefillSettings
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
-NAMES = ROOT / "tests" / "launcher" / "recorded" / "now.json"
+RECORDED = ROOT / "tests" / "launcher" / "recorded"
 Told = dict[str, dict[str, Metric]]
 
 _WORKERS = "kvrelay prefill-worker and kvrelay decode-worker"
@@ -133,8 +137,8 @@ def metrics_page(told: Told) -> str:
     return "\n".join(lines) + "\n"
 
 
-def names_file(told: Told, document: dict[str, Any]) -> str:
-    """The names that tests/launcher/test_recorded_names.py compares with those of released versions."""
+def names_of(told: Told, document: dict[str, Any]) -> dict[str, Any]:
+    """The names that a version promises to keep."""
     programs = {
         "gateway": GatewaySettings,
         "prefill-worker": PrefillSettings,
@@ -142,7 +146,7 @@ def names_file(told: Told, document: dict[str, Any]) -> str:
         "local": DeploymentSettings,
     }
     metrics = {name: one.type for component in told.values() for name, one in component.items()}
-    names = {
+    return {
         "settings": {program: sorted(by_name(settings)) for program, settings in programs.items()},
         "values": sorted(value_paths(yaml.safe_load((ROOT / "helm" / "values.yaml").read_text()))),
         "metrics": dict(sorted(metrics.items())),
@@ -152,7 +156,18 @@ def names_file(told: Told, document: dict[str, Any]) -> str:
             for method, route in methods.items()
         },
     }
-    return json.dumps(names, indent=1) + "\n"
+
+
+def vanished(then: Any, now: Any, above: str = "") -> list[str]:
+    """Names of ``then`` that ``now`` lacks, or that have another value there."""
+    if isinstance(then, dict):
+        pairs = [(name, value, f"{above}{name}: ") for name, value in then.items()]
+        return [
+            name for key, value, path in pairs for name in (vanished(value, now[key], path) if key in now else [path])
+        ]
+    if isinstance(then, list):
+        return [f"{above}{name}" for name in then if name not in now]
+    return [] if then == now else [f"{above}{then}, now {now}"]
 
 
 def value_paths(values: dict[str, Any], above: str = "") -> Iterator[str]:
@@ -222,20 +237,28 @@ def main() -> int:
     """Write or check the files."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if something has drifted")
-    is_check = parser.parse_args().check
+    parser.add_argument("--record", metavar="VERSION", help="record this tree's names as those of a version")
+    given = parser.parse_args()
+    is_check = given.check
     told, document = told_by_deployment()
-    written = {
-        DOCS / "settings.md": settings_page(),
-        DOCS / "metrics.md": metrics_page(told),
-        NAMES: names_file(told, document),
-    }
+    names = names_of(told, document)
+    written = {DOCS / "settings.md": settings_page(), DOCS / "metrics.md": metrics_page(told)}
+    if given.record is not None:
+        written[RECORDED / f"{given.record}.json"] = json.dumps(names, indent=1) + "\n"
     drifted = [path for path, text in written.items() if not path.exists() or path.read_text() != text]
     for path in drifted:
         if is_check:
             sys.stderr.write(f"{path.relative_to(ROOT)} is not what tools/pages.py writes; run it\n")
         else:
             path.write_text(written[path])
-    return 1 if is_check and drifted else 0
+    lost = [
+        f"{path.stem}: {name}"
+        for path in sorted(RECORDED.glob("*.json"))
+        for name in vanished(json.loads(path.read_text()), names)
+    ]
+    for one in lost:
+        sys.stderr.write(f"{one} has vanished, which docs/compatibility.md does not allow\n")
+    return 1 if lost or (is_check and drifted) else 0
 
 
 if __name__ == "__main__":
