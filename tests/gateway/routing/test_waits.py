@@ -12,7 +12,7 @@ SHORT = Work(200, 100, 128)
 LONG = Work(7000, 64, 64)
 ANSWERS = Mix([Work(100, number, 1024) for number in (150, 200, 250, 300)])
 MIXED = Mix([SHORT, SHORT, SHORT, LONG])
-FEW_BLOCKS = Machines(max_running=100, num_blocks=2400)
+FEW_BLOCKS = Machines(max_running=100, num_blocks=200)
 
 
 def p90_ratio(world: World) -> float:
@@ -33,7 +33,7 @@ def p90_ratio(world: World) -> float:
         pytest.param(Machines(), [closed(Mix([SHORT]))] * 40, True, id="short, saturated"),
         pytest.param(Machines(), [open_loop(Mix([SHORT]), 1.5)], False, id="short, not saturated"),
         pytest.param(Machines(), [closed(ANSWERS)] * 60, True, id="answers of many lengths, saturated"),
-        pytest.param(FEW_BLOCKS, [closed(Mix([SHORT]))] * 160, True, id="few blocks, saturated"),
+        pytest.param(FEW_BLOCKS, [closed(Mix([SHORT]))] * 40, True, id="few blocks, saturated"),
         pytest.param(Machines(), [closed(MIXED)] * 12, True, id="mixed, saturated"),
         pytest.param(Machines(), [open_loop(MIXED, 0.25)], True, id="mixed, not saturated"),
     ],
