@@ -9,8 +9,8 @@ it is the first prompt.
 
 :mod:`kvrelay.decode_worker.batch_blocks` decides which sequence gets blocks, and which is preempted when they run out.
 
-With speculation, a step without prompts may get drafts (:mod:`kvrelay.decode_worker.drafts`). They fill free places of the batch,
-in blocks that no other sequence needs next.
+With speculation, a step without prompts may get drafts (:mod:`kvrelay.decode_worker.drafted_rows`). They fill free places of the
+batch, in blocks that no other sequence needs next.
 
 :mod:`kvrelay.engine.beams` knows which sequences form a beam search, and are preempted and removed together.
 
@@ -24,6 +24,7 @@ from collections.abc import Sequence as Seq
 
 from kvrelay.common.sampling import SampledToken
 from kvrelay.decode_worker.batch_blocks import BatchBlocks
+from kvrelay.decode_worker.drafted_rows import give_drafts, may_draft_behind
 from kvrelay.decode_worker.drafts import Drafts, Room
 from kvrelay.decode_worker.line import look_at, share_of_stage, shares
 from kvrelay.decode_worker.run_ahead import who_goes_on
@@ -144,28 +145,10 @@ class DecodeScheduler(Scheduler):
         if not (plan.preempted or self.lost):
             self._admit_prompts(plan, budget)
         if self._drafts is not None and choice.group is None and all(row.num_tokens == 1 for row in plan.rows):
-            self._draft(plan, self._drafts)
+            num_rows = len(plan.rows)
+            room = Room(num_rows, self._max_num_seqs - num_rows, self._steps.spare_s(num_rows))
+            give_drafts(plan.rows, self._drafts, self._held, self._max_model_len, room)
         return plan
-
-    def _draft(self, plan: Schedule, drafts: Drafts) -> None:
-        """Give the rows drafts. Preempts no sequence."""
-        num_places, num_more = self._max_num_seqs - len(plan.rows), self._held.num_left_over_tokens
-        limits = {
-            row.sequence: min(
-                self._max_model_len - row.sequence.num_tokens - 1, self._held.num_left(row.sequence) + num_more
-            )
-            for row in plan.rows
-            if row.samples
-        }
-        found = drafts.draft(limits, Room(len(plan.rows), num_places, self._steps.spare_s(len(plan.rows))))
-        for place, row in enumerate(plan.rows):
-            sequence = row.sequence
-            if draft := found.get(sequence, ()):
-                # The drafts before it took blocks, too.
-                most = self._held.num_left(sequence) + self._held.num_left_over_tokens
-                self._held.extend(sequence, sequence.num_tokens + min(len(draft), most))
-            if draft := draft[: self._held.num_left(sequence)]:
-                plan.rows[place] = StepRow(sequence, 1, draft=draft)
 
     def _let_overtake(self, plan: Schedule, budget: int) -> int:
         """Add a row for the prompt that overtakes, if there is one. Returns what is left of the budget."""
@@ -186,7 +169,7 @@ class DecodeScheduler(Scheduler):
 
     def ahead(self, flying: Seq[StepRow]) -> Schedule | None:
         """See Scheduler, and :mod:`kvrelay.decode_worker.run_ahead`. Preempts no sequence."""
-        if self._drafts is not None and self._may_draft(flying, self._drafts):
+        if self._drafts is not None and may_draft_behind(flying, self._drafts, self._max_num_seqs):
             return None
         line = look_at(self.waiting, self._num_free_places())
         may_begin = line.prompt is not None and line.has_places and self._held.may_find(line.prompt)
@@ -211,16 +194,6 @@ class DecodeScheduler(Scheduler):
                 return None
         self._admit_complete(plan, len(line.complete), self.waiting)
         return plan if plan.rows else None
-
-    def _may_draft(self, flying: Seq[StepRow], drafts: Drafts) -> bool:
-        """Whether the step after ``flying`` must wait, because it may get drafts or the number of pending tokens is not known."""
-        if any(row.draft for row in flying):
-            return True
-        room = Room(len(flying), self._max_num_seqs - len(flying), None)
-        # A sequence that finished with the previous step is still in the running one, and its drafts are forgotten.
-        return drafts.may_draft(
-            (row.sequence for row in flying if row.sequence.status is not SequenceStatus.FINISHED), room
-        )
 
     def _would_begin(self, prompt: Sequence, running: Seq[StepRow], budget: int) -> bool:
         """Whether a step with ``budget`` for prompts has tokens for ``prompt`` or another waiting one, beside ``running``."""
