@@ -1,7 +1,8 @@
 """Sends a planned load and keeps a record of each request.
 
 The open loop sends at the due times and never waits for an answer. Each place of the closed loop sends its next request when its
-answer has ended. After the last request the runner waits for all answers; ``stop`` gives them up.
+answer has ended. After the last request the runner waits for all answers; ``stop`` gives them up. If one request after the other
+fails for a reason that more requests do not change, the runner stops by itself.
 
 Slow work on this event loop makes chunks appear late. So bodies are made one at a time, and other tasks run in between.
 """
@@ -17,6 +18,30 @@ from kvrelay.launcher.bench.records import RequestRecord
 from kvrelay.launcher.bench.workload import ClosedLoop, PlannedRequest, Workload
 
 _TICK_S = 0.02  # interval at which the loop's lateness is measured
+_NUM_IN_VAIN = 20  # requests in a row
+_IN_VAIN_S = 2.0  # from the first of them to the last, so that a server may restart
+_PASSING = ("http 408", "http 425", "http 429")  # refusals that say nothing about the request
+
+
+class Vain:
+    """Finds out that more requests measure nothing: each is refused as wrong (status 4xx), or nobody takes connections."""
+
+    def __init__(self) -> None:
+        self._num = 0  # in a row
+        self._since_s = 0.0
+
+    def reason(self, record: RequestRecord) -> str | None:
+        """Why to stop after this request, the next one that ended. None: go on."""
+        error = record.error or ""
+        is_refused = error.startswith("http 4") and error not in _PASSING
+        if not is_refused and error != "connection":
+            self._num = 0
+            return None
+        self._since_s = record.finished_s if not self._num else self._since_s
+        self._num += 1
+        if self._num < _NUM_IN_VAIN or record.finished_s - self._since_s < _IN_VAIN_S:
+            return None
+        return f"the last {self._num} requests failed, at the end with {error}: {record.error_text}"
 
 
 class LoadRunner:
@@ -36,6 +61,8 @@ class LoadRunner:
         self.records: list[RequestRecord] = []  # of ended requests; ``index`` is the number within the stream
         self.late: list[tuple[float, float]] = []  # when a timer fired, and how late it was, in s
         self.is_stopped = False  # whether ``stop`` was called
+        self.in_vain: str | None = None  # why the runner stopped by itself
+        self._vain = Vain()
         self._client = client
         self._writer = writer
         self._workload = workload
@@ -92,7 +119,11 @@ class LoadRunner:
         self.num_sent += 1
         expected = request.output_tokens if self._exact_output else None
         answer = await self._client.ask(body, exact_tokens=expected)
-        self.records.append(_record(request, answer, due_s))
+        record = _record(request, answer, due_s)
+        self.records.append(record)
+        if not self.is_stopped and (reason := self._vain.reason(record)) is not None:
+            self.in_vain = reason
+            self.stop()
         return answer
 
     async def _watch_loop(self) -> None:

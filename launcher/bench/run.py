@@ -59,7 +59,10 @@ class Target:
 
 
 def run(settings: BenchSettings) -> int:
-    """Run the command. Returns 0, or 1 if every request failed. Raises KvrelayError if nothing could be measured."""
+    """Run the command. Returns 0, or 1 if every request failed or the run stopped because of failures.
+
+    Raises KvrelayError if nothing could be measured.
+    """
     workload = plan_workload(settings)
     parse_slo(settings.report.slo)
     parse_id_range(settings.prompt.token_ids)
@@ -68,7 +71,7 @@ def run(settings: BenchSettings) -> int:
         prompt = dataclasses.replace(settings.prompt, prompt_seed=secrets.randbelow(2**31))
         settings = dataclasses.replace(settings, prompt=prompt)
     with _target(settings) as target:
-        result = uvloop.run(_measure(settings, workload, target))
+        result, is_whole = uvloop.run(_measure(settings, workload, target))
     console = Console()
     lost: OSError | None = None
     if settings.report.output is not None:  # first, so that an error in a table cannot lose the measurement
@@ -79,7 +82,8 @@ def run(settings: BenchSettings) -> int:
     print_report(result, console)
     if lost is not None:
         raise BenchError(f"--output: cannot write {settings.report.output} ({lost.strerror}); the figures are above")
-    return 1 if all(record.error is not None for record in result.requests if not record.is_warmup) else 0
+    has_answers = any(record.error is None for record in result.requests if not record.is_warmup)
+    return 0 if is_whole and has_answers else 1
 
 
 def settings_as_given(settings: BenchSettings) -> dict[str, str]:
@@ -147,8 +151,11 @@ def _target(settings: BenchSettings) -> Iterator[Target]:
         yield Target(deployment.url, model, lambda: list(deployment.pids.values()), deployment)
 
 
-async def _measure(settings: BenchSettings, workload: Workload, target: Target) -> RunResult:
-    """Send the load. Raises BenchError if no counted request has ended."""
+async def _measure(settings: BenchSettings, workload: Workload, target: Target) -> tuple[RunResult, bool]:
+    """Send the load. Returns False beside the result if the run stopped because of failures.
+
+    Raises BenchError if no counted request has ended.
+    """
     headers = {TIMINGS_HEADER: "1", "accept": "text/event-stream"}
     if settings.target.api_key is not None:
         headers["authorization"] = f"Bearer {settings.target.api_key}"
@@ -185,6 +192,8 @@ async def _measure(settings: BenchSettings, workload: Workload, target: Target) 
     records = sorted(runner.records, key=lambda record: (record.due_s, record.stream, record.index))
     records = [msgspec.structs.replace(record, index=index) for index, record in enumerate(records)]
     counted = [record for record in records if not record.is_warmup]
+    if not counted and runner.in_vain is not None:
+        raise BenchError(f"{runner.in_vain}; so the run stopped in its warm-up")
     if not counted:
         raise BenchError(
             "no counted request has ended, so there is nothing to report; give a longer --duration-s, a higher --rate, "
@@ -195,12 +204,14 @@ async def _measure(settings: BenchSettings, workload: Workload, target: Target) 
     lag_s = max((late for at_s, late in runner.late if from_s <= at_s <= until_s), default=0.0)
     cpu = meter.use(start_s + from_s, start_s + until_s, max_lag_s=lag_s)
     warnings = doubts(counted, cpu)
-    if runner.is_stopped:
+    if runner.in_vain is not None:
+        warnings.append(f"{runner.in_vain}; so the run stopped early")
+    elif runner.is_stopped:
         warnings.append("the run was interrupted: requests that had not ended then are left out")
     if target.deployment is not None:
         restarted = [status.name for status in target.deployment.statuses() if status.num_restarts]
         warnings += [f"{name} died and was restarted during the run" for name in restarted]
-    return RunResult(
+    found = RunResult(
         name=settings.report.name or target.model,
         started_at=started_at.isoformat(timespec="seconds"),
         duration_s=until_s - from_s,
@@ -213,3 +224,4 @@ async def _measure(settings: BenchSettings, workload: Workload, target: Target) 
         cpu=cpu,
         warnings=warnings,
     )
+    return found, runner.in_vain is None

@@ -8,16 +8,18 @@ import time
 from collections.abc import Callable
 from typing import Any, cast
 
+import msgspec
 import pytest
 
 from kvrelay.common.settings import build
 from kvrelay.launcher.bench.bodies import BodyWriter
 from kvrelay.launcher.bench.client import Answer as ClientAnswer
 from kvrelay.launcher.bench.client import StreamingClient
-from kvrelay.launcher.bench.load import LoadRunner
+from kvrelay.launcher.bench.load import LoadRunner, Vain
 from kvrelay.launcher.bench.records import RequestRecord
 from kvrelay.launcher.bench.settings import BenchSettings
 from kvrelay.launcher.bench.workload import plan_workload
+from tests.launcher.bench.results import result
 from tests.launcher.bench.stub_server import Answer, Request, StubServer, as_asked
 
 
@@ -178,3 +180,23 @@ def simple_runner(on_ask: Callable[[], None] = lambda: None, **values: Any) -> L
     settings = build(BenchSettings, {"warmup": "0", "prompt_seed": 1, **values})
     client, writer = cast(StreamingClient, Client()), BodyWriter(settings, "stub")
     return LoadRunner(client, writer, plan_workload(settings), clock=lambda: 100.0, exact_output=True)
+
+
+def failing(*errors: str | None, gap_s: float = 0.2) -> list[str | None]:
+    """What is said after each of the requests that end ``gap_s`` apart with these errors."""
+    vain, plain = Vain(), result().requests[0]
+    return [
+        vain.reason(msgspec.structs.replace(plain, finished_s=gap_s * place, error=error, error_text="why"))
+        for place, error in enumerate(errors)
+    ]
+
+
+def test_requests_are_in_vain_if_many_in_a_row_are_refused_or_find_nobody() -> None:
+    assert failing(*["http 400"] * 19, "connection")[18:] == [
+        None,
+        "the last 20 requests failed, at the end with connection: why",
+    ]
+    assert not any(failing(*["http 400"] * 19, None, *["connection"] * 19)), "one is answered in between"
+    for passing in ("http 429", "http 503", "timeout", "broken stream", "short answer"):
+        assert not any(failing(*[passing] * 40)), "a server with too much to do is measured"
+    assert not any(failing(*["connection"] * 40, gap_s=0.01)), "a server restarts"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -117,6 +118,20 @@ def test_the_exit_code_is_1_if_every_request_failed(server: StubServer, tmp_path
     failed = measured(server, tmp_path, *load, code=1)
     assert {record.error for record in failed.requests} == {"http 503"}
     measured(server, tmp_path, *load)
+
+
+def test_a_run_whose_requests_are_all_refused_stops_early_and_says_why(
+    server: StubServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.answer = lambda request: Answer([b'{"error": {"message": "no such field"}}'], status=400)
+    load = (*SMALL, "--rate", "20", "--arrival", "constant", "--duration-s", "600")
+    found = measured(server, tmp_path, *load, code=1)
+    assert found.duration_s < 60
+    (warning,) = [one for one in found.warnings if "stopped early" in one]
+    assert re.match(r"the last \d+ requests failed, at the end with http 400: no such field", warning)
+    command = ["bench", "--url", server.url, "--warmup", "600", "--rate", "20", *SMALL]
+    assert cli.run(command) == 1
+    assert "http 400: no such field; so the run stopped in its warm-up" in capsys.readouterr().err
 
 
 def test_ctrl_c_ends_the_run_and_shows_what_there_is(server: StubServer, tmp_path: Path) -> None:
