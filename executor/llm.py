@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, cast
 
@@ -14,7 +14,7 @@ from kvrelay.executor.errors import ShutDownError
 from kvrelay.executor.executor import Executor, Stats
 from kvrelay.executor.local import LocalBackend, LocalSettings
 from kvrelay.executor.outputs import RequestOutput
-from kvrelay.executor.request import Chat, Prompt, Request, as_request
+from kvrelay.executor.request import Chat, Prompt, Request, as_request, wrong_prompt
 from kvrelay.executor.result import GenerationResult
 from kvrelay.executor.sampling import SamplingParams
 from kvrelay.gateway.errors import InvalidRequestError
@@ -73,11 +73,13 @@ class LLM:
         ``sampling_params``: for all, or one for each. ``on_progress``: called with (complete, all). Raises the first ApiError,
         after aborting all other requests.
         """
+        if not isinstance(prompts, Iterable | Chat | Request):
+            raise wrong_prompt(prompts)
         given: list[Any] = [prompts] if _is_one(prompts) else list(cast("Sequence[Any]", prompts))
-        if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            params: list[SamplingParams | None] = [sampling_params] * len(given)
+        if isinstance(sampling_params, Sequence) and not isinstance(sampling_params, str):
+            params: list[SamplingParams | None] = list(sampling_params)
         else:
-            params = list(sampling_params)
+            params = [sampling_params] * len(given)
         if len(params) != len(given):
             raise InvalidRequestError(
                 f"{len(params)} sampling_params are given for {len(given)} prompts; give one for all, or one each",
@@ -111,7 +113,7 @@ class LLM:
 
 def _is_one(prompts: object) -> bool:
     """Whether this is one prompt. A list of numbers is one prompt."""
-    if isinstance(prompts, str | Mapping | Chat | Request):
+    if isinstance(prompts, str | bytes | Mapping | Chat | Request):
         return True
     return (
         isinstance(prompts, Sequence) and bool(prompts) and not isinstance(prompts[0], str | Sequence | Chat | Request)

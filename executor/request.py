@@ -35,14 +35,21 @@ class Chat:
 
     def body(self) -> dict[str, Any]:
         """The fields of a chat's body that differ from their defaults."""
-        body: dict[str, Any] = {"messages": [dict(message) for message in self.messages]}
+        body: dict[str, Any] = {"messages": _plain(self.messages)}
         if self.tools is not None:
-            body["tools"] = [dict(tool) for tool in self.tools]
+            body["tools"] = _plain(self.tools)
         if self.continue_final_message or not self.add_generation_prompt:
             body |= {"add_generation_prompt": False, "continue_final_message": self.continue_final_message}
         if self.chat_template_kwargs is not None:
-            body["chat_template_kwargs"] = dict(self.chat_template_kwargs)
+            body["chat_template_kwargs"] = _plain(self.chat_template_kwargs)
         return body
+
+
+def _plain(value: Any) -> Any:
+    """Mappings and sequences of them as JSON has them; anything else as it is, which the body's check refuses by name."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    return [_plain(one) for one in value] if isinstance(value, Sequence) and not isinstance(value, str) else value
 
 
 Prompt = str | Sequence[int] | Chat
@@ -51,7 +58,7 @@ Prompt = str | Sequence[int] | Chat
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt and how to continue it. Raises InvalidRequestError on an invalid id or time."""
+    """One prompt and how to continue it. Raises InvalidRequestError on an invalid id or time, or on parameters of a wrong type."""
 
     prompt: str | Sequence[int] | Chat
     sampling_params: SamplingParams = field(default_factory=SamplingParams)
@@ -64,14 +71,19 @@ class Request:
     cache_ttl: float | None = None  # seconds for which cache_priority holds
 
     def __post_init__(self) -> None:
-        if self.request_id is not None and _ID.fullmatch(self.request_id) is None:
+        _check_params(self.sampling_params)
+        if self.request_id is not None and _ID.fullmatch(str(self.request_id)) is None:
             raise InvalidRequestError(
-                f"request_id is {self.request_id[:140]!r}; it must be 1 to 128 letters, digits, '.', '_', ':' or '-'",
+                f"request_id is {str(self.request_id)[:140]!r}; it must be 1 to 128 letters, digits, '.', '_', ':' or '-'",
                 param="request_id",
             )
-        if self.timeout_s is not None and not 0 < self.timeout_s < _LONGEST_S:
+        is_time = self.timeout_s is None or (
+            isinstance(self.timeout_s, int | float) and 0 < self.timeout_s < _LONGEST_S
+        )
+        if not is_time:
             raise InvalidRequestError(
-                f"timeout_s is {self.timeout_s}; it must be above 0 and below {_LONGEST_S:,}", param="timeout_s"
+                f"timeout_s is {self.timeout_s!r}; it must be a number above 0 and below {_LONGEST_S:,}",
+                param="timeout_s",
             )
 
     def body(self, prompt: str | Sequence[int], *, stream: bool) -> dict[str, Any]:
@@ -95,26 +107,45 @@ def as_request(prompt: Prompt | Request, sampling_params: SamplingParams | None)
                 "sampling_params are given beside a Request, which has its own; leave them out", param="sampling_params"
             )
         return dataclasses.replace(prompt, prompt=_checked(prompt.prompt))
-    return Request(_checked(prompt), sampling_params or SamplingParams())
+    return Request(_checked(prompt), SamplingParams() if sampling_params is None else sampling_params)
 
 
 def _checked(prompt: Prompt) -> str | list[int] | Chat:
     if isinstance(prompt, str):
         return prompt
+    if isinstance(prompt, bytes):  # whose numbers are no token ids
+        raise wrong_prompt(prompt)
     if isinstance(prompt, Chat):
+        if isinstance(prompt.messages, str) or not isinstance(prompt.messages, Sequence):
+            raise InvalidRequestError(
+                f'messages is {str(prompt.messages)[:80]!r}; it must be a list of messages, such as {{"role": "user", "content": …}}',
+                param="messages",
+            )
         return dataclasses.replace(prompt, messages=with_files(prompt.messages))
     try:
         return [operator.index(token_id) for token_id in prompt]
     except TypeError as error:
+        raise wrong_prompt(prompt) from error
+
+
+def wrong_prompt(prompt: object) -> InvalidRequestError:
+    """The error of something that is no prompt."""
+    return InvalidRequestError(
+        f"the prompt is {str(prompt)[:80]!r}; give one text, one list of token ids, a Chat or a Request", param="prompt"
+    )
+
+
+def _check_params(sampling_params: object) -> None:
+    """Raises InvalidRequestError if they are not SamplingParams."""
+    if not isinstance(sampling_params, SamplingParams):
         raise InvalidRequestError(
-            f"the prompt is {str(prompt)[:80]!r}; give one text, one list of token ids, a Chat or a Request",
-            param="prompt",
-        ) from error
+            f"sampling_params is {str(sampling_params)[:80]!r}; give SamplingParams(…)", param="sampling_params"
+        )
 
 
 def encode_body(body: Mapping[str, Any]) -> bytes:
     """``body`` as JSON. Raises InvalidRequestError on values that JSON cannot represent."""
     try:
-        return json.dumps(body, allow_nan=False, separators=(",", ":")).encode()
+        return json.dumps(body, allow_nan=False, ensure_ascii=False, separators=(",", ":")).encode()
     except (TypeError, ValueError) as error:
         raise InvalidRequestError(f"the request cannot be written as JSON: {error}") from error

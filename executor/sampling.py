@@ -88,7 +88,7 @@ class SamplingParams:
             if value == field.default and type(value) is type(field.default) and field.name != "max_tokens":
                 continue
             body[field.name] = value.body() if isinstance(value, StructuredOutputsParams) else _plain(value)
-        if self.logit_bias is not None:
+        if isinstance(self.logit_bias, Mapping):
             body["logit_bias"] = {str(token_id): bias for token_id, bias in self.logit_bias.items()}
         return body
 

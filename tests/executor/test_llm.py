@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -132,6 +132,36 @@ def test_what_is_wrong_comes_out_of_the_result(llm: LLM, prompt: Prompt, params:
     with pytest.raises(InvalidRequestError) as caught:
         llm.submit(prompt, params).result(20)
     assert caught.value.param == field
+
+
+HELLO = [{"role": "user", "content": "x"}]
+
+
+@pytest.mark.parametrize(
+    ("ask", "message"),
+    [
+        (lambda llm: llm.generate(7), "the prompt is '7'; give one text, one list of token ids"),
+        (lambda llm: llm.generate(None), "the prompt is 'None'; give one text"),
+        (lambda llm: llm.generate(b"the fox"), "the prompt is .*the fox.*; give one text"),
+        (lambda llm: llm.generate("a", 7), r"sampling_params is '7'; give SamplingParams\(…\)"),
+        (lambda llm: llm.generate("a", {"n": 1}), "sampling_params is .*'n': 1"),
+        (lambda llm: llm.submit("a", "b"), "sampling_params is 'b'"),
+        (lambda llm: Request("a", {"n": 1}), "sampling_params is"),
+        (lambda llm: Request("a", request_id={}), "request_id is '{}'; it must be 1 to 128"),
+        (lambda llm: Request("a", timeout_s="x"), "timeout_s is 'x'; it must be a number above 0"),
+        (lambda llm: llm.submit(Chat(7)), "messages is '7'; it must be a list of messages"),
+        (lambda llm: llm.submit(Chat("x")), "messages is 'x'"),
+        (lambda llm: llm.submit(Chat([7])).result(20), "messages.0: Input should be an object, not 7"),
+        (lambda llm: llm.submit(Chat(HELLO, tools=7)).result(20), "tools: Input should be a valid array, not 7"),
+        (lambda llm: llm.submit(Chat(HELLO, tools=[7])).result(20), "tools.0: Input should be .* not 7"),
+        (lambda llm: llm.submit(Chat(HELLO, chat_template_kwargs=7)).result(20), "chat_template_kwargs: .* not 7"),
+        (lambda llm: llm.submit("a", SamplingParams(logit_bias=7)).result(20), "logit_bias: .* not 7"),
+        (lambda llm: llm.submit("\ud800").result(20), "cannot be written as JSON: .*surrogates not allowed"),
+    ],
+)  # fmt: skip
+def test_a_value_of_a_wrong_type_is_named(llm: LLM, ask: Callable[[LLM], object], message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        ask(llm)
 
 
 def test_the_best_of_several_and_beams(llm: LLM) -> None:
