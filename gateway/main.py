@@ -150,4 +150,17 @@ class _Server(uvicorn.Server):
         """Let running requests finish, then end. uvicorn calls this after a signal."""
         logger.info("gateway: draining for at most %d s", self.config.timeout_graceful_shutdown or 0)
         await asyncio.sleep(_ACCEPT_S)  # the end of a listener resets those that it has not accepted
-        await super().shutdown(sockets)
+        log = logging.getLogger("uvicorn.error")
+        log.addFilter(_as_warning)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            log.removeFilter(_as_warning)
+
+
+def _as_warning(record: logging.LogRecord) -> bool:
+    """Makes a warning with a way out of uvicorn's error about requests that outlast the drain, which is what the operator set."""
+    if record.msg.startswith("Cancel %s running task"):
+        record.levelno, record.levelname = logging.WARNING, "WARNING"
+        record.msg = "gateway: %s requests outlast the drain and are cut off; a longer --drain-s lets more of them end"
+    return True

@@ -115,6 +115,11 @@ class PlayedGuides:
         self._open: list[Callable[[], None]] = []
         self.is_closed = False
 
+    @property
+    def is_asked(self) -> bool:
+        """Whether somebody waits for an answer."""
+        return bool(self._open)
+
     def start(self, sampling: SamplingParams, output: Seq[int], done: Callable[[GuideResult], None]) -> None:
         assert sampling.guide is not None
         text = sampling.guide.text

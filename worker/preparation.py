@@ -46,14 +46,17 @@ class Preparation(Generic[E]):
         self._on_failed = on_failed
 
     def begin(self, entry: E, images: Seq[PromptImage]) -> None:
-        """Ask for what the entry needs: ``images``, its adapter, and its guide's state after the output so far."""
+        """Ask for what the entry needs: ``images``, its adapter, and its guide's state after the output so far.
+
+        An adapter that is refused at once ends the entry, and its guide is not compiled.
+        """
         sequence = entry.sequence
         if images:
             take = partial(self._on_images, entry)
             entry.reading = self._images.read(sequence.token_ids, sequence.num_prompt_tokens, images, take)
         if entry.adapter is not None:
             self._adapters.acquire(entry.adapter, partial(self._on_adapter, entry))
-        if sequence.sampling.guide is not None:
+        if sequence.sampling.guide is not None and entry.phase is not Phase.CLOSING:
             output = sequence.token_ids[sequence.num_prompt_tokens :]
             self._guides.start(sequence.sampling, output, partial(self._on_loop, self._on_guide, entry))
 

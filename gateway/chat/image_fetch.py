@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FETCH_S = 10.0  # for all images of a request
-MAX_FETCHES = 64  # at a time, of all requests
+MAX_FETCHES = 256  # at a time, of all requests
 MAX_REQUESTS = 256  # that fetch or wait for it; one more is refused
 MAX_REDIRECTS = 3  # of one image
 
-_MAX_PER_HOST = MAX_FETCHES // 2  # so that one slow host leaves room for others
+_MAX_PER_HOST = MAX_FETCHES // 8  # so that several slow hosts leave room for others
 _MAX_PER_REQUEST = 8
 _REDIRECTS = (301, 302, 303, 307, 308)
 _PASSING = (408, 425, 429)  # answers below 500 that are not about the request

@@ -21,6 +21,7 @@ from typing import Self
 from rich.console import Console
 
 from kvrelay.common.system import available_cores
+from kvrelay.gateway.chat.template import ChatTemplate
 from kvrelay.launcher.local.gpus import visible_gpus
 from kvrelay.launcher.local.plan import Plan, num_ports, plan_deployment
 from kvrelay.launcher.local.ports import check_free, free_ports
@@ -122,7 +123,12 @@ def run(settings: LocalSettings) -> int:
     needs_weights = settings.components.get("engine") != "fake"
     directories = [resolve_model(model.path, needs_weights=needs_weights) for model in front.named_models()]
     deployment = LocalDeployment.from_settings(settings, *directories)
-    text = ready_text(deployment.url, *deployment.plan.model_names, has_keys=front.api_keys is not None)
+    text = ready_text(
+        deployment.url,
+        *deployment.plan.model_names,
+        has_keys=front.api_keys is not None,
+        chats=bool(ChatTemplate.load(directories[0], {}).source),
+    )
     return serve_until_stopped(deployment, text, hide_logs=settings.deployment.quiet)
 
 
@@ -152,10 +158,15 @@ def serve_until_stopped(deployment: LocalDeployment, when_ready: str, *, hide_lo
     return 0
 
 
-def ready_text(url: str, *models: str, has_keys: bool) -> str:
-    """What to do next. ``models``: their names. ``has_keys``: the gateway requires an API key."""
-    messages = [{"role": "user", "content": "What is the capital of France?"}]
-    body = json.dumps({"model": models[0], "temperature": 0, "messages": messages}).replace("'", "'\\''")
+def ready_text(url: str, *models: str, has_keys: bool, chats: bool = True) -> str:
+    """What to do next. ``models``: their names. ``has_keys``: the gateway requires an API key. ``chats``: the first model can."""
+    route, prompt = "completions", {"max_tokens": 16, "prompt": "The capital of France is"}
+    if chats:
+        route, prompt = (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": "What is the capital of France?"}]},
+        )
+    body = json.dumps({"model": models[0], "temperature": 0, **prompt}).replace("'", "'\\''")
     # The certificate is for a name, but this URL has an address.
     insecure = " -k" if url.startswith("https") else ""
     key = ' \\\n    -H "Authorization: Bearer $API_KEY"' if has_keys else ""
@@ -163,7 +174,7 @@ def ready_text(url: str, *models: str, has_keys: bool) -> str:
         f"\nkvrelay is ready at {url} (API documentation: {url}/docs)\n"
         + (f"Models: {', '.join(models)}\n" if len(models) > 1 else "")
         + ("API_KEY is to be one of the keys of --api-keys.\n" if has_keys else "")
-        + f"\n  curl{insecure} {url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\\n    -d '{body}'\n"
+        + f"\n  curl{insecure} {url}/v1/{route} -H 'Content-Type: application/json'{key} \\\n    -d '{body}'\n"
     )
 
 

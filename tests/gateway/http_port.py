@@ -216,12 +216,13 @@ async def serving(
     *,
     certificate: Certificate | None = None,
     send_buffer_bytes: int | None = None,
+    drain_s: float = 5,
     **limits: Any,
 ) -> AsyncIterator[Port]:
     """``app`` on its own port. It needs no lifespan. Afterwards the server is stopped, and no connection or task may be left."""
     registry = CollectorRegistry()
     refusals = Refusals(GatewayMetrics(registry).refused_connections, time.monotonic)
-    server = make_http_server(app, HttpLimits(**limits), refusals, certificate=certificate, drain_s=5)
+    server = make_http_server(app, HttpLimits(**limits), refusals, certificate=certificate, drain_s=drain_s)
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     if send_buffer_bytes is not None:

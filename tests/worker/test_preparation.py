@@ -106,3 +106,14 @@ def test_a_refused_adapter_ends_the_request_once(order: tuple[str, ...]) -> None
         (adapters.refuse if one == "adapter" else come[one])()
     assert rig.failures() == [("a", FailureCode.NO_ADAPTER)]
     assert_nothing_kept(rig, adapters)
+
+
+def test_no_guide_is_compiled_for_a_request_whose_adapter_is_refused_at_once() -> None:
+    rig, adapters = Rig(reader()), PlayedAdapters()
+    refusal = AdapterRefusal(FailureCode.NO_ADAPTER, "it is not there")
+    adapters.acquire = lambda ref, take: take(refusal)  # type: ignore[method-assign]
+    rig.service.connect(dataclasses.replace(rig.service.ports, adapters=cast("AdapterStore", adapters)))
+    rig.ask(asked())
+    assert rig.failures() == [("a", FailureCode.NO_ADAPTER)]
+    assert not rig.guides.is_asked
+    assert_nothing_kept(rig, adapters)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 
 import pytest
@@ -10,7 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from kvrelay.gateway.metrics import GatewayMetrics, Reason, Refusals
 
-from ..http_port import GET, Port, Recorder, all_of, answer, close, error_of, serving, until
+from ..http_port import GET, Port, Recorder, all_of, answer, close, error_of, serving, told, until
 
 
 async def test_one_connection_too_many_is_told_to_come_again() -> None:
@@ -130,3 +131,15 @@ async def test_a_server_that_ends_waits_a_moment_for_the_first_request_of_a_conn
             assert await all_of(reader) == b""
             await close(writer)
         assert port.refused() == {}  # nobody did anything wrong
+
+
+async def test_requests_that_outlast_the_drain_are_a_warning_with_a_way_out(caplog: pytest.LogCaptureFixture) -> None:
+    async with serving(Recorder(), drain_s=1) as port:
+        tasks = port.server.server_state.tasks
+        running = asyncio.create_task(asyncio.Event().wait())
+        tasks.add(running)  # type: ignore[arg-type]
+        running.add_done_callback(tasks.discard)  # type: ignore[arg-type]
+    assert running.cancelled()
+    (record,) = told(caplog)
+    assert record.levelno == logging.WARNING
+    assert record.getMessage().startswith("gateway: 1 requests outlast the drain and are cut off; a longer --drain-s")

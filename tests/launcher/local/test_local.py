@@ -195,3 +195,5 @@ def test_the_banners_command_says_what_keys_and_certificates_need() -> None:
     secure = shlex.split(ready_text("https://127.0.0.1:8000", "m", has_keys=True).partition("\n\n  ")[2])
     assert "-k" in secure
     assert "Authorization: Bearer $API_KEY" in secure
+    plain = ready_text("http://127.0.0.1:8000", "m", has_keys=False, chats=False)  # no chat template
+    assert re.search(r"/v1/completions .*\"prompt\": ", plain, re.DOTALL)
