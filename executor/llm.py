@@ -76,10 +76,8 @@ class LLM:
         if not isinstance(prompts, Iterable | Chat | Request):
             raise wrong_prompt(prompts)
         given: list[Any] = [prompts] if _is_one(prompts) else list(cast("Sequence[Any]", prompts))
-        if isinstance(sampling_params, Sequence) and not isinstance(sampling_params, str):
-            params: list[SamplingParams | None] = list(sampling_params)
-        else:
-            params = [sampling_params] * len(given)
+        is_list = isinstance(sampling_params, list | tuple)
+        params: list[Any] = list(cast("Any", sampling_params)) if is_list else [sampling_params] * len(given)
         if len(params) != len(given):
             raise InvalidRequestError(
                 f"{len(params)} sampling_params are given for {len(given)} prompts; give one for all, or one each",

@@ -116,12 +116,14 @@ def _checked(prompt: Prompt) -> str | list[int] | Chat:
     if isinstance(prompt, bytes):  # whose numbers are no token ids
         raise wrong_prompt(prompt)
     if isinstance(prompt, Chat):
-        if isinstance(prompt.messages, str) or not isinstance(prompt.messages, Sequence):
+        messages: Any = prompt.messages
+        if isinstance(messages, str) or not isinstance(messages, Sequence):
             raise InvalidRequestError(
-                f'messages is {str(prompt.messages)[:80]!r}; it must be a list of messages, such as {{"role": "user", "content": …}}',
+                f"messages is {str(messages)[:80]!r}; it must be a list of messages, such as "
+                '{"role": "user", "content": …}',
                 param="messages",
             )
-        return dataclasses.replace(prompt, messages=with_files(prompt.messages))
+        return dataclasses.replace(prompt, messages=with_files(messages))
     try:
         return [operator.index(token_id) for token_id in prompt]
     except TypeError as error:
