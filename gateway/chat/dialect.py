@@ -230,7 +230,12 @@ class Chat:
         kept_tokens = () if self.has_plain_answers else self._dialect.kept_tokens  # no parser would read them
         param = guide_param(self._choice, spec.guide_param)
         return msgspec.structs.replace(
-            spec, guide=guide, guide_param=param, kept_tokens=kept_tokens, continues_text=self.continues
+            spec,
+            guide=guide,
+            guide_param=param,
+            image_params=tuple(image.param for image in self.images),
+            kept_tokens=kept_tokens,
+            continues_text=self.continues,
         )
 
     @property

@@ -8,17 +8,20 @@ go on when a worker that reads images is up, or end when it turns out that none 
 from __future__ import annotations
 
 import asyncio
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvrelay.common.fair_queue import Flow
 from kvrelay.common.images import ImageTexts
-from kvrelay.gateway.errors import AttemptsFailedError, RequestTimeoutError
+from kvrelay.gateway.errors import AttemptsFailedError, InvalidRequestError, RequestTimeoutError
 from kvrelay.gateway.routing.admission import Admission
 from kvrelay.gateway.routing.asked import Asked
 from kvrelay.gateway.settings import RelaySettings
 from kvrelay.gateway.workers.images import ImageAsker, Readers, Sizes
 from kvrelay.gateway.workers.pool import WorkerPool
 
+_NUMBERED = re.compile(r"image (\d{1,4})\b")
 _HURRY_S = 0.5  # how often a link to a worker that somebody waits for is tried again
 _MAX_WAITING_BYTES = 256 * 2**20  # of the files that wait; a gateway also holds the bodies that they came in
 
@@ -41,6 +44,19 @@ class Patience:
     def left_s(self) -> float:
         """What is left of its time."""
         return self.timeout_s - self.waited_s - self.spent_s
+
+
+def unreadable(detail: str, params: Sequence[str]) -> InvalidRequestError:
+    """The error of images that a worker could not read. ``detail`` may begin with the number of one, such as ``image 2 cannot …``.
+
+    ``params``: the client's fields that they came in.
+    """
+    found = _NUMBERED.match(detail)
+    number = 0 if found is None else int(found[1])
+    if number >= len(params):
+        return InvalidRequestError(detail)
+    text = detail if found is None else f"{params[number]}{detail[found.end() :]}"
+    return InvalidRequestError(text, param=params[number])
 
 
 class ImageDesk:

@@ -24,7 +24,7 @@ from kvrelay.gateway.errors import (
 )
 from kvrelay.gateway.metrics import ModelMetrics
 from kvrelay.gateway.relay.attempt import Attempt, AttemptFailedError, AttemptMovedError, Take
-from kvrelay.gateway.relay.image_texts import ImageDesk, ReaderAwayError
+from kvrelay.gateway.relay.image_texts import ImageDesk, ReaderAwayError, unreadable
 from kvrelay.gateway.relay.placement import Placement, views
 from kvrelay.gateway.relay.request import AttemptNote, GenerationRequest, Place
 from kvrelay.gateway.routing.admission import Admission
@@ -33,7 +33,7 @@ from kvrelay.gateway.routing.breaker import CircuitBreakers, Part
 from kvrelay.gateway.routing.estimates import Estimates
 from kvrelay.gateway.settings import RelaySettings
 from kvrelay.gateway.workers.pool import WorkerPool
-from kvrelay.wire.messages import ABOUT_GUIDE, DecodeTarget, FailureCode, Submit, TokenDelta
+from kvrelay.wire.messages import ABOUT_GUIDE, ABOUT_IMAGES, DecodeTarget, FailureCode, Submit, TokenDelta
 
 logger = logging.getLogger(__name__)
 
@@ -145,6 +145,8 @@ class Relay:
         match failure.code:
             case FailureCode.INVALID if failure.about == ABOUT_GUIDE:
                 raise UnusableGuideError(request.spec.guide_param, str(failure)) from failure
+            case FailureCode.INVALID if failure.about == ABOUT_IMAGES:
+                raise unreadable(str(failure), request.spec.image_params) from failure
             case FailureCode.INVALID:
                 raise InvalidRequestError(str(failure)) from failure
             case FailureCode.DEADLINE:

@@ -166,6 +166,7 @@ class GenerationSpec(SamplingOptions, frozen=True, kw_only=True):
     best_of: int = 1  # choices that are generated
     num_logprobs: int | None = None
     guide_param: str | None = None  # the client's field that the guide was made from, if there is one
+    image_params: tuple[str, ...] = ()  # the client's fields that the prompt's images came in, in order
     has_watermark: bool = False
     priority: int = 0  # the priority that the client asks for
     retention: Retention | None = None  # how long the KV should stay cached

@@ -136,13 +136,18 @@ class Player:
         self.say(Tokens(items=[item]))
 
     def fail(
-        self, submit: Submit, code: FailureCode, retry_after_s: float | None = None, about: str | None = None
+        self,
+        submit: Submit,
+        code: FailureCode,
+        retry_after_s: float | None = None,
+        about: str | None = None,
+        detail: str = "scripted",
     ) -> None:
         failed = Failed(
             request_id=submit.request_id,
             attempt=submit.attempt,
             code=code,
-            detail="scripted",
+            detail=detail,
             retry_after_s=retry_after_s,
             about=about,
         )

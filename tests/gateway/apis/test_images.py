@@ -282,13 +282,16 @@ async def test_a_template_for_texts_does_not_hide_that_the_model_reads_no_images
 
 async def test_a_worker_that_cannot_read_an_image_or_its_size_is_believed(seeing: App) -> None:
     def refuses(player: Player, submit: Submit) -> None:
-        player.fail(submit, FailureCode.INVALID, about=ABOUT_IMAGES)
+        player.fail(submit, FailureCode.INVALID, about=ABOUT_IMAGES, detail="image 1 is cut off")
 
     def problem(player: Player, asked: AskImages) -> None:
         player.say(ImagesTold(query=asked.query, problem="image 0 is too thin"))
 
     prefill(seeing).script = refuses
-    assert (await seeing.post(CHAT, 400, messages=user(part(CAT))))["error"]["message"] == "scripted"
+    error = (await seeing.post(CHAT, 400, messages=user(part(CAT), {"type": "text", "text": "and"}, part(DOG))))[
+        "error"
+    ]
+    assert (error["message"], error["param"]) == ("messages[0].content[2] is cut off", "messages[0].content[2]")
     assert len(prefill(seeing).submits) == 1
     prefill(seeing).tell = problem
     error = (await seeing.post(CHAT, 400, messages=user(part(DOG))))["error"]
