@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import base64
 import json
-import socket
+import re
 import subprocess
 from collections.abc import Iterator
 from typing import Any
@@ -91,24 +91,25 @@ def release(cluster: Cluster) -> Iterator[Release]:
 
 
 @pytest.fixture(scope="module")
-def url(release: Release) -> Iterator[str]:
-    """A local URL of the gateway's Service, by port-forward."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = ["kubectl", "port-forward", "-n", release.namespace, "service/relay-kvrelay-gateway", f"{port}:80"]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as forward:
-        url = f"http://127.0.0.1:{port}"
+def url(release: Release, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A local URL of the gateway's Service, by port-forward to a port that kubectl chooses."""
+    command = ["kubectl", "port-forward", "-n", release.namespace, "service/relay-kvrelay-gateway", ":80"]
+    said = tmp_path_factory.mktemp("forward") / "said"
 
-        def answers() -> bool:
-            try:
-                return httpx.get(f"{url}/health/live").is_success
-            except httpx.HTTPError:
-                return False
+    def found() -> str | None:
+        port = re.search(r"127\.0\.0\.1:(\d+)", said.read_text())
+        return None if port is None else f"http://127.0.0.1:{port[1]}"
 
+    def answers() -> bool:
         try:
-            wait_for("the port-forward", answers, 30)
-            yield url
+            return httpx.get(f"{found()}/health/live").is_success
+        except httpx.HTTPError:
+            return False
+
+    with said.open("w") as file, subprocess.Popen(command, stdout=file, stderr=file) as forward:
+        try:
+            wait_for("the port-forward", lambda: found() is not None and answers(), 30)
+            yield str(found())
         finally:
             forward.terminate()
 

@@ -25,6 +25,7 @@ from typing import Any
 
 import psutil
 
+import kvrelay
 from kvrelay.launcher.local.ports import free_ports
 
 from .figures import MIB
@@ -327,7 +328,8 @@ def _command(component: str, model: Path, options: list[str]) -> list[str]:
 
 
 def _environment() -> dict[str, str]:
+    """Members run the kvrelay that this process runs, and find nothing else by the path of this process."""
     kept = {
         name: value for name, value in os.environ.items() if name != "PYTHONPATH" and not name.startswith("KVRELAY_")
     }
-    return {**kept, "OMP_NUM_THREADS": "1"}
+    return {**kept, "PYTHONPATH": str(Path(kvrelay.__file__).parents[1]), "OMP_NUM_THREADS": "1"}

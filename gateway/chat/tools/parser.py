@@ -2,7 +2,8 @@
 
 A :class:`Syntax` says where a family's calls begin and how to read them (a function over a :class:`Context`). Text that only looks
 like a call (JSON that does not parse, an undeclared function) becomes content, so no text of the model is lost. If a call's
-arguments break off in the middle, the call keeps what was already sent, and the rest of the text is content.
+arguments break off in the middle, the call keeps what was already sent, and the rest of the text is content. An answer that must be
+calls has no content: what its end leaves is the beginning of a call.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import islice
 
-from kvrelay.gateway.chat.tools.calls import CallIds, Outbox, ParsedDelta
-from kvrelay.gateway.chat.tools.functions import Function, ToolChoice
+from kvrelay.gateway.chat.tools.calls import CallIds, Outbox, ParsedDelta, Said
+from kvrelay.gateway.chat.tools.functions import Function, ToolChoice, ToolMode
 from kvrelay.gateway.chat.tools.reader import Reader, Reading, is_json_object
 
 
@@ -102,6 +103,7 @@ class CallParser:
     ) -> None:
         self._syntax = syntax
         self._read_first = read_first
+        self._must_call = choice.mode is ToolMode.REQUIRED
         functions = {function.name: function for function in choice.functions}
         self._context = Context(Reader(), Outbox(new_id), functions, choice.max_calls)
         self._steps = self._parse()
@@ -117,7 +119,10 @@ class CallParser:
         self._context.reader.finish()
         num_waits = sum(1 for _ in islice(self._steps, 1))
         assert num_waits == 0, "a parser waits for text after the end"
-        return self._context.out.take()
+        found = self._context.out.take()
+        if self._must_call:  # its guide allows nothing but calls, so max_tokens has cut one off
+            return ParsedDelta(tuple(part for part in found.parts if not isinstance(part, Said)))
+        return found
 
     def _parse(self) -> Reading[None]:
         reader, out = self._context.reader, self._context.out

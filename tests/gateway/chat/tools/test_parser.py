@@ -10,6 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kvrelay.gateway.chat.tools.formats.families import FAMILIES, ToolFamily
+from kvrelay.gateway.chat.tools.functions import Function, ToolMode
 
 from .cases import CALLS, CUTS, FRAGMENTS, Answer, choice_of, functions_of, names_choice, parser_of, pieces_of, read
 
@@ -67,6 +68,15 @@ def test_an_answer_that_is_cut_off_keeps_what_was_said(
     for (_, name, arguments), (_, whole_name, whole_arguments) in zip(cut.calls, whole.calls, strict=False):
         assert name == whole_name
         assert whole_arguments.startswith(arguments)
+
+
+@every_family
+def test_a_call_that_must_come_and_is_cut_off_is_not_shown_as_text(family: ToolFamily) -> None:
+    text = family.spelling.write([("f", family.spelling.write_arguments('{"a": "b"}'))])
+    choice = choice_of([Function(name="f")], ToolMode.REQUIRED)
+    for end in range(len(text)):
+        assert read(parser_of(family, choice), text[:end]).content == ""
+    assert read(parser_of(family, choice), text).parsed_calls == [("f", {"a": "b"})]
 
 
 @every_family
