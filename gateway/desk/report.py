@@ -1,4 +1,4 @@
-"""The gateway's activity log: one line every ten seconds while there is work, and one about each worker that never answers."""
+"""The gateway's activity log: one line every ten seconds of work or refusals, and one about each worker that never answers."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Unheard:
 
 
 class Activity:
-    """One model's running and waiting requests, tokens per second, KV in use and cache hits since the last line."""
+    """One model's running, waiting and refused requests, tokens per second, KV in use and cache hits since the last line."""
 
     def __init__(self, model: Model, clock: Clock) -> None:
         self.model = model
@@ -62,6 +62,7 @@ class Activity:
         self._clock = clock
         self._before_s = clock()
         self._before = self._tokens.counts
+        self._num_refused_before = model.relay.admission.num_refused
 
     def line(self) -> str | None:
         """A line about the time since the last call; None if there was no work and none waits."""
@@ -71,10 +72,13 @@ class Activity:
         self._before_s, self._before = now_s, now
         admission, pool = self.model.relay.admission, self.model.pool
         num_running, num_waiting = admission.num_running, admission.num_queued
-        if not (num_running or num_waiting or num_prompt or num_output):
+        num_refused = admission.num_refused - self._num_refused_before
+        self._num_refused_before = admission.num_refused
+        if not (num_running or num_waiting or num_prompt or num_output or num_refused):
             return None
+        refused = f", {num_refused} refused for lack of room or time" if num_refused else ""
         parts = [
-            f"{num_running} requests running, {num_waiting} waiting",
+            f"{num_running} requests running, {num_waiting} waiting{refused}",
             f"{num_prompt / passed_s:.0f} prompt and {num_output / passed_s:.0f} output tokens/s",
         ]
         shares = [(role, pool.kv_in_use(role)) for role in (Role.PREFILL, Role.DECODE)]

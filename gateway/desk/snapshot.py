@@ -209,4 +209,5 @@ def _what(record: RequestRecord) -> str:
     if (seen := record.error or record.cut) is not None:
         return seen
     outcomes = [note.outcome for one in record.sequences for note in one.timings.notes if one.num_failures]
-    return next((outcome for outcome in outcomes if outcome not in ("finished", "stopped", "moved", "taken_back")), "")
+    failure = next((one for one in outcomes if one not in ("finished", "stopped", "moved", "taken_back")), None)
+    return "" if failure is None else f"answered after {failure}"

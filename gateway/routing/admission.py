@@ -54,6 +54,7 @@ class Admission:
         self._max_queued = max_queued
         self._room_timeout_s = room_timeout_s
         self._changed = changed
+        self.num_refused = 0  # requests that got no place, so far
         self._metrics = metrics
         self._estimates = estimates
         self._clock = clock
@@ -273,7 +274,7 @@ class Admission:
         """The error for a request that has waited as long as it may."""
         if timeout_s > self._patience_s(asked, timeout_s):
             return self._refusal("no_place", why())
-        self._metrics.refused.labels("timeout").inc()
+        self._count_refused("timeout")
         whole_s = round(asked.spent_s + asked.waited_s + timeout_s, 3)
         missing = f"{why()}; " if asked in self._beside else ""
         text = f"{missing}no worker had a place within the request's {whole_s:g} s; give it more time"
@@ -303,6 +304,10 @@ class Admission:
         detail = f"files of {num_mib} MiB wait already beside the line; the limit is {max_bytes // 2**20} MiB"
         return self._refusal("queue_full", detail)
 
-    def _refusal(self, reason: str, detail: str, retry_after_s: float = 0.0) -> OverloadedError:
+    def _count_refused(self, reason: str) -> None:
+        self.num_refused += 1
         self._metrics.refused.labels(reason).inc()
+
+    def _refusal(self, reason: str, detail: str, retry_after_s: float = 0.0) -> OverloadedError:
+        self._count_refused(reason)
         return OverloadedError(f"{detail}; try again later", retry_after_s=min(max(1.0, retry_after_s), _MAX_RETRY_S))

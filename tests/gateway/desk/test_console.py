@@ -156,6 +156,7 @@ class TestInABrowser:
             await look(lambda p: p.until("document.querySelector('#table tbody').textContent.includes('down')"))
             await asked
             await look(lambda p: p.until("document.querySelectorAll('#errors button').length > 0"))
+            assert "answered after peer_lost" in await look(lambda p: p.text("#errors li"))
             await look(lambda p: p.value("document.querySelector('#errors button').focus()"))
             await look(lambda p: p.press("Enter", 13))
             await look(lambda p: p.until("document.querySelectorAll('.fall .bad').length === 1"))

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvrelay.gateway.desk.report import Activity, Unheard
+from kvrelay.gateway.errors import OverloadedError
 from kvrelay.gateway.model import Model, ModelFiles
 from kvrelay.gateway.workers.pool import FoundWorker
 from kvrelay.wire.messages import FailureCode, Role, Submit
@@ -60,6 +61,11 @@ async def test_a_line_says_what_was_done_since_the_last_one_and_nothing_of_nothi
         assert activity.line() == "1 requests running, 0 waiting; 0 prompt and 0 output tokens/s; KV in use: decode 0%"
         good(*play)
         assert await running == ALL
+        assert activity.line() is None
+        with pytest.raises(OverloadedError):
+            raise s.relay.admission._full()
+        line = "0 requests running, 0 waiting, 1 refused for lack of room or time; 0 prompt and 0 output tokens/s; "
+        assert activity.line() == f"{line}KV in use: decode 0%"
         assert activity.line() is None
 
 
