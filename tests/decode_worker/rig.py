@@ -293,10 +293,12 @@ class Rig:
         output: Seq[int] = (),
         reads_images: bool = False,
         has_whole_images: bool = False,
+        images: ReadImages | None = None,
     ) -> bool:
         """Add a request, with its prompt's K/V in place if ``handed_over``. Returns False if there are no blocks for that K/V.
 
         ``spans``: of images, which only another worker can read, unless ``reads_images``. ``output``: of an earlier attempt.
+        ``images``: those of a prompt that is computed here, read for an engine that encodes them.
         """
         self._num_added += 1
         self.ends.pop(name, None)  # the end of an earlier request with this name
@@ -307,6 +309,8 @@ class Rig:
         sequence.has_whole_images = has_whole_images
         if reads_images and spans and not handed_over:
             sequence.images = ReadImages(tuple(spans), ())
+        if images is not None:
+            sequence.images, sequence.position_offset = images, images.position_offset
         first = None
         if handed_over:
             lease = lease_owner(name)
