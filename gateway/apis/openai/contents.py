@@ -91,7 +91,7 @@ def parts_of(
             raise InvalidRequestError(
                 f'{param}[{index}] must be a text part, {{"type": "text", "text": …}}, or an image, not {str(part)[:80]!r}; this '
                 "deployment reads no audio, video or files",
-                param=param,
+                param=f"{param}[{index}]",
             )
     if not parts:
         return between.join(pieces)

@@ -213,16 +213,16 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     (
         CHAT,
         {"messages": user({"type": "input_audio", "input_audio": {}})},
-        "messages[0].content",
+        "messages[0].content[0]",
         "no audio, video or files",
     ),
     (
         CHAT,
         {"messages": user({"type": "video_url", "video_url": {}})},
-        "messages[0].content",
+        "messages[0].content[0]",
         "no audio, video or files",
     ),
-    (CHAT, {"messages": user({"type": "file", "file": {}})}, "messages[0].content", "no audio, video or files"),
+    (CHAT, {"messages": user({"type": "file", "file": {}})}, "messages[0].content[0]", "no audio, video or files"),
     (
         RESPONSES,
         {"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "f"}]}]},
