@@ -32,10 +32,6 @@ def require_ranks(model: ModelSettings, directory: Path, num_local: int) -> None
             raise ModelError(
                 f"{asked}{here}, and this worker sees {num_gpus} GPUs, one for each rank here: take at most that many"
             )
-        if is_through_transformers:
-            raise ModelError(
-                f"{asked}; models that run through transformers have ranks on CPUs only: take 1, or --device cpu"
-            )
         if model.kv_dtype != "auto":
             raise ModelError(
                 f"{asked} and --kv-dtype {model.kv_dtype}, whose scales are not cut among ranks: take 1, or auto"

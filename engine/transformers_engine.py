@@ -17,18 +17,18 @@ import torch
 from kvrelay.common.errors import ModelError
 from kvrelay.common.model_card import IMAGES_OFF, TEXT_ONLY
 from kvrelay.engine.backends.cpu.build import cpu_paged_ops
-from kvrelay.engine.backends.options import EngineOptions, device_of, dtype_of, num_blocks_of
+from kvrelay.engine.backends.options import EngineOptions, asked_blocks, device_of, dtype_of, num_blocks_of
 from kvrelay.engine.config.model import SUPPORTED_DTYPES
 from kvrelay.engine.images.processor import preprocessor_digest
 from kvrelay.engine.images.reader import ProcessorReader
 from kvrelay.engine.kv.geometry import geometry_of, state_block_size
 from kvrelay.engine.kv.pool import KvPool
 from kvrelay.engine.models.adapters import Adapters
-from kvrelay.engine.models.hf.adapters import adapt_layers, adaptable_layers
-from kvrelay.engine.models.hf.check import MakeOps, check_model, plain_logits
-from kvrelay.engine.models.hf.check_images import ImageUse
-from kvrelay.engine.models.hf.cut import Cuts, cut_model, sum_outputs
-from kvrelay.engine.models.hf.loading import check_files, load_full_config, load_model
+from kvrelay.engine.models.hf.adapters import adapt_layers
+from kvrelay.engine.models.hf.check import MakeOps, check_model
+from kvrelay.engine.models.hf.cut import sum_outputs
+from kvrelay.engine.models.hf.loading import check_files, load_full_config
+from kvrelay.engine.models.hf.ranked import load_rank, load_whole
 from kvrelay.engine.models.hf.reading import make_reader
 from kvrelay.engine.models.hf.text import is_multimodal
 from kvrelay.engine.models.ranks import RankPart
@@ -44,9 +44,8 @@ def load_transformers_engine(
 ) -> TorchEngine:
     """Load the model, check it against transformers' own computation, allocate the pool.
 
-    A rank loads the whole model and keeps its ``part`` of it; the card is of the whole. Only the first one has what encodes images,
-    and its card alone says whether they are read. ``progress`` hears (bytes loaded, bytes in
-    all).
+    A rank loads its ``part`` of the model; the card is of the whole. Only the first one has what encodes images, and its card alone
+    says whether they are read. ``progress`` hears (bytes loaded, bytes in all).
 
     Raises ModelError naming what is not served, or does not fit, and the way out.
     """
@@ -57,38 +56,38 @@ def load_transformers_engine(
     )
     torch.set_num_threads(options.num_threads)
     reader, no_images = _image_reader(options, dtype, part)
-    model = load_model(options.model_dir, dtype, device, progress, with_towers=reader is not None)
-    if model.shape.states and options.may_widen_blocks:
-        options = replace(options, block_size=state_block_size(model.shape, options.block_size))
-    whole, memory = model.shape, None
+    given = (options.model_dir, dtype, device, progress, reader, no_images)
+    adapts = bool(options.adapter_bytes)
+    loaded = load_whole(*given, adapts=adapts) if part is None else load_rank(*given, part, adapts=adapts)
+    model, whole, images, memory = loaded.model, loaded.shape, loaded.images, None
+    if whole.states and options.may_widen_blocks:
+        options = replace(options, block_size=state_block_size(whole, options.block_size))
     whole_geometry = geometry_of(whole, options.block_size, dtype)
     make_ops = _ops_on(device, options)
-    plain = plain_logits(model)
-    images = ImageUse(model, reader, no_images)
-    layers = adaptable_layers(model) if options.adapter_bytes else {}
-    cuts = Cuts({}, {}, frozenset())
-    if part is not None:
-        model, cuts = cut_model(model, part.cut)
     shape = model.shape
     geometry = geometry_of(shape, options.block_size, dtype)
     binding = make_ops(shape, KvPool(geometry, 1, device).tensor, options.block_size, 1)
     adapters, products = None, binding.make_low_rank(dtype)
-    if options.adapter_bytes:
+    if adapts:
         adapters = Adapters(products, dtype, device)
-    model.bind(binding, dtype, None if adapters is None else adapt_layers(adapters, layers, cuts.linears))
+    model.bind(binding, dtype, None if adapters is None else adapt_layers(adapters, loaded.layers, loaded.cuts.linears))
     images.begin(model, part)  # ranks meet here
+    ranks = None
     if part is not None:
-        sum_outputs(model.model, cuts, part.collectives)
-    images.check(make_ops, dtype, check_model(model, plain, make_ops, dtype))
+        ranks = part.collectives
+        sum_outputs(model.model, loaded.cuts, ranks)
+    with loaded.checked_layers():
+        images.check(make_ops, dtype, check_model(model, loaded.plain, make_ops, dtype, ranks))
     if device.type == "cuda":
         from kvrelay.engine.backends.cuda.build import measure_memory  # noqa: PLC0415 - a CPU worker may lack Triton
 
-        of_encoder = images.measure(device)
+        of_encoder = images.measure(device, part)  # ranks meet here
+        asked = replace(options, num_blocks=asked_blocks(options, whole_geometry.block_nbytes))
         memory = measure_memory(
-            shape, lambda pool, *sizes: (model, make_ops(shape, pool.tensor, *sizes)), dtype, device, options
+            shape, lambda pool, *sizes: (model, make_ops(shape, pool.tensor, *sizes)), dtype, device, asked
         )
         memory = replace(memory, step=max(memory.step, of_encoder))
-    num_blocks = num_blocks_of(options, whole_geometry.block_nbytes, memory)
+    num_blocks = num_blocks_of(options, whole_geometry.block_nbytes, memory, geometry.block_nbytes)
     if part is not None:
         num_blocks = part.collectives.least(num_blocks)  # the first rank has less memory, if it has the towers
     pool = make_pool(options, geometry, num_blocks, device, part)

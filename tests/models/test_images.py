@@ -223,6 +223,9 @@ class PlayedRanks:
         """As if the others had added nothing."""
         return partial
 
+    def spread(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
     def least(self, number: int) -> int:
         return min(number, self._number)
 

@@ -15,10 +15,10 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaConfig, LlamaMLP, LlamaRMSNorm
 
 from kvrelay.common.errors import ModelError
-from kvrelay.engine import transformers_engine
 from kvrelay.engine.backends.cpu.ops import CpuPagedOps
 from kvrelay.engine.config.model import KvSizes
 from kvrelay.engine.models.hf import parts as hf_parts
+from kvrelay.engine.models.hf import ranked
 from kvrelay.engine.models.hf.model import TransformersModel
 
 from .test_types import engine_of, saved
@@ -116,10 +116,8 @@ def test_no_part_is_forgotten(
 ) -> None:
     saved(model_type, tmp_path)
     made: list[TransformersModel] = []
-    load = transformers_engine.load_model
-    monkeypatch.setattr(
-        transformers_engine, "load_model", lambda *given, **how: made.append(load(*given, **how)) or made[0]
-    )
+    load = ranked.load_model
+    monkeypatch.setattr(ranked, "load_model", lambda *given, **how: made.append(load(*given, **how)) or made[0])
     engine_of(tmp_path)
     modules = list(made[0].model.modules())
     found = Counter(type(module).__name__ for module in modules)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from kvrelay.engine.models.adapters import AdaptedLayer, Adapters
 from kvrelay.engine.models.hf.cut import LinearCut
@@ -25,8 +26,12 @@ _NUM_TOKENS = [29, 17]  # tokens of each pass: so many that no expert gets all o
 
 
 @torch.inference_mode()
-def adaptable_layers(model: TransformersModel) -> dict[str, AdaptedLayer]:
-    """The layers by name. Runs ``model``, which must be whole, with its own parts: call it before ``bind``."""
+def adaptable_layers(model: TransformersModel, whole: PreTrainedModel) -> dict[str, AdaptedLayer]:
+    """The layers by name. Runs ``model`` with transformers' own layers: call it before ``bind``.
+
+    ``model`` may be a rank's part of ``whole``, whose parameters may be on "meta". It runs without the other ranks: its numbers are
+    wrong then, but each layer gets the same rows.
+    """
     decoder = f"{text_decoder(model.model)[0]}."
     modules = {name: module for name, module in model.model.named_modules() if name.startswith(decoder)}
     # A recurrent layer sees the step's tokens part by part.
@@ -50,7 +55,8 @@ def adaptable_layers(model: TransformersModel) -> dict[str, AdaptedLayer]:
     finally:
         for hook in hooks:
             hook.remove()
-    shapes = {name: linear_shape(module) for name, module in linears.items() if rows[name] == _NUM_TOKENS}
+    qualified = [name for name in linears if rows[name] == _NUM_TOKENS]
+    shapes = {name: linear_shape(whole.get_submodule(name)) for name in qualified}
     return {
         name: AdaptedLayer(name, num_outputs, num_inputs, range(num_outputs), range(num_inputs))
         for name, (num_outputs, num_inputs) in shapes.items()

@@ -1,5 +1,7 @@
 """A self-check at load: compares a model over paged K/V, with our parts, with the same model as transformers loaded it.
 
+Ranks have no whole model. They compare its first layers, which are enough (:mod:`kvrelay.engine.models.hf.kinds`).
+
 Two sequences run in chunks and batched. A plain forward pass of each, before any part is replaced, is the reference. The sequences
 are short, so the check costs little beside loading. Windows longer than the sequences are shortened for the check if the model's
 config allows it.
@@ -24,6 +26,7 @@ from kvrelay.engine.models.hf.gate import own_windows, probe_layers
 from kvrelay.engine.models.hf.model import TransformersModel
 from kvrelay.engine.models.hf.text import is_multimodal
 from kvrelay.engine.models.ops import Model, StepOps
+from kvrelay.engine.models.ranks import Collectives
 from kvrelay.engine.step.batch import build_batch
 from kvrelay.engine.step.plan import PlanRow, SlotJoin, StepPlan, TableDelta
 from kvrelay.engine.step.slots import Slots
@@ -73,17 +76,34 @@ def _plain_logits(model: TransformersModel) -> list[torch.Tensor]:
 
 
 @torch.inference_mode()
-def check_model(model: TransformersModel, plain: list[torch.Tensor], make_ops: MakeOps, dtype: torch.dtype) -> float:
-    """The relative distance of the logits from transformers' own, ``plain``. Raises ModelError if it is too large."""
+def check_model(
+    model: TransformersModel,
+    plain: list[torch.Tensor],
+    make_ops: MakeOps,
+    dtype: torch.dtype,
+    ranks: Collectives | None = None,
+) -> float:
+    """The relative distance of the logits from transformers' own, ``plain``. Raises ModelError if it is too large.
+
+    ``ranks``: each has a part of the model, and compares; the first one has ``plain``, and tells the others.
+    """
     try:
         with _short_windows(model) as shape:
             prompts = list(map(Prompt, _prompts(model)))
             found = paged_logits(model, shape, prompts, lambda *pool: (model, make_ops(*pool)), dtype, _CHUNK)
+            if ranks is not None:
+                plain = _told(plain, found, ranks)
     except Exception as error:
         raise ModelError(
             f"{model.shape.architecture} does not run over paged K/V ({type(error).__name__}: {error}): it is not served"
         ) from error
     return _distance(model.shape, found, plain, dtype)
+
+
+def _told(plain: list[torch.Tensor], found: list[torch.Tensor], ranks: Collectives) -> list[torch.Tensor]:
+    """What the first rank has in ``plain``, on all ranks, beside what they have ``found``."""
+    there = [one.to(ours.device) for one, ours in zip(plain, found, strict=True)] if plain else []
+    return [ranks.spread(one) for one in there or (torch.empty_like(ours, dtype=torch.float32) for ours in found)]
 
 
 @torch.inference_mode()
@@ -137,7 +157,7 @@ def _short_windows(model: TransformersModel) -> Iterator[ModelShape]:
     for name in long:
         setattr(config, name, _WINDOW)
     try:
-        layers = probe_layers(model.model)
+        layers = probe_layers(model.model, len(model.layers))
         model.use_our_attention()
         yield replace(model.shape, sliding_windows=own_windows(layers.attention))
     finally:

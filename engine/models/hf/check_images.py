@@ -45,28 +45,32 @@ class ImageUse:
     and all compute the prompt.
     """
 
-    def __init__(self, model: TransformersModel, reader: ProcessorReader | None, no_images: str) -> None:
-        """Computes the reference: call it before ``bind``. ``reader``: None for a model without towers, for the reason
-        ``no_images``.
+    _model: TransformersModel  # that is served; known from ``begin`` on
+
+    def __init__(self, reference: TransformersModel | None, reader: ProcessorReader | None, no_images: str) -> None:
+        """Computes the reference, and keeps nothing else of this model, which is not bound. ``reader``: None if the model that is
+        served has no towers, for the reason ``no_images``.
         """
         self.no_images = no_images  # as in ModelCard
-        self._model, self._reader = model, reader
+        self._reader = reader
         self._check: ImageCheck | None = None
         self._ranks: Collectives | None = None
         self.takes_whole = False  # as ImageReader.takes_whole, once the model has passed
-        if reader is not None:
+        if reader is not None and reference is not None:
             try:
-                self._check = plain_image_logits(model, reader)
+                self._check = plain_image_logits(reference, reader)
             except ModelError as error:
-                self._refuse(error)
+                self._give_up(error)
 
     @torch.inference_mode()
     def begin(self, model: TransformersModel, part: RankPart | None) -> None:
-        """Encode the prompt's images with the model, which is complete now, or a rank's ``part`` of it. Waits for all ranks.
+        """Encode the prompt's images with the model that is to be served, or a rank's ``part`` of it. Waits for all ranks.
 
         It encodes before ranks meet, so that none waits for an encoder, or for one that fails.
         """
         self._model = model
+        if self._reader is not None and self._check is None:
+            drop_towers(model.model)
         told: ToldCheck | None = None
         if self._reader is not None and self._check is not None:
             try:
@@ -96,8 +100,16 @@ class ImageUse:
         except ModelError as error:
             self._refuse(error)
 
-    def measure(self, device: torch.device) -> int:
-        """Bytes of a GPU's memory that encoding a large image takes; 0 for a model that encodes none."""
+    def measure(self, device: torch.device, part: RankPart | None) -> int:
+        """Bytes of a GPU's memory that encoding a large image takes; 0 for a model that encodes none. Waits for all ranks, which
+        hear whether the first one reads images.
+        """
+        nbytes = self._measure(device)
+        if part is not None:  # an encoder may take longer than ranks wait in a collective
+            self.takes_whole = bool(part.meet(b"takes whole" if part.is_leader and self.takes_whole else b""))
+        return nbytes
+
+    def _measure(self, device: torch.device) -> int:
         if self._reader is None or self.no_images:
             return 0
         before = torch.cuda.memory_allocated(device)
@@ -115,6 +127,9 @@ class ImageUse:
     def _refuse(self, error: ModelError) -> None:
         self._model.images = StepImages(None, -1)
         drop_towers(self._model.model)
+        self._give_up(error)
+
+    def _give_up(self, error: ModelError) -> None:
         self.no_images, self.takes_whole, self._check = str(error), False, None
         if self._reader is not None:  # the other ranks have nothing to add
             logger.warning("prompts may have no images: %s", error)

@@ -100,8 +100,10 @@ class _Mark:
         return self
 
 
-def probe_layers(model: PreTrainedModel) -> Layers:
+def probe_layers(model: PreTrainedModel, num_layers: int | None = None) -> Layers:
     """What the layers of ``model`` ask for. Changes the model's attention implementation.
+
+    ``num_layers``: of a model that has lost its other layers; None: as many as its config says.
 
     Raises ModelError if a layer is called twice, or needs something that we do not compute.
     """
@@ -138,7 +140,8 @@ def probe_layers(model: PreTrainedModel) -> Layers:
     _run(model, part)
     seen = list(attention)
     states = _probe_states(model, part, seen)
-    num_layers = model.config.get_text_config().num_hidden_layers
+    if num_layers is None:
+        num_layers = model.config.get_text_config().num_hidden_layers
     if not seen and not states:
         raise ModelError(
             f"{name} computes attention in its own way, without transformers' interface for it: it is not served"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +20,18 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from kvrelay.common.errors import ModelError
 from kvrelay.engine.config.quantisation import Quantisation, load_quantisation
 from kvrelay.engine.config.tokenizer import check_tokenizer
+from kvrelay.engine.models.hf.filling import Keep, filled
 from kvrelay.engine.models.hf.gate import probe_layers
 from kvrelay.engine.models.hf.model import PLAIN_ATTENTION, TransformersModel, shape_of
+from kvrelay.engine.models.hf.outline import NoWeights
 from kvrelay.engine.models.hf.progress import followed, without_bar
 from kvrelay.engine.models.hf.text import full_class, text_class, towers_of
 from kvrelay.engine.weights.headers import check_full, check_layers, checkpoint_files, read_headers
 from kvrelay.engine.weights.kv_scales import is_attention_scale
 from kvrelay.engine.weights.reader import CheckpointReader
 
+Fill = Callable[[type[PreTrainedModel]], AbstractContextManager[type[PreTrainedModel]]]
+"""A class of models -> a context with the class to load instead, see ``filled``"""
 _MOST_MODULES = 2**16  # of layers, heads, experts: no model comes close, and making more would take forever
 _LOADING_ERRORS = (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError, StrictDataclassError)
 
@@ -40,20 +46,60 @@ def load_model(
 ) -> TransformersModel:
     """Load the checkpoint in ``directory`` to ``device``, and find out what it asks of attention.
 
-    Weights go through the host's memory. No code of the checkpoint runs. Whatever can be checked without memory for weights is
-    checked first. ``progress`` hears (bytes loaded, bytes in all). ``with_towers``: of a multimodal type, also what reads images.
+    Weights go through the host's memory one by one. No code of the checkpoint runs. Whatever can be checked without memory for
+    weights is checked first. ``progress`` hears (bytes loaded, bytes in all). ``with_towers``: of a multimodal type, also what
+    reads images.
 
     Raises ModelError naming what is not supported.
     """
     check_files(directory, dtype, with_towers=with_towers)
+    return _probed(load_parameters(directory, dtype, device, progress, with_towers=with_towers), dtype)
+
+
+def load_first_layers(
+    directory: Path, dtype: torch.dtype, path: str, count: int, *, with_towers: bool = False
+) -> TransformersModel:
+    """The model in the host's memory, with only the first ``count`` layers of the list at ``path``. Check the files before.
+
+    Nothing else changes: a layer is what it is in the whole model. Other layers' tensors are not read.
+    """
+    cpu = torch.device("cpu")
+    return _probed(load_parameters(directory, dtype, cpu, with_towers=with_towers, first=(path, count)), dtype, count)
+
+
+def load_outline(directory: Path, dtype: torch.dtype, *, with_towers: bool = False) -> TransformersModel:
+    """The model with parameters that take no memory (``outline.py``). Checks the files. Raises ModelError like ``load_model``."""
+    _check_headers(directory, dtype)
+    model = _from_pretrained(directory, dtype, "meta", with_towers).eval()
+    model.set_experts_implementation("eager")
+    with NoWeights():
+        return _probed(model, dtype)
+
+
+def load_parameters(
+    directory: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Callable[[int, int], None] = lambda *_: None,
+    keep: Keep | None = None,
+    *,
+    with_towers: bool = False,
+    first: tuple[str, int] | None = None,
+) -> PreTrainedModel:
+    """The model as transformers loads it, parameter by parameter. ``keep``, ``first``: see ``filled``. Check the files before."""
     num_bytes = sum(path.stat().st_size for path in checkpoint_files(directory))
     with followed(progress, num_bytes):
-        model = _from_pretrained(directory, dtype, None, with_towers).eval().to(device)
+        fill = partial(filled, device=device, keep=keep, first=first)
+        model = _from_pretrained(directory, dtype, None, with_towers, fill).eval().to(device)
     progress(num_bytes, num_bytes)
     if with_towers:
         for parent, name, _ in towers_of(model):
             _make_fast(getattr(parent, name))
-    layers = probe_layers(model)
+    return model
+
+
+def _probed(model: PreTrainedModel, dtype: torch.dtype, num_layers: int | None = None) -> TransformersModel:
+    layers = probe_layers(model, num_layers)
     made = TransformersModel(model, layers, shape_of(model, layers, dtype))
     made.use_our_attention()
     return made
@@ -68,13 +114,17 @@ def _make_fast(tower: nn.Module) -> None:
 
 def check_files(directory: Path, dtype: torch.dtype, *, with_towers: bool = False) -> None:
     """Check that the checkpoint's files belong to the model. Takes no memory for weights. Raises ModelError."""
+    _check_headers(directory, dtype)
+    _from_pretrained(directory, dtype, "meta", with_towers)
+
+
+def _check_headers(directory: Path, dtype: torch.dtype) -> None:
     headers = read_headers(directory)
     config = load_transformers_config(directory).get_text_config()
     check_layers(directory, int(config.num_hidden_layers), headers)
     with CheckpointReader(headers, load_quantisation(directory), dtype) as reader:
         check_full(reader.headers)
     check_tokenizer(directory, int(config.vocab_size))
-    _from_pretrained(directory, dtype, "meta", with_towers)
 
 
 def load_transformers_config(directory: Path) -> PreTrainedConfig:
@@ -102,8 +152,10 @@ def _class_of(config: PreTrainedConfig, with_towers: bool) -> tuple[type[PreTrai
     return (full_class(config), config) if with_towers else text_class(config)
 
 
-def _from_pretrained(directory: Path, dtype: torch.dtype, device_map: str | None, with_towers: bool) -> PreTrainedModel:
-    """The whole model. On "meta" it takes no memory, but names and shapes of tensors are still compared."""
+def _from_pretrained(
+    directory: Path, dtype: torch.dtype, device_map: str | None, with_towers: bool, fill: Fill = nullcontext
+) -> PreTrainedModel:
+    """The model. On "meta" it takes no memory, but names and shapes of tensors are still compared."""
     how: dict[str, Any] = {
         "dtype": dtype, "attn_implementation": PLAIN_ATTENTION, "output_loading_info": True, "device_map": device_map,
         # Tensors of another shape are then reported like missing ones; the library's own error does not name them.
@@ -112,12 +164,12 @@ def _from_pretrained(directory: Path, dtype: torch.dtype, device_map: str | None
     try:
         if (quantisation := load_quantisation(directory)) is None:
             model_class, config = _class_of(load_transformers_config(directory), with_towers)
-            with without_bar():
-                model, info = model_class.from_pretrained(
+            with without_bar(), fill(model_class) as made:
+                model, info = made.from_pretrained(
                     str(directory), config=config, local_files_only=True, use_safetensors=True, **how
                 )
         else:
-            model, info = _dequantised(directory, quantisation, how, with_towers)
+            model, info = _dequantised(directory, quantisation, how, with_towers, fill)
     except _LOADING_ERRORS as error:
         raise _not_loaded(directory, error) from error
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
@@ -131,7 +183,7 @@ def _from_pretrained(directory: Path, dtype: torch.dtype, device_map: str | None
 
 
 def _dequantised(
-    directory: Path, quantisation: Quantisation, how: dict[str, Any], with_towers: bool
+    directory: Path, quantisation: Quantisation, how: dict[str, Any], with_towers: bool, fill: Fill
 ) -> tuple[PreTrainedModel, Any]:
     """A full model from stored weights, and what transformers reports about loading."""
     model_class, config = _class_of(load_full_config(directory), with_towers)
@@ -141,8 +193,8 @@ def _dequantised(
             if not is_attention_scale(name):
                 is_meta = how["device_map"] == "meta"
                 tensors[name] = torch.empty(header.shape, device="meta") if is_meta else _Unread(reader, name)
-        with without_bar():
-            model, info = model_class.from_pretrained(None, config=config, state_dict=tensors, **how)
+        with without_bar(), fill(model_class) as made:
+            model, info = made.from_pretrained(None, config=config, state_dict=tensors, **how)
         info["unexpected_keys"] = [name for name in info["unexpected_keys"] if not reader.is_zero_bias(name)]
     return model, info
 

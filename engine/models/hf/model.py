@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from kvrelay.engine.config.model import KvSizes, ModelShape
 from kvrelay.engine.kv.states import StateStep
+from kvrelay.engine.models.hf.filling import drop_layers
 from kvrelay.engine.models.hf.gate import (
     TEMPERATURE_SWITCH,
     AttentionLayer,
@@ -94,6 +95,7 @@ class TransformersModel:
             setattr(
                 layer.module, _BOUND, _Bound(self._running, place, writes, shape.kv_sizes[place], layer.temperature)
             )
+        self.states = layers.states
         self.recurrent = [one.module for one in layers.states]
         self._read_weights = [one for recurrent in layers.states for one in recurrent.uncalled]
         for index, recurrent in enumerate(layers.states):
@@ -111,6 +113,31 @@ class TransformersModel:
         """Make attention use the pool from now on."""
         AttentionInterface.register(_OURS, _attend)
         self._set_attention(_OURS)
+
+    @contextmanager
+    def first_layers(self, path: str, count: int) -> Iterator[None]:
+        """A context in which the model has only the first ``count`` layers of the list at ``path``, and the shape of these."""
+        before = drop_layers(self.model, path, count)
+        inside = {module for layer in before[:count] for module in layer.modules()}
+        whole = self.layers, self.recurrent, self.shape
+        self.layers = [layer for layer in self.layers if layer.module in inside]
+        self.recurrent = [module for module in self.recurrent if module in inside]
+        windows, sizes = own_windows(self.layers), pool_sizes(self.layers)
+        self.shape = replace(
+            self.shape,
+            num_layers=len(windows),
+            num_kv_heads=max((one.num_kv_heads for one in sizes), default=0),
+            head_dim=max((max(one.key_size, one.value_size) for one in sizes), default=0),
+            sliding_windows=windows,
+            layer_sizes=sizes,
+            states=self.shape.states[: len(self.recurrent)],
+        )
+        try:
+            yield
+        finally:
+            self.layers, self.recurrent, self.shape = whole
+            parent, _, name = path.rpartition(".")
+            setattr(self.model.get_submodule(parent), name, before)
 
     @contextmanager
     def plain_attention(self) -> Iterator[None]:
