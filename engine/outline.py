@@ -17,7 +17,7 @@ from kvrelay.common.errors import ModelError
 from kvrelay.common.kv_geometry import KvGeometry
 from kvrelay.engine.backends.cpu.build import cpu_ops, cpu_paged_ops
 from kvrelay.engine.backends.options import EngineOptions
-from kvrelay.engine.config.cut import cuts_of, require_fit, require_stages
+from kvrelay.engine.config.cut import Cut, cuts_of, require_fit, require_stages
 from kvrelay.engine.config.model import ModelShape, load_config, needs_transformers
 from kvrelay.engine.config.quantisation import Quantisation, load_quantisation
 from kvrelay.engine.kv.geometry import geometry_of, state_block_size
@@ -25,9 +25,10 @@ from kvrelay.engine.kv.pool import KvPool
 from kvrelay.engine.models.decoder import DecoderModel
 from kvrelay.engine.models.hf import loading
 from kvrelay.engine.models.hf.check import LONGEST, check_model, compare_native, plain_logits
+from kvrelay.engine.models.hf.cut import cut_model, find_cuts
 from kvrelay.engine.models.hf.gate import probe_layers
 from kvrelay.engine.models.hf.loading import load_full_config, load_model
-from kvrelay.engine.models.hf.model import shape_of
+from kvrelay.engine.models.hf.model import TransformersModel, shape_of
 from kvrelay.engine.models.hf.outline import NoWeights, model_without_weights, num_tower_parameters
 from kvrelay.engine.models.hf.text import text_model
 from kvrelay.engine.models.ops import Model, StepOps
@@ -117,24 +118,30 @@ def outline_model(
         )
     if num_stages > 1:
         raise ModelError("models that run through transformers have no stages")
-    if num_ranks > 1:
-        raise ModelError("models that run through transformers have several ranks on CPUs only")
     dtype: torch.dtype = getattr(torch, checkpoint_dtype(directory))
     config = load_full_config(directory)
     model = model_without_weights(config, dtype)
     num_parameters = model.num_parameters()
     with NoWeights():
-        shape = shape_of(model, probe_layers(model), dtype)
+        layers = probe_layers(model)
+        shape = of_rank = shape_of(model, layers, dtype)
+        num_own = num_parameters
+        if num_ranks > 1:  # all have parts of the same size, but for biases, which the first one adds
+            whole, cut = TransformersModel(model, layers, shape), Cut(0, num_ranks)
+            cuts = find_cuts(whole, cut)
+            num_own = sum(cuts.of(name, one).numel() for name, one in model.named_parameters())
+            of_rank = cut_model(whole, cut)[0].shape
     if shape.states and asked is None:
         block_size = state_block_size(shape, block_size)
-    geometry, nbytes = geometry_of(shape, block_size, dtype), num_parameters * dtype.itemsize
+    geometry = geometry_of(shape, block_size, dtype)
+    own = RankOutline(num_own * dtype.itemsize, geometry_of(of_rank, block_size, dtype))
     return ModelOutline(
         path="transformers",
         shape=shape,
         geometry=geometry,
         num_parameters=num_parameters,
-        gpu_weights_nbytes=nbytes,
-        ranks=(RankOutline(nbytes, geometry),),
+        gpu_weights_nbytes=num_parameters * dtype.itemsize,
+        ranks=(own,) * num_ranks,
         encoder_nbytes=num_tower_parameters(config) * dtype.itemsize,
     )
 

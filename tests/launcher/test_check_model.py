@@ -154,13 +154,26 @@ def test_more_stages_than_layers_are_refused(tmp_path: Path, capsys: pytest.Capt
     assert "take at most as many stages" in report["reason"]
 
 
-@pytest.mark.parametrize(("model_type", "num_ranks"), [("llama", "3"), ("gemma2", "2")])
+@pytest.mark.parametrize(("model_type", "fitting"), [("llama", "1, 2, 4"), ("gemma2", "1, 2")])
 def test_ranks_that_do_not_fit_are_refused(
-    model_type: str, num_ranks: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model_type: str, fitting: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, report = found(capsys, str(write_config(tmp_path, model_type, **SIZES)), "--tensor-parallel", num_ranks)
+    code, report = found(capsys, str(write_config(tmp_path, model_type, **SIZES)), "--tensor-parallel", "3")
     assert (code, report["runs"]) == (1, False)
-    assert ("which fit 1, 2, 4 ranks" if model_type == "llama" else "ranks on CPUs only") in report["reason"]
+    assert f"which fit {fitting} ranks" in report["reason"]
+
+
+def test_of_two_ranks_of_a_type_of_transformers_each_has_half_of_its_layers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_config(tmp_path, "gemma2", **SIZES)
+    _, whole = found(capsys, str(tmp_path), "--memory-gib", "1")
+    code, report = found(capsys, str(tmp_path), "--memory-gib", "1", "--tensor-parallel", "2")
+    assert code == 0
+    kept_whole, gpu = 2 * SIZES["vocab_size"] * SIZES["hidden_size"] * 4, report["gpu"]  # the embedding, and the head
+    expected = (whole["gpu_weights_bytes"] + kept_whole) // 2
+    assert gpu["num_ranks"] == 2
+    assert expected < gpu["weights_nbytes"] < 1.02 * expected  # norms are whole, too
 
 
 def test_of_mxfp4_experts_alone_take_less(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -206,7 +206,6 @@ def test_what_ranks_do_not_serve_is_refused_before_any_starts(model: Path, monke
     for num_ranks, settings, reason in (
         (3, {}, "this worker sees 2 GPUs, one for each rank"),
         (2, {"kv_dtype": "fp8"}, "--kv-dtype fp8, whose scales are not cut among ranks"),
-        (2, {"backend": "transformers"}, "models that run through transformers have ranks on CPUs only"),
     ):
         with pytest.raises(ModelError, match=reason):
             load_ranks(model, num_ranks, device="cuda", **settings)
