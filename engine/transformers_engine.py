@@ -35,6 +35,7 @@ from kvrelay.engine.models.ranks import RankPart
 from kvrelay.engine.pool_and_card import card_of, make_pool, max_model_len_of
 from kvrelay.engine.torch_engine import TorchEngine
 from kvrelay.engine.weights.checkpoint import weights_digest
+from kvrelay.engine.weights.stored import StoredWeight
 
 logger = logging.getLogger(__name__)
 
@@ -56,9 +57,9 @@ def load_transformers_engine(
     )
     torch.set_num_threads(options.num_threads)
     reader, no_images = _image_reader(options, dtype, part)
-    given = (options.model_dir, dtype, device, progress, reader, no_images)
-    adapts = bool(options.adapter_bytes)
-    loaded = load_whole(*given, adapts=adapts) if part is None else load_rank(*given, part, adapts=adapts)
+    given, adapts = (options.model_dir, dtype, device, progress, reader, no_images), bool(options.adapter_bytes)
+    # Ranks cut full weights.
+    loaded = load_rank(*given, part, adapts=adapts) if part else load_whole(*given, _kept_on(device), adapts=adapts)
     model, whole, images, memory = loaded.model, loaded.shape, loaded.images, None
     if whole.states and options.may_widen_blocks:
         options = replace(options, block_size=state_block_size(whole, options.block_size))
@@ -154,6 +155,15 @@ def _ops_on(device: torch.device, options: EngineOptions) -> MakeOps:
     from kvrelay.engine.backends.cuda.ops import CudaPagedOps  # noqa: PLC0415 - a CPU worker may lack Triton
 
     return CudaPagedOps
+
+
+def _kept_on(device: torch.device) -> Callable[[StoredWeight], bool] | None:
+    """Which stored weights the device multiplies as they are; None: it wants full ones."""
+    if device.type == "cpu":
+        return None
+    from kvrelay.engine.backends.cuda.build import kept_weights  # noqa: PLC0415 - a CPU worker may lack Triton
+
+    return kept_weights(device)
 
 
 def checkpoint_dtype(directory: Path) -> str:

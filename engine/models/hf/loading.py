@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -22,13 +22,18 @@ from kvrelay.engine.config.quantisation import Quantisation, load_quantisation
 from kvrelay.engine.config.tokenizer import check_tokenizer
 from kvrelay.engine.models.hf.filling import Keep, filled
 from kvrelay.engine.models.hf.gate import probe_layers
+from kvrelay.engine.models.hf.kept import NO_PARAMETERS, KeptParameters, find_kept, put_kept
 from kvrelay.engine.models.hf.model import PLAIN_ATTENTION, TransformersModel, shape_of
+from kvrelay.engine.models.hf.origins import Traced
 from kvrelay.engine.models.hf.outline import NoWeights
+from kvrelay.engine.models.hf.parts import candidates
 from kvrelay.engine.models.hf.progress import followed, without_bar
 from kvrelay.engine.models.hf.text import full_class, text_class, towers_of
 from kvrelay.engine.weights.headers import check_full, check_layers, checkpoint_files, read_headers
 from kvrelay.engine.weights.kv_scales import is_attention_scale
 from kvrelay.engine.weights.reader import CheckpointReader
+from kvrelay.engine.weights.stored import StoredWeight
+from kvrelay.engine.weights.upload import TensorUpload
 
 Fill = Callable[[type[PreTrainedModel]], AbstractContextManager[type[PreTrainedModel]]]
 """A class of models -> a context with the class to load instead, see ``filled``"""
@@ -43,17 +48,19 @@ def load_model(
     progress: Callable[[int, int], None] = lambda *_: None,
     *,
     with_towers: bool = False,
+    keeps: Callable[[StoredWeight], bool] | None = None,
 ) -> TransformersModel:
     """Load the checkpoint in ``directory`` to ``device``, and find out what it asks of attention.
 
     Weights go through the host's memory one by one. No code of the checkpoint runs. Whatever can be checked without memory for
     weights is checked first. ``progress`` hears (bytes loaded, bytes in all). ``with_towers``: of a multimodal type, also what
-    reads images.
+    reads images. ``keeps``: which stored forms of a quantised checkpoint stay stored where our products read them; None: all become
+    full.
 
     Raises ModelError naming what is not supported.
     """
-    check_files(directory, dtype, with_towers=with_towers)
-    return _probed(load_parameters(directory, dtype, device, progress, with_towers=with_towers), dtype)
+    kept = _find_kept(directory, dtype, with_towers, keeps)
+    return _probed(load_parameters(directory, dtype, device, progress, kept=kept, with_towers=with_towers), dtype)
 
 
 def load_first_layers(
@@ -69,8 +76,7 @@ def load_first_layers(
 
 def load_outline(directory: Path, dtype: torch.dtype, *, with_towers: bool = False) -> TransformersModel:
     """The model with parameters that take no memory (``outline.py``). Checks the files. Raises ModelError like ``load_model``."""
-    _check_headers(directory, dtype)
-    model = _from_pretrained(directory, dtype, "meta", with_towers).eval()
+    model = _checked(directory, dtype, with_towers).eval()
     model.set_experts_implementation("eager")
     with NoWeights():
         return _probed(model, dtype)
@@ -83,14 +89,25 @@ def load_parameters(
     progress: Callable[[int, int], None] = lambda *_: None,
     keep: Keep | None = None,
     *,
+    kept: KeptParameters = NO_PARAMETERS,
     with_towers: bool = False,
     first: tuple[str, int] | None = None,
 ) -> PreTrainedModel:
-    """The model as transformers loads it, parameter by parameter. ``keep``, ``first``: see ``filled``. Check the files before."""
+    """The model as transformers loads it, parameter by parameter. ``kept``: parameters that stay stored. ``keep``, ``first``: see
+    ``filled``. Check the files before.
+    """
     num_bytes = sum(path.stat().st_size for path in checkpoint_files(directory))
-    with followed(progress, num_bytes):
+    num_full_bytes = max(0, num_bytes - kept.nbytes)
+    with followed(lambda done, _: progress(done, num_bytes), num_full_bytes):
         fill = partial(filled, device=device, keep=keep, first=first)
-        model = _from_pretrained(directory, dtype, None, with_towers, fill).eval().to(device)
+        model = _from_pretrained(directory, dtype, None, with_towers, fill, kept.sources).eval()
+    if kept.origins:
+        upload = TensorUpload(device) if device.type == "cuda" else None
+        with CheckpointReader(read_headers(directory), load_quantisation(directory), dtype, upload=upload) as reader:
+            put_kept(
+                model, kept, reader, device, lambda done: progress(min(num_full_bytes + done, num_bytes), num_bytes)
+            )
+    model = model.to(device)
     progress(num_bytes, num_bytes)
     if with_towers:
         for parent, name, _ in towers_of(model):
@@ -114,17 +131,31 @@ def _make_fast(tower: nn.Module) -> None:
 
 def check_files(directory: Path, dtype: torch.dtype, *, with_towers: bool = False) -> None:
     """Check that the checkpoint's files belong to the model. Takes no memory for weights. Raises ModelError."""
-    _check_headers(directory, dtype)
-    _from_pretrained(directory, dtype, "meta", with_towers)
+    _checked(directory, dtype, with_towers)
 
 
-def _check_headers(directory: Path, dtype: torch.dtype) -> None:
+def _checked(directory: Path, dtype: torch.dtype, with_towers: bool, traced: Collection[str] = ()) -> PreTrainedModel:
+    """The model on "meta", once its files are checked."""
     headers = read_headers(directory)
     config = load_transformers_config(directory).get_text_config()
     check_layers(directory, int(config.num_hidden_layers), headers)
     with CheckpointReader(headers, load_quantisation(directory), dtype) as reader:
         check_full(reader.headers)
     check_tokenizer(directory, int(config.vocab_size))
+    return _from_pretrained(directory, dtype, "meta", with_towers, traced=traced)
+
+
+def _find_kept(
+    directory: Path, dtype: torch.dtype, with_towers: bool, keeps: Callable[[StoredWeight], bool] | None
+) -> KeptParameters:
+    """The parameters that stay stored, once the checkpoint's files are checked."""
+    quantisation = load_quantisation(directory)
+    if keeps is None or quantisation is None:
+        check_files(directory, dtype, with_towers=with_towers)
+        return NO_PARAMETERS
+    with CheckpointReader(read_headers(directory), quantisation, dtype) as reader:
+        outline = _checked(directory, dtype, with_towers, reader.outlines)
+        return find_kept(outline, candidates(outline), reader, dtype, keeps)
 
 
 def load_transformers_config(directory: Path) -> PreTrainedConfig:
@@ -153,9 +184,17 @@ def _class_of(config: PreTrainedConfig, with_towers: bool) -> tuple[type[PreTrai
 
 
 def _from_pretrained(
-    directory: Path, dtype: torch.dtype, device_map: str | None, with_towers: bool, fill: Fill = nullcontext
+    directory: Path,
+    dtype: torch.dtype,
+    device_map: str | None,
+    with_towers: bool,
+    fill: Fill = nullcontext,
+    traced: Collection[str] = (),
 ) -> PreTrainedModel:
-    """The model. On "meta" it takes no memory, but names and shapes of tensors are still compared."""
+    """The model. On "meta" it takes no memory, but names and shapes of tensors are still compared.
+
+    ``traced``: stored weights that are not read, but traced.
+    """
     how: dict[str, Any] = {
         "dtype": dtype, "attn_implementation": PLAIN_ATTENTION, "output_loading_info": True, "device_map": device_map,
         # Tensors of another shape are then reported like missing ones; the library's own error does not name them.
@@ -169,7 +208,7 @@ def _from_pretrained(
                     str(directory), config=config, local_files_only=True, use_safetensors=True, **how
                 )
         else:
-            model, info = _dequantised(directory, quantisation, how, with_towers, fill)
+            model, info = _dequantised(directory, quantisation, how, with_towers, fill, traced)
     except _LOADING_ERRORS as error:
         raise _not_loaded(directory, error) from error
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
@@ -183,16 +222,26 @@ def _from_pretrained(
 
 
 def _dequantised(
-    directory: Path, quantisation: Quantisation, how: dict[str, Any], with_towers: bool, fill: Fill
+    directory: Path,
+    quantisation: Quantisation,
+    how: dict[str, Any],
+    with_towers: bool,
+    fill: Fill,
+    traced: Collection[str],
 ) -> tuple[PreTrainedModel, Any]:
     """A full model from stored weights, and what transformers reports about loading."""
     model_class, config = _class_of(load_full_config(directory), with_towers)
     with CheckpointReader(read_headers(directory), quantisation, how["dtype"]) as reader:
         tensors: dict[str, Any] = {}
         for name, header in reader.headers.items():
-            if not is_attention_scale(name):
-                is_meta = how["device_map"] == "meta"
-                tensors[name] = torch.empty(header.shape, device="meta") if is_meta else _Unread(reader, name)
+            if is_attention_scale(name):
+                continue
+            if name in traced:
+                tensors[name] = Traced.of(name, header.shape, how["dtype"])
+            elif how["device_map"] == "meta":
+                tensors[name] = torch.empty(header.shape, device="meta")
+            else:
+                tensors[name] = _Unread(reader, name)
         with without_bar(), fill(model_class) as made:
             model, info = made.from_pretrained(None, config=config, state_dict=tensors, **how)
         info["unexpected_keys"] = [name for name in info["unexpected_keys"] if not reader.is_zero_bias(name)]

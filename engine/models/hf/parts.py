@@ -6,6 +6,7 @@ The check at load (:mod:`kvrelay.engine.models.hf.check`) compares the whole mod
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -16,11 +17,14 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface
 from transformers.pytorch_utils import Conv1D
 
+from kvrelay.engine.models.hf.kept import KeptLinear, take_experts
 from kvrelay.engine.models.hf.text import towers_of
 from kvrelay.engine.models.ops import Experts, Linear, PagedOps
 from kvrelay.engine.weights.parameters import ExpertWeights
+from kvrelay.engine.weights.rounding import AnyWeight
+from kvrelay.engine.weights.stored import StoredWeight
 
-_ROUTERS = ("Router", "Gate")
+_ROUTER = re.compile("Router|Gate(?!d)")  # in names of classes; GatedDeltaNet is none
 _EXPERTS = "kvrelay"
 _BOUND = "kvrelay_experts"  # attribute of a module of experts
 _MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
@@ -33,13 +37,31 @@ Adapt = Callable[[Linear, tuple[str, ...]], Linear]
 
 def is_linear(module: nn.Module) -> bool:
     """Whether our products can replace the module."""
-    return type(module) is nn.Linear or type(module) is Conv1D
+    return type(module) in (nn.Linear, Conv1D, KeptLinear)
 
 
 def linear_shape(module: Any) -> tuple[int, int]:
     """(outputs, inputs) of a module for which ``is_linear`` is true."""
-    num_outputs, num_inputs = module.weight.shape if type(module) is nn.Linear else module.weight.T.shape
+    num_outputs, num_inputs = (
+        module.weight.T.shape if type(module) is Conv1D else (module.out_features, module.in_features)
+    )
     return num_outputs, num_inputs
+
+
+def candidates(model: PreTrainedModel) -> dict[str, bool]:
+    """Paths of the weights that products of ours can read as they are stored, and whether each is of experts."""
+    outside = {one for parent, name, _ in towers_of(model) for one in getattr(parent, name).modules()}
+    outside.add(model.get_output_embeddings())
+    found: dict[str, bool] = {}
+    for path, module in model.named_modules():
+        if module in outside:
+            continue
+        if _has_our_experts(module):
+            found |= {f"{path}.{name}": True for name in _expert_names(module)}
+        if not _is_router(module):
+            linears = (name for name, one in module.named_children() if type(one) is nn.Linear and one not in outside)
+            found |= {f"{path}.{name}.weight".removeprefix("."): False for name in linears}
+    return found
 
 
 def replace_parts(
@@ -62,20 +84,37 @@ def replace_parts(
 def _replace_in(
     parent: nn.Module, path: str, ops: PagedOps, dtype: torch.dtype, adapt: Adapt, stay: frozenset[nn.Module]
 ) -> None:
-    # Routers are small, and use their weights directly.
-    is_router = any(word in type(parent).__name__ for word in _ROUTERS)
+    is_router = _is_router(parent)
     for name, child in list(parent.named_children()):
-        ours = None if is_router or child in stay else _ours(child, path + name, ops, dtype, adapt)
+        ours: nn.Module | None
+        if isinstance(child, KeptLinear) and child in stay:
+            ours = child.full()
+        else:
+            ours = None if is_router or child in stay else _ours(child, path + name, ops, dtype, adapt)
         if ours is None:
             _replace_in(child, f"{path}{name}.", ops, dtype, adapt, stay)
         else:
             setattr(parent, name, ours)
 
 
+def _is_router(module: nn.Module) -> bool:
+    """Routers are small, and use their weights directly."""
+    return _ROUTER.search(type(module).__name__) is not None
+
+
+def _has_our_experts(module: nn.Module) -> bool:
+    return getattr(module, "has_post_expert_norm", None) is False
+
+
+def _expert_names(module: Any) -> tuple[str, str]:
+    """The parameters of a module of experts."""
+    return "gate_up_proj" if module.has_gate else "up_proj", "down_proj"
+
+
 def _ours(module: Any, name: str, ops: PagedOps, dtype: torch.dtype, adapt: Adapt) -> nn.Module | None:
     """The replacement of the module; experts are bound in place."""
     if is_linear(module):
-        product = _product(ops, module)
+        product = _product(ops, _weight_of(module), module)
         product.adapt(adapt, name)
         return product
     if type(module).__name__.endswith("RMSNorm"):
@@ -85,7 +124,7 @@ def _ours(module: Any, name: str, ops: PagedOps, dtype: torch.dtype, adapt: Adap
         if mlp is not None:
             mlp.adapt(adapt, name)
         return mlp
-    if getattr(module, "has_post_expert_norm", None) is False:
+    if _has_our_experts(module):
         setattr(module, _BOUND, _bound_experts(module, ops))
     return None
 
@@ -93,10 +132,11 @@ def _ours(module: Any, name: str, ops: PagedOps, dtype: torch.dtype, adapt: Adap
 class _Product(nn.Module):
     """A product in the place of a linear layer."""
 
-    def __init__(self, linear: Linear, weight: torch.Tensor) -> None:
+    def __init__(self, linear: Linear, weight: AnyWeight) -> None:
         super().__init__()
         self._linear = linear
-        self.register_buffer("weight", weight.new_empty(0), persistent=False)  # some models read the weight's dtype
+        # some models read the weight's dtype
+        self.register_buffer("weight", torch.empty(0, dtype=weight.dtype, device=_device(weight)), persistent=False)
 
     def adapt(self, adapt: Adapt, *names: str) -> None:
         """Let adapters change it. ``names``: its layers."""
@@ -108,27 +148,47 @@ class _Product(nn.Module):
         return flat.view(*hidden.shape[:-1], flat.shape[-1])
 
 
-def _product(ops: PagedOps, *layers: Any) -> _Product:
-    """One product of all linear layers, with outputs side by side."""
-    weights = [_weight_of(layer) for layer in layers]
+def _product(ops: PagedOps, weight: AnyWeight, *layers: Any) -> _Product:
+    """One product of linear layers, with outputs side by side. ``weight``: of all."""
     biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
-    weight = torch.cat(weights) if len(layers) > 1 else weights[0]
     return _Product(ops.make_linear(weight, torch.cat(biases) if biases else None), weight)
 
 
-def _weight_of(layer: Any) -> torch.Tensor:
+def _weight_of(layer: Any) -> AnyWeight:
     """``[out, in]``, contiguous. GPT-2's Conv1D has it transposed."""
+    if isinstance(layer, KeptLinear):
+        return layer.stored
     weight: torch.Tensor = layer.weight.detach()
     return weight.T.contiguous() if type(layer) is Conv1D else weight
+
+
+def _joined(weights: list[AnyWeight]) -> AnyWeight | None:
+    """The weights in one matrix, below each other; None if they have no common form."""
+    full = [one for one in weights if isinstance(one, torch.Tensor)]
+    stored = [one for one in weights if isinstance(one, StoredWeight)]
+    if not stored:
+        return torch.cat(full)
+    joined = None if full else StoredWeight.joined(stored, stored[0].values.device)
+    if joined is None:
+        return None
+    start = 0
+    for one in stored:
+        joined[start : start + one.shape[0]].copy_(one)
+        start += one.shape[0]
+    return joined
+
+
+def _device(weight: AnyWeight) -> torch.device:
+    return weight.device if isinstance(weight, torch.Tensor) else weight.values.device
 
 
 class _Mlp(nn.Module):
     """``down(silu(gate) * up)`` in the place of a layer."""
 
-    def __init__(self, ops: PagedOps, mlp: Any) -> None:
+    def __init__(self, ops: PagedOps, mlp: Any, gate_up: AnyWeight) -> None:
         super().__init__()
-        self._gate_up = _product(ops, mlp.gate_proj, mlp.up_proj)
-        self._down = _product(ops, mlp.down_proj)
+        self._gate_up = _product(ops, gate_up, mlp.gate_proj, mlp.up_proj)
+        self._down = _product(ops, _weight_of(mlp.down_proj), mlp.down_proj)
         self._silu_mul = ops.silu_mul
 
     def adapt(self, adapt: Adapt, name: str) -> None:
@@ -177,10 +237,13 @@ def _norm_like(module: nn.Module, ops: PagedOps, dtype: torch.dtype) -> _Norm | 
 
 
 def _mlp_like(module: Any, ops: PagedOps, dtype: torch.dtype) -> _Mlp | None:
-    """Our MLP if it has the same results, else None."""
-    rows = _rows(module.up_proj.in_features, module.up_proj.weight.device, dtype)
+    """Our MLP if it has the same results, else None. Stored weights of several forms stay in layers of their own."""
+    gate_up = _joined([_weight_of(module.gate_proj), _weight_of(module.up_proj)])
+    if gate_up is None:
+        return None
+    rows = _rows(module.up_proj.in_features, _device(gate_up), dtype)
     expected = module(rows)
-    mlp = _Mlp(ops, module)
+    mlp = _Mlp(ops, module, gate_up)
     return mlp if _is_close(mlp(rows), expected) else None
 
 
@@ -201,15 +264,18 @@ def _bound_experts(module: Any, ops: PagedOps) -> Experts:
 
     Takes over the weights.
     """
-    names = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
+    names, kept = _expert_names(module), take_experts(module)
+    biases = [getattr(module, f"{name}_bias").detach().flatten() if module.has_bias else None for name in names]
+    first = kept.get(names[0])
+    num_experts = len(getattr(module, names[0])) if first is None else first.num_experts
 
-    def weight(name: str) -> torch.Tensor:
+    def weight(name: str) -> AnyWeight:
+        if name in kept:
+            return kept[name].stored
         tensor: torch.Tensor = getattr(module, name).detach()
         setattr(module, name, nn.Parameter(tensor.new_empty(0), requires_grad=False))
         return (tensor.transpose(1, 2) if module.is_transposed else tensor).flatten(0, 1)
 
-    biases = [getattr(module, f"{name}_bias").detach().flatten() if module.has_bias else None for name in names]
-    num_experts = len(getattr(module, names[0]))
     weights = ExpertWeights(num_experts, weight(names[0]), biases[0], weight(names[1]), biases[1])
     return ops.make_experts(weights, module._apply_gate if module.has_gate else module.act_fn)
 

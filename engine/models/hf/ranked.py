@@ -32,6 +32,7 @@ from kvrelay.engine.models.hf.loading import load_first_layers, load_model, load
 from kvrelay.engine.models.hf.model import TransformersModel
 from kvrelay.engine.models.hf.outline import NoWeights
 from kvrelay.engine.models.ranks import RankPart
+from kvrelay.engine.weights.stored import StoredWeight
 
 logger = logging.getLogger(__name__)
 
@@ -60,15 +61,16 @@ def load_whole(
     progress: Callable[[int, int], None],
     reader: ProcessorReader | None,
     no_images: str,
+    keeps: Callable[[StoredWeight], bool] | None,
     *,
     adapts: bool,
 ) -> LoadedModel:
     """Load the whole model to ``device``, where the reference of its check is computed, too.
 
-    ``reader``, ``no_images``: see ImageUse. ``adapts``: whether adapters will be loaded. ``progress`` hears (bytes loaded, bytes in
-    all). Raises ModelError.
+    ``reader``, ``no_images``: see ImageUse. ``keeps``: see ``load_model``. ``adapts``: whether adapters will be loaded.
+    ``progress`` hears (bytes loaded, bytes in all). Raises ModelError.
     """
-    model = load_model(directory, dtype, device, progress, with_towers=reader is not None)
+    model = load_model(directory, dtype, device, progress, with_towers=reader is not None, keeps=keeps)
     plain, images = plain_logits(model), ImageUse(model, reader, no_images)
     layers = adaptable_layers(model, model.model) if adapts else {}
     return LoadedModel(model, model.shape, Cuts({}, {}, frozenset()), plain, images, layers, None)
