@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedModel
 
 from kvrelay.common.errors import ModelError
 from kvrelay.common.kv_geometry import KvGeometry
@@ -30,6 +31,7 @@ from kvrelay.engine.models.hf.gate import probe_layers
 from kvrelay.engine.models.hf.loading import load_full_config, load_model
 from kvrelay.engine.models.hf.model import TransformersModel, shape_of
 from kvrelay.engine.models.hf.outline import NoWeights, model_without_weights, num_tower_parameters
+from kvrelay.engine.models.hf.parts import candidates
 from kvrelay.engine.models.hf.text import text_model
 from kvrelay.engine.models.ops import Model, StepOps
 from kvrelay.engine.settings import DEFAULT_BLOCK_SIZE
@@ -134,13 +136,18 @@ def outline_model(
     if shape.states and asked is None:
         block_size = state_block_size(shape, block_size)
     geometry = geometry_of(shape, block_size, dtype)
-    own = RankOutline(num_own * dtype.itemsize, geometry_of(of_rank, block_size, dtype))
+    nbytes, own_nbytes, stored = num_parameters * dtype.itemsize, num_own * dtype.itemsize, []
+    if quantisation is not None and num_ranks == 1:  # ranks cut full weights
+        stored = _stored_sizes(model, quantisation)
+        nbytes = own_nbytes = nbytes - int(sum(stored) * (dtype.itemsize - quantisation.stored_bits / 8))
+    own = RankOutline(own_nbytes, geometry_of(of_rank, block_size, dtype))
     return ModelOutline(
         path="transformers",
         shape=shape,
         geometry=geometry,
         num_parameters=num_parameters,
-        gpu_weights_nbytes=num_parameters * dtype.itemsize,
+        has_stored=bool(stored),
+        gpu_weights_nbytes=nbytes,
         ranks=(own,) * num_ranks,
         encoder_nbytes=num_tower_parameters(config) * dtype.itemsize,
     )
@@ -167,6 +174,14 @@ def _stays(quantisation: Quantisation, name: str, place: Place) -> bool:
     if ".experts." in name:
         return not quantisation.is_shuffled
     return name.endswith(("_proj.weight", "_proj_with_mqa.weight")) and not name.endswith("kv_b_proj.weight")
+
+
+def _stored_sizes(model: PreTrainedModel, quantisation: Quantisation) -> list[int]:
+    """The numbers of elements of the weights of a transformers model that stay quantised on a GPU."""
+    if quantisation.bits is None:
+        return []
+    of_experts = {"mxfp4": {True}}.get(quantisation.method, {False} if quantisation.is_shuffled else {False, True})
+    return [model.get_parameter(path).numel() for path, one in candidates(model).items() if one in of_experts]
 
 
 def check_files(directory: Path, outline: ModelOutline) -> None:

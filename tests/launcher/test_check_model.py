@@ -98,10 +98,12 @@ def test_quantised_weights_take_less_of_a_gpu(tmp_path: Path, capsys: pytest.Cap
         ({"quant_method": "gptq", "bits": 4, "desc_act": True}, 4.25, False),
     ],
 )
+@pytest.mark.parametrize("backend", ["auto", "transformers"])
 def test_quantised_experts_take_less_of_a_gpu(
     quantization: dict[str, Any],
     bits: float,
     has_experts: bool,
+    backend: str,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -109,8 +111,8 @@ def test_quantised_experts_take_less_of_a_gpu(
     write_config(tmp_path, "qwen3_moe", **SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
-    _, report = found(capsys, str(tmp_path), "--memory-gib", "1")
-    assert report["reason"] is None
+    _, report = found(capsys, str(tmp_path), "--memory-gib", "1", "--backend", backend)
+    assert (report["reason"], report["path"]) == (None, "native" if backend == "auto" else backend)
     stored = 4 * 64 * (64 + 32 + 32 + 64) + (4 * 4 * 3 * 64 * 32 if has_experts else 0)
     assert report["gpu_weights_bytes"] == int(report["weights_bytes"] - stored * (4 - bits / 8))
 

@@ -6,13 +6,16 @@ The GPU's operations run in Triton's interpreter.
 from __future__ import annotations
 
 import gc
+import re
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
+from compressed_tensors.compressors import PackedQuantizationCompressor
 
+from kvrelay.engine import transformers_engine
 from kvrelay.engine.backends.cuda.linear import can_multiply
 from kvrelay.engine.backends.cuda.ops import CudaPagedOps
 from kvrelay.engine.kv.geometry import geometry_of
@@ -22,30 +25,64 @@ from kvrelay.engine.models.hf.check import Prompt, paged_logits, plain_logits
 from kvrelay.engine.models.hf.kept import KeptParameters
 from kvrelay.engine.models.hf.loading import load_model
 from kvrelay.engine.models.hf.model import TransformersModel
+from kvrelay.engine.weights.stored import StoredWeight
+from tests.adapters import linear_shapes, write_adapter
 from tests.engine.conftest import tokens
-from tests.engine.weights.stored_models import FORMATS, HALF
+from tests.engine.weights.stored_models import FORMATS, HALF, save_gpt_oss
 from tests.engine.weights.storing import Tensors, store
 
-from .test_types import saved
+from .test_quantised import INT4, compressed, ours
+from .test_transformers_adapters import slots_of
+from .test_types import engine_of, saved
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # transformers warns of what tiny configurations leave out
     pytest.mark.skipif(torch.cuda.is_available(), reason="weights on a CPU, and kernels in the interpreter"),
     pytest.mark.timeout(300),  # a case takes seconds on a quiet machine
 ]
+T = TypeVar("T")
+W4A16 = compressed(PackedQuantizationCompressor, "pack-quantized", **INT4, strategy="group", group_size=32)
 CPU = torch.device("cpu")
 GROUP = 32  # inputs of a group in all formats
 PROMPT = tokens(1, 9)
-ATTENTION = {f"layers.{layer}.self_attn.{name}_proj" for layer in (0, 1) for name in "qkvo"}
-MLP = ("gate_proj", "up_proj", "down_proj")
-EXPERTS = {f"layers.1.mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")}
+QKVO = {f"self_attn.{name}_proj.weight" for name in "qkvo"}
+MLP = {f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")}
+SHARED = {name.replace("mlp", "mlp.shared_experts") for name in MLP}
+SINGLE_SHARED = {name.replace("mlp", "mlp.shared_expert") for name in MLP}
+EXPERTS = {"mlp.experts.gate_up_proj", "mlp.experts.down_proj"}
+# Types, formats, and which parameters stay stored, by the ends of their names in the layers.
+CASES = {
+    "experts": ("glm4_moe", "fp8-blocks", QKVO | MLP | SHARED | EXPERTS),
+    "other activation": ("gemma3_text", "awq", QKVO | MLP),
+}
+MORE_CASES = {
+    "packed gate and up": (
+        "phi3",
+        "gptq-8-bits",
+        {"self_attn.qkv_proj.weight", "self_attn.o_proj.weight", "mlp.gate_up_proj.weight", "mlp.down_proj.weight"},
+    ),
+    "recurrent": (
+        "qwen3_next",
+        "gptq",
+        {"linear_attn.in_proj_qkvz.weight", "linear_attn.out_proj.weight"} | SINGLE_SHARED | EXPERTS,
+    ),
+    # Gate and up of an expert have orders of their own.
+    "unordered experts": ("qwen2_moe", "gptq-act-order", QKVO | SINGLE_SHARED | {"mlp.experts.down_proj"}),
+    "only experts": ("minimax_m2", "fp8-blocks", QKVO | EXPERTS),
+    "compressed-tensors": ("glm4_moe", "w4a16", QKVO | MLP | SHARED | EXPERTS),
+    "experts in one tensor": ("gpt_oss", "mxfp4", EXPERTS),
+    "images": ("gemma3", "awq", QKVO | MLP),
+}
 
 
 def save_stored(model_type: str, name: str, directory: Path, but: str = " ") -> Path:
     """Save a tiny model of two layers in a format: all matrices that its groups divide, except modules with ``but`` in their
     names, head and routers."""
+    if name == "mxfp4":
+        save_gpt_oss(directory)
+        return directory
     saved(model_type, directory / "full", num_hidden_layers=2)
-    quantization, make = FORMATS[name]
+    quantization, make = FORMATS.get(name, (W4A16.quantization, W4A16.make))
 
     def of(module: str, weight: torch.Tensor) -> Tensors | None:
         is_layer = "layers." in module and not module.endswith(("gate", "router")) and but not in module
@@ -88,31 +125,73 @@ def bound(model: TransformersModel) -> torch.Tensor:
     return logits.float()
 
 
-def num_bytes_alive() -> int:
-    """Of the memory of all tensors."""
+def alive(kind: type[T]) -> list[T]:
     gc.collect()
-    tensors = [one for one in gc.get_objects() if isinstance(one, torch.Tensor) and not one.is_meta]
+    return [one for one in gc.get_objects() if isinstance(one, kind)]
+
+
+def stored_bytes() -> int:
+    """Bytes of all stored weights."""
+    tensors = [
+        tensor
+        for one in alive(StoredWeight)
+        for tensor in (one.values, one.scale, one.zero, one.order)
+        if tensor is not None and not one.values.is_meta
+    ]
     storages = {storage.data_ptr(): storage.nbytes() for storage in (one.untyped_storage() for one in tensors)}
     return sum(storages.values())
 
 
-CASES = [
-    ("glm4_moe", "fp8-blocks", {*ATTENTION, *EXPERTS} | {f"layers.0.mlp.{name}" for name in MLP}),
-]
+def full_weights(shapes: set[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """The shapes of those full tensors that have one of these shapes, and memory."""
+    found = [tuple(one.shape) for one in alive(torch.Tensor) if one.dtype == HALF and not one.is_meta]
+    return [one for one in found if one in shapes]
 
 
-@pytest.mark.parametrize(("model_type", "name", "paths"), CASES)
-def test_stored_weights_stay(
-    model_type: str, name: str, paths: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def full_shapes(model: TransformersModel, kept: KeptParameters) -> set[tuple[int, ...]]:
+    """The shapes of full weights, in the model and as our products would have them: gate and up in one, experts stacked."""
+    shapes = {tuple(model.model.get_parameter(path).shape) for path in kept.origins}
+    return shapes | {(2 * one[0], *one[1:]) for one in shapes} | {(one[0] * one[1], *one[2:]) for one in shapes}
+
+
+@pytest.mark.parametrize("case", [*CASES, *(pytest.param(one, marks=pytest.mark.full) for one in MORE_CASES)])
+def test_stored_weights_stay(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model_type, name, ends = (CASES | MORE_CASES)[case]
     directory = save_stored(model_type, name, tmp_path)
     full = load_model(directory, HALF, CPU)
-    wanted, wanted_by_check = plain(full), plain_logits(full)
     model, kept = load(directory, monkeypatch)
-    print(sorted(kept.origins))
+    assert {re.sub(r".*layers\.\d+\.", "", path) for path in kept.origins} == ends
+    wanted, wanted_by_check, shapes = plain(full), plain_logits(full), full_shapes(full, kept)
+    full_bytes = sum(full.model.get_parameter(path).nbytes for path in kept.origins)
+    del full
+    assert stored_bytes() == kept.nbytes < 0.8 * full_bytes
     # The reference of the check at load is that of full weights, bit by bit.
     assert torch.equal(plain(model), wanted)
     assert all(map(torch.equal, plain_logits(model), wanted_by_check))
+    assert full_weights(shapes) == []
     found = bound(model)
-    print((found - wanted).norm() / wanted.norm())
     assert (found - wanted).norm() < 5e-3 * wanted.norm()
+    assert full_weights(shapes) == []
+
+
+def test_on_a_cpu_all_weights_are_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = save_stored("gemma3_text", "awq", tmp_path)
+    monkeypatch.setattr(loading, "find_kept", None)
+    engine_of(directory)
+
+
+@pytest.mark.full
+def test_an_adapter_on_stored_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine loads, checks itself, and applies the adapter as one with full weights does in float32."""
+    directory = save_stored("gemma3_text", "awq", tmp_path)
+    adapter = write_adapter(tmp_path / "adapter", linear_shapes(tmp_path / "full"), rank=6, seed=4)
+    full = engine_of(directory, adapter_bytes=1)
+    monkeypatch.setattr(transformers_engine, "_ops_on", lambda *_: CudaPagedOps)
+    monkeypatch.setattr(transformers_engine, "_kept_on", lambda _: partial(can_multiply, has_e4m3=True))
+    kept = engine_of(directory, adapter_bytes=1, dtype="float16", block_size=8)
+    for engine in (full, kept):
+        slots_of(engine).load(3, tmp_path / "adapter", adapter.digest)
+    base, wanted = ours(full), ours(full, 3)
+    assert (wanted - base).abs().max() > 0.1, "the adapter changes nothing"
+    for number, expected in ((0, base), (3, wanted)):
+        assert (ours(kept, number) - expected).norm() < 5e-3 * expected.norm()

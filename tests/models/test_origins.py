@@ -1,0 +1,67 @@
+"""What a tensor without numbers remembers of the operations that it goes through."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from kvrelay.engine.models.hf.origins import Origin, Rows, Traced
+
+HALF = torch.float16
+
+
+def matrix(name: str, num_outs: int = 6, num_ins: int = 4) -> Traced:
+    return Traced.of(name, (num_outs, num_ins), HALF)
+
+
+def rows(name: str, start: int = 0, stop: int = 6) -> Rows:
+    return Rows(name, range(start, stop))
+
+
+def test_a_moved_matrix_is_itself() -> None:
+    moved = matrix("a")[...].to(device="cpu", dtype=torch.float32).contiguous()
+    parameter = nn.Parameter(moved, requires_grad=False)
+    assert isinstance(parameter, Traced)
+    assert (parameter.is_meta, parameter.dtype) == (True, torch.float32)
+    assert parameter.origin == Origin(((rows("a"),),), is_stack=False)
+
+
+def test_experts_are_stacked_and_joined() -> None:
+    gates, ups = (torch.stack([matrix(f"{name}{one}") for one in (0, 1)], dim=0) for name in ("gate", "up"))
+    joined = torch.cat([gates, ups], dim=1)
+    assert isinstance(joined, Traced)
+    both = ((rows("gate0"), rows("up0")), (rows("gate1"), rows("up1")))
+    assert joined.origin == Origin(both, is_stack=True)
+    assert joined.sources == {"gate0", "gate1", "up0", "up1"}
+    turned = torch.transpose(joined, dim0=1, dim1=2)
+    assert isinstance(turned, Traced)
+    assert turned.origin == Origin(both, is_stack=True, is_transposed=True)
+    as_they_are = Traced.of("experts", (2, 4, 6), HALF)
+    assert as_they_are.origin == Origin(((rows("experts"),), (rows("experts", 6, 12),)), True, is_transposed=True)
+    (gate, up) = torch.chunk(as_they_are, 2, dim=-1)
+    assert isinstance(up, Traced)
+    assert up.origin == Origin(((rows("experts", 3, 6),), (rows("experts", 9, 12),)), True, is_transposed=True)
+    assert gate.shape == (2, 4, 3)
+
+
+def test_a_matrix_is_divided() -> None:
+    whole = torch.cat([matrix("a"), matrix("b")], dim=0)
+    first, second, third = (one.contiguous() for one in torch.split(whole, [2, 6, 4], dim=0))
+    found = [one.origin for one in (first, second, third) if isinstance(one, Traced)]
+    pieces = [(rows("a", 0, 2),), (rows("a", 2, 6), rows("b", 0, 2)), (rows("b", 2, 6),)]
+    assert found == [Origin((piece,), is_stack=False) for piece in pieces]
+
+
+def test_what_is_no_order_of_rows_has_no_origin() -> None:
+    """But its sources are known: they must be read in full."""
+    a, b = matrix("a"), matrix("b")
+    changed = [
+        a.reshape(3, 8),
+        a.float() * 2,
+        torch.cat([a, b], dim=1),
+        torch.cat([a, torch.empty(6, 4, device="meta")]),
+        torch.stack([a, b], dim=1),
+        torch.chunk(a, 2, dim=1)[0],
+        torch.stack([torch.stack([a]), torch.stack([b])]),
+    ]
+    assert all(isinstance(one, Traced) and one.origin is None and "a" in one.sources for one in changed)
