@@ -19,7 +19,11 @@ from kvrelay.engine.backends.cpu.ops import CpuPagedOps
 from kvrelay.engine.config.model import KvSizes
 from kvrelay.engine.models.hf import parts as hf_parts
 from kvrelay.engine.models.hf import ranked
+from kvrelay.engine.models.hf.kept import KeptLinear
 from kvrelay.engine.models.hf.model import TransformersModel
+from kvrelay.engine.models.ops import Linear
+from kvrelay.engine.weights.rounding import AnyWeight
+from kvrelay.engine.weights.stored import StoredWeight
 
 from .test_types import engine_of, saved
 
@@ -98,6 +102,50 @@ def test_a_norm_of_a_residual_in_fp32_is_that_of_the_module() -> None:
     hf_parts._replace_in(holder, "", ops, torch.bfloat16, lambda linear, names: linear, frozenset())
     assert holder.part is not part
     torch.testing.assert_close(holder.part(hidden), part(hidden))
+
+
+class ExpandingOps(CpuPagedOps):
+    """Multiplies with stored weights."""
+
+    def make_linear(self, weight: AnyWeight, bias: torch.Tensor | None) -> Linear:
+        full = weight.dequantised() if isinstance(weight, StoredWeight) else weight
+        return super().make_linear(full, bias)
+
+
+def kept(linear: nn.Linear) -> KeptLinear:
+    """The layer with its weight in int8."""
+    scale = linear.weight.detach().abs().amax(dim=1, keepdim=True) / 127
+    values = (linear.weight / scale).round().to(torch.int8)
+    bias = None if linear.bias is None else nn.Parameter(linear.bias.detach())
+    return KeptLinear(StoredWeight(values, scale, None, linear.in_features, None, torch.float32), bias)
+
+
+@torch.no_grad()
+def test_gate_and_up_of_unequal_forms_are_products_of_their_own() -> None:
+    torch.manual_seed(5)
+    ops = ExpandingOps(NO_LAYERS, torch.zeros(1, 1, 2, 1, 1, 1))
+    hidden = torch.randn(3, WIDTH)
+    for names, is_whole in ((("gate_proj", "up_proj"), True), (("gate_proj",), False)):
+        part = mlp(LlamaMLP, mlp_bias=True)
+        for name in names:
+            setattr(part, name, kept(getattr(part, name)))
+        expected = part(hidden)
+        holder = Holder(part)
+        hf_parts._replace_in(holder, "", ops, torch.float32, lambda linear, names: linear, frozenset())
+        assert (holder.part is not part) == is_whole
+        assert not any(isinstance(one, nn.Linear | KeptLinear) for one in holder.modules())
+        torch.testing.assert_close(holder.part(hidden), expected, rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_layer_whose_weight_others_read_becomes_full() -> None:
+    layer = kept(nn.Linear(WIDTH, 24))
+    holder, hidden = Holder(layer), torch.randn(3, WIDTH)
+    expected = layer(hidden)
+    ops = CpuPagedOps(NO_LAYERS, torch.zeros(1, 1, 2, 1, 1, 1))
+    hf_parts._replace_in(holder, "", ops, torch.float32, lambda linear, names: linear, frozenset((layer,)))
+    assert type(holder.part) is nn.Linear
+    assert torch.equal(holder.part(hidden), expected)
 
 
 @pytest.mark.parametrize(

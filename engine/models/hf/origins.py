@@ -76,7 +76,7 @@ class Traced(torch.Tensor):
         sources = frozenset().union(*(one.sources for one in given if isinstance(one, Traced)))
         if isinstance(result, torch.Tensor):
             return _traced(result, _origin(func, args, kwargs, given), sources)
-        if isinstance(result, tuple) and result and all(isinstance(one, torch.Tensor) for one in result):
+        if type(result) in (tuple, list) and result and all(isinstance(one, torch.Tensor) for one in result):
             origins = _divided(func, args, kwargs, result)
             return tuple(_traced(one, origin, sources) for one, origin in zip(result, origins, strict=True))
         return result

@@ -103,7 +103,11 @@ def _is_router(module: nn.Module) -> bool:
 
 
 def _has_our_experts(module: nn.Module) -> bool:
-    return getattr(module, "has_post_expert_norm", None) is False
+    """Whether a module's class describes its experts to transformers, and they have no norm of their own."""
+    is_described = all(
+        isinstance(getattr(module, name, None), bool) for name in ("has_gate", "has_bias", "is_transposed")
+    )
+    return is_described and not getattr(module, "has_post_expert_norm", False)  # transformers 5.17 knows no such norm
 
 
 def _expert_names(module: Any) -> tuple[str, str]:
