@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from kvrelay.common.errors import ModelError
+from kvrelay.common.kv_geometry import KvGeometry
 from kvrelay.common.model_card import ModelCard
 from kvrelay.engine.backends.cpu.build import cpu_ops, why_no_cpu_kernels
 from kvrelay.engine.backends.cuda.memory import GpuMemory
@@ -197,6 +198,11 @@ class TorchEngine:
     def blocks(self) -> torch.Tensor:
         """See KvPool.blocks; for engines with several ranks."""
         return self._pool.blocks
+
+    @property
+    def own_geometry(self) -> KvGeometry:
+        """What of a token's K/V is in :attr:`blocks`. The card's geometry is that of the whole model."""
+        return self._pool.geometry
 
     @property
     def store(self) -> BlockStore:

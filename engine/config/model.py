@@ -71,6 +71,8 @@ class ModelShape:
         None
     )
     layer_sizes: tuple[KvSizes, ...] | None = None  # per layer; None: all keep ``num_kv_heads`` heads of ``head_dim``
+    # Of a rank: the sizes of the whole model's layers, so that all ranks have the same groups of layers; None: ``kv_sizes``.
+    grouped_by: tuple[KvSizes, ...] | None = None
     states: tuple[tuple[StateTensor, ...], ...] = ()  # per recurrent layer; in the pool they follow the other layers
     # Tokens of an image see each other (``Batch.last_seen``) only in layers with a window, as in Gemma 4; else in all of them.
     sees_ahead_in_windows_only: bool = False

@@ -19,7 +19,7 @@ from kvrelay.common.block_digests import landed
 from kvrelay.common.kv_geometry import KvGeometry
 from kvrelay.common.late_bytes import Reader
 from kvrelay.engine.config.cut import cuts_of
-from kvrelay.engine.kv.fragments import given, taken
+from kvrelay.engine.kv.fragments import Fragment, given, taken
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -56,20 +56,29 @@ class GatheredStore:
 
     register = None  # no device has whole blocks
 
-    def __init__(self, geometry: KvGeometry, num_blocks: int, parts: Sequence[Part], num_stages: int = 1) -> None:
-        """``geometry``: of the whole model. ``num_blocks``: physical ones. ``parts``: of all ranks, in order."""
+    def __init__(
+        self,
+        geometry: KvGeometry,
+        num_blocks: int,
+        parts: Sequence[Part],
+        num_stages: int = 1,
+        whole: frozenset[int] = frozenset(),
+    ) -> None:
+        """``geometry``: of the whole model. ``num_blocks``: physical ones. ``parts``: of all ranks, in order. ``whole``: groups of
+        which every rank has all heads.
+        """
         self.num_blocks = num_blocks
         self.block_nbytes = geometry.physical_nbytes
         cuts = cuts_of(len(parts) // num_stages, num_stages)
         groups = range(len(geometry.groups))
-        self._given = [
-            [(part, its) for part, cut in zip(parts, cuts, strict=True) if (its := given(geometry, cut, group))]
-            for group in groups
-        ]
-        self._taken = [
-            [(part, its) for part, cut in zip(parts, cuts, strict=True) if (its := taken(geometry, cut, group))]
-            for group in groups
-        ]
+
+        def fragments(of: Callable[..., list[Fragment]], group: int) -> list[tuple[Part, list[Fragment]]]:
+            pairs = zip(parts, cuts, strict=True)
+            its = ((part, of(geometry, cut, group, is_whole=group in whole)) for part, cut in pairs)
+            return [(part, found) for part, found in its if found]
+
+        self._given = [fragments(given, group) for group in groups]
+        self._taken = [fragments(taken, group) for group in groups]
         self._writes: dict[int, tuple[Bytes, int]] = {}  # by block: the memory, and the group
 
     def open_read(self, block_id: int, group: int) -> GatheredRead:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -92,7 +92,11 @@ class LayerGroups:
         """The groups of a model. Only those of states depend on the block size."""
         itemsize = getattr(torch, shape.dtype).itemsize
         states = [_state_sizes(tensors, block_size, itemsize) for tensors in shape.states]
-        return cls.of(shape.sliding_windows, shape.kv_sizes, shape.stage_layers, states)
+        if shape.grouped_by is None:
+            return cls.of(shape.sliding_windows, shape.kv_sizes, shape.stage_layers, states)
+        groups = cls.of(shape.sliding_windows, shape.grouped_by, shape.stage_layers, states)
+        own = (*shape.kv_sizes, *states)
+        return replace(groups, sizes=tuple(own[its[0]] for its in groups.layers))
 
     @classmethod
     def of(

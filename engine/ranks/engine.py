@@ -22,12 +22,11 @@ import msgspec
 import torch
 
 from kvrelay.common.errors import ModelError
-from kvrelay.common.kv_geometry import KvGeometry
 from kvrelay.common.model_card import ModelCard
 from kvrelay.engine.backends.options import device_of
 from kvrelay.engine.config.cut import Cut, cuts_of
 from kvrelay.engine.kv.device.copies import CudaCopies
-from kvrelay.engine.kv.fragments import own_nbytes
+from kvrelay.engine.kv.fragments import own_nbytes, whole_groups
 from kvrelay.engine.kv.gathered import GatheredStore, HostPart, Part
 from kvrelay.engine.models.ranks import RankPart
 from kvrelay.engine.ranks.adapters import RankedAdapters
@@ -217,7 +216,9 @@ class RankedEngine:
                     raise ModelError(f"a rank has loaded {card}, its leader {own.card}: all nodes need the same model")
             geometry = own.card.layout.geometry
             num_blocks, num_stages = own.card.num_blocks * len(geometry.groups), settings.model.pipeline_parallel
-            store = GatheredStore(geometry, num_blocks, _parts(own.blocks, ranks, geometry, cuts), num_stages)
+            whole = whole_groups(geometry, own.own_geometry)
+            parts = _parts(own.blocks, ranks, [own_nbytes(geometry, cut, whole) for cut in cuts[1:]])
+            store = GatheredStore(geometry, num_blocks, parts, num_stages, whole)
             return cls(own, ranks, group, store, cuts[-1])
         except BaseException as error:
             # Perhaps the error of a collective that waited for a failed rank; the check of a model wraps it.
@@ -343,9 +344,8 @@ def _without_pixels(plan: StepPlan) -> StepPlan:
     return replace(plan, joins=tuple(joins))
 
 
-def _parts(own: torch.Tensor, ranks: Ranks, geometry: KvGeometry, cuts: Seq[Cut]) -> list[Part]:
-    """The pools of all ranks. ``own``: the leader's, ``[num_blocks, block_nbytes]``. ``geometry``: of the whole model."""
+def _parts(own: torch.Tensor, ranks: Ranks, nbytes: Seq[int]) -> list[Part]:
+    """The pools of all ranks. ``own``: the leader's, ``[num_blocks, block_nbytes]``. ``nbytes``: of the others' blocks."""
     device, num_blocks = own.device, len(own)
     first = OwnBlocks(own, CudaCopies(device)) if device.type == "cuda" else HostPart(own.numpy())
-    parts = zip(ranks.others, cuts[1:], strict=True)
-    return [first, *(rank.part(device, num_blocks, own_nbytes(geometry, cut)) for rank, cut in parts)]
+    return [first, *(rank.part(device, num_blocks, its) for rank, its in zip(ranks.others, nbytes, strict=True))]

@@ -1,4 +1,6 @@
-"""Models over our Triton kernels, in the interpreter or on a GPU: softcaps, sinks, windows, unequal heads, latents."""
+"""Models over our Triton kernels, in the interpreter or on a GPU: softcaps, sinks, windows, unequal heads, latents, and
+parts of experts.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +15,12 @@ from kvrelay.common.kv_geometry import first_block
 from kvrelay.common.sampling import SampledToken, SamplingParams
 from kvrelay.engine import torch_engine, transformers_engine
 from kvrelay.engine.backends.cuda.ops import CudaOps, CudaPagedOps
+from kvrelay.engine.config.cut import Cut
+from kvrelay.engine.kv.geometry import geometry_of
+from kvrelay.engine.kv.pool import KvPool
+from kvrelay.engine.models.hf.cut import cut_model
+from kvrelay.engine.models.hf.gate import probe_layers
+from kvrelay.engine.models.hf.model import TransformersModel, shape_of
 from kvrelay.engine.step.interface import StepRow
 from kvrelay.engine.step.sequence import Sequence
 from kvrelay.engine.torch_engine import TorchEngine
@@ -20,7 +28,7 @@ from tests.engine.led import step
 
 from .test_types import NUM_BLOCKS, engine_of, generate, logprobs, options_of, saved
 from .test_types import PROMPTS as ALL_PROMPTS
-from .tiny import VOCAB
+from .tiny import VOCAB, tiny_model
 
 BLOCK_SIZE = 8  # the smallest that a kernel takes
 CHUNK = 6
@@ -148,6 +156,31 @@ def test_kernels_over_latents_compute_what_transformers_does(tmp_path: Path, mon
         monkeypatch.setattr(torch_engine, "cpu_ops", lambda options, *of: CudaOps(*of, options.max_num_seqs))
     options = options_of(tmp_path, block_size=BLOCK_SIZE, device="cuda" if is_cuda else "cpu")
     assert_equal([TorchEngine.load(options, lambda *_: None) for _ in range(2)], model)
+
+
+@pytest.mark.full
+@torch.inference_mode()
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("model_type", ["glm4_moe", "aria_text"])  # the matrices of the second one are transposed
+def test_kernels_add_up_experts_of_ranks_with_odd_columns(model_type: str) -> None:
+    """Of 37 columns one rank has 18 and one 19."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    hidden, factors = torch.randn(5, 64, device=device), torch.rand(5, 2, device=device)
+    expert_ids = torch.randint(4, (5, 2), device=device)
+
+    def experts(cut: Cut | None) -> torch.Tensor:
+        sizes = {"moe_intermediate_size": 37, "intermediate_size": 37, "num_hidden_layers": 2}
+        model = tiny_model(model_type, **sizes).to(device)
+        model.set_experts_implementation("eager")  # transformers' default takes no 37 columns
+        if cut is not None:
+            layers = probe_layers(model)
+            part, _ = cut_model(TransformersModel(model, layers, shape_of(model, layers, torch.float32)), cut)
+            pool = KvPool(geometry_of(part.shape, BLOCK_SIZE, torch.float32), 1, device)
+            part.bind(CudaPagedOps(part.shape, pool.tensor, BLOCK_SIZE, 1), torch.float32)
+        found: torch.Tensor = model.get_submodule("model.layers.1.mlp.experts")(hidden, expert_ids, factors)
+        return found
+
+    torch.testing.assert_close(experts(Cut(0, 2)) + experts(Cut(1, 2)), experts(None), atol=1e-4, rtol=1e-4)
 
 
 def assert_equal(engines: list[TorchEngine], model: PreTrainedModel) -> None:

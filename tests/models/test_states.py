@@ -23,7 +23,6 @@ from kvrelay.engine.backends.cuda.build import run_largest_step
 from kvrelay.engine.kv.block_manager import BlockManager
 from kvrelay.engine.kv.host.tier import HostTier
 from kvrelay.engine.kv.owners import Owner, OwnerKind
-from kvrelay.engine.models.hf.cut import require_plan
 from kvrelay.engine.outline import outline_model
 from kvrelay.engine.step.batch import Batch
 from kvrelay.engine.step.interface import LaunchedStep
@@ -226,11 +225,6 @@ def test_steps_shorter_than_a_block_are_refused(engine: TorchEngine) -> None:
     settings = PrefillSchedulerSettings(max_batched_tokens=31)
     with pytest.raises(SettingsError, match=r"--max-batched-tokens is 31; .*whole blocks, of 32 tokens"):
         PrefillWorker(engine, settings, worker_setup("prefill"))
-
-
-def test_ranks_are_refused(hybrid: tuple[Path, PreTrainedModel]) -> None:
-    with pytest.raises(ModelError, match=r"--tensor-parallel is 2, but Qwen3NextForCausalLM has recurrent layers"):
-        require_plan(hybrid[0], 2)
 
 
 @pytest.mark.parametrize("model_type", ["jamba", "rwkv", "recurrent_gemma"])

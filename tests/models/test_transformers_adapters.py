@@ -29,7 +29,11 @@ from .tiny_multimodal import text_type
 # One product for queries, keys and values; Conv1D; softcaps and an unchanged MLP; experts; parallel layers; latents.
 TYPES = ("phi3", "gpt2", "gemma2", "qwen3_moe", "gpt_neox", "cohere2", "deepseek_v3")
 MORE = [*sorted(name for name in EQUAL - {*TYPES, "mamba2"} if text_type(name) == name), "mistral3", "qwen3_vl"]
-RANKED = ("gemma2", "starcoder2", "gpt_neox")  # with biases, and adapters for all kinds of parts
+RANKED = (
+    "phi3",
+    "starcoder2",
+    "gpt_neox",
+)  # with biases, gate and up in one layer, and adapters for all kinds of parts
 OTHERS = (".experts.", "vision_embed", "modality_router")  # modules that see some tokens, no text, or all tokens twice
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers warns of what tiny configurations leave out
 

@@ -34,8 +34,8 @@ ALIKE = frozenset(_ALIKE.split())
 NATIVE = frozenset(
     {"deepseek_v2", "deepseek_v3", "gpt_oss", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"}
 )
-_PAGE = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
-_SECTION = _PAGE.partition("## Types that run through transformers")[2].partition("## What is refused")[0]
+PAGE = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+_SECTION = PAGE.partition("## Types that run through transformers")[2].partition("## What is refused")[0]
 _LISTED = "".join(part for part in _SECTION.split("\n\n") if part.startswith("`"))
 EQUAL = frozenset(re.findall(r"[a-z0-9_-]+", _LISTED)) | NATIVE
 _NOT_TINY = """

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from kvrelay.engine.models.adapters import AdaptedLayer, Adapters
-from kvrelay.engine.models.hf.cut import LinearCut
+from kvrelay.engine.models.hf.cuts import LinearCut
 from kvrelay.engine.models.hf.model import TransformersModel
 from kvrelay.engine.models.hf.parts import Adapt, is_linear, linear_shape
 from kvrelay.engine.models.hf.text import text_decoder
@@ -69,12 +69,16 @@ def adapt_layers(adapters: Adapters, layers: Mapping[str, AdaptedLayer], cuts: M
     def adapt(linear: Linear, names: tuple[str, ...]) -> Linear:
         if not all(name in layers for name in names):
             return linear
-        return adapters.adapted(linear, *(_part(layers[name], cuts.get(name)) for name in names))
+        return adapters.adapted(linear, *(part for name in names for part in _parts(layers[name], cuts.get(name))))
 
     return adapt
 
 
-def _part(layer: AdaptedLayer, cut: LinearCut | None) -> AdaptedLayer:
+def _parts(layer: AdaptedLayer, cut: LinearCut | None) -> list[AdaptedLayer]:
+    """What a rank has of a layer: a part of each section."""
     if cut is None:
-        return layer
-    return replace(layer, outputs=cut.part) if cut.by_outputs else replace(layer, inputs=cut.part)
+        return [layer]
+    if not cut.by_outputs:
+        return [replace(layer, inputs=cut.part)]
+    firsts = range(0, layer.num_outputs, layer.num_outputs // cut.sections)
+    return [replace(layer, outputs=range(first + cut.part.start, first + cut.part.stop)) for first in firsts]

@@ -91,6 +91,16 @@ def owned(layout: KvGeometry, cut: Cut, group: int) -> np.ndarray:
     return np.arange(group_nbytes(layout, group)).reshape(shape)[places][:, :, heads].reshape(-1)
 
 
+def test_ranks_with_all_heads_take_all_and_the_first_of_each_stage_gives() -> None:
+    layout = geometry("windows", 4)
+    for group, one in enumerate(layout.groups):
+        for cut in cuts_of(2, 2):
+            fragments = taken(layout, cut, group, is_whole=True)
+            num_layers = len(set(one.layers) & set(cut.layers(5)))
+            assert own_nbytes(fragments) == group_nbytes(layout, group) // len(one.layers) * num_layers
+            assert given(layout, cut, group, is_whole=True) == ([] if cut.rank else fragments)
+
+
 @pytest.mark.parametrize(
     ("sender", "receiver"), list(itertools.product(((1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (3, 5)), repeat=2))
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import torch
 
 from kvrelay.common.kv_geometry import GroupKind
 from kvrelay.engine.config.cut import cuts_of
-from kvrelay.engine.config.model import load_config, parse_config
+from kvrelay.engine.config.model import KvSizes, ModelShape, StateTensor, load_config, parse_config
+from kvrelay.engine.kv.fragments import taken, whole_groups
 from kvrelay.engine.kv.geometry import LayerGroups, geometry_of
 from kvrelay.engine.kv.pool import KvPool
 
@@ -66,6 +68,29 @@ def test_a_stage_has_its_layers_of_each_group_and_the_groups_are_those_of_all() 
     assert all(one.windows == whole.windows for one in own)
     for group, layers in enumerate(whole.layers):
         assert sorted(layer for one in own for layer in one.layers[group]) == list(layers)
+
+
+def test_a_rank_with_whole_states_has_the_groups_of_the_whole_model() -> None:
+    """Its attention keeps half as much of a token, so that fewer states would fit a block of its own."""
+    sizes, state = KvSizes(4, 16, 16), StateTensor("recurrent", 0, (500,), "float32", 2000)
+    whole = ModelShape(
+        architecture="x", vocab_size=9, num_layers=1, num_q_heads=4, num_kv_heads=4, head_dim=16, max_position_embeddings=99,
+        sliding_windows=(None,), layer_sizes=(sizes,), states=((state,),) * 4, dtype="float32", rope_text="",
+    )  # fmt: skip
+    alone = replace(whole, num_kv_heads=2, layer_sizes=(replace(sizes, num_kv_heads=2),))
+    rank = replace(alone, grouped_by=(sizes,))
+    groups = [LayerGroups.of_shape(shape, 8) for shape in (whole, alone, rank)]
+    assert groups[1].layers != groups[0].layers
+    assert (groups[2].layers, groups[2].places) == (groups[0].layers, groups[0].places)
+    assert groups[2].sizes == (rank.kv_sizes[0], *groups[0].sizes[1:])
+    geometries = [geometry_of(shape, 8, torch.float32) for shape in (whole, rank)]
+    assert whole_groups(*geometries) == set(range(1, len(groups[0].layers)))
+    for group in range(len(groups[0].layers)):
+        is_whole = group in whole_groups(*geometries)
+        (fragments,) = {
+            sum(one.nbytes for one in taken(geometries[0], cut, group, is_whole=is_whole)) for cut in cuts_of(2, 1)
+        }
+        assert fragments == geometries[1].groups[group].token_nbytes * 8
 
 
 def test_two_stages_keep_half_of_a_block_each_also_in_groups() -> None:
