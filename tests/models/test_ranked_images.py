@@ -56,8 +56,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # transformers warns of what 
 
 # Three axes of positions with features for early layers, and tokens that see each other.
 KINDS = ("qwen3_vl", "gemma3")
-# Squares, tiles, rows of unequal length, three axes alone, and inputs of each layer from token ids.
-MORE = ("llava", "smolvlm", "mistral3", "qwen2_5_vl", "gemma4")
+# Squares, tiles, rows of unequal length, three axes alone, inputs of each layer from token ids, experts, and states.
+MORE = ("llava", "smolvlm", "mistral3", "qwen2_5_vl", "gemma4", "qwen3_vl_moe", "qwen3_5")
 ON_TWO_NODES = "llava"
 WHOLE = 400  # tokens of a chunk that has any of the prompts
 
