@@ -24,7 +24,7 @@ from kvrelay.engine.kv.geometry import geometry_of
 from kvrelay.engine.kv.pool import KvPool
 from kvrelay.engine.models.hf.gate import own_windows, probe_layers
 from kvrelay.engine.models.hf.model import TransformersModel
-from kvrelay.engine.models.hf.text import is_multimodal
+from kvrelay.engine.models.hf.text import mark_tokens
 from kvrelay.engine.models.ops import Model, StepOps
 from kvrelay.engine.models.ranks import Collectives
 from kvrelay.engine.step.batch import build_batch
@@ -34,7 +34,6 @@ from kvrelay.engine.step.slots import Slots
 _BLOCK_SIZE = 8
 _CHUNK = 13  # tokens per step and sequence
 _LENGTHS = (27, 14)  # the last chunk of each is a single token, which layers and kernels may compute another way
-_MARKS = ("_token_id", "_token_index")  # ends of names of a config's fields
 _WINDOW = 8  # the window that replaces longer ones
 _WINDOW_FIELDS = ("sliding_window", "attention_chunk_size")  # fields of a config
 # Relative distance of logits by number format. A wrong mask, scale or position is off by 0.1 or more.
@@ -131,18 +130,10 @@ def _distance(shape: ModelShape, found: list[torch.Tensor], plain: list[torch.Te
 
 def _prompts(model: TransformersModel) -> list[list[int]]:
     generator = torch.Generator().manual_seed(1)
-    marks = _marks(model)
+    marks = mark_tokens(model.model.config)
     usual = [token for token in range(model.shape.vocab_size) if token not in marks]
     places = [torch.randint(len(usual), (count,), generator=generator).tolist() for count in _LENGTHS]
     return [[usual[place] for place in row] for row in places]
-
-
-def _marks(model: TransformersModel) -> set[int]:
-    """Tokens of a multimodal model that may stand for images and sounds: it treats them in a way of its own, also without any."""
-    if not is_multimodal(model.model.config):
-        return set()
-    fields = model.model.config.to_dict().items()
-    return {value for name, value in fields if name.endswith(_MARKS) and isinstance(value, int)}
 
 
 @contextmanager

@@ -24,6 +24,8 @@ from transformers import (
 from kvrelay.common.errors import ModelError
 
 _BASE = "model."  # prefix of names
+_MARK_FIELDS = ("_token_id", "_token_index")  # ends of names of a config's fields
+_MARKS = "kvrelay_marks"  # attribute of a multimodal type's config of text
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
@@ -81,7 +83,22 @@ def text_class(config: PreTrainedConfig) -> tuple[type[PreTrainedModel], PreTrai
     members = {"__init__": make, "__module__": model_class.__module__, "_keys_to_ignore_on_load_unexpected": ignored}
     without_towers = type(model_class.__name__, (model_class,), members)
     takes_part = model_class.config_class is config.sub_configs.get("text_config")
-    return without_towers, config.get_text_config() if takes_part else config
+    if not takes_part:
+        return without_towers, config
+    part = config.get_text_config()
+    setattr(part, _MARKS, sorted(mark_tokens(config)))
+    return without_towers, part
+
+
+def mark_tokens(config: PreTrainedConfig) -> set[int]:
+    """Tokens of a multimodal type that may stand for images and sounds: it treats them in a way of its own, also without any.
+
+    ``config`` may be what :func:`text_class` gives.
+    """
+    if not is_multimodal(config):
+        return set(getattr(config, _MARKS, ()))
+    fields = config.to_dict().items()
+    return {value for name, value in fields if name.endswith(_MARK_FIELDS) and isinstance(value, int)}
 
 
 def is_multimodal(config: PreTrainedConfig) -> bool:
