@@ -32,19 +32,29 @@ _SOON_S = 120.0
 
 
 class _Board:
-    """Where ranks lay down what they have, and see what all have."""
+    """Where ranks lay down what they have, and see what all have. Between that one thread runs at a time, as loading changes what
+    belongs to the process.
+    """
 
     def __init__(self, num_ranks: int) -> None:
         self._laid: list[Any] = [None] * num_ranks
         self._barrier = threading.Barrier(num_ranks, timeout=_SOON_S)
+        self.turn = threading.Lock()  # of the thread that runs
 
     def exchange(self, rank: int, what: Any) -> list[Any]:
-        """Lay down ``what``; returns what every rank has."""
+        """Lay down ``what``; returns what every rank has. Others run meanwhile."""
         self._laid[rank] = what
-        self._barrier.wait()
+        self._wait()
         seen = list(self._laid)
-        self._barrier.wait()
+        self._wait()
         return seen
+
+    def _wait(self) -> None:
+        self.turn.release()
+        try:
+            self._barrier.wait()
+        finally:
+            self.turn.acquire()
 
     def abort(self) -> None:
         """A rank has failed: those that wait for it get an error."""
@@ -138,11 +148,12 @@ class ThreadedRanks:
         """What ``act`` gives for each rank. Raises what the first rank that failed raises."""
 
         def guarded(rank: int) -> T:
-            try:
-                return act(rank)
-            except BaseException:
-                self._board.abort()
-                raise
+            with self._board.turn:
+                try:
+                    return act(rank)
+                except BaseException:
+                    self._board.abort()
+                    raise
 
         futures = [thread.submit(guarded, rank) for rank, thread in enumerate(self._threads)]
         errors = [error for future in futures if (error := future.exception()) is not None]

@@ -120,7 +120,9 @@ def test_a_rank_reads_stored_weights_one_by_one(tmp_path: Path, monkeypatch: pyt
     assert len(alive) > 12 * 7
     assert most <= 3
     down = "model.layers.11.mlp.down_proj.weight"
-    assert torch.equal(part.get_parameter(down), whole.get_parameter(down)[:, 48:])
+    assert torch.equal(
+        part.get_parameter(down), whole.get_parameter(down)[:, 32:]
+    )  # 96 columns, cut at multiples of 32
 
 
 def test_the_environment_is_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,12 @@ from .test_types import engine_of, saved
 WIDTH = 16
 # The parts of a model that these tests read. No step is made.
 NO_LAYERS: Any = SimpleNamespace(
-    sliding_windows=(None,), kv_sizes=(KvSizes(1, 1, 1),), stage_layers=None, states=(), dtype="float32"
+    sliding_windows=(None,),
+    kv_sizes=(KvSizes(1, 1, 1),),
+    grouped_by=None,
+    stage_layers=None,
+    states=(),
+    dtype="float32",
 )
 
 

@@ -130,6 +130,7 @@ class TransformersModel:
             head_dim=max((max(one.key_size, one.value_size) for one in sizes), default=0),
             sliding_windows=windows,
             layer_sizes=sizes,
+            grouped_by=None if self.shape.grouped_by is None else self.shape.grouped_by[: len(sizes)],
             states=self.shape.states[: len(self.recurrent)],
         )
         try:
