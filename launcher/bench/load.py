@@ -10,6 +10,7 @@ Slow work on this event loop makes chunks appear late. So bodies are made one at
 from __future__ import annotations
 
 import asyncio
+from bisect import insort
 from collections.abc import Callable
 
 from kvrelay.launcher.bench.bodies import BodyWriter
@@ -29,17 +30,27 @@ class Vain:
     def __init__(self) -> None:
         self._num = 0  # in a row
         self._since_s = 0.0
+        self._first: list[int] = []  # the numbers of those that were sent first
 
-    def reason(self, record: RequestRecord) -> str | None:
-        """Why to stop after this request, the next one that ended. None: go on."""
+    def reason(self, record: RequestRecord, number: int, oldest: int | None) -> str | None:
+        """Why to stop after this request, the next one that ended. None: go on.
+
+        ``number``: of this request, in the order of sending. ``oldest``: of the first one that is still under way, if there is one:
+        a server that refuses later ones may be answering it.
+        """
         error = record.error or ""
         is_refused = error.startswith("http 4") and error not in _PASSING
         if not is_refused and error != "connection":
             self._num = 0
+            self._first.clear()
             return None
         self._since_s = record.finished_s if not self._num else self._since_s
         self._num += 1
+        insort(self._first, number)
+        del self._first[_NUM_IN_VAIN:]
         if self._num < _NUM_IN_VAIN or record.finished_s - self._since_s < _IN_VAIN_S:
+            return None
+        if oldest is not None and oldest < self._first[-1]:
             return None
         return f"the last {self._num} requests failed, at the end with {error}: {record.error_text}"
 
@@ -63,6 +74,7 @@ class LoadRunner:
         self.is_stopped = False  # whether ``stop`` was called
         self.in_vain: str | None = None  # why the runner stopped by itself
         self._vain = Vain()
+        self._under_way: dict[int, None] = {}  # the numbers of requests that were sent, in order
         self._client = client
         self._writer = writer
         self._workload = workload
@@ -116,12 +128,16 @@ class LoadRunner:
             await asyncio.sleep(wait_s)
 
     async def _ask(self, request: PlannedRequest, body: bytes, due_s: float) -> Answer:
+        number = self.num_sent
         self.num_sent += 1
+        self._under_way[number] = None
         expected = request.output_tokens if self._exact_output else None
         answer = await self._client.ask(body, exact_tokens=expected)
+        del self._under_way[number]
         record = _record(request, answer, due_s)
         self.records.append(record)
-        if not self.is_stopped and (reason := self._vain.reason(record)) is not None:
+        oldest = next(iter(self._under_way), None)
+        if not self.is_stopped and (reason := self._vain.reason(record, number, oldest)) is not None:
             self.in_vain = reason
             self.stop()
         return answer

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from kvrelay.common.settings import build
+from kvrelay.launcher.bench import load
 from kvrelay.launcher.bench.bodies import BodyWriter
 from kvrelay.launcher.bench.client import Answer as ClientAnswer
 from kvrelay.launcher.bench.client import StreamingClient
@@ -169,8 +170,8 @@ async def test_a_mistake_of_ours_ends_the_run() -> None:
             await simple_runner(on_ask, **values).run()
 
 
-def simple_runner(on_ask: Callable[[], None] = lambda: None, **values: Any) -> LoadRunner:
-    """A runner whose clock stands at 100 s. Every request is answered at once."""
+def simple_runner(on_ask: Callable[[], None] = lambda: None, client: Any = None, **values: Any) -> LoadRunner:
+    """A runner whose clock stands at 100 s. Without ``client`` every request is answered at once."""
 
     class Client:
         async def ask(self, body: bytes, *, exact_tokens: int | None) -> ClientAnswer:
@@ -178,17 +179,18 @@ def simple_runner(on_ask: Callable[[], None] = lambda: None, **values: Any) -> L
             return ClientAnswer(sent_s=100.0, output_tokens=2)
 
     settings = build(BenchSettings, {"warmup": "0", "prompt_seed": 1, **values})
-    client, writer = cast(StreamingClient, Client()), BodyWriter(settings, "stub")
-    return LoadRunner(client, writer, plan_workload(settings), clock=lambda: 100.0, exact_output=True)
+    made, writer = cast(StreamingClient, client or Client()), BodyWriter(settings, "stub")
+    return LoadRunner(made, writer, plan_workload(settings), clock=lambda: 100.0, exact_output=True)
 
 
-def failing(*errors: str | None, gap_s: float = 0.2) -> list[str | None]:
-    """What is said after each of the requests that end ``gap_s`` apart with these errors."""
+def failing(*errors: str | None, gap_s: float = 0.2, oldest: int | None = None) -> list[str | None]:
+    """What is said after each of the requests that end ``gap_s`` apart with these errors, while ``oldest`` is under way."""
     vain, plain = Vain(), result().requests[0]
-    return [
-        vain.reason(msgspec.structs.replace(plain, finished_s=gap_s * place, error=error, error_text="why"))
+    ended = [
+        msgspec.structs.replace(plain, finished_s=gap_s * place, error=error, error_text="why")
         for place, error in enumerate(errors)
     ]
+    return [vain.reason(record, number, oldest) for number, record in enumerate(ended)]
 
 
 def test_requests_are_in_vain_if_many_in_a_row_are_refused_or_find_nobody() -> None:
@@ -200,3 +202,27 @@ def test_requests_are_in_vain_if_many_in_a_row_are_refused_or_find_nobody() -> N
     for passing in ("http 429", "http 503", "timeout", "broken stream", "short answer"):
         assert not any(failing(*[passing] * 40)), "a server with too much to do is measured"
     assert not any(failing(*["connection"] * 40, gap_s=0.01)), "a server restarts"
+
+
+def test_requests_are_not_in_vain_while_an_earlier_one_may_be_answered() -> None:
+    assert not any(failing(*["http 400"] * 40, oldest=10))
+    assert failing(*["http 400"] * 20, oldest=20)[-1] is not None, "20 before it were refused"
+
+
+async def test_a_run_goes_on_while_others_are_being_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "_IN_VAIN_S", 0.0)
+    asked = itertools.count()
+    all_refused = asyncio.Event()
+
+    class Client:
+        async def ask(self, body: bytes, *, exact_tokens: int | None) -> ClientAnswer:
+            number = next(asked)
+            if number % 2 == 0:
+                await all_refused.wait()
+            elif number >= 79:
+                all_refused.set()
+            return ClientAnswer(sent_s=100.0, output_tokens=2, error="http 400" if number % 2 else None)
+
+    runner = simple_runner(client=Client(), rate=100, requests=80)
+    await runner.run()
+    assert (len(runner.records), runner.in_vain) == (80, None)
