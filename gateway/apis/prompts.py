@@ -14,7 +14,7 @@ from kvrelay.gateway.chat.image_prompt import Prompt, placed, with_texts
 from kvrelay.gateway.chat.images import ChatImage, ImageLink, with_files
 from kvrelay.gateway.http.request import ApiRequest
 from kvrelay.gateway.model import Model
-from kvrelay.gateway.relay.image_texts import Patience
+from kvrelay.gateway.relay.image_texts import Patience, field_of
 from kvrelay.gateway.text.tokenizer import aside
 from kvrelay.wire.codec import MAX_IMAGES_NBYTES
 
@@ -106,7 +106,8 @@ async def image_texts(model: Model, images: Sequence[ChatImage], patience: Patie
         return None
     sizes = tuple(image.size for image in images)
     patience.num_bytes = sum(len(image.data) for image in images)
-    return await model.relay.images.texts(sizes, model.name, images[0].param, patience)
+    field = field_of([image.param for image in images])
+    return await model.relay.images.texts(sizes, model.name, field, patience)
 
 
 def text_of_chat(model: Model, chat: Chat, told: ImageTexts | None) -> str:

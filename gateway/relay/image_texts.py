@@ -55,8 +55,14 @@ def unreadable(detail: str, params: Sequence[str]) -> InvalidRequestError:
     number = 0 if found is None else int(found[1])
     if number >= len(params):
         return InvalidRequestError(detail)
-    text = detail if found is None else f"{params[number]}{detail[found.end() :]}"
-    return InvalidRequestError(text, param=params[number])
+    if found is None:
+        return InvalidRequestError(detail, param=field_of(params))
+    return InvalidRequestError(f"{params[number]}{detail[found.end() :]}", param=params[number])
+
+
+def field_of(params: Sequence[str]) -> str:
+    """The field of an image, or that of several images, of which nobody knows which one is meant."""
+    return params[0] if len(params) == 1 else params[0].partition("[")[0]
 
 
 class ImageDesk:

@@ -298,6 +298,20 @@ async def test_a_worker_that_cannot_read_an_image_or_its_size_is_believed(seeing
     assert (error["message"], error["param"]) == ("image 0 is too thin", "messages[0].content[0]")
 
 
+async def test_of_several_images_none_is_named_if_the_worker_names_none(seeing: App) -> None:
+    prefill(seeing).script = lambda player, submit: player.fail(
+        submit, FailureCode.INVALID, about=ABOUT_IMAGES, detail="an image is odd"
+    )
+    for parts, param in ([part(CAT), part(DOG)], "messages"), ([text("this"), part(DOG)], "messages[0].content[1]"):
+        error = (await seeing.post(CHAT, 400, messages=user(*parts)))["error"]
+        assert (error["message"], error["param"]) == ("an image is odd", param)
+    prefill(seeing).tell = lambda player, asked: player.say(
+        ImagesTold(query=asked.query, problem="an image is too thin")
+    )
+    error = (await seeing.post(CHAT, 400, messages=user(part(CAT), part(picture((1, 90))))))["error"]
+    assert (error["message"], error["param"]) == ("an image is too thin", "messages")
+
+
 async def test_nothing_that_is_kept_or_logged_holds_an_image(seeing: App, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     prefill(seeing).script = lambda player, submit: player.fail(submit, FailureCode.INTERNAL, 0.0)
