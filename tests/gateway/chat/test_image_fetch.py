@@ -360,11 +360,6 @@ async def test_fetches_at_a_time_are_bounded(host: WebHost, monkeypatch: pytest.
             assert await listed.get(url) == [b"x"]
 
 
-def test_several_slow_hosts_leave_room_for_others() -> None:
-    """As long as fetches of one host wait, it holds all that it may have."""
-    assert image_fetch.MAX_FETCHES >= 8 * image_fetch._MAX_PER_HOST
-
-
 async def test_no_log_and_no_metric_has_a_path(
     host: WebHost, listed: Fetching, caplog: pytest.LogCaptureFixture
 ) -> None:
