@@ -75,13 +75,13 @@ MORE_CASES = {
 }
 
 
-def save_stored(model_type: str, name: str, directory: Path, but: str = " ") -> Path:
+def save_stored(model_type: str, name: str, directory: Path, but: str = " ", **changes: Any) -> Path:
     """Save a tiny model of two layers in a format: all matrices that its groups divide, except modules with ``but`` in their
-    names, head and routers."""
+    names, head and routers. ``changes``: fields of its configuration."""
     if name == "mxfp4":
         save_gpt_oss(directory)
         return directory
-    saved(model_type, directory / "full", num_hidden_layers=2)
+    saved(model_type, directory / "full", num_hidden_layers=2, **changes)
     quantization, make = FORMATS.get(name, (W4A16.quantization, W4A16.make))
 
     def of(module: str, weight: torch.Tensor) -> Tensors | None:
@@ -172,6 +172,17 @@ def test_stored_weights_stay(case: str, tmp_path: Path, monkeypatch: pytest.Monk
     found = bound(model)
     assert (found - wanted).norm() < 5e-3 * wanted.norm()
     assert full_weights(shapes) == []
+
+
+def test_layers_that_share_weights_share_full_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    changes = {"layers_block_type": ["hybrid"] * 2, "num_mem_blocks": 1, "tie_word_embeddings": True}
+    directory = save_stored("zamba2", "fp8-blocks", tmp_path, **changes)
+    full = load_model(directory, HALF, CPU)
+    model, kept = load(directory, monkeypatch)
+    first, second = (layer.shared_transformer.self_attn.q_proj.weight for layer in model.model.model.layers)
+    assert first is second
+    assert kept.origins
+    assert torch.equal(plain(model), plain(full))
 
 
 def test_on_a_cpu_all_weights_are_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,7 +114,13 @@ class ExpandingOps(CpuPagedOps):
 
     def make_linear(self, weight: AnyWeight, bias: torch.Tensor | None) -> Linear:
         full = weight.dequantised() if isinstance(weight, StoredWeight) else weight
-        return super().make_linear(full, bias)
+        linear = super().make_linear(full, bias)
+
+        def multiply(rows: torch.Tensor) -> torch.Tensor:
+            assert rows.stride(1) == 1, "kernels would refuse these rows"
+            return linear(rows)
+
+        return multiply
 
 
 def kept(linear: nn.Linear) -> KeptLinear:
@@ -140,6 +146,16 @@ def test_gate_and_up_of_unequal_forms_are_products_of_their_own() -> None:
         assert (holder.part is not part) == is_whole
         assert not any(isinstance(one, nn.Linear | KeptLinear) for one in holder.modules())
         torch.testing.assert_close(holder.part(hidden), expected, rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_products_get_rows_whose_numbers_are_side_by_side() -> None:
+    layer = kept(nn.Linear(WIDTH, 24))
+    holder, hidden = Holder(layer), torch.randn(1, WIDTH, 3).transpose(1, 2)
+    expected = layer(hidden)
+    ops = ExpandingOps(NO_LAYERS, torch.zeros(1, 1, 2, 1, 1, 1))
+    hf_parts._replace_in(holder, "", ops, torch.float32, lambda linear, names: linear, frozenset())
+    torch.testing.assert_close(holder.part(hidden), expected)
 
 
 @torch.no_grad()

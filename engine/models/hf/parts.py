@@ -7,6 +7,7 @@ The check at load (:mod:`kvrelay.engine.models.hf.check`) compares the whole mod
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -49,7 +50,10 @@ def linear_shape(module: Any) -> tuple[int, int]:
 
 
 def candidates(model: PreTrainedModel) -> dict[str, bool]:
-    """Paths of the weights that products of ours can read as they are stored, and whether each is of experts."""
+    """Paths of the weights that products of ours can read as they are stored, and whether each is of experts.
+
+    Layers that share a weight (Zamba 2) share a full one.
+    """
     outside = {one for parent, name, _ in towers_of(model) for one in getattr(parent, name).modules()}
     outside.add(model.get_output_embeddings())
     found: dict[str, bool] = {}
@@ -61,7 +65,8 @@ def candidates(model: PreTrainedModel) -> dict[str, bool]:
         if not _is_router(module):
             linears = (name for name, one in module.named_children() if type(one) is nn.Linear and one not in outside)
             found |= {f"{path}.{name}.weight".removeprefix("."): False for name in linears}
-    return found
+    places = Counter(id(one) for _, one in model.named_parameters(remove_duplicate=False))
+    return {path: one for path, one in found.items() if places[id(model.get_parameter(path))] == 1}
 
 
 def replace_parts(
@@ -148,7 +153,9 @@ class _Product(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """``[..., in]`` -> ``[..., out]``"""
-        flat = self._linear(hidden.reshape(-1, hidden.shape[-1]))
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        # Mamba's are transposed, and kernels take only rows whose numbers are side by side.
+        flat = self._linear(rows if rows.stride(1) == 1 else rows.contiguous())
         return flat.view(*hidden.shape[:-1], flat.shape[-1])
 
 
