@@ -54,8 +54,10 @@ def test_a_matrix_is_divided() -> None:
 
 def test_what_is_no_order_of_rows_has_no_origin() -> None:
     """But its sources are known: they must be read in full."""
-    a, b = matrix("a"), matrix("b")
+    a, b, written = matrix("a"), matrix("b"), matrix("a")
+    written[:2] = b[4:]
     changed = [
+        written,
         a.reshape(3, 8),
         a.float() * 2,
         torch.cat([a, b], dim=1),

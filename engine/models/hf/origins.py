@@ -74,6 +74,8 @@ class Traced(torch.Tensor):
             result = func(*args, **kwargs)
         given = list(_tensors((args, tuple(kwargs.values()))))
         sources = frozenset().union(*(one.sources for one in given if isinstance(one, Traced)))
+        if func is torch.Tensor.__setitem__ and isinstance(args[0], Traced):
+            _traced(args[0], None, sources)
         if isinstance(result, torch.Tensor):
             return _traced(result, _origin(func, args, kwargs, given), sources)
         if type(result) in (tuple, list) and result and all(isinstance(one, torch.Tensor) for one in result):
