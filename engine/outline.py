@@ -18,7 +18,7 @@ from kvrelay.common.errors import ModelError
 from kvrelay.common.kv_geometry import KvGeometry
 from kvrelay.engine.backends.cpu.build import cpu_ops, cpu_paged_ops
 from kvrelay.engine.backends.options import EngineOptions
-from kvrelay.engine.config.cut import Cut, cuts_of, require_fit, require_stages
+from kvrelay.engine.config.cut import cuts_of, require_fit, require_stages
 from kvrelay.engine.config.model import ModelShape, load_config, needs_transformers
 from kvrelay.engine.config.quantisation import Quantisation, load_quantisation
 from kvrelay.engine.kv.geometry import geometry_of, state_block_size
@@ -127,20 +127,21 @@ def outline_model(
     with NoWeights():
         layers = probe_layers(model)
         shape = of_rank = shape_of(model, layers, dtype)
-        num_own = num_parameters
-        if num_ranks > 1:  # all have parts of the same size, but for biases, which the first one adds
-            whole, cut = TransformersModel(model, layers, shape), Cut(0, num_ranks)
-            cuts = find_cuts(whole, cut)
-            num_own = sum(cuts.of(name, one).numel() for name, one in model.named_parameters())
-            of_rank = cut_model(whole, cut)[0].shape
+        num_own = [num_parameters]
+        if num_ranks > 1:
+            whole, cuts = TransformersModel(model, layers, shape), cuts_of(num_ranks, 1)
+            of_each = [find_cuts(whole, cut) for cut in cuts]  # ranks may have unequal numbers of columns
+            num_own = [sum(its.of(name, one).numel() for name, one in model.named_parameters()) for its in of_each]
+            of_rank = cut_model(whole, cuts[0])[0].shape  # attention is alike on all
     if shape.states and asked is None:
         block_size = state_block_size(shape, block_size)
     geometry = geometry_of(shape, block_size, dtype)
-    nbytes, own_nbytes, stored = num_parameters * dtype.itemsize, num_own * dtype.itemsize, []
+    nbytes, own_nbytes, stored = num_parameters * dtype.itemsize, [count * dtype.itemsize for count in num_own], []
     if quantisation is not None and num_ranks == 1:  # ranks cut full weights
         stored = _stored_sizes(model, quantisation)
-        nbytes = own_nbytes = nbytes - int(sum(stored) * (dtype.itemsize - quantisation.stored_bits / 8))
-    own = RankOutline(own_nbytes, geometry_of(of_rank, block_size, dtype))
+        nbytes -= int(sum(stored) * (dtype.itemsize - quantisation.stored_bits / 8))
+        own_nbytes = [nbytes]
+    own_geometry = geometry_of(of_rank, block_size, dtype)
     return ModelOutline(
         path="transformers",
         shape=shape,
@@ -148,7 +149,7 @@ def outline_model(
         num_parameters=num_parameters,
         has_stored=bool(stored),
         gpu_weights_nbytes=nbytes,
-        ranks=(own,) * num_ranks,
+        ranks=tuple(RankOutline(nbytes, own_geometry) for nbytes in own_nbytes),
         encoder_nbytes=num_tower_parameters(config) * dtype.itemsize,
     )
 
