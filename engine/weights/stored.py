@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 _MAX_ELEMENTS = 2**20  # elements converted at once: fits a processor's caches
+_MAX_ON_GPU = 2**24  # the same on a GPU, where each operation is a launch
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _E8M0_BIAS = 127
 
@@ -111,7 +112,8 @@ class StoredWeight:
         num_outs, num_ins = self.shape
         result = torch.empty(self.shape, dtype=self.dtype, device=self.values.device)
         num_groups = self.scale.shape[1]
-        num_rows = max(1, _MAX_ELEMENTS // num_ins)
+        most = _MAX_ELEMENTS if self.values.device.type == "cpu" else _MAX_ON_GPU
+        num_rows = max(1, most // num_ins)
         for start in range(0, num_outs, num_rows):
             rows = slice(start, start + num_rows)
             # The last group may be short.
