@@ -33,6 +33,8 @@ RANKED = (
     "phi3",
     "starcoder2",
     "gpt_neox",
+    # With shared experts, states, and attention that stays whole.
+    *(pytest.param(name, marks=pytest.mark.full) for name in ("glm4_moe", "qwen3_next", "olmo2")),
 )  # with biases, gate and up in one layer, and adapters for all kinds of parts
 OTHERS = (".experts.", "vision_embed", "modality_router")  # modules that see some tokens, no text, or all tokens twice
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers warns of what tiny configurations leave out
