@@ -7,7 +7,7 @@ Nothing here loads a model to serve it; :mod:`kvrelay.engine.factory` does. This
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -127,20 +127,19 @@ def outline_model(
     with NoWeights():
         layers = probe_layers(model)
         shape = of_rank = shape_of(model, layers, dtype)
-        num_own = [num_parameters]
+        stored = _stored_names(model, quantisation)
+        nbytes = _stored_nbytes(model.named_parameters(), stored, dtype, quantisation)
+        own_nbytes = [nbytes]
         if num_ranks > 1:
             whole, cuts = TransformersModel(model, layers, shape), cuts_of(num_ranks, 1)
-            of_each = [find_cuts(whole, cut) for cut in cuts]  # ranks may have unequal numbers of columns
-            num_own = [sum(its.of(name, one).numel() for name, one in model.named_parameters()) for its in of_each]
+            own_nbytes = []
+            for its in (find_cuts(whole, cut) for cut in cuts):  # ranks may have unequal numbers of columns
+                parts = ((name, its.of(name, one)) for name, one in model.named_parameters())
+                own_nbytes.append(_stored_nbytes(parts, stored, dtype, quantisation))
             of_rank = cut_model(whole, cuts[0])[0].shape  # attention is alike on all
     if shape.states and asked is None:
         block_size = state_block_size(shape, block_size)
     geometry = geometry_of(shape, block_size, dtype)
-    nbytes, own_nbytes, stored = num_parameters * dtype.itemsize, [count * dtype.itemsize for count in num_own], []
-    if quantisation is not None and num_ranks == 1:  # ranks cut full weights
-        stored = _stored_sizes(model, quantisation)
-        nbytes -= int(sum(stored) * (dtype.itemsize - quantisation.stored_bits / 8))
-        own_nbytes = [nbytes]
     own_geometry = geometry_of(of_rank, block_size, dtype)
     return ModelOutline(
         path="transformers",
@@ -177,12 +176,24 @@ def _stays(quantisation: Quantisation, name: str, place: Place) -> bool:
     return name.endswith(("_proj.weight", "_proj_with_mqa.weight")) and not name.endswith("kv_b_proj.weight")
 
 
-def _stored_sizes(model: PreTrainedModel, quantisation: Quantisation) -> list[int]:
-    """The numbers of elements of the weights of a transformers model that stay quantised on a GPU."""
-    if quantisation.bits is None:
-        return []
+def _stored_names(model: PreTrainedModel, quantisation: Quantisation | None) -> frozenset[str]:
+    """The weights of a transformers model that stay quantised on a GPU."""
+    if quantisation is None or quantisation.bits is None:
+        return frozenset()
     of_experts = {"mxfp4": {True}}.get(quantisation.method, {False} if quantisation.is_shuffled else {False, True})
-    return [model.get_parameter(path).numel() for path, one in candidates(model).items() if one in of_experts]
+    return frozenset(path for path, one in candidates(model).items() if one in of_experts)
+
+
+def _stored_nbytes(
+    parameters: Iterable[tuple[str, torch.Tensor]],
+    stored: frozenset[str],
+    dtype: torch.dtype,
+    quantisation: Quantisation | None,
+) -> int:
+    """Bytes of a transformers model's parameters on a GPU. ``stored``: the names of those that stay quantised."""
+    bits = 8.0 * dtype.itemsize
+    of_stored = bits if quantisation is None else quantisation.stored_bits
+    return int(sum(one.numel() * (of_stored if name in stored else bits) for name, one in parameters) / 8)
 
 
 def check_files(directory: Path, outline: ModelOutline) -> None:

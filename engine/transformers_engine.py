@@ -57,9 +57,9 @@ def load_transformers_engine(
     )
     torch.set_num_threads(options.num_threads)
     reader, no_images = _image_reader(options, dtype, part)
-    given, adapts = (options.model_dir, dtype, device, progress, reader, no_images), bool(options.adapter_bytes)
-    # Ranks cut full weights.
-    loaded = load_rank(*given, part, adapts=adapts) if part else load_whole(*given, _kept_on(device), adapts=adapts)
+    given = (options.model_dir, dtype, device, progress, reader, no_images, _kept_on(device))
+    adapts = bool(options.adapter_bytes)
+    loaded = load_whole(*given, adapts=adapts) if part is None else load_rank(*given, part, adapts=adapts)
     model, whole, images, memory = loaded.model, loaded.shape, loaded.images, None
     if whole.states and options.may_widen_blocks:
         options = replace(options, block_size=state_block_size(whole, options.block_size))

@@ -158,7 +158,8 @@ class StoredWeight:
     @property
     def _form(self) -> tuple[object, ...]:
         zero_dtype = None if self.zero is None else self.zero.dtype
-        return self.values.dtype, self.values.shape[1], self.scale.dtype, zero_dtype, self.group_size
+        group_size = self.group_size if self.scale.shape[1] > 1 else None  # one group has all inputs, whatever its size
+        return self.values.dtype, self.values.shape[1], self.scale.dtype, zero_dtype, group_size
 
 
 def _joined_inputs(parts: Sequence[RoundedInputs | None]) -> RoundedInputs | None:

@@ -22,7 +22,7 @@ from kvrelay.engine.kv.geometry import geometry_of
 from kvrelay.engine.kv.pool import KvPool
 from kvrelay.engine.models.hf import loading
 from kvrelay.engine.models.hf.check import Prompt, paged_logits, plain_logits
-from kvrelay.engine.models.hf.kept import KeptParameters
+from kvrelay.engine.models.hf.kept import KeptParameters, put_kept
 from kvrelay.engine.models.hf.loading import load_model
 from kvrelay.engine.models.hf.model import TransformersModel
 from kvrelay.engine.weights.stored import StoredWeight
@@ -31,6 +31,7 @@ from tests.engine.conftest import tokens
 from tests.engine.weights.stored_models import FORMATS, HALF, save_gpt_oss
 from tests.engine.weights.storing import Tensors, store
 
+from .played_ranks import ThreadedRanks
 from .test_quantised import INT4, compressed, ours
 from .test_transformers_adapters import slots_of
 from .test_types import engine_of, saved
@@ -94,7 +95,6 @@ def save_stored(model_type: str, name: str, directory: Path, but: str = " ", **c
 def load(directory: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[TransformersModel, KeptParameters]:
     """The model with stored weights, and which these are."""
     found: list[KeptParameters] = []
-    put_kept = loading.put_kept
 
     def put(model: Any, kept: KeptParameters, *args: Any) -> None:
         found.append(kept)
@@ -189,6 +189,35 @@ def test_on_a_cpu_all_weights_are_full(tmp_path: Path, monkeypatch: pytest.Monke
     directory = save_stored("gemma3_text", "awq", tmp_path)
     monkeypatch.setattr(loading, "find_kept", None)
     engine_of(directory)
+
+
+# Types, formats, changes of the configuration, and which part of the stored bytes a rank has at most.
+RANKED: dict[str, tuple[str, str, dict[str, int], float]] = {
+    "experts": ("glm4_moe", "fp8-blocks", {}, 0.6),
+    "packed gate and up": ("phi3", "gptq-8-bits", {}, 0.85),  # attention stays whole
+    "groups": ("qwen2_moe", "w4a16", {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}, 0.6),
+}
+
+
+@pytest.mark.parametrize("case", ["experts", *(pytest.param(one, marks=pytest.mark.full) for one in list(RANKED)[1:])])
+def test_two_ranks_keep_their_parts(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's log probabilities are those of full weights, and no rank has a full weight."""
+    model_type, name, changes, most = RANKED[case]
+    directory = save_stored(model_type, name, tmp_path, **changes)
+    wanted = ours(engine_of(directory, dtype="float32"))
+    _, kept = load(directory, monkeypatch)
+    shapes = full_shapes(load_model(directory, HALF, CPU), kept)
+    found: list[KeptParameters] = []
+    monkeypatch.setattr(
+        loading, "put_kept", lambda model, kept, *args: (found.append(kept), put_kept(model, kept, *args))
+    )
+    monkeypatch.setattr(transformers_engine, "_ops_on", lambda *_: CudaPagedOps)
+    monkeypatch.setattr(transformers_engine, "_kept_on", lambda _: partial(can_multiply, has_e4m3=True))
+    with ThreadedRanks(directory, 2, monkeypatch, dtype="float16", block_size=8) as two:
+        assert [len(one.origins) for one in found] == [len(kept.origins)] * 2
+        assert full_weights(shapes) == []
+        assert max(one.nbytes for one in found) < most * kept.nbytes
+        assert (ours(two) - wanted).norm() < 5e-3 * wanted.norm()  # type: ignore[arg-type]
 
 
 @pytest.mark.full

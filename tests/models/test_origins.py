@@ -14,8 +14,8 @@ def matrix(name: str, num_outs: int = 6, num_ins: int = 4) -> Traced:
     return Traced.of(name, (num_outs, num_ins), HALF)
 
 
-def rows(name: str, start: int = 0, stop: int = 6) -> Rows:
-    return Rows(name, range(start, stop))
+def rows(name: str, start: int = 0, stop: int = 6, ins: range = range(4)) -> Rows:
+    return Rows(name, range(start, stop), ins)
 
 
 def test_a_moved_matrix_is_itself() -> None:
@@ -50,6 +50,27 @@ def test_a_matrix_is_divided() -> None:
     found = [one.origin for one in (first, second, third) if isinstance(one, Traced)]
     pieces = [(rows("a", 0, 2),), (rows("a", 2, 6), rows("b", 0, 2)), (rows("b", 2, 6),)]
     assert found == [Origin((piece,), is_stack=False) for piece in pieces]
+
+
+def test_a_rank_has_a_part_of_a_matrix() -> None:
+    joined = torch.cat([matrix("gate"), matrix("up")], dim=0)
+    assert isinstance(joined, Traced)
+    assert joined.origin is not None
+    pieces = (rows("gate", 2, 5), rows("up", 2, 5))  # of each half
+    assert joined.origin.part(0, range(2, 5), 2) == Origin((pieces,), is_stack=False)
+    assert joined.origin.part(0, range(4, 8), 1) == Origin(((rows("gate", 4), rows("up", 0, 2)),), is_stack=False)
+    columns = (rows("gate", ins=range(1, 3)), rows("up", ins=range(1, 3)))
+    assert joined.origin.part(1, range(1, 3), 1) == Origin((columns,), is_stack=False)
+    assert joined.origin.part(1, range(1), 2) is None
+    experts = Traced.of("experts", (2, 4, 6), HALF).origin  # inputs before outputs
+    assert experts is not None
+    found = experts.part(2, range(2), 2)
+    assert found is not None
+    first, second = ((rows("experts", start, start + 2), rows("experts", start + 3, start + 5)) for start in (0, 6))
+    assert found.matrices == (first, second)
+    fewer = experts.part(1, range(2, 4), 1)
+    assert fewer is not None
+    assert [one.ins for one in fewer.rows] == [range(2, 4)] * 2
 
 
 def test_what_is_no_order_of_rows_has_no_origin() -> None:

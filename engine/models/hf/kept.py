@@ -20,6 +20,8 @@ from kvrelay.engine.weights.reader import CheckpointReader
 from kvrelay.engine.weights.stored import StoredWeight
 from kvrelay.engine.weights.targets import Kept
 
+PartOf = Callable[[str, Origin], Origin | None]
+"""(path of a parameter, its origin) -> the origin of the rank's part; None if that has none"""
 _EXPERTS = "kvrelay_kept"  # attribute of a module of experts
 
 
@@ -117,15 +119,17 @@ def find_kept(
     reader: CheckpointReader,
     dtype: torch.dtype,
     keeps: Callable[[StoredWeight], bool],
+    part_of: PartOf,
 ) -> KeptParameters:
     """What can stay stored of a model that was loaded from :class:`Traced` tensors.
 
     ``candidates``: paths of the parameters that our products can read, and whether each is of experts. ``dtype``: the model's.
-    ``keeps``: which forms have a product.
+    ``keeps``: which forms have a product. ``part_of``: what a rank has of each.
     """
     kept = Kept(reader.outlines, keeps)
     traced = {path: one for path, one in model.named_parameters() if isinstance(one, Traced)}
     nbytes: dict[str, int] = {}
+    parts: dict[str, Origin] = {}
     for path, is_of_experts in candidates.items():
         parameter = traced.get(path)
         origin = None if parameter is None else parameter.origin
@@ -133,9 +137,10 @@ def find_kept(
             continue
         if origin.is_transposed and not origin.is_stack:
             continue
-        memory = _memory(origin, kept, reader, torch.device("meta"))
-        if memory is not None:
-            nbytes[path] = _nbytes(memory)
+        part = part_of(path, origin)
+        memory = None if part is None else _memory(part, kept, torch.device("meta"))
+        if part is not None and memory is not None:
+            nbytes[path], parts[path] = _nbytes(memory), part
     # A source of a full parameter is read in full, so no other parameter can do without its full weights.
     while True:
         of_full = _sources(one for path, one in traced.items() if path not in nbytes)
@@ -143,7 +148,7 @@ def find_kept(
         if not shared:
             break
         nbytes = {path: count for path, count in nbytes.items() if path not in shared}
-    origins = {path: origin for path in nbytes if (origin := traced[path].origin) is not None}
+    origins = {path: parts[path] for path in nbytes}
     return KeptParameters(origins, _sources(traced[path] for path in nbytes), sum(nbytes.values()))
 
 
@@ -158,7 +163,7 @@ def put_kept(
     kept = Kept(reader.outlines, lambda _: True)
     modules = dict(model.named_modules())
     for path, origin in parameters.origins.items():
-        memory = _memory(origin, kept, reader, device)
+        memory = _memory(origin, kept, device)
         assert memory is not None, f"{path} stays stored, but its parts do not fit together"
         start = 0
         for rows in origin.rows:
@@ -187,19 +192,19 @@ def _placeholder(stored: StoredWeight) -> nn.Parameter:
     return nn.Parameter(torch.empty(0, dtype=stored.dtype, device=stored.values.device), requires_grad=False)
 
 
-def _memory(origin: Origin, kept: Kept, reader: CheckpointReader, device: torch.device) -> StoredWeight | None:
+def _memory(origin: Origin, kept: Kept, device: torch.device) -> StoredWeight | None:
     """Memory for a parameter; None if it cannot stay stored."""
-    parts = [(rows.name, rows.outs, range(reader.outlines[rows.name].shape[1])) for rows in origin.rows]
+    parts = [(rows.name, rows.outs, rows.ins) for rows in origin.rows]
     return kept.joined(parts, device, in_order=origin.is_stack)
 
 
 def _read(reader: CheckpointReader, rows: Rows) -> StoredWeight:
     shape = reader.headers[rows.name].shape
     if len(shape) == 2:
-        return reader.stored(rows.name, (rows.outs, range(shape[1])))
-    _, num_ins, num_outs = shape
+        return reader.stored(rows.name, (rows.outs, rows.ins))
+    num_outs = shape[2]
     expert, first = divmod(rows.outs.start, num_outs)
-    return reader.stored(rows.name, (range(expert, expert + 1), range(num_ins), range(first, first + len(rows.outs))))
+    return reader.stored(rows.name, (range(expert, expert + 1), rows.ins, range(first, first + len(rows.outs))))
 
 
 def _nbytes(stored: StoredWeight) -> int:

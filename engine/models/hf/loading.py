@@ -22,7 +22,7 @@ from kvrelay.engine.config.quantisation import Quantisation, load_quantisation
 from kvrelay.engine.config.tokenizer import check_tokenizer
 from kvrelay.engine.models.hf.filling import Keep, filled
 from kvrelay.engine.models.hf.gate import probe_layers
-from kvrelay.engine.models.hf.kept import NO_PARAMETERS, KeptParameters, find_kept, put_kept
+from kvrelay.engine.models.hf.kept import NO_PARAMETERS, KeptParameters, PartOf, find_kept, put_kept
 from kvrelay.engine.models.hf.model import PLAIN_ATTENTION, TransformersModel, shape_of
 from kvrelay.engine.models.hf.origins import Traced
 from kvrelay.engine.models.hf.outline import NoWeights
@@ -59,7 +59,9 @@ def load_model(
 
     Raises ModelError naming what is not supported.
     """
-    kept = _find_kept(directory, dtype, with_towers, keeps)
+    outline = _checked(directory, dtype, with_towers, traces=keeps is not None)
+    kept = find_stored(directory, outline, dtype, keeps)
+    del outline
     return _probed(load_parameters(directory, dtype, device, progress, kept=kept, with_towers=with_towers), dtype)
 
 
@@ -74,9 +76,14 @@ def load_first_layers(
     return _probed(load_parameters(directory, dtype, cpu, with_towers=with_towers, first=(path, count)), dtype, count)
 
 
-def load_outline(directory: Path, dtype: torch.dtype, *, with_towers: bool = False) -> TransformersModel:
-    """The model with parameters that take no memory (``outline.py``). Checks the files. Raises ModelError like ``load_model``."""
-    model = _checked(directory, dtype, with_towers).eval()
+def load_outline(
+    directory: Path, dtype: torch.dtype, *, with_towers: bool = False, traces: bool = False
+) -> TransformersModel:
+    """The model with parameters that take no memory (``outline.py``). Checks the files. ``traces``: for :func:`find_stored`.
+
+    Raises ModelError like ``load_model``.
+    """
+    model = _checked(directory, dtype, with_towers, traces=traces).eval()
     model.set_experts_implementation("eager")
     with NoWeights():
         return _probed(model, dtype)
@@ -134,28 +141,33 @@ def check_files(directory: Path, dtype: torch.dtype, *, with_towers: bool = Fals
     _checked(directory, dtype, with_towers)
 
 
-def _checked(directory: Path, dtype: torch.dtype, with_towers: bool, traced: Collection[str] = ()) -> PreTrainedModel:
-    """The model on "meta", once its files are checked."""
+def _checked(directory: Path, dtype: torch.dtype, with_towers: bool, *, traces: bool = False) -> PreTrainedModel:
+    """The model on "meta", once its files are checked. ``traces``: stored weights know their origins."""
     headers = read_headers(directory)
     config = load_transformers_config(directory).get_text_config()
     check_layers(directory, int(config.num_hidden_layers), headers)
     with CheckpointReader(headers, load_quantisation(directory), dtype) as reader:
         check_full(reader.headers)
+        traced = frozenset(reader.outlines) if traces else frozenset()
     check_tokenizer(directory, int(config.vocab_size))
     return _from_pretrained(directory, dtype, "meta", with_towers, traced=traced)
 
 
-def _find_kept(
-    directory: Path, dtype: torch.dtype, with_towers: bool, keeps: Callable[[StoredWeight], bool] | None
+def find_stored(
+    directory: Path,
+    outline: PreTrainedModel,
+    dtype: torch.dtype,
+    keeps: Callable[[StoredWeight], bool] | None,
+    part_of: PartOf = lambda _, origin: origin,
 ) -> KeptParameters:
-    """The parameters that stay stored, once the checkpoint's files are checked."""
+    """The parameters that stay stored. ``outline``: on "meta", traced. ``keeps``: see ``load_model``. ``part_of``: see
+    ``find_kept``.
+    """
     quantisation = load_quantisation(directory)
     if keeps is None or quantisation is None:
-        check_files(directory, dtype, with_towers=with_towers)
         return NO_PARAMETERS
     with CheckpointReader(read_headers(directory), quantisation, dtype) as reader:
-        outline = _checked(directory, dtype, with_towers, reader.outlines)
-        return find_kept(outline, candidates(outline), reader, dtype, keeps)
+        return find_kept(outline, candidates(outline), reader, dtype, keeps, part_of)
 
 
 def load_transformers_config(directory: Path) -> PreTrainedConfig:

@@ -20,10 +20,11 @@ _DIVIDE = ("chunk", "split")
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Some outputs, with all inputs, of a checkpoint's matrix. In a tensor of experts, outputs are numbered through."""
+    """Some outputs and inputs of a checkpoint's matrix. In a tensor of experts, outputs are numbered through."""
 
     name: str
     outs: range
+    ins: range
 
 
 Matrix = tuple[Rows, ...]
@@ -43,6 +44,27 @@ class Origin:
         """All pieces."""
         return [rows for matrix in self.matrices for rows in matrix]
 
+    def part(self, dim: int, part: range, sections: int) -> Origin | None:
+        """The origin of a part of the parameter: along ``dim``, the same range of each of some equal sections.
+
+        ``dim`` is not that of experts. None if inputs have several sections.
+        """
+        if dim != _outs_dim(self):
+            return self._of_inputs(part) if sections == 1 else None
+        matrices = []
+        for matrix in self.matrices:
+            size = sum(len(rows.outs) for rows in matrix) // sections
+            starts = range(0, size * sections, size)
+            matrices.append(
+                tuple(rows for start in starts for rows in _some(matrix, start + part.start, start + part.stop))
+            )
+        return replace(self, matrices=tuple(matrices))
+
+    def _of_inputs(self, part: range) -> Origin:
+        some = slice(part.start, part.stop)
+        matrices = (tuple(replace(rows, ins=rows.ins[some]) for rows in matrix) for matrix in self.matrices)
+        return replace(self, matrices=tuple(matrices))
+
 
 class Traced(torch.Tensor):
     """A tensor without numbers, on "meta" wherever it is sent, that knows its origin."""
@@ -54,11 +76,11 @@ class Traced(torch.Tensor):
     def of(cls, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Traced:
         """A checkpoint's matrix ``[out, in]``, or experts ``[experts, in, out]`` in one tensor."""
         if len(shape) == 2:
-            origin = Origin(((Rows(name, range(shape[0])),),), is_stack=False)
+            origin = Origin(((Rows(name, range(shape[0]), range(shape[1])),),), is_stack=False)
         else:
-            num_experts, _, num_outs = shape
+            num_experts, num_ins, num_outs = shape
             starts = range(0, num_experts * num_outs, num_outs)
-            matrices = tuple((Rows(name, range(start, start + num_outs)),) for start in starts)
+            matrices = tuple((Rows(name, range(start, start + num_outs), range(num_ins)),) for start in starts)
             origin = Origin(matrices, is_stack=True, is_transposed=True)
         return _traced(torch.empty(shape, dtype=dtype, device="meta"), origin, frozenset((name,)))
 
@@ -157,7 +179,7 @@ def _some(matrix: Matrix, start: int, end: int) -> Matrix:
     for rows in matrix:
         outs = rows.outs[max(0, start - first) : max(0, end - first)]
         if outs:
-            found.append(Rows(rows.name, outs))
+            found.append(replace(rows, outs=outs))
         first += len(rows.outs)
     return tuple(found)
 

@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -28,8 +29,9 @@ from kvrelay.engine.models.hf.check_images import ImageUse
 from kvrelay.engine.models.hf.cut import Cuts, find_cuts, settle
 from kvrelay.engine.models.hf.gate import Layers
 from kvrelay.engine.models.hf.kinds import first_of_each_kind
-from kvrelay.engine.models.hf.loading import load_first_layers, load_model, load_outline, load_parameters
+from kvrelay.engine.models.hf.loading import find_stored, load_first_layers, load_model, load_outline, load_parameters
 from kvrelay.engine.models.hf.model import TransformersModel
+from kvrelay.engine.models.hf.origins import Origin
 from kvrelay.engine.models.hf.outline import NoWeights
 from kvrelay.engine.models.ranks import RankPart
 from kvrelay.engine.weights.stored import StoredWeight
@@ -83,15 +85,17 @@ def load_rank(
     progress: Callable[[int, int], None],
     reader: ProcessorReader | None,
     no_images: str,
+    keeps: Callable[[StoredWeight], bool] | None,
     part: RankPart,
     *,
     adapts: bool,
 ) -> LoadedModel:
     """Like :func:`load_whole`, for a rank's ``part``. Waits for all ranks at the end."""
     with_towers = reader is not None
-    outline = load_outline(directory, dtype, with_towers=with_towers)
+    outline = load_outline(directory, dtype, with_towers=with_towers, traces=keeps is not None)
     with NoWeights():
         cuts = find_cuts(outline, part.cut)
+    kept = find_stored(directory, outline.model, dtype, keeps, partial(_part_of, cuts))
     first, plain = first_of_each_kind(outline), []
     if part.is_leader:
         if first is None:
@@ -103,7 +107,7 @@ def load_rank(
         del reference
     else:
         images = ImageUse(None, None, no_images)
-    parameters = load_parameters(directory, dtype, device, progress, cuts.of, with_towers=with_towers)
+    parameters = load_parameters(directory, dtype, device, progress, cuts.of, kept=kept, with_towers=with_towers)
     whole = TransformersModel(parameters, _layers_of(parameters, outline), outline.shape)
     model = settle(whole, cuts, part.cut)
     layers = adaptable_layers(model, outline.model) if adapts else {}
@@ -111,6 +115,12 @@ def load_rank(
     count = part.meet(str(first[1]).encode() if part.is_leader and first is not None else b"")
     taken = (first[0], int(count)) if first is not None and count else None
     return LoadedModel(model, outline.shape, cuts, plain, images, layers, taken)
+
+
+def _part_of(cuts: Cuts, path: str, origin: Origin) -> Origin | None:
+    """What a rank has of a stored parameter."""
+    cut = cuts.parameters.get(path)
+    return origin if cut is None else origin.part(cut.dim, cut.part, cut.sections)
 
 
 def _layers_of(model: PreTrainedModel, outline: TransformersModel) -> Layers:
