@@ -26,7 +26,8 @@ from kvrelay.engine.kv.pool import KvPool
 from kvrelay.engine.models.decoder import DecoderModel
 from kvrelay.engine.models.hf import loading
 from kvrelay.engine.models.hf.check import LONGEST, check_model, compare_native, plain_logits
-from kvrelay.engine.models.hf.cut import cut_model, find_cuts
+from kvrelay.engine.models.hf.cut import cut_model
+from kvrelay.engine.models.hf.cuts import find_cuts
 from kvrelay.engine.models.hf.gate import probe_layers
 from kvrelay.engine.models.hf.loading import load_full_config, load_model
 from kvrelay.engine.models.hf.model import TransformersModel, shape_of

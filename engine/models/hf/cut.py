@@ -23,8 +23,6 @@ from kvrelay.engine.models.hf.model import TransformersModel, pool_sizes, shape_
 from kvrelay.engine.models.hf.outline import NoWeights, model_without_weights
 from kvrelay.engine.models.ranks import Collectives
 
-__all__ = ["Cuts", "cut_model", "find_cuts", "require_plan", "settle", "sum_outputs"]
-
 _GROUPS = "num_key_value_groups"  # attribute of an attention module: query heads for each K/V head
 
 

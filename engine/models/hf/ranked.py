@@ -26,7 +26,8 @@ from kvrelay.engine.models.adapters import AdaptedLayer
 from kvrelay.engine.models.hf.adapters import adaptable_layers
 from kvrelay.engine.models.hf.check import plain_logits
 from kvrelay.engine.models.hf.check_images import ImageUse
-from kvrelay.engine.models.hf.cut import Cuts, find_cuts, settle
+from kvrelay.engine.models.hf.cut import settle
+from kvrelay.engine.models.hf.cuts import Cuts, find_cuts
 from kvrelay.engine.models.hf.gate import Layers
 from kvrelay.engine.models.hf.kinds import first_of_each_kind
 from kvrelay.engine.models.hf.loading import find_stored, load_first_layers, load_model, load_outline, load_parameters
