@@ -93,9 +93,9 @@ def no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fail the test if memory for weights is allocated."""
     from_pretrained = loading._from_pretrained
 
-    def refuse(directory: Path, dtype: torch.dtype, device_map: str | None, with_towers: bool) -> Any:
+    def refuse(directory: Path, dtype: torch.dtype, device_map: str | None, *args: Any, **more: Any) -> Any:
         assert device_map == "meta", "weights were loaded"
-        return from_pretrained(directory, dtype, device_map, with_towers)
+        return from_pretrained(directory, dtype, device_map, *args, **more)
 
     monkeypatch.setattr(loading, "_from_pretrained", refuse)
 

@@ -116,4 +116,5 @@ def test_no_guide_is_compiled_for_a_request_whose_adapter_is_refused_at_once() -
     rig.ask(asked())
     assert rig.failures() == [("a", FailureCode.NO_ADAPTER)]
     assert not rig.guides.is_asked
+    rig.threads.run()  # a thread has begun to read the images
     assert_nothing_kept(rig, adapters)

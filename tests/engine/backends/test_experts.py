@@ -75,7 +75,12 @@ def one_by_one(weights: ExpertWeights, hidden: torch.Tensor, ids: torch.Tensor, 
 
 # The parts of a model that the operations read. No step is made.
 NO_LAYERS: Any = SimpleNamespace(
-    sliding_windows=(None,), kv_sizes=(KvSizes(1, 1, 1),), stage_layers=None, states=(), dtype="float32"
+    sliding_windows=(None,),
+    kv_sizes=(KvSizes(1, 1, 1),),
+    grouped_by=None,
+    stage_layers=None,
+    states=(),
+    dtype="float32",
 )
 
 
