@@ -125,7 +125,7 @@ def test_a_decode_worker_alone_gives_the_answers_of_transformers(tmp_path: Path)
         content = openai_parts("what is in ", FIRST[:-200])
         answer = httpx.post(url, json={"messages": [{"role": "user", "content": content}]}, timeout=60)
         assert answer.status_code == 400, answer.text
-        assert "image 0 cannot be read as one of PNG" in answer.text
+        assert "messages[0].content[1] cannot be read as one of PNG" in answer.text
 
 
 def require_answers_of_transformers(served: Served) -> None:
