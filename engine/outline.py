@@ -26,13 +26,13 @@ from kvrelay.engine.kv.pool import KvPool
 from kvrelay.engine.models.decoder import DecoderModel
 from kvrelay.engine.models.hf import loading
 from kvrelay.engine.models.hf.check import LONGEST, check_model, compare_native, plain_logits
-from kvrelay.engine.models.hf.cut import cut_model
-from kvrelay.engine.models.hf.cuts import find_cuts
 from kvrelay.engine.models.hf.gate import probe_layers
 from kvrelay.engine.models.hf.loading import load_full_config, load_model
 from kvrelay.engine.models.hf.model import TransformersModel, shape_of
 from kvrelay.engine.models.hf.outline import NoWeights, model_without_weights, num_tower_parameters
 from kvrelay.engine.models.hf.parts import candidates
+from kvrelay.engine.models.hf.ranks.cut import cut_model
+from kvrelay.engine.models.hf.ranks.cuts import find_cuts
 from kvrelay.engine.models.hf.text import text_model
 from kvrelay.engine.models.ops import Model, StepOps
 from kvrelay.engine.settings import DEFAULT_BLOCK_SIZE

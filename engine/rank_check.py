@@ -45,7 +45,7 @@ def require_ranks(model: ModelSettings, directory: Path, num_local: int) -> None
             raise ModelError(
                 f"--weight-format is {model.weight_format}, which needs a model with a path of its own; take full"
             )
-        from kvrelay.engine.models.hf.cut import require_plan  # noqa: PLC0415 - transformers, too
+        from kvrelay.engine.models.hf.ranks.cut import require_plan  # noqa: PLC0415 - transformers, too
 
         require_plan(directory, model.tensor_parallel)
     else:

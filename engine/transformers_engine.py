@@ -26,9 +26,9 @@ from kvrelay.engine.kv.pool import KvPool
 from kvrelay.engine.models.adapters import Adapters
 from kvrelay.engine.models.hf.adapters import adapt_layers
 from kvrelay.engine.models.hf.check import MakeOps, check_model
-from kvrelay.engine.models.hf.cut import sum_outputs
 from kvrelay.engine.models.hf.loading import check_files, load_full_config
-from kvrelay.engine.models.hf.ranked import load_rank, load_whole
+from kvrelay.engine.models.hf.ranked import ToLoad, load_rank, load_whole
+from kvrelay.engine.models.hf.ranks.cut import sum_outputs
 from kvrelay.engine.models.hf.reading import make_reader
 from kvrelay.engine.models.hf.text import is_multimodal
 from kvrelay.engine.models.ranks import RankPart
@@ -57,9 +57,9 @@ def load_transformers_engine(
     )
     torch.set_num_threads(options.num_threads)
     reader, no_images = _image_reader(options, dtype, part)
-    given = (options.model_dir, dtype, device, progress, reader, no_images, _kept_on(device))
     adapts = bool(options.adapter_bytes)
-    loaded = load_whole(*given, adapts=adapts) if part is None else load_rank(*given, part, adapts=adapts)
+    asked = ToLoad(options.model_dir, dtype, device, progress, reader, no_images, _kept_on(device), adapts)
+    loaded = load_whole(asked) if part is None else load_rank(asked, part)
     model, whole, images, memory = loaded.model, loaded.shape, loaded.images, None
     if whole.states and options.may_widen_blocks:
         options = replace(options, block_size=state_block_size(whole, options.block_size))
@@ -83,9 +83,9 @@ def load_transformers_engine(
         from kvrelay.engine.backends.cuda.build import measure_memory  # noqa: PLC0415 - a CPU worker may lack Triton
 
         of_encoder = images.measure(device, part)  # ranks meet here
-        asked = replace(options, num_blocks=asked_blocks(options, whole_geometry.block_nbytes))
+        counted = replace(options, num_blocks=asked_blocks(options, whole_geometry.block_nbytes))
         memory = measure_memory(
-            shape, lambda pool, *sizes: (model, make_ops(shape, pool.tensor, *sizes)), dtype, device, asked
+            shape, lambda pool, *sizes: (model, make_ops(shape, pool.tensor, *sizes)), dtype, device, counted
         )
         memory = replace(memory, step=max(memory.step, of_encoder))
     num_blocks = num_blocks_of(options, whole_geometry.block_nbytes, memory, geometry.block_nbytes)

@@ -18,9 +18,9 @@ from kvrelay.engine.backends.cuda.ops import CudaOps, CudaPagedOps
 from kvrelay.engine.config.cut import Cut
 from kvrelay.engine.kv.geometry import geometry_of
 from kvrelay.engine.kv.pool import KvPool
-from kvrelay.engine.models.hf.cut import cut_model
 from kvrelay.engine.models.hf.gate import probe_layers
 from kvrelay.engine.models.hf.model import TransformersModel, shape_of
+from kvrelay.engine.models.hf.ranks.cut import cut_model
 from kvrelay.engine.step.interface import StepRow
 from kvrelay.engine.step.sequence import Sequence
 from kvrelay.engine.torch_engine import TorchEngine

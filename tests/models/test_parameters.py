@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvrelay.engine.config.cut import Cut
 from kvrelay.engine.models.hf.check import plain_logits
-from kvrelay.engine.models.hf.cuts import find_cuts
-from kvrelay.engine.models.hf.kinds import first_of_each_kind
 from kvrelay.engine.models.hf.loading import load_first_layers, load_model, load_outline, load_parameters
 from kvrelay.engine.models.hf.outline import NoWeights
+from kvrelay.engine.models.hf.ranks.cuts import find_cuts
+from kvrelay.engine.models.hf.ranks.kinds import first_of_each_kind
 from kvrelay.engine.weights.reader import CheckpointReader
 
 from .test_quantised import FORMATS, stored

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from transformers.models.llama.modeling_llama import LlamaConfig, LlamaMLP, Llam
 
 from kvrelay.common.errors import ModelError
 from kvrelay.engine.backends.cpu.ops import CpuPagedOps
-from kvrelay.engine.config.model import KvSizes
 from kvrelay.engine.models.hf import parts as hf_parts
 from kvrelay.engine.models.hf import ranked
 from kvrelay.engine.models.hf.kept import KeptLinear
@@ -24,19 +22,11 @@ from kvrelay.engine.models.hf.model import TransformersModel
 from kvrelay.engine.models.ops import Linear
 from kvrelay.engine.weights.rounding import AnyWeight
 from kvrelay.engine.weights.stored import StoredWeight
+from tests.engine.shapes import ONE_LAYER
 
 from .test_types import engine_of, saved
 
 WIDTH = 16
-# The parts of a model that these tests read. No step is made.
-NO_LAYERS: Any = SimpleNamespace(
-    sliding_windows=(None,),
-    kv_sizes=(KvSizes(1, 1, 1),),
-    grouped_by=None,
-    stage_layers=None,
-    states=(),
-    dtype="float32",
-)
 
 
 class ShiftedRMSNorm(LlamaRMSNorm):
@@ -90,7 +80,7 @@ def test_a_part_is_replaced_only_by_one_with_its_results(kind: str, dtype: torch
     expected = part(hidden)
     holder = Holder(part)
     pool = torch.zeros(1, 1, 2, 1, 1, 1, dtype=dtype)
-    hf_parts._replace_in(holder, "", CpuPagedOps(NO_LAYERS, pool), dtype, lambda linear, names: linear, frozenset())
+    hf_parts._replace_in(holder, "", CpuPagedOps(ONE_LAYER, pool), dtype, lambda linear, names: linear, frozenset())
     assert (holder.part is not part) == is_replaced
     tolerance = 1e-5 if dtype == torch.float32 else 0.03
     torch.testing.assert_close(holder.part(hidden), expected, rtol=tolerance, atol=tolerance)
@@ -103,7 +93,7 @@ def test_a_norm_of_a_residual_in_fp32_is_that_of_the_module() -> None:
     nn.init.normal_(part.weight, std=0.5)
     hidden = torch.randn(2, 3, WIDTH)
     holder = Holder(part)
-    ops = OneTypeOps(NO_LAYERS, torch.zeros(1, 1, 2, 1, 1, 1, dtype=torch.bfloat16))
+    ops = OneTypeOps(ONE_LAYER, torch.zeros(1, 1, 2, 1, 1, 1, dtype=torch.bfloat16))
     hf_parts._replace_in(holder, "", ops, torch.bfloat16, lambda linear, names: linear, frozenset())
     assert holder.part is not part
     torch.testing.assert_close(holder.part(hidden), part(hidden))
@@ -134,7 +124,7 @@ def kept(linear: nn.Linear) -> KeptLinear:
 @torch.no_grad()
 def test_gate_and_up_of_unequal_forms_are_products_of_their_own() -> None:
     torch.manual_seed(5)
-    ops = ExpandingOps(NO_LAYERS, torch.zeros(1, 1, 2, 1, 1, 1))
+    ops = ExpandingOps(ONE_LAYER, torch.zeros(1, 1, 2, 1, 1, 1))
     hidden = torch.randn(3, WIDTH)
     for names, is_whole in ((("gate_proj", "up_proj"), True), (("gate_proj",), False)):
         part = mlp(LlamaMLP, mlp_bias=True)
@@ -153,7 +143,7 @@ def test_products_get_rows_whose_numbers_are_side_by_side() -> None:
     layer = kept(nn.Linear(WIDTH, 24))
     holder, hidden = Holder(layer), torch.randn(1, WIDTH, 3).transpose(1, 2)
     expected = layer(hidden)
-    ops = ExpandingOps(NO_LAYERS, torch.zeros(1, 1, 2, 1, 1, 1))
+    ops = ExpandingOps(ONE_LAYER, torch.zeros(1, 1, 2, 1, 1, 1))
     hf_parts._replace_in(holder, "", ops, torch.float32, lambda linear, names: linear, frozenset())
     torch.testing.assert_close(holder.part(hidden), expected)
 
@@ -163,7 +153,7 @@ def test_a_layer_whose_weight_others_read_becomes_full() -> None:
     layer = kept(nn.Linear(WIDTH, 24))
     holder, hidden = Holder(layer), torch.randn(3, WIDTH)
     expected = layer(hidden)
-    ops = CpuPagedOps(NO_LAYERS, torch.zeros(1, 1, 2, 1, 1, 1))
+    ops = CpuPagedOps(ONE_LAYER, torch.zeros(1, 1, 2, 1, 1, 1))
     hf_parts._replace_in(holder, "", ops, torch.float32, lambda linear, names: linear, frozenset((layer,)))
     assert type(holder.part) is nn.Linear
     assert torch.equal(holder.part(hidden), expected)

@@ -12,7 +12,7 @@ import torch
 
 from kvrelay.common.errors import ModelError
 from kvrelay.engine.models.hf import ranked
-from kvrelay.engine.models.hf.cuts import Cuts, LinearCut
+from kvrelay.engine.models.hf.ranks.cuts import Cuts, LinearCut
 from tests.engine.ranks.conftest import load_ranks
 
 from .test_quantised import FORMATS, ours, stored

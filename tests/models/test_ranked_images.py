@@ -23,8 +23,8 @@ from kvrelay.common.errors import ModelError
 from kvrelay.engine.images.interface import ImageError, ReadImages
 from kvrelay.engine.images.reader import ProcessorReader
 from kvrelay.engine.models.hf import check_images
-from kvrelay.engine.models.hf.cut import require_plan
 from kvrelay.engine.models.hf.images import Encoded, ImageEncoder
+from kvrelay.engine.models.hf.ranks.cut import require_plan
 from kvrelay.engine.ranks.messages import Launch
 from kvrelay.engine.ranks.nodes import OtherNodes
 from kvrelay.engine.step.interface import Engine, StepRow

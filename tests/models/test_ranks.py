@@ -13,10 +13,10 @@ from kvrelay.common.errors import ModelError
 from kvrelay.common.sampling import SampledToken, SamplingParams
 from kvrelay.engine.config.cut import Cut
 from kvrelay.engine.models.hf.check import LONGEST
-from kvrelay.engine.models.hf.cut import require_plan
-from kvrelay.engine.models.hf.cuts import find_cuts
 from kvrelay.engine.models.hf.gate import probe_layers
 from kvrelay.engine.models.hf.model import TransformersModel, shape_of
+from kvrelay.engine.models.hf.ranks.cut import require_plan
+from kvrelay.engine.models.hf.ranks.cuts import find_cuts
 from kvrelay.engine.models.ranks import RankPart
 from kvrelay.engine.step.sequence import Sequence
 from kvrelay.engine.torch_engine import TorchEngine

@@ -16,9 +16,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from kvrelay.engine.models.adapters import AdaptedLayer, Adapters
-from kvrelay.engine.models.hf.cuts import LinearCut
 from kvrelay.engine.models.hf.model import TransformersModel
 from kvrelay.engine.models.hf.parts import Adapt, is_linear, linear_shape
+from kvrelay.engine.models.hf.ranks.cuts import LinearCut
 from kvrelay.engine.models.hf.text import text_decoder
 from kvrelay.engine.models.ops import Linear
 

@@ -1,6 +1,6 @@
 """A self-check at load: compares a model over paged K/V, with our parts, with the same model as transformers loaded it.
 
-Ranks have no whole model. They compare its first layers, which are enough (:mod:`kvrelay.engine.models.hf.kinds`).
+Ranks have no whole model. They compare its first layers, which are enough (:mod:`kvrelay.engine.models.hf.ranks.kinds`).
 
 Two sequences run in chunks and batched. A plain forward pass of each, before any part is replaced, is the reference. The sequences
 are short, so the check costs little beside loading. Windows longer than the sequences are shortened for the check if the model's

@@ -26,14 +26,14 @@ from kvrelay.engine.models.adapters import AdaptedLayer
 from kvrelay.engine.models.hf.adapters import adaptable_layers
 from kvrelay.engine.models.hf.check import plain_logits
 from kvrelay.engine.models.hf.check_images import ImageUse
-from kvrelay.engine.models.hf.cut import settle
-from kvrelay.engine.models.hf.cuts import Cuts, find_cuts
 from kvrelay.engine.models.hf.gate import Layers
-from kvrelay.engine.models.hf.kinds import first_of_each_kind
 from kvrelay.engine.models.hf.loading import find_stored, load_first_layers, load_model, load_outline, load_parameters
 from kvrelay.engine.models.hf.model import TransformersModel
 from kvrelay.engine.models.hf.origins import Origin
 from kvrelay.engine.models.hf.outline import NoWeights
+from kvrelay.engine.models.hf.ranks.cut import settle
+from kvrelay.engine.models.hf.ranks.cuts import Cuts, find_cuts
+from kvrelay.engine.models.hf.ranks.kinds import first_of_each_kind
 from kvrelay.engine.models.ranks import RankPart
 from kvrelay.engine.weights.stored import StoredWeight
 
@@ -57,46 +57,41 @@ class LoadedModel:
         return nullcontext() if self.first is None else self.model.first_layers(*self.first)
 
 
-def load_whole(
-    directory: Path,
-    dtype: torch.dtype,
-    device: torch.device,
-    progress: Callable[[int, int], None],
-    reader: ProcessorReader | None,
-    no_images: str,
-    keeps: Callable[[StoredWeight], bool] | None,
-    *,
-    adapts: bool,
-) -> LoadedModel:
-    """Load the whole model to ``device``, where the reference of its check is computed, too.
+@dataclass(frozen=True, slots=True)
+class ToLoad:
+    """What to load, and how."""
 
-    ``reader``, ``no_images``: see ImageUse. ``keeps``: see ``load_model``. ``adapts``: whether adapters will be loaded.
-    ``progress`` hears (bytes loaded, bytes in all). Raises ModelError.
-    """
-    model = load_model(directory, dtype, device, progress, with_towers=reader is not None, keeps=keeps)
-    plain, images = plain_logits(model), ImageUse(model, reader, no_images)
-    layers = adaptable_layers(model, model.model) if adapts else {}
+    directory: Path
+    dtype: torch.dtype
+    device: torch.device
+    progress: Callable[[int, int], None]  # hears (bytes loaded, bytes in all)
+    reader: ProcessorReader | None  # this and the next: see ImageUse
+    no_images: str
+    keeps: Callable[[StoredWeight], bool] | None  # see ``load_model``
+    adapts: bool  # adapters will be loaded
+
+    @property
+    def with_towers(self) -> bool:
+        """Whether the model has what reads images."""
+        return self.reader is not None
+
+
+def load_whole(asked: ToLoad) -> LoadedModel:
+    """Load the whole model to the device, where the reference of its check is computed, too. Raises ModelError."""
+    given = (asked.directory, asked.dtype, asked.device, asked.progress)
+    model = load_model(*given, with_towers=asked.with_towers, keeps=asked.keeps)
+    plain, images = plain_logits(model), ImageUse(model, asked.reader, asked.no_images)
+    layers = adaptable_layers(model, model.model) if asked.adapts else {}
     return LoadedModel(model, model.shape, Cuts({}, {}, frozenset()), plain, images, layers, None)
 
 
-def load_rank(
-    directory: Path,
-    dtype: torch.dtype,
-    device: torch.device,
-    progress: Callable[[int, int], None],
-    reader: ProcessorReader | None,
-    no_images: str,
-    keeps: Callable[[StoredWeight], bool] | None,
-    part: RankPart,
-    *,
-    adapts: bool,
-) -> LoadedModel:
-    """Like :func:`load_whole`, for a rank's ``part``. Waits for all ranks at the end."""
-    with_towers = reader is not None
-    outline = load_outline(directory, dtype, with_towers=with_towers, traces=keeps is not None)
+def load_rank(asked: ToLoad, part: RankPart) -> LoadedModel:
+    """Load a rank's ``part`` to the device. Waits for all ranks at the end. Raises ModelError."""
+    directory, dtype, with_towers = asked.directory, asked.dtype, asked.with_towers
+    outline = load_outline(directory, dtype, with_towers=with_towers, traces=asked.keeps is not None)
     with NoWeights():
         cuts = find_cuts(outline, part.cut)
-    kept = find_stored(directory, outline.model, dtype, keeps, partial(_part_of, cuts))
+    kept = find_stored(directory, outline.model, dtype, asked.keeps, partial(_part_of, cuts))
     first, plain = first_of_each_kind(outline), []
     if part.is_leader:
         if first is None:
@@ -104,14 +99,15 @@ def load_rank(
             reference = load_model(directory, dtype, torch.device("cpu"), with_towers=with_towers)
         else:
             reference = load_first_layers(directory, dtype, *first, with_towers=with_towers)
-        plain, images = plain_logits(reference), ImageUse(reference, reader, no_images)
+        plain, images = plain_logits(reference), ImageUse(reference, asked.reader, asked.no_images)
         del reference
     else:
-        images = ImageUse(None, None, no_images)
-    parameters = load_parameters(directory, dtype, device, progress, cuts.of, kept=kept, with_towers=with_towers)
+        images = ImageUse(None, None, asked.no_images)
+    given = (directory, dtype, asked.device, asked.progress)
+    parameters = load_parameters(*given, cuts.of, kept=kept, with_towers=with_towers)
     whole = TransformersModel(parameters, _layers_of(parameters, outline), outline.shape)
     model = settle(whole, cuts, part.cut)
-    layers = adaptable_layers(model, outline.model) if adapts else {}
+    layers = adaptable_layers(model, outline.model) if asked.adapts else {}
     # All ranks take as many layers as the first one, which may have what encodes images.
     count = part.meet(str(first[1]).encode() if part.is_leader and first is not None else b"")
     taken = (first[0], int(count)) if first is not None and count else None

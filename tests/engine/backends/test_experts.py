@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,10 +20,10 @@ from kvrelay.engine.backends.cuda import experts as cuda_experts
 from kvrelay.engine.backends.cuda.experts import CudaExperts
 from kvrelay.engine.backends.cuda.ops import CudaOps
 from kvrelay.engine.backends.options import EngineOptions
-from kvrelay.engine.config.model import KvSizes
 from kvrelay.engine.weights.parameters import ExpertWeights
 from kvrelay.engine.weights.rounding import Rounding, rounded
 from kvrelay.kernels.rows.activation import clamped_swiglu, silu_mul
+from tests.engine.shapes import ONE_LAYER
 
 NUM_EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 5, 2, 96, 48
 
@@ -73,27 +72,16 @@ def one_by_one(weights: ExpertWeights, hidden: torch.Tensor, ids: torch.Tensor, 
     return out
 
 
-# The parts of a model that the operations read. No step is made.
-NO_LAYERS: Any = SimpleNamespace(
-    sliding_windows=(None,),
-    kv_sizes=(KvSizes(1, 1, 1),),
-    grouped_by=None,
-    stage_layers=None,
-    states=(),
-    dtype="float32",
-)
-
-
 def native_ops() -> Any:
     try:
         kernels = load_kernels(EngineOptions(None, ""), torch.bfloat16)  # type: ignore[arg-type]  # no model is read
     except CpuKernelsError as error:
         pytest.skip(str(error))
-    return NativeCpuPagedOps(NO_LAYERS, torch.zeros(1, 1, 2, 1, 1, 1, dtype=torch.bfloat16), kernels)
+    return NativeCpuPagedOps(ONE_LAYER, torch.zeros(1, 1, 2, 1, 1, 1, dtype=torch.bfloat16), kernels)
 
 
 def plain_ops(dtype: torch.dtype) -> CpuPagedOps:
-    return CpuPagedOps(NO_LAYERS, torch.zeros(1, 1, 2, 1, 1, 1, dtype=dtype))
+    return CpuPagedOps(ONE_LAYER, torch.zeros(1, 1, 2, 1, 1, 1, dtype=dtype))
 
 
 OPS: dict[str, tuple[Callable[[], Any], torch.dtype]] = {

@@ -1,4 +1,4 @@
-"""Cuts a transformers model among ranks (:mod:`kvrelay.engine.models.hf.cuts`), and makes a model of a rank's part.
+"""Cuts a transformers model among ranks (:mod:`kvrelay.engine.models.hf.ranks.cuts`), and makes a model of a rank's part.
 
 No plan is trusted: the part must run, attention must get its part of the heads, and the check at load compares the ranks' logits
 with those of the whole model.
@@ -16,11 +16,11 @@ from transformers import PreTrainedModel
 
 from kvrelay.common.errors import ModelError
 from kvrelay.engine.config.cut import Cut
-from kvrelay.engine.models.hf.cuts import Cuts, find_cuts
 from kvrelay.engine.models.hf.gate import Layers, probe_layers
 from kvrelay.engine.models.hf.loading import load_full_config
 from kvrelay.engine.models.hf.model import TransformersModel, pool_sizes, shape_of
 from kvrelay.engine.models.hf.outline import NoWeights, model_without_weights
+from kvrelay.engine.models.hf.ranks.cuts import Cuts, find_cuts
 from kvrelay.engine.models.ranks import Collectives
 
 _GROUPS = "num_key_value_groups"  # attribute of an attention module: query heads for each K/V head

@@ -1,4 +1,4 @@
-"""What a rank keeps of a transformers model, by the plan for its type (:mod:`kvrelay.engine.models.hf.plan`).
+"""What a rank keeps of a transformers model, by the plan for its type (:mod:`kvrelay.engine.models.hf.ranks.plan`).
 
 Attention is cut by heads, or stays whole on every rank with all its K/V. MLPs and experts are cut by columns, after which ranks
 sum. Recurrent layers, embeddings, norms and the head stay whole.
@@ -16,7 +16,7 @@ from torch import nn
 from kvrelay.common.errors import ModelError
 from kvrelay.engine.config.cut import Cut
 from kvrelay.engine.models.hf.model import TransformersModel
-from kvrelay.engine.models.hf.plan import Kind, Plan
+from kvrelay.engine.models.hf.ranks.plan import Kind, Plan
 from kvrelay.engine.models.hf.text import text_decoder
 
 # For each kind of an expert's matrix ``[experts, outputs, inputs]``, or transposed: where its columns are, in how many sections.
