@@ -108,7 +108,7 @@ def ranked(num_ranks: int) -> Engine:
     settings = LoadSettings(model, KvSettings(), _NUM_SEQS, None, decodes=True)
     load: Any = PacedPart
     with mock.patch.object(process, "start_rank", _start_rank):
-        return RankedEngine.load(settings, load)
+        return RankedEngine.load(settings, lambda part, _: load(part), lambda done, total: None)
 
 
 class Side:

@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -79,7 +80,7 @@ def load_engine(
     require_ranks(model, directory, num_local)
     from kvrelay.engine.ranks.engine import RankedEngine  # noqa: PLC0415 - imports torch
 
-    return RankedEngine.load(settings, lambda part: load_part(settings, part, progress), nodes)
+    return RankedEngine.load(settings, partial(load_part, settings), progress, nodes)
 
 
 def require_host_kv(host_kv_mb: int, model: ModelSettings, fake: FakeSettings) -> None:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
+from kvrelay.common.errors import KvrelayError
 from kvrelay.engine.ranks.adapters import RankAdapters
 from kvrelay.engine.ranks.arrival import Host, NoLeaderError, find_leader
 from kvrelay.engine.ranks.link import Link
@@ -37,11 +38,13 @@ from kvrelay.engine.ranks.messages import (
     LoadAdapter,
     Loaded,
     Logged,
+    NotLoaded,
     Profile,
     Ready,
     Sample,
     ToRank,
     UnloadAdapter,
+    may_be_theirs,
 )
 from kvrelay.engine.ranks.nodes import HostDirectories
 from kvrelay.engine.ranks.stages import LastStage
@@ -211,7 +214,8 @@ def _load(ends: Ends) -> tuple[TorchEngine, Cut, RankAdapters | None]:
             root = None if own is None or own.adapters is None else Path(own.adapters)
             adapters = RankAdapters(engine.adapters, root, link.send)
     except Exception as error:
-        link.send(Failed(str(error)))
+        reason = str(error) if isinstance(error, KvrelayError) else f"{type(error).__name__}: {error}"
+        link.send(NotLoaded(reason, may_be_theirs(error)))
         raise
     link.send(Loaded(engine.card))
     return engine, cut, adapters

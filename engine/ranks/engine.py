@@ -33,6 +33,7 @@ from kvrelay.engine.ranks.adapters import RankedAdapters
 from kvrelay.engine.ranks.blocks import OwnBlocks
 from kvrelay.engine.ranks.door import Door
 from kvrelay.engine.ranks.group import Meeting, RankGroup
+from kvrelay.engine.ranks.loading import OwnLoad, Progress, unless_lost, wait_for_reason
 from kvrelay.engine.ranks.messages import (
     AGREE_S,
     LOAD_S,
@@ -48,6 +49,7 @@ from kvrelay.engine.ranks.messages import (
     Sample,
     Stepped,
     Welcome,
+    may_be_theirs,
 )
 from kvrelay.engine.ranks.nodes import OtherNodes
 from kvrelay.engine.ranks.process import RankProcess
@@ -92,6 +94,11 @@ class Ranks:
     def lost(self) -> list[str]:
         """Why the ranks are lost; empty if they are not."""
         return [rank.lost for rank in self._lost[:1] if rank.lost is not None]
+
+    @property
+    def why_lost(self) -> str | None:
+        """The reason in ``lost``, if there is one."""
+        return next(iter(self.lost), None)
 
     def tell(self, message: Any) -> None:
         """Send a message to all ranks."""
@@ -141,14 +148,10 @@ class Ranks:
         for rank in self.others:
             rank.close()
 
-    def why_not_loaded(self) -> str | None:
-        """While all load: why this process waited for the ranks in vain; None if they are not to blame."""
-        told = [(one, one.take(AGREE_S)) for one in self.others]
-        failed = {one.rank: its.reason for one, its in told if isinstance(its, Failed)}
-        for lost in self._lost[:1]:
-            if lost.rank not in failed:
-                return lost.lost
-        return next((f"rank {rank}: {reason}" for rank, reason in failed.items()), None)
+    def kill(self) -> None:
+        """End the ranks at once. ``close`` them afterwards."""
+        for rank in self.others:
+            rank.kill()
 
     def _come_in(self, nodes: OtherNodes) -> list[RemoteRank]:
         host, port = nodes.place.leader
@@ -164,8 +167,7 @@ class Ranks:
 
     def _lose(self, lost: Rank) -> None:
         self._lost.append(lost)
-        for rank in self.others:
-            rank.kill()
+        self.kill()
 
     def _expect(self, kind: type[T]) -> list[T]:
         told: list[T] = []
@@ -174,12 +176,10 @@ class Ranks:
                 case None if rank.lost is None:
                     rank.lose(f"has not loaded {LOAD_S:g} s after its leader: it hangs")
                     raise ModelError(self.lost[0])
-                case Failed(reason):
-                    raise ModelError(f"rank {rank.rank}: {reason}")
                 case kind() as one:
                     told.append(one)
                 case other:
-                    raise ModelError(next(iter(self.lost), f"rank {rank.rank} says {other}"))
+                    raise ModelError(self.why_lost or f"rank {rank.rank} says {other}")
         return told
 
 
@@ -201,15 +201,35 @@ class RankedEngine:
     def load(
         cls,
         settings: LoadSettings,
-        load_part: Callable[[RankPart], TorchEngine],
+        load_part: Callable[[RankPart, Progress], TorchEngine],
+        progress: Progress,
         nodes: OtherNodes | None = None,
     ) -> RankedEngine:
-        """``load_part`` loads this process's part. Raises ModelError if a rank cannot join or load."""
-        cuts = cuts_of(settings.model.tensor_parallel, settings.model.pipeline_parallel)
-        ranks, group = Ranks(len(cuts), nodes), None
+        """``load_part`` loads this process's part, on another thread. It reports its progress, and so does this to ``progress``.
+
+        Raises ModelError at once if a rank cannot join or load. Then ``load_part`` may go on for a while.
+        """
+        ranks = Ranks(settings.model.num_ranks, nodes)
+        heard = unless_lost(progress, lambda: ranks.why_lost)
+        try:
+            return OwnLoad(lambda: cls._load(settings, ranks, load_part, heard), lambda: ranks.why_lost).wait()
+        except BaseException:  # also an interrupt
+            ranks.kill()
+            raise
+
+    @classmethod
+    def _load(
+        cls,
+        settings: LoadSettings,
+        ranks: Ranks,
+        load_part: Callable[[RankPart, Progress], TorchEngine],
+        progress: Progress,
+    ) -> RankedEngine:
+        """The engine of ``ranks``, which this closes if it fails."""
+        cuts, group = cuts_of(settings.model.tensor_parallel, settings.model.pipeline_parallel), None
         try:
             group = ranks.join(settings)
-            own = load_part(RankPart(cuts[0], group, ranks.meet, ranks.num_local, line=group))
+            own = load_part(RankPart(cuts[0], group, ranks.meet, ranks.num_local, line=group), progress)
             for card in ranks.cards():
                 # Only the leader reads images, or knows why not.
                 if msgspec.structs.replace(card, no_images=own.card.no_images) != own.card:
@@ -221,9 +241,7 @@ class RankedEngine:
             store = GatheredStore(geometry, num_blocks, parts, num_stages, whole)
             return cls(own, ranks, group, store, cuts[-1])
         except BaseException as error:
-            # Perhaps the error of a collective that waited for a failed rank; the check of a model wraps it.
-            may_be_theirs = isinstance(error, RuntimeError) or isinstance(error.__cause__, RuntimeError)
-            reason = ranks.why_not_loaded() if may_be_theirs else None
+            reason = wait_for_reason(lambda: ranks.why_lost, AGREE_S) if may_be_theirs(error) else None
             ranks.close()
             if group is not None:
                 group.close()

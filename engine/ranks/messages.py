@@ -15,6 +15,7 @@ TOGETHER_S = 30.0  # time for a rank to reach a point where others wait; with st
 LOAD_S = 600.0  # how much longer than its leader a rank may take to start, and then to load
 START_S = 120.0  # time until a process's first sign of life: imports may come from a slow disk
 ALIVE_S = 1.0  # interval of signs of life
+THEIRS_S = 2.0  # time for the rank that has failed to be found, when another one could not continue without it
 SILENT_S = 15.0  # a process that is silent for so long hangs; signs of life do not depend on what it computes
 
 
@@ -109,6 +110,13 @@ class Loaded(msgspec.Struct, frozen=True, tag=True):
     card: ModelCard
 
 
+class NotLoaded(msgspec.Struct, frozen=True, tag=True):
+    """The part cannot be loaded, and the rank ends."""
+
+    reason: str
+    may_be_theirs: bool  # see ``may_be_theirs``
+
+
 class Alive(msgspec.Struct, frozen=True, tag=True):
     """Sent every second, whatever the rank computes."""
 
@@ -157,4 +165,9 @@ class Leave(msgspec.Struct, frozen=True, tag=True):
 FromLeader = Welcome | Refused
 ToHost = Alive | Logged
 ToRank = Load | Go | Launch | Sample | Copy | LoadAdapter | UnloadAdapter | Profile | Failed
-FromRank = Ready | Loaded | Alive | Logged | Stepped | AdapterLoaded | Failed | Leaving
+FromRank = Ready | Loaded | NotLoaded | Alive | Logged | Stepped | AdapterLoaded | Failed | Leaving
+
+
+def may_be_theirs(error: BaseException) -> bool:
+    """Whether this may be the error of a collective that waited for a failed rank. The check of a model wraps it."""
+    return isinstance(error, RuntimeError) or isinstance(error.__cause__, RuntimeError)

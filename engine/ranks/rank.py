@@ -14,7 +14,18 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kvrelay.engine.ranks.link import Link
-from kvrelay.engine.ranks.messages import SILENT_S, START_S, AdapterLoaded, Alive, FromRank, Leaving, Logged, Stepped
+from kvrelay.engine.ranks.messages import (
+    SILENT_S,
+    START_S,
+    THEIRS_S,
+    AdapterLoaded,
+    Alive,
+    FromRank,
+    Leaving,
+    Logged,
+    NotLoaded,
+    Stepped,
+)
 from kvrelay.engine.step.interface import DeviceFailedError
 
 if TYPE_CHECKING:
@@ -46,7 +57,8 @@ class Rank(ABC):
         self._link = link
         self._on_lost = on_lost
         self._on_leaving = on_leaving
-        self._is_closing = False
+        self._closing = threading.Event()
+        self._complaint: str | None = None  # why it has not loaded, as it says
         self._told: queue.SimpleQueue[FromRank | None] = queue.SimpleQueue()
         self._stepped: queue.SimpleQueue[Stepped | None] = queue.SimpleQueue()
         self._adapters: queue.SimpleQueue[AdapterLoaded | None] = queue.SimpleQueue()
@@ -102,7 +114,7 @@ class Rank(ABC):
 
     def close(self) -> None:
         """End it, and wait for its end."""
-        self._is_closing = True
+        self._closing.set()
         self._link.shut()
         self._end()
         self._listener.join()
@@ -125,21 +137,29 @@ class Rank(ABC):
                     self.lose(f"has been silent for {patience_s:g} s: it hangs")
                     return
                 patience_s = SILENT_S
-                match message:
-                    case Alive(num_meetings):
-                        self.num_meetings = num_meetings
-                    case Logged(level, text):
-                        logger.log(level, "rank %d: %s", self.rank, text)
-                    case Stepped() as stepped:
-                        self._stepped.put(stepped)
-                    case AdapterLoaded() as loaded:
-                        self._adapters.put(loaded)
-                    case Leaving():
-                        self._on_leaving(f"the host of rank {self.rank} ({self._place}) is asked to end")
-                    case told:
-                        self._told.put(told)
+                self._hear(message)
         except EOFError as error:
-            if not self._is_closing:
-                self.lose(self._how_it_ended(error))
+            # If it could not continue without another rank, that one is the cause, and is lost first.
+            if not self._closing.wait(THEIRS_S if self._complaint is not None else 0):
+                self.lose(self._complaint or self._how_it_ended(error))
         finally:
             self._adapters.put(None)
+
+    def _hear(self, message: FromRank) -> None:
+        match message:
+            case Alive(num_meetings):
+                self.num_meetings = num_meetings
+            case Logged(level, text):
+                logger.log(level, "rank %d: %s", self.rank, text)
+            case Stepped() as stepped:
+                self._stepped.put(stepped)
+            case AdapterLoaded() as loaded:
+                self._adapters.put(loaded)
+            case Leaving():
+                self._on_leaving(f"the host of rank {self.rank} ({self._place}) is asked to end")
+            case NotLoaded(reason, may_be_theirs):
+                self._complaint = f"cannot load its part: {reason}"
+                if not may_be_theirs:
+                    self.lose(self._complaint)
+            case told:
+                self._told.put(told)

@@ -43,7 +43,6 @@ class RemoteRank(Rank):
     def __init__(self, arrived: Arrived, on_lost: Callable[[Rank], None], on_leaving: Callable[[str], None]) -> None:
         """Takes over the links, and starts sending signs of life."""
         self._blocks: Link[Moved] = arrived.blocks.then(Moved)
-        self._closing = threading.Event()
         super().__init__(arrived.hello.rank, arrived.hello.place, arrived.link.then(FromRank), on_lost, on_leaving)
         self._pulse = threading.Thread(target=self._beat, name=f"rank-{self.rank}-pulse", daemon=True)
         self._pulse.start()
@@ -63,7 +62,6 @@ class RemoteRank(Rank):
         return CarriedBlocks(self._blocks, block_nbytes)
 
     def _end(self) -> None:
-        self._closing.set()
         self._blocks.shut()
         self._pulse.join()
         self._blocks.close()

@@ -282,3 +282,26 @@ def test_a_process_that_loads_for_ever_still_ends_on_sigterm_with_exit_code_0() 
         [sys.executable, "-c", LOADS_FOR_EVER], timeout=60, capture_output=True, text=True, check=False
     )
     assert ended.returncode == 0, ended.stderr
+
+
+READS_ON = """
+import sys, threading
+from prometheus_client import CollectorRegistry
+from kvrelay.common.errors import ModelError
+from kvrelay.common.logs import configure_logs
+from kvrelay.worker.process.run import ProcessSettings, serve_process
+
+def load():
+    threading.Thread(target=threading.Event().wait, name="reads on", daemon=True).start()
+    raise ModelError("rank 1 cannot load its part: why")
+
+configure_logs("info", "text")
+sys.exit(serve_process(load, ProcessSettings("127.0.0.1", 0, 30.0), CollectorRegistry(), "played"))
+"""
+
+
+def test_a_load_that_fails_while_a_thread_reads_on_ends_the_process_with_its_reason() -> None:
+    ended = subprocess.run([sys.executable, "-c", READS_ON], timeout=60, capture_output=True, text=True, check=False)
+    assert ended.returncode == 1, ended.stderr
+    assert "played: rank 1 cannot load its part: why" in ended.stderr
+    assert "leaving without waiting for reads on" in ended.stderr

@@ -22,6 +22,7 @@ from typing import Any, Protocol, TypeVar
 
 from prometheus_client import CollectorRegistry
 
+from kvrelay.common.errors import ModelError
 from kvrelay.common.listening import host_port
 from kvrelay.common.system import keep_freed_memory, raise_descriptor_limit, return_freed_memory
 from kvrelay.engine.step.interface import Profiler
@@ -87,7 +88,10 @@ class _Probe:
 def serve_process(
     load: Callable[[], Component], settings: ProcessSettings, registry: CollectorRegistry, name: str
 ) -> int:
-    """Run a worker process from its entry point. Returns the exit code, or exits with it if a daemon thread does not end."""
+    """Run a worker process from its entry point. Returns the exit code, or exits with it if a daemon thread does not end.
+
+    Raises the errors of ``load``; where a thread goes on that reads weights, they are logged, and the process exits with code 1.
+    """
 
     def load_and_freeze() -> Component:
         component = load()
@@ -99,15 +103,25 @@ def serve_process(
 
     return_freed_memory()
     raise_descriptor_limit()
-    code = asyncio.run(run_process(load_and_freeze, settings, registry, name))
-    busy = [thread.name for thread in threading.enumerate() if thread.daemon]
-    if busy:
+    try:
+        code = asyncio.run(run_process(load_and_freeze, settings, registry, name))
+    except ModelError as error:
+        if not _busy_threads():
+            raise
+        logger.error("%s: %s", name, error)
+        code = 1
+    if busy := _busy_threads():
         # These threads still read weights, or are in a step that does not end. The interpreter's normal exit would stop
         # them inside torch, which aborts the process. A stopped worker needs nothing of that exit.
         logger.info("%s: leaving without waiting for %s", name, ", ".join(busy))
         logging.shutdown()
         os._exit(code)
     return code
+
+
+def _busy_threads() -> list[str]:
+    """Daemon threads that have not ended."""
+    return [thread.name for thread in threading.enumerate() if thread.daemon]
 
 
 async def run_process(

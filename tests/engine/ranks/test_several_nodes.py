@@ -168,7 +168,10 @@ def test_a_rank_whose_model_is_another_one_is_named(model: Path, tmp_path: Path,
 
 
 def test_a_node_whose_model_cannot_be_loaded_is_named(model: Path, tmp_path: Path, port: int) -> None:
-    with running_host(place(port, 1), tmp_path), pytest.raises(ModelError, match=r"^rank 1: .*config\.json"):
+    with (
+        running_host(place(port, 1), tmp_path),
+        pytest.raises(ModelError, match=r"^rank 1 \(.*\) cannot load .*config\.json"),
+    ):
         load_ranks(model, 2, nodes=others(place(port)))
 
 
