@@ -64,7 +64,8 @@ class CheckpointReader:
         self.headers: dict[str, TensorHeader] = dict(headers)
         """All tensors by the names that models use; a stored weight appears as the full one."""
         self.outlines: dict[str, StoredWeight] = {}
-        """Stored weights by name, without their numbers. The matrices of experts in one tensor are stacked."""
+        """Stored weights by name, without their numbers: one object for all of a form. The matrices of experts in one tensor are
+        stacked."""
         if quantisation is not None:
             self._index(is_mxfp4=quantisation.method == "mxfp4")
 
@@ -216,8 +217,18 @@ class CheckpointReader:
                 self._parts.setdefault(tensor.removesuffix(f"_{kind}"), {})[kind] = tensor
             else:
                 self.headers[tensor] = header
+        forms: dict[tuple[Any, ...], StoredWeight] = {}  # a large mixture has ten thousands of matrices in a few forms
         for name, tensors in self._parts.items():
-            outline = self._stored(name, {role: self._outline(tensor) for role, tensor in tensors.items()})
+            numbers = {role: self._outline(tensors[role]) for role in _NUMBERS if role in tensors}
+            headers = tuple((role, self._tensors[tensor]) for role, tensor in tensors.items())
+            form = (
+                tuple((role, header.shape, header.dtype) for role, header in headers),
+                tuple(one.numpy().tobytes() for one in numbers.values()),
+            )
+            if form not in forms:
+                others = {role: self._outline(tensor) for role, tensor in tensors.items() if role not in numbers}
+                forms[form] = self._stored(name, {**others, **numbers})
+            outline = forms[form]
             if self._activations is not None and outline.values.dtype == torch.float8_e4m3fn and outline.zero is None:
                 outline = replace(
                     outline, inputs=self._inputs(self._activations, modules[name.removesuffix(".weight")])

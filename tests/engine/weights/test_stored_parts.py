@@ -19,7 +19,7 @@ from kvrelay.engine.weights.headers import read_headers
 from kvrelay.engine.weights.parameters import ModelWeights
 from kvrelay.engine.weights.reader import CheckpointReader
 from kvrelay.engine.weights.stored import StoredWeight
-from tests.engine.weights.storing import awq, gptq, integers
+from tests.engine.weights.storing import Tensors, awq, gptq, integers
 
 from .stored_models import FORMATS, HALF, load_stored, save_gpt_oss, save_in_format, save_llama, save_mixtral
 from .test_formats import SCHEMES, compressed, matrix
@@ -207,3 +207,28 @@ def test_a_rank_reads_its_part_of_stored_weights(
     whole, *halves = (reader.num_bytes_read for reader in readers)
     for half in halves:
         assert 0.45 * whole < half < 0.6 * whole
+
+
+def test_matrices_of_a_form_share_an_outline_and_only_their_numbers_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mixture has ten thousands of matrices. What order inputs are in is found for each."""
+    held: Tensors = {}
+    for module, shuffled in (("a", False), ("b", True), ("c", False), ("d", False)):
+        ints = integers(matrix(), 4, 32, symmetric=False, shuffled=shuffled)
+        held |= {f"{module}.{name}": tensor.contiguous() for name, tensor in gptq(ints, 4).items()}
+    save_file(held, tmp_path / "model.safetensors")
+    opened: list[str] = []
+    outline = CheckpointReader._outline
+
+    def counted(reader: CheckpointReader, tensor: str) -> torch.Tensor:
+        opened.append(tensor)
+        return outline(reader, tensor)
+
+    monkeypatch.setattr(CheckpointReader, "_outline", counted)
+    with CheckpointReader(read_headers(tmp_path), Quantisation("gptq", None, 1), torch.bfloat16) as reader:
+        first, shuffled_one, *same = (reader.outlines[f"{module}.weight"] for module in "abcd")
+    assert first.order is None
+    assert shuffled_one.order is not None
+    assert all(one is first for one in same)
+    assert {name for name in opened if name[0] in "cd"} == {"c.g_idx", "d.g_idx"}
