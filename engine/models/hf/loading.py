@@ -20,6 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from kvrelay.common.errors import ModelError
 from kvrelay.engine.config.quantisation import Quantisation, load_quantisation
 from kvrelay.engine.config.tokenizer import check_tokenizer
+from kvrelay.engine.models.hf.expert_parts import NO_EXPERTS, ExpertParts, of_single_experts, put_expert_parts
 from kvrelay.engine.models.hf.filling import Keep, filled
 from kvrelay.engine.models.hf.gate import probe_layers
 from kvrelay.engine.models.hf.kept import NO_PARAMETERS, KeptParameters, PartOf, find_kept, put_kept
@@ -77,13 +78,19 @@ def load_first_layers(
 
 
 def load_outline(
-    directory: Path, dtype: torch.dtype, *, with_towers: bool = False, traces: bool = False
+    directory: Path,
+    dtype: torch.dtype,
+    *,
+    with_towers: bool = False,
+    traces: bool = False,
+    traces_experts: bool = False,
 ) -> TransformersModel:
     """The model with parameters that take no memory (``outline.py``). Checks the files. ``traces``: for :func:`find_stored`.
+    ``traces_experts``: for ``find_expert_parts``.
 
     Raises ModelError like ``load_model``.
     """
-    model = _checked(directory, dtype, with_towers, traces=traces).eval()
+    model = _checked(directory, dtype, with_towers, traces=traces, traces_experts=traces_experts).eval()
     model.set_experts_implementation("eager")
     with NoWeights():
         return _probed(model, dtype)
@@ -97,23 +104,31 @@ def load_parameters(
     keep: Keep | None = None,
     *,
     kept: KeptParameters = NO_PARAMETERS,
+    experts: ExpertParts = NO_EXPERTS,
     with_towers: bool = False,
     first: tuple[str, int] | None = None,
 ) -> PreTrainedModel:
-    """The model as transformers loads it, parameter by parameter. ``kept``: parameters that stay stored. ``keep``, ``first``: see
-    ``filled``. Check the files before.
+    """The model as transformers loads it, parameter by parameter. ``kept``: parameters that stay stored.
+
+    ``experts``: those of which only a part is read. ``keep``, ``first``: see ``filled``. Check the files before.
     """
     num_bytes = sum(path.stat().st_size for path in checkpoint_files(directory))
-    num_full_bytes = max(0, num_bytes - kept.nbytes)
+    of_experts = round(experts.share * num_bytes)
+    num_full_bytes = max(0, num_bytes - kept.nbytes - of_experts)
     with followed(lambda done, _: progress(done, num_bytes), num_full_bytes):
         fill = partial(filled, device=device, keep=keep, first=first)
-        model = _from_pretrained(directory, dtype, None, with_towers, fill, kept.sources).eval()
-    if kept.origins:
+        traced = kept.sources | experts.sources
+        model = _from_pretrained(directory, dtype, None, with_towers, fill, traced).eval()
+    if traced:
         upload = TensorUpload(device) if device.type == "cuda" else None
+
+        def tell(done: float) -> None:
+            progress(min(num_full_bytes + int(done), num_bytes), num_bytes)
+
         with CheckpointReader(read_headers(directory), load_quantisation(directory), dtype, upload=upload) as reader:
-            put_kept(
-                model, kept, reader, device, lambda done: progress(min(num_full_bytes + done, num_bytes), num_bytes)
-            )
+            put_expert_parts(model, experts, reader, device, lambda share: tell(share * of_experts))
+            before = reader.num_bytes_read
+            put_kept(model, kept, reader, device, lambda done: tell(of_experts + done - before))
     model = model.to(device)
     progress(num_bytes, num_bytes)
     if with_towers:
@@ -141,14 +156,19 @@ def check_files(directory: Path, dtype: torch.dtype, *, with_towers: bool = Fals
     _checked(directory, dtype, with_towers)
 
 
-def _checked(directory: Path, dtype: torch.dtype, with_towers: bool, *, traces: bool = False) -> PreTrainedModel:
-    """The model on "meta", once its files are checked. ``traces``: stored weights know their origins."""
+def _checked(
+    directory: Path, dtype: torch.dtype, with_towers: bool, *, traces: bool = False, traces_experts: bool = False
+) -> PreTrainedModel:
+    """The model on "meta", once its files are checked. ``traces``: stored weights know their origins, ``traces_experts``: those of
+    single experts do.
+    """
     headers = read_headers(directory)
     config = load_transformers_config(directory).get_text_config()
     check_layers(directory, int(config.num_hidden_layers), headers)
     with CheckpointReader(headers, load_quantisation(directory), dtype) as reader:
         check_full(reader.headers)
         traced = frozenset(reader.outlines) if traces else frozenset()
+        traced |= of_single_experts(reader) if traces_experts else frozenset()
     check_tokenizer(directory, int(config.vocab_size))
     return _from_pretrained(directory, dtype, "meta", with_towers, traced=traced)
 
@@ -205,7 +225,7 @@ def _from_pretrained(
 ) -> PreTrainedModel:
     """The model. On "meta" it takes no memory, but names and shapes of tensors are still compared.
 
-    ``traced``: stored weights that are not read, but traced.
+    ``traced``: weights that are not read, but traced.
     """
     how: dict[str, Any] = {
         "dtype": dtype, "attn_implementation": PLAIN_ATTENTION, "output_loading_info": True, "device_map": device_map,
@@ -213,14 +233,14 @@ def _from_pretrained(
         "ignore_mismatched_sizes": True,
     }  # fmt: skip
     try:
-        if (quantisation := load_quantisation(directory)) is None:
+        if (quantisation := load_quantisation(directory)) is None and not traced:
             model_class, config = _class_of(load_transformers_config(directory), with_towers)
             with without_bar(), fill(model_class) as made:
                 model, info = made.from_pretrained(
                     str(directory), config=config, local_files_only=True, use_safetensors=True, **how
                 )
         else:
-            model, info = _dequantised(directory, quantisation, how, with_towers, fill, traced)
+            model, info = _from_reader(directory, quantisation, how, with_towers, fill, traced)
     except _LOADING_ERRORS as error:
         raise _not_loaded(directory, error) from error
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
@@ -233,15 +253,15 @@ def _from_pretrained(
     return loaded
 
 
-def _dequantised(
+def _from_reader(
     directory: Path,
-    quantisation: Quantisation,
+    quantisation: Quantisation | None,
     how: dict[str, Any],
     with_towers: bool,
     fill: Fill,
     traced: Collection[str],
 ) -> tuple[PreTrainedModel, Any]:
-    """A full model from stored weights, and what transformers reports about loading."""
+    """A full model of weights that our reader reads, also stored ones, and what transformers reports about loading."""
     model_class, config = _class_of(load_full_config(directory), with_towers)
     with CheckpointReader(read_headers(directory), quantisation, how["dtype"]) as reader:
         tensors: dict[str, Any] = {}

@@ -26,6 +26,7 @@ from kvrelay.engine.models.adapters import AdaptedLayer
 from kvrelay.engine.models.hf.adapters import adaptable_layers
 from kvrelay.engine.models.hf.check import plain_logits
 from kvrelay.engine.models.hf.check_images import ImageUse
+from kvrelay.engine.models.hf.expert_parts import find_expert_parts
 from kvrelay.engine.models.hf.gate import Layers
 from kvrelay.engine.models.hf.loading import find_stored, load_first_layers, load_model, load_outline, load_parameters
 from kvrelay.engine.models.hf.model import TransformersModel
@@ -88,10 +89,12 @@ def load_whole(asked: ToLoad) -> LoadedModel:
 def load_rank(asked: ToLoad, part: RankPart) -> LoadedModel:
     """Load a rank's ``part`` to the device. Waits for all ranks at the end. Raises ModelError."""
     directory, dtype, with_towers = asked.directory, asked.dtype, asked.with_towers
-    outline = load_outline(directory, dtype, with_towers=with_towers, traces=asked.keeps is not None)
+    traces = asked.keeps is not None
+    outline = load_outline(directory, dtype, with_towers=with_towers, traces=traces, traces_experts=True)
     with NoWeights():
         cuts = find_cuts(outline, part.cut)
     kept = find_stored(directory, outline.model, dtype, asked.keeps, partial(_part_of, cuts))
+    experts = find_expert_parts(outline.model, cuts, kept.origins)
     first, plain = first_of_each_kind(outline), []
     if part.is_leader:
         if first is None:
@@ -104,7 +107,7 @@ def load_rank(asked: ToLoad, part: RankPart) -> LoadedModel:
     else:
         images = ImageUse(None, None, asked.no_images)
     given = (directory, dtype, asked.device, asked.progress)
-    parameters = load_parameters(*given, cuts.of, kept=kept, with_towers=with_towers)
+    parameters = load_parameters(*given, cuts.of, kept=kept, experts=experts, with_towers=with_towers)
     whole = TransformersModel(parameters, _layers_of(parameters, outline), outline.shape)
     model = settle(whole, cuts, part.cut)
     layers = adaptable_layers(model, outline.model) if asked.adapts else {}
