@@ -36,6 +36,8 @@ spec:
   updateStrategy: {type: RollingUpdate}
   {{- else }}
   {{- include "kvrelay.component.strategy" . | nindent 2 }}
+  # A roll-out has not failed as long as a model may load, or its image be fetched.
+  progressDeadlineSeconds: {{ add $values.startupSeconds 600 }}
   {{- end }}
   template:
     {{- include "kvrelay.worker.pod" . | nindent 4 }}
