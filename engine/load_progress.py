@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 
 from kvrelay.common.clock import Clock
@@ -40,3 +41,25 @@ class LoggedProgress:
             self._logged_s = now_s
             percent = 100 * done // total
             self._logger.info("read %d %% of %.0f MB of weights in %.0f s", percent, total / 1e6, now_s - self._begin_s)
+
+
+class OthersProgress:
+    """Logs a line every ten seconds, as long as one of the other ranks reads its weights. It is for one load."""
+
+    def __init__(self, logger: logging.Logger, clock: Clock) -> None:
+        self._logger = logger
+        self._clock = clock
+        self._logged_s = clock()
+
+    def __call__(self, shares: Mapping[int, float]) -> None:
+        """``shares``: which share of its weights each rank has read."""
+        now_s = self._clock()
+        if now_s - self._logged_s < _PERIOD_S:
+            return
+        self._logged_s = now_s
+        last = min(shares, key=lambda rank: shares[rank])
+        if shares[last] < 1:
+            least, most = int(100 * shares[last]), int(100 * max(shares.values()))
+            self._logger.info(
+                "the other ranks have read %d to %d %% of their weights; rank %d the least", least, most, last
+            )

@@ -79,13 +79,14 @@ class _Pulse:
     def __init__(self, link: Link[ToRank]) -> None:
         """Starts at once."""
         self.group: RankGroup | None = None  # set once the group is joined
+        self.share_read = 0.0  # of the weights
         self._link = link
         threading.Thread(target=self._beat, daemon=True).start()
 
     def _beat(self) -> None:
         while not self._link.is_over(ALIVE_S):
             with contextlib.suppress(OSError):
-                self._link.send(Alive(0 if self.group is None else self.group.num_meetings))
+                self._link.send(Alive(0 if self.group is None else self.group.num_meetings, self.share_read))
         os._exit(1)
 
 
@@ -187,6 +188,9 @@ def _load(ends: Ends) -> tuple[TorchEngine, Cut, RankAdapters | None]:
         assert isinstance(go, Go), f"the leader says {go}, and this rank waits for its word to go on"
         return go.told
 
+    def progress(done: int, total: int) -> None:
+        ends.pulse.share_read = done / max(1, total)
+
     load = link.receive()
     assert isinstance(load, Load), f"the leader begins with {load}"
     settings = load.settings
@@ -207,7 +211,7 @@ def _load(ends: Ends) -> tuple[TorchEngine, Cut, RankAdapters | None]:
         meet()
         ends.pulse.group = group = meeting.join(device_of(settings.model.device), cut)
         part = RankPart(cut, group, meet, meeting.local.num_ranks, ends.pool_memory, line=group)
-        engine = load_part(settings, part, lambda done, total: None)
+        engine = load_part(settings, part, progress)
         give_blocks(engine.blocks)
         adapters: RankAdapters | None = None
         if engine.adapters is not None:

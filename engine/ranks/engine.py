@@ -28,6 +28,7 @@ from kvrelay.engine.config.cut import Cut, cuts_of
 from kvrelay.engine.kv.device.copies import CudaCopies
 from kvrelay.engine.kv.fragments import own_nbytes, whole_groups
 from kvrelay.engine.kv.gathered import GatheredStore, HostPart, Part
+from kvrelay.engine.load_progress import OthersProgress
 from kvrelay.engine.models.ranks import RankPart
 from kvrelay.engine.ranks.adapters import RankedAdapters
 from kvrelay.engine.ranks.blocks import OwnBlocks
@@ -172,7 +173,7 @@ class Ranks:
     def _expect(self, kind: type[T]) -> list[T]:
         told: list[T] = []
         for rank in self.others:
-            match rank.take(LOAD_S):
+            match rank.take_while_reading(LOAD_S):
                 case None if rank.lost is None:
                     rank.lose(f"has not loaded {LOAD_S:g} s after its leader: it hangs")
                     raise ModelError(self.lost[0])
@@ -211,8 +212,10 @@ class RankedEngine:
         """
         ranks = Ranks(settings.model.num_ranks, nodes)
         heard = unless_lost(progress, lambda: ranks.why_lost)
+        others = OthersProgress(logger, time.monotonic)
+        own = OwnLoad(lambda: cls._load(settings, ranks, load_part, heard), lambda: ranks.why_lost)
         try:
-            return OwnLoad(lambda: cls._load(settings, ranks, load_part, heard), lambda: ranks.why_lost).wait()
+            return own.wait(lambda: others({rank.rank: rank.share_read for rank in ranks.others}))
         except BaseException:  # also an interrupt
             ranks.kill()
             raise

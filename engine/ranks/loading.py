@@ -34,10 +34,14 @@ class OwnLoad(Generic[T]):
         self._thread = threading.Thread(target=self._run, name="ranks-loader", daemon=True)
         self._thread.start()
 
-    def wait(self) -> T:
-        """The result, or the error of ``load``. Raises ModelError if a rank is lost, though ``load`` may go on for a while."""
+    def wait(self, meanwhile: Callable[[], None] = lambda: None) -> T:
+        """The result, or the error of ``load``. Raises ModelError if a rank is lost, though ``load`` may go on for a while.
+
+        ``meanwhile`` is called several times a second.
+        """
         while self._thread.is_alive() and self._why_lost() is None:
             self._thread.join(_LOOK_S)
+            meanwhile()
         self._thread.join(_END_S)
         if self._error is not None:
             raise self._error

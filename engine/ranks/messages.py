@@ -12,7 +12,7 @@ from kvrelay.engine.step.plan import RowResult, SamplingInputs, StepPlan
 
 AGREE_S = 10.0  # how much later than others a rank may report its failure
 TOGETHER_S = 30.0  # time for a rank to reach a point where others wait; with stages, for each stage
-LOAD_S = 600.0  # how much longer than its leader a rank may take to start, and then to load
+LOAD_S = 600.0  # how much longer than its leader a rank may take to start, and then to load, unless it reads on
 START_S = 120.0  # time until a process's first sign of life: imports may come from a slow disk
 ALIVE_S = 1.0  # interval of signs of life
 THEIRS_S = 2.0  # time for the rank that has failed to be found, when another one could not continue without it
@@ -121,6 +121,7 @@ class Alive(msgspec.Struct, frozen=True, tag=True):
     """Sent every second, whatever the rank computes."""
 
     num_meetings: int  # number of collectives that the rank has entered
+    share_read: float = 0.0  # of its weights, while it loads
 
 
 class Logged(msgspec.Struct, frozen=True, tag=True):

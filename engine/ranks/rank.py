@@ -52,7 +52,8 @@ class Rank(ABC):
         """
         self.rank = rank
         self.lost: str | None = None  # why it is lost
-        self.num_meetings = 0  # see Alive
+        self.num_meetings = 0  # this and the next: see Alive
+        self.share_read = 0.0
         self._place = place
         self._link = link
         self._on_lost = on_lost
@@ -87,6 +88,14 @@ class Rank(ABC):
             return self._told.get(timeout=timeout_s)
         except queue.Empty:
             return None
+
+    def take_while_reading(self, timeout_s: float) -> FromRank | None:
+        """Like ``take`` while it loads; the timeout begins anew as long as it reads."""
+        while True:
+            share_read = self.share_read
+            told = self.take(timeout_s)
+            if told is not None or self.lost is not None or self.share_read == share_read:
+                return told
 
     def take_results(self, timeout_s: float) -> Stepped | None:
         """The next step's results, from the rank that reports them; None on timeout, or if the rank is lost."""
@@ -147,8 +156,8 @@ class Rank(ABC):
 
     def _hear(self, message: FromRank) -> None:
         match message:
-            case Alive(num_meetings):
-                self.num_meetings = num_meetings
+            case Alive(num_meetings, share_read):
+                self.num_meetings, self.share_read = num_meetings, share_read
             case Logged(level, text):
                 logger.log(level, "rank %d: %s", self.rank, text)
             case Stepped() as stepped:

@@ -17,7 +17,7 @@ from kvrelay.common.images import ImageText
 from kvrelay.engine.backends.options import EngineOptions
 from kvrelay.engine.factory import load_engine, load_images, require_host_kv
 from kvrelay.engine.kv import host_memory
-from kvrelay.engine.load_progress import LoggedProgress, log_begin
+from kvrelay.engine.load_progress import LoggedProgress, OthersProgress, log_begin
 from kvrelay.engine.settings import FakeSettings, KvSettings, ModelSettings
 from kvrelay.engine.torch_engine import TorchEngine
 from tests.engine.conftest import VOCAB
@@ -98,6 +98,19 @@ def test_a_load_is_logged_at_its_begin_every_ten_seconds_and_at_its_end(
         "read 40 % of 1000 MB of weights in 10 s",
         "read 80 % of 1000 MB of weights in 20 s",
         "read 1000 MB of weights in 25.0 s",
+    ]
+
+
+def test_the_log_says_how_far_the_other_ranks_are(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    now_s = 50.0
+    report = OthersProgress(logging.getLogger("x"), lambda: now_s)
+    for tenths in range(16):  # 2 s each
+        report({1: min(1.0, tenths / 10), 2: min(1.0, tenths / 15), 3: min(1.0, tenths / 10)})
+        now_s += 2
+    assert [record.message for record in caplog.records] == [
+        "the other ranks have read 33 to 50 % of their weights; rank 2 the least",
+        "the other ranks have read 66 to 100 % of their weights; rank 2 the least",
     ]
 
 

@@ -15,9 +15,9 @@ import pytest
 import transformers
 
 from kvrelay.common.errors import ModelError
-from kvrelay.engine.ranks.engine import RankedEngine
+from kvrelay.engine.ranks.engine import RankedEngine, Ranks
 from kvrelay.engine.ranks.link import Link
-from kvrelay.engine.ranks.messages import FromRank, LoadSettings, NotLoaded
+from kvrelay.engine.ranks.messages import FromRank, LoadSettings, NotLoaded, Ready
 from kvrelay.engine.ranks.rank import Rank
 from kvrelay.engine.settings import KvSettings, ModelSettings
 from tests.engine.conftest import SIZES, save_model
@@ -90,6 +90,22 @@ def test_an_error_of_the_leader_is_its_own(settings: LoadSettings) -> None:
     assert not pids()
 
 
+def test_the_leader_hears_how_far_a_rank_has_read(settings: LoadSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Ranks] = []
+    joins = Ranks.join
+
+    def join(ranks: Ranks, given: Any) -> Any:
+        started.append(ranks)
+        return joins(ranks, given)
+
+    def waits(part: Any, progress: Any) -> Any:
+        wait_until(lambda: started[0].others[0].share_read == 1, "the rank has not read its weights")
+        raise ModelError("heard")
+
+    monkeypatch.setattr(Ranks, "join", join)
+    expect_end(settings, waits, "^heard$")
+
+
 class Played(Rank):
     """A rank without a process."""
 
@@ -138,3 +154,19 @@ def test_a_rank_that_refuses_its_part_is_lost_before_it_ends(ranks: Any) -> None
     first.end.send(NotLoaded("a file is truncated", may_be_theirs=False))
     wait_until(lambda: lost, "the rank is not lost")
     assert lost[0].lost == "rank 1 (played) cannot load its part: a file is truncated"
+
+
+def test_a_rank_that_reads_on_is_waited_for(ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, (slow, hangs) = ranks
+    num_waits = 0
+
+    def take(_timeout_s: float) -> Ready | None:
+        nonlocal num_waits
+        num_waits += 1
+        slow.share_read += 0.3  # what the last sign of life said
+        return Ready() if num_waits == 3 else None
+
+    monkeypatch.setattr(slow, "take", take)
+    assert isinstance(slow.take_while_reading(600.0), Ready)
+    assert num_waits == 3
+    assert hangs.take_while_reading(0.1) is None
