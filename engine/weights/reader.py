@@ -64,8 +64,7 @@ class CheckpointReader:
         self.headers: dict[str, TensorHeader] = dict(headers)
         """All tensors by the names that models use; a stored weight appears as the full one."""
         self.outlines: dict[str, StoredWeight] = {}
-        """Stored weights by name, without their numbers: one object for all of a form. The matrices of experts in one tensor are
-        stacked."""
+        """Stored weights by name, without their numbers; those of a form may be one object. Experts in one tensor are stacked."""
         if quantisation is not None:
             self._index(is_mxfp4=quantisation.method == "mxfp4")
 
@@ -225,10 +224,12 @@ class CheckpointReader:
                 tuple((role, header.shape, header.dtype) for role, header in headers),
                 tuple(one.numpy().tobytes() for one in numbers.values()),
             )
-            if form not in forms:
+            outline = forms.get(form)
+            if outline is None:
                 others = {role: self._outline(tensor) for role, tensor in tensors.items() if role not in numbers}
-                forms[form] = self._stored(name, {**others, **numbers})
-            outline = forms[form]
+                outline = self._stored(name, {**others, **numbers})
+                if outline.order is None:  # an order is memory of its own matrix
+                    forms[form] = outline
             if self._activations is not None and outline.values.dtype == torch.float8_e4m3fn and outline.zero is None:
                 outline = replace(
                     outline, inputs=self._inputs(self._activations, modules[name.removesuffix(".weight")])
