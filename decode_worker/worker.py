@@ -20,7 +20,7 @@ from kvrelay.decode_worker.ngram import NgramDrafter
 from kvrelay.decode_worker.scheduler import DecodeScheduler
 from kvrelay.decode_worker.service import DataPorts, DecodeService
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings, DecodeSettings
-from kvrelay.engine.factory import load_draft_engine, load_head, require_head
+from kvrelay.engine.drafting import load_draft_engine, load_head, require_head
 from kvrelay.engine.kv.books import ledger_json, unbalanced
 from kvrelay.engine.kv.leased_blocks import LeasedBlocks
 from kvrelay.engine.load_progress import LoggedProgress

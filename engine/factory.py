@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,7 +12,6 @@ from typing import TYPE_CHECKING
 from kvrelay.common.errors import ModelError, SettingsError
 from kvrelay.common.model_card import ModelCard
 from kvrelay.common.system import available_cores
-from kvrelay.engine.config.tokenizer import require_same_tokens
 from kvrelay.engine.fake.factory import make_fake_engine
 from kvrelay.engine.fake.images import FakeImageReader
 from kvrelay.engine.guides.guidance import GuideCompiler, NoGuides
@@ -31,7 +29,7 @@ from kvrelay.engine.settings import (
     prompt_step_tokens,
     sequences_at_a_time,
 )
-from kvrelay.engine.step.interface import DraftHead, Engine
+from kvrelay.engine.step.interface import Engine
 
 if TYPE_CHECKING:
     from kvrelay.engine.models.ranks import RankPart
@@ -94,97 +92,6 @@ def require_host_kv(host_kv_mb: int, model: ModelSettings, fake: FakeSettings) -
             f"--host-kv-mb is {host_kv_mb}, but the KV pool is in the host's memory already: raise --kv-memory-mb instead"
         )
     require_memory(host_kv_mb)
-
-
-def load_draft_engine(
-    draft_model: str,
-    model: ModelSettings,
-    kv: KvSettings,
-    fake: FakeSettings,
-    *,
-    kv_memory_mb: int,
-    max_num_seqs: int | None,
-    max_batched_tokens: int | None,
-    progress: Callable[[int, int], None],
-) -> Engine:
-    """Load the model in the directory ``draft_model``, which guesses the tokens of ``model``. ``kv_memory_mb``: of its pool.
-
-    Load it before ``model``, so that its share of a GPU is known then. Raises ModelError if it cannot be served, or has other
-    tokens.
-    """
-    directory = Path(draft_model)
-    if not directory.is_dir():
-        raise ModelError(f"--draft-model {draft_model!r} is not a model directory; start through the kvrelay command")
-    if fake.is_fake:
-        raise ModelError(f"--draft-model is {draft_model}; the fake engine makes its tokens up: leave it out")
-    if model.num_ranks > 1:
-        raise ModelError(
-            f"--draft-model is {draft_model}, and the worker has {model.num_ranks} ranks (--tensor-parallel, --pipeline-parallel); "
-            "workers of several ranks have no draft model: take --speculation ngram"
-        )
-    require_same_tokens(Path(model.model), directory)
-    own = replace(
-        model,
-        model=draft_model,
-        backend="auto",
-        weight_format="full",
-        fp8_activations=False,
-        kv_dtype="auto",
-        expert_parallel=False,
-        run_ahead="off",
-        max_model_len=None,
-        logits_processors=(),
-        adapters=None,
-    )
-    own_kv = replace(kv, num_blocks=None, kv_memory_mb=kv_memory_mb)
-    weights_nbytes = 0
-
-    def count(done: int, total: int) -> None:
-        nonlocal weights_nbytes
-        weights_nbytes = total
-        progress(done, total)
-
-    log_begin(logger, directory)
-    engine = load_part(LoadSettings(own, own_kv, max_num_seqs, max_batched_tokens, decodes=True), None, count)
-    if engine.card.layout.geometry.has_states:
-        raise ModelError(
-            f"--draft-model is {draft_model}, which has recurrent layers: they cannot take back a wrong guess; take a model without"
-        )
-    logger.info(
-        "the draft model %s takes %.0f MiB for weights, and %d MiB for K/V of %d tokens",
-        directory.name,
-        weights_nbytes / 2**20,
-        kv_memory_mb,
-        engine.card.num_blocks * engine.card.layout.block_size,
-    )
-    return engine
-
-
-def require_head(draft_model: str, model: ModelSettings, fake: FakeSettings) -> None:
-    """Raise ModelError unless a worker with these settings can have a head, as far as that is known before loading the model."""
-    if fake.is_fake:
-        raise ModelError(f"--draft-model is {draft_model}; the fake engine has no hidden states: leave it out")
-    if model.num_ranks > 1:
-        raise ModelError(
-            f"--draft-model is {draft_model}, and the worker has {model.num_ranks} ranks (--tensor-parallel, --pipeline-parallel); "
-            "workers of several ranks have no heads: take --speculation ngram"
-        )
-
-
-def load_head(draft_model: str, engine: Engine, kv_memory_mb: int) -> DraftHead:
-    """Load the EAGLE-3 head in the directory ``draft_model`` beside an engine that has not computed a step yet; see
-    ``require_head``.
-
-    ``kv_memory_mb``: of its pool. Raises ModelError if it belongs to another model, or the engine can have none.
-    """
-    directory = Path(draft_model)
-    if not directory.is_dir():
-        raise ModelError(f"--draft-model {draft_model!r} is not a head's directory; start through the kvrelay command")
-    from kvrelay.engine.torch_engine import TorchEngine  # noqa: PLC0415 - imports torch
-
-    if not isinstance(engine, TorchEngine):
-        raise ModelError(f"--draft-model is {draft_model}; an engine of several ranks, or a fake one, has no heads")
-    return engine.load_head(directory, kv_memory_mb * 2**20)
 
 
 def load_part(settings: LoadSettings, part: RankPart | None, progress: Callable[[int, int], None]) -> TorchEngine:

@@ -168,14 +168,13 @@ class TorchEngine:
     def load_head(self, directory: Path, kv_bytes: int) -> HeadBesideModel:
         """Load an EAGLE-3 head, which sees every later step. ``kv_bytes``: size of its own pool.
 
-        Raises ModelError if it belongs to another model, or this engine cannot have one.
+        The model is one of ours, without CUDA graphs. Raises ModelError if the head belongs to another model, its files are broken,
+        or the pool is too small.
         """
-        if not isinstance(self._model, DecoderModel):
-            raise ModelError(
-                f"{directory}: models that run through transformers have no heads: take --speculation ngram"
-            )
-        if self._graphs is not None:
-            raise ModelError(f"{directory}: CUDA graphs tell a head nothing: start with --no-cuda-graphs")
+        assert isinstance(self._model, DecoderModel), (
+            f"{type(self._model).__name__} gives no hidden states of its layers"
+        )
+        assert self._graphs is None, "CUDA graphs tell a head nothing"
         self._head = make_head(directory, kv_bytes, self._model, self._slots, self._options, self._device)
         return self._head
 

@@ -263,7 +263,9 @@ class LocalBackend:
 
     async def stop(self) -> None:
         """See Backend."""
-        up, self._running, self._engine = self._running, None, None
+        up, engine, self._running, self._engine = self._running, self._engine, None, None
+        if engine is not None:  # no worker took it over, and its ranks are processes
+            await asyncio.to_thread(engine.close)
         if up is not None:
             await up.model.pool.stop()
             await up.worker.stop()

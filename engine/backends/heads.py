@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -18,6 +19,7 @@ from kvrelay.engine.models.decoder import DecoderModel
 from kvrelay.engine.models.draft_head import HeadBesideModel
 from kvrelay.engine.models.ops import Ops
 from kvrelay.engine.step.slots import Slots
+from kvrelay.engine.weights.checkpoint import load_embedding
 from kvrelay.engine.weights.head import load_head_weights
 
 logger = logging.getLogger(__name__)
@@ -34,6 +36,9 @@ def make_head(
     """
     config = load_head_config(directory, load_config(options.model_dir))
     weights = load_head_weights(directory, config, target.dtype, device)
+    if weights.embed is None and target.embeds_with_ranks:
+        # Other ranks do not know when the head looks a token up.
+        weights = replace(weights, embed=load_embedding(options.model_dir, target.dtype, device))
     geometry = geometry_of(config.layer, options.block_size, target.dtype)
     num_slots = len(slots.sequences)
     longest = -(-config.layer.max_position_embeddings // options.block_size)

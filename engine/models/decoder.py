@@ -72,6 +72,7 @@ class DecoderModel:
         cut = Cut() if part is None else part.cut
         vocab_size, embed, head = config.vocab_size, weights.embed, weights.lm_head
         self._look_up = embedding(embed, vocab_size, part) if cut.is_first and embed is not None else None
+        self.embeds_with_ranks = cut.num_ranks > 1  # whether ``embed`` is a collective
         self._norm = weights.norm
         self._lm_head = None if head is None else gathered(ops.make_linear(head, None), vocab_size, part)
         weights.lm_head = head = None  # otherwise an untied head would be in memory twice while the layers follow

@@ -16,6 +16,7 @@ import logging
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -58,7 +59,14 @@ from kvrelay.engine.ranks.profile import RankedProfiler
 from kvrelay.engine.ranks.rank import Rank
 from kvrelay.engine.ranks.remote import RemoteRank
 from kvrelay.engine.ranks.stages import StagedStep
-from kvrelay.engine.step.interface import AdapterSlots, BlockStore, DeviceFailedError, LaunchedStep, Profiler
+from kvrelay.engine.step.interface import (
+    AdapterSlots,
+    BlockStore,
+    DeviceFailedError,
+    DraftHead,
+    LaunchedStep,
+    Profiler,
+)
 from kvrelay.engine.step.plan import RowResult, SamplingInputs, StepPlan
 from kvrelay.engine.torch_engine import TorchEngine
 
@@ -286,6 +294,13 @@ class RankedEngine:
     def num_slots(self) -> int:
         """See Engine."""
         return self._own.num_slots
+
+    def load_head(self, directory: Path, kv_bytes: int) -> DraftHead:
+        """See TorchEngine. The head is on the leader alone: hidden states are equal on all ranks of a stage, of which it needs all
+        layers.
+        """
+        assert self._num_stages == 1, f"the leader has a part of the layers only, of {self._num_stages} stages"
+        return self._own.load_head(directory, kv_bytes)
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """See Engine. Raises DeviceFailedError if a rank is lost."""

@@ -58,6 +58,18 @@ def test_the_texts_are_those_without(pair: tuple[str, str], caplog: pytest.LogCa
     )
 
 
+def test_a_model_on_two_ranks_has_its_draft_model_on_the_first(
+    pair: tuple[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The texts are compared in ``tests/decode_worker/test_ranked_drafts.py``."""
+    drafting = {"speculation": "draft-model", "draft_model": pair[1], "draft_kv_memory_mb": 2, "tensor_parallel": 2}
+    caplog.set_level(logging.INFO, logger="kvrelay")
+    with LLM(pair[0], **drafting, **OPTIONS) as llm:
+        llm.generate("the quick brown fox", SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
+        assert cast("LocalBackend", llm._executor._backend).worker.debug_kv()["draft_model"]["cached"] > 0
+    assert "and 2 MiB for K/V of 8192 tokens on the first rank" in caplog.text
+
+
 def test_a_model_with_other_tokens_is_refused_by_name(pair: tuple[str, str], tmp_path: Path) -> None:
     other = shutil.copytree(pair[1], tmp_path / "other")
     path = other / "tokenizer.json"
@@ -77,16 +89,6 @@ def test_a_model_with_other_tokens_is_refused_by_name(pair: tuple[str, str], tmp
     [
         ({"speculation": "draft-model"}, SettingsError, "--draft-model None; a draft model needs both"),
         ({"draft_model": "{}"}, SettingsError, "--speculation is off and --draft-model"),
-        (
-            {"speculation": "draft-model", "draft_model": "{}", "tensor_parallel": 2},
-            ModelError,
-            "workers of several ranks have no draft model",
-        ),
-        (
-            {"speculation": "draft-model", "draft_model": "{}", "pipeline_parallel": 2},
-            ModelError,
-            "workers of several ranks have no draft model",
-        ),
         (
             {"speculation": "draft-model", "draft_model": "{}", "engine": "fake"},
             ModelError,

@@ -9,6 +9,7 @@ import pytest
 from kvrelay.common.errors import ModelError, SettingsError
 from kvrelay.executor import LLM, Request, SamplingParams, StructuredOutputsParams
 from tests.draft_pairs import save_pair
+from tests.engine.ranks.rig import pids
 from tests.heads import save_head
 
 from ..relay.http_gateway import VOCAB, write_model
@@ -45,7 +46,7 @@ def test_the_texts_are_those_without(pair: tuple[str, str]) -> None:
     ("options", "error", "match"),
     [
         ({"speculation": "head"}, SettingsError, "needs both: .* --speculation head"),
-        ({"tensor_parallel": 2}, ModelError, "workers of several ranks have no heads"),
+        ({"pipeline_parallel": 2}, ModelError, "layers that other stages have: take --tensor-parallel instead"),
         ({"backend": "transformers"}, ModelError, "models that run through transformers have no heads"),
         ({"engine": "fake"}, ModelError, "the fake engine has no hidden states"),
         ({"draft_kv_memory_mb": 1, "max_num_seqs": 512}, ModelError, "--draft-kv-memory-mb is 1, .* a head needs 64"),
@@ -57,6 +58,14 @@ def test_what_does_not_go_together_is_refused(
     given = options if error is SettingsError else {"speculation": "head", "draft_model": pair[1], **options}
     with pytest.raises(error, match=match):
         LLM(pair[0], **given, **OPTIONS)
+
+
+def test_ranks_end_with_a_model_whose_head_cannot_be_loaded(pair: tuple[str, str]) -> None:
+    """The head's pool shows to be too small when the ranks have loaded."""
+    sizes = {**OPTIONS, "tensor_parallel": 2, "draft_kv_memory_mb": 1, "max_num_seqs": 512}
+    with pytest.raises(ModelError, match="--draft-kv-memory-mb is 1"):
+        LLM(pair[0], speculation="head", draft_model=pair[1], **sizes)
+    assert not pids()
 
 
 def test_a_model_is_no_head(pair: tuple[str, str]) -> None:

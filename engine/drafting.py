@@ -1,0 +1,126 @@
+"""What guesses tokens beside an engine: a draft model, which is a second engine, or an EAGLE-3 head in the engine itself.
+
+Of an engine with several ranks only the first one has it, whole. The others compute its guesses as rows of steps, and know no more
+of it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from kvrelay.common.errors import ModelError
+from kvrelay.engine.config.tokenizer import require_same_tokens
+from kvrelay.engine.factory import load_part
+from kvrelay.engine.load_progress import log_begin
+from kvrelay.engine.ranks.messages import LoadSettings
+from kvrelay.engine.settings import FakeSettings, KvSettings, ModelSettings
+from kvrelay.engine.step.interface import DraftHead, Engine
+
+logger = logging.getLogger(__name__)
+
+
+def load_draft_engine(
+    draft_model: str,
+    model: ModelSettings,
+    kv: KvSettings,
+    fake: FakeSettings,
+    *,
+    kv_memory_mb: int,
+    max_num_seqs: int | None,
+    max_batched_tokens: int | None,
+    progress: Callable[[int, int], None],
+) -> Engine:
+    """Load the model in the directory ``draft_model``, which guesses the tokens of ``model``. ``kv_memory_mb``: of its pool.
+
+    It is whole in this process, and has all of its threads, however many ranks ``model`` has: these wait meanwhile. Load it before
+    ``model``, so that its share of a GPU is known then. Raises ModelError if it cannot be served, or has other tokens.
+    """
+    directory = Path(draft_model)
+    if not directory.is_dir():
+        raise ModelError(f"--draft-model {draft_model!r} is not a model directory; start through the kvrelay command")
+    if fake.is_fake:
+        raise ModelError(f"--draft-model is {draft_model}; the fake engine makes its tokens up: leave it out")
+    require_same_tokens(Path(model.model), directory)
+    own = replace(
+        model,
+        model=draft_model,
+        backend="auto",
+        weight_format="full",
+        fp8_activations=False,
+        kv_dtype="auto",
+        tensor_parallel=1,
+        pipeline_parallel=1,
+        expert_parallel=False,
+        run_ahead="off",
+        max_model_len=None,
+        logits_processors=(),
+        adapters=None,
+    )
+    own_kv = replace(kv, num_blocks=None, kv_memory_mb=kv_memory_mb)
+    weights_nbytes = 0
+
+    def count(done: int, total: int) -> None:
+        nonlocal weights_nbytes
+        weights_nbytes = total
+        progress(done, total)
+
+    log_begin(logger, directory)
+    engine = load_part(LoadSettings(own, own_kv, max_num_seqs, max_batched_tokens, decodes=True), None, count)
+    if engine.card.layout.geometry.has_states:
+        raise ModelError(
+            f"--draft-model is {draft_model}, which has recurrent layers: they cannot take back a wrong guess; take a model without"
+        )
+    logger.info(
+        "the draft model %s takes %.0f MiB for weights, and %d MiB for K/V of %d tokens%s",
+        directory.name,
+        weights_nbytes / 2**20,
+        kv_memory_mb,
+        engine.card.num_blocks * engine.card.layout.block_size,
+        " on the first rank" if model.num_ranks > 1 else "",
+    )
+    return engine
+
+
+def require_head(draft_model: str, model: ModelSettings, fake: FakeSettings) -> None:
+    """Raise ModelError unless the head in the directory ``draft_model`` is one for ``model``, and a worker with these settings can
+    have it, as far as that is known without any weights.
+    """
+    if fake.is_fake:
+        raise ModelError(f"--draft-model is {draft_model}; the fake engine has no hidden states: leave it out")
+    directory = Path(draft_model)
+    if not directory.is_dir():
+        raise ModelError(f"--draft-model {draft_model!r} is not a head's directory; start through the kvrelay command")
+    if model.pipeline_parallel > 1:
+        raise ModelError(
+            f"--draft-model is {draft_model}, and --pipeline-parallel {model.pipeline_parallel}; a head reads hidden states of "
+            "layers that other stages have: take --tensor-parallel instead, --speculation draft-model, or ngram"
+        )
+    from kvrelay.engine.backends.options import device_of  # noqa: PLC0415 - torch takes seconds to import
+    from kvrelay.engine.config.head import load_head_config  # noqa: PLC0415
+    from kvrelay.engine.config.model import load_config, needs_transformers  # noqa: PLC0415
+
+    if needs_transformers(model.backend, Path(model.model)):
+        raise ModelError(
+            f"--draft-model is {draft_model}; models that run through transformers have no heads: take --speculation ngram"
+        )
+    if device_of(model.device).type == "cuda" and model.cuda_graphs:
+        raise ModelError(
+            f"--draft-model is {draft_model}; CUDA graphs tell a head nothing: start with --no-cuda-graphs"
+        )
+    load_head_config(directory, load_config(Path(model.model)))
+
+
+def load_head(draft_model: str, engine: Engine, kv_memory_mb: int) -> DraftHead:
+    """Load the EAGLE-3 head in the directory ``draft_model`` beside an engine that has not computed a step yet, and whose settings
+    ``require_head`` has seen.
+
+    ``kv_memory_mb``: of its pool. Raises ModelError if its files are broken or the pool is too small.
+    """
+    from kvrelay.engine.ranks.engine import RankedEngine  # noqa: PLC0415 - imports torch
+    from kvrelay.engine.torch_engine import TorchEngine  # noqa: PLC0415
+
+    assert isinstance(engine, TorchEngine | RankedEngine), f"{type(engine).__name__} has no hidden states"
+    return engine.load_head(Path(draft_model), kv_memory_mb * 2**20)
