@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -55,7 +56,7 @@ class DecodeWorker(Worker[DecodeService]):
         drafters: Seq[Drafter] = (),
         draft_engine: Engine | None = None,
     ) -> None:
-        """``drafters``: empty: those of the settings. ``draft_engine``: see ``load_drafting``. Raises SettingsError, WireError."""
+        """``drafters``: empty: those of the settings. ``draft_engine``: see Drafting. Raises SettingsError, WireError."""
         card, network = engine.card, setup.network
         max_batched_tokens = prompt_step_tokens(settings.max_batched_tokens, card.device_type)
         max_num_seqs = sequences_at_a_time(settings.max_num_seqs, card.device_type)
@@ -161,9 +162,17 @@ def drafters_of(speculation: str, model: DraftModel | HeadDrafter | None) -> lis
     return drafters
 
 
+@dataclass(frozen=True, slots=True)
+class Drafting:
+    """What guesses, before the model is loaded."""
+
+    draft_engine: Engine | None = None  # loaded
+    head_bytes: int = 0  # of a head, which is loaded with the worker
+
+
 def load_drafting(
     settings: DecodeSchedulerSettings, model: ModelSettings, kv: KvSettings, fake: FakeSettings
-) -> Engine | None:
+) -> Drafting:
     """Load the draft model of the settings, if they ask for one; its name is a directory. Raises ModelError or SettingsError.
 
     Call this before the model is loaded, whose pool then leaves the draft model its memory. A head is only checked here.
@@ -174,11 +183,17 @@ def load_drafting(
             "--speculation draft-model --draft-model NAME, and so does a head: --speculation head"
         )
     if settings.draft_model is None:
-        return None
+        return Drafting()
     if settings.speculation == "head":
-        require_head(settings.draft_model, model, fake)
-        return None
-    return load_draft_engine(
+        nbytes = require_head(
+            settings.draft_model,
+            model,
+            fake,
+            kv_memory_mb=settings.draft_kv_memory_mb,
+            max_num_seqs=settings.max_num_seqs,
+        )
+        return Drafting(head_bytes=nbytes)
+    draft_engine = load_draft_engine(
         settings.draft_model,
         model,
         kv,
@@ -188,18 +203,22 @@ def load_drafting(
         max_batched_tokens=settings.max_batched_tokens,
         progress=LoggedProgress(logger, time.monotonic),
     )
+    return Drafting(draft_engine)
 
 
 def serve(settings: DecodeSettings) -> int:
     """Run a decode worker until SIGTERM or SIGINT; returns the exit code. Raises KvrelayError if it cannot start."""
-    draft_engine: Engine | None = None
+    drafting = Drafting()
 
-    def load_before() -> None:
-        nonlocal draft_engine
-        draft_engine = load_drafting(settings.scheduler, settings.model, settings.kv, settings.fake)
+    def load_before() -> int:
+        nonlocal drafting
+        drafting = load_drafting(settings.scheduler, settings.model, settings.kv, settings.fake)
+        return drafting.head_bytes
 
     def make(engine: Engine, setup: Setup) -> DecodeWorker:
-        return DecodeWorker(engine, settings.scheduler, settings.data_address, setup, draft_engine=draft_engine)
+        return DecodeWorker(
+            engine, settings.scheduler, settings.data_address, setup, draft_engine=drafting.draft_engine
+        )
 
     listens_at = {"--address": settings.address, "--data-address": settings.data_address}
     return serve_worker(Role.DECODE, settings, listens_at, make, load_before, reads_images=settings.images)

@@ -16,7 +16,7 @@ from kvrelay.engine.config.tokenizer import require_same_tokens
 from kvrelay.engine.factory import load_part
 from kvrelay.engine.load_progress import log_begin
 from kvrelay.engine.ranks.messages import LoadSettings
-from kvrelay.engine.settings import FakeSettings, KvSettings, ModelSettings
+from kvrelay.engine.settings import FakeSettings, KvSettings, ModelSettings, sequences_at_a_time
 from kvrelay.engine.step.interface import DraftHead, Engine
 
 logger = logging.getLogger(__name__)
@@ -84,9 +84,13 @@ def load_draft_engine(
     return engine
 
 
-def require_head(draft_model: str, model: ModelSettings, fake: FakeSettings) -> None:
-    """Raise ModelError unless the head in the directory ``draft_model`` is one for ``model``, and a worker with these settings can
-    have it, as far as that is known without any weights.
+def require_head(
+    draft_model: str, model: ModelSettings, fake: FakeSettings, *, kv_memory_mb: int, max_num_seqs: int | None
+) -> int:
+    """The bytes that the head in the directory ``draft_model`` will take beside ``model``, on the first rank. See ``load_head``.
+
+    Raises ModelError unless it is a head for this model, and a worker with these settings can have it, as far as that is known
+    without reading a tensor.
     """
     if fake.is_fake:
         raise ModelError(f"--draft-model is {draft_model}; the fake engine has no hidden states: leave it out")
@@ -98,19 +102,27 @@ def require_head(draft_model: str, model: ModelSettings, fake: FakeSettings) -> 
             f"--draft-model is {draft_model}, and --pipeline-parallel {model.pipeline_parallel}; a head reads hidden states of "
             "layers that other stages have: take --tensor-parallel instead, --speculation draft-model, or ngram"
         )
-    from kvrelay.engine.backends.options import device_of  # noqa: PLC0415 - torch takes seconds to import
-    from kvrelay.engine.config.head import load_head_config  # noqa: PLC0415
+    import torch  # noqa: PLC0415 - takes seconds to import
+
+    from kvrelay.engine.backends.heads import head_nbytes  # noqa: PLC0415
+    from kvrelay.engine.backends.options import device_of  # noqa: PLC0415
     from kvrelay.engine.config.model import load_config, needs_transformers  # noqa: PLC0415
 
     if needs_transformers(model.backend, Path(model.model)):
         raise ModelError(
             f"--draft-model is {draft_model}; models that run through transformers have no heads: take --speculation ngram"
         )
-    if device_of(model.device).type == "cuda" and model.cuda_graphs:
+    device_type = device_of(model.device).type
+    if device_type == "cuda" and model.cuda_graphs:
         raise ModelError(
             f"--draft-model is {draft_model}; CUDA graphs tell a head nothing: start with --no-cuda-graphs"
         )
-    load_head_config(directory, load_config(Path(model.model)))
+    config = load_config(Path(model.model))
+    dtype: torch.dtype = getattr(torch, config.dtype if model.dtype == "auto" else model.dtype)
+    num_slots = sequences_at_a_time(max_num_seqs, device_type)
+    return head_nbytes(
+        directory, kv_memory_mb * 2**20, config, dtype.itemsize, num_slots, is_cut=model.tensor_parallel > 1
+    )
 
 
 def load_head(draft_model: str, engine: Engine, kv_memory_mb: int) -> DraftHead:

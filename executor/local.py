@@ -120,10 +120,10 @@ class LocalBackend:
         model = dataclasses.replace(settings.model, model=str(directory))
         scheduler, draft_model = settings.scheduler, settings.scheduler.draft_model
         if draft_model is not None:
-            drafting = resolve_model(draft_model, needs_tokenizer=scheduler.speculation != "head")
-            scheduler = dataclasses.replace(scheduler, draft_model=str(drafting))
+            found = resolve_model(draft_model, needs_tokenizer=scheduler.speculation != "head")
+            scheduler = dataclasses.replace(scheduler, draft_model=str(found))
             settings = dataclasses.replace(settings, scheduler=scheduler)
-        draft_engine = load_drafting(scheduler, model, settings.kv, settings.fake)
+        drafting = load_drafting(scheduler, model, settings.kv, settings.fake)
         engine = load_engine(
             model,
             settings.kv,
@@ -133,10 +133,11 @@ class LocalBackend:
             decodes=True,
             reads_images=settings.images,
             progress=LoggedProgress(logger, time.monotonic),
+            head_bytes=drafting.head_bytes,
         )
         guides = load_guides(model, settings.fake, engine.card.vocab_size)
         images = load_images(model, settings.fake, engine.card)
-        return cls(engine, directory, settings, guides, draft_engine, images)
+        return cls(engine, directory, settings, guides, drafting.draft_engine, images)
 
     @property
     def worker(self) -> DecodeWorker:

@@ -38,9 +38,11 @@ def run_decode_worker(settings: DecodeSettings) -> int:
     """Generate until SIGTERM; returns the exit code."""
     _end_at_sigterm()
     from kvrelay.decode_worker.worker import serve  # noqa: PLC0415
+    from kvrelay.engine.ranks.nodes import place_of  # noqa: PLC0415
 
     settings = _with_directory(settings)
-    if (draft_model := settings.scheduler.draft_model) is not None:
+    draft_model, place = settings.scheduler.draft_model, place_of(settings.nodes, settings.model.num_ranks)
+    if draft_model is not None and (place is None or place.node_rank == 0):  # other nodes' ranks have no draft model
         is_model = settings.scheduler.speculation != "head"
         directory = resolve_model(draft_model, needs_tokenizer=is_model)
         scheduler = dataclasses.replace(settings.scheduler, draft_model=str(directory))

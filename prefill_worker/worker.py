@@ -117,8 +117,9 @@ def _add_load_gauges(service: PrefillService, registry: CollectorRegistry) -> No
 def serve(settings: PrefillSettings) -> int:
     """Run a prefill worker until SIGTERM or SIGINT; returns the exit code. Raises KvrelayError if it cannot start."""
 
-    def load_before() -> None:
+    def load_before() -> int:
         require_host_kv(settings.host_kv_mb, settings.model, settings.fake)
+        return 0
 
     def make(engine: Engine, setup: Setup) -> PrefillWorker:
         setup = dataclasses.replace(setup, host_kv_bytes=settings.host_kv_mb * 2**20)

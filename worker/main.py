@@ -34,14 +34,15 @@ def serve_worker(
     settings: WorkerSettings,
     listens_at: Mapping[str, str],
     make: Callable[[Engine, Setup], Component],
-    load_before: Callable[[], None] = lambda: None,
+    load_before: Callable[[], int] = lambda: 0,
     *,
     reads_images: bool = True,
 ) -> int:
     """Run the worker that ``make`` builds until SIGTERM or SIGINT. Returns the exit code. Raises KvrelayError if it cannot start.
 
     ``listens_at``: its addresses, by the settings that have them.
-    ``load_before``: loads what must get its memory before the model's KV pool takes the rest. ``reads_images``: if the model does.
+    ``load_before``: loads what must get its memory before the model's KV pool takes the rest, and returns the bytes of a head that
+    comes after it. ``reads_images``: if the model does.
     """
     configure_logs(settings.log_level, settings.log_format)
     place = place_of(settings.nodes, settings.model.num_ranks)
@@ -57,7 +58,7 @@ def serve_worker(
     shared_memory = SharedPlace.of(settings.same_host)
 
     def load() -> Component:
-        load_before()
+        head_bytes = load_before()
         engine = load_engine(
             settings.model,
             settings.kv,
@@ -68,6 +69,7 @@ def serve_worker(
             reads_images=reads_images,
             progress=LoggedProgress(logger, time.monotonic),
             nodes=nodes,
+            head_bytes=head_bytes,
         )
         setup = Setup(
             worker_id,

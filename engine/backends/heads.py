@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,19 +13,35 @@ from kvrelay.common.errors import ModelError
 from kvrelay.engine.backends.cpu.build import cpu_ops
 from kvrelay.engine.backends.options import EngineOptions
 from kvrelay.engine.config.head import load_head_config
-from kvrelay.engine.config.model import load_config
+from kvrelay.engine.config.model import ModelConfig, load_config
 from kvrelay.engine.kv.geometry import geometry_of
 from kvrelay.engine.kv.pool import KvPool
 from kvrelay.engine.models.decoder import DecoderModel
-from kvrelay.engine.models.draft_head import HeadBesideModel
+from kvrelay.engine.models.draft_head import HeadBesideModel, ring_shape
 from kvrelay.engine.models.ops import Ops
 from kvrelay.engine.step.slots import Slots
 from kvrelay.engine.weights.checkpoint import load_embedding
-from kvrelay.engine.weights.head import load_head_weights
+from kvrelay.engine.weights.head import has_embedding, head_headers, load_head_weights
 
 logger = logging.getLogger(__name__)
 
 _FEWEST_TOKENS = 64  # fewest tokens in a slot's share of the pool
+
+
+def head_nbytes(
+    directory: Path, kv_bytes: int, model: ModelConfig, itemsize: int, num_slots: int, *, is_cut: bool
+) -> int:
+    """The memory that ``make_head`` will take for a model whose type has ``itemsize`` bytes. ``is_cut``: among several ranks.
+
+    Raises ModelError as ``make_head``, as far as that is known without reading a tensor.
+    """
+    config = load_head_config(directory, model)
+    headers = head_headers(directory, config)
+    num_elements = sum(math.prod(header.shape) for header in headers.values())
+    num_elements += math.prod(ring_shape(config, num_slots))
+    if is_cut and not has_embedding(headers):
+        num_elements += model.vocab_size * model.hidden_size
+    return num_elements * itemsize + kv_bytes
 
 
 def make_head(

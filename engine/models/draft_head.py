@@ -58,6 +58,11 @@ class _Run:
     token_ids: Seq[int]  # the tokens after the places
 
 
+def ring_shape(config: HeadConfig, num_slots: int) -> tuple[int, int]:
+    """The shape of the ring of hidden states, in the model's type."""
+    return num_slots * _NUM_KEPT, config.layer.hidden_size
+
+
 class HeadBesideModel:
     """Implements :class:`kvrelay.engine.step.interface.DraftHead`."""
 
@@ -81,7 +86,7 @@ class HeadBesideModel:
         self._deltas = tuple(TableDelta(slot, 0, tuple(self._tables[0, slot].tolist())) for slot in range(num_slots))
         self._stretches = [_Stretch() for _ in range(num_slots)]
         norm = weights.hidden_norm
-        self._ring = torch.zeros(num_slots * _NUM_KEPT, len(norm), dtype=norm.dtype, device=norm.device)
+        self._ring = torch.zeros(*ring_shape(config, num_slots), dtype=norm.dtype, device=norm.device)
         self._has_failed = False
 
     def apply(self, plan: StepPlan) -> None:

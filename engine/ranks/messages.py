@@ -28,6 +28,7 @@ class LoadSettings(msgspec.Struct, frozen=True):
     max_batched_tokens: int | None  # see :func:`kvrelay.engine.settings.prompt_step_tokens`
     decodes: bool
     reads_images: bool = False
+    head_bytes: int = 0  # memory that the first rank leaves for a head
 
 
 class Load(msgspec.Struct, frozen=True, tag=True):

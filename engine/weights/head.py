@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import torch
 
 from kvrelay.common.errors import ModelError
 from kvrelay.engine.config.head import HeadConfig
-from kvrelay.engine.weights.headers import check_full, read_headers
+from kvrelay.engine.weights.headers import TensorHeader, check_full, read_headers
 from kvrelay.engine.weights.parameters import HeadWeights, MlpWeights
 from kvrelay.engine.weights.reader import CheckpointReader
 
@@ -35,27 +36,9 @@ class DraftHeadWeights:
 def load_head_weights(
     directory: Path, config: HeadConfig, dtype: torch.dtype, device: torch.device
 ) -> DraftHeadWeights:
-    """Raises ModelError naming the file and the tensor if one is missing, unknown, of another shape or for another vocabulary."""
-    headers = read_headers(directory)
-    layer = "layers.0." if any(name.startswith("layers.0.") for name in headers) else "midlayer."
-    shapes = _shapes(config, layer)
-    vocab_size, hidden = config.layer.vocab_size, config.layer.hidden_size
-    optional = {_EMBED: (vocab_size, hidden), _MASK: (vocab_size,), _OFFSETS: (config.draft_vocab_size,)}
-    needed = set(shapes)
-    if config.draft_vocab_size < vocab_size:
-        needed.add(_OFFSETS)
-    if hidden != config.target_hidden_size:
-        needed.add(_EMBED)
-    if missing := sorted(needed - headers.keys()):
-        raise ModelError(f"{directory}: the head lacks tensor {missing[0]}, and {len(missing) - 1} others")
-    for name, header in sorted(headers.items()):
-        if (shape := {**shapes, **optional}.get(name)) is None:
-            raise ModelError(f"{header.path}: tensor {name} is unknown; EAGLE-3 heads of one Llama layer have none")
-        if header.shape != shape:
-            raise ModelError(
-                f"{header.path}: tensor {name} has shape {list(header.shape)}; config.json and the model ask for {list(shape)}"
-            )
-    check_full({name: header for name, header in headers.items() if name in shapes})
+    """Raises ModelError as ``head_headers``, or if the head is for another vocabulary."""
+    headers = head_headers(directory, config)
+    layer, vocab_size = _layer(headers), config.layer.vocab_size
     with CheckpointReader(headers, None, dtype) as reader:
 
         def read(*names: str) -> torch.Tensor:
@@ -84,8 +67,45 @@ def load_head_weights(
             norm=read("norm.weight"),
             lm_head=read("lm_head.weight"),
             token_ids=token_ids.to(device),
-            embed=read(_EMBED) if _EMBED in headers else None,
+            embed=read(_EMBED) if has_embedding(headers) else None,
         )
+
+
+def head_headers(directory: Path, config: HeadConfig) -> dict[str, TensorHeader]:
+    """The head's tensors by name, without their numbers.
+
+    Raises ModelError naming the file and the tensor if one is missing, unknown, or of another shape.
+    """
+    headers = read_headers(directory)
+    shapes = _shapes(config, _layer(headers))
+    vocab_size, hidden = config.layer.vocab_size, config.layer.hidden_size
+    optional = {_EMBED: (vocab_size, hidden), _MASK: (vocab_size,), _OFFSETS: (config.draft_vocab_size,)}
+    needed = set(shapes)
+    if config.draft_vocab_size < vocab_size:
+        needed.add(_OFFSETS)
+    if hidden != config.target_hidden_size:
+        needed.add(_EMBED)
+    if missing := sorted(needed - headers.keys()):
+        raise ModelError(f"{directory}: the head lacks tensor {missing[0]}, and {len(missing) - 1} others")
+    for name, header in sorted(headers.items()):
+        if (shape := {**shapes, **optional}.get(name)) is None:
+            raise ModelError(f"{header.path}: tensor {name} is unknown; EAGLE-3 heads of one Llama layer have none")
+        if header.shape != shape:
+            raise ModelError(
+                f"{header.path}: tensor {name} has shape {list(header.shape)}; config.json and the model ask for {list(shape)}"
+            )
+    check_full({name: header for name, header in headers.items() if name in shapes})
+    return headers
+
+
+def has_embedding(headers: Collection[str]) -> bool:
+    """Whether a head with these tensors has its own embedding."""
+    return _EMBED in headers
+
+
+def _layer(headers: Collection[str]) -> str:
+    """What the names of the layer's tensors begin with."""
+    return "layers.0." if any(name.startswith("layers.0.") for name in headers) else "midlayer."
 
 
 def _shapes(config: HeadConfig, layer: str) -> dict[str, tuple[int, ...]]:

@@ -15,9 +15,12 @@ from transformers.utils.logging import set_tqdm_hook
 from kvrelay.common.errors import ModelError, SettingsError
 from kvrelay.common.images import ImageText
 from kvrelay.engine.backends.options import EngineOptions
-from kvrelay.engine.factory import load_engine, load_images, require_host_kv
+from kvrelay.engine.config.cut import cuts_of
+from kvrelay.engine.factory import load_engine, load_images, load_part, require_host_kv
 from kvrelay.engine.kv import host_memory
 from kvrelay.engine.load_progress import LoggedProgress, OthersProgress, log_begin
+from kvrelay.engine.models.ranks import RankPart
+from kvrelay.engine.ranks.messages import LoadSettings
 from kvrelay.engine.settings import FakeSettings, KvSettings, ModelSettings
 from kvrelay.engine.torch_engine import TorchEngine
 from tests.engine.conftest import VOCAB
@@ -214,3 +217,13 @@ def test_kv_is_kept_in_the_hosts_memory_only_below_a_gpus_pool_and_if_there_is_a
     require_host_kv(64, ModelSettings(device="cuda"), FakeSettings())
     with pytest.raises(ModelError, match="--host-kv-mb is 65, and 64 MiB of memory are left here: lower it"):
         require_host_kv(65, ModelSettings(device="cuda"), FakeSettings())
+
+
+def test_only_the_first_rank_leaves_memory_for_a_head(llama: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    monkeypatch.setattr(TorchEngine, "load", lambda options, *_: seen.append(options.head_bytes))
+    settings = LoadSettings(ModelSettings(model=str(llama[0])), KvSettings(), None, None, decodes=True, head_bytes=5)
+    nothing: Any = None
+    for part in (None, *(RankPart(cut, nothing, nothing, 2) for cut in cuts_of(2, 2))):
+        load_part(settings, part, nothing)
+    assert seen == [5, 5, 0, 0, 0]

@@ -224,6 +224,20 @@ cli.main(["gateway"])
         assert process.wait(20) == 143
 
 
+@pytest.mark.parametrize(("node", "looked_for"), [("0", ["m", "d"]), ("1", ["m"])])
+def test_only_the_first_node_looks_for_a_draft_model(
+    monkeypatch: pytest.MonkeyPatch, node: str, looked_for: list[str]
+) -> None:
+    found: list[str] = []
+    monkeypatch.setattr("kvrelay.launcher.components._end_at_sigterm", lambda: None)
+    monkeypatch.setattr("kvrelay.launcher.components.resolve_model", lambda name, **_: found.append(name) or name)
+    monkeypatch.setattr("kvrelay.decode_worker.worker.serve", lambda settings: 5)
+    nodes = ["--tensor-parallel", "2", "--nodes", "2", "--leader-address", "tcp://10.0.0.1:1", "--node-rank", node]
+    drafting = ["--model", "m", "--speculation", "draft-model", "--draft-model", "d"]
+    assert cli.run(["decode-worker", *nodes, *drafting]) == 5
+    assert found == looked_for
+
+
 def test_a_package_that_is_missing_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -181,9 +181,10 @@ def measure_memory(
     step_nbytes = torch.cuda.max_memory_allocated(device) - before - pool_nbytes
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    # Adapters come later, and must find room then.
-    held = torch.cuda.memory_reserved(device) + options.adapter_bytes
-    memory = GpuMemory(total, free - options.adapter_bytes, held, step=max(0, step_nbytes))
+    # Adapters and a head come later, and must find room then.
+    later = options.adapter_bytes + options.head_bytes
+    held = torch.cuda.memory_reserved(device) + later
+    memory = GpuMemory(total, free - later, held, step=max(0, step_nbytes))
     logger.info("GPU memory: %s", memory.text)
     return memory
 

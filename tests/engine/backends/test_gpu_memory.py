@@ -74,7 +74,7 @@ def test_memory_is_measured_beside_the_weights_and_the_largest_steps_own_pool(mo
     for name, function in played.items():
         monkeypatch.setattr(torch.cuda, name, function)
     nothing = cast(Any, None)
-    options: Any = SimpleNamespace(adapter_bytes=2 * GIB)  # none are loaded yet
+    options: Any = SimpleNamespace(adapter_bytes=GIB, head_bytes=GIB)  # neither is loaded yet
     assert cuda.measure_memory(nothing, nothing, nothing, nothing, options) == GpuMemory(
         total=80 * GIB, free=58 * GIB, held=19 * GIB, step=GIB
     )

@@ -7,6 +7,7 @@ import json
 import random
 import shutil
 from collections.abc import Sequence as Seq
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,17 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from torch.utils._pytree import tree_leaves
 
 from kvrelay.common.errors import ModelError
+from kvrelay.engine.backends.heads import head_nbytes
+from kvrelay.engine.config.head import load_head_config
+from kvrelay.engine.config.model import load_config
 from kvrelay.engine.models.draft_head import HeadBesideModel
 from kvrelay.engine.step.interface import HeadAsk, StepRow
 from kvrelay.engine.step.leader import Leader
 from kvrelay.engine.torch_engine import TorchEngine
+from kvrelay.engine.weights.head import load_head_weights
 from tests.engine.conftest import SIZES, load, save_model, sequence, tokens
 from tests.heads import ReferenceHead, change_tensors, save_head
 
@@ -212,6 +218,17 @@ def test_a_truncated_file_and_a_small_pool_are_refused_by_name(model: Path, head
         engine_of(model).load_head(directory, KV_BYTES)
     with pytest.raises(ModelError, match="is 0, 24 tokens for each of 4 sequences; a head needs 64: take 1"):
         engine_of(model).load_head(head, 4 * 31 * 2 * 2 * 16 * 4)
+
+
+def test_what_a_head_takes_is_known_before_it_is_loaded(model: Path, head: Path) -> None:
+    config = load_config(model)
+    weights = load_head_weights(head, load_head_config(head, config), torch.float32, torch.device("cpu"))
+    beside = engine_of(model).load_head(head, KV_BYTES)
+    tensors = [one for one in tree_leaves(asdict(weights)) if isinstance(one, torch.Tensor)]
+    taken = sum(one.nbytes for one in [*tensors, beside._ring]) + KV_BYTES
+    found = [head_nbytes(head, KV_BYTES, config, 4, NUM_SLOTS, is_cut=is_cut) for is_cut in (False, True)]
+    assert taken <= found[0] < taken + 1024, "maps of the vocabulary are counted in the model's type"
+    assert found[1] - found[0] == config.vocab_size * config.hidden_size * 4, "the model's embedding"
 
 
 def test_both_forms_of_config_and_names(model: Path, head: Path, tmp_path: Path) -> None:
