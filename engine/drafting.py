@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvrelay.common.errors import ModelError
+from kvrelay.common.kv_geometry import KvGeometry
 from kvrelay.engine.config.tokenizer import require_same_tokens
 from kvrelay.engine.factory import load_part
 from kvrelay.engine.load_progress import log_begin
@@ -69,10 +70,7 @@ def load_draft_engine(
 
     log_begin(logger, directory)
     engine = load_part(LoadSettings(own, own_kv, max_num_seqs, max_batched_tokens, decodes=True), None, count)
-    if engine.card.layout.geometry.has_states:
-        raise ModelError(
-            f"--draft-model is {draft_model}, which has recurrent layers: they cannot take back a wrong guess; take a model without"
-        )
+    require_draft_model(engine.card.layout.geometry, draft_model)
     logger.info(
         "the draft model %s takes %.0f MiB for weights, and %d MiB for K/V of %d tokens%s",
         directory.name,
@@ -82,6 +80,14 @@ def load_draft_engine(
         " on the first rank" if model.num_ranks > 1 else "",
     )
     return engine
+
+
+def require_draft_model(geometry: KvGeometry, draft_model: str) -> None:
+    """Raise ModelError if a model of this geometry cannot be a draft model."""
+    if geometry.has_states:
+        raise ModelError(
+            f"--draft-model is {draft_model}, which has recurrent layers: they cannot take back a wrong guess; take a model without"
+        )
 
 
 def require_head(
@@ -94,6 +100,18 @@ def require_head(
     """
     if fake.is_fake:
         raise ModelError(f"--draft-model is {draft_model}; the fake engine has no hidden states: leave it out")
+    from kvrelay.engine.backends.options import device_of  # noqa: PLC0415 - torch takes seconds to import
+
+    device_type = device_of(model.device).type
+    if device_type == "cuda" and model.cuda_graphs:
+        raise ModelError(
+            f"--draft-model is {draft_model}; CUDA graphs tell a head nothing: start with --no-cuda-graphs"
+        )
+    return head_on_first_rank(draft_model, model, kv_memory_mb, sequences_at_a_time(max_num_seqs, device_type))
+
+
+def head_on_first_rank(draft_model: str, model: ModelSettings, kv_memory_mb: int, num_slots: int) -> int:
+    """As ``require_head``, for ``num_slots`` sequences on any device."""
     directory = Path(draft_model)
     if not directory.is_dir():
         raise ModelError(f"--draft-model {draft_model!r} is not a head's directory; start through the kvrelay command")
@@ -105,21 +123,14 @@ def require_head(
     import torch  # noqa: PLC0415 - takes seconds to import
 
     from kvrelay.engine.backends.heads import head_nbytes  # noqa: PLC0415
-    from kvrelay.engine.backends.options import device_of  # noqa: PLC0415
     from kvrelay.engine.config.model import load_config, needs_transformers  # noqa: PLC0415
 
     if needs_transformers(model.backend, Path(model.model)):
         raise ModelError(
             f"--draft-model is {draft_model}; models that run through transformers have no heads: take --speculation ngram"
         )
-    device_type = device_of(model.device).type
-    if device_type == "cuda" and model.cuda_graphs:
-        raise ModelError(
-            f"--draft-model is {draft_model}; CUDA graphs tell a head nothing: start with --no-cuda-graphs"
-        )
     config = load_config(Path(model.model))
     dtype: torch.dtype = getattr(torch, config.dtype if model.dtype == "auto" else model.dtype)
-    num_slots = sequences_at_a_time(max_num_seqs, device_type)
     return head_nbytes(
         directory, kv_memory_mb * 2**20, config, dtype.itemsize, num_slots, is_cut=model.tensor_parallel > 1
     )

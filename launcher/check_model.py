@@ -15,9 +15,12 @@ import transformers
 
 from kvrelay.common.errors import KvrelayError, ModelError
 from kvrelay.common.kv_geometry import Chunk, GroupKind, KvGeometry, KvGroup, num_physical_blocks, window_size
+from kvrelay.decode_worker.settings import DecodeSchedulerSettings
+from kvrelay.engine.config.tokenizer import require_same_tokens
+from kvrelay.engine.drafting import head_on_first_rank, require_draft_model
 from kvrelay.engine.outline import ModelOutline, check_files, compare, outline_model, write_random_weights
-from kvrelay.engine.settings import KvSettings, prompt_step_tokens, sequences_at_a_time
-from kvrelay.launcher.models import find_configuration
+from kvrelay.engine.settings import KvSettings, ModelSettings, prompt_step_tokens, sequences_at_a_time
+from kvrelay.launcher.models import find_configuration, resolve_model
 
 # Usable memory in GiB.
 GPUS = {
@@ -50,6 +53,7 @@ class Report:
     reason: str | None = None
     outline: ModelOutline | None = None
     fit: Fit | None = None
+    draft_nbytes: int = 0  # of what guesses, on the first GPU
     logits: str | None = None  # how logits were compared, or why not
     lacks: str | None = None  # what the directory has to get before a gateway can serve it
 
@@ -72,7 +76,7 @@ class Report:
                 "kv_groups": [_group_json(group, geometry.block_size) for group in geometry.groups],
             }
         gpu = None if self.fit is None else dataclasses.asdict(self.fit)
-        return found | {"gpu": gpu, "logits": self.logits, "lacks": self.lacks}
+        return found | {"gpu": gpu, "draft_bytes": self.draft_nbytes, "logits": self.logits, "lacks": self.lacks}
 
     def lines(self) -> list[str]:
         """The report for people."""
@@ -82,6 +86,10 @@ class Report:
         if self.fit is not None:
             ranks = f"{self.fit.num_ranks} " if self.fit.num_ranks > 1 else ""
             rows.append((f"{ranks}GPU{'s' if ranks else ''} of {self.fit.memory_gib:g} GiB", _fit_text(self.fit)))
+        if self.draft_nbytes:
+            rows.append(
+                ("draft model", f"{_gib(self.draft_nbytes)} of weights and K/V on the first GPU, which has less for KV")
+            )
         if self.logits is not None:
             rows.append(("logits", self.logits))
         if self.lacks is not None:
@@ -91,30 +99,57 @@ class Report:
 
 
 def run(
-    model: str, *, gpu: str | None, memory_gib: float | None, ranks: tuple[int, int], backend: str, as_json: bool
+    model: str,
+    *,
+    gpu: str | None,
+    memory_gib: float | None,
+    ranks: tuple[int, int],
+    backend: str,
+    drafting: tuple[str, str] | None,
+    as_json: bool,
 ) -> int:
-    """Run the command and return its exit code. ``ranks``: the ranks of each stage, and the number of stages."""
+    """Run the command and return its exit code. ``ranks``: the ranks of each stage, and the number of stages. ``drafting``: the
+    values of ``--speculation`` and ``--draft-model``.
+    """
     transformers.logging.disable_progress_bar()
     transformers.logging.set_verbosity_error()
     try:
         directory = find_configuration(model)
+        draft = None
+        if drafting is not None:
+            kind, name = drafting  # a head's size is in its files
+            draft = kind, resolve_model(name, needs_tokenizer=False) if kind == "head" else find_configuration(name)
     except KvrelayError as error:
         click.echo(f"kvrelay: {error}", err=True)
         return 2
-    report = examine(model, directory, backend, memory_gib if gpu is None else GPUS[gpu], *ranks)
+    report = examine(model, directory, backend, memory_gib if gpu is None else GPUS[gpu], *ranks, draft)
     click.echo(json.dumps(report.as_json(), indent=2) if as_json else "\n".join(report.lines()))
     return 0 if report.reason is None else 1
 
 
 def examine(
-    model: str, directory: Path, backend: str, memory_gib: float | None, num_ranks: int, num_stages: int
+    model: str,
+    directory: Path,
+    backend: str,
+    memory_gib: float | None,
+    num_ranks: int,
+    num_stages: int,
+    drafting: tuple[str, Path] | None = None,
 ) -> Report:
-    """Check the model in ``directory``. ``memory_gib``: of each GPU; None: do not check the fit."""
+    """Check the model in ``directory``. ``memory_gib``: of each GPU; None: do not check the fit. ``drafting``: the kind and the
+    directory of what guesses.
+    """
+    draft_nbytes = 0
     outline: ModelOutline | None = None
     fit: Fit | None = None
     try:
         outline = outline_model(directory, backend, KvSettings().block_size, num_ranks, num_stages)
-        fit = None if memory_gib is None else fit_of(outline, memory_gib)
+        if drafting is not None:
+            own = ModelSettings(
+                str(directory), backend=backend, tensor_parallel=num_ranks, pipeline_parallel=num_stages
+            )
+            draft_nbytes = _draft_nbytes(*drafting, own)
+        fit = None if memory_gib is None else fit_of(outline, memory_gib, draft_nbytes)
         if fit is not None and fit.num_tokens < outline.geometry.block_size:
             gpus = "one GPU" if fit.num_ranks == 1 else f"{fit.num_ranks} GPUs"
             raise ModelError(f"it does not fit {gpus} of {fit.memory_gib:g} GiB")
@@ -123,18 +158,35 @@ def examine(
             check_files(directory, outline)
         logits = _compared(directory, outline, has_weights)
         lacks = _TOKENIZER if has_weights and not (directory / "tokenizer.json").is_file() else None
-        return Report(model, outline=outline, fit=fit, logits=logits, lacks=lacks)
+        return Report(model, outline=outline, fit=fit, draft_nbytes=draft_nbytes, logits=logits, lacks=lacks)
     except ModelError as error:
-        return Report(model, str(error), outline, fit)
+        return Report(model, str(error), outline, fit, draft_nbytes)
 
 
-def fit_of(outline: ModelOutline, memory_gib: float) -> Fit:
-    """The memory left for K/V by a worker with default settings and ``memory_gib`` for each rank, on the rank with the least."""
+def _draft_nbytes(kind: str, draft_model: Path, model: ModelSettings) -> int:
+    """What guesses for ``model`` on a worker with default settings: the bytes of its weights and its pool on the first GPU.
+
+    Raises ModelError if a worker would refuse it.
+    """
+    kv_memory_mb = DecodeSchedulerSettings().draft_kv_memory_mb
+    if kind == "head":
+        return head_on_first_rank(str(draft_model), model, kv_memory_mb, sequences_at_a_time(None, "cuda"))
+    require_same_tokens(Path(model.model), draft_model)
+    own = outline_model(draft_model, "auto", None)
+    require_draft_model(own.geometry, str(draft_model))
+    return own.gpu_weights_nbytes + kv_memory_mb * 2**20
+
+
+def fit_of(outline: ModelOutline, memory_gib: float, draft_nbytes: int = 0) -> Fit:
+    """The memory left for K/V by a worker with default settings and ``memory_gib`` for each rank, on the rank with the least.
+
+    ``draft_nbytes``: of what guesses, on the first rank.
+    """
     step_nbytes = outline.step_nbytes(prompt_step_tokens(None, "cuda"), sequences_at_a_time(None, "cuda"))
     share = int(memory_gib * 2**30 * KvSettings().kv_memory_fraction)
     fits: list[Fit] = []
-    for rank in outline.ranks:
-        kv_nbytes = max(0, share - rank.weights_nbytes - step_nbytes)
+    for number, rank in enumerate(outline.ranks):
+        kv_nbytes = max(0, share - rank.weights_nbytes - step_nbytes - (draft_nbytes if number == 0 else 0))
         geometry = rank.geometry
         num_tokens = kv_nbytes // geometry.block_nbytes * geometry.block_size
         if geometry.has_states:  # a sequence has few blocks of states, however long it is

@@ -78,6 +78,8 @@ def fetch(model: str) -> None:
               help="stages of a worker")  # fmt: skip
 @click.option("--backend", type=click.Choice(["auto", "native", "transformers"]), default="auto", show_default=True,
               help="as of a worker")  # fmt: skip
+@click.option("--speculation", type=click.Choice(["draft-model", "head"]), help="as of a decode worker")
+@click.option("--draft-model", help="the model, or the head, that guesses on the first GPU; a head is fetched")
 @click.option("--json", "as_json", is_flag=True, help="print it as JSON")
 def check_model(
     model: str,
@@ -86,6 +88,8 @@ def check_model(
     num_ranks: int,
     num_stages: int,
     backend: str,
+    speculation: str | None,
+    draft_model: str | None,
     as_json: bool,
 ) -> int:
     """Tell whether and how a model would run, what it needs, or why it is refused.
@@ -96,8 +100,19 @@ def check_model(
     """
     if gpu is not None and memory_gib is not None:
         raise click.UsageError("--gpu and --memory-gib say the same: give one of them")
+    if (speculation is None) != (draft_model is None):
+        raise click.UsageError("--speculation and --draft-model need each other: give both, or neither")
+    drafting = None if speculation is None else (speculation, draft_model)
     run: Callable[..., int] = _load("kvrelay.launcher.check_model:run")
-    return run(model, gpu=gpu, memory_gib=memory_gib, ranks=(num_ranks, num_stages), backend=backend, as_json=as_json)
+    return run(
+        model,
+        gpu=gpu,
+        memory_gib=memory_gib,
+        ranks=(num_ranks, num_stages),
+        backend=backend,
+        drafting=drafting,
+        as_json=as_json,
+    )
 
 
 @cli.command("keys")

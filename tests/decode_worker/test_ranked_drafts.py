@@ -48,11 +48,11 @@ class Drafting:
         return Rig(self.engine, *sizes, drafter=CheckedDraftModel(self.draft_engine, VOCAB), **settings)
 
 
-@pytest.fixture(scope="module", params=["head on 2 ranks", "draft model on 2 ranks", "draft model in 2 stages"])
+@pytest.fixture(scope="module", params=["head on 2 ranks", "draft model on 4 ranks", "draft model in 2 stages"])
 def drafting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Drafting]:
     """A head that is sometimes wrong, and lacks an embedding; or a draft model that is right."""
     model, guesser = (tmp_path_factory.mktemp(name) for name in ("model", "guesser"))
-    num_ranks, num_stages = (1, 2) if "stages" in request.param else (2, 1)
+    num_ranks, num_stages = {"head on 2": (2, 1), "draft model on 4": (4, 1)}.get(request.param[:-6], (1, 2))
     if "head" in request.param:
         save_known_pair(model, guesser, mistakes=0.1)
         engine: Any = load_ranks(model, num_ranks, **OPTIONS)

@@ -11,8 +11,10 @@ import transformers
 
 from kvrelay.common.errors import ModelError
 from kvrelay.launcher import check_model, cli
+from tests.heads import save_head
 from tests.models import tiny
 from tests.models.tiny_images import save_image_model
+from tests.tokenizer_files import save_tokenizer
 
 SIZES: dict[str, Any] = {**tiny.SIZES, "dtype": "float32"}
 
@@ -150,6 +152,31 @@ def test_of_two_stages_that_counts_which_has_least_left(tmp_path: Path, capsys: 
     assert gpu["num_tokens"] > 1.9 * whole["gpu"]["num_tokens"]
 
 
+def test_what_guesses_is_on_the_first_of_two_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A draft model of half the size, and a head that lacks an embedding. The worker's pool is that of the fullest GPU."""
+    for name, num_layers in (("model", 4), ("draft", 2), ("head", 0)):
+        (tmp_path / name).mkdir()
+        if num_layers:
+            write_config(tmp_path / name, "llama", **{**SIZES, "num_hidden_layers": num_layers})
+            save_tokenizer(tmp_path / name, 128, ["<eos>"], "a fox", "")
+    save_head(tmp_path / "head", tmp_path / "model", num_drafted=64)
+    asked = [str(tmp_path / "model"), "--memory-gib", "1", "--tensor-parallel", "2"]
+    _, alone = found(capsys, *asked)
+    assert alone["draft_bytes"] == 0
+    for kind, name in (("draft-model", "draft"), ("head", "head")):
+        code, report = found(capsys, *asked, "--speculation", kind, "--draft-model", str(tmp_path / name))
+        assert code == 0
+        assert report["draft_bytes"] > 2**28
+        # Alone, the second GPU is the fuller one by a few rows of weights.
+        num_less = alone["gpu"]["kv_nbytes"] - report["gpu"]["kv_nbytes"]
+        assert 0 <= report["draft_bytes"] - num_less < 2**17
+    code, report = found(
+        capsys, *asked, "--pipeline-parallel", "2", "--speculation", "head", "--draft-model", str(tmp_path / "head")
+    )
+    assert code == 1
+    assert "layers that other stages have" in report["reason"]
+
+
 def test_more_stages_than_layers_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, report = found(capsys, str(write_config(tmp_path, "llama", **SIZES)), "--pipeline-parallel", "9")
     assert (code, report["runs"]) == (1, False)
@@ -281,7 +308,14 @@ def test_people_read_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.parametrize(
-    "arguments", [["no-such-model"], ["--gpu", "h100", "--memory-gib", "80"], ["--gpu", "abacus"], ["/nowhere/at/all"]]
+    "arguments",
+    [
+        ["no-such-model"],
+        ["--gpu", "h100", "--memory-gib", "80"],
+        ["--gpu", "abacus"],
+        ["/nowhere/at/all"],
+        ["demo", "--speculation", "head"],
+    ],
 )
 def test_misuse(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["check-model", *arguments]) == 2
