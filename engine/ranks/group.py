@@ -121,7 +121,16 @@ class RankGroup:
                 self._in_front = group
 
     def sum(self, partial: torch.Tensor) -> torch.Tensor:
-        """See Collectives."""
+        """See Collectives. On a CPU a number has the same bits wherever it is in ``partial``.
+
+        gloo begins each part of a sum at another rank. With three ranks or more a token's sums would then depend on its row.
+        """
+        if self._device.type == "cpu" and self._cut.num_ranks > 2:
+            first, second, *others = self.gather(partial)
+            torch.add(first, second, out=partial)
+            for one in others:
+                partial += one
+            return partial
         self.num_meetings += 1
         dist.all_reduce(partial, group=self._stage)
         return partial
