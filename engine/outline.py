@@ -205,9 +205,13 @@ def check_files(directory: Path, outline: ModelOutline) -> None:
         loading.check_files(directory, getattr(torch, outline.shape.dtype))
 
 
-def write_random_weights(directory: Path, target: Path) -> None:
-    """Write a random float32 checkpoint for the model of ``directory`` into the folder ``target``. Every layer has an effect."""
-    model = text_model(load_full_config(directory), dtype=torch.float32)
+def write_random_weights(directory: Path, target: Path, path: str) -> None:
+    """Write a random float32 checkpoint for the model of ``directory`` into the folder ``target``. Every layer has an effect.
+
+    ``path``: of the outline. Our own forward pass has text only, so the checkpoint is one of text, too.
+    """
+    config = load_full_config(directory)
+    model = text_model(config.get_text_config() if path == "native" else config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -211,7 +211,7 @@ def _compared(directory: Path, outline: ModelOutline, has_weights: bool) -> str:
     if outline.num_parameters > _MOST_RANDOM:
         return "not compared: the weights are not here, and there are too many to make random ones"
     with tempfile.TemporaryDirectory(prefix="kvrelay-check-") as temporary:
-        write_random_weights(directory, Path(temporary))
+        write_random_weights(directory, Path(temporary), outline.path)
         return _distance_text(compare(Path(temporary), outline.path), "random weights, as its own are not here")
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvrelay.engine.config.experts import Scoring
@@ -38,14 +38,28 @@ class ExpertFacts:
         False
     )
     has_dense_layers: bool = False  # layers left out by ``decoder_sparse_step`` or in ``mlp_only_layers``
-    has_first_dense: bool = False  # the first ``first_k_dense_replace`` layers have no experts
+    # ``mlp_layer_types`` says which layers are "sparse"; without that, those from ``first_k_dense_replace`` on that
+    # ``moe_layer_freq`` divides.
+    has_first_dense: bool = False
     is_normalised: bool | None = None  # None: ``norm_topk_prob`` decides
     scoring: Scoring = Scoring.SOFTMAX
     is_wide: bool = False  # the router computes in float32
     # A tensor beside the router's weight: added where experts are chosen, not in the factors.
     choice_bias: str | None = None
+    may_lack_choice_bias: bool = False  # a checkpoint without it means zeros
     has_groups: bool = False  # uses ``n_group`` and ``topk_group``, unless ``topk_method`` is greedy
     shared: str | None = None  # name of the ``n_shared_experts``, which are one MLP
+    # A norm of what experts and shared ones add up to. Checkpoints may have one beside other MLPs, which do not use it.
+    norm: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextPart:
+    """Where a checkpoint that also reads images has its text."""
+
+    config: str  # key in config.json
+    prefix: str  # of the names of its tensors
+    towers: tuple[str, ...]  # prefixes of the other tensors, which are not loaded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,9 +74,34 @@ class Family:
     has_clamped_swiglu: bool = False  # with ``swiglu_alpha`` and ``swiglu_limit``
     is_latent: bool = False  # latent attention (:mod:`kvrelay.engine.config.latent`)
     experts: ExpertFacts | None = None
+    text: TextPart | None = None  # None: the checkpoint is nothing else
     # What keys mean that a ``config.json`` lacks, where transformers' class has another default than Llama's.
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
+
+_DEEPSEEK_V3_EXPERTS = ExpertFacts(
+    has_first_dense=True,
+    scoring=Scoring.SIGMOID,
+    is_wide=True,
+    choice_bias="e_score_correction_bias",
+    has_groups=True,
+    shared="mlp.shared_experts",
+)
+_DEEPSEEK_V3 = Family(
+    is_latent=True,
+    experts=_DEEPSEEK_V3_EXPERTS,
+    defaults={
+        "norm_topk_prob": True,
+        "n_group": 8,
+        "topk_group": 4,
+        "routed_scaling_factor": 2.5,
+        "first_k_dense_replace": 3,
+    },
+)
+_KIMI_K25 = replace(
+    _DEEPSEEK_V3,
+    text=TextPart(config="text_config", prefix="language_model.", towers=("vision_tower.", "mm_projector.")),
+)
 
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(),
@@ -117,22 +156,22 @@ FAMILIES: dict[str, Family] = {
         ),
         defaults={"topk_method": "greedy"},
     ),
-    "DeepseekV3ForCausalLM": Family(
-        is_latent=True,
-        experts=ExpertFacts(
-            has_first_dense=True,
-            scoring=Scoring.SIGMOID,
-            is_wide=True,
-            choice_bias="e_score_correction_bias",
-            has_groups=True,
-            shared="mlp.shared_experts",
-        ),
+    "DeepseekV3ForCausalLM": _DEEPSEEK_V3,
+    "KimiK25ForConditionalGeneration": _KIMI_K25,  # in published checkpoints
+    "Kimi_K25ForConditionalGeneration": _KIMI_K25,  # transformers' name
+    "Glm4MoeLiteForCausalLM": replace(
+        _DEEPSEEK_V3,
         defaults={
             "norm_topk_prob": True,
-            "n_group": 8,
-            "topk_group": 4,
-            "routed_scaling_factor": 2.5,
-            "first_k_dense_replace": 3,
+            "routed_scaling_factor": 1.8,
+            "first_k_dense_replace": 1,
+            "rms_norm_eps": 1e-5,
         },
     ),
+    "AXK1ForCausalLM": replace(
+        _DEEPSEEK_V3,
+        experts=replace(_DEEPSEEK_V3_EXPERTS, may_lack_choice_bias=True, norm="post_mlp_layernorm"),
+        defaults={**_DEEPSEEK_V3.defaults, "first_k_dense_replace": 1},
+    ),
+    "YoutuForCausalLM": Family(is_latent=True, defaults={"tie_word_embeddings": True}),
 }

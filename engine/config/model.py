@@ -20,6 +20,7 @@ from kvrelay.engine.config.latent import LatentConfig
 from kvrelay.engine.config.rope import RopeConfig
 
 SUPPORTED_DTYPES = ("bfloat16", "float16", "float32")
+_DTYPES, _TIED = ("dtype", "torch_dtype"), "tie_word_embeddings"
 _SWIGLU = {"alpha": 1.702, "limit": 7.0}
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # a config has one of these
 # No model comes close. Larger numbers are mistakes, and would overflow.
@@ -176,7 +177,7 @@ def parse_config(config: Mapping[str, Any], directory: str) -> ModelConfig:
         raise ModelError(
             f"{directory}: architecture {architecture} is not supported; supported are {', '.join(FAMILIES)}"
         )
-    config = {**family.defaults, **config}
+    config = {**family.defaults, **_of_text(config, family, directory)}
 
     def size(name: str, default: int | None = None) -> int:
         value = config.get(name)
@@ -218,7 +219,7 @@ def parse_config(config: Mapping[str, Any], directory: str) -> ModelConfig:
         head_dim=head_dim,
         rms_norm_eps=_number(config, "rms_norm_eps", 1e-6, directory),
         max_position_embeddings=max(size("max_position_embeddings"), rope.stretched_len),
-        has_tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+        has_tied_embeddings=bool(config.get(_TIED, False)),
         has_qkv_bias=has_qkv_bias,
         has_o_bias=attention_bias and family.has_qkv_bias is None,
         has_mlp_bias=bool(config.get("mlp_bias", False)),
@@ -236,6 +237,18 @@ def parse_config(config: Mapping[str, Any], directory: str) -> ModelConfig:
     )
 
 
+def _of_text(config: Mapping[str, Any], family: Family, directory: str) -> Mapping[str, Any]:
+    """What a config says of the decoder of text. Whether embeddings are tied is a fact of the whole checkpoint."""
+    if family.text is None:
+        return config
+    part = config.get(family.text.config)
+    if not isinstance(part, Mapping):
+        raise ModelError(f"{directory}: config.json has no {family.text.config!r}, which describes its decoder of text")
+    dtypes = {name: config[name] for name in _DTYPES if name in config}
+    tied = {_TIED: config[_TIED]} if _TIED in config else {}
+    return {**dtypes, **part, **tied}
+
+
 def _number(config: Mapping[str, Any], name: str, default: float, directory: str) -> float:
     value = default if config.get(name) is None else config[name]
     if not isinstance(value, int | float):
@@ -244,7 +257,7 @@ def _number(config: Mapping[str, Any], name: str, default: float, directory: str
 
 
 def _dtype(config: Mapping[str, Any], directory: str) -> str:
-    dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
+    dtype = str(next(filter(None, map(config.get, _DTYPES)), "float32")).removeprefix("torch.")
     if dtype not in SUPPORTED_DTYPES:
         raise ModelError(f"{directory}: dtype {dtype} is not supported; supported are {', '.join(SUPPORTED_DTYPES)}")
     return dtype
@@ -284,8 +297,13 @@ def _experts(
     if facts.has_dense_layers:
         step = size("decoder_sparse_step", 1)
         layers = set(range(step - 1, num_layers, step)).difference(config.get("mlp_only_layers") or ())
-    if facts.has_first_dense:
-        layers -= set(range(int(config.get("first_k_dense_replace") or 0)))
+    if facts.has_first_dense and (kinds := config.get("mlp_layer_types")) is not None:
+        layers = {layer for layer, kind in enumerate(kinds[:num_layers]) if kind == "sparse"}
+    elif facts.has_first_dense:
+        step = size("moe_layer_freq", 1)
+        layers = {
+            layer for layer in range(int(config.get("first_k_dense_replace") or 0), num_layers) if layer % step == 0
+        }
     is_normalised = bool(config.get("norm_topk_prob")) if facts.is_normalised is None else facts.is_normalised
     has_groups = facts.has_groups and config.get("topk_method") != "greedy"
     num_groups = size("n_group", 1) if has_groups else 1

@@ -50,7 +50,10 @@ def load_quantisation(directory: Path) -> Quantisation | None:
 
 def quantisation_config(directory: Path) -> Any:
     """The raw quantisation settings in ``config.json`` or ModelOpt's file beside it; None if there are none. Raises ModelError."""
-    config = read_config(directory).get("quantization_config")
+    whole = read_config(directory)
+    text = whole.get("text_config")
+    of_text = text.get("quantization_config") if isinstance(text, Mapping) else None  # so in Kimi K2.5
+    config = whole.get("quantization_config") or of_text
     modelopt = directory / "hf_quant_config.json"
     if config is None and modelopt.is_file():
         try:

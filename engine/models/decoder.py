@@ -140,5 +140,12 @@ def _make_layer(
         input_norm=weights.input_norm,
         attention=make_attention(config, weights.attention, ops, part, adapt),
         post_norm=weights.post_norm,
-        mlp=summed(make_mlp(config, weights.mlp, ops, adapt), part),
+        mlp=_normed(
+            summed(make_mlp(config, weights.mlp, ops, adapt), part), weights.mlp_norm, config.rms_norm_eps, ops
+        ),
     )
+
+
+def _normed(linear: Linear, norm: torch.Tensor | None, eps: float, ops: Ops) -> Linear:
+    """``linear`` with a norm of its results, if there is one."""
+    return linear if norm is None else lambda hidden: ops.rms_norm(linear(hidden), norm, eps)

@@ -20,13 +20,14 @@ import torch
 from kvrelay.common.errors import ModelError
 from kvrelay.engine.config.activations import Activations
 from kvrelay.engine.config.cut import Cut
+from kvrelay.engine.config.families import FAMILIES
 from kvrelay.engine.config.model import ModelConfig
 from kvrelay.engine.config.quantisation import load_quantisation
 from kvrelay.engine.config.tokenizer import check_tokenizer
 from kvrelay.engine.weights.headers import check_full, check_layers, checkpoint_files, read_headers
 from kvrelay.engine.weights.kv_scales import is_attention_scale
 from kvrelay.engine.weights.parameters import ModelWeights
-from kvrelay.engine.weights.places import allocate
+from kvrelay.engine.weights.places import VocabNames, allocate, text_prefix, vocab_names
 from kvrelay.engine.weights.reader import CheckpointReader
 from kvrelay.engine.weights.rounding import Rounding
 from kvrelay.engine.weights.stored import StoredWeight
@@ -35,7 +36,6 @@ from kvrelay.engine.weights.upload import TensorUpload
 
 Progress = Callable[[int, int], None]
 _SAMPLE_NBYTES = 4096  # bytes of a sample for the digest
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _NUM_COMPARED = 2**24  # elements of a head and an embedding that are compared at a time
 _WHOLE = Cut()
 
@@ -121,24 +121,24 @@ def check_checkpoint(directory: Path, reader: CheckpointReader, config: ModelCon
     """
     headers = reader.headers
     check_layers(directory, config.num_layers, headers)
-    shapes = checkpoint_shapes(config)
-    if missing := sorted(shapes.keys() - headers):
+    places, names = checkpoint_places(config), vocab_names(config)
+    if missing := sorted(name for name, place in places.items() if name not in headers and not place.is_optional):
         files = checkpoint_files(directory)
         where = str(files[0]) if len(files) == 1 else f"the {len(files)} files in {directory}"
         raise ModelError(f"{len(missing)} tensors are missing from {where}, the first is {missing[0]}")
     for name, header in headers.items():
-        if (shape := shapes.get(name)) is None:
+        if (place := places.get(name)) is None:
             _check_unused(reader, name, config)
-        elif header.shape != shape:
+        elif header.shape != place.shape:
             raise ModelError(
-                f"{header.path}: tensor {name} has shape {list(header.shape)}; config.json asks for {list(shape)}"
+                f"{header.path}: tensor {name} has shape {list(header.shape)}; config.json asks for {list(place.shape)}"
             )
-    used = shapes.keys() | {_HEAD}  # a tied one is compared
+    used = places.keys() | {names.head}  # a tied one is compared
     check_full({name: header for name, header in headers.items() if name in used})
-    if _HEAD in headers and _HEAD not in shapes and _has_own_head(reader):
+    if names.head in headers and names.head not in places and _has_own_head(reader, names):
         raise ModelError(
-            f"{headers[_HEAD].path}: tensor {_HEAD} differs from {_EMBEDDING}, which config.json asks for in its place: set "
-            "tie_word_embeddings to false in config.json"
+            f"{headers[names.head].path}: tensor {names.head} differs from {names.embedding}, which config.json asks for in its "
+            "place: set tie_word_embeddings to false in config.json"
         )
 
 
@@ -147,11 +147,6 @@ def check_files(directory: Path, config: ModelConfig) -> None:
     check_tokenizer(directory, config.vocab_size)
     with CheckpointReader(read_headers(directory), load_quantisation(directory), torch.float32) as reader:
         check_checkpoint(directory, reader, config)
-
-
-def checkpoint_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The tensors that a checkpoint of the model must have, by name. Allocates no memory for them."""
-    return {name: place.shape for name, place in checkpoint_places(config).items()}
 
 
 def checkpoint_places(config: ModelConfig, cut: Cut = _WHOLE) -> dict[str, Place]:
@@ -191,33 +186,39 @@ def weights_digest(directory: Path) -> str:
 
 def _check_unused(reader: CheckpointReader, name: str, config: ModelConfig) -> None:
     """Raise ModelError for a tensor that we cannot use, unless the model is the same without it."""
-    is_tied_head = name == _HEAD and config.has_tied_embeddings
+    family, prefix = FAMILIES[config.architecture], text_prefix(config)
+    is_tied_head = name == vocab_names(config).head and config.has_tied_embeddings
     is_rotary_buffer = name.endswith(".rotary_emb.inv_freq")  # in old checkpoints; the config determines it
     drafts = range(config.num_layers, config.num_layers + config.num_draft_layers)
-    is_draft = any(name.startswith(f"model.layers.{layer}.") for layer in drafts)
-    if is_tied_head or is_rotary_buffer or is_draft or is_attention_scale(name) or reader.is_zero_bias(name):
+    is_draft = any(name.startswith(f"{prefix}model.layers.{layer}.") for layer in drafts)
+    is_of_tower = family.text is not None and name.startswith(family.text.towers)
+    norm = None if family.experts is None else family.experts.norm
+    is_unused_norm = norm is not None and name.endswith(f".{norm}.weight")  # of a layer without experts
+    if is_tied_head or is_rotary_buffer or is_draft or is_of_tower or is_unused_norm or is_attention_scale(name):
+        return
+    if reader.is_zero_bias(name):
         return
     raise ModelError(
         f"{reader.headers[name].path}: tensor {name} is unknown to {config.architecture} with this config.json; it would be ignored"
     )
 
 
-def _has_own_head(reader: CheckpointReader) -> bool:
+def _has_own_head(reader: CheckpointReader, names: VocabNames) -> bool:
     """Whether the head in the checkpoint of a model with tied embeddings differs from the embedding. Reads pieces of both.
 
     transformers ties equal tensors only. A difference by rounding does not count: between two types of floats, or of a quantised
     tensor, which is not read.
     """
-    if not reader.outlines.keys().isdisjoint((_HEAD, _EMBEDDING)):
+    if not reader.outlines.keys().isdisjoint(names):
         return False
-    shape = reader.headers[_EMBEDDING].shape
-    if reader.headers[_HEAD].shape != shape:
+    shape = reader.headers[names.embedding].shape
+    if reader.headers[names.head].shape != shape:
         return True
     num_rows, num_columns = shape
     step = max(1, _NUM_COMPARED // num_columns)
     for start in range(0, num_rows, step):
         part = range(start, min(start + step, num_rows)), range(num_columns)
-        head, embedding = reader.part(_HEAD, part), reader.part(_EMBEDDING, part)
+        head, embedding = reader.part(names.head, part), reader.part(names.embedding, part)
         narrower = min(head.dtype, embedding.dtype, key=lambda dtype: dtype.itemsize)
         if not torch.equal(head.to(narrower), embedding.to(narrower)):
             return True

@@ -83,6 +83,7 @@ class LayerWeights:
     attention: HeadWeights | LatentWeights
     post_norm: torch.Tensor  # [hidden]
     mlp: MlpWeights | SparseWeights
+    mlp_norm: torch.Tensor | None  # [hidden], of what ``mlp`` gives; None: there is none
 
 
 @dataclass(slots=True)

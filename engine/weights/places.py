@@ -6,6 +6,7 @@ If a model is cut among ranks (:mod:`kvrelay.engine.config.cut`), only the rank'
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -23,6 +24,14 @@ from kvrelay.engine.weights.parameters import (
 )
 from kvrelay.engine.weights.rounding import AnyWeight, RoundedWeight, Rounding, Weight
 from kvrelay.engine.weights.targets import FusedExperts, Kept, Place
+
+
+class VocabNames(NamedTuple):
+    """Names of a checkpoint's tensors with a row for each token."""
+
+    embedding: str
+    head: str
+
 
 _Part = tuple[str, int, range]  # of a matrix: name, rows in the checkpoint, and the rank's rows
 
@@ -42,10 +51,23 @@ def allocate(
     allocator = _Allocator(config, dtype, device, rounding, cut, kept)
     layers = [allocator.layer(index) for index in cut.layers(config.num_layers)]
     is_head_tied = cut.is_last and config.has_tied_embeddings
-    embed = allocator.of_vocab("model.embed_tokens.weight") if cut.is_first or is_head_tied else None
-    norm = allocator.parameter("model.norm.weight", config.hidden_size) if cut.is_last else None
-    lm_head = embed if is_head_tied else allocator.of_vocab("lm_head.weight") if cut.is_last else None
+    names = vocab_names(config)
+    embed = allocator.of_vocab(names.embedding) if cut.is_first or is_head_tied else None
+    norm = allocator.parameter(f"{text_prefix(config)}model.norm.weight", config.hidden_size) if cut.is_last else None
+    lm_head = embed if is_head_tied else allocator.of_vocab(names.head) if cut.is_last else None
     return ModelWeights(embed, layers, norm, lm_head), allocator.places
+
+
+def text_prefix(config: ModelConfig) -> str:
+    """What the names of all tensors of the model begin with; empty unless the checkpoint has more than text."""
+    text = FAMILIES[config.architecture].text
+    return "" if text is None else text.prefix
+
+
+def vocab_names(config: ModelConfig) -> VocabNames:
+    """The names of the tensors ``[vocab, hidden]``."""
+    prefix = text_prefix(config)
+    return VocabNames(f"{prefix}model.embed_tokens.weight", f"{prefix}lm_head.weight")
 
 
 class _Allocator:
@@ -70,7 +92,8 @@ class _Allocator:
 
     def layer(self, index: int) -> LayerWeights:
         """All parameters of one layer."""
-        config, layer = self._config, f"model.layers.{index}."
+        config = self._config
+        layer = f"{text_prefix(config)}model.layers.{index}."
         has_experts = config.experts is not None and index in config.experts.layers
         attention = self._heads if config.latent is None else self._latent
         return LayerWeights(
@@ -78,6 +101,7 @@ class _Allocator:
             attention=attention(f"{layer}self_attn."),
             post_norm=self.parameter(f"{layer}post_attention_layernorm.weight", config.hidden_size),
             mlp=self._sparse(layer) if has_experts else self._mlp(f"{layer}mlp.", config.intermediate_size),
+            mlp_norm=self._mlp_norm(layer) if has_experts else None,
         )
 
     def parameter(self, name: str, *shape: int) -> torch.Tensor:
@@ -154,6 +178,12 @@ class _Allocator:
             down_bias=self._summed_bias(f"{prefix}down_proj.bias") if config.has_mlp_bias else None,
         )
 
+    def _mlp_norm(self, layer: str) -> torch.Tensor | None:
+        facts = FAMILIES[self._config.architecture].experts
+        if facts is None or facts.norm is None:
+            return None
+        return self.parameter(f"{layer}{facts.norm}.weight", self._config.hidden_size)
+
     def _sinks(self, name: str) -> torch.Tensor:
         heads = self._cut.heads(self._config.num_q_heads)
         tensor = torch.empty(len(heads), dtype=self._dtype, device=self._device)
@@ -169,16 +199,18 @@ class _Allocator:
         return SparseWeights(
             router=self.parameter(f"{router}.weight", num_experts, config.hidden_size),
             router_bias=self.parameter(f"{router}.bias", num_experts) if facts.has_router_bias else None,
-            choice_bias=None if facts.choice_bias is None else self._wide(f"{router}.{facts.choice_bias}", num_experts),
+            choice_bias=None
+            if facts.choice_bias is None
+            else self._wide(f"{router}.{facts.choice_bias}", num_experts, is_optional=facts.may_lack_choice_bias),
             experts=make(f"{layer}{facts.experts}.", facts, num_experts, experts.intermediate_size),
             shared=self._mlp(f"{layer}{facts.shared}.", experts.shared_size) if facts.shared else None,
             first_expert=self._cut.experts(num_experts).start,
         )
 
-    def _wide(self, name: str, size: int) -> torch.Tensor:
-        """A float32 vector in a model of any dtype, because its last bits matter."""
-        tensor = torch.empty(size, dtype=torch.float32, device=self._device)
-        self.places[name] = Place(tensor, (size,), (range(size),))
+    def _wide(self, name: str, size: int, *, is_optional: bool) -> torch.Tensor:
+        """A float32 vector in a model of any dtype, because its last bits matter. Zeros unless the checkpoint has it."""
+        tensor = torch.zeros(size, dtype=torch.float32, device=self._device)
+        self.places[name] = Place(tensor, (size,), (range(size),), is_optional=is_optional)
         return tensor
 
     def _single_experts(self, prefix: str, facts: ExpertFacts, num_experts: int, mid: int) -> ExpertWeights:

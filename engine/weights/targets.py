@@ -47,6 +47,7 @@ class Place:
     shape: tuple[int, ...]  # of the tensor
     part: tuple[range, ...]  # the part that is read for the target, per dimension
     columns: slice | None = None  # of the inputs that are read: those that the target keeps; None: all
+    is_optional: bool = False  # a checkpoint may lack the tensor; the target is then complete
 
     @property
     def is_stored(self) -> bool:

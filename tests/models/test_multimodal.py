@@ -110,7 +110,7 @@ def test_a_quantised_text_part_has_the_logits_of_its_dequantised_weights(tmp_pat
 def test_without_weights_random_ones_are_compared(model_type: str, tmp_path: Path) -> None:
     """As ``kvrelay check-model`` does."""
     saved(model_type, tmp_path / "full")
-    write_random_weights(tmp_path / "full", tmp_path / "random")
+    write_random_weights(tmp_path / "full", tmp_path / "random", "transformers")
     assert compare(tmp_path / "random", "transformers") < 1e-4
 
 

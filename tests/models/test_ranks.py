@@ -151,10 +151,16 @@ def answer(engine: TorchEngine, prompt: list[int]) -> list[SampledToken]:
     return run.outputs["r"]
 
 
-def test_ranks_have_query_heads_and_all_latents(tmp_path: Path) -> None:
-    saved("deepseek_v3", tmp_path)
+@pytest.mark.parametrize(
+    ("model_type", "how"),
+    [("deepseek_v3", {"num_ranks": 2}), ("axk1", {"num_ranks": 2, "expert_parallel": True}),
+     ("kimi_k25", {"num_ranks": 1, "num_stages": 2})],
+    ids=["deepseek_v3", "axk1 with whole experts", "kimi_k25 in stages"],
+)  # fmt: skip
+def test_ranks_have_query_heads_and_all_latents(model_type: str, how: dict[str, Any], tmp_path: Path) -> None:
+    saved(model_type, tmp_path)
     one = TorchEngine.load(options_of(tmp_path), lambda *_: None)
-    two: Any = load_ranks(tmp_path, 2, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, dtype="float32")
+    two: Any = load_ranks(tmp_path, **how, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, dtype="float32")
     try:
         assert two.card.layout.geometry == one.card.layout.geometry
         expected = list(relayed(Run(one), Run(TorchEngine.load(options_of(tmp_path), lambda *_: None))))

@@ -18,6 +18,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvrelay.common.errors import ModelError
+from kvrelay.engine.config.model import read_config
 from kvrelay.engine.config.quantisation import Quantisation, load_quantisation
 from kvrelay.engine.config.tokenizer import check_tokenizer
 from kvrelay.engine.models.hf.expert_parts import NO_EXPERTS, ExpertParts, of_single_experts, put_expert_parts
@@ -38,6 +39,7 @@ from kvrelay.engine.weights.upload import TensorUpload
 
 Fill = Callable[[type[PreTrainedModel]], AbstractContextManager[type[PreTrainedModel]]]
 """A class of models -> a context with the class to load instead, see ``filled``"""
+_TYPES_BY_OTHER_NAMES = {"kimi_k2": "deepseek_v3"}  # transformers' name of the same type
 _MOST_MODULES = 2**16  # of layers, heads, experts: no model comes close, and making more would take forever
 _LOADING_ERRORS = (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError, StrictDataclassError)
 
@@ -193,7 +195,13 @@ def find_stored(
 def load_transformers_config(directory: Path) -> PreTrainedConfig:
     """``config.json`` as transformers reads it. Raises ModelError on an unknown type, or absurd counts."""
     try:
-        config = transformers.AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+        content = read_config(directory)
+        if (model_type := _TYPES_BY_OTHER_NAMES.get(str(content.get("model_type")))) is not None:
+            config = transformers.CONFIG_MAPPING[model_type].from_dict({**content, "model_type": model_type})
+        else:
+            config = transformers.AutoConfig.from_pretrained(
+                str(directory), local_files_only=True, trust_remote_code=False
+            )
     except _LOADING_ERRORS as error:
         raise _not_loaded(directory, error) from error
     for name, value in config.get_text_config().to_dict().items():
@@ -205,8 +213,9 @@ def load_transformers_config(directory: Path) -> PreTrainedConfig:
 def load_full_config(directory: Path) -> PreTrainedConfig:
     """Like :func:`load_transformers_config`; for a quantised checkpoint the config of the full model."""
     config = load_transformers_config(directory)
-    if getattr(config, "quantization_config", None) is not None:
-        del config.quantization_config  # otherwise transformers would require its own library for the format
+    for part in (config, config.get_text_config()):
+        if getattr(part, "quantization_config", None) is not None:
+            del part.quantization_config  # otherwise transformers would require its own library for the format
     return config
 
 

@@ -52,12 +52,18 @@ def test_what_a_config_leaves_out() -> None:
     assert parse(rope_parameters={"rope_type": "default", "partial_rotary_factor": None}).rope == config.rope
 
 
-@pytest.mark.parametrize("architecture", [name for name, family in FAMILIES.items() if family.defaults])
+@pytest.mark.parametrize(
+    "architecture", [name for name, family in FAMILIES.items() if family.defaults and family.text is None]
+)
 def test_missing_keys_mean_what_they_mean_to_transformers(architecture: str) -> None:
-    theirs = getattr(transformers, architecture).config_class(
+    if (model_class := getattr(transformers, architecture, None)) is None:
+        pytest.skip("this transformers does not have the type yet")
+    theirs = model_class.config_class(
         **({"use_sliding_window": True} if FAMILIES[architecture].has_window_switch else {})
     )
     known = {**vars(theirs), "rope_theta": theirs.rope_parameters["rope_theta"]}
+    if "mlp_layer_types" in known:
+        known["first_k_dense_replace"] = known["mlp_layer_types"].index("sparse")
     defaults = FAMILIES[architecture].defaults
     assert defaults == {name: known[name] for name in defaults}
 

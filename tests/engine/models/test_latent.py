@@ -1,4 +1,4 @@
-"""DeepSeek over latents on the CPU, against transformers, which expands keys and values, for each variant of
+"""Models with latents on the CPU, against transformers, which expands keys and values, for each variant of
 checkpoints."""
 
 from __future__ import annotations
@@ -37,6 +37,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "v3": ("deepseek_v3", {**GROUPS, "norm_topk_prob": True, "routed_scaling_factor": 2.5, "rope_parameters": YARN}),
     "v3 by halves": ("deepseek_v3", {"rope_interleave": False, "first_k_dense_replace": 0}),
     "v3 dense": ("deepseek_v3", {"first_k_dense_replace": 4}),
+    "glm-4.7-flash": ("glm4_moe_lite", {**GROUPS, "mlp_layer_types": ["dense", "sparse", "dense", "sparse"]}),
+    "a.x-k1": ("axk1", {**GROUPS, "rope_parameters": YARN}),
+    # transformers loads zeros for a padding token, which the check's prompts have.
+    "youtu": ("youtu", {"tie_word_embeddings": True, "pad_token_id": None}),
 }
 
 
