@@ -35,6 +35,8 @@ def build_once(directory: Path, build: Callable[[Path], None]) -> Path:
             build(temporary)
             temporary.chmod(0o755)  # mkdtemp's 0700 would hide a shared cache from other users
             for path in temporary.iterdir():
+                if path.is_symlink():
+                    continue  # to a file of somebody else's
                 path.chmod(0o644)  # safetensors writes 0600
                 with path.open("rb") as file:
                     os.fsync(file.fileno())  # a power cut must not leave the name without the bytes

