@@ -81,6 +81,18 @@ def test_latents_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert report["logits"].startswith("as transformers computes them")
 
 
+def test_of_a_type_with_images_our_forward_pass_has_the_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_config(tmp_path, "deepseek_v3", **SIZES | tiny.EXPERTS | tiny.LATENT)
+    text = json.loads((tmp_path / "config.json").read_text())
+    content = {"model_type": "kimi_k25", "architectures": ["KimiK25ForConditionalGeneration"], "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps({**content, "tie_word_embeddings": False}))
+    code, report = found(capsys, str(tmp_path))
+    assert (code, report["path"], report["kv_bytes_per_token"]) == (0, "native", 4 * (16 + 8) * 4)
+    assert report["logits"].startswith("as transformers computes them")
+
+
 def test_quantised_weights_take_less_of_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_config(tmp_path, "llama", **SIZES)
     config = json.loads((tmp_path / "config.json").read_text())
