@@ -1,6 +1,6 @@
 """Greedy generation by transformers in a separate process.
 
-The process frees its weights and threads before the tested deployments start. It imports nothing of kvrelay's engine, which is
+The process frees its weights and threads before the tested deployments start. It computes nothing with kvrelay's engine, which is
 compared with it.
 """
 
@@ -59,14 +59,15 @@ def _be_quiet() -> None:
 
 def _load(reference: Reference) -> Any:
     import torch  # noqa: PLC0415 - only in the process
-    from transformers import AutoConfig  # noqa: PLC0415
 
+    from kvrelay.engine.models.hf.loading import load_transformers_config  # noqa: PLC0415
     from kvrelay.engine.models.hf.text import auto_class  # noqa: PLC0415
 
     torch.set_num_threads(reference.threads)
     torch.set_grad_enabled(False)
-    model = auto_class(AutoConfig.from_pretrained(reference.directory)).from_pretrained(
-        reference.directory, dtype=getattr(torch, reference.dtype)
+    config = load_transformers_config(reference.directory)
+    model = auto_class(config).from_pretrained(
+        reference.directory, config=config, dtype=getattr(torch, reference.dtype)
     )
     is_cuda = reference.device == "cuda" or (reference.device == "auto" and torch.cuda.is_available())
     return model.to("cuda" if is_cuda else "cpu").eval()
