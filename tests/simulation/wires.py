@@ -121,7 +121,7 @@ class Wires:
         self.loop.call_at(when_s, deliver, context=target.process.context)
 
     def break_off(self, connection: Connection) -> None:
-        """The connection breaks, and messages on their way are lost. Its client is told soon."""
+        """The connection breaks, and messages on their way are lost. Both ends are told soon."""
         connection.generation += 1
         connection.frozen.clear()
         connection.is_frozen = False
@@ -131,8 +131,9 @@ class Wires:
         client = connection.client
         if connection in self.connections:
             self.connections.remove(connection)
-        if server is not None and not client.closed:
-            self.loop.call_at(self.loop.now_s + self.delay_s(), client.tell_broken, context=client.process.context)
+        for end in () if server is None else (client, server):
+            if not end.closed:
+                self.loop.call_at(self.loop.now_s + self.delay_s(), end.tell_broken, context=end.process.context)
 
     def close(self, connection: Connection) -> None:
         """The client closes its end. The server forgets it once all messages of the client have arrived."""

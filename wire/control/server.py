@@ -1,7 +1,7 @@
 """A worker's end of control links: a ROUTER that knows its peers.
 
-A peer is known from its ``Hello`` until it says ``Bye``, falls silent, or says ``Hello`` again. Then its earlier requests are void,
-and the handler is told. With keys, the key of each message decides the role of its sender. So a gateway cannot speak as a prefill
+A peer is known from its ``Hello`` until it says ``Bye``, its connection breaks, it falls silent, or it says ``Hello`` again. Then its
+earlier requests are void, and the handler is told. With keys, the key of each message decides the role of its sender. So a gateway cannot speak as a prefill
 worker.
 
 A connection's routing id is random. ``Hello`` gives the connection a role and a name. Names of different roles are different peers,
@@ -47,6 +47,7 @@ logger = logging.getLogger(__name__)
 _MAX_STRANGERS = 1000  # strangers that get a log line
 _MAX_DETAIL = 1000  # characters of text that a peer may have chosen, in a log line or an answer
 _MAX_NAME = 255  # characters of a peer's name
+_BREAKS_S = 0.05  # connections that break within this time are looked for together, also by strangers who come and go
 
 
 class ServerHandler(Protocol):
@@ -99,11 +100,14 @@ class ControlServer:
         self._peers: dict[bytes, _Peer] = {}  # by routing id
         self._routes: dict[tuple[Role, str], bytes] = {}  # role and name to routing id
         self._strangers: set[str] = set()
+        self._network = network
         self._clock = network.clock
         self._router = network.context.socket(zmq.ROUTER)
         self._gate = gate
         receive = None if gate is None else receive_with_role
         self._socket = network.loop_socket(self._router, self._on_frames, receive)
+        self._monitor: LoopSocket | None = None  # tells of broken connections
+        self._looking: asyncio.TimerHandle | None = None  # for the peers whose connections broke
         self._sweeper: asyncio.Task[None] | None = None
         self._file: SocketFile | None = None
 
@@ -125,6 +129,9 @@ class ControlServer:
             raise WireError(f"cannot listen on {self._address}: {error}; choose another --address") from error
         address = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
         self._file = SocketFile(address)
+        watched = self._router.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._monitor = self._network.loop_socket(watched, self._on_break)
+        self._monitor.start()
         self._socket.start()
         self._sweeper = asyncio.create_task(self._sweep())
         return address
@@ -148,6 +155,11 @@ class ControlServer:
         if self._sweeper is not None:
             self._sweeper.cancel()
             await asyncio.gather(self._sweeper, return_exceptions=True)
+        if self._looking is not None:
+            self._looking.cancel()
+        if self._monitor is not None:
+            self._router.disable_monitor()
+            self._monitor.close(linger_ms=0)
         self._socket.close(linger_ms=200)
         if self._gate is not None:
             self._gate.stop()
@@ -170,8 +182,9 @@ class ControlServer:
             return
         peer = self._peers.get(routing_id)
         if peer is None:
-            self._refuse_frame("before_hello", routing_id, f"{type(message).__name__} before Hello")
-            # So a peer that was dropped, or that knew an earlier process at this address, says Hello at once.
+            # A peer that was dropped, or that knew an earlier process at this address, says Hello then at once.
+            self._metrics.refused_messages.labels("before_hello").inc()
+            logger.debug("%s before Hello from %s", type(message).__name__, routing_id[:64].hex())
             self._answer(routing_id, HelloRefused(code=FailureCode.PEER_LOST, detail="not known here: say Hello"))
             return
         if proved not in (None, peer.role.value):
@@ -233,6 +246,19 @@ class ControlServer:
             self._strangers.add(name)
             logger.warning("%s", text, extra={"peer_id": name if name.isprintable() else name.encode().hex()})
 
+    def _on_break(self, _event: list[bytes]) -> None:
+        """A connection broke. The event does not say whose, and ZeroMQ gives the peer up a moment later."""
+        if self._looking is None:
+            self._looking = asyncio.get_running_loop().call_later(_BREAKS_S, self._drop_broken)
+
+    def _drop_broken(self) -> None:
+        """Drop the peers without a connection: a Status cannot be queued for them."""
+        self._looking = None
+        status = self._handler.status()
+        for routing_id, peer in list(self._peers.items()):
+            if not self._answer(routing_id, status):
+                self._lose(routing_id, peer, "its connection broke")
+
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(self._settings.ping_interval_s)
@@ -240,13 +266,16 @@ class ControlServer:
             silent = [one for one, peer in self._peers.items() if now_s - peer.heard_s > self._patience_s(peer)]
             for routing_id in silent:
                 peer = self._peers[routing_id]
-                logger.warning("peer silent for %.1f s", now_s - peer.heard_s, extra={"peer_id": peer.peer_id})
-                self._metrics.lost_peers.inc()
-                self._drop(routing_id)
+                self._lose(routing_id, peer, f"silent for {now_s - peer.heard_s:.1f} s")
 
     def _patience_s(self, peer: _Peer) -> float:
         settings = self._settings.between_workers() if peer.role is Role.PREFILL else self._settings
         return settings.peer_timeout_s
+
+    def _lose(self, routing_id: bytes, peer: _Peer, reason: str) -> None:
+        logger.warning("%s %s is lost: %s", peer.role, peer.peer_id, reason)
+        self._metrics.lost_peers.inc()
+        self._drop(routing_id)
 
     def _drop(self, routing_id: bytes) -> None:
         peer = self._peers.pop(routing_id)
