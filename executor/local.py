@@ -46,6 +46,7 @@ from kvrelay.gateway.http.request import parse_body
 from kvrelay.gateway.metrics import GatewayMetrics
 from kvrelay.gateway.model import Model, ModelFiles
 from kvrelay.gateway.relay.relay import Relay
+from kvrelay.gateway.relay.request import GenerationSpec
 from kvrelay.gateway.settings import RelaySettings
 from kvrelay.gateway.text.output import TextDelta, Usage
 from kvrelay.gateway.text.tokenizer import aside
@@ -203,9 +204,7 @@ class LocalBackend:
         shown = "" if isinstance(request.prompt, Chat) else request.prompt
         body = parse_body(CompletionBody, None, encode_body(request.body(shown, stream=stream)))
         spec = body.spec(max_tokens=body.max_tokens, num_logprobs=body.logprobs)
-        if isinstance(request.prompt, Chat):  # its answer begins a text, as over HTTP
-            spec = msgspec.structs.replace(spec, continues_text=request.prompt.continue_final_message)
-        prompt = await _prompt(model, request)
+        prompt, spec = await _prompt(model, request, spec)
         sequences = model.sequences(
             [prompt.token_ids],
             spec,
@@ -278,27 +277,34 @@ class LocalBackend:
         return self._running
 
 
-async def _prompt(model: Model, request: Request) -> Prompt:
-    """The request's prompt. Raises InvalidRequestError, UnavailableError if the worker does not tell how to read images."""
+async def _prompt(model: Model, request: Request, spec: GenerationSpec) -> tuple[Prompt, GenerationSpec]:
+    """The request's prompt, and ``spec`` with what a chat adds.
+
+    Raises InvalidRequestError, UnavailableError if the worker does not tell how to read images.
+    """
     params = request.sampling_params
     match request.prompt:
         case str(text):
             adds_special_tokens = params.add_special_tokens
             encode = partial(model.encode, text, "prompt", add_special_tokens=adds_special_tokens)
-            return Prompt(await aside(encode, len(text)))
+            return Prompt(await aside(encode, len(text))), spec
         case Chat() as chat:
             body = encode_body(chat.body())
             read = parse_body(ChatBody, None, body)
-            _, _, prompt = await prompt_of(
+            read_chat, _, prompt = await prompt_of(
                 model,
                 lambda: (read.chat(model), None),
                 lambda text: model.encode(text, "messages", add_special_tokens=False),
                 len(body),
             )
-            return prompt
+            return prompt, msgspec.structs.replace(
+                spec,
+                continues_text=chat.continue_final_message,  # else its answer begins a text, as over HTTP
+                image_params=tuple(image.param for image in read_chat.images),
+            )
         case token_ids:
             model.check_token_ids(token_ids, "prompt")
-            return Prompt(list(token_ids))
+            return Prompt(list(token_ids)), spec
 
 
 def _piece(delta: TextDelta, *, tells_logprobs: bool) -> Piece:

@@ -47,7 +47,7 @@ class Unheard:
         new = [one for one in late if one not in self._told]
         self._told = set(late)
         return [
-            f"{one.role} worker at {one.address} has not answered for {now_s - self._known_since_s[one]:.0f} s: its model still "
+            f"{one} has not answered for {now_s - self._known_since_s[one]:.0f} s: its model still "
             "loads, or no worker listens there"
             for one in new
         ]

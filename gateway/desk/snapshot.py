@@ -161,7 +161,7 @@ def _known(model: str, worker: Worker) -> Known:
         address=worker.address,
         role=worker.role.value,
         model=model,
-        name="" if welcome is None else welcome.worker_id,
+        name=worker.name,
         num_blocks=0 if welcome is None else welcome.card.num_blocks,
         max_running=0 if status is None else status.max_running,
         problem=worker.misfit or ("" if welcome is not None else worker.problem),

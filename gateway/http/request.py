@@ -279,6 +279,10 @@ def _complaint(complaints: Sequence[ErrorDetails]) -> InvalidRequestError:
     """An error made of the most telling complaint, with the field, its value and what is allowed."""
     if complaints[0]["type"] == "json_invalid":
         reason = complaints[0].get("ctx", {}).get("error", complaints[0]["msg"])
+        if "hex escape" in reason:
+            reason += (
+                "; \\uXXXX has four hex digits, and \\ud800 to \\udfff come in pairs: is a text cut inside a character?"
+            )
         return InvalidRequestError(f"the body is not valid JSON: {reason}")
     # A field of several types has one complaint per type. A bound is only checked where the type fits. Otherwise the type that
     # fits best got furthest into the value.

@@ -269,7 +269,7 @@ class WorkerPool:
 
     def _let_go(self, worker: Worker) -> None:
         del self._of(worker.role)[worker.address]
-        logger.info("%s worker at %s is gone", worker.role, worker.address)
+        logger.info("%s is gone", worker)
         worker.abandon("it is gone")
         task = asyncio.create_task(worker.client.stop())
         self._stopping.add(task)
@@ -293,7 +293,7 @@ class WorkerPool:
         for worker in up:
             misfit = foreign.get(worker) or ("" if model is None else worker.differences(model))
             if misfit and misfit != worker.misfit:
-                logger.error("%s worker at %s is not used: %s", worker.role, worker.address, misfit)
+                logger.error("%s is not used: %s", worker, misfit)
             worker.misfit = misfit
         self._metrics.workers_refused.set(sum(1 for worker in up if worker.misfit))
         # Computed here because each request reads them several times.

@@ -83,6 +83,7 @@ class Worker:
         self.role = role
         self.address = address
         self.uid = uid
+        self.name = ""  # its own; that of the last one there while none is up
         self.welcome: Welcome | None = None
         self.fingerprint: bytes | None = None  # of its KV layout, while the worker is up
         self.status: Status | None = None
@@ -101,6 +102,10 @@ class Worker:
         proof = None if keys is None else ClientProof(keys, role)
         self.client = ControlClient(address, hello, self, settings, metrics=metrics, network=network, proof=proof)
 
+    def __str__(self) -> str:
+        """Role, name (once it was up) and address, for people."""
+        return f"{self.role} worker {f'{self.name} at ' if self.name else 'at '}{self.address}"
+
     def on_welcome(self, welcome: Welcome) -> None:
         """The link is up."""
         self.has_answered = True
@@ -108,6 +113,7 @@ class Worker:
             self.problem = f"{self.address} is a {welcome.role} worker, but was given as a {self.role} worker"
             logger.error("%s", self.problem)
             return
+        self.name = welcome.worker_id
         self.welcome, self.fingerprint = welcome, welcome.card.layout.fingerprint()
         self.status = None
         self.up_since_s = self._clock()
@@ -115,9 +121,8 @@ class Worker:
         self.read_images = not card.no_images
         self.load = Load(card.layout.block_size, card.layout.geometry.windows)
         logger.info(
-            "%s worker %s at %s: up, %s, %d KV blocks, protocol %d",
-            self.role, welcome.worker_id, self.address, card.layout.model_id, card.num_blocks, welcome.protocol,
-        )  # fmt: skip
+            "%s: up, %s, %d KV blocks, protocol %d", self, card.layout.model_id, card.num_blocks, welcome.protocol
+        )
         self._owner.on_welcome(self)
         self._owner.take_stock()
 
@@ -147,11 +152,11 @@ class Worker:
             case Failed() | Cancelled():
                 self._owner.deliver(message.key, GaveUp(self.role, message))
             case _:
-                logger.warning("unexpected %s from %s", type(message).__name__, self.address)
+                logger.warning("unexpected %s from %s", type(message).__name__, self)
 
     def on_lost(self, reason: str) -> None:
         """The worker is lost; tell its attempts."""
-        logger.warning("%s worker at %s is lost: %s", self.role, self.address, reason)
+        logger.warning("%s is lost: %s", self, reason)
         self.abandon(reason)
         self.welcome = self.fingerprint = self.status = self.load = None
         self.problem, self.misfit = reason, ""  # another worker may come back at this address
@@ -161,13 +166,13 @@ class Worker:
         """The worker refuses gateways like this one."""
         self.has_answered = True
         if self.problem != refused.detail:
-            logger.error("%s worker at %s refuses this gateway: %s", self.role, self.address, refused.detail)
+            logger.error("%s refuses this gateway: %s", self, refused.detail)
         self.problem = refused.detail
 
     def _on_wrong(self) -> None:
         """The worker says that it computes wrongly and will end. Its messages no longer count."""
         reason = "it computes wrongly"
-        logger.error("%s worker at %s: %s", self.role, self.address, reason)
+        logger.error("%s: %s", self, reason)
         self.problem = reason
         self._owner.on_wrong(self)
         self.abandon(reason)
@@ -198,7 +203,7 @@ class Worker:
         if self.welcome is None or other.welcome is None:
             return ""
         differences = other.welcome.card.layout.differences(self.welcome.card.layout)
-        return f"its KV is not that of {other.address} ({'; '.join(differences)})" if differences else ""
+        return f"its KV is not that of {other} ({'; '.join(differences)})" if differences else ""
 
     @property
     def reads_images(self) -> bool:

@@ -167,9 +167,10 @@ def test_a_request_that_is_aborted_leaves_nothing(tiny: Tiny) -> None:
 def test_what_cannot_be_read_is_the_callers_error(tiny: Tiny) -> None:
     with (
         tiny.start(kv_memory_mb=16) as llm,
-        pytest.raises(InvalidRequestError, match="image 0 cannot be read as one of PNG"),
+        pytest.raises(InvalidRequestError, match="cannot be read as one of PNG") as failed,
     ):
         llm.generate(chat("what is ", FIRST[:-200]), GREEDY)
+    assert failed.value.param == "messages[0].content[1]"
     with tiny.start(kv_memory_mb=16, images=False) as llm, pytest.raises(InvalidRequestError, match=IMAGES_OFF):
         llm.generate(chat("what is ", FIRST), GREEDY)
 

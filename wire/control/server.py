@@ -1,8 +1,8 @@
 """A worker's end of control links: a ROUTER that knows its peers.
 
-A peer is known from its ``Hello`` until it says ``Bye``, its connection breaks, it falls silent, or it says ``Hello`` again. Then its
-earlier requests are void, and the handler is told. With keys, the key of each message decides the role of its sender. So a gateway cannot speak as a prefill
-worker.
+A peer is known from its ``Hello`` until it says ``Bye``, its connection breaks, it falls silent, or it says ``Hello`` again. Then
+its earlier requests are void, and the handler is told. With keys, the key of each message decides the role of its sender. So a
+gateway cannot speak as a prefill worker.
 
 A connection's routing id is random. ``Hello`` gives the connection a role and a name. Names of different roles are different peers,
 so no peer gets a message for another role. The latest ``Hello`` of a name wins.
@@ -22,6 +22,7 @@ import zmq
 from kvrelay.wire.addresses import SocketFile, with_brackets
 from kvrelay.wire.codec import MAX_CONTROL_FRAME_NBYTES, Codec
 from kvrelay.wire.errors import MalformedMessageError, WireError
+from kvrelay.wire.loop_socket import LoopSocket
 from kvrelay.wire.messages import (
     PROTOCOL_MAX,
     PROTOCOL_MIN,
@@ -160,6 +161,7 @@ class ControlServer:
         if self._monitor is not None:
             self._router.disable_monitor()
             self._monitor.close(linger_ms=0)
+            self._monitor = None
         self._socket.close(linger_ms=200)
         if self._gate is not None:
             self._gate.stop()

@@ -180,6 +180,7 @@ async def test_a_worker_that_goes_is_told_at_once(model_directory: Path, clock: 
             while (event := (await looker.events(number))[-1])[0] != "roster":
                 number += 1
         assert event[1]["workers"][0]["problem"]
+        assert event[1]["workers"][0]["name"] == "w", "it has another name when it is down"
         assert (await looker.events(number + 1))[-1][1]["workers"][0][0] == "down"
         await looker.leave()
 

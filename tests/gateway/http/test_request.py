@@ -42,6 +42,12 @@ def test_a_value_that_is_no_json_is_refused_also_where_no_field_is_declared(valu
         parse_body(CompletionBody, None, b'{"prompt": "x", "metadata": %b}' % value)
 
 
+@pytest.mark.parametrize("text", [r"a\ud800b", r"a\ud83d", r"a\udc00"])
+def test_half_of_a_surrogate_pair_is_refused_with_the_rule_that_it_breaks(text: str) -> None:
+    with pytest.raises(InvalidRequestError, match=r"not valid JSON: .*\\ud800 to \\udfff come in pairs"):
+        parse_body(CompletionBody, None, b'{"prompt": "%b"}' % text.encode())
+
+
 @pytest.mark.parametrize(
     ("fields", "text"),
     [

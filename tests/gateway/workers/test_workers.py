@@ -90,13 +90,15 @@ async def test_a_worker_with_other_kv_is_named_and_not_used(caplog: pytest.LogCa
         on.pool.update(found(*on.players))
         await until(on.pool, lambda: bool(on.pool.decodes[other.address].misfit))
         assert not on.pool.decodes[other.address].is_usable
-        assert f"decode worker at {other.address} is not used: its KV is not that of {prefill.address}" in caplog.text
+        decode, one = on.pool.decodes[other.address], on.pool.prefills[prefill.address]
+        assert f"{decode} is not used: its KV is not that of {one}" in caplog.text
+        assert str(one) == f"prefill worker {one.name} at {prefill.address}"
         assert "another" in caplog.text
         assert on.metrics.registry.get_sample_value("kvrelay_workers_refused", {"model": "tiny"}) == 1
         assert on.pool.not_ready() == []
         # The gateway uses the other layout only when no worker of the first one is left.
         on.pool.update(found(prefill, other))
-        misfit = f"its KV is not that of {other.address} (model_id: 'another' / 'fake')"
+        misfit = f"its KV is not that of {decode} (model_id: 'another' / 'fake')"
         assert on.pool.not_ready() == [f"no prefill worker is up ({misfit})"]
         on.pool.update(found(other))
         assert on.pool.not_ready() == []
