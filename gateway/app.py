@@ -103,13 +103,14 @@ def create_app(
     _add_operations(app, models, metrics)
     PickerMetrics(models, metrics.registry)
     records = Records(time.monotonic, time.time)
-    observers: list[Observer] = [records, Access(metrics, time.monotonic, is_logged=settings.access_log)]
+    access = Access(metrics, time.monotonic, [model.name for model in models], is_logged=settings.access_log)
+    observers: list[Observer] = [records, access]
     traces = _traces(settings.traces)
     if traces is not None:
         observers.append(traces)
     add_desk(app, models, records, Feed(models, metrics, records, time.monotonic, is_ending))
     _add_docs_page(app)
-    api_keys = None if settings.api_keys is None else ApiKeys(Path(settings.api_keys), time.monotonic)
+    api_keys = None if settings.api_keys is None else ApiKeys(Path(settings.api_keys), time.monotonic, access.know)
     paths = frozenset(route.path for route in app.routes if isinstance(route, Route))
     edge = Edge(
         app,

@@ -20,7 +20,7 @@ import logging
 import math
 import re
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -169,7 +169,9 @@ class _Key:
 class ApiKeys:
     """The keys of one file. The constructor raises SettingsError if the file cannot be read."""
 
-    def __init__(self, path: Path, clock: Clock) -> None:
+    def __init__(self, path: Path, clock: Clock, on_names: Callable[[Iterable[str]], object] = lambda _: None) -> None:
+        """``on_names``: called with the names of all keys, now and when the file changes."""
+        self._on_names = on_names
         self._gateway = secrets.token_hex(8)
         self._others = OtherGateways(self._gateway)
         self._num_told = 0
@@ -229,6 +231,7 @@ class ApiKeys:
     def _take(self, keys: dict[str, _Key]) -> None:
         self._keys = keys
         self._names = {key.digest: name for name, key in reversed(keys.items())}
+        self._on_names(keys)
 
     def _look_again(self) -> None:
         now_s = self._clock()

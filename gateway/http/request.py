@@ -135,21 +135,24 @@ class ApiRequest(Request):
         if self.key_use is not None:
             self.key_use.budget.reserve(self.key_limits.tokens, 1, 0, time.monotonic())  # 0: nothing is reserved
 
-    def settle(self) -> None:
-        """Replace the reservation by what the request really used.
+    def used(self) -> Usage:
+        """The tokens that the request costs its API key, once it is over.
 
         Without a token it costs nothing, unless its client gave it up: workers may have computed its prompts.
         """
-        if self.key_use is None or not self._num_reserved:
-            return
-        num_used = 0
         if any(one.timings.first_token_s is not None for one in self.sequences):
-            usage = total(self.sequences, self.usages)
-            num_used = usage.num_prompt_tokens + usage.num_output_tokens
-        elif self._was_given_up():
-            submitted = [one for one in self.sequences if one.timings.submitted_s is not None]
-            num_used = sum(len(one.prompt_token_ids) for one in submitted if one.is_first)
-        self.key_use.budget.settle(self._num_reserved, num_used, time.monotonic())
+            return total(self.sequences, self.usages)
+        submitted = [one for one in self.sequences if one.timings.submitted_s is not None]
+        if not submitted or not self._was_given_up():
+            return Usage(0)
+        return Usage(sum(len(one.prompt_token_ids) for one in submitted if one.is_first))
+
+    def settle(self) -> None:
+        """Replace the reservation by what the request really used."""
+        if self.key_use is not None and self._num_reserved:
+            used = self.used()
+            num_used = used.num_prompt_tokens + used.num_output_tokens
+            self.key_use.budget.settle(self._num_reserved, num_used, time.monotonic())
 
     def _was_given_up(self) -> bool:
         """Whether the client ended the request: it left without an answer, or the timeout that passed was its own."""

@@ -26,6 +26,11 @@ async def test_requests_are_told_by_key_and_model_but_not_their_text(
     caplog.set_level(logging.INFO, logger="kvrelay.gateway.desk.access")
     async with app_for(model_directory, saying(SAID), api_keys=str(keys), access_log=True) as app:
         mine = {"authorization": f"Bearer {SECRET}"}
+        # Prometheus takes a counter's first value as its beginning, so it must not be what a first request used.
+        for sample in ('key="alice",kind="completion"', 'key="bob",kind="prompt"'):
+            assert (
+                f'kvrelay_api_key_tokens_total{{{sample},model="tiny"}} 0.0' in (await app.client.get("/metrics")).text
+            )
 
         async def ask(path: str, headers: dict[str, str], **body: Any) -> None:
             await app.client.post(path, json=body, headers=headers)

@@ -280,6 +280,8 @@ async def test_a_client_that_gives_up_before_the_first_token_pays_for_its_prompt
         await asyncio.wait_for(begun.wait(), 20)
         told = await app.client.get("/v1/models", headers=ALICE)
         assert told.headers["x-ratelimit-remaining-tokens"] == "56"
+        counted = {name: value for name, value in (await app.metrics()).items() if "api_key_tokens_total" in name}
+    assert counted == {'kvrelay_api_key_tokens_total{key="alice",kind="prompt",model="tiny"}': 4}
 
 
 async def _leave_after(begun: asyncio.Event, app: ASGIApp, body: bytes) -> None:
