@@ -132,8 +132,7 @@ class GatewayMetrics:
         )
         self.key_tokens = Counter(
             "kvrelay_api_key_tokens_total",
-            "Tokens that requests cost their API key, by key, model and kind: prompt, completion, cached (of the prompt's, those found "
-            "in a cache)",
+            "Tokens that requests cost, by API key, model and kind: prompt, completion, cached (prompt tokens found in a cache)",
             ["key", "model", "kind"],
             registry=registry,
         )
