@@ -21,6 +21,7 @@ from kvrelay.engine.drafting import head_on_first_rank, require_draft_model
 from kvrelay.engine.outline import ModelOutline, check_files, compare, outline_model, write_random_weights
 from kvrelay.engine.settings import KvSettings, ModelSettings, prompt_step_tokens, sequences_at_a_time
 from kvrelay.launcher.models import find_configuration, resolve_model
+from kvrelay.launcher.progress import announce
 from kvrelay.launcher.tiktoken_file import has_tokenizer
 
 # Usable memory in GiB.
@@ -123,7 +124,8 @@ def run(
     except KvrelayError as error:
         click.echo(f"kvrelay: {error}", err=True)
         return 2
-    report = examine(model, directory, backend, memory_gib if gpu is None else GPUS[gpu], *ranks, draft)
+    with announce(f"checking {model}"):
+        report = examine(model, directory, backend, memory_gib if gpu is None else GPUS[gpu], *ranks, draft)
     click.echo(json.dumps(report.as_json(), indent=2) if as_json else "\n".join(report.lines()))
     return 0 if report.reason is None else 1
 
