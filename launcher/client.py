@@ -9,7 +9,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvrelay.common.errors import SettingsError
-from kvrelay.launcher.errors import AnswerError
+from kvrelay.launcher.errors import AnswerError, refused
 
 
 def http_client(url: str, timeout_s: float, api_key: str | None = None) -> httpx.Client:
@@ -82,7 +82,7 @@ def _json(client: httpx.Client, method: str, path: str, body: dict[str, Any] | N
             "or name another one with --url"
         ) from error
     if answer.status_code != 200:
-        raise AnswerError(f"{answer.url} answered {answer.status_code}: {answer.text[:500]}")
+        raise refused(str(answer.url), answer.status_code, answer.content)
     try:
         return answer.json()
     except ValueError as error:

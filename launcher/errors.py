@@ -11,6 +11,8 @@ KvrelayError
     └── VerifyError         a comparison could not be made (a difference is a result)
 """
 
+import json
+
 from kvrelay.common.errors import KvrelayError
 
 
@@ -36,6 +38,16 @@ class DownloadError(LauncherError):
 
 class AnswerError(LauncherError):
     """The message names the server and what to do."""
+
+
+def refused(url: str, status: int, body: bytes) -> AnswerError:
+    """The error of an answer with an error's status: the server's reason, and the way out if it wants a key."""
+    try:
+        reason = str(json.loads(body)["error"]["message"])
+    except (ValueError, LookupError, TypeError):
+        reason = body[:500].decode(errors="replace") or "no reason given"
+    way_out = "; KVRELAY_API_KEY, or --api-key, is to be a key that may" if status in (401, 403) else ""
+    return AnswerError(f"{url} answered {status}: {reason}{way_out}")
 
 
 class BenchError(LauncherError):

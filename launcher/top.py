@@ -23,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvrelay.common.errors import SettingsError
-from kvrelay.launcher.errors import AnswerError
+from kvrelay.launcher.errors import AnswerError, refused
 
 _TIMEOUT_S = 10.0  # without data
 _AGAIN_S = 1.0
@@ -187,7 +187,7 @@ def _pictures(request: urllib.request.Request, tls: ssl.SSLContext | None = None
                     yield render(known, json.loads(value))
     except urllib.error.HTTPError as error:
         with error:
-            raise AnswerError(f"{request.full_url} answered {error.code}: {_told(error.read(2**16))}") from error
+            raise refused(request.full_url, error.code, error.read(2**16)) from error
     except (OSError, HTTPException) as error:
         reason = getattr(error, "reason", error)
         way_out = "start a gateway there (`kvrelay local`), or name another URL"
@@ -197,13 +197,6 @@ def _pictures(request: urllib.request.Request, tls: ssl.SSLContext | None = None
     except (ValueError, LookupError, TypeError) as error:
         raise AnswerError(f"{request.full_url} is no gateway of this version ({error!r})") from error
     raise AnswerError(f"{request.full_url} has ended the stream")
-
-
-def _told(body: bytes) -> str:
-    try:
-        return str(json.loads(body)["error"]["message"])
-    except (ValueError, LookupError, TypeError):
-        return "no reason given"
 
 
 def _request(url: str, api_key: str | None) -> urllib.request.Request:
