@@ -68,6 +68,15 @@ async def test_output_goes_on_with_the_prompts_text_and_a_message_begins_one(tmp
         assert [event["token"]["text"] for event in events] == [" am", " here"]
 
 
+async def test_no_chunk_of_a_chat_is_empty_inside_a_character(model_directory: Path) -> None:
+    """A client that prints ``delta.content`` would print None."""
+    async with app_for(model_directory, saying("one 🏃 relay")) as app:
+        _, *chunks, last = await app.events(CHAT, messages=USER)
+    said = [chunk["choices"][0]["delta"].get("content") for chunk in chunks]
+    assert all(said)
+    assert "".join(said) + last["choices"][0]["delta"].get("content", "") == "one 🏃 relay"
+
+
 async def test_every_chunk_tells_the_usage_so_far(model_directory: Path) -> None:
     async with app_for(model_directory, saying("one relay hands on")) as app:
         options = {"include_usage": True, "continuous_usage_stats": True}

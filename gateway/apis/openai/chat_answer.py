@@ -46,7 +46,7 @@ class ChatFormat(OpenAIFormat):
         return b"".join([self._event([choice], **so_far) for choice in choices])
 
     def chunk(self, index: int, delta: TextDelta, usage: Usage) -> bytes:
-        """One chunk of a stream; empty while the text is held back because it may begin a marker."""
+        """One chunk of a stream; empty while the text is held back: it may begin a marker, or end inside a character."""
         said = {"content": delta.text} if delta.text else {}
         if self._parsers is not None:
             said = self._said(index, delta.text, is_over=delta.finish_reason is not None)
@@ -57,7 +57,7 @@ class ChatFormat(OpenAIFormat):
         more: dict[str, Any] = {}
         if self._shown.prompt_logprobs and delta.prompt_logprobs is not None:
             more["prompt_logprobs"] = prompt_logprobs(self._tokenizer, delta.prompt_logprobs)
-        is_silent = self._parsers is not None and not said and delta.finish_reason is None
+        is_silent = not said and delta.finish_reason is None
         if is_silent and not more and not self._shown.logprobs and not self._shown.token_ids:
             return b""
         return self._event([choice], **self._so_far(usage), **more)
