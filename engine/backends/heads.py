@@ -51,11 +51,12 @@ def make_head(
 
     Raises ModelError if it belongs to another model, its files are broken, or the pool is too small.
     """
-    config = load_head_config(directory, load_config(options.model_dir))
+    model = load_config(options.model_dir)
+    config = load_head_config(directory, model)
     weights = load_head_weights(directory, config, target.dtype, device)
     if weights.embed is None and target.embeds_with_ranks:
         # Other ranks do not know when the head looks a token up.
-        weights = replace(weights, embed=load_embedding(options.model_dir, target.dtype, device))
+        weights = replace(weights, embed=load_embedding(options.model_dir, model, target.dtype, device))
     geometry = geometry_of(config.layer, options.block_size, target.dtype)
     num_slots = len(slots.sequences)
     longest = -(-config.layer.max_position_embeddings // options.block_size)

@@ -106,10 +106,10 @@ def _load(
     return weights
 
 
-def load_embedding(directory: Path, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def load_embedding(directory: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """The whole embedding of a checkpoint that ``load_weights`` has loaded, ``[vocab, hidden]``, in new memory."""
     with CheckpointReader(read_headers(directory), load_quantisation(directory), dtype) as reader:
-        return reader.read(_EMBEDDING).to(device, dtype, copy=True)
+        return reader.read(vocab_names(config).embedding).to(device, dtype, copy=True)
 
 
 def check_checkpoint(directory: Path, reader: CheckpointReader, config: ModelConfig) -> None:
