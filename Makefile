@@ -26,7 +26,8 @@ constraints: setup ## write the versions that are installed into constraints.txt
 	@mv constraints.new constraints.txt
 
 JOBS ?= 2
-PYTEST = .venv/bin/python -m pytest -n $(JOBS) --dist loadfile --durations 20
+# A process takes a file of tests at a time, long files first (tests/conftest.py): pytest-xdist's own order would end with one of them.
+PYTEST = .venv/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations 20
 
 test: setup ## run the tests that take minutes: after every change
 	$(PYTEST) -m 'not full' $(ARGS)

@@ -2,7 +2,8 @@
 
 ``make test`` leaves out tests marked ``full`` and uses the profile ``fast``. ``make test-all`` runs everything with the profile
 ``all``. ``make fuzz`` tries the most examples. A test reads its number of examples from the active profile. Tests in
-``FULL_FOLDERS`` are ``full``, except those marked ``fast``.
+``FULL_FOLDERS`` are ``full``, except those marked ``fast``. Files marked ``long`` come first, so that no process is alone with one
+of them at the end.
 """
 
 import os
@@ -33,11 +34,12 @@ FULL_FOLDERS = ("e2e", "reliability", "cluster")
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by -m
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of ``FULL_FOLDERS``."""
+    """Mark the tests of ``FULL_FOLDERS``, and put those that are marked ``long`` in front."""
     for item in items:
         folder = item.path.relative_to(Path(__file__).parent).parts[0]
         if folder in FULL_FOLDERS and not item.get_closest_marker("fast"):
             item.add_marker(pytest.mark.full)
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 
 @pytest.fixture

@@ -16,6 +16,8 @@ import pytest
 
 from kvrelay.kernels.compile_check import spill_limit
 
+pytestmark = pytest.mark.long
+
 _SPILLING = """
 import dataclasses, json
 from kvrelay.kernels import compile_check as check
@@ -40,8 +42,11 @@ def _run(environment: dict[str, str], *arguments: str) -> subprocess.CompletedPr
 
 
 @pytest.mark.full
-@pytest.mark.timeout(1800)  # some minutes on two idle cores
-def test_every_kernel_compiles_within_the_limits(environment: dict[str, str]) -> None:
+@pytest.mark.timeout(1800)  # some minutes on two idle cores, if nothing is kept from an earlier run
+def test_every_kernel_compiles_within_the_limits(environment: dict[str, str], cache: pytest.Cache) -> None:
+    """Triton keeps what it has compiled among pytest's own files, by the source of a kernel and of all that it calls. So the next
+    run compiles only what has changed."""
+    environment |= {"TRITON_CACHE_DIR": str(cache.mkdir("triton"))}
     done = _run(environment, "-m", "kvrelay.kernels.compile_check", "--json", "--jobs", "2")
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [json.loads(line) for line in done.stdout.splitlines()]
