@@ -26,14 +26,22 @@ from kvrelay.engine.step.sequence import Sequence
 from kvrelay.engine.torch_engine import TorchEngine
 from tests.engine.led import step
 
-from .test_types import NUM_BLOCKS, engine_of, generate, logprobs, options_of, saved
+from .test_types import NUM_BLOCKS, again, generate, logprobs, options_of, saved
 from .test_types import PROMPTS as ALL_PROMPTS
 from .tiny import VOCAB, tiny_model
 
+pytestmark = pytest.mark.long
 BLOCK_SIZE = 8  # the smallest that a kernel takes
 CHUNK = 6
 NUM_TOKENS = 4
-PROMPTS = ALL_PROMPTS[1:]  # few, because the interpreter is slow
+PROMPTS = ALL_PROMPTS[1:]
+FEW = PROMPTS[::2]  # a part of a chunk, and more than two windows: the interpreter is slow
+LAYERS = {  # one of each kind
+    "gemma2": ["sliding_attention", "full_attention"],
+    "gpt_oss": ["sliding_attention", "full_attention"],
+    "mimo_v2_flash": ["full_attention", "sliding_attention"],
+    "qwen3_next": ["linear_attention", "full_attention"],
+}
 
 
 class Run:
@@ -104,14 +112,14 @@ def handed_over(sequence: Sequence, source: Run, target: Run) -> Sequence:
     return moved
 
 
-def relayed(prefill: Run, decode: Run) -> Iterator[list[SampledToken]]:
+def relayed(prefill: Run, decode: Run, prompts: list[list[int]] = PROMPTS) -> Iterator[list[SampledToken]]:
     """``NUM_TOKENS`` tokens of each prompt: the first two from one engine, the others from another."""
     params = SamplingParams(max_tokens=100, temperature=0.0, num_logprobs=VOCAB)
     waiting = [
         Sequence(
             str(index), 1, list(prompt), len(prompt), params, 0.0, block_tables=prefill.blocks(len(prompt) + NUM_TOKENS)
         )
-        for index, prompt in enumerate(PROMPTS)
+        for index, prompt in enumerate(prompts)
     ]
     computing: list[Sequence] = []
     decoding: list[Sequence] = []
@@ -125,32 +133,32 @@ def relayed(prefill: Run, decode: Run) -> Iterator[list[SampledToken]]:
     while decoding:
         decode.step(decoding)
         decoding = [one for one in decoding if len(one.token_ids) < one.num_prompt_tokens + NUM_TOKENS]
-    for index in range(len(PROMPTS)):
+    for index in range(len(prompts)):
         yield prefill.outputs[str(index)] + decode.outputs[str(index)]
 
 
 @pytest.mark.full
-@pytest.mark.timeout(600)  # the interpreter takes half a minute for each on a quiet machine
-@pytest.mark.parametrize("model_type", ["gemma2", "gpt_oss", "mimo_v2_flash", "qwen3_next"])
+@pytest.mark.timeout(600)  # the interpreter takes ten seconds for each on a quiet machine
+@pytest.mark.parametrize("model_type", LAYERS)
 @pytest.mark.filterwarnings("ignore")  # transformers warns of what tiny configurations leave out
 def test_kernels_compute_what_transformers_does(
     model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = saved(model_type, tmp_path)
+    """The check at load over kernels has a test with adapters (``test_transformers_adapters.py``)."""
+    layer_types = LAYERS[model_type]
+    model = saved(model_type, tmp_path, layer_types=layer_types, num_hidden_layers=len(layer_types))
     is_cuda = torch.cuda.is_available()
     if not is_cuda:
         monkeypatch.setattr(transformers_engine, "_ops_on", lambda *_: CudaPagedOps)
-    changes = {"block_size": BLOCK_SIZE, "device": "cuda" if is_cuda else "cpu"}
-    engines = [engine_of(tmp_path, **changes)]
-    monkeypatch.setattr(transformers_engine, "check_model", lambda *_: None)  # of the same model again
-    engines.append(engine_of(tmp_path, **changes))
+    options = {"block_size": BLOCK_SIZE, "device": "cuda" if is_cuda else "cpu"}
+    engines = [again(tmp_path, **options) for _ in range(2)]
     assert_equal(engines, model)
 
 
-@pytest.mark.timeout(120)  # the interpreter takes four seconds on a quiet machine
+@pytest.mark.timeout(120)  # the interpreter takes two seconds on a quiet machine
 @pytest.mark.filterwarnings("ignore")
 def test_kernels_over_latents_compute_what_transformers_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = saved("deepseek_v3", tmp_path)
+    model = saved("deepseek_v3", tmp_path, num_hidden_layers=2)  # a dense one, and one of experts
     is_cuda = torch.cuda.is_available()
     if not is_cuda:
         monkeypatch.setattr(torch_engine, "cpu_ops", lambda options, *of: CudaOps(*of, options.max_num_seqs))
@@ -185,8 +193,8 @@ def test_kernels_add_up_experts_of_ranks_with_odd_columns(model_type: str) -> No
 
 def assert_equal(engines: list[TorchEngine], model: PreTrainedModel) -> None:
     """Check that the tokens of both engines, and their log probabilities, equal those of ``generate``."""
-    outputs = relayed(*map(Run, engines))
-    for prompt, tokens in zip(PROMPTS, outputs, strict=True):
+    outputs = relayed(*map(Run, engines), FEW)
+    for prompt, tokens in zip(FEW, outputs, strict=True):
         expected, expected_logprobs = generate(model, prompt, NUM_TOKENS)
         assert [token.token_id for token in tokens] == expected
         torch.testing.assert_close(torch.stack(list(map(logprobs, tokens))), expected_logprobs, atol=2e-4, rtol=2e-4)

@@ -28,9 +28,10 @@ from tests.engine.ranks.rig import ROUNDING
 from .played_ranks import ThreadedRanks
 from .test_images import PlayedRanks
 from .test_kernels import Run, relayed
-from .test_types import BLOCK_SIZE, EQUAL, NUM_BLOCKS, PAGE, engine_of, options_of, saved
+from .test_types import BLOCK_SIZE, EQUAL, NUM_BLOCKS, PAGE, again, options_of, saved
 from .tiny import VOCAB
 
+pytestmark = pytest.mark.long
 TOLERANCE = 2e-4  # of log probabilities; some types sum over many experts
 # In processes of their own: experts beside recurrent layers, whose states are whole on every rank, and whole attention.
 IN_PROCESSES = ("llama", "qwen3_next", "olmo2")
@@ -66,10 +67,10 @@ def test_two_ranks_give_the_tokens_of_one(model_type: str, tmp_path: Path) -> No
 
 
 def expect_tokens_of_one(several: Any, directory: Path, bound: float = ROUNDING) -> None:
-    """Blocks are handed over in between, from several ranks to one and back."""
-    one = engine_of(directory)
+    """Blocks are handed over in between, from several ranks to one and back. The model was checked when these were loaded."""
+    one = again(directory)
     assert several.card.layout.geometry == one.card.layout.geometry
-    expected = list(relayed(Run(one), Run(engine_of(directory))))
+    expected = list(relayed(Run(one), Run(again(directory))))
     for prefill, decode in ((several, one), (one, several)):
         for given, tokens in zip(relayed(Run(prefill), Run(decode)), expected, strict=True):
             assert_same_tokens(given, tokens, bound)
@@ -130,7 +131,7 @@ def test_two_ranks_scale_queries_by_position(tmp_path: Path) -> None:
     """Llama 4 does so only after more tokens than the check at load computes."""
     floor_scale = LONGEST + 9
     saved("llama4_text", tmp_path, moe_layers=[], floor_scale=floor_scale)
-    one = engine_of(tmp_path)
+    one = again(tmp_path)
     two: Any = load_ranks(
         tmp_path, 2, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, backend="transformers", dtype="float32"
     )

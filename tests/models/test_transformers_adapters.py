@@ -23,7 +23,7 @@ from tests.adapters import write_adapter
 from tests.engine.models.test_adapters import NUM_TOKENS, generate
 from tests.engine.ranks.conftest import load_ranks
 
-from .test_types import EQUAL, engine_of, saved
+from .test_types import EQUAL, again, engine_of, saved
 from .tiny_multimodal import text_type
 
 # One product for queries, keys and values; Conv1D; softcaps and an unchanged MLP; experts; parallel layers; latents.
@@ -37,7 +37,10 @@ RANKED = (
     *(pytest.param(name, marks=pytest.mark.full) for name in ("glm4_moe", "qwen3_next", "olmo2")),
 )  # with biases, gate and up in one layer, and adapters for all kinds of parts
 OTHERS = (".experts.", "vision_embed", "modality_router")  # modules that see some tokens, no text, or all tokens twice
-pytestmark = pytest.mark.filterwarnings("ignore")  # transformers warns of what tiny configurations leave out
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.filterwarnings("ignore"),  # transformers warns of what tiny configurations leave out
+]
 
 
 def linear_layers(model: transformers.PreTrainedModel) -> dict[str, tuple[int, int]]:
@@ -92,7 +95,7 @@ def merged_of(
     for index, ref in enumerate(refs, start=1):
         directory = base.with_name(f"merged-{ref.name}")
         merged_with(model, base.parent / ref.name).save_pretrained(directory)
-        found += generate(engine_of(directory, block_size=16, **options), [0] * (index + 1))[index:]
+        found += generate(again(directory, block_size=16, **options), [0] * (index + 1))[index:]
     return found
 
 
@@ -105,7 +108,7 @@ def test_a_batch_of_base_and_adapters_gives_what_merged_models_give(model_type: 
     for slot, ref in enumerate(refs, start=1):
         slots_of(engine).load(slot, tmp_path / ref.name, ref.digest)
     found = generate(engine, [0, 1, 2])
-    plain = engine_of(base, block_size=16)
+    plain = again(base, block_size=16)
     assert plain.adapters is None
     of_base = generate(plain, [0] * 3)
     assert found == [of_base[0], *merged_of(base, model, refs)]
@@ -125,7 +128,7 @@ def test_two_ranks_give_the_tokens_of_one(model_type: str, tmp_path: Path) -> No
         for slot, ref in enumerate(refs, start=1):
             slots_of(engine).load(slot, tmp_path / ref.name, ref.digest)
         assert generate(engine, [0, 1, 2]) == [
-            generate(engine_of(base, block_size=16), [0])[0],
+            generate(again(base, block_size=16), [0])[0],
             *merged_of(base, model, refs),
         ]
     finally:
@@ -211,9 +214,9 @@ def test_our_cpu_kernels_give_a_row_the_same_bits_in_any_batch(
 def test_our_triton_kernels_add_what_torch_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels run in their interpreter, or on a GPU."""
     base = tmp_path / "base"
-    model = saved("phi3", base)
+    model = saved("phi3", base, num_hidden_layers=2)
     refs = adapters_of(model, tmp_path)
-    expected = [generate(engine_of(base, block_size=16), [0])[0], *merged_of(base, model, refs)]
+    expected = [generate(again(base, block_size=16), [0])[0], *merged_of(base, model, refs)]
     is_cuda = torch.cuda.is_available()
     if not is_cuda:
         monkeypatch.setattr(transformers_engine, "_ops_on", lambda *_: CudaPagedOps)

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from kvrelay.common.errors import ModelError
 from kvrelay.common.sampling import SampledToken
+from kvrelay.engine import transformers_engine
 from kvrelay.engine.backends.options import EngineOptions
 from kvrelay.engine.outline import outline_model
 from kvrelay.engine.torch_engine import TorchEngine
@@ -28,6 +29,7 @@ from .services import MAX_BATCHED_TOKENS, MAX_NUM_SEQS, Engines, served
 from .tiny import SIZES, VOCAB, NotTinyError, generate, text_types, tiny_model
 from .tiny_multimodal import text_type
 
+pytestmark = pytest.mark.long
 # One type of each kind: windows, chunks, softcaps, sinks, experts, latent attention, unequal layers, learned positions,
 # parallel layers, a state, an encoder of images.
 _ALIKE = "llama llama4_text gemma2 gemma4_text gpt_oss qwen3_moe deepseek_v3 mimo_v2_flash gpt2 cohere2 opt qwen3_next lfm2 gemma3"
@@ -65,6 +67,13 @@ PROMPTS = [torch.randint(3, VOCAB, (count,), generator=_GENERATOR).tolist() for 
 def engine_of(directory: Path, **changes: Any) -> TorchEngine:
     """An engine that runs the model through transformers."""
     return load_transformers_engine(options_of(directory, **changes), lambda done, total: None)
+
+
+def again(directory: Path, **changes: Any) -> TorchEngine:
+    """Another engine of a model that an engine has checked at load: without the check, which takes much of the time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transformers_engine, "check_model", lambda *_: None)
+        return engine_of(directory, **changes)
 
 
 def options_of(directory: Path, **changes: Any) -> EngineOptions:
@@ -124,7 +133,7 @@ async def test_a_type_generates_as_transformers_or_is_refused(model_type: str, t
         if "'_Cache' object has no attribute 'layers'" in str(error):
             pytest.skip("transformers before 5.21 has another cache of states")
         raise
-    engines = Engines(prefill, engine_of(tmp_path), engine_of(tmp_path, num_blocks=NUM_SCARCE_BLOCKS))
+    engines = Engines(prefill, again(tmp_path), again(tmp_path, num_blocks=NUM_SCARCE_BLOCKS))
     outline = outline_model(tmp_path, "transformers", BLOCK_SIZE)
     assert outline.geometry == engines.prefill.card.layout.geometry
     if text_type(model_type) == model_type:
@@ -157,7 +166,7 @@ async def test_a_type_with_a_path_of_ours_generates_as_transformers(model_type: 
 @pytest.mark.filterwarnings("ignore")
 async def test_layers_that_share_keys_and_values_have_none_of_their_own(model_type: str, tmp_path: Path) -> None:
     model = saved(model_type, tmp_path, num_kv_shared_layers=2)
-    engines = Engines(engine_of(tmp_path), engine_of(tmp_path), engine_of(tmp_path, num_blocks=NUM_SCARCE_BLOCKS))
+    engines = Engines(engine_of(tmp_path), again(tmp_path), again(tmp_path, num_blocks=NUM_SCARCE_BLOCKS))
     geometry = engines.prefill.card.layout.geometry
     assert sum(len(group.layers) for group in geometry.groups) == 2
     assert outline_model(tmp_path, "transformers", BLOCK_SIZE).geometry == geometry
