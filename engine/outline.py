@@ -18,7 +18,7 @@ from kvrelay.common.errors import ModelError
 from kvrelay.common.kv_geometry import KvGeometry
 from kvrelay.engine.backends.cpu.build import cpu_ops, cpu_paged_ops
 from kvrelay.engine.backends.options import EngineOptions
-from kvrelay.engine.config.cut import cuts_of, require_fit, require_stages
+from kvrelay.engine.config.cut import cuts_of, require_fit, require_indexers, require_stages
 from kvrelay.engine.config.model import ModelShape, load_config, needs_transformers
 from kvrelay.engine.config.quantisation import Quantisation, load_quantisation
 from kvrelay.engine.kv.geometry import geometry_of, state_block_size
@@ -101,6 +101,7 @@ def outline_model(
         config = load_config(directory)
         require_fit(config, num_ranks)
         require_stages(config, num_stages)
+        require_indexers(config, num_stages)
         kv_dtype: torch.dtype = getattr(torch, config.dtype)
         places = checkpoint_places(config)
         return ModelOutline(
@@ -165,7 +166,8 @@ def _gpu_nbytes(places: Mapping[str, Place], dtype: torch.dtype, quantisation: Q
 
 
 def _stays(quantisation: Quantisation, name: str, place: Place) -> bool:
-    """Whether a weight of a quantised checkpoint stays quantised on a GPU. The matrix that expands latents becomes full."""
+    """Whether a weight of a quantised checkpoint stays quantised on a GPU. The matrix that expands latents becomes
+    full, and an indexer's weights of heads are."""
     if quantisation.bits is None:
         return False
     if quantisation.is_shuffled and len(place.part[-1]) < place.shape[-1]:
@@ -174,7 +176,10 @@ def _stays(quantisation: Quantisation, name: str, place: Place) -> bool:
         return name.endswith((".experts.gate_up_proj", ".experts.down_proj"))
     if ".experts." in name:
         return not quantisation.is_shuffled
-    return name.endswith(("_proj.weight", "_proj_with_mqa.weight")) and not name.endswith("kv_b_proj.weight")
+    full = ("kv_b_proj.weight", ".weights_proj.weight")
+    return name.endswith(("_proj.weight", "_proj_with_mqa.weight", ".wq_b.weight", ".wk.weight")) and not name.endswith(
+        full
+    )
 
 
 def _stored_names(model: PreTrainedModel, quantisation: Quantisation | None) -> frozenset[str]:
@@ -228,17 +233,18 @@ def compare(directory: Path, path: str) -> float:
     Runs two short sequences, in chunks and batched over paged K/V. Raises ModelError if the distance is too large.
     """
     options = EngineOptions(model_dir=directory, model_id="compared", device="cpu")
-    reference = load_model(directory, torch.float32, torch.device("cpu"))
+    cpu = torch.device("cpu")
     if path == "transformers":
+        reference = load_model(directory, torch.float32, cpu)
         plain = plain_logits(reference)
-        one_block = KvPool(geometry_of(reference.shape, options.block_size, torch.float32), 1, torch.device("cpu"))
+        one_block = KvPool(geometry_of(reference.shape, options.block_size, torch.float32), 1, cpu)
         reference.bind(cpu_paged_ops(options, reference.shape, one_block.tensor), torch.float32)
         return check_model(reference, plain, lambda shape, pool, *_: cpu_paged_ops(options, shape, pool), torch.float32)
     config = load_config(directory)
-    weights = load_weights(directory, config, torch.float32, torch.device("cpu"), lambda *_: None)
+    weights = load_weights(directory, config, torch.float32, cpu, lambda *_: None)
 
     def make(_: ModelShape, pool: torch.Tensor, *sizes: int) -> tuple[Model, StepOps]:
         ops = cpu_ops(options, config, pool, LONGEST)
         return DecoderModel(config, weights, ops), ops
 
-    return compare_native(reference, config, make, torch.float32)
+    return compare_native(loading.load_parameters(directory, torch.float32, cpu), config, make, torch.float32)

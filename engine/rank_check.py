@@ -8,7 +8,7 @@ import torch
 
 from kvrelay.common.errors import ModelError
 from kvrelay.engine.backends.options import device_of
-from kvrelay.engine.config.cut import require_experts, require_fit, require_stages
+from kvrelay.engine.config.cut import require_experts, require_fit, require_indexers, require_stages
 from kvrelay.engine.config.model import load_config, needs_transformers
 from kvrelay.engine.settings import ModelSettings
 
@@ -60,4 +60,6 @@ def _require_stages(model: ModelSettings, directory: Path) -> None:
     asked = f"--pipeline-parallel is {model.pipeline_parallel}"
     if needs_transformers(model.backend, directory):
         raise ModelError(f"{asked}; models that run through transformers have no stages: take 1")
-    require_stages(load_config(directory), model.pipeline_parallel)
+    config = load_config(directory)
+    require_stages(config, model.pipeline_parallel)
+    require_indexers(config, model.pipeline_parallel)

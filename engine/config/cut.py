@@ -134,6 +134,20 @@ def require_stages(shape: ModelShape, num_stages: int) -> None:
         )
 
 
+def require_indexers(config: ModelConfig, num_stages: int) -> None:
+    """Raise ModelError if a stage would begin with a layer whose tokens an earlier stage picks."""
+    indexer = None if config.latent is None else config.latent.indexer
+    if indexer is None:
+        return
+    for stage in range(num_stages):
+        first = Cut(stage=stage, num_stages=num_stages).layers(config.num_layers).start
+        if first not in indexer.layers:
+            raise ModelError(
+                f"--pipeline-parallel is {num_stages}; the stage that begins with layer {first} would need what an earlier layer's "
+                "indexer picks: take a number of stages that each begin with an indexer, or --tensor-parallel"
+            )
+
+
 def require_experts(config: ModelConfig, num_ranks: int) -> None:
     """Raise ModelError unless every rank gets an expert of each layer with experts."""
     if config.experts is None:

@@ -73,6 +73,7 @@ class Family:
     has_sinks: bool = False
     has_clamped_swiglu: bool = False  # with ``swiglu_alpha`` and ``swiglu_limit``
     is_latent: bool = False  # latent attention (:mod:`kvrelay.engine.config.latent`)
+    has_indexer: bool = False  # a token attends only to the latents that an indexer picks
     experts: ExpertFacts | None = None
     text: TextPart | None = None  # None: the checkpoint is nothing else
     # What keys mean that a ``config.json`` lacks, where transformers' class has another default than Llama's.
@@ -174,4 +175,27 @@ FAMILIES: dict[str, Family] = {
         defaults={**_DEEPSEEK_V3.defaults, "first_k_dense_replace": 1},
     ),
     "YoutuForCausalLM": Family(is_latent=True, defaults={"tie_word_embeddings": True}),
+}
+
+_V3 = FAMILIES["DeepseekV3ForCausalLM"]
+FAMILIES |= {
+    "DeepseekV32ForCausalLM": replace(
+        _V3,
+        has_indexer=True,
+        defaults={**_V3.defaults, "index_topk": 2048, "index_n_heads": 64, "index_head_dim": 128},
+    ),
+    "GlmMoeDsaForCausalLM": replace(
+        _V3,
+        has_indexer=True,
+        defaults={
+            **_V3.defaults,
+            "n_group": 1,
+            "topk_group": 1,
+            "rms_norm_eps": 1e-5,
+            "index_topk": 2048,
+            "index_n_heads": 32,
+            "index_head_dim": 128,
+            "indexer_rope_interleave": True,
+        },
+    ),
 }

@@ -69,6 +69,7 @@ class ModelShape:
     has_sinks: bool = False
     latent_rank: int | None = (
         # With latents: a token keeps ``head_dim`` numbers for all heads, and this many of the first are its value, too.
+        # Behind the latent there may be an indexer's key, which attention does not read.
         None
     )
     layer_sizes: tuple[KvSizes, ...] | None = None  # per layer; None: all keep ``num_kv_heads`` heads of ``head_dim``
@@ -205,9 +206,10 @@ def parse_config(config: Mapping[str, Any], directory: str) -> ModelConfig:
     attention_bias = bool(config.get("attention_bias", False))
     rope = RopeConfig.parse(config, directory)
     has_qkv_bias = attention_bias if family.has_qkv_bias is None else family.has_qkv_bias
-    latent = LatentConfig.parse(config, size, rope, directory) if family.is_latent else None
-    if latent is not None:
-        num_kv_heads, head_dim = 1, latent.size
+    latent: LatentConfig | None = None
+    if family.is_latent:
+        latent = LatentConfig.parse(config, size, rope, directory, has_indexer=family.has_indexer)
+        num_kv_heads, head_dim = 1, latent.row_size
     return ModelConfig(
         architecture=architecture,
         vocab_size=size("vocab_size"),

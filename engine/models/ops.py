@@ -77,6 +77,17 @@ class StepContext(PagedStep, Protocol):
         """
 
 
+@dataclass(frozen=True, slots=True)
+class IndexQueries:
+    """What an indexer asks for the tokens of a step (:class:`kvrelay.engine.config.latent.IndexerConfig`).
+
+    The score of a key for a token is ``(weights * relu(query @ key)).sum()`` over the heads.
+    """
+
+    query: torch.Tensor  # [num_tokens, num_heads, size]
+    weights: torch.Tensor  # [num_tokens, num_heads] fp32
+
+
 class LatentStep(Protocol):
     """One step of a model whose tokens keep latents (:class:`kvrelay.engine.config.latent.LatentConfig`)."""
 
@@ -84,11 +95,24 @@ class LatentStep(Protocol):
     def positions(self) -> torch.Tensor:
         """``[num_tokens]`` int64, on the device."""
 
+    @property
+    def longest(self) -> int:
+        """The most tokens that a token of the step sees, or an upper bound of it. The device is not asked."""
+
     def latent_write(self, latents: torch.Tensor, layer: int) -> None:
-        """Write the tokens' latents ``[num_tokens, size]`` into a pool of latents."""
+        """Write the tokens' rows ``[num_tokens, row_size]`` into a pool of latents: latents, then the indexer's keys."""
+
+    def pick(self, index: IndexQueries, topk: int, layer: int) -> None:
+        """Let each token attend only to the ``topk`` tokens of the highest scores of those that it sees, of equal scores to the
+        first ones.
+
+        This holds for ``latent_attention`` of ``layer``, whose rows are written, and of later layers until the next call.
+        ``topk`` must be less than ``longest``.
+        """
 
     def latent_attention(self, query: torch.Tensor, layer: int, scale: float) -> torch.Tensor:
-        """Causal attention of ``query`` ``[num_tokens, num_q_heads, size]`` over latents, which are the keys of all heads.
+        """Causal attention of ``query`` ``[num_tokens, num_q_heads, size]`` over latents, which are the keys of all heads. Over the
+        tokens that ``pick`` has picked, if it was called.
 
         A latent's first ``rank`` numbers are its value. Returns ``[num_tokens, num_q_heads, rank]``.
         """

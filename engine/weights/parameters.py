@@ -60,6 +60,17 @@ class HeadWeights:
 
 
 @dataclass(slots=True)
+class IndexerWeights:
+    """What picks the latents to attend to (:class:`kvrelay.engine.config.latent.IndexerConfig`); every rank has all of it."""
+
+    q: AnyWeight  # [num_heads * size, query_rank]
+    k: AnyWeight  # [size, hidden]
+    k_norm: torch.Tensor  # [size]
+    k_norm_bias: torch.Tensor  # [size]
+    head_weights: torch.Tensor  # [num_heads, hidden] fp32
+
+
+@dataclass(slots=True)
 class LatentWeights:
     """Attention over latents (:class:`kvrelay.engine.config.latent.LatentConfig`), or a rank's query heads of it."""
 
@@ -70,6 +81,7 @@ class LatentWeights:
     kv_a_norm: torch.Tensor  # [rank]
     kv_b: torch.Tensor  # [num_q_heads * (nope_size + value_size), rank], never quantised
     o: AnyWeight  # [hidden, num_q_heads * value_size]
+    indexer: IndexerWeights | None = None
 
 
 @dataclass(slots=True)

@@ -12,10 +12,12 @@ import torch
 
 from kvrelay.engine.config.cut import Cut
 from kvrelay.engine.config.families import FAMILIES, ExpertFacts
+from kvrelay.engine.config.latent import IndexerConfig
 from kvrelay.engine.config.model import ModelConfig
 from kvrelay.engine.weights.parameters import (
     ExpertWeights,
     HeadWeights,
+    IndexerWeights,
     LatentWeights,
     LayerWeights,
     MlpWeights,
@@ -95,10 +97,9 @@ class _Allocator:
         config = self._config
         layer = f"{text_prefix(config)}model.layers.{index}."
         has_experts = config.experts is not None and index in config.experts.layers
-        attention = self._heads if config.latent is None else self._latent
         return LayerWeights(
             input_norm=self.parameter(f"{layer}input_layernorm.weight", config.hidden_size),
-            attention=attention(f"{layer}self_attn."),
+            attention=self._attention(f"{layer}self_attn.", index),
             post_norm=self.parameter(f"{layer}post_attention_layernorm.weight", config.hidden_size),
             mlp=self._sparse(layer) if has_experts else self._mlp(f"{layer}mlp.", config.intermediate_size),
             mlp_norm=self._mlp_norm(layer) if has_experts else None,
@@ -118,6 +119,15 @@ class _Allocator:
         tensor[len(tokens) :].zero_()
         self.places[name] = Place(tensor[: len(tokens)], (vocab_size, hidden), (tokens, range(hidden)))
         return tensor
+
+    def _attention(self, prefix: str, layer: int) -> HeadWeights | LatentWeights:
+        latent = self._config.latent
+        if latent is None:
+            return self._heads(prefix)
+        weights = self._latent(prefix)
+        if latent.indexer is not None and layer in latent.indexer.layers:
+            weights.indexer = self._indexer(f"{prefix}indexer.", latent.indexer, latent.query_rank)
+        return weights
 
     def _heads(self, prefix: str) -> HeadWeights:
         config, cut = self._config, self._cut
@@ -167,6 +177,17 @@ class _Allocator:
             o=self._projection(prefix, (("o_proj", hidden, range(hidden)),), *of_heads(value_size)),
         )
 
+    def _indexer(self, prefix: str, indexer: IndexerConfig, query_rank: int | None) -> IndexerWeights:
+        hidden, size, num_rows = self._config.hidden_size, indexer.size, indexer.num_heads * indexer.size
+        assert query_rank is not None, "an indexer's queries are made of latents"
+        return IndexerWeights(
+            q=self._projection(prefix, (("wq_b", num_rows, range(num_rows)),), query_rank, range(query_rank)),
+            k=self._projection(prefix, (("wk", size, range(size)),), hidden, range(hidden)),
+            k_norm=self.parameter(f"{prefix}k_norm.weight", size),
+            k_norm_bias=self.parameter(f"{prefix}k_norm.bias", size),
+            head_weights=self._wide(f"{prefix}weights_proj.weight", indexer.num_heads, hidden),
+        )
+
     def _mlp(self, prefix: str, mid: int) -> MlpWeights:
         config = self._config
         middle, all_hidden = self._cut.columns(mid), range(config.hidden_size)
@@ -207,10 +228,10 @@ class _Allocator:
             first_expert=self._cut.experts(num_experts).start,
         )
 
-    def _wide(self, name: str, size: int, *, is_optional: bool) -> torch.Tensor:
-        """A float32 vector in a model of any dtype, because its last bits matter. Zeros unless the checkpoint has it."""
-        tensor = torch.zeros(size, dtype=torch.float32, device=self._device)
-        self.places[name] = Place(tensor, (size,), (range(size),), is_optional=is_optional)
+    def _wide(self, name: str, *shape: int, is_optional: bool = False) -> torch.Tensor:
+        """Float32 in a model of any dtype, because its last bits matter. Zeros unless the checkpoint has it."""
+        tensor = torch.zeros(shape, dtype=torch.float32, device=self._device)
+        self.places[name] = Place(tensor, shape, tuple(map(range, shape)), is_optional=is_optional)
         return tensor
 
     def _single_experts(self, prefix: str, facts: ExpertFacts, num_experts: int, mid: int) -> ExpertWeights:

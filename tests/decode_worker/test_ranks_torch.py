@@ -66,6 +66,15 @@ FAMILIES: dict[str, tuple[Any, int] | tuple[Any, int, int]] = {  # and how many 
         ),
         1, 2,
     ),
+    "glm-5-picks-2": (
+        transformers.GlmMoeDsaConfig(
+            **{**HEADS, "num_key_value_heads": 12, "head_dim": 8}, moe_intermediate_size=32, n_routed_experts=4,
+            n_shared_experts=1, num_experts_per_tok=2, first_k_dense_replace=1, kv_lora_rank=16, q_lora_rank=24,
+            qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=16, index_topk=8, index_head_dim=16, index_n_heads=4,
+            indexer_types=["full", "full", "shared"],
+        ),
+        2,
+    ),
     "qwen3-2": (transformers.Qwen3Config(**{**HEADS, "num_key_value_heads": 6, "head_dim": 32}), 2),
 }  # fmt: skip
 

@@ -93,6 +93,13 @@ def test_of_a_type_with_images_our_forward_pass_has_the_text(
     assert report["logits"].startswith("as transformers computes them")
 
 
+def test_the_keys_of_an_indexer_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_config(tmp_path, "glm_moe_dsa", **SIZES | tiny.MORE["glm_moe_dsa"])
+    code, report = found(capsys, str(tmp_path))
+    assert (code, report["path"], report["kv_bytes_per_token"]) == (0, "native", 4 * (16 + 8 + 16) * 4)
+    assert report["logits"].startswith("as transformers computes them")
+
+
 def test_quantised_weights_take_less_of_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_config(tmp_path, "llama", **SIZES)
     config = json.loads((tmp_path / "config.json").read_text())

@@ -120,7 +120,7 @@ def bound(model: TransformersModel) -> torch.Tensor:
     pool = KvPool(geometry_of(model.shape, 8, HALF), 1, CPU).tensor
     model.bind(CudaPagedOps(model.shape, pool, 8, 1), HALF)
     (logits,) = paged_logits(
-        model, model.shape, [Prompt(PROMPT)], lambda *of: (model, CudaPagedOps(*of)), HALF, len(PROMPT)
+        CPU, model.shape, [Prompt(PROMPT)], lambda *of: (model, CudaPagedOps(*of)), HALF, len(PROMPT)
     )
     return logits.float()
 

@@ -161,6 +161,9 @@ for _name in ("bert", "bert-generation", "camembert", "data2vec-text", "electra"
     MORE[_name] = {"is_decoder": True}
 for _name in ("axk1", "deepseek_v3", "glm4_moe_lite", "youtu", "longcat_flash", "mistral4"):
     MORE[_name] = {**EXPERTS, **LATENT}
+_INDEXER: dict[str, Any] = {"index_topk": 8, "index_head_dim": 16, "index_n_heads": 16}
+MORE["deepseek_v32"] = {**EXPERTS, **LATENT, **_INDEXER}
+MORE["glm_moe_dsa"] = {**EXPERTS, **LATENT, **_INDEXER, "indexer_types": ["full", "full", "shared", "full"]}
 MORE["qwen3_next"] = MORE["qwen3_5_text"] = MORE["qwen3_5_moe_text"] = {**EXPERTS, **_LINEAR}
 _ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
 for _name in ("qwen2_vl_text", "qwen2_5_vl_text", "qwen2_5_omni_text", "qwen3_omni_moe_text", "glm4v_text", "glm46v_text",

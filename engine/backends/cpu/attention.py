@@ -58,7 +58,7 @@ class AttentionPlan:
         """
         self._rows = PoolRows(kv, scratch)
         sizes, self._block_size = kv.sizes, kv.block_size
-        self._num_kv_heads, self._head_dim = sizes.num_kv_heads, sizes.key_size
+        self._num_kv_heads = sizes.num_kv_heads
         self._value_dim = sizes.value_size if latent_rank is None else latent_rank
         self._has_values = latent_rank is None
         self._group_size = num_q_heads // self._num_kv_heads
@@ -79,6 +79,7 @@ class AttentionPlan:
     def run(self, query: torch.Tensor, layer: int, out: torch.Tensor, scores: Scores = PLAIN) -> None:
         """Attend with ``query`` ``[num_tokens, num_q_heads, head_dim]``. K/V of all positions are already in the pool.
 
+        Of longer keys the first ``head_dim`` numbers count.
         Writes every row of ``out`` ``[num_tokens, num_q_heads, value_dim]``. ``bmm`` rounds scores to the model's dtype once.
         Softmax and the combination of items run in fp32.
         """
@@ -95,18 +96,20 @@ class AttentionPlan:
     def _run_lone_query(
         self, lone: _LoneQuery, query: torch.Tensor, layer: int, out: torch.Tensor, scores: Scores
     ) -> None:
-        heads, head_dim = self._num_kv_heads, self._head_dim
+        heads, head_dim = self._num_kv_heads, query.shape[-1]
         keys, values = (
             gathered.view(1, heads, -1, gathered.shape[1] // self._block_size)[:, :, : lone.seq_len]
             for gathered in self._rows.gather(lone.pool_rows, layer)
         )
         # The query heads of one KV head form one matrix.
         rows = query.reshape(1, heads, self._group_size, head_dim)
-        attended = F.scaled_dot_product_attention(rows, keys, values[..., : self._value_dim], scale=scores.scale)
+        attended = F.scaled_dot_product_attention(
+            rows, keys[..., :head_dim], values[..., : self._value_dim], scale=scores.scale
+        )
         out.copy_(attended.view_as(out))
 
     def _run_group(self, group: Tiles, query: torch.Tensor, layer: int, out: torch.Tensor, scores: Scores) -> None:
-        heads, per_head, head_dim = self._num_kv_heads, self._group_size, self._head_dim
+        heads, per_head, head_dim = self._num_kv_heads, self._group_size, query.shape[-1]
         num_tiles, tile = group.num_tiles, group.tile
         lanes = query[group.tokens] if group.queries is None else query.index_select(0, group.queries)
         # Query heads of one KV head form one matrix: [num_tiles, kv_heads, group * tile, head_dim]
@@ -132,7 +135,7 @@ class AttentionPlan:
         self, group: Tiles, piece: Piece, tiles: torch.Tensor, layer: int, options: Scores
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         # -> ([n, kv_heads, group * tile, value_dim], [n, kv_heads, group * tile] fp32 if results are summed up)
-        heads, head_dim, num_items = self._num_kv_heads, self._head_dim, len(piece.tiles)
+        heads, head_dim, num_items = self._num_kv_heads, tiles.shape[-1], len(piece.tiles)
         keys, values = (
             gathered.view(num_items * heads, group.chunk, gathered.shape[1] // self._block_size)
             for gathered in self._rows.gather(piece.pool_rows, layer)
@@ -149,7 +152,7 @@ class AttentionPlan:
         num_rows = items.shape[1]
         scores = items.new_empty((num_items * heads, num_rows, group.chunk))
         scale = head_dim**-0.5 if options.scale is None else options.scale
-        scores = scores.baddbmm_(items, keys.mT, beta=0, alpha=scale).float()
+        scores = scores.baddbmm_(items, keys[..., :head_dim].mT, beta=0, alpha=scale).float()
         if options.softcap is not None:
             scores = scores.div_(options.softcap).tanh_().mul_(options.softcap)
         by_lane = scores.view(num_items, heads, self._group_size, group.tile, group.chunk)

@@ -15,13 +15,14 @@ from kvrelay.engine.backends.cpu.attention import AttentionPlan
 from kvrelay.engine.backends.cpu.experts import CpuExperts, SplitLinear
 from kvrelay.engine.backends.cpu.linear import Int8Linear, PackedLinear, PlainLinear, has_packed_linear
 from kvrelay.engine.backends.cpu.pool_rows import GatherScratch
+from kvrelay.engine.backends.cpu.sparse_attention import PickedLatents
 from kvrelay.engine.config.model import ModelConfig, ModelShape
 from kvrelay.engine.config.rope import cos_sin_tables
 from kvrelay.engine.kv.geometry import LayerGroups
 from kvrelay.engine.kv.states import StatePool, StateStep
 from kvrelay.engine.kv.views import GroupKv, view_groups
 from kvrelay.engine.models.low_rank import LowRankProducts, TorchLowRank
-from kvrelay.engine.models.ops import PLAIN, Activation, Experts, Linear, Scores
+from kvrelay.engine.models.ops import PLAIN, Activation, Experts, IndexQueries, Linear, Scores
 from kvrelay.engine.sampling.bitmask import apply_bitmask
 from kvrelay.engine.sampling.draw import draw_tokens
 from kvrelay.engine.sampling.penalties import Penalties, penalize
@@ -76,6 +77,8 @@ class CpuPagedStep:
     ) -> None:
         self._groups = groups
         self._latent_rank = shape.latent_rank
+        self._batch, self._pool = batch, pool
+        self._picked: PickedLatents | None = None
         is_plain = not (shape.has_softcaps or shape.has_sinks)
         self._plans = [
             AttentionPlan(
@@ -113,8 +116,21 @@ class CpuPagedStep:
         assert self._latent_rank is not None, f"layer {layer} keeps no latents"
         out = query.new_empty(*query.shape[:2], self._latent_rank)
         group, place = self._groups.places[layer]
+        if self._picked is not None:
+            self._picked.attend(query, place, scale, out)
+            return out
         self._plans[group].run(query, place, out, Scores(scale=scale))
         return out
+
+    @property
+    def longest(self) -> int:
+        """See LatentStep."""
+        return int(self._batch.seq_lens.max())
+
+    def pick(self, index: IndexQueries, topk: int, layer: int) -> None:
+        """See LatentStep."""
+        group, place = self._groups.places[layer]
+        self._picked = PickedLatents(self._batch, self._pool[group], group, index, topk, place)
 
 
 class CpuStep(CpuPagedStep):

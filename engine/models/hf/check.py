@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from kvrelay.common.errors import ModelError
 from kvrelay.common.sampling import SamplingParams
@@ -62,15 +63,15 @@ MakeModel = Callable[[ModelShape, torch.Tensor, int, int], tuple[Model, StepOps]
 def plain_logits(model: TransformersModel) -> list[torch.Tensor]:
     """The reference of :func:`check_model`: for each sequence ``[its length, vocab]``. Call it before ``bind``."""
     with _short_windows(model), model.plain_attention():
-        return _plain_logits(model)
+        return _plain_logits(model.model)
 
 
-def _plain_logits(model: TransformersModel) -> list[torch.Tensor]:
-    device, found = model.model.device, []
+def _plain_logits(model: PreTrainedModel) -> list[torch.Tensor]:
+    device, found = model.device, []
     for token_ids in _prompts(model):
         positions = torch.arange(len(token_ids), device=device)[None]
         inputs = {"input_ids": torch.tensor([token_ids], device=device), "position_ids": positions}
-        found.append(model.model(**inputs, use_cache=False).logits[0].float())
+        found.append(model(**inputs, use_cache=False).logits[0].float())
     return found
 
 
@@ -88,8 +89,10 @@ def check_model(
     """
     try:
         with _short_windows(model) as shape:
-            prompts = list(map(Prompt, _prompts(model)))
-            found = paged_logits(model, shape, prompts, lambda *pool: (model, make_ops(*pool)), dtype, _CHUNK)
+            prompts = list(map(Prompt, _prompts(model.model)))
+            found = paged_logits(
+                model.model.device, shape, prompts, lambda *pool: (model, make_ops(*pool)), dtype, _CHUNK
+            )
             if ranks is not None:
                 plain = _told(plain, found, ranks)
     except Exception as error:
@@ -106,11 +109,13 @@ def _told(plain: list[torch.Tensor], found: list[torch.Tensor], ranks: Collectiv
 
 
 @torch.inference_mode()
-def compare_native(reference: TransformersModel, shape: ModelShape, make: MakeModel, dtype: torch.dtype) -> float:
-    """Like :func:`check_model`, for our own forward pass beside ``reference``. ``shape``: of our model."""
-    with reference.plain_attention():
-        plain = _plain_logits(reference)
-    found = paged_logits(reference, shape, list(map(Prompt, _prompts(reference))), make, dtype, _CHUNK)
+def compare_native(reference: PreTrainedModel, shape: ModelShape, make: MakeModel, dtype: torch.dtype) -> float:
+    """Like :func:`check_model`, for our own forward pass beside ``reference``. ``shape``: of our model.
+
+    ``reference``: as transformers loads it, with its own attention; it need not run over paged K/V.
+    """
+    plain = _plain_logits(reference)
+    found = paged_logits(reference.device, shape, list(map(Prompt, _prompts(reference))), make, dtype, _CHUNK)
     return _distance(shape, found, plain, dtype)
 
 
@@ -128,10 +133,10 @@ def _distance(shape: ModelShape, found: list[torch.Tensor], plain: list[torch.Te
     return max(distances)
 
 
-def _prompts(model: TransformersModel) -> list[list[int]]:
+def _prompts(model: PreTrainedModel) -> list[list[int]]:
     generator = torch.Generator().manual_seed(1)
-    marks = mark_tokens(model.model.config)
-    usual = [token for token in range(model.shape.vocab_size) if token not in marks]
+    marks = mark_tokens(model.config)
+    usual = [token for token in range(model.config.get_text_config().vocab_size) if token not in marks]
     places = [torch.randint(len(usual), (count,), generator=generator).tolist() for count in _LENGTHS]
     return [[usual[place] for place in row] for row in places]
 
@@ -157,7 +162,7 @@ def _short_windows(model: TransformersModel) -> Iterator[ModelShape]:
 
 
 def paged_logits(
-    reference: TransformersModel,
+    device: torch.device,
     shape: ModelShape,
     prompts: list[Prompt],
     make: MakeModel,
@@ -168,7 +173,7 @@ def paged_logits(
     num_blocks = [-(-len(prompt.token_ids) // _BLOCK_SIZE) for prompt in prompts]
     geometry = geometry_of(shape, _BLOCK_SIZE, dtype)
     num_groups = len(geometry.groups)
-    pool = KvPool(geometry, sum(num_blocks) * num_groups, reference.model.device)
+    pool = KvPool(geometry, sum(num_blocks) * num_groups, device)
     model, ops = make(shape, pool.tensor, max(num_blocks) * _BLOCK_SIZE, len(prompts))
     blocks = iter(torch.randperm(pool.num_blocks, generator=torch.Generator().manual_seed(2)).tolist())
     slots = Slots(len(prompts), max(num_blocks), num_groups)

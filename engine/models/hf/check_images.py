@@ -225,7 +225,9 @@ def check_images(
     """
     prompt, found, failed = Prompt(check.token_ids, check.images), None, ""
     try:
-        (found,) = paged_logits(model, model.shape, [prompt], lambda *pool: (model, make_ops(*pool)), dtype, _CHUNK)
+        (found,) = paged_logits(
+            model.model.device, model.shape, [prompt], lambda *pool: (model, make_ops(*pool)), dtype, _CHUNK
+        )
     except Exception as error:
         failed = f"{type(error).__name__}: {error}"
     # A rank that failed alone left the others in a collective, and this one fails, too: then the start ends.
