@@ -22,7 +22,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kvrelay.kernels.attention import decode, latent, prefill, rotary, splits
+from kvrelay.kernels.attention import decode, index_scores, latent, prefill, rotary, splits
 from kvrelay.kernels.binaries import (
     PROCESSORS,
     LoopInstructions,
@@ -51,6 +51,7 @@ _KERNELS = {
         group_scaled._dequantise_groups_kernel,
         group_scaled._group_scaled_linear_kernel,
         grouped._grouped_linear_kernel,
+        index_scores._index_scores_kernel,
         latent._latent_prefill_kernel,
         latent._latent_split_kernel,
         low_rank._expand_kernel,

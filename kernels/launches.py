@@ -15,7 +15,7 @@ import torch
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kvrelay.kernels.attention import decode, latent, prefill, rotary
+from kvrelay.kernels.attention import decode, index_scores, latent, prefill, rotary
 from kvrelay.kernels.attention.decode_workspace import DecodeWorkspace
 from kvrelay.kernels.attention.prefill_tiles import TileLoads, has_much_shared_memory, tile_loads
 from kvrelay.kernels.linear.cases import NAMES, linear_cases
@@ -137,10 +137,11 @@ def _attention_launches(
     return _record(case, call)
 
 
-def _latent_launches(num_q_heads: int, dtype: torch.dtype) -> list[Launch]:
-    """DeepSeek's sizes. The combine kernel has more numbers per head there."""
+def _latent_launches(num_q_heads: int, dtype: torch.dtype, *, is_picked: bool = False) -> list[Launch]:
+    """DeepSeek's sizes. The combine kernel has more numbers per head there. ``is_picked``: over rows that an indexer picks."""
     rank, size = 512, 576
-    pool, q = torch.empty((2, 2, 1, 1, 16, size), dtype=dtype), torch.empty((4, num_q_heads, size), dtype=dtype)
+    pool = torch.empty((2, 2, 1, 1, 1, size + 128) if is_picked else (2, 2, 1, 1, 16, size), dtype=dtype)
+    q = torch.empty((4, num_q_heads, size), dtype=dtype)
     out = torch.empty((4, num_q_heads, rank), dtype=dtype)
     tables, lens = torch.empty((4, 8), dtype=torch.int32), torch.empty((5,), dtype=torch.int32)
     workspace = DecodeWorkspace.allocate(4, num_q_heads, rank, 33, "cpu")
@@ -150,7 +151,19 @@ def _latent_launches(num_q_heads: int, dtype: torch.dtype) -> list[Launch]:
         latent.latent_prefill_attention(q, pool, 1, tables, lens, lens[:4], max_query_len=4, **options)
         latent.latent_decode_attention(q, pool, 1, tables, lens[:4], workspace=workspace, **options)
 
-    return _record(f"{NAMES[dtype]} latents of 512 + 64, {num_q_heads} heads", call)
+    found = _record(f"{NAMES[dtype]} latents of 512 + 64, {num_q_heads} heads{', picked' if is_picked else ''}", call)
+    return [one for one in found if not (is_picked and one.kernel.startswith("decode_combine"))]
+
+
+def _index_launches(num_heads: int, dtype: torch.dtype) -> list[Launch]:
+    """The indexers of DeepSeek-V3.2 and GLM-5."""
+    pool, query = torch.empty((2, 2, 1, 1, 16, 704), dtype=dtype), torch.empty((4, num_heads, 128), dtype=dtype)
+    tables, visible = torch.empty((4, 8), dtype=torch.int32), torch.empty((4,), dtype=torch.int32)
+    ranks = torch.empty((4, 128), dtype=torch.int64)
+    return _record(
+        f"{NAMES[dtype]} keys of 128, {num_heads} heads",
+        lambda: index_scores.index_scores(query, query[..., 0].float(), pool, 1, tables, visible, ranks),
+    )
 
 
 def _capability(target: Target) -> tuple[int, int] | None:
@@ -260,7 +273,8 @@ def _all_launches() -> list[Launch]:
             is_representative |= launch.case == "bf16 d128 32/8 fp8 pool"
         if is_representative or launch.kernel.startswith(("_prefill", "_decode_split")):
             found.append(launch)
-    found += [*_latent_launches(128, bf16), *_latent_launches(16, bf16)]
+    found += [*_latent_launches(128, bf16), *_latent_launches(16, bf16), *_latent_launches(128, bf16, is_picked=True)]
+    found += [*_index_launches(64, bf16), *_index_launches(32, bf16)]
     for case, call in linear_cases():
         # The kernel that adds splits does not depend on the format, only on whether sums have scales.
         has_own_sums = "int8" in case or "4 bits" in case

@@ -54,7 +54,7 @@ def latent_attention_reference(
         start, end = starts[index], starts[index + 1]
         assert end - start <= min(max_query_len, seq_len), (start, end, max_query_len, seq_len)
         blocks = block_tables[index, : -(-seq_len // block_size)].long()
-        latents = pool[blocks, layer, 0, 0].flatten(0, 1)[:seq_len].to(dtype)  # [seq_len, size]
+        latents = pool[blocks, layer, 0, 0].flatten(0, 1)[:seq_len, : q.shape[2]].to(dtype)
         scores = q[start:end].to(dtype) @ latents.T * scale  # [query_len, num_q_heads, seq_len]
         positions = torch.arange(seq_len - (end - start), seq_len, device=q.device)[:, None]
         hidden = torch.arange(seq_len, device=q.device)[None, :] > positions
@@ -86,6 +86,7 @@ def _latent_split_kernel(
     ROWS: tl.constexpr,
     RANK: tl.constexpr,
     ROPE: tl.constexpr,
+    ROW: tl.constexpr,
     RANK_PAD: tl.constexpr,
     ROPE_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -129,6 +130,7 @@ def _latent_split_kernel(
         pool_stride_block,
         RANK,
         ROPE,
+        ROW,
         RANK_PAD,
         ROPE_PAD,
         BLOCK_SIZE,
@@ -168,6 +170,7 @@ def _latent_prefill_kernel(
     ROWS: tl.constexpr,
     RANK: tl.constexpr,
     ROPE: tl.constexpr,
+    ROW: tl.constexpr,
     RANK_PAD: tl.constexpr,
     ROPE_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -205,6 +208,7 @@ def _latent_prefill_kernel(
         pool_stride_block,
         RANK,
         ROPE,
+        ROW,
         RANK_PAD,
         ROPE_PAD,
         BLOCK_SIZE,
@@ -233,7 +237,8 @@ def latent_decode_attention(
 
     Args:
         q: `[num_seqs, num_q_heads, size]`, absorbed, pool's dtype; may be strided.
-        pool: `[num_blocks, num_layers, 1, 1, block_size, size]`; layer `layer` is read.
+        pool: `[num_blocks, num_layers, 1, 1, block_size, row]`; of layer `layer` the first `size` numbers of each row are read.
+            `block_size` may be 1: then tables list single rows.
         block_tables: `[num_seqs, max_blocks]` int32; entries past a sequence's blocks are not read.
         seq_lens: `[num_seqs]` int32, context including this query; 0 marks padding, whose row becomes 0.
         rank: how many of a latent's first numbers are its value.

@@ -49,6 +49,7 @@ class LatentSizes:
     num_q_heads: int
     rank: int
     rope: int
+    row: int  # of the pool, which may have more behind the latent
     block_size: int
     tile: Tile
 
@@ -57,21 +58,24 @@ class LatentSizes:
         """Check the arguments, and return their sizes. Raises ValueError."""
         require_shape("pool", pool, ("num_blocks", "num_layers", 1, 1, "block_size", "size"))
         require_dtype("pool", pool, *FLOAT_DTYPES)
-        _, num_layers, _, _, block_size, size = pool.shape
+        _, num_layers, _, _, block_size, row = pool.shape
         if not pool.is_contiguous():
             raise ValueError(f"pool has strides {pool.stride()}, expected a contiguous tensor")
-        if block_size not in BLOCK_SIZES:
-            raise ValueError(f"block_size is {block_size}, expected one of {BLOCK_SIZES}")
+        if block_size not in (1, *BLOCK_SIZES):  # a list of single rows is a table of blocks of one token
+            raise ValueError(f"block_size is {block_size}, expected 1 or one of {BLOCK_SIZES}")
         if not 0 <= layer < num_layers:
             raise ValueError(f"layer is {layer}, expected 0 <= layer < {num_layers}")
+        require_shape("q", q, ("num_tokens", "num_q_heads", "size"))
+        size = q.shape[2]
+        if size > row:
+            raise ValueError(f"q has size {size}, expected at most that of the pool's rows, {row}")
         if not 1 <= rank < size or rank > MAX_RANK:
             raise ValueError(f"rank is {rank}, expected less than the latents' {size}, and at most {MAX_RANK}")
-        require_shape("q", q, ("num_tokens", "num_q_heads", size))
         require_shape("out", out, (*q.shape[:2], rank))
         for name, tensor in (("q", q), ("out", out)):
             require_dtype(name, tensor, pool.dtype)
             require_unit_stride(name, tensor)
-        return cls(q.shape[1], rank, size - rank, block_size, _tile(pool.element_size()))
+        return cls(q.shape[1], rank, size - rank, row, block_size, _tile(pool.element_size()))
 
     @property
     def constants(self) -> dict[str, int]:
@@ -81,6 +85,7 @@ class LatentSizes:
             "ROWS": self.tile.rows,
             "RANK": self.rank,
             "ROPE": self.rope,
+            "ROW": self.row,
             "RANK_PAD": _padded(self.rank),
             "ROPE_PAD": _padded(self.rope),
             "BLOCK_SIZE": self.block_size,
@@ -123,6 +128,7 @@ def accumulate_latents(
     pool_stride_block,
     RANK: tl.constexpr,
     ROPE: tl.constexpr,
+    ROW: tl.constexpr,
     RANK_PAD: tl.constexpr,
     ROPE_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -141,7 +147,7 @@ def accumulate_latents(
         blocks = next_blocks
         next_positions = positions + KEYS
         next_blocks = tl.load(table_ptr + next_positions // BLOCK_SIZE, mask=next_positions < key_end, other=0)
-        offsets = blocks.to(tl.int64) * pool_stride_block + (positions % BLOCK_SIZE) * (RANK + ROPE)
+        offsets = blocks.to(tl.int64) * pool_stride_block + (positions % BLOCK_SIZE) * ROW
         latents = tl.load(
             layer_ptr + offsets[:, None] + ranks[None, :], mask=present[:, None] & (ranks < RANK)[None, :], other=0.0
         )

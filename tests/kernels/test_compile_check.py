@@ -64,6 +64,7 @@ def test_every_kernel_compiles_within_the_limits(environment: dict[str, str], ca
         "_fp8_linear_kernel",
         "_group_scaled_linear_kernel",
         "_grouped_linear_kernel",
+        "_index_scores_kernel",
         "_latent_prefill_kernel",
         "_latent_split_kernel",
         "_penalties_kernel",

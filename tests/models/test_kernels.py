@@ -155,10 +155,14 @@ def test_kernels_compute_what_transformers_does(
     assert_equal(engines, model)
 
 
-@pytest.mark.timeout(120)  # the interpreter takes two seconds on a quiet machine
+@pytest.mark.timeout(120)  # the interpreter takes two to four seconds on a quiet machine
+@pytest.mark.parametrize("model_type", ["deepseek_v3", pytest.param("glm_moe_dsa", marks=pytest.mark.full)])
 @pytest.mark.filterwarnings("ignore")
-def test_kernels_over_latents_compute_what_transformers_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = saved("deepseek_v3", tmp_path, num_hidden_layers=2)  # a dense one, and one of experts
+def test_kernels_over_latents_compute_what_transformers_does(
+    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # deepseek_v3: a dense layer, and one of experts
+    model = saved(model_type, tmp_path, **({"num_hidden_layers": 2} if model_type == "deepseek_v3" else {}))
     is_cuda = torch.cuda.is_available()
     if not is_cuda:
         monkeypatch.setattr(torch_engine, "cpu_ops", lambda options, *of: CudaOps(*of, options.max_num_seqs))

@@ -14,11 +14,11 @@ import torch
 from kvrelay.common.errors import ModelError
 from kvrelay.common.sampling import SamplingParams
 from kvrelay.engine.backends.cuda.graphs import Agree, CaptureError, CudaRecorder, DecodeGraphs, Recorder
+from kvrelay.engine.backends.cuda.inputs import StepInputs
 from kvrelay.engine.backends.cuda.linear import can_multiply
 from kvrelay.engine.backends.cuda.low_rank import AdaptedSteps
 from kvrelay.engine.backends.cuda.memory import GpuMemory
 from kvrelay.engine.backends.cuda.ops import CudaOps, CudaPagedOps
-from kvrelay.engine.backends.cuda.step import StepInputs
 from kvrelay.engine.backends.options import EngineOptions, asked_blocks
 from kvrelay.engine.config.activations import Activations
 from kvrelay.engine.config.cut import Cut
@@ -241,9 +241,10 @@ def compile_steps(
     for num_single in decode_batch_sizes(options.max_num_seqs):
         rows = [(1, spare)] * num_single + [(2, spare)]
         _, batch = _made_up(rows, SamplingParams(max_tokens=1), options.block_size, len(pool.geometry.groups))
-        hidden = model.forward(ops.upload((batch.token_ids,))[0], ops.begin_step(batch))
-        if hidden is not None:
-            model.logits(hidden[-1:])
+        for step in ops.trial_steps(batch):
+            hidden = model.forward(ops.upload((batch.token_ids,))[0], step)
+            if hidden is not None:
+                model.logits(hidden[-1:])
     if takes_whole:
         _, batch = _made_up([(2, spare)], SamplingParams(max_tokens=1), options.block_size, len(pool.geometry.groups))
         batch = replace(batch, last_seen=np.ones(2, dtype=np.int64))
@@ -332,10 +333,11 @@ def decode_graphs(
 
     return DecodeGraphs(
         forward,
-        lambda num_rows: ops.graph_inputs(num_rows, padding_slot=pool.num_blocks * options.block_size),
+        lambda num_rows, longest: ops.graph_inputs(num_rows, pool.num_blocks * options.block_size, longest),
         ops.update_tables,
         recorder,
         logits=torch.empty(options.max_num_seqs, config.vocab_size, dtype=compute_dtype, device=pool.tensor.device),
+        lengths=ops.lengths,
         adapted=adapted,
         agree=agree,
     )

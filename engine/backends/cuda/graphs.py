@@ -25,8 +25,8 @@ from typing import Protocol
 
 import torch
 
+from kvrelay.engine.backends.cuda.inputs import GraphInputs, StepInputs
 from kvrelay.engine.backends.cuda.low_rank import AdaptedSteps
-from kvrelay.engine.backends.cuda.step import GraphInputs, StepInputs
 from kvrelay.engine.step.batch import Batch
 from kvrelay.engine.step.plan import TableDelta
 from kvrelay.kernels.linear.low_rank import AdaptedRows
@@ -100,45 +100,51 @@ class DecodeGraphs:
     def __init__(
         self,
         forward: Callable[[torch.Tensor, StepInputs], torch.Tensor],
-        inputs_of: Callable[[int], GraphInputs],
+        inputs_of: Callable[[int, int], GraphInputs],
         update_tables: Callable[[Seq[TableDelta]], None],
         recorder: Recorder,
         *,
         logits: torch.Tensor,
+        lengths: Seq[int],
         adapted: AdaptedSteps | None = None,
         agree: Agree | None = None,
     ) -> None:
         """Capture them all. Raises CaptureError if not all of several ranks could, on all of them at the same graph.
 
-        ``forward``: logits ``[n, vocab]`` of ``n`` tokens, one for each sequence. ``inputs_of`` so many. ``update_tables``: the
-        slots' block tables on the device. ``logits``: ``[max_num_seqs, vocab]``, where all graphs leave theirs.
+        ``forward``: logits ``[n, vocab]`` of ``n`` tokens, one for each sequence. ``inputs_of`` so many, of sequences up to a
+        length. ``update_tables``: the slots' block tables on the device. ``logits``: ``[max_num_seqs, vocab]``, where all graphs
+        leave theirs.
+        ``lengths``: of sequences, ascending, up to which there are graphs of their own; the last one is the longest possible.
         ``adapted``: what steps with adapters are made of, which have graphs of their own; None: they have none.
         ``agree``: of several ranks, else None.
         """
         self._inputs_of = inputs_of
         self._update_tables = update_tables
         self._adapted = adapted
-        self._rungs: dict[tuple[int, bool], _Rung] = {}  # by size, and whether rows may have adapters
+        # By size, longest sequence, and whether rows may have adapters.
+        self._rungs: dict[tuple[int, int, bool], _Rung] = {}
         self._logits = logits
         self._agree = agree
         sizes = ladder(len(logits))
         # The largest first: the smaller ones then find room in what it left in the pool.
         for done, size in enumerate(reversed(sizes)):
             logger.info("capturing decode graphs: %d of %d, batches of up to %d", done + 1, len(sizes), size)
-            self._rungs[size, False] = self._capture(forward, recorder, size, None)
-            if adapted is not None:
-                self._rungs[size, True] = self._capture(forward, recorder, size, adapted)
-        self._sizes = sizes
+            for longest in reversed(lengths):
+                self._rungs[size, longest, False] = self._capture(forward, recorder, size, longest, None)
+                if adapted is not None:
+                    self._rungs[size, longest, True] = self._capture(forward, recorder, size, longest, adapted)
+        self._sizes, self._lengths = sizes, lengths
 
     def _capture(
         self,
         forward: Callable[[torch.Tensor, StepInputs], torch.Tensor],
         recorder: Recorder,
         size: int,
+        longest: int,
         adapted: AdaptedSteps | None,
     ) -> _Rung:
         token_ids = torch.zeros(size, dtype=torch.int64, device=self._logits.device)
-        inputs = self._inputs_of(size)
+        inputs = self._inputs_of(size, longest)
 
         def run() -> None:
             # Of its own, each would stay in memory. The copy takes some microseconds.
@@ -175,7 +181,9 @@ class DecodeGraphs:
         """See StepGraphs."""
         self._update_tables(batch.table_deltas)
         num_rows = len(batch.rows)
-        rung = self._rungs[self._sizes[bisect.bisect_left(self._sizes, num_rows)], batch.adapters is not None]
+        size = self._sizes[bisect.bisect_left(self._sizes, num_rows)]
+        longest = self._lengths[bisect.bisect_left(self._lengths[:-1], int(batch.seq_lens.max()))]
+        rung = self._rungs[size, longest, batch.adapters is not None]
         rung.token_ids[:num_rows] = token_ids
         rung.inputs.fill(batch)
         if rung.adapted is not None:

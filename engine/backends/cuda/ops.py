@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,10 @@ import torch
 import torch.nn.functional as F
 
 from kvrelay.engine.backends.cuda.experts import CudaExperts
+from kvrelay.engine.backends.cuda.inputs import GraphInputs, StepInputs
 from kvrelay.engine.backends.cuda.linear import Fp8Linear, FullLinear, RoundedLinear, StoredLinear, is_for_vectors
 from kvrelay.engine.backends.cuda.low_rank import CudaLowRank
-from kvrelay.engine.backends.cuda.step import CudaPagedStep, CudaStep, GraphInputs, StepInputs, StepKv
+from kvrelay.engine.backends.cuda.step import CudaPagedStep, CudaStep, StepKv
 from kvrelay.engine.config.model import KvSizes, ModelConfig, ModelShape
 from kvrelay.engine.config.rope import cos_sin_tables
 from kvrelay.engine.kv.geometry import LayerGroups
@@ -194,6 +196,7 @@ class CudaPagedOps:
         """Upload a batch's numbers. Applies its changes to ``block_tables``."""
         self.update_tables(batch.table_deltas)
         num_decode = batch.num_decode_rows
+        query_lens = np.diff(batch.query_start_loc)[num_decode:]
         # An array of its own begins at a multiple of 16 bytes, so that it needs no other kernel behind other rows.
         last_seen = () if batch.last_seen is None else (batch.last_seen[num_decode:].astype(np.int32),)
         positions, slot_mapping, slots, seq_lens, query_start_loc, *ahead = self._uploader.upload(
@@ -211,6 +214,8 @@ class CudaPagedOps:
             num_decode,
             batch.max_query_len,
             last_seen=ahead[0] if ahead else None,
+            longest=int(batch.seq_lens.max()),
+            prompts=tuple(zip(query_lens.tolist(), batch.seq_lens[num_decode:].tolist(), strict=True)),
         )
 
     def update_tables(self, deltas: Seq[TableDelta]) -> None:
@@ -220,9 +225,14 @@ class CudaPagedOps:
             places_there, block_ids_there = self._uploader.upload((places, block_ids))
             self.block_tables.view(-1)[places_there] = block_ids_there
 
-    def graph_inputs(self, num_rows: int, padding_slot: int) -> GraphInputs:
+    def graph_inputs(self, num_rows: int, padding_slot: int, longest: int) -> GraphInputs:
         """See GraphInputs."""
-        return GraphInputs(self._uploader, len(self.block_tables), num_rows, padding_slot, self.block_tables.device)
+        device = self.block_tables.device
+        return GraphInputs(self._uploader, len(self.block_tables), num_rows, padding_slot, device, longest)
+
+    def trial_steps(self, batch: Batch) -> list[Any]:
+        """Steps of ``batch`` that together launch all kernels that such a batch may need, whatever its lengths."""
+        return [self.begin_step(batch)]
 
     def step_of(self, inputs: StepInputs) -> CudaPagedStep:
         """A step over numbers that are already on the device."""
@@ -284,6 +294,7 @@ class CudaOps(CudaPagedOps):
         """``kv_scales``, and what is raised: see CudaPagedOps."""
         super().__init__(config, pool, max_model_len, max_num_seqs, kv_scales)
         self._config = config
+        self._max_model_len = max_model_len
         self._tables: tuple[torch.Tensor, torch.Tensor] | None = None
         if config.latent is None:
             cos, sin = cos_sin_tables(config.rope, config.head_dim, max_model_len)
@@ -296,6 +307,18 @@ class CudaOps(CudaPagedOps):
     def step_of(self, inputs: StepInputs) -> CudaStep:
         """A step over numbers that are already on the device."""
         return CudaStep(inputs, self._config, self._kv, self.block_tables, self._tables)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """The lengths of sequences up to which steps launch the same kernels; ascending. The last one is the longest possible."""
+        latent = self._config.latent
+        topk = None if latent is None or latent.indexer is None else latent.indexer.topk
+        return (self._max_model_len,) if topk is None or topk >= self._max_model_len else (topk, self._max_model_len)
+
+    def trial_steps(self, batch: Batch) -> list[CudaStep]:
+        """See CudaPagedOps."""
+        inputs = self.inputs_of(batch)
+        return [self.step_of(replace(inputs, longest=longest)) for longest in self.lengths]
 
     def add_rms_norm(
         self, hidden: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float

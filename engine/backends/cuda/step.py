@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from kvrelay.common.kv_geometry import Chunk
+from kvrelay.engine.backends.cuda.inputs import StepInputs
+from kvrelay.engine.backends.cuda.picked import PickedRows
 from kvrelay.engine.config.model import ModelShape
 from kvrelay.engine.kv.geometry import LayerGroups
 from kvrelay.engine.kv.states import StateStep
 from kvrelay.engine.kv.views import GroupKv
-from kvrelay.engine.models.ops import PLAIN, Scores
-from kvrelay.engine.step.batch import Batch
-from kvrelay.engine.step.uploads import Uploader, packed_nbytes
+from kvrelay.engine.models.ops import PLAIN, IndexQueries, Scores
 from kvrelay.kernels.attention.decode import paged_decode_attention
 from kvrelay.kernels.attention.decode_workspace import DecodeWorkspace
 from kvrelay.kernels.attention.latent import latent_decode_attention, latent_prefill_attention
@@ -24,52 +21,6 @@ from kvrelay.kernels.attention.prefill import paged_prefill_attention
 from kvrelay.kernels.attention.prefill_tiles import TileLoads
 from kvrelay.kernels.attention.rotary import rotary_kv_write
 from kvrelay.kernels.checks import PagedKv
-
-
-@dataclass(frozen=True, slots=True)
-class StepInputs:
-    """One step's numbers on the device. Rows with a single token come first."""
-
-    positions: torch.Tensor  # [num_tokens] int64
-    slot_mapping: torch.Tensor  # [num_groups, num_tokens] int64
-    slots: torch.Tensor  # [num_rows] int64, the slots whose block tables the rows use
-    seq_lens: torch.Tensor  # [num_rows] int32, 0 for padding
-    query_start_loc: torch.Tensor  # for the rows after num_decode_rows
-    num_decode_rows: int
-    max_query_len: int
-    last_seen: torch.Tensor | None = None  # int32, Batch.last_seen of the rows after num_decode_rows
-
-
-class GraphInputs:
-    """The numbers of a decode step in the memory that a graph reads: one contiguous piece, which one copy fills."""
-
-    def __init__(
-        self, uploader: Uploader, num_groups: int, num_rows: int, padding_slot: int, device: torch.device
-    ) -> None:
-        """``num_rows`` rows, all padding at first: they have no keys to read, and their K/V go to ``padding_slot``."""
-        self._uploader = uploader
-        self._positions, self._slots = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.int64)
-        self._slot_mapping = np.full((num_groups, num_rows), padding_slot, np.int64)
-        self._seq_lens = np.zeros(num_rows, np.int32)
-        self._padding_slot = padding_slot
-        self._memory = torch.empty(packed_nbytes(self._arrays), dtype=torch.uint8, device=device)
-        positions, slot_mapping, slots, seq_lens, starts = uploader.upload(self._arrays, self._memory)
-        self.inputs = StepInputs(positions, slot_mapping, slots, seq_lens, starts, num_rows, 1)
-
-    @property
-    def _arrays(self) -> tuple[npt.NDArray[Any], ...]:
-        """The arrays in the order of StepInputs."""
-        no_prompts = np.zeros(1, np.int32)
-        return self._positions, self._slot_mapping, self._slots, self._seq_lens, no_prompts
-
-    def fill(self, batch: Batch) -> None:
-        """Copy ``batch``, which must decode, followed by padding. Does not wait for the device."""
-        num_rows = len(batch.rows)
-        self._positions[:num_rows] = batch.positions
-        self._slots[:num_rows] = batch.slots
-        self._slot_mapping[:, :num_rows], self._slot_mapping[:, num_rows:] = batch.slot_mapping, self._padding_slot
-        self._seq_lens[:num_rows], self._seq_lens[num_rows:] = batch.seq_lens, 0
-        self._uploader.upload(self._arrays, self._memory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +57,7 @@ class CudaPagedStep:
         self._shape = shape
         self._kv = kv
         self._inputs = inputs
+        self._picked: PickedRows | None = None
 
     @property
     def positions(self) -> torch.Tensor:
@@ -166,6 +118,16 @@ class CudaPagedStep:
             )
         return out
 
+    @property
+    def longest(self) -> int:
+        """See LatentStep."""
+        return self._inputs.longest
+
+    def pick(self, index: IndexQueries, topk: int, layer: int) -> None:
+        """See LatentStep."""
+        group, place = self._kv.groups.places[layer]
+        self._picked = PickedRows(self._inputs, self._block_tables[group], index, topk, self._kv.pool, place)
+
     def latent_write(self, latents: torch.Tensor, layer: int) -> None:
         """See LatentStep."""
         group, place = self._kv.groups.places[layer]
@@ -179,6 +141,9 @@ class CudaPagedStep:
         assert rank is not None, f"layer {layer} keeps no latents"
         out = torch.empty((*query.shape[:2], rank), dtype=query.dtype, device=query.device)
         group, place = self._kv.groups.places[layer]
+        if self._picked is not None:
+            self._picked.attend(query, self._kv.pool, place, scale, self._kv.workspaces[group], out)
+            return out
         block_tables, split = self._block_tables[group], inputs.num_decode_rows
         if split:
             latent_decode_attention(

@@ -16,7 +16,7 @@ import torch
 
 from kvrelay.engine.backends.cuda.build import agreed_graphs
 from kvrelay.engine.backends.cuda.graphs import Agree, CudaRecorder, DecodeGraphs, ladder
-from kvrelay.engine.backends.cuda.step import GraphInputs
+from kvrelay.engine.backends.cuda.inputs import GraphInputs
 from kvrelay.engine.config.cut import Cut
 from kvrelay.engine.models.ranks import RankPart
 from kvrelay.engine.step.uploads import Uploader
@@ -154,10 +154,11 @@ def capture_on_a_rank(
         device = torch.device("cpu")
         return DecodeGraphs(
             forward,
-            lambda num_rows: GraphInputs(Uploader(device), 1, num_rows, 0, device),
+            lambda num_rows, longest: GraphInputs(Uploader(device), 1, num_rows, 0, device, longest),
             lambda deltas: None,
             recorder,
             logits=torch.zeros(MOST_ROWS, 8),
+            lengths=(64,),
             agree=agree,
         )
 

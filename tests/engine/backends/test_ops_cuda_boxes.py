@@ -23,7 +23,7 @@ from triton.runtime import interpreter
 from kvrelay.engine.backends.cuda import ops as ops_cuda
 from kvrelay.engine.config.model import load_config
 from kvrelay.engine.backends.cuda.ops import CudaOps
-from kvrelay.engine.backends.cuda.step import StepInputs
+from kvrelay.engine.backends.cuda.inputs import StepInputs
 
 config = replace(load_config(Path(sys.argv[1])), sliding_windows=(None, 30, None))
 pool = torch.full((4, 3, 2, config.num_kv_heads, 64, config.head_dim), float("nan"), dtype=torch.float16)

@@ -18,7 +18,7 @@ import torch
 
 from kvrelay.engine.config.model import load_config
 from kvrelay.engine.backends.cuda.ops import CudaOps
-from kvrelay.engine.backends.cuda.step import StepInputs
+from kvrelay.engine.backends.cuda.inputs import StepInputs
 
 config = load_config(Path(sys.argv[1]))
 shape = (8, config.num_layers, 2, config.num_kv_heads, 16, config.head_dim)

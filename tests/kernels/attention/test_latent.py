@@ -111,7 +111,7 @@ def test_block_sizes(check: Callable[..., None], block_size: int) -> None:
     [
         ({"pool": torch.zeros(2, 2, 2, 1, 16, 40)}, r"pool has shape \(2, 2, 2, 1, 16, 40\)"),
         ({"rank": 40}, "rank is 40, expected less than the latents' 40"),
-        ({"q": torch.zeros(1, 5, 32)}, r"q has shape \(1, 5, 32\)"),
+        ({"q": torch.zeros(1, 5, 48)}, "q has size 48, expected at most that of the pool's rows, 40"),
         ({"layer": 2}, "layer is 2, expected 0 <= layer < 2"),
         ({"out": torch.zeros(1, 5, 40)}, r"out has shape \(1, 5, 40\), expected \[1, 5, 32\]"),
     ],
