@@ -17,6 +17,12 @@ import transformers
 
 from tests.engine.conftest import SIZES, save_model
 
+INDEXER = {
+    "kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16, "head_dim": 8,
+    "num_key_value_heads": 6, "first_k_dense_replace": 3, "index_topk": 64, "index_head_dim": 16, "index_n_heads": 4,
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "indexer_types": ["full", "shared", "full"],
+}  # fmt: skip
+
 SCRIPT = """
 import random
 import sys
@@ -146,6 +152,7 @@ print("mixed", num_mixed)
         pytest.param(transformers.Qwen3Config, {}, 64, marks=pytest.mark.full),
         (transformers.MistralConfig, {"sliding_window": 24}, 16),
         (transformers.Qwen3MoeConfig, {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}, 16),
+        pytest.param(transformers.GlmMoeDsaConfig, INDEXER, 16, marks=pytest.mark.full),
     ],
 )
 def test_no_step_compiles_what_the_start_did_not(
@@ -163,6 +170,11 @@ def test_no_step_compiles_what_the_start_did_not(
     assert done.returncode == 0, done.stderr[-3000:]
     said = dict(line.split() for line in done.stdout.splitlines())
     assert int(said["mixed"]) > 20
+    if given is INDEXER:
+        # Over blocks, and over what is picked; for single tokens for each power of two.
+        assert (said["_latent_prefill_kernel"], said["_latent_split_kernel"]) == ("2", "6")
+        assert said["_index_scores_kernel"] == "1"
+        return
     # One prefill kernel for all steps with images, and one for the others.
     assert said["_prefill_attention_kernel"] == "2"
     # Decode attention has one kernel for each power of two, from 16 to what 40 rows need.
