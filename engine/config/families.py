@@ -73,7 +73,8 @@ class Family:
     has_sinks: bool = False
     has_clamped_swiglu: bool = False  # with ``swiglu_alpha`` and ``swiglu_limit``
     is_latent: bool = False  # latent attention (:mod:`kvrelay.engine.config.latent`)
-    has_indexer: bool = False  # a token attends only to the latents that an indexer picks
+    # Whether the indexer rotates dimension 2 i with 2 i + 1, unless ``indexer_rope_interleave`` says it; None: there is no indexer.
+    is_indexer_interleaved: bool | None = None
     experts: ExpertFacts | None = None
     text: TextPart | None = None  # None: the checkpoint is nothing else
     # What keys mean that a ``config.json`` lacks, where transformers' class has another default than Llama's.
@@ -181,12 +182,12 @@ _V3 = FAMILIES["DeepseekV3ForCausalLM"]
 FAMILIES |= {
     "DeepseekV32ForCausalLM": replace(
         _V3,
-        has_indexer=True,
+        is_indexer_interleaved=False,
         defaults={**_V3.defaults, "index_topk": 2048, "index_n_heads": 64, "index_head_dim": 128},
     ),
     "GlmMoeDsaForCausalLM": replace(
         _V3,
-        has_indexer=True,
+        is_indexer_interleaved=True,
         defaults={
             **_V3.defaults,
             "n_group": 1,
@@ -195,7 +196,6 @@ FAMILIES |= {
             "index_topk": 2048,
             "index_n_heads": 32,
             "index_head_dim": 128,
-            "indexer_rope_interleave": True,
         },
     ),
 }

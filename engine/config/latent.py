@@ -27,9 +27,18 @@ class IndexerConfig:
 
     @classmethod
     def parse(
-        cls, config: Mapping[str, Any], size: Callable[..., int], rope_size: int, directory: str
+        cls,
+        config: Mapping[str, Any],
+        size: Callable[..., int],
+        rope_size: int,
+        directory: str,
+        *,
+        is_interleaved: bool,
     ) -> IndexerConfig:
-        """Parse a config.json. ``size`` reads a positive number from it. Raises ModelError."""
+        """Parse a config.json. ``size`` reads a positive number from it. ``is_interleaved``: what holds if it does not say.
+
+        Raises ModelError.
+        """
         if config.get("q_lora_rank") is None:
             raise ModelError(f"{directory}: config.json has no 'q_lora_rank', of which the indexer makes its queries")
         head_size = size("index_head_dim")
@@ -41,7 +50,7 @@ class IndexerConfig:
             topk=size("index_topk"),
             num_heads=size("index_n_heads"),
             size=head_size,
-            is_interleaved=bool(config.get("indexer_rope_interleave", False)),
+            is_interleaved=bool(config.get("indexer_rope_interleave", is_interleaved)),
             layers=_layers_with_indexer(config, size("num_hidden_layers"), directory),
         )
 
@@ -85,14 +94,20 @@ class LatentConfig:
         rope: RopeConfig,
         directory: str,
         *,
-        has_indexer: bool = False,
+        is_indexer_interleaved: bool | None = None,
     ) -> LatentConfig:
-        """Parse a config.json. ``size`` reads a positive number from it. Raises ModelError."""
+        """Parse a config.json. ``size`` reads a positive number from it. ``is_indexer_interleaved``: of the family.
+
+        Raises ModelError.
+        """
+        indexer: IndexerConfig | None = None
         if config.get("attention_bias"):
             raise ModelError(f"{directory}: 'attention_bias' is not supported with latent attention")
         rope_size, nope_size = size("qk_rope_head_dim"), size("qk_nope_head_dim")
         if rope_size % 2:
             raise ModelError(f"{directory}: 'qk_rope_head_dim' is {rope_size}; it must be even")
+        if is_indexer_interleaved is not None:
+            indexer = IndexerConfig.parse(config, size, rope_size, directory, is_interleaved=is_indexer_interleaved)
         return cls(
             rank=size("kv_lora_rank"),
             rope_size=rope_size,
@@ -101,7 +116,7 @@ class LatentConfig:
             query_rank=None if config.get("q_lora_rank") is None else size("q_lora_rank"),
             is_interleaved=bool(config.get("rope_interleave", True)),
             score_scale=rope.score_factor / math.sqrt(nope_size + rope_size),
-            indexer=IndexerConfig.parse(config, size, rope_size, directory) if has_indexer else None,
+            indexer=indexer,
         )
 
 

@@ -208,7 +208,7 @@ def parse_config(config: Mapping[str, Any], directory: str) -> ModelConfig:
     has_qkv_bias = attention_bias if family.has_qkv_bias is None else family.has_qkv_bias
     latent: LatentConfig | None = None
     if family.is_latent:
-        latent = LatentConfig.parse(config, size, rope, directory, has_indexer=family.has_indexer)
+        latent = LatentConfig.parse(config, size, rope, directory, is_indexer_interleaved=family.is_indexer_interleaved)
         num_kv_heads, head_dim = 1, latent.row_size
     return ModelConfig(
         architecture=architecture,
