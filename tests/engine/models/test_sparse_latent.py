@@ -16,6 +16,8 @@ from kvrelay.engine.config.cut import require_indexers
 from kvrelay.engine.config.model import load_config
 from kvrelay.engine.outline import compare
 from tests.engine.models.test_latent import GROUPS, YARN, save
+from tests.engine.weights.stored_models import FORMATS
+from tests.engine.weights.storing import store
 from tests.models.tiny import EXPERTS, LATENT, SIZES
 
 pytestmark = [
@@ -99,3 +101,20 @@ def test_a_stage_begins_with_an_indexer(tmp_path: Path) -> None:
 def test_what_is_not_served_is_named(fields: dict[str, Any], reason: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=reason):
         parsed(tmp_path, "deepseek_v32", **fields)
+
+
+def test_an_indexer_in_blocks_of_fp8(tmp_path: Path) -> None:
+    """As published checkpoints have it: the weights of its heads are not rounded."""
+    sizes = {"kv_lora_rank": 32, "q_lora_rank": 32, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 32}
+    save(tmp_path / "full", "deepseek_v32", **{**INDEXER, **sizes, "index_head_dim": 32, "first_k_dense_replace": 3})
+    quantization, rounded = FORMATS["fp8-blocks"]
+    names = ("q_a_proj", "q_b_proj", "kv_b_proj", "kv_a_proj_with_mqa", "o_proj", "indexer.wq_b", "indexer.wk")
+    found = []
+
+    def stored(module: str, weight: torch.Tensor) -> Any:
+        found.append(module.rpartition("self_attn.")[2])
+        return rounded(weight) if module.endswith(names) else None
+
+    store(tmp_path / "full", tmp_path / "stored", quantization, stored)
+    assert set(found) >= {*names, "indexer.weights_proj"}
+    assert compare(tmp_path / "stored", "native") < 2e-6
