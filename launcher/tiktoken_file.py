@@ -95,7 +95,12 @@ def convert(directory: Path) -> tokenizers.Tokenizer:
     )
     made.decoder = decoders.ByteLevel()
     made.post_processor = processors.ByteLevel(trim_offsets=False)
-    added = _added(config, len(ranks))
+    try:
+        added = _added(config, len(ranks))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ModelError(
+            f"{directory / _CONFIG} has an 'added_tokens_decoder' that is not tokens by number ({error!r}); fetch it again"
+        ) from error
     made.add_tokens(added)
     for number, token in enumerate(added, start=len(ranks)):
         if made.token_to_id(token.content) != number:

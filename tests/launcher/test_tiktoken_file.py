@@ -147,3 +147,15 @@ def test_a_token_with_two_numbers_is_refused(kimi: Path, ranks: dict[bytes, int]
     write(kimi, {"added_tokens_decoder": twice})
     with pytest.raises(ModelError, match=r"has token '\[BOS\]' as .*, and a second time"):
         convert(kimi)
+
+
+@pytest.mark.parametrize(
+    "tokens", [["[BOS]"], {"first": {"content": "[BOS]"}}, {"400": "[BOS]"}, {"400": {"special": True}}]
+)
+def test_broken_added_tokens_are_named(tokens: Any, kimi: Path) -> None:
+    kimi.chmod(0o755)
+    write(kimi, {"added_tokens_decoder": tokens})
+    with pytest.raises(
+        ModelError, match=r"tokenizer_config\.json has an 'added_tokens_decoder' that is not tokens by number"
+    ):
+        convert(kimi)
