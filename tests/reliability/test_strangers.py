@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from pathlib import Path
 
 import zmq
@@ -55,7 +56,7 @@ def _welcome_of(door: Door, role: Role) -> Welcome:
     layout = fake_card(model_id="fake-model", block_size=16, token_nbytes=FAKE_TOKEN_NBYTES, vocab_size=VOCAB).layout
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.linger = 0
-        dealer.setsockopt(zmq.ROUTING_ID, b"p")
+        dealer.setsockopt(zmq.ROUTING_ID, b"\1" + secrets.token_bytes(16))
         ClientProof(WireKeys.load(door.keys, role), Role.DECODE).guard(dealer)
         dealer.connect(door.address)
         dealer.send(Codec().encode(Hello(role=role, peer_id="p", layout=layout, seals_kv=True)))

@@ -131,6 +131,7 @@ class ControlServer:
         address = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
         self._file = SocketFile(address)
         watched = self._router.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        watched.setsockopt(zmq.RCVHWM, 0)  # a full queue would stop ZeroMQ's thread, and with it all connections
         self._monitor = self._network.loop_socket(watched, self._on_break)
         self._monitor.start()
         self._socket.start()

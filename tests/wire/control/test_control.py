@@ -251,18 +251,6 @@ async def test_bye_is_told_at_once(net: Net) -> None:
     assert await next_of(worker.lost) == "p"
 
 
-@pytest.mark.parametrize("address", ["tcp://127.0.0.1:0", "ipc://{tmp_path}/control"])
-async def test_a_client_whose_connection_breaks_is_lost_long_before_it_was_silent(
-    net: Net, address: str, tmp_path: Any
-) -> None:
-    worker, _, _, client = await net.linked(address=address.format(tmp_path=tmp_path))
-    with net.raw(net.address) as killed:
-        assert isinstance(await killed.ask(hello(Role.GATEWAY, "killed")), Welcome)
-    assert await next_of(worker.lost) == "killed"
-    assert net.counted("lost_peers") == 1
-    assert client.is_up
-
-
 async def test_a_silent_client_is_lost_and_a_prefill_worker_gets_more_time(net: Net) -> None:
     """A gateway and a prefill worker fall silent at the same time. The gateway is lost first."""
     worker, clock = Worker(), Clock()
