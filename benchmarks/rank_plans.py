@@ -69,11 +69,15 @@ class PacedPart(FakeEngine):
         super().__init__(_card(), pace=FakePace(_STEP_S, 0.0), reads_back_once=True)
         # Unused: each rank's engine has its own K/V.
         self.blocks = torch.zeros((self.store.num_blocks, self.store.block_nbytes), dtype=torch.uint8)
+        self.own_geometry = self.card.layout.geometry
         if part is not None and part.pool_memory is not None:
             os.ftruncate(part.pool_memory, self.blocks.nbytes)
         self._part = part
         self._num_steps = 0  # steps since the first, which computes prompts
         self._partial = torch.zeros(_NUM_SEQS)
+
+    def encode(self, plan: StepPlan) -> None:
+        """See TorchEngine: there are no images."""
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """See Engine."""
