@@ -131,16 +131,14 @@ def head_on_first_rank(draft_model: str, model: ModelSettings, kv_memory_mb: int
         )
     config = load_config(Path(model.model))
     dtype: torch.dtype = getattr(torch, config.dtype if model.dtype == "auto" else model.dtype)
-    return head_nbytes(
-        directory, kv_memory_mb * 2**20, config, dtype.itemsize, num_slots, is_cut=model.tensor_parallel > 1
-    )
+    return head_nbytes(directory, kv_memory_mb * 2**20, config, dtype, num_slots, is_cut=model.tensor_parallel > 1)
 
 
 def load_head(draft_model: str, engine: Engine, kv_memory_mb: int) -> DraftHead:
     """Load the EAGLE-3 head in the directory ``draft_model`` beside an engine that has not computed a step yet, and whose settings
     ``require_head`` has seen.
 
-    ``kv_memory_mb``: of its pool. Raises ModelError if its files are broken or the pool is too small.
+    ``kv_memory_mb``: of its pool. Raises ModelError if its files are broken, or its pool is too small for the engine's blocks.
     """
     from kvrelay.engine.ranks.engine import RankedEngine  # noqa: PLC0415 - imports torch
     from kvrelay.engine.torch_engine import TorchEngine  # noqa: PLC0415

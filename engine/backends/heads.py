@@ -10,15 +10,17 @@ from pathlib import Path
 import torch
 
 from kvrelay.common.errors import ModelError
+from kvrelay.common.kv_geometry import KvGeometry
 from kvrelay.engine.backends.cpu.build import cpu_ops
 from kvrelay.engine.backends.options import EngineOptions
-from kvrelay.engine.config.head import load_head_config
+from kvrelay.engine.config.head import HeadConfig, load_head_config
 from kvrelay.engine.config.model import ModelConfig, load_config
 from kvrelay.engine.kv.geometry import geometry_of
 from kvrelay.engine.kv.pool import KvPool
 from kvrelay.engine.models.decoder import DecoderModel
 from kvrelay.engine.models.draft_head import HeadBesideModel, ring_shape
 from kvrelay.engine.models.ops import Ops
+from kvrelay.engine.settings import DEFAULT_BLOCK_SIZE
 from kvrelay.engine.step.slots import Slots
 from kvrelay.engine.weights.checkpoint import load_embedding
 from kvrelay.engine.weights.head import has_embedding, head_headers, load_head_weights
@@ -29,19 +31,20 @@ _FEWEST_TOKENS = 64  # fewest tokens in a slot's share of the pool
 
 
 def head_nbytes(
-    directory: Path, kv_bytes: int, model: ModelConfig, itemsize: int, num_slots: int, *, is_cut: bool
+    directory: Path, kv_bytes: int, model: ModelConfig, dtype: torch.dtype, num_slots: int, *, is_cut: bool
 ) -> int:
-    """The memory that ``make_head`` will take for a model whose type has ``itemsize`` bytes. ``is_cut``: among several ranks.
+    """The memory that ``make_head`` will take for a model of type ``dtype``. ``is_cut``: among several ranks.
 
     Raises ModelError as ``make_head``, as far as that is known without reading a tensor.
     """
     config = load_head_config(directory, model)
+    _blocks_of_slot(config, kv_bytes, num_slots, geometry_of(config.layer, DEFAULT_BLOCK_SIZE, dtype))
     headers = head_headers(directory, config)
     num_elements = sum(math.prod(header.shape) for header in headers.values())
     num_elements += math.prod(ring_shape(config, num_slots))
     if is_cut and not has_embedding(headers):
         num_elements += model.vocab_size * model.hidden_size
-    return num_elements * itemsize + kv_bytes
+    return num_elements * dtype.itemsize + kv_bytes
 
 
 def make_head(
@@ -59,14 +62,7 @@ def make_head(
         weights = replace(weights, embed=load_embedding(options.model_dir, model, target.dtype, device))
     geometry = geometry_of(config.layer, options.block_size, target.dtype)
     num_slots = len(slots.sequences)
-    longest = -(-config.layer.max_position_embeddings // options.block_size)
-    num_blocks = min(kv_bytes // (num_slots * geometry.block_nbytes), longest)  # of each slot
-    if num_blocks * options.block_size < _FEWEST_TOKENS:
-        nbytes = num_slots * geometry.block_nbytes * -(-_FEWEST_TOKENS // options.block_size)
-        raise ModelError(
-            f"--draft-kv-memory-mb is {kv_bytes / 2**20:.0f}, {num_blocks * options.block_size} tokens for each of {num_slots} "
-            f"sequences; a head needs {_FEWEST_TOKENS}: take {-(-nbytes // 2**20)}, or fewer sequences (--max-num-seqs)"
-        )
+    num_blocks = _blocks_of_slot(config, kv_bytes, num_slots, geometry)
     pool = KvPool(geometry, num_slots * num_blocks, device)
     num_tokens = num_blocks * options.block_size
     logger.info("the head %s sees the last %d tokens of each of %d sequences", directory.name, num_tokens, num_slots)
@@ -78,3 +74,17 @@ def make_head(
 
         ops = cuda_ops(config.layer, pool, num_tokens, options, None)
     return HeadBesideModel(config, weights, ops, target, slots, num_blocks, options.block_size)
+
+
+def _blocks_of_slot(config: HeadConfig, kv_bytes: int, num_slots: int, geometry: KvGeometry) -> int:
+    """The blocks that each of ``num_slots`` sequences has in a pool of ``kv_bytes``. Raises ModelError if these are too few."""
+    block_size, block_nbytes = geometry.block_size, geometry.block_nbytes
+    longest = -(-config.layer.max_position_embeddings // block_size)
+    num_blocks = min(kv_bytes // (num_slots * block_nbytes), longest)
+    if num_blocks * block_size < _FEWEST_TOKENS:
+        nbytes = num_slots * block_nbytes * -(-_FEWEST_TOKENS // block_size)
+        raise ModelError(
+            f"--draft-kv-memory-mb is {kv_bytes / 2**20:.0f}, {num_blocks * block_size} tokens for each of {num_slots} "
+            f"sequences; a head needs {_FEWEST_TOKENS}: take {-(-nbytes // 2**20)}, or fewer sequences (--max-num-seqs)"
+        )
+    return num_blocks

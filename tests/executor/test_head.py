@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from kvrelay.common.errors import ModelError, SettingsError
 from kvrelay.executor import LLM, Request, SamplingParams, StructuredOutputsParams
 from tests.draft_pairs import save_pair
 from tests.engine.ranks.rig import pids
-from tests.heads import save_head
+from tests.heads import change_tensors, save_head
 
 from ..relay.http_gateway import VOCAB, write_model
 
@@ -52,19 +54,21 @@ def test_the_texts_are_those_without(pair: tuple[str, str]) -> None:
         ({"draft_kv_memory_mb": 1, "max_num_seqs": 512}, ModelError, "--draft-kv-memory-mb is 1, .* a head needs 64"),
     ],
 )
-def test_what_does_not_go_together_is_refused(
-    pair: tuple[str, str], options: dict[str, Any], error: type[Exception], match: str
+def test_what_does_not_go_together_is_refused_before_the_model_is_loaded(
+    pair: tuple[str, str], options: dict[str, Any], error: type[Exception], match: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("kvrelay.executor.local.load_engine", lambda *_, **__: pytest.fail("the model is loaded"))
     given = options if error is SettingsError else {"speculation": "head", "draft_model": pair[1], **options}
     with pytest.raises(error, match=match):
         LLM(pair[0], **given, **OPTIONS)
 
 
-def test_ranks_end_with_a_model_whose_head_cannot_be_loaded(pair: tuple[str, str]) -> None:
-    """The head's pool shows to be too small when the ranks have loaded."""
-    sizes = {**OPTIONS, "tensor_parallel": 2, "draft_kv_memory_mb": 1, "max_num_seqs": 512}
-    with pytest.raises(ModelError, match="--draft-kv-memory-mb is 1"):
-        LLM(pair[0], speculation="head", draft_model=pair[1], **sizes)
+def test_ranks_end_with_a_model_whose_head_cannot_be_loaded(pair: tuple[str, str], tmp_path: Path) -> None:
+    """What is wrong is in a tensor, which is read when the ranks have loaded."""
+    save_head(tmp_path, Path(pair[0]), num_drafted=VOCAB // 2)
+    change_tensors(tmp_path, {"d2t": torch.full((VOCAB // 2,), VOCAB)})
+    with pytest.raises(ModelError, match="d2t names tokens twice, or beyond the model's"):
+        LLM(pair[0], speculation="head", draft_model=str(tmp_path), tensor_parallel=2, **OPTIONS)
     assert not pids()
 
 

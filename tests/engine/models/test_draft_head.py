@@ -226,7 +226,7 @@ def test_what_a_head_takes_is_known_before_it_is_loaded(model: Path, head: Path)
     beside = engine_of(model).load_head(head, KV_BYTES)
     tensors = [one for one in tree_leaves(asdict(weights)) if isinstance(one, torch.Tensor)]
     taken = sum(one.nbytes for one in [*tensors, beside._ring]) + KV_BYTES
-    found = [head_nbytes(head, KV_BYTES, config, 4, NUM_SLOTS, is_cut=is_cut) for is_cut in (False, True)]
+    found = [head_nbytes(head, KV_BYTES, config, torch.float32, NUM_SLOTS, is_cut=is_cut) for is_cut in (False, True)]
     assert taken <= found[0] < taken + 1024, "maps of the vocabulary are counted in the model's type"
     assert found[1] - found[0] == config.vocab_size * config.hidden_size * 4, "the model's embedding"
 
