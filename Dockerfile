@@ -43,10 +43,11 @@ ENTRYPOINT ["kvrelay"]
 CMD ["gateway"]
 
 FROM base AS worker-packages
-# TORCH: which torch. TORCH_INDEX: where from, if not from the index that pip is set up with, whose torch usually brings CUDA's libraries.
-ARG TORCH=torch>=2.9
+# TORCH: which torch, and the torchvision that fits it: some models prepare images with it. TORCH_INDEX: where from, if not from the
+# index that pip is set up with, whose torch usually brings CUDA's libraries.
+ARG TORCH="torch>=2.9 torchvision"
 ARG TORCH_INDEX=
-RUN pip install --no-cache-dir ${TORCH_INDEX:+--index-url ${TORCH_INDEX}} "${TORCH}"
+RUN pip install --no-cache-dir ${TORCH_INDEX:+--index-url ${TORCH_INDEX}} ${TORCH}
 COPY --from=wheel /requirements/worker.txt /requirements/constraints.txt /opt/kvrelay/
 RUN pip install --no-cache-dir -r /opt/kvrelay/worker.txt -c /opt/kvrelay/constraints.txt
 

@@ -129,7 +129,7 @@ PYTHON
 if [ $torch_build = cuda ]; then
     say "[2/4] torch with CUDA (several GB)"
     # shellcheck disable=SC2086
-    $pip install $quiet 'torch>=2.9' || no_index torch
+    $pip install $quiet 'torch>=2.9' torchvision || no_index torch
     if ! command -v cc >/dev/null 2>&1 && ! command -v gcc >/dev/null 2>&1; then
         say "warning: no C compiler. Serving on the GPU needs one (Triton compiles the code that launches its kernels):"
         say "    apt install gcc python3-dev"
@@ -145,7 +145,7 @@ else
     elif is_cpu_build --index-url $torch_cpu_index 'torch>=2.9'; then
         say "[2/4] torch, CPU build from $torch_cpu_index"
         # shellcheck disable=SC2086
-        $pip install $quiet --index-url $torch_cpu_index 'torch>=2.9' || no_index torch
+        $pip install $quiet --index-url $torch_cpu_index 'torch>=2.9' torchvision || no_index torch
     else
         sed 's/^/    /' $venv/torch-report.log >&2
         fail "no CPU build of torch for $($venv/bin/python --version) found (pip's last message is above)" \

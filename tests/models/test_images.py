@@ -43,7 +43,7 @@ from kvrelay.engine.step.sequence import Sequence
 from kvrelay.engine.torch_engine import TorchEngine
 
 from .test_types import BLOCK_SIZE, engine_of, saved
-from .tiny_image_kinds import VOCAB
+from .tiny_image_kinds import TORCHVISION_KINDS, VOCAB
 from .tiny_images import image_types, save_image_model
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers warns of what tiny configurations leave out
@@ -181,8 +181,12 @@ def answers(prefill: TorchEngine, decode: TorchEngine, prompts: Seq[Prompt], rea
 
 
 def cases() -> list[Any]:
-    """All types that read images here. Those outside ``ALIKE`` run in make test-all only."""
-    return [name if name in ALIKE else pytest.param(name, marks=pytest.mark.full) for name in image_types()]
+    """All types that read images. Those outside ``ALIKE`` run in make test-all only."""
+    lacks = pytest.mark.skipif(find_spec("torchvision") is None, reason="torchvision is not installed")
+    return [
+        name if name in ALIKE else pytest.param(name, marks=[pytest.mark.full, *[lacks] * (name in TORCHVISION_KINDS)])
+        for name in image_types()
+    ]
 
 
 @pytest.mark.parametrize("model_type", cases())

@@ -158,6 +158,11 @@ _QWEN_AREA: dict[str, Any] = {"mark": _QWEN_MARK, "sizes": _AREA}
 _QWEN_IMAGES = "Qwen2VLImageProcessor"
 _QWEN3: tuple[Any, ...] = (_QWEN_IDS, _QWEN_IMAGES, "Qwen3VLProcessor")
 _VIDEO = {"video_token_id": "<video>"}
+_GEMMA4_SIZES: dict[str, Any] = {"patch_size": 14, "max_soft_tokens": 70, "pooling_kernel_size": 3}
+_GEMMA4_TOKENS = {
+    "image_token": "<image>", "audio_token": "<sound>", "boi_token": "<boi>", "eoi_token": "<eoi>", "boa_token": "<boa>",
+    "eoa_token": "<eoa>",
+}  # fmt: skip
 _OMNI = {
     "image_token": "<|image_pad|>", "video_token": "<|video_pad|>", "audio_token": "<sound>",
     "vision_bos_token": "<|vision_start|>", "vision_eos_token": "<|vision_end|>", "audio_bos_token": "<boa>",
@@ -309,11 +314,8 @@ KINDS |= {
         _IMAGE | _VIDEO | {"audio_token_id": "<sound>", "boi_token_id": "<boi>", "eoi_token_id": "<eoi>"},
         *("Gemma4ImageProcessor", "Gemma4Processor"),
         more=("<|video|>", "<boa>", "<eoa>"),
-        sizes={"patch_size": 14, "max_soft_tokens": 70, "pooling_kernel_size": 3},
-        tokenizer={
-            "image_token": "<image>", "audio_token": "<sound>", "boi_token": "<boi>", "eoi_token": "<eoi>",
-            "boa_token": "<boa>", "eoa_token": "<eoa>",
-        },
+        sizes=_GEMMA4_SIZES,
+        tokenizer=_GEMMA4_TOKENS,
         vision={"position_embedding_size": 64},
     ),
     "granite_docling": _kind(
@@ -324,3 +326,48 @@ KINDS |= {
         vision={"scale_factor": 2},
     ),
 }  # fmt: skip
+
+# Their image processors need torchvision.
+TORCHVISION_KINDS: dict[str, Kind] = {
+    "cohere2_vision": _kind(
+        *("cohere2_vision", _IMAGE, "Cohere2VisionImageProcessor", "Cohere2VisionProcessor"),
+        more=("<boi>", "<eoi>", "<br>"),
+        sizes={**_SQUARE, "patch_size": 1, "max_patches": 4},
+        tokenizer={
+            "image_token": "<image>", "boi_token": "<boi>", "eoi_token": "<eoi>", "img_line_break_token": "<br>",
+        },
+    ),
+    "gemma4_unified": _kind(
+        "gemma4_unified",
+        _IMAGE | _VIDEO | {"audio_token_id": "<sound>", "boi_token_id": "<boi>", "eoi_token_id": "<eoi>"},
+        *("Gemma4UnifiedImageProcessor", "Gemma4UnifiedProcessor"),
+        more=("<|video|>", "<boa>", "<eoa>"),
+        sizes=_GEMMA4_SIZES,
+        tokenizer=_GEMMA4_TOKENS,
+    ),
+    "lfm2_vl": _kind(
+        *("lfm2_vl", _IMAGE, "Lfm2VlImageProcessor", "Lfm2VlProcessor"),
+        more=(
+            "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>",
+            *(f"<|img_row_{row}_col_{column}|>" for row in range(1, 5) for column in range(1, 5)),
+        ),
+        sizes={
+            **_SQUARE, "tile_size": 28, "encoder_patch_size": 14, "min_image_tokens": 1, "max_image_tokens": 4, "max_tiles": 4,
+        },
+        vision={"num_patches": 16},
+    ),
+    "minimax_m3_vl": _kind(
+        "minimax_m3_vl",
+        {"image_token_id": "]<]image[>["},
+        *("MiniMaxM3VLImageProcessor", "MiniMaxM3VLProcessor"),
+        more=("]<]video[>[", "]<]start of image[>[", "]<]end of image[>["),
+        sizes=_AREA,
+    ),
+    "step3p7": _kind(
+        *("step3p7", {"image_token_id": "<im_patch>"}, "Step3p7ImageProcessor", "Step3p7Processor"),
+        more=("<im_start>", "<im_end>", "<patch_start>", "<patch_end>", "<patch_newline>"),
+        sizes={"size": {"height": 112, "width": 112}, "patch_size": 56, "vision_patch_size": 14},
+        vision={"image_size": 112, "position_embedding_size": 64},
+    ),
+}  # fmt: skip
+KINDS |= TORCHVISION_KINDS

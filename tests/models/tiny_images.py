@@ -57,6 +57,8 @@ def save_image_model(model_type: str, directory: Path, seed: int = 1) -> PreTrai
     config = image_config(model_type, {token: index for index, token in enumerate(special_tokens)})
     model = AutoModelForMultimodalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
     fill(model, seed)
+    # No output has a placeholder: some types compute it in a way of their own.
+    model.get_output_embeddings().weight.data[len(_COMMON)] = 0
     model.save_pretrained(directory)
     for name, content in (
         ("tokenizer_config.json", tokens | {"extra_special_tokens": kind.tokenizer}),
