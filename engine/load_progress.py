@@ -59,7 +59,6 @@ class OthersProgress:
         self._logged_s = now_s
         last = min(shares, key=lambda rank: shares[rank])
         if shares[last] < 1:
-            least, most = int(100 * shares[last]), int(100 * max(shares.values()))
             self._logger.info(
-                "the other ranks have read %d to %d %% of their weights; rank %d the least", least, most, last
+                "of the other ranks, rank %d has read least: %d %% of its weights", last, int(100 * shares[last])
             )

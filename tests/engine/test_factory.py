@@ -112,8 +112,8 @@ def test_the_log_says_how_far_the_other_ranks_are(caplog: pytest.LogCaptureFixtu
         report({1: min(1.0, tenths / 10), 2: min(1.0, tenths / 15), 3: min(1.0, tenths / 10)})
         now_s += 2
     assert [record.message for record in caplog.records] == [
-        "the other ranks have read 33 to 50 % of their weights; rank 2 the least",
-        "the other ranks have read 66 to 100 % of their weights; rank 2 the least",
+        "of the other ranks, rank 2 has read least: 33 % of its weights",
+        "of the other ranks, rank 2 has read least: 66 % of its weights",
     ]
 
 
