@@ -102,7 +102,11 @@ class RankGroup:
         self._behind: dist.ProcessGroup | None = None
         self._sends: deque[dist.Work] = deque()  # sends that may not be over
         if cut.num_stages > 1:
-            self._open_stages()
+            try:
+                self._open_stages()
+            except BaseException:  # a process has one group at a time, and may load again
+                self.close()
+                raise
         self.num_meetings = 0  # number of collectives that this rank has entered; any thread may read it
 
     def _open_stages(self) -> None:

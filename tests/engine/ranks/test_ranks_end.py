@@ -233,3 +233,17 @@ def test_a_leader_that_is_killed_leaves_no_rank(model: Path) -> None:
         (pid,) = pids(leader.pid)
         leader.kill()
     wait_until(lambda: not is_alive(pid), "the rank has not ended")
+
+
+def test_ranks_load_again_where_groups_of_stages_could_not_be_opened(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(_group: RankGroup) -> None:
+        raise ValueError("no group")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(RankGroup, "_open_stages", refuses)
+        with pytest.raises(ValueError, match="no group"):
+            load_ranks(model, 1, num_stages=2)
+    engine: Any = load_ranks(model, 1, num_stages=2)
+    engine.close()
