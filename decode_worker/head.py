@@ -1,4 +1,4 @@
-"""The drafter that asks an EAGLE-3 head, which reads the model's hidden states in the worker's own engine.
+"""The drafter that asks an EAGLE-3 head, or the checkpoint's own layer, which read hidden states in the worker's engine.
 
 A stream gets drafts once this worker has computed some of its tokens; after a hand-off these are generated ones. Drafts are sampled
 with the request's own parameters and noise, as with a draft model. A failure costs drafts, but no request. Model thread only.
@@ -25,13 +25,13 @@ _MAX_FAILURES = 3  # in a row; then there are no drafts any more
 class HeadDrafter:
     """Implements :class:`kvrelay.decode_worker.drafter.Drafter`."""
 
-    name = "head"
     num_trusted = 2
 
     def __init__(
-        self, head: DraftHead, slot_of: Callable[[Sequence], int | None], clock: Clock, metrics: DraftMetrics
+        self, name: str, head: DraftHead, slot_of: Callable[[Sequence], int | None], clock: Clock, metrics: DraftMetrics
     ) -> None:
-        """``slot_of``: see Leader."""
+        """``name``: "head" or "mtp". ``slot_of``: see Leader."""
+        self.name = name
         self._head = head
         self._slot_of = slot_of
         self._clock = clock

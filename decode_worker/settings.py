@@ -33,8 +33,8 @@ class DecodeSchedulerSettings(SchedulerSettings):
         "off",
         "what guesses the next tokens, so that a step checks several at a time; the text stays the same. guide: "
         "text that a JSON schema forces. ngram: that, and text that repeats itself. draft-model: a smaller model. "
-        "head: an EAGLE-3 head",
-        choices=("off", "guide", "ngram", "draft-model", "head"),
+        "head: an EAGLE-3 head. mtp: the layer that the model's checkpoint has for it",
+        choices=("off", "guide", "ngram", "draft-model", "head", "mtp"),
     )
     draft_model: str | None = setting(
         None,
@@ -43,7 +43,8 @@ class DecodeSchedulerSettings(SchedulerSettings):
     )
     draft_kv_memory_mb: int = setting(
         256,
-        "memory of the draft model's, or the head's, own KV pool. Streams that find no room in it get no guesses",
+        "memory of the own KV pool of the draft model, the head or the checkpoint's layer. Streams that find no room in it get no "
+        "guesses",
         unit="MiB",
         minimum=1,
     )

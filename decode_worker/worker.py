@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -21,11 +21,18 @@ from kvrelay.decode_worker.ngram import NgramDrafter
 from kvrelay.decode_worker.scheduler import DecodeScheduler
 from kvrelay.decode_worker.service import DataPorts, DecodeService
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings, DecodeSettings
-from kvrelay.engine.drafting import load_draft_engine, load_head, require_head
+from kvrelay.engine.drafting import load_draft_engine, load_head, own_layer, require_head, require_layer
 from kvrelay.engine.kv.books import ledger_json, unbalanced
 from kvrelay.engine.kv.leased_blocks import LeasedBlocks
 from kvrelay.engine.load_progress import LoggedProgress
-from kvrelay.engine.settings import FakeSettings, KvSettings, ModelSettings, prompt_step_tokens, sequences_at_a_time
+from kvrelay.engine.settings import (
+    FakeSettings,
+    Guessing,
+    KvSettings,
+    ModelSettings,
+    prompt_step_tokens,
+    sequences_at_a_time,
+)
 from kvrelay.engine.step.interface import Engine
 from kvrelay.engine.step.leader import Leader
 from kvrelay.wire.blocks.pieces import pieces_of
@@ -82,7 +89,9 @@ class DecodeWorker(Worker[DecodeService]):
             head = None
             if settings.speculation == "head" and settings.draft_model is not None:
                 found = load_head(settings.draft_model, engine, settings.draft_kv_memory_mb)
-                head = HeadDrafter(found, leader.slot_of, network.clock, draft_metrics)
+                head = HeadDrafter("head", found, leader.slot_of, network.clock, draft_metrics)
+            elif settings.speculation == "mtp":
+                head = HeadDrafter("mtp", own_layer(engine), leader.slot_of, network.clock, draft_metrics)
             drafters = drafters or drafters_of(settings.speculation, self.draft_model or head)
             drafts = Drafts(drafters, settings.speculation_tokens, draft_metrics)
         super().__init__(leader, settings, setup, partial(DecodeScheduler, drafts=drafts), DecodeService)
@@ -167,7 +176,7 @@ class Drafting:
     """What guesses, before the model is loaded."""
 
     draft_engine: Engine | None = None  # loaded
-    head_bytes: int = 0  # of a head, which is loaded with the worker
+    guessing: Guessing = field(default_factory=Guessing)
 
 
 def load_drafting(
@@ -175,24 +184,27 @@ def load_drafting(
 ) -> Drafting:
     """Load the draft model of the settings, if they ask for one; its name is a directory. Raises ModelError or SettingsError.
 
-    Call this before the model is loaded, whose pool then leaves the draft model its memory. A head is only checked here.
+    Call this before the model is loaded, whose pool then leaves the draft model its memory. A head, or the checkpoint's own layer,
+    is only checked here.
     """
     if (settings.speculation in ("draft-model", "head")) != (settings.draft_model is not None):
         raise SettingsError(
             f"--speculation is {settings.speculation} and --draft-model {settings.draft_model}; a draft model needs both: "
             "--speculation draft-model --draft-model NAME, and so does a head: --speculation head"
         )
+    if settings.speculation == "mtp":
+        return Drafting(guessing=require_layer(model, fake, settings.draft_kv_memory_mb, settings.max_num_seqs))
     if settings.draft_model is None:
         return Drafting()
     if settings.speculation == "head":
-        nbytes = require_head(
+        guessing = require_head(
             settings.draft_model,
             model,
             fake,
             kv_memory_mb=settings.draft_kv_memory_mb,
             max_num_seqs=settings.max_num_seqs,
         )
-        return Drafting(head_bytes=nbytes)
+        return Drafting(guessing=guessing)
     draft_engine = load_draft_engine(
         settings.draft_model,
         model,
@@ -210,10 +222,10 @@ def serve(settings: DecodeSettings) -> int:
     """Run a decode worker until SIGTERM or SIGINT; returns the exit code. Raises KvrelayError if it cannot start."""
     drafting = Drafting()
 
-    def load_before() -> int:
+    def load_before() -> Guessing:
         nonlocal drafting
         drafting = load_drafting(settings.scheduler, settings.model, settings.kv, settings.fake)
-        return drafting.head_bytes
+        return drafting.guessing
 
     def make(engine: Engine, setup: Setup) -> DecodeWorker:
         return DecodeWorker(

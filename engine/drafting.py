@@ -1,7 +1,8 @@
-"""What guesses tokens beside an engine: a draft model, which is a second engine, or an EAGLE-3 head in the engine itself.
+"""What guesses tokens beside an engine: a draft model, which is a second engine, or in the engine itself an EAGLE-3 head or the
+checkpoint's own layer for drafting.
 
-Of an engine with several ranks only the first one has it, whole. The others compute its guesses as rows of steps, and know no more
-of it.
+Of an engine with several ranks only the first one has a draft model or a head, whole. The others compute its guesses as rows of
+steps, and know no more of it. Of the checkpoint's layer each rank has a part.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvrelay.common.errors import ModelError
 from kvrelay.common.kv_geometry import KvGeometry
@@ -17,8 +19,13 @@ from kvrelay.engine.config.tokenizer import require_same_tokens
 from kvrelay.engine.factory import load_part
 from kvrelay.engine.load_progress import log_begin
 from kvrelay.engine.ranks.messages import LoadSettings
-from kvrelay.engine.settings import FakeSettings, KvSettings, ModelSettings, sequences_at_a_time
+from kvrelay.engine.settings import FakeSettings, Guessing, KvSettings, ModelSettings, sequences_at_a_time
 from kvrelay.engine.step.interface import DraftHead, Engine
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvrelay.engine.config.model import ModelConfig
 
 logger = logging.getLogger(__name__)
 
@@ -92,8 +99,8 @@ def require_draft_model(geometry: KvGeometry, draft_model: str) -> None:
 
 def require_head(
     draft_model: str, model: ModelSettings, fake: FakeSettings, *, kv_memory_mb: int, max_num_seqs: int | None
-) -> int:
-    """The bytes that the head in the directory ``draft_model`` will take beside ``model``, on the first rank. See ``load_head``.
+) -> Guessing:
+    """What the head in the directory ``draft_model`` will be beside ``model``, on the first rank. See ``load_head``.
 
     Raises ModelError unless it is a head for this model, and a worker with these settings can have it, as far as that is known
     without reading a tensor.
@@ -102,36 +109,76 @@ def require_head(
         raise ModelError(f"--draft-model is {draft_model}; the fake engine has no hidden states: leave it out")
     from kvrelay.engine.backends.options import device_of  # noqa: PLC0415 - torch takes seconds to import
 
-    device_type = device_of(model.device).type
-    if device_type == "cuda" and model.cuda_graphs:
-        raise ModelError(
-            f"--draft-model is {draft_model}; CUDA graphs tell a head nothing: start with --no-cuda-graphs"
-        )
-    return head_on_first_rank(draft_model, model, kv_memory_mb, sequences_at_a_time(max_num_seqs, device_type))
+    return head_on_first_rank(
+        draft_model, model, kv_memory_mb, sequences_at_a_time(max_num_seqs, device_of(model.device).type)
+    )
 
 
-def head_on_first_rank(draft_model: str, model: ModelSettings, kv_memory_mb: int, num_slots: int) -> int:
+def head_on_first_rank(draft_model: str, model: ModelSettings, kv_memory_mb: int, num_slots: int) -> Guessing:
     """As ``require_head``, for ``num_slots`` sequences on any device."""
     directory = Path(draft_model)
     if not directory.is_dir():
         raise ModelError(f"--draft-model {draft_model!r} is not a head's directory; start through the kvrelay command")
+    config, dtype = _read_by(f"--draft-model is {draft_model}", "a head", model)
+    from kvrelay.engine.backends.heads import head_nbytes  # noqa: PLC0415 - torch takes seconds to import
+    from kvrelay.engine.config.head import load_head_config  # noqa: PLC0415
+
+    nbytes = head_nbytes(directory, kv_memory_mb * 2**20, config, dtype, num_slots, is_cut=model.tensor_parallel > 1)
+    return Guessing(nbytes, taps=load_head_config(directory, config).taps)
+
+
+def require_layer(model: ModelSettings, fake: FakeSettings, kv_memory_mb: int, max_num_seqs: int | None) -> Guessing:
+    """What the checkpoint's own layer for drafting will be beside ``model``, on each rank. Its weights are loaded with the model's.
+
+    Raises ModelError unless the checkpoint has one, as far as its config.json tells, and a worker with these settings can have it.
+    """
+    if fake.is_fake:
+        raise ModelError("--speculation is mtp; the fake engine has no hidden states: take ngram, or off")
+    from kvrelay.engine.backends.options import device_of  # noqa: PLC0415 - torch takes seconds to import
+
+    return layer_on_each_rank(model, kv_memory_mb, sequences_at_a_time(max_num_seqs, device_of(model.device).type))
+
+
+def layer_on_each_rank(model: ModelSettings, kv_memory_mb: int, num_slots: int) -> Guessing:
+    """As ``require_layer``, for ``num_slots`` sequences on any device."""
+    config, dtype = _read_by("--speculation is mtp", "a layer for drafting", model)
+    from kvrelay.engine.backends.heads import draft_layer_nbytes  # noqa: PLC0415 - torch takes seconds to import
+    from kvrelay.engine.config.draft_layer import with_draft_layer  # noqa: PLC0415
+
+    kv_bytes = kv_memory_mb * 2**20
+    nbytes = draft_layer_nbytes(kv_bytes, with_draft_layer(config), dtype, num_slots)
+    return Guessing(nbytes, kv_bytes, ())
+
+
+def _read_by(asked: str, what: str, model: ModelSettings) -> tuple[ModelConfig, torch.dtype]:
+    """The config and the type of a model whose hidden states ``what`` reads. Raises ModelError if it cannot."""
     if model.pipeline_parallel > 1:
         raise ModelError(
-            f"--draft-model is {draft_model}, and --pipeline-parallel {model.pipeline_parallel}; a head reads hidden states of "
+            f"{asked}, and --pipeline-parallel {model.pipeline_parallel}; {what} reads hidden states of "
             "layers that other stages have: take --tensor-parallel instead, --speculation draft-model, or ngram"
         )
     import torch  # noqa: PLC0415 - takes seconds to import
 
-    from kvrelay.engine.backends.heads import head_nbytes  # noqa: PLC0415
     from kvrelay.engine.config.model import load_config, needs_transformers  # noqa: PLC0415
 
     if needs_transformers(model.backend, Path(model.model)):
         raise ModelError(
-            f"--draft-model is {draft_model}; models that run through transformers have no heads: take --speculation ngram"
+            f"{asked}; models that run through transformers have no heads and no layers for drafting: take --speculation ngram"
         )
     config = load_config(Path(model.model))
     dtype: torch.dtype = getattr(torch, config.dtype if model.dtype == "auto" else model.dtype)
-    return head_nbytes(directory, kv_memory_mb * 2**20, config, dtype, num_slots, is_cut=model.tensor_parallel > 1)
+    return config, dtype
+
+
+def own_layer(engine: Engine) -> DraftHead:
+    """The checkpoint's own layer for drafting, of an engine that ``require_layer`` was called for."""
+    from kvrelay.engine.ranks.engine import RankedEngine  # noqa: PLC0415 - imports torch
+    from kvrelay.engine.torch_engine import TorchEngine  # noqa: PLC0415
+
+    assert isinstance(engine, TorchEngine | RankedEngine), f"{type(engine).__name__} has no hidden states"
+    head = engine.head
+    assert head is not None, "the engine was loaded without the layer"
+    return head
 
 
 def load_head(draft_model: str, engine: Engine, kv_memory_mb: int) -> DraftHead:

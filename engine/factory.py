@@ -24,6 +24,7 @@ from kvrelay.engine.sampling.processors import load_processors
 from kvrelay.engine.settings import (
     DEFAULT_BLOCK_SIZE,
     FakeSettings,
+    Guessing,
     KvSettings,
     ModelSettings,
     prompt_step_tokens,
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+NOTHING_GUESSES = Guessing()
+
 
 def load_engine(
     model: ModelSettings,
@@ -49,7 +52,7 @@ def load_engine(
     reads_images: bool = False,
     progress: Callable[[int, int], None],
     nodes: OtherNodes | None = None,
-    head_bytes: int = 0,
+    guessing: Guessing = NOTHING_GUESSES,
 ) -> Engine:
     """Load the model in the directory ``model.model`` (the launcher has resolved names).
 
@@ -57,7 +60,7 @@ def load_engine(
     :func:`prompt_step_tokens`).
     ``decodes``: whether the worker decodes. ``reads_images``: whether it should read images, if the model does. ``progress`` is
     called with (bytes loaded, bytes in all). ``nodes``: the other hosts' ranks.
-    ``head_bytes``: what a head will take of the first rank's GPU.
+    ``guessing``: what will guess tokens in the engine.
     Raises ModelError if the directory cannot be served, SettingsError if a logits processor does not exist.
     """
     directory = Path(model.model)
@@ -71,7 +74,7 @@ def load_engine(
                 raise ModelError(f"--{flag}-parallel is {number}; the fake engine has one rank")
         return make_fake_engine(directory, model, kv, fake, reads_images=reads_images)
     log_begin(logger, directory)
-    settings = LoadSettings(model, kv, max_num_seqs, max_batched_tokens, decodes, reads_images, head_bytes)
+    settings = LoadSettings(model, kv, max_num_seqs, max_batched_tokens, decodes, reads_images, guessing)
     if model.num_ranks == 1:
         return load_part(settings, None, progress)
     from kvrelay.engine.rank_check import require_ranks  # noqa: PLC0415 - imports torch
@@ -104,7 +107,8 @@ def load_part(settings: LoadSettings, part: RankPart | None, progress: Callable[
         keep_compiled,
     )
 
-    model, kv = settings.model, settings.kv
+    model, kv, guessing = settings.model, settings.kv, settings.guessing
+    guesses = part is None or part.is_leader or guessing.mtp_kv_bytes > 0
     if device_of(model.device).type == "cuda":
         keep_compiled(os.environ)
     directory = Path(model.model)
@@ -132,7 +136,9 @@ def load_part(settings: LoadSettings, part: RankPart | None, progress: Callable[
         reads_images=settings.reads_images,
         cuda_graphs=model.cuda_graphs,
         run_ahead=model.run_ahead,
-        head_bytes=settings.head_bytes if part is None or part.is_leader else 0,
+        head_bytes=guessing.nbytes if guesses else 0,
+        mtp_kv_bytes=guessing.mtp_kv_bytes,
+        taps=guessing.taps if guesses else None,
         adapter_bytes=0 if model.adapters is None else model.adapter_memory_mb * 2**20,
         processors=load_processors(model.logits_processors),
     )

@@ -19,6 +19,7 @@ from kvrelay.common.kv_geometry import KvGeometry
 from kvrelay.engine.backends.cpu.build import cpu_ops, cpu_paged_ops
 from kvrelay.engine.backends.options import EngineOptions
 from kvrelay.engine.config.cut import cuts_of, require_fit, require_indexers, require_stages
+from kvrelay.engine.config.draft_layer import with_draft_layer
 from kvrelay.engine.config.model import ModelShape, load_config, needs_transformers
 from kvrelay.engine.config.quantisation import Quantisation, load_quantisation
 from kvrelay.engine.kv.geometry import geometry_of, state_block_size
@@ -88,17 +89,26 @@ class ModelOutline:
 
 
 def outline_model(
-    directory: Path, backend: str, block_size: int | None, num_ranks: int = 1, num_stages: int = 1
+    directory: Path,
+    backend: str,
+    block_size: int | None,
+    num_ranks: int = 1,
+    num_stages: int = 1,
+    *,
+    has_draft_layer: bool = False,
 ) -> ModelOutline:
     """The outline of the model in ``directory``, whose weights need not be there. ``backend``, ``block_size``: as for a worker.
 
-    ``num_ranks``: ranks of each of ``num_stages`` on GPUs; each has parts of all experts. Raises ModelError with the reason why a
+    ``num_ranks``: ranks of each of ``num_stages`` on GPUs; each has parts of all experts. ``has_draft_layer``: whether the
+    checkpoint's layer for drafting is loaded, too. Raises ModelError with the reason why a
     worker could not serve it.
     """
     quantisation, asked = load_quantisation(directory), block_size  # raises for unsupported formats
     block_size = block_size or DEFAULT_BLOCK_SIZE
     if not needs_transformers(backend, directory):
         config = load_config(directory)
+        if has_draft_layer:
+            config = with_draft_layer(config)
         require_fit(config, num_ranks)
         require_stages(config, num_stages)
         require_indexers(config, num_stages)

@@ -29,7 +29,9 @@ from kvrelay.engine.ranks.messages import (
     ALIVE_S,
     Alive,
     Copy,
+    Draft,
     Failed,
+    GiveUpDrafts,
     Go,
     Launch,
     Leave,
@@ -249,6 +251,12 @@ def _serve(engine: TorchEngine, cut: Cut, adapters: RankAdapters | None, link: L
                     step.sample(inputs)
                 case Copy(pairs):
                     engine.copy_blocks(pairs)
+                case Draft(asks):
+                    assert engine.head is not None, "the leader drafts with what this rank does not have"
+                    engine.head.draft_told(asks)
+                case GiveUpDrafts():
+                    assert engine.head is not None, "the leader drafts with what this rank does not have"
+                    engine.head.give_up()
                 case Profile(num_steps):
                     engine.profiler.ask(num_steps, cut.number)
         except Exception as error:

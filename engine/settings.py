@@ -32,6 +32,17 @@ def sequences_at_a_time(max_num_seqs: int | None, device_type: str) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class Guessing:
+    """What guesses tokens within an engine, beside its model; by default nothing does."""
+
+    nbytes: int = (
+        0  # that it takes of a GPU when it is made, after the pool: of the first one, or with ``mtp_kv_bytes`` of all
+    )
+    mtp_kv_bytes: int = 0  # of the K/V of the checkpoint's layer for drafting, on each rank; 0: it is not loaded
+    taps: tuple[int, ...] | None = None  # layers whose input it reads, in order, for CUDA graphs; None: nothing guesses
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSettings:
     """The model and where it runs."""
 

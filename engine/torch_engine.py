@@ -17,7 +17,7 @@ from kvrelay.common.kv_geometry import KvGeometry
 from kvrelay.common.model_card import ModelCard
 from kvrelay.engine.backends.cpu.build import cpu_ops, why_no_cpu_kernels
 from kvrelay.engine.backends.cuda.memory import GpuMemory
-from kvrelay.engine.backends.heads import make_head
+from kvrelay.engine.backends.heads import make_draft_layer, make_head
 from kvrelay.engine.backends.options import (
     EngineOptions,
     activations_of,
@@ -29,6 +29,7 @@ from kvrelay.engine.backends.options import (
     rounding_of,
 )
 from kvrelay.engine.config.cut import Cut
+from kvrelay.engine.config.draft_layer import draft_layer, with_draft_layer
 from kvrelay.engine.config.model import ModelConfig, load_config
 from kvrelay.engine.config.tokenizer import check_tokenizer
 from kvrelay.engine.kv.geometry import geometry_of
@@ -53,6 +54,7 @@ from kvrelay.engine.torch_step import Deferred, TorchStep
 from kvrelay.engine.weights.checkpoint import load_weights, weights_digest
 from kvrelay.engine.weights.headers import checkpoint_files
 from kvrelay.engine.weights.kv_scales import kv_scales_digest, load_kv_scales
+from kvrelay.engine.weights.parameters import DraftLayerWeights
 from kvrelay.engine.weights.rounding import rounded
 from kvrelay.engine.weights.stored import StoredWeight
 
@@ -102,7 +104,7 @@ class TorchEngine:
 
         Raises ModelError naming what does not fit, and what to do.
         """
-        whole = load_config(options.model_dir)
+        whole = _config_of(options)
         check_tokenizer(options.model_dir, whole.vocab_size)
         cut = Cut() if part is None else replace(part.cut, has_whole_experts=options.expert_parallel)
         config = cut.config(whole)
@@ -158,24 +160,44 @@ class TorchEngine:
             if options.adapter_bytes:
                 adapters = Adapters(ops.make_low_rank(dtype), dtype, device, in_other_stages(whole, cut))
             model = DecoderModel(config, weights, ops, part, None if adapters is None else (adapters, whole))
-            return cls(card, model, ops, pool, options, None, adapters)
+            engine = cls(card, model, ops, pool, options, None, adapters)
+            return engine._with_draft_layer(weights.draft, whole, cut, model, part)
         model, cuda_ops, graphs, adapters = cuda_model(
             config, whole, weights, pool, max_model_len, options, kv_scales, part
         )
-        return cls(card, model, cuda_ops, pool, options, graphs, adapters)
+        engine = cls(card, model, cuda_ops, pool, options, graphs, adapters)
+        return engine._with_draft_layer(weights.draft, whole, cut, model, part)
+
+    def _with_draft_layer(
+        self,
+        weights: DraftLayerWeights | None,
+        whole: ModelConfig,
+        cut: Cut,
+        model: DecoderModel,
+        part: RankPart | None,
+    ) -> TorchEngine:
+        """This engine, with the checkpoint's layer for drafting if that is loaded."""
+        if weights is not None:
+            layer, kv_bytes = cut.config(draft_layer(whole)), self._options.mtp_kv_bytes
+            self._head = make_draft_layer(layer, weights, kv_bytes, model, self._slots, self._options, part)
+        return self
 
     @torch.inference_mode()
     def load_head(self, directory: Path, kv_bytes: int) -> HeadBesideModel:
         """Load an EAGLE-3 head, which sees every later step. ``kv_bytes``: size of its own pool.
 
-        The model is one of ours, without CUDA graphs. Raises ModelError if the head belongs to another model, its files are broken,
-        or the pool is too small.
+        The model is one of ours; CUDA graphs were captured with the head's taps. Raises ModelError if the head belongs to another
+        model, its files are broken, or the pool is too small.
         """
         assert isinstance(self._model, DecoderModel), (
             f"{type(self._model).__name__} gives no hidden states of its layers"
         )
-        assert self._graphs is None, "CUDA graphs tell a head nothing"
-        self._head = make_head(directory, kv_bytes, self._model, self._slots, self._options, self._device)
+        self._head = make_head(directory, kv_bytes, self._model, self._slots, self._options)
+        return self._head
+
+    @property
+    def head(self) -> HeadBesideModel | None:
+        """What guesses: the layer of the checkpoint, if it was asked for, or the head that was loaded."""
         return self._head
 
     @property
@@ -327,7 +349,10 @@ class TorchEngine:
     def _forward(self, batch: Batch, there: _There) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """(hidden states of all tokens, if they are needed here; logits of the rows that sample, if there are any)."""
         if self._graphs is not None and self._graphs.fits(batch):
-            return None, self._graphs.run(batch, there.token_ids)
+            logits = self._graphs.run(batch, there.token_ids)
+            if self._head is not None:
+                self._head.hear(batch, self._graphs.heard(len(batch.rows)))
+            return None, logits
         if self._adapters is not None:
             self._adapters.begin_step(batch)
         elif batch.adapters is not None:
@@ -342,6 +367,12 @@ class TorchEngine:
             return hidden, None
         is_all = len(batch.sampling_rows) == len(there.token_ids)
         return hidden, self._model.logits(hidden if is_all else hidden[there.last_tokens])
+
+
+def _config_of(options: EngineOptions) -> ModelConfig:
+    """The whole model's, with the layer for drafting if it is asked for."""
+    config = load_config(options.model_dir)
+    return with_draft_layer(config) if options.mtp_kv_bytes else config
 
 
 def _under_way(batch: Batch, there: _There) -> UnderWay | None:

@@ -134,7 +134,7 @@ class LocalBackend:
             decodes=True,
             reads_images=settings.images,
             progress=LoggedProgress(logger, time.monotonic),
-            head_bytes=drafting.head_bytes,
+            guessing=drafting.guessing,
         )
         guides = load_guides(model, settings.fake, engine.card.vocab_size)
         images = load_images(model, settings.fake, engine.card)

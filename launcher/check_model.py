@@ -6,6 +6,7 @@ import dataclasses
 import json
 import tempfile
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from kvrelay.common.errors import KvrelayError, ModelError
 from kvrelay.common.kv_geometry import Chunk, GroupKind, KvGeometry, KvGroup, num_physical_blocks, window_size
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.engine.config.tokenizer import require_same_tokens
-from kvrelay.engine.drafting import head_on_first_rank, require_draft_model
+from kvrelay.engine.drafting import head_on_first_rank, layer_on_each_rank, require_draft_model
 from kvrelay.engine.outline import ModelOutline, check_files, compare, outline_model, write_random_weights
 from kvrelay.engine.settings import KvSettings, ModelSettings, prompt_step_tokens, sequences_at_a_time
 from kvrelay.launcher.models import find_configuration, resolve_model
@@ -56,6 +57,7 @@ class Report:
     outline: ModelOutline | None = None
     fit: Fit | None = None
     draft_nbytes: int = 0  # of what guesses, on the first GPU
+    draft_kind: str | None = None  # of what guesses; of "mtp" bytes are on each GPU, and the weights among the model's
     logits: str | None = None  # how logits were compared, or why not
     lacks: str | None = None  # what the directory has to get before a gateway can serve it
 
@@ -88,7 +90,11 @@ class Report:
         if self.fit is not None:
             ranks = f"{self.fit.num_ranks} " if self.fit.num_ranks > 1 else ""
             rows.append((f"{ranks}GPU{'s' if ranks else ''} of {self.fit.memory_gib:g} GiB", _fit_text(self.fit)))
-        if self.draft_nbytes:
+        if self.draft_kind == "mtp":
+            rows.append(
+                ("drafts", f"{_gib(self.draft_nbytes)} of K/V for guesses on each GPU, beside the layer's weights")
+            )
+        elif self.draft_nbytes:
             rows.append(
                 ("draft model", f"{_gib(self.draft_nbytes)} of weights and K/V on the first GPU, which has less for KV")
             )
@@ -107,7 +113,7 @@ def run(
     memory_gib: float | None,
     ranks: tuple[int, int],
     backend: str,
-    drafting: tuple[str, str] | None,
+    drafting: tuple[str, str | None] | None,
     as_json: bool,
 ) -> int:
     """Run the command and return its exit code. ``ranks``: the ranks of each stage, and the number of stages. ``drafting``: the
@@ -117,10 +123,11 @@ def run(
     transformers.logging.set_verbosity_error()
     try:
         directory = find_configuration(model)
-        draft = None
+        draft: tuple[str, Path | None] | None = None
         if drafting is not None:
             kind, name = drafting  # a head's size is in its files
-            draft = kind, resolve_model(name, needs_tokenizer=False) if kind == "head" else find_configuration(name)
+            find = partial(resolve_model, needs_tokenizer=False) if kind == "head" else find_configuration
+            draft = kind, None if name is None else find(name)
     except KvrelayError as error:
         click.echo(f"kvrelay: {error}", err=True)
         return 2
@@ -137,22 +144,23 @@ def examine(
     memory_gib: float | None,
     num_ranks: int,
     num_stages: int,
-    drafting: tuple[str, Path] | None = None,
+    drafting: tuple[str, Path | None] | None = None,
 ) -> Report:
     """Check the model in ``directory``. ``memory_gib``: of each GPU; None: do not check the fit. ``drafting``: the kind and the
-    directory of what guesses.
+    directory of what guesses; of "mtp" there is none.
     """
-    draft_nbytes = 0
+    draft_nbytes, kind = 0, None if drafting is None else drafting[0]
     outline: ModelOutline | None = None
     fit: Fit | None = None
     try:
-        outline = outline_model(directory, backend, KvSettings().block_size, num_ranks, num_stages)
+        block_size = KvSettings().block_size
+        outline = outline_model(directory, backend, block_size, num_ranks, num_stages, has_draft_layer=kind == "mtp")
         if drafting is not None:
             own = ModelSettings(
                 str(directory), backend=backend, tensor_parallel=num_ranks, pipeline_parallel=num_stages
             )
             draft_nbytes = _draft_nbytes(*drafting, own)
-        fit = None if memory_gib is None else fit_of(outline, memory_gib, draft_nbytes)
+        fit = None if memory_gib is None else fit_of(outline, memory_gib, draft_nbytes, on_each=kind == "mtp")
         if fit is not None and fit.num_tokens < outline.geometry.block_size:
             gpus = "one GPU" if fit.num_ranks == 1 else f"{fit.num_ranks} GPUs"
             raise ModelError(f"it does not fit {gpus} of {fit.memory_gib:g} GiB")
@@ -161,35 +169,39 @@ def examine(
             check_files(directory, outline)
         logits = _compared(directory, outline, has_weights)
         lacks = _TOKENIZER if has_weights and not has_tokenizer(directory) else None
-        return Report(model, outline=outline, fit=fit, draft_nbytes=draft_nbytes, logits=logits, lacks=lacks)
+        return Report(
+            model, outline=outline, fit=fit, draft_nbytes=draft_nbytes, draft_kind=kind, logits=logits, lacks=lacks
+        )
     except ModelError as error:
-        return Report(model, str(error), outline, fit, draft_nbytes)
+        return Report(model, str(error), outline, fit, draft_nbytes, kind)
 
 
-def _draft_nbytes(kind: str, draft_model: Path, model: ModelSettings) -> int:
+def _draft_nbytes(kind: str, draft_model: Path | None, model: ModelSettings) -> int:
     """What guesses for ``model`` on a worker with default settings: the bytes of its weights and its pool on the first GPU.
 
-    Raises ModelError if a worker would refuse it.
+    Of "mtp": the bytes of its pool on each GPU. Raises ModelError if a worker would refuse it.
     """
-    kv_memory_mb = DecodeSchedulerSettings().draft_kv_memory_mb
+    kv_memory_mb, num_slots = DecodeSchedulerSettings().draft_kv_memory_mb, sequences_at_a_time(None, "cuda")
+    if draft_model is None:
+        return layer_on_each_rank(model, kv_memory_mb, num_slots).nbytes
     if kind == "head":
-        return head_on_first_rank(str(draft_model), model, kv_memory_mb, sequences_at_a_time(None, "cuda"))
+        return head_on_first_rank(str(draft_model), model, kv_memory_mb, num_slots).nbytes
     require_same_tokens(Path(model.model), draft_model)
     own = outline_model(draft_model, "auto", None)
     require_draft_model(own.geometry, str(draft_model))
     return own.gpu_weights_nbytes + kv_memory_mb * 2**20
 
 
-def fit_of(outline: ModelOutline, memory_gib: float, draft_nbytes: int = 0) -> Fit:
+def fit_of(outline: ModelOutline, memory_gib: float, draft_nbytes: int = 0, *, on_each: bool = False) -> Fit:
     """The memory left for K/V by a worker with default settings and ``memory_gib`` for each rank, on the rank with the least.
 
-    ``draft_nbytes``: of what guesses, on the first rank.
+    ``draft_nbytes``: of what guesses, on the first rank, or ``on_each``.
     """
     step_nbytes = outline.step_nbytes(prompt_step_tokens(None, "cuda"), sequences_at_a_time(None, "cuda"))
     share = int(memory_gib * 2**30 * KvSettings().kv_memory_fraction)
     fits: list[Fit] = []
     for number, rank in enumerate(outline.ranks):
-        kv_nbytes = max(0, share - rank.weights_nbytes - step_nbytes - (draft_nbytes if number == 0 else 0))
+        kv_nbytes = max(0, share - rank.weights_nbytes - step_nbytes - (draft_nbytes if on_each or number == 0 else 0))
         geometry = rank.geometry
         num_tokens = kv_nbytes // geometry.block_nbytes * geometry.block_size
         if geometry.has_states:  # a sequence has few blocks of states, however long it is

@@ -78,7 +78,7 @@ def fetch(model: str) -> None:
               help="stages of a worker")  # fmt: skip
 @click.option("--backend", type=click.Choice(["auto", "native", "transformers"]), default="auto", show_default=True,
               help="as of a worker")  # fmt: skip
-@click.option("--speculation", type=click.Choice(["draft-model", "head"]), help="as of a decode worker")
+@click.option("--speculation", type=click.Choice(["draft-model", "head", "mtp"]), help="as of a decode worker")
 @click.option("--draft-model", help="the model, or the head, that guesses on the first GPU; a head is fetched")
 @click.option("--json", "as_json", is_flag=True, help="print it as JSON")
 def check_model(
@@ -100,8 +100,10 @@ def check_model(
     """
     if gpu is not None and memory_gib is not None:
         raise click.UsageError("--gpu and --memory-gib say the same: give one of them")
-    if (speculation is None) != (draft_model is None):
-        raise click.UsageError("--speculation and --draft-model need each other: give both, or neither")
+    if (speculation in (None, "mtp")) != (draft_model is None):
+        raise click.UsageError(
+            "--speculation and --draft-model need each other: give both, or neither; mtp needs no model"
+        )
     drafting = None if speculation is None else (speculation, draft_model)
     run: Callable[..., int] = _load("kvrelay.launcher.check_model:run")
     return run(

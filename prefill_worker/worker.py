@@ -13,7 +13,7 @@ from kvrelay.engine.factory import require_host_kv
 from kvrelay.engine.kv.block_manager import BlockManager
 from kvrelay.engine.kv.host.tier import HostTier
 from kvrelay.engine.kv.host_memory import allocated
-from kvrelay.engine.settings import prompt_step_tokens
+from kvrelay.engine.settings import Guessing, prompt_step_tokens
 from kvrelay.engine.step.interface import Engine
 from kvrelay.engine.step.leader import Leader
 from kvrelay.prefill_worker.links import DecodeLinks
@@ -117,9 +117,9 @@ def _add_load_gauges(service: PrefillService, registry: CollectorRegistry) -> No
 def serve(settings: PrefillSettings) -> int:
     """Run a prefill worker until SIGTERM or SIGINT; returns the exit code. Raises KvrelayError if it cannot start."""
 
-    def load_before() -> int:
+    def load_before() -> Guessing:
         require_host_kv(settings.host_kv_mb, settings.model, settings.fake)
-        return 0
+        return Guessing()  # nobody guesses here
 
     def make(engine: Engine, setup: Setup) -> PrefillWorker:
         setup = dataclasses.replace(setup, host_kv_bytes=settings.host_kv_mb * 2**20)

@@ -14,6 +14,7 @@ from kvrelay.common.logs import configure_logs
 from kvrelay.engine.factory import load_engine, load_guides, load_images
 from kvrelay.engine.load_progress import LoggedProgress
 from kvrelay.engine.ranks.nodes import OtherNodes, place_of
+from kvrelay.engine.settings import Guessing
 from kvrelay.engine.step.interface import Engine
 from kvrelay.wire.lines.shared.place import SharedPlace
 from kvrelay.wire.messages import Role
@@ -34,15 +35,15 @@ def serve_worker(
     settings: WorkerSettings,
     listens_at: Mapping[str, str],
     make: Callable[[Engine, Setup], Component],
-    load_before: Callable[[], int] = lambda: 0,
+    load_before: Callable[[], Guessing] = Guessing,
     *,
     reads_images: bool = True,
 ) -> int:
     """Run the worker that ``make`` builds until SIGTERM or SIGINT. Returns the exit code. Raises KvrelayError if it cannot start.
 
     ``listens_at``: its addresses, by the settings that have them.
-    ``load_before``: loads what must get its memory before the model's KV pool takes the rest, and returns the bytes of a head that
-    comes after it. ``reads_images``: if the model does.
+    ``load_before``: loads what must get its memory before the model's KV pool takes the rest, and returns what will guess tokens in
+    the engine. ``reads_images``: if the model does.
     """
     configure_logs(settings.log_level, settings.log_format)
     place = place_of(settings.nodes, settings.model.num_ranks)
@@ -58,7 +59,7 @@ def serve_worker(
     shared_memory = SharedPlace.of(settings.same_host)
 
     def load() -> Component:
-        head_bytes = load_before()
+        guessing = load_before()
         engine = load_engine(
             settings.model,
             settings.kv,
@@ -69,7 +70,7 @@ def serve_worker(
             reads_images=reads_images,
             progress=LoggedProgress(logger, time.monotonic),
             nodes=nodes,
-            head_bytes=head_bytes,
+            guessing=guessing,
         )
         setup = Setup(
             worker_id,

@@ -1,9 +1,10 @@
-"""Loads an EAGLE-3 head beside a loaded model: its weights, its pool and its operations."""
+"""Makes what guesses beside a loaded model, with its pool and its operations: an EAGLE-3 head, or the checkpoint's own layer."""
 
 from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,17 +14,22 @@ from kvrelay.common.errors import ModelError
 from kvrelay.common.kv_geometry import KvGeometry
 from kvrelay.engine.backends.cpu.build import cpu_ops
 from kvrelay.engine.backends.options import EngineOptions
-from kvrelay.engine.config.head import HeadConfig, load_head_config
+from kvrelay.engine.config.draft_layer import draft_layer
+from kvrelay.engine.config.head import load_head_config
 from kvrelay.engine.config.model import ModelConfig, load_config
 from kvrelay.engine.kv.geometry import geometry_of
 from kvrelay.engine.kv.pool import KvPool
 from kvrelay.engine.models.decoder import DecoderModel
-from kvrelay.engine.models.draft_head import HeadBesideModel, ring_shape
+from kvrelay.engine.models.draft_head import Guesser, HeadBesideModel, ring_shape
+from kvrelay.engine.models.draft_layer import DraftLayer
+from kvrelay.engine.models.head import HeadModel
 from kvrelay.engine.models.ops import Ops
+from kvrelay.engine.models.ranks import RankPart
 from kvrelay.engine.settings import DEFAULT_BLOCK_SIZE
 from kvrelay.engine.step.slots import Slots
 from kvrelay.engine.weights.checkpoint import load_embedding
 from kvrelay.engine.weights.head import has_embedding, head_headers, load_head_weights
+from kvrelay.engine.weights.parameters import DraftLayerWeights
 
 logger = logging.getLogger(__name__)
 
@@ -38,17 +44,17 @@ def head_nbytes(
     Raises ModelError as ``make_head``, as far as that is known without reading a tensor.
     """
     config = load_head_config(directory, model)
-    _blocks_of_slot(config, kv_bytes, num_slots, geometry_of(config.layer, DEFAULT_BLOCK_SIZE, dtype))
+    _blocks_of_slot(config.layer, kv_bytes, num_slots, geometry_of(config.layer, DEFAULT_BLOCK_SIZE, dtype))
     headers = head_headers(directory, config)
     num_elements = sum(math.prod(header.shape) for header in headers.values())
-    num_elements += math.prod(ring_shape(config, num_slots))
+    num_elements += math.prod(ring_shape(config.layer.hidden_size, num_slots))
     if is_cut and not has_embedding(headers):
         num_elements += model.vocab_size * model.hidden_size
     return num_elements * dtype.itemsize + kv_bytes
 
 
 def make_head(
-    directory: Path, kv_bytes: int, target: DecoderModel, slots: Slots, options: EngineOptions, device: torch.device
+    directory: Path, kv_bytes: int, target: DecoderModel, slots: Slots, options: EngineOptions
 ) -> HeadBesideModel:
     """Load the head in ``directory`` for the model ``target``. ``kv_bytes``: size of its pool, which ``slots`` share equally.
 
@@ -56,30 +62,70 @@ def make_head(
     """
     model = load_config(options.model_dir)
     config = load_head_config(directory, model)
-    weights = load_head_weights(directory, config, target.dtype, device)
+    weights = load_head_weights(directory, config, target.dtype, target.device)
     if weights.embed is None and target.embeds_with_ranks:
         # Other ranks do not know when the head looks a token up.
-        weights = replace(weights, embed=load_embedding(options.model_dir, model, target.dtype, device))
-    geometry = geometry_of(config.layer, options.block_size, target.dtype)
+        weights = replace(weights, embed=load_embedding(options.model_dir, model, target.dtype, target.device))
+    return _beside(
+        config.layer, kv_bytes, target, slots, options, lambda ops: HeadModel(config, weights, ops, target.embed)
+    )
+
+
+def draft_layer_nbytes(kv_bytes: int, model: ModelConfig, dtype: torch.dtype, num_slots: int) -> int:
+    """The memory that ``make_draft_layer`` will take beside the layer's weights, on each rank. ``model``: the whole one.
+
+    Raises ModelError as ``make_draft_layer``.
+    """
+    layer = draft_layer(model)
+    _blocks_of_slot(layer, kv_bytes, num_slots, geometry_of(layer, DEFAULT_BLOCK_SIZE, dtype))
+    return math.prod(ring_shape(layer.hidden_size, num_slots)) * dtype.itemsize + kv_bytes
+
+
+def make_draft_layer(
+    config: ModelConfig,
+    weights: DraftLayerWeights,
+    kv_bytes: int,
+    target: DecoderModel,
+    slots: Slots,
+    options: EngineOptions,
+    part: RankPart | None,
+) -> HeadBesideModel:
+    """The layer for drafting beside its model ``target``. Takes ``weights`` over. ``config``, ``part``: see DraftLayer.
+
+    ``kv_bytes``: as of ``make_head``. Raises ModelError if the pool is too small.
+    """
+    return _beside(config, kv_bytes, target, slots, options, lambda ops: DraftLayer(config, weights, ops, target, part))
+
+
+def _beside(
+    layer: ModelConfig,
+    kv_bytes: int,
+    target: DecoderModel,
+    slots: Slots,
+    options: EngineOptions,
+    make: Callable[[Ops], Guesser],
+) -> HeadBesideModel:
+    """``make`` gets operations over the pool of what guesses, whose one layer is ``layer``."""
+    geometry = geometry_of(layer, options.block_size, target.dtype)
     num_slots = len(slots.sequences)
-    num_blocks = _blocks_of_slot(config, kv_bytes, num_slots, geometry)
-    pool = KvPool(geometry, num_slots * num_blocks, device)
+    num_blocks = _blocks_of_slot(layer, kv_bytes, num_slots, geometry)
+    pool = KvPool(geometry, num_slots * num_blocks, target.device)
     num_tokens = num_blocks * options.block_size
-    logger.info("the head %s sees the last %d tokens of each of %d sequences", directory.name, num_tokens, num_slots)
+    logger.info("what guesses sees the last %d tokens of each of %d sequences", num_tokens, num_slots)
     ops: Ops
-    if device.type == "cpu":
-        ops = cpu_ops(options, config.layer, pool.tensor, num_tokens)
+    if target.device.type == "cpu":
+        ops = cpu_ops(options, layer, pool.tensor, num_tokens)
     else:
         from kvrelay.engine.backends.cuda.build import cuda_ops  # noqa: PLC0415 - a CPU worker may lack Triton
 
-        ops = cuda_ops(config.layer, pool, num_tokens, options, None)
-    return HeadBesideModel(config, weights, ops, target, slots, num_blocks, options.block_size)
+        ops = cuda_ops(layer, pool, num_tokens, options, None)
+    return HeadBesideModel(make(ops), ops, target, slots, num_blocks, options.block_size)
 
 
-def _blocks_of_slot(config: HeadConfig, kv_bytes: int, num_slots: int, geometry: KvGeometry) -> int:
+def _blocks_of_slot(layer: ModelConfig, kv_bytes: int, num_slots: int, geometry: KvGeometry) -> int:
     """The blocks that each of ``num_slots`` sequences has in a pool of ``kv_bytes``. Raises ModelError if these are too few."""
     block_size, block_nbytes = geometry.block_size, geometry.block_nbytes
-    longest = -(-config.layer.max_position_embeddings // block_size)
+    longest = -(-layer.max_position_embeddings // block_size)
     num_blocks = min(kv_bytes // (num_slots * block_nbytes), longest)
     if num_blocks * block_size < _FEWEST_TOKENS:
         nbytes = num_slots * block_nbytes * -(-_FEWEST_TOKENS // block_size)

@@ -55,7 +55,9 @@ class EngineOptions:
     cuda_graphs: bool = True
     run_ahead: str = "auto"  # "on", "off"; auto is on on a GPU
     adapter_bytes: int = 0  # memory for adapters; 0: none will be loaded
-    head_bytes: int = 0  # memory of a GPU that is left for a head, which is loaded after the pool
+    head_bytes: int = 0  # memory of a GPU that is left for what guesses, which is made after the pool
+    mtp_kv_bytes: int = 0  # see :class:`kvrelay.engine.settings.Guessing`
+    taps: tuple[int, ...] | None = None  # the same, for CUDA graphs
     processors: Mapping[str, LogitsProcessor] = field(default_factory=dict)  # by the name that requests use
 
 

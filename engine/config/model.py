@@ -116,7 +116,8 @@ class ModelConfig(ModelShape):
     experts: ExpertsConfig | None = None
     clamped_swiglu: ClampedSwiglu | None = None  # None: ``silu(gate) * up``
     latent: LatentConfig | None = None  # None: ordinary attention by heads
-    num_draft_layers: int = 0  # extra layers of a checkpoint for drafting tokens (MTP); they are not loaded
+    num_draft_layers: int = 0  # extra layers of a checkpoint for drafting tokens (MTP)
+    has_draft_layer: bool = False  # the first of these is loaded
 
     @property
     def q_size(self) -> int:

@@ -25,7 +25,7 @@ from kvrelay.engine.weights.parameters import LayerWeights, ModelWeights
 
 
 @dataclass(frozen=True, slots=True)
-class _Layer:
+class Layer:
     """One decoder layer with its products."""
 
     input_norm: torch.Tensor  # [hidden]
@@ -66,7 +66,7 @@ class DecoderModel:
         the config of the whole model; None: there are none.
         """
         self._config = config
-        self.dtype = weights.dtype
+        self.dtype, self.device = weights.dtype, weights.layers[0].input_norm.device
         self._ops = ops
         self._line = None if part is None else part.line
         cut = Cut() if part is None else part.cut
@@ -80,7 +80,7 @@ class DecoderModel:
         changed_by, whole = adapters or (None, config)
         self._first = cut.layers(config.num_layers).start
         self._layers = [
-            _make_layer(config, weights.layers.pop(), ops, part, LayerAdapters(changed_by, whole, cut, index))
+            make_layer(config, weights.layers.pop(), ops, part, LayerAdapters(changed_by, whole, cut, index))
             for index in cut.layers(config.num_layers)
         ]
 
@@ -133,10 +133,11 @@ class DecoderModel:
         return self._line.receive(torch.empty(len(token_ids), len(norm), dtype=norm.dtype, device=norm.device))
 
 
-def _make_layer(
+def make_layer(
     config: ModelConfig, weights: LayerWeights, ops: Ops, part: RankPart | None, adapt: LayerAdapters
-) -> _Layer:
-    return _Layer(
+) -> Layer:
+    """Takes over ``weights``. ``config``, ``part``: see DecoderModel."""
+    return Layer(
         input_norm=weights.input_norm,
         attention=make_attention(config, weights.attention, ops, part, adapt),
         post_norm=weights.post_norm,

@@ -1,4 +1,4 @@
-"""A head beside a model: it keeps the model's hidden states that it needs, slot by slot, and drafts tokens from them.
+"""A head beside a model, or the checkpoint's own layer for drafting: keeps the model's hidden states, slot by slot, and drafts.
 
 It sees only what this engine has computed itself. Each slot has a *stretch* of text that begins at the first place whose hidden
 states were computed here. After a hand-off that is the generated text; after local prefill it includes the prompt. The head's K/V
@@ -14,13 +14,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from kvrelay.engine.config.head import HeadConfig
 from kvrelay.engine.models.decoder import DecoderModel, Taps
-from kvrelay.engine.models.head import HeadModel
 from kvrelay.engine.models.ops import LatentStep, Ops, StepContext
 from kvrelay.engine.sampling.rows import Asking
 from kvrelay.engine.sampling.sampler import sample
@@ -28,7 +27,6 @@ from kvrelay.engine.step.batch import Batch
 from kvrelay.engine.step.interface import HeadAsk
 from kvrelay.engine.step.plan import PlanRow, StepPlan, TableDelta
 from kvrelay.engine.step.slots import LOGPROBS, PROCESSORS, Ints, Slots
-from kvrelay.engine.weights.head import DraftHeadWeights
 
 logger = logging.getLogger(__name__)
 
@@ -58,26 +56,65 @@ class _Run:
     token_ids: Seq[int]  # the tokens after the places
 
 
-def ring_shape(config: HeadConfig, num_slots: int) -> tuple[int, int]:
-    """The shape of the ring of hidden states, in the model's type."""
-    return num_slots * _NUM_KEPT, config.layer.hidden_size
+def ring_shape(width: int, num_slots: int) -> tuple[int, int]:
+    """The shape of the ring of hidden states, in the model's type. ``width``: see Guesser."""
+    return num_slots * _NUM_KEPT, width
+
+
+class Guesser(Protocol):
+    """The forward pass of what guesses. It has no state but its weights; its K/V are in a pool of their own."""
+
+    @property
+    def taps(self) -> frozenset[int]:
+        """The model's layers whose input it reads; the number of layers stands for the last layer's output."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Of the model."""
+
+    @property
+    def width(self) -> int:
+        """Elements of a fused hidden state."""
+
+    @property
+    def token_ids(self) -> torch.Tensor | None:
+        """``[draft_vocab]`` int64: ids of what it guesses in the model's vocabulary; None: it guesses all of that."""
+
+    @property
+    def has_collectives(self) -> bool:
+        """Whether several ranks compute it together."""
+
+    def fuse(self, taps: Seq[torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
+        """What it reads of the model at each place, ``[num_tokens, width]``.
+
+        ``taps``: the inputs of the layers :attr:`taps`, in order. ``hidden``: the model's output behind its last norm. Both
+        ``[num_tokens, hidden]``.
+        """
+
+    def write(self, fused: torch.Tensor, token_ids: torch.Tensor, step: Any) -> None:
+        """Write the places' K/V into the pool. Arguments: see ``forward``."""
+
+    def forward(
+        self, fused: torch.Tensor, token_ids: torch.Tensor, step: Any, last: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``fused`` ``[num_tokens, width]``, and the ``token_ids`` ``[num_tokens]`` that follow the same places.
+
+        Returns, for the places ``last`` only, what stands for the next place's ``fused``, and logits ``[.., draft_vocab]``. Side
+        effect: writes the K/V of all places into the pool.
+        """
 
 
 class HeadBesideModel:
     """Implements :class:`kvrelay.engine.step.interface.DraftHead`."""
 
     def __init__(
-        self, config: HeadConfig, weights: DraftHeadWeights, ops: Ops, target: DecoderModel, slots: Slots, num_blocks: int,
-        block_size: int,
-    ) -> None:  # fmt: skip
+        self, model: Guesser, ops: Ops, target: DecoderModel, slots: Slots, num_blocks: int, block_size: int
+    ) -> None:
         """``ops``: operations over the head's pool, which has ``num_blocks`` for each of the engine's ``slots``."""
-        self._model = HeadModel(config, weights, ops, target.embed)
+        self._model = model
         self._ops = ops
         self._target = target
-        self._taps = frozenset(config.taps)
         self._slots = slots
-        self._vocab_size = config.layer.vocab_size
-        self._token_ids = weights.token_ids
         self._block_size = block_size
         self._most = num_blocks * block_size  # places of a stretch
         num_slots = len(slots.sequences)
@@ -85,8 +122,7 @@ class HeadBesideModel:
         # Sent once, with the first batch that is computed.
         self._deltas = tuple(TableDelta(slot, 0, tuple(self._tables[0, slot].tolist())) for slot in range(num_slots))
         self._stretches = [_Stretch() for _ in range(num_slots)]
-        norm = weights.hidden_norm
-        self._ring = torch.zeros(*ring_shape(config, num_slots), dtype=norm.dtype, device=norm.device)
+        self._ring = torch.zeros(*ring_shape(model.width, num_slots), dtype=target.dtype, device=target.device)
         self._has_failed = False
 
     def apply(self, plan: StepPlan) -> None:
@@ -98,18 +134,37 @@ class HeadBesideModel:
         """The model's forward pass; keeps the hidden states that the head needs. Fails only if the model does."""
         if self._has_failed:
             return self._target.forward(token_ids, step)
-        taps = Taps(self._taps)
+        taps = Taps(self._model.taps)
         hidden = self._target.forward(token_ids, step, taps)
+        assert hidden is not None, "a stage has no head"
+        self.hear(batch, (*taps.found, hidden))
+        return hidden
+
+    def hear(self, batch: Batch, states: Seq[torch.Tensor]) -> None:
+        """Keep what the head needs of a step. ``states``: see :meth:`StepGraphs.heard`. Fails only if other ranks would wait."""
+        if self._has_failed:
+            return
         try:
-            self._hear(batch, taps.found)
+            self._hear(batch, self._model.fuse(states[:-1], states[-1]))
         except Exception:
+            if self._model.has_collectives:
+                raise  # the other ranks would wait for this one
             self.give_up()
             logger.exception("the head failed beside a step; requests go on without, and there are no drafts any more")
-        return hidden
 
     def give_up(self) -> None:
         """See DraftHead."""
         self._has_failed = True
+
+    def told(self, asks: Seq[HeadAsk]) -> tuple[HeadAsk, ...]:
+        """The asks for another rank, each with only those tokens that the slot does not have."""
+        return tuple(replace(ask, token_ids=tuple(ask.token_ids[self._num_known(ask) :])) for ask in asks)
+
+    def draft_told(self, asks: Seq[HeadAsk]) -> None:
+        """``draft`` what the leader has ``told``, on another rank."""
+        self.draft(
+            [replace(ask, token_ids=[*self._slots.sequences[ask.slot].token_ids, *ask.token_ids]) for ask in asks]
+        )
 
     def can_draft(self, slot: int, num_tokens: int) -> bool:
         """See DraftHead."""
@@ -153,24 +208,29 @@ class HeadBesideModel:
     ) -> tuple[torch.Tensor, list[int]]:
         """One token for each ask, after its ``runs``; and the hidden states for the next guess."""
         batch = self._batch(runs)
-        token_ids, last = self._ops.upload((batch.token_ids, batch.query_start_loc[1:] - 1))
-        hidden, logits = self._model.forward(hidden, token_ids, self._begin_step(batch), last)
-        known = [len(self._slots.sequences[ask.slot].token_ids) for ask in asks]
+        next_ids, last = self._ops.upload((batch.token_ids, batch.query_start_loc[1:] - 1))
+        hidden, logits = self._model.forward(hidden, next_ids, self._begin_step(batch), last)
         behind = [
-            (*ask.token_ids[count:], *draft) for ask, count, draft in zip(asks, known, drafts, strict=True)
+            (*ask.token_ids[self._num_known(ask) :], *draft) for ask, draft in zip(asks, drafts, strict=True)
         ]  # tokens that the slots do not have
         places = np.array([len(ask.token_ids) + len(draft) for ask, draft in zip(asks, drafts, strict=True)])
         asking = Asking.of(self._slots, batch.slots, places, drafts=behind)
         asking = replace(asking, asks=asking.asks & ~(LOGPROBS | PROCESSORS))
+        token_ids = self._model.token_ids
         if not asking.asks.any():
-            return hidden, self._token_ids[self._ops.argmax(logits)].tolist()
-        # The noise chooses in the order of the model's vocabulary.
-        full = logits.new_full((len(asks), self._vocab_size), -torch.inf).index_copy_(1, self._token_ids, logits)
-        return hidden, sample(full, asking, None, self._ops, {}).tokens.tolist()
+            best = self._ops.argmax(logits)
+            return hidden, (best if token_ids is None else token_ids[best]).tolist()
+        if token_ids is not None:  # the noise chooses in the order of the model's vocabulary
+            full = logits.new_full((len(asks), self._model.vocab_size), -torch.inf)
+            logits = full.index_copy_(1, token_ids, logits)
+        return hidden, sample(logits, asking, None, self._ops, {}).tokens.tolist()
 
-    def _hear(self, batch: Batch, taps: Seq[torch.Tensor]) -> None:
+    def _num_known(self, ask: HeadAsk) -> int:
+        """How many of the tokens the slot has."""
+        return len(self._slots.sequences[ask.slot].token_ids)
+
+    def _hear(self, batch: Batch, fused: torch.Tensor) -> None:
         """Keep a step's hidden states: single tokens' in the ring. For a prompt's chunk, compute all K/V at once."""
-        fused = self._model.fuse(taps)
         ring_places: list[int] = []
         kept: list[int] = []  # their indices among the step's tokens
         chunks: list[tuple[_Run, torch.Tensor]] = []  # runs to compute at once, with their hidden states

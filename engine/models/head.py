@@ -19,10 +19,15 @@ from kvrelay.engine.weights.head import DraftHeadWeights
 
 
 class HeadModel:
-    """It has no state but the weights; K/V are in the head's own pool, in layer 0."""
+    """Implements :class:`kvrelay.engine.models.draft_head.Guesser`. K/V are in the head's own pool, in layer 0."""
+
+    has_collectives = False
 
     def __init__(self, config: HeadConfig, weights: DraftHeadWeights, ops: Ops, embed: Linear) -> None:
         """``embed``: the model's embedding, ``[n]`` -> ``[n, hidden]``, for heads without their own."""
+        self.taps = frozenset(config.taps)
+        self.vocab_size, self.width = config.layer.vocab_size, config.layer.hidden_size
+        self.token_ids = weights.token_ids
         self._layer = config.layer
         self._norms_residual = config.norms_residual
         self._ops = ops
@@ -36,22 +41,18 @@ class HeadModel:
         self._mlp = make_mlp(config.layer, weights.mlp, ops, LayerAdapters(None, config.layer, Cut(), 0))
         self._lm_head = ops.make_linear(weights.lm_head, None)
 
-    def fuse(self, taps: Seq[torch.Tensor]) -> torch.Tensor:
-        """``[num_tokens, target_hidden]`` of each tap -> ``[num_tokens, hidden]``."""
+    def fuse(self, taps: Seq[torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
+        """See Guesser. ``taps``: ``[num_tokens, target_hidden]`` each."""
         return self._fuse(torch.cat(tuple(taps), dim=-1))
 
     def write(self, fused: torch.Tensor, token_ids: torch.Tensor, step: StepContext) -> None:
-        """Write the places' K/V into the pool, and compute nothing else."""
+        """See Guesser."""
         self._queries(self._normed(fused), token_ids, step)
 
     def forward(
         self, fused: torch.Tensor, token_ids: torch.Tensor, step: StepContext, last: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``fused`` ``[num_tokens, hidden]``, and the ``token_ids`` ``[num_tokens]`` that follow the same places.
-
-        Returns, for the places ``last`` only, what stands for the next place's ``fused``, and logits ``[.., draft_vocab]``. Side
-        effect: writes the K/V of all places into the pool.
-        """
+        """See Guesser."""
         ops, eps = self._ops, self._layer.rms_norm_eps
         normed = self._normed(fused)
         query = self._queries(normed, token_ids, step)

@@ -130,6 +130,11 @@ class StepGraphs(Protocol):
         They are valid until the next call, and may be changed in place: launch the sampling before that.
         """
 
+    def heard(self, num_rows: int) -> list[torch.Tensor]:
+        """The inputs of the layers that a head reads, in order, then the hidden states behind the last norm, ``[num_rows, hidden]``
+        each, of the batch that ``run`` was called with. Valid as long as its logits. Empty unless captured for a head.
+        """
+
 
 class Model(Protocol):
     """A forward pass over paged K/V."""

@@ -35,12 +35,14 @@ from kvrelay.engine.ranks.adapters import RankedAdapters
 from kvrelay.engine.ranks.blocks import OwnBlocks
 from kvrelay.engine.ranks.door import Door
 from kvrelay.engine.ranks.group import Meeting, RankGroup
+from kvrelay.engine.ranks.head import RankedHead
 from kvrelay.engine.ranks.loading import OwnLoad, Progress, unless_lost, wait_for_reason
 from kvrelay.engine.ranks.messages import (
     AGREE_S,
     LOAD_S,
     TOGETHER_S,
     Copy,
+    Draft,
     Failed,
     Go,
     Launch,
@@ -302,6 +304,12 @@ class RankedEngine:
         assert self._num_stages == 1, f"the leader has a part of the layers only, of {self._num_stages} stages"
         return self._own.load_head(directory, kv_bytes)
 
+    @property
+    def head(self) -> DraftHead | None:
+        """See TorchEngine. The layer of the checkpoint, of which each rank has its part."""
+        own = self._own.head
+        return None if own is None else RankedHead(own, self._together, self._ranks.tell)
+
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """See Engine. Raises DeviceFailedError if a rank is lost."""
         self._profiler.pass_on()
@@ -338,7 +346,7 @@ class RankedEngine:
         """The results of the oldest step. Ranks of each stage wait for those before, and the leader for all."""
         return self._ranks.results(self._first_of_last, TOGETHER_S * (self._num_stages + 1))
 
-    def _together(self, message: Launch | Sample | Copy, act: Callable[[], T]) -> T:
+    def _together(self, message: Launch | Sample | Copy | Draft, act: Callable[[], T]) -> T:
         """All ranks do what ``message`` says, and this process calls ``act``; or none does."""
         for reason in self._ranks.lost:
             raise DeviceFailedError(reason)

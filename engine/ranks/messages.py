@@ -7,7 +7,8 @@ from __future__ import annotations
 import msgspec
 
 from kvrelay.common.model_card import ModelCard
-from kvrelay.engine.settings import KvSettings, ModelSettings
+from kvrelay.engine.settings import Guessing, KvSettings, ModelSettings
+from kvrelay.engine.step.interface import HeadAsk
 from kvrelay.engine.step.plan import RowResult, SamplingInputs, StepPlan
 
 AGREE_S = 10.0  # how much later than others a rank may report its failure
@@ -28,7 +29,7 @@ class LoadSettings(msgspec.Struct, frozen=True):
     max_batched_tokens: int | None  # see :func:`kvrelay.engine.settings.prompt_step_tokens`
     decodes: bool
     reads_images: bool = False
-    head_bytes: int = 0  # memory that the first rank leaves for a head
+    guessing: Guessing = Guessing()
 
 
 class Load(msgspec.Struct, frozen=True, tag=True):
@@ -53,6 +54,16 @@ class Copy(msgspec.Struct, frozen=True, tag=True):
     """Copy whole blocks, (source, target) each."""
 
     pairs: tuple[tuple[int, int], ...]
+
+
+class Draft(msgspec.Struct, frozen=True, tag=True):
+    """Guess together with the leader."""
+
+    asks: tuple[HeadAsk, ...]  # each with only those tokens that the slot does not have
+
+
+class GiveUpDrafts(msgspec.Struct, frozen=True, tag=True):
+    """Guess no more. There is no answer."""
 
 
 class Profile(msgspec.Struct, frozen=True, tag=True):
@@ -166,7 +177,7 @@ class Leave(msgspec.Struct, frozen=True, tag=True):
 
 FromLeader = Welcome | Refused
 ToHost = Alive | Logged
-ToRank = Load | Go | Launch | Sample | Copy | LoadAdapter | UnloadAdapter | Profile | Failed
+ToRank = Load | Go | Launch | Sample | Copy | Draft | GiveUpDrafts | LoadAdapter | UnloadAdapter | Profile | Failed
 FromRank = Ready | Loaded | NotLoaded | Alive | Logged | Stepped | AdapterLoaded | Failed | Leaving
 
 

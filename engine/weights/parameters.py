@@ -99,6 +99,17 @@ class LayerWeights:
 
 
 @dataclass(slots=True)
+class DraftLayerWeights:
+    """A layer that drafts (:mod:`kvrelay.engine.models.draft_layer`), or a rank's part of it: of ``layer``; the rest is whole."""
+
+    embed_norm: torch.Tensor  # [hidden]
+    hidden_norm: torch.Tensor  # [hidden]
+    fuse: AnyWeight  # [hidden, 2 * hidden]: of the token that follows, then of the hidden state
+    layer: LayerWeights
+    norm: torch.Tensor  # [hidden]
+
+
+@dataclass(slots=True)
 class ModelWeights:
     """All weights. ``lm_head`` is ``embed`` itself if they are tied.
 
@@ -110,6 +121,7 @@ class ModelWeights:
     layers: list[LayerWeights]
     norm: torch.Tensor | None  # [hidden]
     lm_head: Weight | None  # [vocab, hidden]
+    draft: DraftLayerWeights | None = None  # if ``ModelConfig.has_draft_layer``
 
     @property
     def dtype(self) -> torch.dtype:

@@ -11,10 +11,12 @@ from typing import NamedTuple
 import torch
 
 from kvrelay.engine.config.cut import Cut
+from kvrelay.engine.config.draft_layer import draft_layer
 from kvrelay.engine.config.families import FAMILIES, ExpertFacts
 from kvrelay.engine.config.latent import IndexerConfig
 from kvrelay.engine.config.model import ModelConfig
 from kvrelay.engine.weights.parameters import (
+    DraftLayerWeights,
     ExpertWeights,
     HeadWeights,
     IndexerWeights,
@@ -57,7 +59,11 @@ def allocate(
     embed = allocator.of_vocab(names.embedding) if cut.is_first or is_head_tied else None
     norm = allocator.parameter(f"{text_prefix(config)}model.norm.weight", config.hidden_size) if cut.is_last else None
     lm_head = embed if is_head_tied else allocator.of_vocab(names.head) if cut.is_last else None
-    return ModelWeights(embed, layers, norm, lm_head), allocator.places
+    if not config.has_draft_layer:
+        return ModelWeights(embed, layers, norm, lm_head), allocator.places
+    behind = _Allocator(draft_layer(config), dtype, device, rounding, cut, kept)
+    draft = behind.draft_layer(config.num_layers)
+    return ModelWeights(embed, layers, norm, lm_head, draft), allocator.places | behind.places
 
 
 def text_prefix(config: ModelConfig) -> str:
@@ -92,10 +98,10 @@ class _Allocator:
         self._kept = kept
         self.places: dict[str, Place | None] = {}
 
-    def layer(self, index: int) -> LayerWeights:
-        """All parameters of one layer."""
+    def layer(self, index: int, number: int | None = None) -> LayerWeights:
+        """All parameters of one layer. ``number``: its number in the checkpoint; None: ``index``."""
         config = self._config
-        layer = f"{text_prefix(config)}model.layers.{index}."
+        layer = f"{text_prefix(config)}model.layers.{index if number is None else number}."
         has_experts = config.experts is not None and index in config.experts.layers
         return LayerWeights(
             input_norm=self.parameter(f"{layer}input_layernorm.weight", config.hidden_size),
@@ -103,6 +109,20 @@ class _Allocator:
             post_norm=self.parameter(f"{layer}post_attention_layernorm.weight", config.hidden_size),
             mlp=self._sparse(layer) if has_experts else self._mlp(f"{layer}mlp.", config.intermediate_size),
             mlp_norm=self._mlp_norm(layer) if has_experts else None,
+        )
+
+    def draft_layer(self, number: int) -> DraftLayerWeights:
+        """All parameters of the layer that drafts, which is layer 0 of the config. ``number``: its number in the checkpoint.
+
+        Embedding and head are the model's. Checkpoints have copies of both beside the layer, which nobody reads.
+        """
+        layer, hidden = f"{text_prefix(self._config)}model.layers.{number}.", self._config.hidden_size
+        return DraftLayerWeights(
+            embed_norm=self.parameter(f"{layer}enorm.weight", hidden),
+            hidden_norm=self.parameter(f"{layer}hnorm.weight", hidden),
+            fuse=self._projection(layer, (("eh_proj", hidden, range(hidden)),), 2 * hidden, range(2 * hidden)),
+            layer=self.layer(0, number),
+            norm=self.parameter(f"{layer}shared_head.norm.weight", hidden),
         )
 
     def parameter(self, name: str, *shape: int) -> torch.Tensor:

@@ -206,7 +206,7 @@ class Rig:
         self.registry = CollectorRegistry()
         drafts, leader = None, Leader(self.engine)
         if head is not None:
-            drafter = HeadDrafter(head, leader.slot_of, lambda: 0.0, DraftMetrics(CollectorRegistry()))
+            drafter = HeadDrafter("head", head, leader.slot_of, lambda: 0.0, DraftMetrics(CollectorRegistry()))
         if drafter is not None:
             drafts = Drafts([GuideDrafter(), drafter], of_scheduler.speculation_tokens, DraftMetrics(self.registry))
         self.scheduler = DecodeScheduler(of_scheduler, self.blocks, max_model_len, "cpu", drafts, engine.num_stages)

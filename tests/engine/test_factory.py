@@ -21,7 +21,7 @@ from kvrelay.engine.kv import host_memory
 from kvrelay.engine.load_progress import LoggedProgress, OthersProgress, log_begin
 from kvrelay.engine.models.ranks import RankPart
 from kvrelay.engine.ranks.messages import LoadSettings
-from kvrelay.engine.settings import FakeSettings, KvSettings, ModelSettings
+from kvrelay.engine.settings import FakeSettings, Guessing, KvSettings, ModelSettings
 from kvrelay.engine.torch_engine import TorchEngine
 from tests.engine.conftest import VOCAB
 from tests.tokenizer_files import save_tokenizer
@@ -222,7 +222,9 @@ def test_kv_is_kept_in_the_hosts_memory_only_below_a_gpus_pool_and_if_there_is_a
 def test_only_the_first_rank_leaves_memory_for_a_head(llama: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
     monkeypatch.setattr(TorchEngine, "load", lambda options, *_: seen.append(options.head_bytes))
-    settings = LoadSettings(ModelSettings(model=str(llama[0])), KvSettings(), None, None, decodes=True, head_bytes=5)
+    settings = LoadSettings(
+        ModelSettings(model=str(llama[0])), KvSettings(), None, None, decodes=True, guessing=Guessing(5)
+    )
     nothing: Any = None
     for part in (None, *(RankPart(cut, nothing, nothing, 2) for cut in cuts_of(2, 2))):
         load_part(settings, part, nothing)

@@ -196,6 +196,23 @@ def test_what_guesses_is_on_the_first_of_two_gpus(tmp_path: Path, capsys: pytest
     assert "layers that other stages have" in report["reason"]
 
 
+def test_a_layer_for_drafting_is_on_each_of_two_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each GPU has less room by its part of the layer and by the K/V for it."""
+    sizes = {**tiny.SIZES, **tiny.EXPERTS, **tiny.LATENT, "dtype": "float32", "num_nextn_predict_layers": 1}
+    write_config(tmp_path, "deepseek_v3", **sizes)
+    asked = [str(tmp_path), "--memory-gib", "1", "--tensor-parallel", "2"]
+    _, alone = found(capsys, *asked)
+    code, report = found(capsys, *asked, "--speculation", "mtp")
+    assert (code, report["draft_bytes"] > 2**28) == (0, True)
+    more = report["gpu"]["weights_nbytes"] - alone["gpu"]["weights_nbytes"]
+    layer = report["num_parameters"] - alone["num_parameters"]
+    assert 2 * layer < more < 4 * layer  # norms and latents are on both
+    assert alone["gpu"]["kv_nbytes"] - report["gpu"]["kv_nbytes"] == more + report["draft_bytes"]
+    write_config(tmp_path, "deepseek_v3", **{**sizes, "num_nextn_predict_layers": 0})
+    code, report = found(capsys, *asked, "--speculation", "mtp")
+    assert (code, "one layer for drafting is needed" in report["reason"]) == (1, True)
+
+
 def test_more_stages_than_layers_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, report = found(capsys, str(write_config(tmp_path, "llama", **SIZES)), "--pipeline-parallel", "9")
     assert (code, report["runs"]) == (1, False)
@@ -334,6 +351,7 @@ def test_people_read_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         ["--gpu", "abacus"],
         ["/nowhere/at/all"],
         ["demo", "--speculation", "head"],
+        ["demo", "--speculation", "mtp", "--draft-model", "demo"],
     ],
 )
 def test_misuse(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,7 +27,7 @@ from kvrelay.engine.kv.geometry import geometry_of
 from kvrelay.engine.kv.pool import KvPool
 from kvrelay.engine.models.adapted_layers import in_other_stages
 from kvrelay.engine.models.adapters import Adapters
-from kvrelay.engine.models.decoder import DecoderModel
+from kvrelay.engine.models.decoder import DecoderModel, Taps
 from kvrelay.engine.models.ops import Model
 from kvrelay.engine.models.ranks import RankPart
 from kvrelay.engine.sampling.rows import Asking
@@ -325,10 +325,18 @@ def decode_graphs(
     agree: Agree | None = None,
 ) -> DecodeGraphs:
     """Graphs of all batches that decode, captured now. ``compute_dtype``: the logits'. The others, and Raises: see DecodeGraphs."""
+    device = pool.tensor.device
+    heard: tuple[torch.Tensor, ...] = ()
+    if options.taps is not None:
+        sizes = (options.max_num_seqs, config.hidden_size)
+        heard = tuple(torch.empty(sizes, dtype=compute_dtype, device=device) for _ in (*options.taps, "the last norm"))
 
     def forward(token_ids: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
-        hidden = model.forward(token_ids, ops.step_of(inputs))
+        taps = Taps(options.taps or ())
+        hidden = model.forward(token_ids, ops.step_of(inputs), taps)
         assert hidden is not None, "a stage has no graphs"
+        for buffer, found in zip(heard, (*taps.found, hidden), strict=False):  # without a head there are no buffers
+            buffer[: len(token_ids)] = found
         return model.logits(hidden)
 
     return DecodeGraphs(
@@ -336,7 +344,8 @@ def decode_graphs(
         lambda num_rows, longest: ops.graph_inputs(num_rows, pool.num_blocks * options.block_size, longest),
         ops.update_tables,
         recorder,
-        logits=torch.empty(options.max_num_seqs, config.vocab_size, dtype=compute_dtype, device=pool.tensor.device),
+        logits=torch.empty(options.max_num_seqs, config.vocab_size, dtype=compute_dtype, device=device),
+        heard=heard,
         lengths=ops.lengths,
         adapted=adapted,
         agree=agree,

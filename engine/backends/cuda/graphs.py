@@ -105,6 +105,7 @@ class DecodeGraphs:
         recorder: Recorder,
         *,
         logits: torch.Tensor,
+        heard: Seq[torch.Tensor] = (),
         lengths: Seq[int],
         adapted: AdaptedSteps | None = None,
         agree: Agree | None = None,
@@ -114,6 +115,7 @@ class DecodeGraphs:
         ``forward``: logits ``[n, vocab]`` of ``n`` tokens, one for each sequence. ``inputs_of`` so many, of sequences up to a
         length. ``update_tables``: the slots' block tables on the device. ``logits``: ``[max_num_seqs, vocab]``, where all graphs
         leave theirs.
+        ``heard``: ``[max_num_seqs, hidden]`` each, where ``forward`` leaves what a head reads; see StepGraphs.
         ``lengths``: of sequences, ascending, up to which there are graphs of their own; the last one is the longest possible.
         ``adapted``: what steps with adapters are made of, which have graphs of their own; None: they have none.
         ``agree``: of several ranks, else None.
@@ -124,6 +126,7 @@ class DecodeGraphs:
         # By size, longest sequence, and whether rows may have adapters.
         self._rungs: dict[tuple[int, int, bool], _Rung] = {}
         self._logits = logits
+        self._heard = heard
         self._agree = agree
         sizes = ladder(len(logits))
         # The largest first: the smaller ones then find room in what it left in the pool.
@@ -191,3 +194,7 @@ class DecodeGraphs:
             self._adapted.fill(rung.adapted, batch)
         rung.replay()
         return self._logits[:num_rows]
+
+    def heard(self, num_rows: int) -> list[torch.Tensor]:
+        """See StepGraphs."""
+        return [one[:num_rows] for one in self._heard]

@@ -10,7 +10,7 @@ import pytest
 
 from kvrelay.engine.factory import load_engine
 from kvrelay.engine.ranks.nodes import OtherNodes
-from kvrelay.engine.settings import FakeSettings, KvSettings, ModelSettings
+from kvrelay.engine.settings import FakeSettings, Guessing, KvSettings, ModelSettings
 from kvrelay.engine.step.interface import Engine
 from tests.ports import reserved_port
 from tests.processes import is_alive
@@ -27,6 +27,7 @@ def load_ranks(
     block_size: int = 16,
     nodes: OtherNodes | None = None,
     decodes: bool = True,
+    guessing: Guessing | None = None,
     **model: Any,
 ) -> Engine:
     """Load an engine of ``num_ranks`` ranks in each stage, with a CPU thread for each rank. The caller closes it.
@@ -43,6 +44,7 @@ def load_ranks(
         reads_images=not decodes,
         progress=lambda done, total: None,
         nodes=nodes,
+        guessing=guessing or Guessing(),
     )
 
 
