@@ -20,8 +20,9 @@ from kvrelay.engine.config.model import ModelConfig, load_config
 from kvrelay.engine.kv.geometry import geometry_of
 from kvrelay.engine.kv.pool import KvPool
 from kvrelay.engine.models.decoder import DecoderModel
-from kvrelay.engine.models.draft_head import Guesser, HeadBesideModel, ring_shape
+from kvrelay.engine.models.draft_head import HeadBesideModel, ring_shape
 from kvrelay.engine.models.draft_layer import DraftLayer
+from kvrelay.engine.models.guesser import Guesser
 from kvrelay.engine.models.head import HeadModel
 from kvrelay.engine.models.ops import Ops
 from kvrelay.engine.models.ranks import RankPart

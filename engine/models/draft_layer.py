@@ -23,7 +23,7 @@ from kvrelay.engine.weights.parameters import DraftLayerWeights
 
 
 class DraftLayer:
-    """Implements :class:`kvrelay.engine.models.draft_head.Guesser`. K/V are in a pool of its own, in layer 0.
+    """Implements :class:`kvrelay.engine.models.guesser.Guesser`. K/V are in a pool of its own, in layer 0.
 
     Of several ranks each has its part, as of the model's layers. All of them guess together.
     """

@@ -19,7 +19,7 @@ from kvrelay.engine.weights.head import DraftHeadWeights
 
 
 class HeadModel:
-    """Implements :class:`kvrelay.engine.models.draft_head.Guesser`. K/V are in the head's own pool, in layer 0."""
+    """Implements :class:`kvrelay.engine.models.guesser.Guesser`. K/V are in the head's own pool, in layer 0."""
 
     has_collectives = False
 

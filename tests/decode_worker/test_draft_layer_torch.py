@@ -28,7 +28,7 @@ from tests.engine.ranks.rig import pids
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers warns of what tiny configurations leave out
 
 NUM_BLOCKS = 80
-OPTIONS: dict[str, Any] = {"dtype": "float32", "num_blocks": NUM_BLOCKS, "block_size": 8, "run_ahead": "off"}
+OPTIONS: dict[str, Any] = {"dtype": "float32", "num_blocks": NUM_BLOCKS, "block_size": 8, "run_ahead": "on"}
 
 
 @pytest.fixture(scope="module")

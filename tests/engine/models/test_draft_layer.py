@@ -89,6 +89,12 @@ def test_a_layer_in_blocks_of_fp8(tmp_path: Path) -> None:
     assert torch.equal(weights.draft.fuse, full["model.layers.4.eh_proj.weight"])
 
 
+def test_workers_with_and_without_the_layer_hand_over_to_each_other(tmp_path: Path) -> None:
+    save_with_draft_layer(tmp_path, "deepseek_v3")
+    engine, _ = engine_of(tmp_path)
+    assert engine.card == load(tmp_path, dtype="float32", max_num_seqs=4, block_size=8).card
+
+
 def test_what_the_checkpoint_lacks_is_named(tmp_path: Path) -> None:
     save_with_draft_layer(tmp_path, "deepseek_v3")
     tensors = load_file(tmp_path / "model.safetensors")
