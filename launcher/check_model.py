@@ -91,9 +91,7 @@ class Report:
             ranks = f"{self.fit.num_ranks} " if self.fit.num_ranks > 1 else ""
             rows.append((f"{ranks}GPU{'s' if ranks else ''} of {self.fit.memory_gib:g} GiB", _fit_text(self.fit)))
         if self.draft_kind == "mtp":
-            rows.append(
-                ("drafts", f"{_gib(self.draft_nbytes)} of K/V for guesses on each GPU, beside the layer's weights")
-            )
+            rows.append(("drafts", f"{_gib(self.draft_nbytes)} for guesses on each GPU, beside the layer's weights"))
         elif self.draft_nbytes:
             rows.append(
                 ("draft model", f"{_gib(self.draft_nbytes)} of weights and K/V on the first GPU, which has less for KV")

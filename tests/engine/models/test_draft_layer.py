@@ -14,12 +14,14 @@ from kvrelay.common.errors import ModelError
 from kvrelay.engine.config.draft_layer import with_draft_layer
 from kvrelay.engine.config.model import load_config
 from kvrelay.engine.models.draft_head import HeadBesideModel
+from kvrelay.engine.settings import Guessing
 from kvrelay.engine.torch_engine import TorchEngine
 from kvrelay.engine.weights.checkpoint import load_weights
 from tests.draft_layers import ReferenceLayer, save_with_draft_layer
 from tests.engine.conftest import load
 from tests.engine.models.test_draft_head import Texts
 from tests.engine.models.test_sparse_latent import INDEXER
+from tests.engine.ranks.conftest import load_ranks
 from tests.engine.weights.stored_models import FORMATS
 from tests.engine.weights.storing import store
 
@@ -62,6 +64,23 @@ def test_drafts_are_those_of_the_published_formula(model: tuple[Path, ReferenceL
         expected = [reference.draft(text.token_ids, 0, 3) for text in (long, short)]
         assert texts.drafts([long, short], 3) == expected
         texts.step([short])
+
+
+@pytest.mark.parametrize("expert_parallel", [False, True])
+def test_two_ranks_guess_together(tmp_path: Path, expert_parallel: bool) -> None:
+    reference, guessing = save_with_draft_layer(tmp_path, "deepseek_v3"), Guessing(mtp_kv_bytes=2**22, taps=())
+    sizes = {"num_blocks": 96, "block_size": 8}
+    engine: Any = load_ranks(tmp_path, 2, guessing=guessing, dtype="float32", expert_parallel=expert_parallel, **sizes)
+    try:
+        texts = Texts(engine, engine.head, seed=3)
+        long, short = texts.begin(12), texts.begin(5)
+        texts.step([long, short], 12)
+        for num_right, num_wrong in ((0, 2), (1, 1)):
+            texts.step([long, short], 1, num_wrong, num_right)
+            expected = [reference.draft(text.token_ids, 0, 3) for text in (long, short)]
+            assert texts.drafts([long, short], 3) == expected
+    finally:
+        engine.close()
 
 
 def test_a_layer_in_blocks_of_fp8(tmp_path: Path) -> None:
