@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import json
 import os
@@ -11,12 +10,11 @@ from pathlib import Path
 
 import kubernetes_validate
 import pytest
+import yaml
 
-from .chart import CHART, MONITORING, helm, needs_helm, objects, rendered
+from .chart import CHART, MONITORING, env_of, helm, needs_helm, objects, pod_of, rendered
 
-GOLDEN = Path(__file__).parent / "golden"
 EXAMPLES = sorted(CHART.glob("examples/*.yaml"))
-STORED = ("defaults", "locked-down", "8-gpu-nodes", "several-models", "several-nodes")
 VERSIONS = (
     "1.28",
     "1.37",
@@ -41,39 +39,68 @@ def problem_of(document: str, version: str) -> str | None:
     return None
 
 
-def documents(text: str) -> list[tuple[str, str]]:
-    """The documents of ``text``, each as (head, document). The head has its template and kind."""
-    return [(part.partition("\nmetadata:")[0], part) for part in re.split(r"^---\n", text, flags=re.MULTILINE)]
-
-
-def difference(text: str, other: str) -> str:
-    """A diff of each document of ``text`` against the one with the same head in ``other``, without line numbers."""
-    known, lines = dict(documents(other)), []
-    for head, document in documents(text):
-        if (beside := known.get(head, "")) != document:
-            changes = difflib.unified_diff(beside.splitlines(), document.splitlines(), n=0, lineterm="")
-            lines += [f"=== {head.splitlines()[0]}"]
-            lines += ["@@" if line.startswith("@@") else line for line in list(changes)[2:]]
-    lacking = known.keys() - dict(documents(text)).keys()
-    return "\n".join([*lines, *(f"=== none of {head.splitlines()[0]}" for head in sorted(lacking))]) + "\n"
-
-
 @needs_helm
-@pytest.mark.parametrize("example", STORED)
-def test_examples_render_as_they_did(example: str) -> None:
+def test_the_defaults_render_as_they_did() -> None:
     """To accept a change, run KVRELAY_WRITE_GOLDEN=1 pytest tests/helm, and review the difference."""
-
-    def text_of(name: str) -> str:
-        arguments = ("--values", str(CHART / f"examples/{name}.yaml"), "--set", "metrics.dashboard.enabled=false")
-        return _MADE.sub(r"\1: (made at the first install)", rendered(*arguments, *MONITORING))
-
-    text = text_of(example)
-    if example != "defaults":
-        text = difference(text, text_of("defaults"))
-    golden = GOLDEN / (f"{example}.yaml" if example == "defaults" else f"{example}.diff")
+    text = _MADE.sub(
+        r"\1: (made at the first install)", rendered("--set", "metrics.dashboard.enabled=false", *MONITORING)
+    )
+    golden = Path(__file__).parent / "golden/defaults.yaml"
     if os.environ.get("KVRELAY_WRITE_GOLDEN"):
         golden.write_text(text)
     assert text == golden.read_text()
+
+
+@needs_helm
+def test_pods_run_where_the_values_say_with_what_they_say() -> None:
+    example = CHART / "examples/8-gpu-nodes.yaml"
+    values, found = yaml.safe_load(example.read_text()), objects("--values", str(example))
+    for component in ("gateway", "prefill-worker", "decode-worker"):
+        given, pod = values[component.removesuffix("-worker")], pod_of(found, component)
+        assert found["Deployment", f"relay-kvrelay-{component}"]["spec"]["replicas"] == given["replicas"]
+        for name in given.keys() & {"nodeSelector", "tolerations", "topologySpreadConstraints"}:
+            assert pod[name] == given[name]
+        (container,) = pod["containers"]
+        assert given["resources"]["requests"].items() <= container["resources"]["requests"].items()
+        token = {"secretKeyRef": {"name": "hugging-face", "key": "token"}}
+        assert {"name": "HF_TOKEN", "valueFrom": token} in container["env"]
+        assert {"claimName": "models"} in [volume.get("persistentVolumeClaim") for volume in pod["volumes"]]
+    pod = pod_of(objects("--values", str(CHART / "examples/several-nodes.yaml")), "prefill-worker")
+    assert {"medium": "Memory", "sizeLimit": "16Gi"} in [volume.get("emptyDir") for volume in pod["volumes"]]
+
+
+@needs_helm
+def test_a_strict_cluster_pulls_by_digest_reads_a_volume_and_lets_in_whom_it_names() -> None:
+    found = objects("--values", str(CHART / "examples/locked-down.yaml"))
+    for component, image, digit in (
+        ("gateway", "gateway", 1),
+        ("prefill-worker", "worker", 2),
+        ("decode-worker", "worker", 2),
+    ):
+        pod = pod_of(found, component)
+        (container,) = pod["containers"]
+        assert container["image"] == f"registry.example.com/llm/kvrelay-{image}@sha256:{digit:064}"
+        assert (pod["imagePullSecrets"], pod["priorityClassName"]) == ([{"name": "registry"}], "serving")
+        assert (env_of(pod)["KVRELAY_MODEL"], env_of(pod)["HF_HUB_OFFLINE"]) == ("/model/Qwen3-8B", "1")
+        assert {"name": "model", "mountPath": "/model", "readOnly": True} in container["volumeMounts"]
+        claim = {"claimName": "models", "readOnly": True}
+        assert {"name": "model", "persistentVolumeClaim": claim} in pod["volumes"]
+        policy = found["NetworkPolicy", f"relay-kvrelay-{component}"]["spec"]
+        port = "http" if component == "gateway" else "admin"
+        callers = [peer for rule in policy["ingress"] for peer in rule["from"] if port in str(rule["ports"])]
+        labels = [peer.get("namespaceSelector", {}).get("matchLabels") for peer in callers]
+        assert {"kubernetes.io/metadata.name": "monitoring"} in labels
+        assert ({"kubernetes.io/metadata.name": "apps"} in labels) is (component == "gateway")
+        assert {"podSelector": {}} not in callers
+        # Workers download nothing.
+        assert "443" not in str(policy["egress"]) or component == "gateway"
+    probe = found["Pod", "relay-kvrelay-test-completion"]["spec"]
+    (container,) = probe["containers"]
+    assert probe["imagePullSecrets"] == [{"name": "registry"}]
+    secret = {"name": "kvrelay-api-keys", "key": "key", "optional": True}
+    assert container["env"] == [{"name": "API_KEY", "valueFrom": {"secretKeyRef": secret}}]
+    assert container["image"].endswith(f"@sha256:{1:064}")
+    assert env_of(pod_of(found, "gateway"))["KVRELAY_API_KEYS"] == "/api-keys/api-keys"
 
 
 @needs_helm
