@@ -31,7 +31,8 @@ from kvrelay.worker.setup import Setup
 OnStep = Callable[[Sequence[Share]], None]
 
 ADDRESS = "tcp://127.0.0.1:*"
-LINKS = LinkSettings(ping_interval_s=0.1)
+# Nobody here is lost by silence: a busy machine may let a test's process wait for many seconds.
+LINKS = LinkSettings(ping_interval_s=0.1, peer_timeout_s=120.0)
 EPOCHS = itertools.count(1)
 
 

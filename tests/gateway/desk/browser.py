@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import shutil
+import signal
 import subprocess
 import time
 import urllib.request
@@ -112,7 +114,8 @@ def page(origin: str, directory: Path) -> Iterator[Page]:
     flags = ("--headless=new", "--no-sandbox", "--disable-gpu", "--remote-debugging-port=0", "--no-first-run")
     quiet = ("--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage")
     command = [PROGRAM, *flags, *quiet, f"--user-data-dir={directory / 'profile'}", "about:blank"]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+    quiet_output: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, **quiet_output, start_new_session=True) as process:
         try:
             told = directory / "profile" / "DevToolsActivePort"  # empty for a moment
             port = _awaited(lambda: int(told.read_text().partition("\n")[0]))
@@ -120,10 +123,10 @@ def page(origin: str, directory: Path) -> Iterator[Page]:
             address = next(tab["webSocketDebuggerUrl"] for tab in tabs if tab["type"] == "page")
             with closing(websocket.create_connection(address, timeout=_PATIENCE_S, suppress_origin=True)) as connection:
                 yield Page(connection, origin)
-                connection.send(json.dumps({"id": 0, "method": "Browser.close"}))
-                process.wait(_PATIENCE_S)
         finally:
-            process.kill()
+            os.killpg(
+                process.pid, signal.SIGKILL
+            )  # a browser that is asked to close may take minutes on a busy machine
 
 
 def _awaited(read: Callable[[], Any]) -> Any:
