@@ -16,7 +16,7 @@ from gpu_parts.frame.session import Session
 from gpu_parts.frame.sizes import TINY, dry_sizes
 from gpu_parts.kernels import attention
 from gpu_parts.kernels.paged import attention_float64, paged_context, random_pool
-from gpu_parts.kernels.peers import NO_TIME, Problem, compiled_flex, flex_call, measure_peers
+from gpu_parts.kernels.peers import NO_TIME, Problem, measure_peers
 
 
 def problem(num_seqs: int, query_len: int, length: int) -> Problem:
@@ -25,34 +25,6 @@ def problem(num_seqs: int, query_len: int, length: int) -> Problem:
     paged = paged_context(pool, 0, (length,) * num_seqs, generator)
     query = torch.randn(num_seqs * query_len, TINY.num_q_heads, TINY.head_dim, generator=generator)
     return Problem(query, query_len, paged)
-
-
-@pytest.mark.full  # 20 s of compilation
-@pytest.mark.parametrize(
-    "cells",
-    [
-        [(1, 1, 256), (1, 1, 1024), (4, 1, 256), (4, 1, 2048), (8, 1, 512), (8, 1, 1024)],
-        [(1, 256, 256), (1, 512, 512), (1, 256, 1024), (1, 512, 2048), (1, 384, 768), (1, 640, 640)],
-    ],
-    ids=["decode", "prefill"],
-)
-def test_flex_attention_is_compiled_a_few_times_for_all_problems(cells: list[tuple[int, int, int]]) -> None:
-    num_compiled = 0
-
-    def backend(module: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
-        nonlocal num_compiled
-        num_compiled += 1
-        return module.forward
-
-    attend = compiled_flex(backend)
-    assert compiled_flex(backend) is attend
-    with torch.inference_mode():
-        for num_seqs, query_len, length in cells:
-            one = problem(num_seqs, query_len, length)
-            result = flex_call(one, attend)()
-            expected = attention_float64(one.query[:query_len].double(), one.paged.keys_values(0).double())
-            torch.testing.assert_close(result[:query_len].double(), expected, atol=1e-4, rtol=1e-4)
-    assert 1 <= num_compiled <= 3
 
 
 def test_with_little_time_only_the_peer_that_is_compiled_is_left_out() -> None:

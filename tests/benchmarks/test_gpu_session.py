@@ -17,7 +17,7 @@ import gpu_compare
 import pytest
 from click.testing import CliRunner
 from gpu_parts.frame.floors import Limits
-from gpu_parts.frame.plan import CHECKS, FIGURES, LIMITS, chosen, refusal, time_for
+from gpu_parts.frame.plan import CHECKS, FIGURES, LIMITS, chosen, time_for
 from gpu_parts.frame.rows import Checked, Kernel, Row, Unit
 from gpu_parts.frame.running import (
     PRELOADED,
@@ -120,23 +120,12 @@ def test_every_section_can_be_loaded() -> None:
     assert all(callable(load(section.entry)) for section in chosen([]))
 
 
-def test_every_kernel_has_a_check() -> None:
-    assert set(CHECKS) == set(Kernel)
-
-
 def test_an_early_section_leaves_the_later_ones_time() -> None:
     first, second = Section("a", "", 100.0), Section("b", "", 50.0)
     assert time_for(first, [second], 1000.0) == 100.0
     assert time_for(first, [second], 90.0) == pytest.approx(77.5)
     assert time_for(second, [], 30.0) == 30.0
     assert time_for(first, [second], 10.0) == 5.0
-
-
-def test_what_is_wrong_or_unchecked_is_not_timed() -> None:
-    section = Section("a", "", 1.0, (Kernel.DECODE, Kernel.LINEAR))
-    assert refusal(section, {Kernel.DECODE: True, Kernel.LINEAR: True}) is None
-    assert "linears" in str(refusal(section, {Kernel.DECODE: True, Kernel.LINEAR: False}))
-    assert "decode attention" in str(refusal(section, {Kernel.LINEAR: True}))
 
 
 def test_a_wrong_kernel_keeps_its_figures_from_being_taken(context: Context) -> None:

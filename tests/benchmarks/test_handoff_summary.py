@@ -1,7 +1,6 @@
 from __future__ import annotations
 
-import pytest
-from handoff import show, summary
+from handoff import summary
 from handoff_parts.pools import Sizes
 from handoff_parts.rounds import Round
 
@@ -20,10 +19,3 @@ def test_ratios_are_those_within_rounds_with_their_range() -> None:
     assert result["ratios"] == {"verified / frames": {"median": 1.0, "lowest": 0.5, "highest": 2.0}}
     assert result["ways"]["frames"]["gigabytes_per_s"] == {"median": 0.5, "lowest": 0.25, "highest": 1.0}
     assert (result["others_cores"], result["stolen_cores"]) == (0.25, 0.5)
-
-
-def test_ranges_and_who_took_the_cpu_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    show(summary(SIZES, ROUNDS, CPU))
-    printed = capsys.readouterr().out
-    assert "others used 0.25 cores, the hypervisor took 0.50" in printed
-    assert "1.00 (0.50 to 2.00)" in printed

@@ -107,10 +107,11 @@ async def test_a_second_turn_finds_the_first_one_cached(deployment: LocalDeploym
 
 
 @pytest.mark.fast
-async def test_several_choices_see_the_image(deployment: LocalDeployment) -> None:
+async def test_several_choices_see_the_image_however_large_its_file_is(deployment: LocalDeployment) -> None:
+    large = SHOWN[:-12] + bytes(20 * 10**6) + SHOWN[-12:]
     async with http(deployment) as client:
-        alone = await chat(client, shown(SHOWN, "a dog?"))
-        three = await chat(client, shown(SHOWN, "a dog?"), n=3)
+        alone = await chat(client, shown(large, "a dog?"))
+        three = await chat(client, shown(large, "a dog?"), n=3)
         assert [choice["message"]["content"] for choice in three["choices"]] == [text_of(alone)] * 3
         await asyncio.to_thread(wait_until_idle, deployment)
 

@@ -10,12 +10,12 @@ import pytest
 
 from kvrelay.common.adapter_files import AdapterRef
 from kvrelay.common.block_hash import HashChain
-from kvrelay.common.images import ImageSpan, image_digest
+from kvrelay.common.images import ImageSpan
 from kvrelay.engine.fake.images import fake_offset
 from kvrelay.engine.fake.language import expected_output
 from kvrelay.engine.fake.step import Share
 from kvrelay.engine.images.interface import ImageError
-from kvrelay.wire.messages import ABOUT_IMAGES, AskImages, Cancel, FailureCode, ImagesTold, Submit, Tokens
+from kvrelay.wire.messages import ABOUT_IMAGES, AskImages, Cancel, FailureCode, ImagesTold, Submit
 from kvrelay.worker.entries import Phase
 from tests.images import png, reader, with_images
 from tests.prefill_worker.service_rig import CARD, Rig, submit
@@ -210,16 +210,6 @@ def test_a_text_only_worker_refuses_images_and_says_why() -> None:
     assert rig.told(ImagesTold) == [ImagesTold(query=3, problem=CARD.no_images)]
 
 
-def test_gateways_are_told_what_stands_in_an_images_place() -> None:
-    rig = Rig(reader())
-    rig.ask(AskImages(query=3, sizes=[(200, 64)]))
-    rig.threads.run()
-    [told] = rig.told(ImagesTold)
-    assert isinstance(told, ImagesTold)
-    assert told.told is not None
-    assert [one.num_placeholders for one in told.told.texts] == [4]
-
-
 def test_an_image_that_no_step_can_take_whole_is_refused() -> None:
     rig = Rig(reader(takes_whole=True))
     rig.service.identity = dataclasses.replace(rig.service.identity, max_step_tokens=4)
@@ -232,18 +222,3 @@ def test_an_image_that_no_step_can_take_whole_is_refused() -> None:
     rig.threads.run()
     rig.settle()
     assert rig.output("b") == expected(imaged("b", SHOWN))
-
-
-def test_a_request_of_one_token_needs_no_hand_off() -> None:
-    rig, asked = Rig(reader()), imaged("a", SHOWN, max_tokens=1)
-    rig.ask(asked)
-    rig.threads.run()
-    rig.finish()
-    assert rig.output("a") == expected(asked)
-    assert rig.transfers.offers == []
-    assert len(rig.told(Tokens)) == 1
-    rig.assert_nothing_left()
-
-
-def test_equal_files_have_equal_digests() -> None:
-    assert image_digest(SHOWN) == image_digest(bytes(bytearray(SHOWN))) != image_digest(SHOWN + b"x")

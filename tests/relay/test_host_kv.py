@@ -6,7 +6,6 @@ Fake engines compare every byte of K/V before they sample, here and on the decod
 from __future__ import annotations
 
 import asyncio
-import random
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -18,8 +17,6 @@ from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
 from kvrelay.prefill_worker.worker import PrefillWorker
 from tests.relay.test_multi_turn import BLOCK, full_blocks, tokens
 
-from ..engine.late_device import LateDevice
-from .test_on_devices import on_device
 from .workers import decode_worker, gateway, generate, prefill_worker, worker_setup
 
 FALLBACK = RelaySettings(local_prefill="fallback")
@@ -56,30 +53,6 @@ async def copied_out(prefill: PrefillWorker) -> None:
     assert tier is not None
     while tier.num_queued or tier._out._under_way:
         await asyncio.sleep(0.001)  # polls for a state
-
-
-@pytest.mark.parametrize("way", ["plain", "slots", "direct"])
-async def test_many_chats_at_a_time_get_the_right_tokens(way: str) -> None:
-    """Also on a device that copies as late as it may, for the hand-off and for the tier at the same time."""
-    registry = CollectorRegistry()
-    settings = PrefillSchedulerSettings(max_batched_tokens=32)
-    card = fake_card(num_blocks=60, block_size=BLOCK)
-    device = LateDevice(random.Random(1), hashes=True, reaches=way == "direct")
-    engine = FakeEngine(card) if way == "plain" else on_device(card, device)
-    prefill = PrefillWorker(engine, settings, worker_setup("prefill", registry, host_kv_bytes=2**20))
-    decode = decode_worker(None, fake_card(num_blocks=1024, block_size=BLOCK, max_model_len=card.max_model_len))
-
-    async def chat(number: int) -> None:
-        prompt = tokens(number % 4, 61)  # four of them begin alike
-        for turn in range(4):
-            output, _ = await generate(relay, f"{number}-{turn}", prompt, 4)
-            prompt = [*prompt, *output, *tokens(100 * turn + number, 10)]
-
-    async with gateway([prefill], [decode], FALLBACK) as relay:
-        await asyncio.gather(*map(chat, range(12)))
-        assert registry.get_sample_value("kvrelay_host_kv_tokens_total")
-    assert (device.num_direct > 0) == (way == "direct")
-    assert not device.registered
 
 
 def test_memory_for_less_than_a_block_is_refused() -> None:

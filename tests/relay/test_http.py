@@ -66,14 +66,6 @@ COUNTED_FOR_TWO = {
 }
 
 
-async def test_a_second_turn_finds_its_first(up: Deployment) -> None:
-    prompt = [5] * 40
-    for cached in (0, 36):
-        body = {**GREEDY, "prompt": prompt, "max_tokens": 4}
-        usage = (await up.client.post("/v1/completions", json=body)).json()["usage"]
-        assert usage["prompt_tokens_details"]["cached_tokens"] == cached
-
-
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_client_that_leaves_takes_its_request_along(model: Path, stream: bool) -> None:
     gate = Gate(num_tokens=20)
@@ -92,45 +84,6 @@ async def test_a_client_that_leaves_takes_its_request_along(model: Path, stream:
         gate.open()
         await up.settled()
         assert await up.metric("kvrelay_client_disconnects_total") == 1
-
-
-async def test_a_gateway_that_cannot_wait_any_longer_says_so(model: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A stream and a plain answer run when the drain time ends. Both get the error, and the workers hold nothing."""
-    gate = Gate(num_tokens=20)
-    async with deployment(model, gate=gate, drain_s=1) as up:
-        body = {**GREEDY, "prompt": [5] * 40, "max_tokens": 400}
-        whole = asyncio.create_task(up.client.post("/v1/completions", json=body))
-        async with up.client.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
-            lines = response.aiter_lines()
-            await anext(lines)
-            while len(up.decode.service.entries) < 2:
-                await asyncio.sleep(0.002)  # polls for a state: both run
-            up.server.should_exit = True
-            events = [line.removeprefix("data: ") async for line in lines if line]
-        assert events[-1] == "[DONE]"
-        assert json.loads(events[-2])["error"]["code"] == "shutting_down"
-        refused = await whole
-        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
-        assert refused.json()["error"]["code"] == "shutting_down"
-        gate.open()
-        await up.settled()
-    assert "Traceback" not in caplog.text
-
-
-async def test_equal_request_ids_do_not_mix_requests(up: Deployment) -> None:
-    headers = {"x-request-id": "the-same"}
-    prompts = [[index] * 20 for index in range(2, 8)]
-    responses = await asyncio.gather(
-        *(
-            up.client.post("/v1/completions", json={**GREEDY, "prompt": p, "max_tokens": 12}, headers=headers)
-            for p in prompts
-        )
-    )
-    for prompt, response in zip(prompts, responses, strict=True):
-        assert response.headers["x-request-id"] == "the-same"
-        assert response.json()["choices"][0]["token_ids"] == expected_output(prompt, 12, VOCAB)
-    junk = await up.client.get("/v1/models", headers={"x-request-id": "no\tgood id"})
-    assert junk.headers["x-request-id"] != "no\tgood id"
 
 
 CHAT = "/v1/chat/completions"
@@ -168,24 +121,6 @@ async def test_raw_bodies(up: Deployment) -> None:
             if status != 200:
                 assert set(response.json()["error"]) == {"message", "type", "param", "code", "request_id"}
     await up.settled()
-
-
-async def test_a_full_pool_is_an_honest_503(model: Path) -> None:
-    from kvrelay.engine.kv.owners import Owner, OwnerKind  # noqa: PLC0415
-    from kvrelay.gateway.settings import RelaySettings  # noqa: PLC0415
-
-    async with deployment(model, relay=RelaySettings(local_prefill="fallback", room_timeout_s=0.3)) as up:
-        blocks = up.decode.blocks
-        hoarder = Owner(OwnerKind.LEASE, "hoarder")
-        blocks.allocate(hoarder, blocks.num_allocatable)
-        response = await up.client.post(TEXT, json={**GREEDY, "prompt": [5] * 30, "max_tokens": 4})
-        assert response.status_code == 503, response.text
-        assert int(response.headers["retry-after"]) >= 1
-        blocks.release(hoarder)
-        async with asyncio.timeout(20):
-            while response.status_code == 503:  # until the worker's next status has come
-                response = await up.client.post(TEXT, json={**GREEDY, "prompt": [5] * 30, "max_tokens": 4})
-        assert response.json()["choices"][0]["token_ids"] == expected_output([5] * 30, 4, VOCAB)
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])

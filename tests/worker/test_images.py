@@ -163,15 +163,3 @@ def test_questions_about_few_pixels_are_answered_first() -> None:
     while desk.played.run(1):
         pass
     assert [one.query for one in told] == [0, 4, 3, 1, 2]
-
-
-def test_a_worker_without_a_reader_says_why() -> None:
-    desk, told = Desk(no_images="the model reads text only"), []
-    desk.answer(AskImages(query=1, sizes=[(1, 1)]), told.append)
-    assert told == [ImagesTold(query=1, problem="the model reads text only")]
-    refusal = desk.refusal(submit())
-    assert refusal is not None
-    assert (refusal.code, refusal.detail) == (
-        FailureCode.INVALID,
-        "the prompt has images: the model reads text only",
-    )

@@ -261,12 +261,6 @@ def tells_prompt_late(player: Player, submit: Submit) -> None:
         asyncio.get_running_loop().call_later(0.05, tell)
 
 
-async def test_all_choices_have_prompt_logprobs_that_came_behind_the_first_token(model_directory: Path) -> None:
-    async with app_for(model_directory, tells_prompt_late) as app:
-        choices = (await app.post(TEXT, prompt="hand over", prompt_logprobs=0, n=2))["choices"]
-        assert choices[0]["prompt_logprobs"] == choices[1]["prompt_logprobs"]
-
-
 async def test_a_stream_echoes_the_log_probabilities_that_the_whole_answer_does(model_directory: Path) -> None:
     """Also if the prompt's come behind all output, or behind all of it that a stop string leaves."""
     async with app_for(model_directory, tells_prompt_late) as app:

@@ -7,9 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import openai
-import pytest
-
-from kvrelay.common.sampling import GuideKind
 
 from ..http_app import CHAT, app_for, saying
 
@@ -76,26 +73,6 @@ async def test_the_model_is_told_of_its_tools_and_of_what_came_of_them(model_dir
         prompt = app.tokenizer.decode_all(app.player.submits[-1].token_ids)
         for part in ("weather", "Tells the weather", "Bern", "snow"):
             assert part in prompt
-
-
-@pytest.mark.parametrize(
-    ("choice", "is_guided"),
-    [("none", False), ("required", True), ({"type": "function", "function": {"name": "weather"}}, True)],
-)
-async def test_tool_choice(model_directory: Path, choice: Any, is_guided: bool) -> None:
-    async with app_for(model_directory, saying(CALL), num_blocks=512) as app:
-        answer = await app.post(CHAT, messages=USER, tools=[WEATHER], tool_choice=choice)
-        guide = app.player.submits[-1].sampling.guide
-        message = answer["choices"][0]["message"]
-        if is_guided:
-            assert guide is not None
-            assert guide.kind is GuideKind.STRUCTURAL_TAG
-            assert json.loads(guide.text)["type"] == "structural_tag"
-            assert message["content"] is None
-            assert len(message["tool_calls"]) == 1
-        else:
-            assert guide is None
-            assert message["content"] == CALL
 
 
 async def test_thoughts_are_apart(thinking_directory: Path) -> None:

@@ -176,14 +176,6 @@ def test_thoughts_and_content_stream() -> None:
     assert streamed.push(". ").content == ". "
 
 
-def test_calls_come_after_thoughts() -> None:
-    hermes = FAMILIES["hermes"]
-    text = f"<think>call f? <tool_call></think>\n\nWell.{hermes.spelling.write([('f', '{}')])}"
-    assert read(parser(QWEN, syntax=hermes.syntax, choice=names_choice("f")), text) == Answer(
-        content="Well.", reasoning="call f? <tool_call>", calls=[("id0", "f", "{}")]
-    )
-
-
 @every_family
 @given(parts=st.lists(st.sampled_from(FRAGMENTS), max_size=12), cuts=CUTS, starts_inside=st.booleans())
 def test_a_text_has_one_outcome_however_it_is_cut(

@@ -17,7 +17,7 @@ from kvrelay.gateway.chat.template import ChatTemplate
 from kvrelay.gateway.errors import ChatTemplateError, InvalidRequestError
 from kvrelay.gateway.text.tokenizer import Tokenizer
 
-from ..pictures import BEGIN, END, MARK, PAD, PAD_ID, TEMPLATE, part, picture, save_model, text_of, texts_of
+from ..pictures import BEGIN, END, MARK, PAD, PAD_ID, TEMPLATE, part, picture, save_model, texts_of
 
 FILES = [picture(size, colour=number) for number, size in enumerate([(8, 6), (30, 2), (3, 17), (8, 6)])]
 # Texts of users: letters, spaces, special characters of the model's marks, but no whole mark.
@@ -158,7 +158,3 @@ def test_where_a_text_is() -> None:
     assert where_is("y", {"messages": deep}) is None
     assert where_is("b", {"messages": [{"a": 1}, {"content": [None, "abc"]}]}) == "messages[1].content[1]"
     assert where_is("name", {"tools": [{"a name": 1}]}) == "tools[0]"
-
-
-def test_every_size_has_its_own_text() -> None:
-    assert len({text_of(size).num_placeholders for size in [(8, 6), (30, 2), (3, 17)]}) > 1

@@ -44,16 +44,6 @@ def test_what_is_refused_costs_nothing() -> None:
     use.enter(limits, 1.0)
 
 
-def test_requests_at_a_time() -> None:
-    limits, use = KeyLimits.parse({"concurrency": "2"}), new_use()
-    use.enter(limits, 0.0)
-    use.enter(limits, 0.0)
-    with pytest.raises(TooManyRequestsError, match="has 2 requests running, which is its limit"):
-        use.enter(limits, 0.0)
-    use.leave()
-    use.enter(limits, 0.0)
-
-
 def test_one_a_second_at_least_can_come_at_once() -> None:
     assert KeyLimits.parse({"requests_per_s": "0.1"}).burst == 1
     assert KeyLimits.parse({"requests_per_s": "2.5"}).burst == 3

@@ -110,16 +110,6 @@ async def test_only_workers_that_read_images_get_them() -> None:
         assert all(player.submits for player in on.players[:3])
 
 
-@pytest.mark.parametrize(
-    ("cards", "reason"), [([], "this fake engine reads no images"), ([BLIND], "the model reads text only")]
-)
-async def test_without_a_worker_that_reads_images_there_is_no_place(cards: list[Any], reason: str) -> None:
-    async with stage(good, prefill=[good] * len(cards), prefill_cards=cards) as on:
-        with pytest.raises(InvalidRequestError, match=f"the model reads no images: {reason}; send text only"):
-            await on.deltas(picture())
-        assert not any(player.submits for player in on.players)
-
-
 async def test_a_request_whose_worker_is_away_stands_beside_the_line() -> None:
     """Texts pass it, which decode workers can compute. It has the time that it has waited less."""
     async with stage(good, prefill=good, prefill_cards=[SEEING]) as on:
@@ -266,13 +256,3 @@ async def test_an_image_that_cannot_be_read_is_the_clients_fault() -> None:
             await on.deltas(picture())
         assert [len(player.submits) for player in on.players] == [1, 0]
         assert on.relay.breakers.states() == {}
-
-
-async def test_no_log_line_holds_an_image() -> None:
-    request = picture()
-    assert "a file" not in repr(request)
-    submit = Submit(
-        request_id="r", attempt=1, token_ids=[1], num_prompt_tokens=1, sampling=request.sampling, images=list(IMAGES)
-    )
-    assert "a file" not in repr(submit)
-    assert "600 bytes" in repr(submit)

@@ -9,12 +9,12 @@ import pytest
 from kvrelay.common.model_card import IMAGES_OFF
 from kvrelay.gateway.errors import InvalidRequestError, UnavailableError
 from kvrelay.gateway.workers import images
-from kvrelay.gateway.workers.images import ImageAsker, Readers
+from kvrelay.gateway.workers.images import ImageAsker
 from kvrelay.gateway.workers.pool import static_workers
 from kvrelay.wire.messages import AskImages, ImagesTold, Role
 
 from ..pictures import seeing_card, telling, texts_of
-from ..players import Player, Stage, good, leave, stage
+from ..players import Player, Stage, good, stage
 
 SIZES = ((8, 6), (30, 2))
 WHERE = "messages[0].content[1]"
@@ -76,20 +76,6 @@ async def test_another_worker_is_asked_if_one_gives_no_answer(monkeypatch: pytes
             await ImageAsker(on.pool).texts(SIZES, "tiny", WHERE)
 
 
-async def test_another_worker_is_asked_if_one_is_lost() -> None:
-    async with stage(good, prefill=[good, good], prefill_cards=[seeing_card()] * 2) as on:
-        players, asker = seers(on), ImageAsker(on.pool)
-        for player in players:
-            player.tell = nothing
-        asking = asyncio.create_task(asker.texts(SIZES, "tiny", WHERE))
-        while not (heard := [player for player in players if player.asked]):
-            await asyncio.sleep(0.001)  # polls for a state
-        [other] = [player for player in players if player is not heard[0]]
-        other.tell = telling
-        on.pool.prefills[heard[0].address].on_lost("its machine is gone")
-        assert await asyncio.wait_for(asking, 4) == texts_of(SIZES)  # before the first one's time is up
-
-
 async def test_a_worker_that_is_taken_off_the_list_while_it_is_asked_is_lost() -> None:
     """As when an upgrade replaces its pod: the next one is waited for."""
     async with stage(good, prefill=good, prefill_cards=[seeing_card()]) as on:
@@ -122,13 +108,6 @@ async def test_a_problem_is_the_clients() -> None:
             assert caught.value.param == WHERE
 
 
-async def test_only_workers_that_read_images_are_asked() -> None:
-    async with stage(good, prefill=[good] * 3, prefill_cards=[BLIND, seeing_card(), BLIND]) as on:
-        for width in range(1, 9):
-            await on.relay.images.texts(((width, 1),), "tiny", WHERE) if seers(on) else None
-        assert [len(player.asked) for player in on.players] == [0, 8, 0, 0]
-
-
 async def test_why_a_model_reads_no_images() -> None:
     async with stage(good, prefill=good, prefill_cards=[BLIND]) as on:
         text = "model 'tiny' reads no images: its checkpoint has no encoder of images; send text only"
@@ -148,20 +127,3 @@ async def test_decode_workers_are_asked_if_no_prefill_worker_reads_images() -> N
             assert await ImageAsker(on.pool).texts(SIZES, "tiny", WHERE) == texts_of(SIZES)
             [asked] = [player for player in on.players if player.asked]
             assert asked is (on.players[0] if cards == [seeing_card()] else on.players[-1])
-
-
-async def test_decode_workers_that_must_compute_no_prompts_are_not_asked() -> None:
-    async with stage(good, needs_prefill_workers=True, decode_cards=[seeing_card()]) as on:
-        asker = ImageAsker(on.pool)
-        assert asker.readers is Readers.AWAY
-        assert await asker.texts(SIZES, "tiny", WHERE) is None
-        assert not on.players[0].asked
-
-
-async def test_workers_that_are_not_usable_now_are_worth_another_try() -> None:
-    async with stage(good, prefill=good, prefill_cards=[seeing_card()], room_timeout_s=0.1) as on:
-        [player] = seers(on)
-        await leave(on, player)
-        with pytest.raises(UnavailableError, match="no worker that reads images is up") as caught:
-            await on.relay.images.texts(SIZES, "tiny", WHERE)
-        assert caught.value.retry_after_s is not None
