@@ -28,14 +28,6 @@ FAMILIES: dict[str, tuple[Any, int] | tuple[Any, int, int]] = {  # and how many 
     "llama-biases-two-kv-heads-4": (
         transformers.LlamaConfig(**{**HEADS, "num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True}), 4
     ),
-    "mistral-window-3": (transformers.MistralConfig(**{**HEADS, "num_key_value_heads": 3}, sliding_window=19), 3),
-    "qwen2-2": (transformers.Qwen2Config(**{**HEADS, "num_key_value_heads": 2}), 2),
-    "mixtral-2": (
-        transformers.MixtralConfig(
-            **{**HEADS, "num_key_value_heads": 4}, num_local_experts=4, num_experts_per_tok=2, sliding_window=None
-        ),
-        2,
-    ),
     "gpt-oss-windows-whole-experts-3": (
         transformers.GptOssConfig(
             **{**HEADS, "num_key_value_heads": 3}, num_local_experts=5, num_experts_per_tok=2, attention_bias=True,
@@ -44,7 +36,6 @@ FAMILIES: dict[str, tuple[Any, int] | tuple[Any, int, int]] = {  # and how many 
         3,
     ),
     "llama-tied-in-2-stages": (transformers.LlamaConfig(**{**HEADS, "tie_word_embeddings": True}), 1, 2),
-    "mistral-window-in-3-stages": (transformers.MistralConfig(**HEADS, sliding_window=19), 1, 3),
     "gpt-oss-windows-in-3-stages": (
         transformers.GptOssConfig(
             **HEADS, num_local_experts=5, num_experts_per_tok=2, attention_bias=True, sliding_window=19,
@@ -75,7 +66,6 @@ FAMILIES: dict[str, tuple[Any, int] | tuple[Any, int, int]] = {  # and how many 
         ),
         2,
     ),
-    "qwen3-2": (transformers.Qwen3Config(**{**HEADS, "num_key_value_heads": 6, "head_dim": 32}), 2),
 }  # fmt: skip
 
 

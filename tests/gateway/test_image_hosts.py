@@ -137,6 +137,12 @@ def test_what_is_asked_for_is_the_clients_url_to_the_letter() -> None:
     assert WebAddress.of("http://x.example:443?q").url == "http://x.example:443/?q"
 
 
+def test_a_place_is_shown_without_its_path() -> None:
+    address = WebAddress.of("https://images.example.com/secret?secret")
+    assert address.site == "https://images.example.com"
+    assert "secret" not in repr(address)
+
+
 @pytest.mark.parametrize(
     ("location", "url"),
     [

@@ -58,17 +58,6 @@ async def test_no_block_of_one_adapter_is_used_for_another(tmp_path: Path, refs:
         assert loaded(prefill) == loaded(decode) == {refs[0].digest, refs[1].digest}
 
 
-async def test_no_block_of_one_adapter_is_used_for_another_by_a_decode_worker_alone(
-    tmp_path: Path, refs: list[AdapterRef]
-) -> None:
-    decode = decode_worker(**settings_of(tmp_path))
-    async with gateway([], [decode]) as relay:
-        for turn in range(2):
-            for adapter in (None, refs[0], refs[1]):
-                _, num_cached = await generate(relay, f"{turn}-{adapter}", PROMPT, 5, adapter=adapter)
-                assert (num_cached > 0) is (turn > 0)
-
-
 async def test_the_same_files_under_another_name_share_blocks(tmp_path: Path, refs: list[AdapterRef]) -> None:
     shutil.copytree(tmp_path / refs[0].name, tmp_path / "copy")
     prefill, decode = prefill_worker(**settings_of(tmp_path)), decode_worker(**settings_of(tmp_path))
@@ -157,17 +146,3 @@ async def test_an_adapter_that_no_worker_has_is_waited_for(tmp_path: Path, refs:
         impatient = Relay(relay.pool, replace(HAND_OFF, room_timeout_s=0.5), relay.metrics, relay.clock)
         with pytest.raises(OverloadedError):
             await generate(impatient, "never", PROMPT, 5, adapter=AdapterRef(refs[2].name, refs[3].digest))
-
-
-async def test_an_adapter_that_is_still_copied_to_workers_is_waited_for(tmp_path: Path, refs: list[AdapterRef]) -> None:
-    """The weights file is incomplete at first. The request waits for the whole file instead of failing."""
-    path = tmp_path / refs[0].name / WEIGHTS_FILE
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-8])
-    prefill, decode = prefill_worker(**settings_of(tmp_path)), decode_worker(**settings_of(tmp_path))
-    async with gateway([prefill], [decode], HAND_OFF) as relay:
-        waiting = asyncio.create_task(generate(relay, "waits", PROMPT, 5, adapter=refs[0]))
-        await generate(relay, "meanwhile", PROMPT, 5, adapter=refs[1])
-        assert not waiting.done()
-        path.write_bytes(whole)
-        await waiting

@@ -77,10 +77,6 @@ class LyingMachine(LeaseMachine):
         assert self.bench.receive((header, payload)) != "ok"
 
 
-class SealedLyingMachine(LyingMachine, SealedLeaseMachine):
-    """Leases are sealed."""
-
-
 class TwoGroupsLyingMachine(LyingMachine):
     """The model has two groups of layers."""
 
@@ -112,6 +108,3 @@ class SealedRanksLyingMachine(RanksLyingMachine, SealedLeaseMachine):
 
 TestLyingFramesToRanks = RanksLyingMachine.TestCase
 TestSealedLyingFramesToRanks = SealedRanksLyingMachine.TestCase
-TestLyingFramesOfTwoGroups = TwoGroupsLyingMachine.TestCase
-TestLyingFrames = LyingMachine.TestCase
-TestSealedLyingFrames = SealedLyingMachine.TestCase

@@ -32,25 +32,6 @@ def ship(source: FakeEngine, target: FakeEngine, blocks: list[int], places: list
         target.store.close_write(theirs)
 
 
-def test_random_sampling_depends_on_the_seed_alone() -> None:
-    def first(**sampling: float) -> int | None:
-        return run(FakeEngine(fake_card()), sequence([4, 5], [8], **sampling), 2)
-
-    assert first(temperature=1.0, seed=1) == first(temperature=0.5, seed=1)
-    assert first(temperature=1.0, seed=1) != first(temperature=1.0, seed=2)
-    assert first(seed=1) == first(seed=2)
-
-
-def test_blocks_that_were_shipped_continue_the_sequence() -> None:
-    source, target = FakeEngine(fake_card()), FakeEngine(fake_card())
-    row = sequence(tokens(3, 7), [0, 1])
-    run(source, row, 7)
-    moved = sequence(row.token_ids, [40, 41])
-    moved.num_computed_tokens = 7
-    ship(source, target, [0, 1], [40, 41])
-    assert run(target, moved, 1) == run(source, row, 1)
-
-
 def test_every_kind_of_wrong_block_is_found() -> None:
     source = FakeEngine(fake_card())
     row = sequence(tokens(4, 12), [0, 1, 2])
@@ -123,15 +104,6 @@ def test_a_step_takes_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     run(FakeEngine(fake_card(), pace=FakePace(1000.0, 0.0)), sequence([1, 2], [0]), 2)
     assert len(slept) == 1
     assert 0 < 1000.0 - slept[0] < 100.0  # the step's own time is subtracted
-
-
-def test_choices_differ_where_there_is_chance() -> None:
-    def first(**sampling: float) -> int | None:
-        return run(FakeEngine(fake_card()), sequence([4, 5], [8], **sampling), 2)
-
-    assert len({first(temperature=1.0, seed=1, choice=choice) for choice in range(8)}) > 6
-    assert first(temperature=1.0, seed=1, choice=0) == first(temperature=1.0, seed=1)
-    assert first(choice=1) == first(choice=2)
 
 
 def test_no_stop_token_before_min_tokens() -> None:

@@ -204,6 +204,27 @@ async def test_what_the_host_has_to_mend_is_told_with_its_name(
     assert prefill(seeing).submits == []
 
 
+async def test_without_a_list_nothing_is_fetched(directory: Path, host: WebHost) -> None:
+    async with serving(directory) as app:
+        for path in GENERATING:
+            answered = await app.post(path, 400, **body_of(path, host.url("/cat")))
+            assert "--image-hosts of the gateway; it is empty, so this deployment fetches nothing" in str(answered)
+        assert prefill(app).asked == []
+    assert host.heads == []
+
+
+async def test_images_are_bounded_together_with_those_of_the_body(
+    seeing: App, host: WebHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvrelay.gateway.apis.prompts.MAX_IMAGES_NBYTES", len(CAT) + len(DOG))
+    content = [part(DOG), *body_of(CHAT, host.url("/cat"))["messages"][0]["content"]]
+    await seeing.post(CHAT, messages=[{"role": "user", "content": content}])
+    host.files["/cat"] = CAT + b"x"
+    error = (await seeing.post(CHAT, 400, messages=[{"role": "user", "content": content}]))["error"]
+    assert error["param"] == "messages[0].content[2]"
+    assert f"more than {len(CAT)} bytes, which are left for them" in error["message"]
+
+
 async def test_a_request_that_cannot_be_served_fetches_nothing(
     directory: Path, host: WebHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -261,6 +282,13 @@ async def test_a_client_that_leaves_ends_the_fetch(seeing: App, host: WebHost) -
     metrics = await seeing.metrics()
     assert metrics['kvrelay_image_fetch_seconds_count{outcome="given_up"}'] == 1
     assert metrics["kvrelay_client_disconnects_total"] == 1
+
+
+async def test_a_request_may_have_less_time_than_its_images_take(seeing: App, host: WebHost) -> None:
+    host.files["/slow"] = silence
+    headers = {"x-request-timeout": "0.2"}
+    answered = await seeing.client.post(CHAT, json=body_of(CHAT, host.url("/slow")), headers=headers)
+    assert (answered.status_code, answered.json()["error"]["code"]) == (504, "timeout")
 
 
 async def test_nothing_that_is_kept_logged_or_traced_has_a_path(

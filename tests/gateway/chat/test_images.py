@@ -222,3 +222,11 @@ def test_pixels_are_bounded_together() -> None:
         gallery.add(given, f"messages[0].content[{number}]")
     with pytest.raises(InvalidRequestError, match=r"have 200000048 pixels; a request's images may have 200000000"):
         gallery.add(part(picture((8, 6))), WHERE)
+
+
+def test_an_error_and_a_log_line_hold_no_image() -> None:
+    gallery = Gallery()
+    gallery.add(part(picture((64, 64), "JPEG")), WHERE)
+    assert len(repr(gallery.images[0])) < 200
+    shown = refusal({"type": "image_url", "image_url": "data:image/png;base64," + "A" * 1000 + "!"})
+    assert "AAAA" not in shown

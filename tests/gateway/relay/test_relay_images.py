@@ -256,3 +256,13 @@ async def test_an_image_that_cannot_be_read_is_the_clients_fault() -> None:
             await on.deltas(picture())
         assert [len(player.submits) for player in on.players] == [1, 0]
         assert on.relay.breakers.states() == {}
+
+
+async def test_no_log_line_holds_an_image() -> None:
+    request = picture()
+    assert "a file" not in repr(request)
+    submit = Submit(
+        request_id="r", attempt=1, token_ids=[1], num_prompt_tokens=1, sampling=request.sampling, images=list(IMAGES)
+    )
+    assert "a file" not in repr(submit)
+    assert "600 bytes" in repr(submit)

@@ -101,9 +101,16 @@ def test_reference_lets_images_see_themselves(device: str, randn: Randn, paged_c
     torch.testing.assert_close(out, expected[0].transpose(0, 1))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("heads", "head_dim"), [((9, 3), 64), ((4, 2), 128)])
-@pytest.mark.parametrize("window", [None, 30, 100])
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "window", "dtype"),
+    [
+        ((9, 3), 64, None, torch.bfloat16),
+        ((9, 3), 64, 100, torch.bfloat16),
+        ((4, 2), 128, 30, torch.bfloat16),
+        pytest.param((3, 1), 64, 30, torch.float32, marks=pytest.mark.full),
+        pytest.param((3, 1), 64, None, torch.float16, marks=pytest.mark.full),
+    ],
+)
 def test_images_see_themselves(
     check: Callable[..., None], heads: tuple[int, int], head_dim: int, window: int | None, dtype: torch.dtype
 ) -> None:
@@ -159,8 +166,7 @@ def test_head_groups_and_head_dims(check: Callable[..., None], heads: tuple[int,
     check([19, 5], [19, 75], heads=heads, head_dim=head_dim)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("heads", "head_dim"), [((16, 2), 512), ((2, 1), 320)])
+@pytest.mark.parametrize(("heads", "head_dim", "dtype"), [((16, 2), 512, torch.bfloat16), ((2, 1), 320, torch.float32)])
 def test_large_heads(check: Callable[..., None], heads: tuple[int, int], head_dim: int, dtype: torch.dtype) -> None:
     """The sizes of Gemma 4's global layers."""
     check([7, 2], [7, 50], heads=heads, head_dim=head_dim, dtype=dtype)
@@ -181,9 +187,16 @@ def test_chunks(check: Callable[..., None], chunk_size: int) -> None:
     check([90, 33, 1], [90, 211, 65], chunk_size=chunk_size, heads=(3, 1), head_dim=32)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("softcap", "has_sinks"), [(1.5, False), (None, True), (1.5, True)])
-@pytest.mark.parametrize("window", [None, 30])
+@pytest.mark.parametrize(
+    ("dtype", "softcap", "has_sinks", "window"),
+    [
+        (torch.bfloat16, 1.5, False, None),
+        (torch.bfloat16, None, True, 30),
+        (torch.bfloat16, 1.5, True, None),
+        pytest.param(torch.float32, 1.5, True, 30, marks=pytest.mark.full),
+        pytest.param(torch.float16, 1.5, True, None, marks=pytest.mark.full),
+    ],
+)
 def test_softcaps_and_sinks(
     check: Callable[..., None], dtype: torch.dtype, softcap: float | None, has_sinks: bool, window: int | None
 ) -> None:
@@ -193,8 +206,15 @@ def test_softcaps_and_sinks(
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("heads", "head_dim", "window"), [((9, 3), 64, None), ((2, 1), 48, 30)])
+@pytest.mark.parametrize(
+    ("dtype", "heads", "head_dim", "window"),
+    [
+        (torch.bfloat16, (9, 3), 64, None),
+        (torch.bfloat16, (2, 1), 48, 30),
+        pytest.param(torch.float32, (2, 1), 48, 30, marks=pytest.mark.full),
+        pytest.param(torch.float16, (2, 1), 48, None, marks=pytest.mark.full),
+    ],
+)
 def test_fp8_pools(
     check: Callable[..., None], dtype: torch.dtype, heads: tuple[int, int], head_dim: int, window: int | None
 ) -> None:

@@ -38,8 +38,11 @@ def wide(kv: PagedKv) -> PagedKv:
     return made
 
 
-@pytest.mark.parametrize("sizes", [(48, 32), (32, 48), (192, 128)])
-@pytest.mark.parametrize("seen", [{}, {"sliding_window": 20}, {"chunk_size": 16}], ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "seen"),
+    [((48, 32), {}), ((48, 32), {"sliding_window": 20}), ((32, 48), {"chunk_size": 16}), ((192, 128), {})],
+    ids=str,
+)
 def test_single_tokens_and_prompts(sizes: tuple[int, int], seen: dict[str, int], device: str, randn: Randn) -> None:
     seq_lens, query_lens = [37, 5, 64], [20, 5, 1]
     tables = torch.randperm(12, generator=torch.Generator().manual_seed(0)).to(device, torch.int32).view(3, 4)

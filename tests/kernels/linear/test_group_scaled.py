@@ -49,8 +49,10 @@ FORMATS = [(torch.uint8, torch.float16), (torch.int8, torch.bfloat16), (FP8_DTYP
 
 
 @pytest.mark.usefixtures("poisoned_empty")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.full)])
-@pytest.mark.parametrize(("value_dtype", "scale_dtype"), FORMATS)
+@pytest.mark.parametrize(
+    ("value_dtype", "scale_dtype", "dtype"),
+    [(*FORMATS[0], torch.bfloat16), (*FORMATS[1], torch.float16), (*FORMATS[2], torch.bfloat16)],
+)
 @pytest.mark.parametrize(
     ("num_tokens", "num_outs", "num_ins", "group_size", "num_splits"),
     [

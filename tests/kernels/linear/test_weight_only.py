@@ -41,8 +41,7 @@ def assert_rows_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 @pytest.mark.usefixtures("poisoned_empty")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.full)])
-@pytest.mark.parametrize("weight_dtype", FORMATS)
+@pytest.mark.parametrize(("weight_dtype", "dtype"), [(FORMATS[0], torch.bfloat16), (FORMATS[1], torch.float16)])
 @pytest.mark.parametrize(
     ("num_tokens", "num_outs", "num_ins", "num_splits"),
     [
