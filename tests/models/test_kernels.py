@@ -38,7 +38,6 @@ PROMPTS = ALL_PROMPTS[1:]
 FEW = PROMPTS[::2]  # a part of a chunk, and more than two windows: the interpreter is slow
 LAYERS = {  # one of each kind
     "gemma2": ["sliding_attention", "full_attention"],
-    "gpt_oss": ["sliding_attention", "full_attention"],
     "mimo_v2_flash": ["full_attention", "sliding_attention"],
     "qwen3_next": ["linear_attention", "full_attention"],
 }

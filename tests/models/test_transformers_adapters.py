@@ -214,7 +214,7 @@ def test_our_cpu_kernels_give_a_row_the_same_bits_in_any_batch(
 def test_our_triton_kernels_add_what_torch_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels run in their interpreter, or on a GPU."""
     base = tmp_path / "base"
-    model = saved("phi3", base, num_hidden_layers=2)
+    model = saved("phi3", base, num_hidden_layers=1)
     refs = adapters_of(model, tmp_path)
     expected = [generate(again(base, block_size=16), [0])[0], *merged_of(base, model, refs)]
     is_cuda = torch.cuda.is_available()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import shutil
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import torch
 
 from kvrelay.common.errors import ModelError
 from kvrelay.engine.backends.cpu.build import cpu_ops, why_no_cpu_kernels
-from kvrelay.engine.backends.cpu.native import CpuKernels, CpuKernelsError, compiled, prebuild
+from kvrelay.engine.backends.cpu.native import CpuKernels, CpuKernelsError, compiled
 from kvrelay.engine.backends.cpu.ops import CpuOps
 from kvrelay.engine.backends.options import EngineOptions
 from tests.engine.backends.test_native import config_of
@@ -41,21 +40,6 @@ def test_kernels_of_other_sources_are_not_taken(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "cpu-x86-64-v4-bf16-0000000000000000.so").touch()
     with pytest.raises(CpuKernelsError, match=r"no g\+\+ .* nothing compiled ahead"):
         compiled.find_library(tmp_path, tmp_path)
-
-
-@pytest.mark.full
-@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
-def test_what_is_compiled_ahead_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Libraries for an image are compiled ahead. The one for the oldest processor is loaded without a compiler and
-    runs."""
-    built = prebuild.prebuild(tmp_path)
-    assert [path.name.rsplit("-", 1)[0] for path in built] == [f"cpu-{variant.name}" for variant in compiled.VARIANTS]
-    monkeypatch.setattr(compiled.shutil, "which", lambda name: None)
-    monkeypatch.setattr(compiled, "processor_flags", lambda: compiled.VARIANTS[-1].needs)
-    kernels = CpuKernels(ctypes.CDLL(str(compiled.find_library(tmp_path, tmp_path))))
-    assert not kernels.has_bf16_dot_products
-    gate_up = torch.randn(3, 64, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
-    torch.testing.assert_close(kernels.silu_mul(gate_up), torch.nn.functional.silu(gate_up[:, :32]) * gate_up[:, 32:])
 
 
 def test_a_machine_without_compiler_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

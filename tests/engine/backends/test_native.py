@@ -18,7 +18,7 @@ from kvrelay.common.kv_geometry import Chunk, Window
 from kvrelay.engine.backends.cpu.build import why_no_cpu_kernels
 from kvrelay.engine.backends.cpu.linear import NativeLinear
 from kvrelay.engine.backends.cpu.low_rank import NativeLowRank
-from kvrelay.engine.backends.cpu.native import CpuKernels, compiled
+from kvrelay.engine.backends.cpu.native import CpuKernels, compiled, prebuild
 from kvrelay.engine.backends.cpu.native.compiled import default_cache_dir
 from kvrelay.engine.backends.cpu.native_ops import NativeCpuOps
 from kvrelay.engine.backends.cpu.ops import CpuOps
@@ -35,20 +35,24 @@ from tests.engine.led import batch_of, shuffled_batch
 from tests.last_seen import with_images
 
 
-@pytest.fixture(scope="module", params=[None, *compiled.VARIANTS], ids=lambda it: "native" if it is None else it.name)
-def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> CpuKernels:
-    """The kernels for this processor, and for each kind of processor whose instructions it has."""
-    compiler = shutil.which("g++")
-    if compiler is None:
+@pytest.fixture(scope="module")
+def prebuilt(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The kernels compiled ahead, as for an image, by kind of processor."""
+    if shutil.which("g++") is None:
         pytest.skip("no g++")
+    paths = prebuild.prebuild(tmp_path_factory.mktemp("prebuilt"))
+    return {path.name.removeprefix("cpu-").rpartition("-")[0]: path for path in paths}
+
+
+@pytest.fixture(scope="module", params=[None, *compiled.VARIANTS], ids=lambda it: "native" if it is None else it.name)
+def kernels(request: pytest.FixtureRequest, prebuilt: dict[str, Path]) -> CpuKernels:
+    """The kernels for this processor, and for each kind of processor whose instructions it has."""
     variant: compiled.Variant | None = request.param
     if variant is None:
         return CpuKernels.load(default_cache_dir())
     if not variant.needs <= compiled.processor_flags():
         pytest.skip("this CPU has not all of its instructions")
-    directory = tmp_path_factory.mktemp(variant.name)
-    compiled.compile_library(compiler, variant.flags, compiled.prebuilt_path(directory, variant))
-    return CpuKernels(ctypes.CDLL(str(compiled.prebuilt_path(directory, variant))))
+    return CpuKernels(ctypes.CDLL(str(prebuilt[variant.name])))
 
 
 def bf16(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:

@@ -50,6 +50,15 @@ async def test_vllms_forms(app: App) -> None:
     assert await app.post("/detokenize", tokens=[]) == {"prompt": ""}
 
 
+async def test_tgis_chats(app: App) -> None:
+    answer = await app.post("/chat_tokenize", model="whatever", messages=MESSAGES)
+    text = answer["templated_text"]
+    assert text == "<user>hand over\n"
+    tokens = answer["tokenize_response"]
+    assert "".join(token["text"] for token in tokens) == text
+    assert [token["id"] for token in tokens] == app.tokenizer.encode(text, add_special_tokens=False)
+
+
 async def test_a_model_without_a_template(model_directory: Path, tmp_path: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_bytes((model_directory / name).read_bytes())
