@@ -17,7 +17,6 @@ from kvrelay.worker.model_worker import Remove
 from tests.decode_worker.rig import Rig, greedy
 from tests.decode_worker.workload import Wish
 from tests.engine.conftest import SIZES, VOCAB, load, save_model
-from tests.guides import ChainState
 
 NUM_BLOCKS = 80
 
@@ -109,35 +108,6 @@ def test_every_request_gets_the_tokens_that_it_gets_alone_and_step_by_step(
             assert rig.outputs[name] == alone.outputs[name][: len(rig.outputs[name])]
         else:
             assert (rig.outputs[name], rig.ends.get(name)) == (alone.outputs[name], alone.ends.get(name)), (name, wish)
-
-
-FEW = (5, 6, 7)
-
-
-@pytest.mark.parametrize(
-    ("params", "guided"),
-    [
-        ({}, True),
-        ({"watermark": Watermark(delta=8.0)}, False),
-        ({"processors": ("unlike",)}, False),
-        ({"bad_words": ((5, 6), (6, 6, 7)), "allowed_token_ids": FEW}, False),
-        ({"typical_p": 0.4}, False),
-    ],
-)
-def test_a_row_that_the_host_samples_gets_its_tokens_in_steps_that_run_ahead(
-    engines: dict[str, TorchEngine], params: dict[str, Any], guided: bool
-) -> None:
-    outputs = {}
-    for name, engine in engines.items():
-        rig = Rig(engine)
-        asking = SamplingParams(max_tokens=25, temperature=1.0, seed=3, **params)
-        rig.add("asks", [1, 2, 3], asking, guide=ChainState(40) if guided else None)
-        penalised = SamplingParams(max_tokens=30, temperature=0.0, frequency_penalty=0.7, allowed_token_ids=FEW)
-        rig.add("penalised", [4, 5, 6, 7], penalised)
-        rig.run()
-        outputs[name] = rig.outputs
-        assert rig.engine.depths == ([0] + [1] * 28 if name == "on" else [0] * 29)
-    assert outputs["on"] == outputs["off"]
 
 
 def test_a_deferred_step_that_fails_loses_no_token_of_anybody(engines: dict[str, TorchEngine]) -> None:

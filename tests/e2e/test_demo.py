@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import random
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -94,35 +92,6 @@ def test_it_says_what_transformers_says(deployment: LocalDeployment, model_direc
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-@pytest.mark.parametrize("victim", ["decode-0", "prefill-0"])
-async def test_a_killed_worker_costs_time_but_no_token(deployment: LocalDeployment, victim: str) -> None:
-    """The only worker of its role is killed with SIGKILL while it serves. The launcher restarts it, and the stream gets
-    the same tokens."""
-    tokens = prompt(77, 900)
-    async with http(deployment) as client:
-        alone = await stream_ids(client, prompt(3, 40), 40)
-        waiting = asyncio.create_task(stream_ids(client, tokens, 4))  # keeps the prefill worker busy
-        running = asyncio.create_task(stream_ids(client, prompt(3, 40), 40))
-        metrics = f"{deployment.admin_urls[victim]}/metrics"
-        before = sampled(httpx.get(metrics, timeout=30).text)
-        while sampled(httpx.get(metrics, timeout=30).text) == before:
-            await asyncio.sleep(0.01)  # polls until the victim has sampled a token
-        os.kill(deployment.pids[victim], signal.SIGKILL)
-        assert await running == alone
-        assert len(await waiting) == 4
-        deployment.wait_ready(timeout_s=120)
-        while not all(worker["state"] == "up" for worker in (await client.get("/debug/workers")).json()["workers"]):
-            await asyncio.sleep(0.01)  # polls until the gateway is connected to the new worker
-    wait_until_idle(deployment)
-
-
-def sampled(metrics: str) -> float:
-    """The number of tokens that a worker has sampled, from its /metrics."""
-    return next(
-        float(line.split()[1]) for line in metrics.splitlines() if line.startswith("kvrelay_sampled_tokens_total")
-    )
 
 
 async def test_a_chats_second_turn_is_the_same_cached_and_anew(deployment: LocalDeployment) -> None:

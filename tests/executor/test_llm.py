@@ -31,15 +31,6 @@ def llm(tiny_model: Path) -> Iterator[LLM]:
         yield made
 
 
-def test_a_batch_comes_in_order(llm: LLM) -> None:
-    prompts = [[1 + index, 5, 9] for index in range(200)]
-    heard: list[int] = []
-    outputs = llm.generate(prompts, GREEDY, on_progress=lambda done, total: heard.append(done))
-    assert [one.outputs[0].token_ids for one in outputs] == [expected_output(one, 6, VOCAB) for one in prompts]
-    assert [one.prompt_token_ids for one in outputs] == prompts
-    assert heard == list(range(1, 201))
-
-
 def test_one_prompt_is_a_batch_of_one(llm: LLM) -> None:
     expected = expected_output([1, 2, 3], 6, VOCAB)
     for prompt in ([1, 2, 3], [[1, 2, 3]]):

@@ -79,14 +79,6 @@ def test_pools_that_name_one_service_account_share_it() -> None:
 
 
 @needs_helm
-def test_gateways_and_workers_that_name_one_service_account_share_it() -> None:
-    found = objects("--set", f"{SHARED},gateway.serviceAccount.name=shared")
-    assert [name for kind, name in found if kind == "ServiceAccount"] == ["shared"]
-    for component in ("gateway", "prefill-worker", "decode-worker"):
-        assert pod_of(found, component)["serviceAccountName"] == "shared"
-
-
-@needs_helm
 def test_one_service_account_has_one_set_of_annotations() -> None:
     """An identity that only one of two pools gives would depend on the order of pools."""
     role = "decode.serviceAccount.annotations.role=reader"

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from kvrelay.common.images import ImageSpan
-from kvrelay.engine.fake.engine import FakeEngine, FakePace, KvMismatchError, fake_card
+from kvrelay.engine.fake.engine import FakeEngine, KvMismatchError, fake_card
 from kvrelay.engine.fake.language import expected_output
 from kvrelay.engine.images.interface import ReadImages
 from kvrelay.engine.step.interface import StepRow
@@ -96,14 +94,6 @@ def test_reading_back_once_starts_over_with_another_block_table() -> None:
     row.block_tables[0][0] = 30  # as after a preemption, but block 30 was not computed
     with pytest.raises(KvMismatchError, match="position 0 "):
         run(engine, row, 1)
-
-
-def test_a_step_takes_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    slept: list[float] = []
-    monkeypatch.setattr(time, "sleep", slept.append)
-    run(FakeEngine(fake_card(), pace=FakePace(1000.0, 0.0)), sequence([1, 2], [0]), 2)
-    assert len(slept) == 1
-    assert 0 < 1000.0 - slept[0] < 100.0  # the step's own time is subtracted
 
 
 def test_no_stop_token_before_min_tokens() -> None:

@@ -169,14 +169,6 @@ async def test_results_of_tools_may_have_images(seeing: App) -> None:
     assert [one.data for one in prefill(seeing).submits[1].images] == [DOG]
 
 
-async def test_choices_share_the_images(seeing: App) -> None:
-    answer = await seeing.post(CHAT, messages=user(part(CAT)), n=3, temperature=1)
-    assert len(answer["choices"]) == 3
-    assert [len(submit.images) for submit in prefill(seeing).submits] == [1, 1, 1]
-    assert answer["usage"]["prompt_tokens"] == len(prefill(seeing).submits[0].token_ids)
-    assert seeing.player.submits == []
-
-
 async def test_counting_and_tokenizing_show_the_whole_prompt(seeing: App) -> None:
     prompt = f"<user>see{T_CAT};"
     ids = tokens(seeing, prompt)
@@ -257,14 +249,6 @@ async def test_a_model_that_reads_no_images_says_why(directory: Path) -> None:
     async with app_for(directory, saying("x"), card=seeing_card(IMAGES_OFF)) as app:
         error = (await app.post(CHAT, 400, messages=user(part(CAT))))["error"]
         assert f"reads no images: {IMAGES_OFF}" in error["message"]
-
-
-async def test_a_decode_worker_that_reads_images_serves_them_alone(directory: Path) -> None:
-    async with app_for(directory, saying("x"), card=seeing_card()) as app:
-        app.player.tell = telling
-        answer = await app.post(CHAT, messages=user(text("see"), part(CAT)), n=2, temperature=1)
-        assert len(answer["choices"]) == 2
-        assert [len(submit.images) for submit in app.player.submits] == [1, 1]
 
 
 async def test_a_template_for_texts_does_not_hide_that_the_model_reads_no_images(
