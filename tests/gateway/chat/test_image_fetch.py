@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import logging
 import math
 import socket
 import ssl
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, generate_latest
 
 from kvrelay.gateway.chat import image_fetch
 from kvrelay.gateway.chat.image_fetch import ImageFetcher
@@ -357,3 +358,19 @@ async def test_fetches_at_a_time_are_bounded(host: WebHost, monkeypatch: pytest.
             assert await asyncio.gather(*requests) == [[b"x"] * 6] * 5
             assert host.most_open == most
             assert await listed.get(url) == [b"x"]
+
+
+async def test_no_log_and_no_metric_has_a_path(
+    host: WebHost, listed: Fetching, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    host.files |= {"/away": redirect(f"/cat?{SECRET}"), "/broken": answer(500)}
+    await listed.get(host.url(f"/cat?{SECRET}"), host.url("/away"))
+    for path in ("broken", "gone"):
+        with pytest.raises(ApiError) as caught:
+            await listed.get(host.url(f"/{path}?{SECRET}"))
+        assert caught.value.__cause__ is None
+    assert any("status 500" in record.getMessage() for record in caplog.records)
+    for shown in (caplog.text, generate_latest(listed.metrics.registry).decode()):
+        assert SECRET not in shown
+        assert "/cat" not in shown
