@@ -14,7 +14,7 @@ from kvrelay.gateway.workers.pool import static_workers
 from kvrelay.wire.messages import AskImages, ImagesTold, Role
 
 from ..pictures import seeing_card, telling, texts_of
-from ..players import Player, Stage, good, stage
+from ..players import Player, Stage, good, leave, stage
 
 SIZES = ((8, 6), (30, 2))
 WHERE = "messages[0].content[1]"
@@ -127,3 +127,12 @@ async def test_decode_workers_are_asked_if_no_prefill_worker_reads_images() -> N
             assert await ImageAsker(on.pool).texts(SIZES, "tiny", WHERE) == texts_of(SIZES)
             [asked] = [player for player in on.players if player.asked]
             assert asked is (on.players[0] if cards == [seeing_card()] else on.players[-1])
+
+
+async def test_workers_that_are_not_usable_now_are_worth_another_try() -> None:
+    async with stage(good, prefill=good, prefill_cards=[seeing_card()], room_timeout_s=0.1) as on:
+        [player] = seers(on)
+        await leave(on, player)
+        with pytest.raises(UnavailableError, match="no worker that reads images is up") as caught:
+            await on.relay.images.texts(SIZES, "tiny", WHERE)
+        assert caught.value.retry_after_s is not None
