@@ -103,11 +103,10 @@ def sampling(draws: random.Random) -> SamplingParams:
     )
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_every_request_gets_the_tokens_that_one_rank_gives_it(engines: tuple[Engine, Engine], seed: int) -> None:
+def test_every_request_gets_the_tokens_that_one_rank_gives_it(engines: tuple[Engine, Engine]) -> None:
     """Random requests, some with guides, run in chunks and batches, in a small pool whose free blocks are overwritten."""
     ranked, one_rank = engines
-    draws = random.Random(seed)
+    draws = random.Random(0)
     rig = Rig(ranked, draws.choice((12, 20)), max_num_seqs=6, max_batched_tokens=16)
     wanted = {}
     for index in range(6):
