@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
+from .ranks import RankedSimEngine
 from .threads import SimSender
 from .wires import Connection
 from .world import World
@@ -43,6 +44,16 @@ def stop(name: str) -> Fault:
 def drain(name: str) -> Fault:
     """SIGTERM."""
     return _to_member(name, World.drain)
+
+
+def kill_ranks(name: str, *numbers: int) -> Fault:
+    """SIGKILL of some ranks of a worker with several ranks. The leader lives on."""
+    return _to_member(name, lambda world, name: _ranks_of(world, name).kill(*numbers))
+
+
+def hang_ranks(name: str, *numbers: int) -> Fault:
+    """SIGSTOP of some ranks of a worker with several ranks."""
+    return _to_member(name, lambda world, name: _ranks_of(world, name).hang(*numbers))
 
 
 def cut(one: str, other: str) -> Fault:
@@ -88,6 +99,12 @@ def _senders(prefill: str, decode: str) -> Callable[[World], list[SimSender]]:
     return lambda world: [
         sender for sender in world.wires.senders if (sender.process.member, sender.address[6:8]) == (prefill, decode)
     ]
+
+
+def _ranks_of(world: World, name: str) -> RankedSimEngine:
+    ranks = world.members[name].ranks
+    assert ranks is not None, f"{name} has no ranks"
+    return ranks
 
 
 def _to_member(name: str, happens: Callable[[World, str], None]) -> Fault:

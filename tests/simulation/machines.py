@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.decode_worker.worker import DecodeWorker
-from kvrelay.engine.fake.engine import FakeEngine, FakePace, fake_card
+from kvrelay.engine.fake.engine import FakeEngine, FakePace
 from kvrelay.engine.fake.step import Share
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
 from kvrelay.prefill_worker.worker import PrefillWorker
@@ -21,11 +21,13 @@ from tests.draft_models import MistakenEngine
 from tests.drafters import FakeOracle
 
 from .clock import Process
+from .ranks import RankedSimEngine, Shape, layered_card
 from .threads import SimModelLoop
 
 VOCAB = 1000
 LINKS = LinkSettings(ping_interval_s=1.0, peer_timeout_s=4.0, hello_timeout_s=2.0, reconnect_max_s=2.0)
 
+SimEngine = FakeEngine | RankedSimEngine
 SimWorker = PrefillWorker | DecodeWorker
 
 
@@ -48,10 +50,15 @@ class Machines:
     pace: FakePace | None = None  # None: steps take a moment by chance; else nothing runs ahead or is read back twice
     drafts: bool = False  # decode workers speculate (d0 by a draft model), and some drafts are wrong
     checks_books: bool = True  # check every worker's blocks after each of its events
+    shapes: Mapping[str, Shape] = field(default_factory=dict)  # by worker; only those with several ranks
 
-    def engine(self, name: str, process: Process) -> FakeEngine:
+    def engine(self, name: str, process: Process) -> SimEngine:
         """The engine of worker ``name`` in ``process``."""
-        card = fake_card(num_blocks=self.num_blocks, block_size=self.block_size, vocab_size=VOCAB, windows=self.windows)
+        card = layered_card(
+            num_blocks=self.num_blocks, block_size=self.block_size, vocab_size=VOCAB, windows=self.windows
+        )
+        if (shape := self.shapes.get(name)) is not None:
+            return RankedSimEngine(card, shape, process)
         if (pace := self.pace) is None:
             # Of each role one worker has steps under way while other events happen. p0 does so as with two stages, d0 as on a
             # GPU: it launches its next step before it knows the last step's tokens.
@@ -63,7 +70,7 @@ class Machines:
         return FakeEngine(card, take_time, reads_back_once=True)
 
     def worker(
-        self, engine: FakeEngine, name: str, epoch: int, registry: CollectorRegistry, network: Network
+        self, engine: SimEngine, name: str, epoch: int, registry: CollectorRegistry, network: Network
     ) -> SimWorker:
         """Worker ``name`` in its ``epoch``-th process. Not started."""
         model_loop = cast(Any, SimModelLoop)

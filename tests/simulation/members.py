@@ -19,6 +19,7 @@ from kvrelay.wire.messages import TokenDelta
 
 from .clock import Process, ProcessState
 from .machines import VOCAB, SimWorker
+from .ranks import RankedSimEngine
 
 STOPS = tuple(range(0, VOCAB, 20))  # tokens that end an output
 
@@ -99,6 +100,7 @@ class Member:
 
     process: Process
     worker: SimWorker | None = None
+    ranks: RankedSimEngine | None = None
     registry: CollectorRegistry = field(default_factory=CollectorRegistry)
     pool: WorkerPool | None = None
     relay: Relay | None = None

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from kvrelay.common.block_digests import digests_of
 from kvrelay.common.clock import Clock
+from kvrelay.common.late_bytes import LateBytes
 from kvrelay.engine.step.interface import DeviceFailedError
 from kvrelay.wire.blocks.frames import parse_header
 from kvrelay.wire.blocks.seal import TAG_NBYTES
@@ -56,7 +57,7 @@ class SimSender:
         self._arrives_s = 0.0
         self._wires.senders.append(self)
 
-    def send(self, header: Any, payload: memoryview, sealer: Any = None) -> SendTicket:
+    def send(self, header: Any, payload: memoryview | LateBytes, sealer: Any = None) -> SendTicket:
         """See BlockSender."""
         assert not self._is_closed, "a block for a link that is closed"
         if self._has_ended:
@@ -64,7 +65,7 @@ class SimSender:
         if sealer is not None:
             sealer.claim(header)
         ticket = SendTicket()
-        self._jobs.append((ticket, header, payload, sealer, bytes(payload)))
+        self._jobs.append((ticket, header, payload, sealer, _bytes_of(payload)))
         if not self._is_busy:
             self._is_busy = True
             self._later(self._pack)
@@ -147,7 +148,7 @@ class SimSender:
             self._is_busy = False
             return
         _, header, late, sealer, _ = self._jobs[0]
-        payload = memoryview(bytes(late))
+        payload = memoryview(_bytes_of(late))
         if sealer is None:
             self._later(self._read, header.pack(digests_of(payload)), None)
         else:
@@ -162,7 +163,7 @@ class SimSender:
             self._stuck = (header, sealed)
             return
         ticket, _, late, _, promised = self._jobs.popleft()
-        payload = bytes(late)
+        payload = _bytes_of(late)
         if payload != promised:
             self._wires.loop.problems.append(f"a block's memory changed while {self.process.name} was sending it")
         data = payload if sealed is None else sealed
@@ -200,6 +201,15 @@ class SimSender:
             self._held.append((header, data))
         elif (receiver := self._wires.receivers.get(self.address)) is not None:
             receiver.process.loop.call_soon(receiver.take, header, data, context=receiver.process.context)
+
+
+def _bytes_of(payload: memoryview | LateBytes) -> bytes:
+    """The present bytes of a block, gathered from all ranks if there are several."""
+    if isinstance(payload, memoryview):
+        return bytes(payload)
+    found = payload.wait(SendTicket(), 0)
+    assert found is not None, "memory is never scarce here"
+    return bytes(found)
 
 
 class SimReceiver:

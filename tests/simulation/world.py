@@ -21,12 +21,15 @@ from kvrelay.gateway.settings import RelaySettings
 from kvrelay.gateway.workers.pool import WorkerPool, static_workers
 
 from .clock import Process, ProcessState, SimLoop
-from .machines import LINKS, Machines
+from .machines import LINKS, Machines, SimWorker
 from .members import Client, Member
 from .problems import no_logged_errors, no_real_clock
+from .ranks import RankedSimEngine
 from .threads import sim_network
 from .wires import Hostility, Wires
 
+_LOOK_S = 0.2  # a worker that has lost a rank ends within this time
+_RESTART_S = 1.0
 QUIET_S = 120.0  # this long after the last fault every time-out has passed
 
 
@@ -82,11 +85,26 @@ class World:
         worker = self._machines.worker(engine, name, epoch, member.registry, sim_network(self.wires))
         member.worker = worker
         asyncio.ensure_future(worker.start())  # noqa: RUF006 - the loop keeps it
+        if isinstance(engine, RankedSimEngine):
+            member.ranks = engine
+            asyncio.ensure_future(self._watch(member, worker, engine))  # noqa: RUF006
+
+    async def _watch(self, member: Member, worker: SimWorker, ranks: RankedSimEngine) -> None:
+        """End a worker that has lost a rank, and start it anew. See kvrelay.worker.process.run."""
+        while not ranks.not_live():
+            await asyncio.sleep(_LOOK_S)
+        await worker.stop()
+        ranks.close()
+        member.process.kill()
+        self.wires.on_killed(member.process)
+        self.later(_RESTART_S, lambda: self.start_anew(member))
 
     def kill(self, name: str) -> None:
         """SIGKILL."""
         member = self.members[name]
         member.process.kill()
+        if member.ranks is not None:
+            member.ranks.close()
         self.wires.on_killed(member.process)
         for client in self.clients:
             if client.gateway == member.process.name and client.outcome is None:
