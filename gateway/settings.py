@@ -14,8 +14,8 @@ from kvrelay.wire.settings import KEYS_HELP, SERVED_MODEL_NAME_HELP
 
 # The names of formats of calls and thoughts; kvrelay.gateway.chat implements them.
 TOOL_PARSERS = (
-    "auto", "none", "deepseek_v31", "glm47", "gpt_oss", "hermes", "kimi_k2", "lfm2", "llama3_json", "mistral", "mistral_args",
-    "pythonic", "qwen3_coder",
+    "auto", "none", "deepseek_v31", "deepseek_v32", "deepseek_v4", "glm47", "gpt_oss", "hermes", "kimi_k2", "lfm2", "llama3_json",
+    "mistral", "mistral_args", "pythonic", "qwen3_coder",
 )  # fmt: skip
 REASONING_PARSERS = ("auto", "none", "deepseek_r1", "mistral", "qwen3", "seed_oss")
 

@@ -86,7 +86,7 @@ class _Formats:
             case "json_schema":
                 taken, part = ("json_schema", "style", "max_whitespace_cnt"), self._json(given)
             case "qwen_xml_parameter":
-                taken, part = ("json_schema",), parameters(lark, given["json_schema"], "qwen_xml")
+                taken, part = ("json_schema",), parameters(lark, given["json_schema"], "qwen_xml", self._literal)
             case "regex":
                 taken, part = ("pattern",), pattern(_text(given["pattern"]))
             case "grammar":
@@ -137,7 +137,7 @@ class _Formats:
     def _json(self, given: dict[str, Any]) -> Part:
         style = given.get("style", "json")
         if style in STYLES:
-            return parameters(self._lark, given["json_schema"], style)
+            return parameters(self._lark, given["json_schema"], style, self._literal)
         if style != "json":
             raise UnsupportedGuideError(
                 f"the style {str(style)[:80]!r} of a json_schema is not known; json and {', '.join(STYLES)} are"

@@ -1,7 +1,11 @@
-"""Arguments as tags, as some models write them: each parameter has its own tags, strings are plain, other values are JSON."""
+"""Arguments as tags, as some models write them: each parameter has its own tags, strings are plain, other values are JSON.
+
+DeepSeek's tags also say which of the two a value is, so a string there may be any text, and spaces around it belong to it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +15,7 @@ from kvrelay.engine.guides.schema import followable
 
 _SPACES = pattern(r"[ \t\r\n]{0,16}")
 _ANY_NAME = pattern("[a-zA-Z_][a-zA-Z0-9_]*")
+_JSON_KINDS = ["null", "boolean", "number", "array", "object"]
 _MAX_REFERENCES = 16  # references that lead to further references
 
 
@@ -19,19 +24,32 @@ class _Style:
     before: str
     after_name: tuple[str, ...]  # with spaces between
     end: str
+    of_text: str = ""  # before a string, in a style that says what a value is
+    of_json: str = ""  # before any other value
 
 
 STYLES = {
     "qwen_xml": _Style("<parameter=", (">",), "</parameter>"),
     "glm_xml": _Style("<arg_key>", ("</arg_key>", "<arg_value>"), "</arg_value>"),
+    "deepseek_xml": _Style(
+        '<\uff5cDSML\uff5cparameter name="',
+        ('"',),
+        "</\uff5cDSML\uff5cparameter>",
+        ' string="true">',
+        ' string="false">',
+    ),
 }
 
 
-def parameters(lark: Lark, schema: Any, style: str) -> Part:
-    """The parameters of an object's schema, in its order. Other parameters are allowed if it has no properties or says so."""
+def parameters(lark: Lark, schema: Any, style: str, literal: Callable[[str], Part]) -> Part:
+    """The parameters of an object's schema, in its order. Other parameters are allowed if it has no properties or says so.
+
+    ``literal``: makes a part of a text that may contain names of special tokens.
+    """
     schema = {} if schema is True else schema
     followable(schema)
-    writer = _Writer(lark, STYLES[style], {key: schema[key] for key in ("$defs", "definitions") if key in schema})
+    definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    writer = _Writer(lark, STYLES[style], definitions, literal)
     properties = schema.get("properties", {})
     required = schema.get("required", [])
     parts = [
@@ -44,17 +62,19 @@ def parameters(lark: Lark, schema: Any, style: str) -> Part:
 
 
 class _Writer:
-    def __init__(self, lark: Lark, style: _Style, definitions: dict[str, Any]) -> None:
-        self._lark, self._style, self._definitions = lark, style, definitions
+    def __init__(self, lark: Lark, style: _Style, definitions: dict[str, Any], literal: Callable[[str], Part]) -> None:
+        self._lark, self._style, self._definitions, self._literal = lark, style, definitions, literal
+        self._tells_kinds = bool(style.of_text)
 
     def parameter(self, name: Part, schema: Any) -> Part:
         first, *rest = self._style.after_name
-        head = [_SPACES, constant(self._style.before), name, constant(first)]
+        head = [_SPACES, self._literal(self._style.before), name, self._literal(first)]
         for text in rest:
-            head += [_SPACES, constant(text)]
-        return self._lark.sequence([*head, self._value(schema, 0), constant(self._style.end)])
+            head += [_SPACES, self._literal(text)]
+        return self._lark.sequence([*head, self._value(schema, 0)])
 
     def _value(self, schema: Any, depth: int) -> Part:
+        """A value with its end: a lexeme of a text alone would also match the beginning of what ends it."""
         if isinstance(schema, dict) and isinstance(schema.get("$ref"), str):
             if depth > _MAX_REFERENCES:
                 raise UnsupportedGuideError(
@@ -63,34 +83,49 @@ class _Writer:
             return self._value(self._definition(schema["$ref"]), depth + 1)
         if isinstance(schema, dict) and isinstance(schema.get("anyOf"), list):
             return self._lark.either([self._value(one, depth + 1) for one in schema["anyOf"]])
-        text = self._text(schema) if isinstance(schema, dict) else text_without([self._style.end])
-        if text is not None:
-            return text
-        json = self._lark.json(followable({**self._definitions, **schema}, is_spaced=True))
-        return self._lark.sequence([_SPACES, json, _SPACES])
+        schema = schema if isinstance(schema, dict) else {}
+        choices = [self._marked(self._style.of_text, text) for text in self._texts(schema)]
+        rest = self._without_text(schema)
+        if rest is not None:
+            json = self._lark.json(followable({**self._definitions, **rest}, is_spaced=True))
+            choices.append(self._marked(self._style.of_json, _SPACES, json, _SPACES))
+        return self._lark.either(choices)
 
-    def _text(self, schema: dict[str, Any]) -> Part | None:
-        """The value if it may be a string; None if it must be JSON."""
-        values = [schema["const"]] if "const" in schema else schema.get("enum")
-        if isinstance(values, list):
-            if not any(isinstance(value, str) for value in values):
-                return None
-            rest = [value for value in values if not isinstance(value, str)]
-            texts = [
-                self._lark.sequence([_SPACES, constant(value), _SPACES]) for value in values if isinstance(value, str)
+    def _marked(self, mark: str, *value: Part) -> Part:
+        return self._lark.sequence([*([constant(mark)] if mark else []), *value, self._literal(self._style.end)])
+
+    def _texts(self, schema: dict[str, Any]) -> list[Part]:
+        """The texts that the value may be."""
+        values = _values(schema)
+        if values is not None:
+            space = [] if self._tells_kinds else [_SPACES]
+            return [
+                self._lark.sequence([*space, constant(value), *space]) for value in values if isinstance(value, str)
             ]
-            return self._lark.either([*texts, *([self._value({"enum": rest}, 0)] if rest else [])])
-        kinds = schema.get("type", "string")
-        if "string" not in (kinds if isinstance(kinds, list) else [kinds]):
-            return None
+        if "string" not in _kinds(schema):
+            return []
         free = text_without([self._style.end])
         if odd := [name for name in ("format", "pattern") if name in followable(schema)]:
             raise UnsupportedGuideError(f"{odd[0]!r} of a string in tags cannot be kept")
         least, most = schema.get("minLength", 0), schema.get("maxLength")
         if not least and most is None:
-            return free
+            return [free]
         counted = pattern(f"(?s:.){{{int(least)},{'' if most is None else int(most)}}}")
-        return Part(f"({free.text} & {counted.text})")
+        return [Part(f"({free.text} & {counted.text})")]
+
+    def _without_text(self, schema: dict[str, Any]) -> dict[str, Any] | None:
+        """The schema of the values that are JSON; None if there are none.
+
+        Where nothing says what a value is, a text stands for all values that a schema with strings admits.
+        """
+        values = _values(schema)
+        if values is not None:
+            rest = [value for value in values if not isinstance(value, str)]
+            return {"enum": rest} if rest else None
+        if "string" not in _kinds(schema):
+            return schema
+        kinds = [kind for kind in _kinds(schema) if kind != "string"] if "type" in schema else _JSON_KINDS
+        return {**schema, "type": kinds} if kinds and self._tells_kinds else None
 
     def _definition(self, reference: str) -> Any:
         place: Any = self._definitions
@@ -99,3 +134,14 @@ class _Writer:
         if place is None:
             raise UnsupportedGuideError(f"{reference[:80]!r} leads to no schema")
         return place
+
+
+def _values(schema: dict[str, Any]) -> list[Any] | None:
+    """The values that a schema lists."""
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    return values if isinstance(values, list) else None
+
+
+def _kinds(schema: dict[str, Any]) -> list[Any]:
+    kinds = schema.get("type", "string")
+    return kinds if isinstance(kinds, list) else [kinds]

@@ -1,6 +1,7 @@
 """Renders chat messages to a prompt with the model's Jinja template, as transformers does.
 
-Templates come from model directories, so they run in Jinja's immutable sandbox.
+Templates come from model directories, so they run in Jinja's immutable sandbox. Some models have Python code instead of a template,
+which does not run here. ``templates/`` has a template of ours for these.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from kvrelay.gateway.errors import ChatTemplateError, InvalidRequestError
 from kvrelay.gateway.text.tokenizer import read_json
 
 _PROBE = "a text to look for"
+_OURS = Path(__file__).parent / "templates"  # one for each model type whose checkpoints come without a template
 
 
 class _GenerationTag(jinja2.ext.Extension):
@@ -67,7 +69,7 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, directory: Path, special_tokens: Mapping[str, str]) -> ChatTemplate:
-        """Read the templates of a model's directory. Raises ModelError if one does not compile."""
+        """Read the templates of a model's directory, or ours of its type. Raises ModelError if one does not compile."""
         sources = _sources(directory)
         tool_use = sources.get("tool_use")
         with_tools = None if tool_use is None else cls(tool_use, special_tokens)
@@ -147,6 +149,8 @@ def _sources(directory: Path) -> dict[str, str | None]:
         return sources
     files = (directory / name for name in ("tokenizer_config.json", "chat_template.json"))
     source = next((found for path in files if (found := read_json(path).get("chat_template"))), None)
+    if source is None and (ours := _OURS / f"{read_json(directory / 'config.json').get('model_type')}.jinja").is_file():
+        source = ours.read_text(encoding="utf-8")
     named = {entry["name"]: entry["template"] for entry in source} if isinstance(source, list) else {"default": source}
     return named | sources
 

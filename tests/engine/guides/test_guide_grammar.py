@@ -43,6 +43,14 @@ def test_a_grammar_matches_what_it_says(
         assert has_end(state, vocabulary, text) is is_good, text
 
 
+def dsml(**values: tuple[str, str]) -> str:
+    """Parameters as DeepSeek writes them, from (whether it is text, text)."""
+    return "\n".join(
+        f'<\uff5cDSML\uff5cparameter name="{name}" string="{is_text}">{text}</\uff5cDSML\uff5cparameter>'
+        for name, (is_text, text) in values.items()
+    )
+
+
 @pytest.mark.parametrize(
     ("format_", "good", "bad"),
     [
@@ -69,6 +77,14 @@ def test_a_grammar_matches_what_it_says(
              "<parameter=s>1</parameter><parameter=m>null</parameter>"],
             ["<parameter=n>1</parameter>", "<parameter=s>abcde</parameter>",
              "<parameter=s></parameter><parameter=e>2</parameter>"],
+        ),
+        (
+            {"type": "json_schema", "style": "deepseek_xml", "json_schema": {
+                "properties": {"s": {"type": "string"}, "n": {"type": ["string", "null"]}, "e": {"enum": ["x", 1]}, "a": {}}}},
+            [dsml(s=("true", " 1 "), n=("false", "null")), dsml(n=("true", "null"), e=("true", "x")), dsml(e=("false", "1")),
+             dsml(a=("false", "[1]")), dsml(a=("true", "[1]"))],
+            [dsml(s=("false", "1")), dsml(n=("false", "1")), dsml(e=("false", "x")), dsml(e=("true", " x")),
+             dsml(a=("false", "x"))],
         ),
     ],
 )  # fmt: skip

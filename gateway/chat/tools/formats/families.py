@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from kvrelay.gateway.chat.structural_tag import Format, json_schema
-from kvrelay.gateway.chat.tools.formats import envelopes, harmony, pythonic, sections, tagged
+from kvrelay.gateway.chat.tools.formats import dsml, envelopes, harmony, pythonic, sections, tagged
 from kvrelay.gateway.chat.tools.parser import Syntax
 
 
@@ -163,6 +163,29 @@ _DEEPSEEK_V31 = ToolFamily(
     marks=(sections.DEEPSEEK.begin,),
     kept_tokens=sections.DEEPSEEK.tokens,
 )
+_DEEPSEEK_V32 = ToolFamily(
+    "deepseek_v32",
+    dsml.V32.syntax,
+    Spelling(
+        dsml.call_begin,
+        f"\n{dsml.CALL_END}\n",
+        begin=f"{dsml.V32.begin}\n",
+        end=dsml.V32.end,
+        trigger=dsml.V32.begin,
+        arguments=partial(json_schema, style="deepseek_xml"),
+        write_arguments=dsml.write_arguments,
+        arguments_are=f'<{dsml.DSML}parameter name="KEY" string="true|false">VALUE</{dsml.DSML}parameter> for each',
+    ),
+    marks=(dsml.V32.begin,),
+    kept_tokens=(dsml.DSML,),
+)
+_DEEPSEEK_V4 = replace(
+    _DEEPSEEK_V32,
+    name="deepseek_v4",
+    syntax=dsml.V4.syntax,
+    spelling=replace(_DEEPSEEK_V32.spelling, begin=f"{dsml.V4.begin}\n", end=dsml.V4.end, trigger=dsml.V4.begin),
+    marks=(dsml.V4.begin,),
+)
 _KIMI_K2 = ToolFamily(
     "kimi_k2",
     sections.KIMI.syntax,
@@ -191,7 +214,8 @@ _GPT_OSS = ToolFamily(
 FAMILIES: dict[str, ToolFamily] = {
     family.name: family
     for family in (
-        _DEEPSEEK_V31, _KIMI_K2, _GPT_OSS, _MISTRAL_ARGS, _MISTRAL, _QWEN3_CODER, _GLM47, _HERMES, _LFM2, _PYTHONIC, _LLAMA3_JSON,
+        _DEEPSEEK_V31, _DEEPSEEK_V32, _DEEPSEEK_V4, _KIMI_K2, _GPT_OSS, _MISTRAL_ARGS, _MISTRAL, _QWEN3_CODER, _GLM47, _HERMES,
+        _LFM2, _PYTHONIC, _LLAMA3_JSON,
     )
 }  # fmt: skip
 FALLBACK = _HERMES  # for models whose template shows no format: the format that most models know

@@ -12,17 +12,18 @@ import numpy as np
 from kvrelay.common.sampling import Guide
 from kvrelay.engine.guides.grammar import lark_of
 from kvrelay.engine.guides.state import GrammarState
+from kvrelay.gateway.chat.tools.formats.dsml import DSML
 
 # Besides single bytes: tokens that cross the border between fixed and free text of a grammar.
 _PIECES = (
     *('{"', '": "', '", "', '"}', "}}", '": {', ', "', '": ', " [", "]", "true", "null", "12", "\n\n", "  ", "é", "日本", "🙂"),
     *("the ", "word", ". ", "<tool", "_call>\n", "</", ">\n", "</parameter>", "[TOOL_CALLS]", "name", "arguments", "</think>"),
-    *("<think>", "=", "(", ")]", "</arg_value>"),
+    *("<think>", "=", "(", ")]", "</arg_value>", f"</{DSML}parameter>"),
 )  # fmt: skip
 VOCABULARY = [bytes([value]) for value in range(256)] + [piece.encode() for piece in _PIECES] + [b""]
 _END = len(VOCABULARY) - 1
 # Random bytes would hardly ever end a string, so these tokens are preferred where they are allowed.
-_LIKELY_PIECES = ('"', "}", "]", ")", "</", "</parameter>", "</arg_value>", ">", "word")
+_LIKELY_PIECES = ('"', "}", "]", ")", "</", "</parameter>", "</arg_value>", f"</{DSML}parameter>", ">", "word")
 _LIKELY = [VOCABULARY.index(piece.encode()) for piece in _LIKELY_PIECES]
 
 
@@ -59,7 +60,7 @@ class Grammars:
             bits = self._allowed(state)
             allowed = np.flatnonzero(bits).tolist()
             assert allowed, f"nothing may follow {start + self._text(tokens)!r}"
-            likely = [token for token in _LIKELY if bits[token]]
+            likely = [token for token in (*_LIKELY, *self.special_ids.values()) if bits[token]]
             token = rng.choice(likely if likely and rng.random() < 0.4 else allowed)
             if state.is_complete or token == _END or (bits[_END] and rng.random() < 0.2):
                 return start + self._text(tokens)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvrelay.gateway.chat.tools.formats.dsml import DSML
 from kvrelay.gateway.chat.tools.formats.families import FAMILIES, family_for
 from kvrelay.gateway.chat.tools.formats.sections import DEEPSEEK
 from kvrelay.gateway.chat.tools.functions import Function
@@ -40,6 +41,22 @@ VARIANTS: list[tuple[str, str, Answer]] = [
         Answer("Yes.", calls=[A1, NONE]),
     ),
     ("kimi_k2", '<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"a": 1}', Answer(calls=[A1])),
+    (
+        "deepseek_v32",
+        f'Yes.\n\n<{DSML}function_calls><{DSML}invoke name="f"><{DSML}parameter name="a" string="false"> 1 </{DSML}parameter>'
+        f'</{DSML}invoke><{DSML}invoke name="g"></{DSML}invoke></{DSML}function_calls>',
+        Answer("Yes.", calls=[A1, NONE]),
+    ),
+    (
+        "deepseek_v32",
+        f'<{DSML}invoke name="f">\n<{DSML}parameter name="a" string="false">one</{DSML}parameter>\n</{DSML}invoke>',
+        Answer(calls=[("id0", "f", '{"a": "one"}')]),
+    ),
+    (
+        "deepseek_v4",
+        f'<{DSML}invoke name="f">\n<{DSML}parameter name="a">1</{DSML}parameter>\n</{DSML}invoke>',
+        Answer(f'<{DSML}invoke name="f">\n<{DSML}parameter name="a">1</{DSML}parameter>\n</{DSML}invoke>'),
+    ),
 ]  # fmt: skip
 
 
@@ -124,6 +141,8 @@ TEMPLATES = {
     "mistral": '{{- "[TOOL_CALLS] [" }}',
     "mistral_args": '"[TOOL_CALLS]" + name + "[ARGS]" + arguments',
     "deepseek_v31": f"'{DEEPSEEK.begin}{DEEPSEEK.call_begin}' + name + '{DEEPSEEK.arguments_begin}'",
+    "deepseek_v32": f"<{DSML}function_calls>\n<{DSML}invoke name=",
+    "deepseek_v4": f"<{DSML}tool_calls>\n<{DSML}invoke name=",
     "lfm2": "<|tool_call_start|>[…]<|tool_call_end|>",
     "gpt_oss": '"<|start|>assistant to=" + "functions." + name + "<|channel|>commentary json<|message|>"',
     "glm47": "<tool_call>{function-name}<arg_key>{arg-key-1}</arg_key><arg_value>{arg-value-1}</arg_value>",

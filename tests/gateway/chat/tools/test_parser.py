@@ -9,6 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from kvrelay.gateway.chat.tools.formats.dsml import DSML
 from kvrelay.gateway.chat.tools.formats.families import FAMILIES, ToolFamily
 from kvrelay.gateway.chat.tools.functions import Function, ToolMode
 
@@ -16,7 +17,11 @@ from .cases import CALLS, CUTS, FRAGMENTS, Answer, choice_of, functions_of, name
 
 PREFIXES = ("", "Let me see.", "a < b\n\n", "{ [ <tool", "naïve 🙂 ")
 HERMES = FAMILIES["hermes"]
-VALUE_ENDS = {"qwen3_coder": "</parameter>", "glm47": "</arg_value>"}  # a value in tags cannot contain these
+VALUE_ENDS = {  # a value in tags cannot contain these
+    "qwen3_coder": "</parameter>",
+    "glm47": "</arg_value>",
+    **dict.fromkeys(["deepseek_v32", "deepseek_v4"], f"</{DSML}parameter>"),
+}
 every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.name)
 
 
