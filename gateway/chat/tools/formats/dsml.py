@@ -1,8 +1,8 @@
 """Calls in DeepSeek's markup language (DSML): DeepSeek-V3.2 and V4, which differ in the name of the block around all calls.
 
 ``<|DSML|function_calls>\\n<|DSML|invoke name="f">\\n<|DSML|parameter name="a" string="false">1</|DSML|parameter>\\n
-</|DSML|invoke>\\n</|DSML|function_calls>``, with bars that are not ASCII: U+FF5C. Each value says whether it is text, which stands there as it is, or
-JSON.
+</|DSML|invoke>\\n</|DSML|function_calls>``, with bars that are not ASCII: U+FF5C. Each value says whether it is text, which
+stands there as it is, or JSON.
 """
 
 from __future__ import annotations
