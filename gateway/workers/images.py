@@ -46,7 +46,7 @@ class Readers(enum.Enum):
     """What there is of workers that read images."""
 
     UP = "one may be asked"
-    AWAY = "one that starts, restarts, ends or is lost may come back"
+    AWAY = "one that starts, restarts, ends or is lost may come back, or one has not answered yet"
     NONE = "the model reads no images with the workers that there are"
 
 
@@ -110,9 +110,9 @@ class ImageAsker:
 
     @property
     def _reads_none(self) -> str:
-        """Why no worker that there is reads images. Empty if one does, or may when it comes back."""
+        """Why no worker that there is reads images. Empty if one does, or may: when it comes back, or first answers."""
         workers = self._pool.image_workers
-        if any(worker.read_images for worker in workers):
+        if any(worker.read_images or not (worker.has_answered or worker.is_retiring) for worker in workers):
             return ""
         role = (
             Role.PREFILL if self._pool.knows_prefill_workers else Role.DECODE

@@ -13,6 +13,7 @@ from kvrelay.gateway.workers.images import ImageAsker
 from kvrelay.gateway.workers.pool import static_workers
 from kvrelay.wire.messages import AskImages, ImagesTold, Role
 
+from ...ports import reserved_port
 from ..pictures import seeing_card, telling, texts_of
 from ..players import Player, Stage, good, leave, stage
 
@@ -117,6 +118,20 @@ async def test_why_a_model_reads_no_images() -> None:
     async with stage(good, decode_cards=[seeing_card(IMAGES_OFF)]) as on:
         with pytest.raises(InvalidRequestError, match=f"reads no images: {IMAGES_OFF}; send text only"):
             await on.relay.images.texts(SIZES, "tiny", WHERE)
+
+
+async def test_a_worker_that_has_not_answered_yet_may_read_images() -> None:
+    """A gateway that has just started knows one worker, which reads no images, and the address of another one."""
+    async with stage(good, prefill=good, prefill_cards=[BLIND], room_timeout_s=0.1) as on:
+        asker = ImageAsker(on.pool)
+        assert asker.readers is Readers.NONE
+        addresses = [player.address for player in on.players]
+        with reserved_port() as port:
+            on.pool.update(static_workers([addresses[0], f"tcp://127.0.0.1:{port}"], addresses[1:]))
+            assert asker.readers is Readers.AWAY
+            with pytest.raises(UnavailableError, match="no worker that reads images is up") as caught:
+                await on.relay.images.texts(SIZES, "tiny", WHERE)
+        assert caught.value.retry_after_s is not None
 
 
 async def test_decode_workers_are_asked_if_no_prefill_worker_reads_images() -> None:
