@@ -65,6 +65,7 @@ class _Peer:
         self._on_mute = on_mute
         self._told = ""  # last problem in the log
         self._sender: BlockSender | None = None
+        self._closed: BlockSender | None = None  # the last one that was closed
         card, setup, metrics = links.card, links.setup, links.metrics
         hello = Hello(
             role=Role.PREFILL,
@@ -127,15 +128,16 @@ class _Peer:
     async def stop(self) -> None:
         """Close both sockets."""
         self._close_sender()
+        if self._closed is not None:
+            await asyncio.to_thread(self._closed.join)
         await self.client.stop()
 
     def fail(self, code: FailureCode, detail: str) -> None:
-        """End the link and tell the handler why. No send reads this worker's blocks afterwards."""
+        """End the link and tell the handler why. Tickets say when no send reads this worker's blocks any more."""
         if detail != self._told:  # a worker that refuses does so at every retry: log it once
             logger.warning("%s", detail)
         self._told = detail
         link, self.link = self.link, None
-        # After this no send in flight reads our blocks any more.
         self._close_sender()
         self._links.handler.on_link_down(self.address, link, code, detail)
 
@@ -146,7 +148,7 @@ class _Peer:
     def _close_sender(self) -> None:
         if self._sender is not None:
             self._sender.close()
-            self._sender = None
+            self._closed, self._sender = self._sender, None
 
 
 class DecodeLinks:

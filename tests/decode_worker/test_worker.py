@@ -62,6 +62,7 @@ async def test_a_dead_kv_port_is_a_reason_to_restart_and_stops_like_any_other(
     assert worker._receivers["the KV port"]._socket.closed, "senders would wait for a port that nobody reads"
     assert worker.not_live() == worker.not_ready() == ["the KV port is dead"]
     sender.close()
+    sender.join()
     await asyncio.to_thread(context.term)
     async with asyncio.timeout(WAIT_S):
         await worker.stop()
@@ -95,6 +96,7 @@ async def test_a_dead_receiver_of_shared_memory_is_one_too(monkeypatch: pytest.M
     assert all(ticket.is_done for ticket in tickets)
     assert not sender.is_alive
     sender.close()
+    sender.join()
     await asyncio.to_thread(context.term)
     async with asyncio.timeout(WAIT_S):
         await worker.stop()

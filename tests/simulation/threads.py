@@ -89,6 +89,9 @@ class SimSender:
         if self in self._wires.senders:
             self._wires.senders.remove(self)
 
+    def join(self) -> None:
+        """See BlockSender. There is no thread."""
+
     # -- what the network does -------------------------------------------------------------------------------------
 
     def break_off(self) -> None:

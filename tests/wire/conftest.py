@@ -75,6 +75,7 @@ def sending(context: zmq.Context[zmq.Socket[bytes]]) -> Iterator[Callable[..., S
     yield make
     for one in made:
         one.sender.close()
+        one.sender.join()
 
 
 @pytest.fixture

@@ -165,6 +165,7 @@ class Rig(LeaseBench):
     def lose_link(self) -> None:
         """Close the link's sender, and tell the prefill side that the link is lost."""
         self.senders[0].close()
+        self.senders[0].join()
         self.transfers.on_link_lost(self.link)
         self.settle()
 
@@ -232,6 +233,7 @@ class Rig(LeaseBench):
         self.table.may_finish.set()
         for sender in self.senders:
             sender.close()
+            sender.join()
         self.peers.close()
         self.receiver.stop()
         self.shared.stop()

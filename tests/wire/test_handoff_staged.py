@@ -180,6 +180,7 @@ def test_links_that_take_nothing_leave_slots_for_the_others(rig: Any) -> None:
         assert_arrived(rig, rig.complete(key))
         for sender in rig.senders[1:]:
             sender.close()
+            sender.join()
     assert_all_done_soon(tickets)
     for block_id in block_ids:
         rig.source.close_read(block_id)

@@ -58,6 +58,8 @@ class BlockSender:
         self._is_closed = False
         self._has_ended = False
         self._is_direct = False  # the line's, once it is open
+        self._leaving = threading.Lock()
+        self._num_left = 0  # of the two that use the descriptors: the thread, and who closes
         try:
             self._wakeup = Wakeup()
         except OSError:
@@ -103,14 +105,25 @@ class BlockSender:
             self._wakeup.set()
 
     def close(self) -> None:
-        """Drop queued blocks, and end the thread. Every ticket is done soon after, whether or not the peer exists."""
+        """Drop queued blocks, and have the thread end. Every ticket is done soon after, whether or not the peer exists."""
         if self._is_closed:
             return
         self._is_closed = True
         self._wakeup.set()
-        self._thread.join()  # the thread finishes one block at most
-        self._wakeup.close()
-        self._jobs.close()
+        self._leave()
+
+    def join(self) -> None:
+        """Wait for the thread, which finishes one block at most. Call ``close`` before, and not on the network thread."""
+        self._thread.join()
+
+    def _leave(self) -> None:
+        """The last of the two closes the descriptors."""
+        with self._leaving:
+            self._num_left += 1
+            is_last = self._num_left == 2
+        if is_last:
+            self._wakeup.close()
+            self._jobs.close()
 
     # -- the thread ------------------------------------------------------------------------------------------------
 
@@ -134,6 +147,7 @@ class BlockSender:
             self._end_queued()
             if self._on_end is not None and not self._is_closed:
                 self._on_end()
+            self._leave()
 
     def _next(self, line: Line) -> SendJob | None:
         """Wait for a block. ``line`` has room. None: the sender ends. Raises PeerLostError if the line breaks."""

@@ -107,6 +107,7 @@ async def test_a_connection_that_ends_in_its_handshake_is_tried_again(sending: M
             await asyncio.to_thread(assert_all_done_soon, tickets)
             assert prefill.sender.is_alive
             prefill.sender.close()
+            prefill.sender.join()
             for thread in pumps:
                 await asyncio.to_thread(thread.join, WAIT_S)
         assert not prefill.has_told.is_set(), "closing is no break"

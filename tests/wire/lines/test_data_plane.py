@@ -21,7 +21,7 @@ from kvrelay.wire.lines.data_plane import BlockReceiver, read_ahead
 from ...ipv6 import needs_ipv6
 from ..lease_bench import BLOCK_SIZE, WAIT_S, until
 from ..rig import Rig
-from ..sending import NOWHERE, Sending, assert_all_done_soon, header_for
+from ..sending import NOWHERE, NeverThere, Sending, assert_all_done_soon, header_for
 
 BIG_NBYTES = 4 * 2**20
 
@@ -51,10 +51,35 @@ def test_closing_fences_off_a_peer_that_never_existed(sending: Make, address: st
     tickets = prefill.send(20, nbytes)
     assert not any(ticket.is_done for ticket in tickets)
     prefill.sender.close()
+    prefill.sender.join()
     assert_all_done_soon(tickets)
     with pytest.raises(WireError, match="closed"):
         prefill.send()
     assert not prefill.has_told.is_set()
+
+
+class Held(NeverThere):
+    """Bytes that do not arrive until they are released."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.released = threading.Event()
+
+    def wait(self, reader: object, timeout_s: float) -> None:
+        self.is_awaited.set()
+        self.released.wait(WAIT_S)
+
+
+def test_closing_does_not_wait_for_a_block_that_is_read(sending: Make, peer: Any) -> None:
+    """Links are closed on the asyncio loop, which must go on."""
+    held, prefill = Held(), sending(bound(peer))
+    [ticket] = prefill.send(payload=held)
+    assert held.is_awaited.wait(WAIT_S)
+    prefill.sender.close()
+    assert not ticket.is_done
+    held.released.set()
+    prefill.sender.join()
+    assert_all_done_soon([ticket])
 
 
 def test_closing_fences_off_a_peer_that_does_not_read(sending: Make, peer: Any) -> None:
@@ -64,6 +89,7 @@ def test_closing_fences_off_a_peer_that_does_not_read(sending: Make, peer: Any) 
     assert peer.poll(WAIT_S * 1000)  # traffic flows
     assert not tickets[-1].is_done
     prefill.sender.close()
+    prefill.sender.join()
     assert_all_done_soon(tickets)
 
 

@@ -66,6 +66,7 @@ def test_one_host_is_shared_memory_and_the_log_says_so(one_rig: Rig, to: To, cap
     assert_all_done_soon(tickets)
     assert one_rig.next_block() == "stale_epoch"
     prefill.sender.close()  # it counts a block after it has sent it
+    prefill.sender.join()
     assert (prefill.blocks("shared_memory"), prefill.blocks("tcp"), prefill.lines("tcp")) == (1, 0, 0)
     assert f"KV blocks for {NOWHERE} go through shared memory, 32 slots of 4096 bytes" in caplog.text
 
@@ -90,6 +91,7 @@ def test_whatever_has_no_memory_in_common_goes_over_tcp(
     wait_for_line(prefill, "tcp")
     tickets = prefill.send()
     prefill.sender.close()
+    prefill.sender.join()
     assert_all_done_soon(tickets)
     assert says in caplog.text
     assert caplog.text.count("go over TCP, not through shared memory") == 1
@@ -212,6 +214,7 @@ def test_closing_while_there_is_no_slot(to: To, door: SharedDoor) -> None:
     for _ in range(NUM_SLOTS):
         connection.recv(1000)
     prefill.sender.close()
+    prefill.sender.join()
     assert all(ticket.is_done for ticket in tickets)
 
 
@@ -221,6 +224,7 @@ def test_closing_while_the_answer_is_awaited(to: To, door: SharedDoor, caplog: p
     tickets = prefill.send(3)
     door.accept(None)
     prefill.sender.close()
+    prefill.sender.join()
     assert all(ticket.is_done for ticket in tickets)
     assert "go over TCP" not in caplog.text
 
@@ -240,6 +244,7 @@ def test_closing_while_the_socket_takes_nothing(to: To, door: SharedDoor) -> Non
         )
     assert not tickets[-1].is_done
     prefill.sender.close()
+    prefill.sender.join()
     assert all(ticket.is_done for ticket in tickets)
 
 
