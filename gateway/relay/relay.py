@@ -186,7 +186,8 @@ class Relay:
 
     def _on_breaker(self, part: Part, is_open: bool) -> None:
         self.metrics.breakers_open.labels("worker" if len(part) == 1 else "pair").inc(1 if is_open else -1)
-        name = " with ".join(part)
+        known = {worker.address: str(worker) for worker in self.pool.workers}
+        name = " with ".join(known.get(address, address) for address in part)
         if is_open:
             logger.warning("%s failed several requests one after another: only probes are sent there", name)
         else:

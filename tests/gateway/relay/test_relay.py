@@ -294,7 +294,8 @@ async def test_a_worker_that_fails_everybody_costs_three_requests_an_attempt(cap
         assert len(broken.submits) == 3
         assert s.relay.breakers.states() == {(broken.address,): BreakerState.OPEN}
         assert s.num_open_breakers == 1
-    assert f"{broken.address} failed several requests" in caplog.text
+        name = s.pool.decodes[broken.address].name
+    assert f"decode worker {name} at {broken.address} failed several requests" in caplog.text
 
 
 async def test_a_worker_that_is_gone_has_no_open_breaker() -> None:
