@@ -40,13 +40,19 @@ class AnswerError(LauncherError):
     """The message names the server and what to do."""
 
 
-def refused(url: str, status: int, body: bytes) -> AnswerError:
-    """The error of an answer with an error's status: the server's reason, and the way out if it wants a key."""
+def refused(url: str, status: int, body: bytes, *, wants_operator: bool = False) -> AnswerError:
+    """The error of an answer with an error's status: the server's reason, and the way out if it wants a key.
+
+    ``wants_operator``: only operators may ask there.
+    """
     try:
         reason = str(json.loads(body)["error"]["message"])
     except (ValueError, LookupError, TypeError):
         reason = body[:500].decode(errors="replace") or "no reason given"
-    way_out = "; KVRELAY_API_KEY, or --api-key, is to be a key that may" if status in (401, 403) else ""
+    way_out = ""
+    if status in (401, 403):
+        kind = "an operator's API key" if wants_operator or status == 403 else "an API key of this server"
+        way_out = f"; set KVRELAY_API_KEY, or --api-key, to {kind}"
     return AnswerError(f"{url} answered {status}: {reason}{way_out}")
 
 

@@ -187,7 +187,7 @@ def _pictures(request: urllib.request.Request, tls: ssl.SSLContext | None = None
                     yield render(known, json.loads(value))
     except urllib.error.HTTPError as error:
         with error:
-            raise refused(request.full_url, error.code, error.read(2**16)) from error
+            raise refused(request.full_url, error.code, error.read(2**16), wants_operator=True) from error
     except (OSError, HTTPException) as error:
         reason = getattr(error, "reason", error)
         way_out = "start a gateway there (`kvrelay local`), or name another URL"

@@ -130,7 +130,9 @@ def test_over_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_wrong_is_said() -> None:
     with gateway(b"event: state\ndata: 7\n\n") as url:
-        with pytest.raises(AnswerError, match="403: not you; KVRELAY_API_KEY, or --api-key"):
+        with pytest.raises(
+            AnswerError, match="403: not you; set KVRELAY_API_KEY, or --api-key, to an operator's API key"
+        ):
             shown(url, None)
         with pytest.raises(AnswerError, match="no gateway of this version"):
             shown(url)
