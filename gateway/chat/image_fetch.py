@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import ssl
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -33,6 +34,7 @@ logger = logging.getLogger(__name__)
 FETCH_S = 10.0  # for all images of a request
 MAX_FETCHES = 256  # at a time, of all requests
 MAX_REQUESTS = 256  # that fetch or wait for it; one more is refused
+MAX_REQUESTS_PER_HOST = MAX_REQUESTS // 2  # so that a slow host leaves room for others
 MAX_REDIRECTS = 3  # of one image
 
 _MAX_PER_HOST = MAX_FETCHES // 8  # so that several slow hosts leave room for others
@@ -87,6 +89,7 @@ class ImageFetcher:
         self._warnings = RareWarnings(logger, clock)
         self._session: aiohttp.ClientSession | None = None  # None: no host is listed, or it does not run
         self._num_requests = 0
+        self._num_of_site: Counter[str] = Counter()  # requests that name images there
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -128,14 +131,24 @@ class ImageFetcher:
                 f"this gateway fetches the images of {MAX_REQUESTS} requests already; try again later",
                 retry_after_s=1.0,
             )
+        sites = {link.address.site for link in links}
+        for site in sorted(sites):
+            if self._num_of_site[site] >= MAX_REQUESTS_PER_HOST:
+                raise OverloadedError(
+                    f"this gateway waits for images from {site} for {MAX_REQUESTS_PER_HOST} requests already; try again later, "
+                    f"{_INSTEAD}",
+                    retry_after_s=1.0,
+                )
         until_s = asyncio.get_running_loop().time() + min(FETCH_S, timeout_s)
         fetching = _Fetching(max_nbytes, until_s, is_clients_time=timeout_s < FETCH_S)
         tasks = [asyncio.create_task(self._fetch(link, fetching)) for link in links]
         self._num_requests += 1
+        self._num_of_site.update(sites)
         try:
             return list(await asyncio.gather(*tasks))
         finally:
             self._num_requests -= 1
+            self._num_of_site -= Counter(sites)  # keeps no site without requests
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)

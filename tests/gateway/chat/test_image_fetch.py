@@ -360,6 +360,22 @@ async def test_fetches_at_a_time_are_bounded(host: WebHost, monkeypatch: pytest.
             assert await listed.get(url) == [b"x"]
 
 
+async def test_a_slow_host_leaves_places_for_others(host: WebHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(image_fetch, "MAX_REQUESTS_PER_HOST", 2)
+    host.files["/slow"] = silence
+    async with web_host() as other, fetching(host.entry, other.entry) as listed:
+        other.files["/cat"] = answer(200, CAT)
+        waiting = [asyncio.create_task(listed.get(host.url("/slow"), host.url("/slow"))) for _ in range(2)]
+        await host.is_asked.wait()
+        with pytest.raises(OverloadedError, match=r"images from http://localhost:\d+ for 2 requests already"):
+            await listed.get(host.url("/cat"))
+        assert await listed.get(other.url("/cat")) == [CAT]
+        for one in waiting:
+            one.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        assert await listed.get(host.url("/cat")) == [CAT]
+
+
 async def test_no_log_and_no_metric_has_a_path(
     host: WebHost, listed: Fetching, caplog: pytest.LogCaptureFixture
 ) -> None:
