@@ -8,6 +8,10 @@ reads next to nothing of an answer is disconnected, which ends its request. None
 When uvicorn ends, it closes connections without a request, and so resets those whose first request has arrived and is not read yet.
 Here such a request is answered, and the connection ends then.
 
+A client that ends its side of a connection after a request (``nc -N``) still gets the answer. A client that closed its socket
+looks the same until something is sent to it, so this sends it ``100 Continue``, which HTTP/1.1 allows. A closed socket answers with
+a reset, and its request ends.
+
 A refused request gets an answer only if the client cannot mistake it for the answer to another request. Then its connection closes.
 llhttp itself refuses what two parsers could read differently: Content-Length beside Transfer-Encoding or twice, line ends without
 CR, folded headers, spaces before a colon.
@@ -18,6 +22,8 @@ from __future__ import annotations
 import asyncio
 import http
 import json
+import os
+import socket
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -41,6 +47,8 @@ _LINGER_S = 2.0
 _NUM_OPERATORS = 16
 _OPERATORS_PATHS = (b"/health/live", b"/metrics")
 _OPERATORS_S = 1.0
+_PROBE_S = 0.5  # after a client's last byte, and from then on: whether it has closed its socket
+_TCP_CLOSE = 7  # Linux's number of the state of a connection that was reset
 _LAST_REQUEST_S = 1.0  # how long a server that ends waits for the first bytes on a new connection
 
 
@@ -73,6 +81,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._running: RequestResponseCycle | None = None
         self._header_timer: asyncio.TimerHandle | None = None
         self._client_timer: asyncio.TimerHandle | None = None  # runs while the client does not take the answer
+        self._probe_timer: asyncio.TimerHandle | None = None  # runs once the client has ended its side
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Wait for the first request's headers, or refuse if there are too many connections. A TLS handshake is over by now."""
@@ -93,9 +102,37 @@ class HttpProtocol(HttpToolsProtocol):
         """End the requests, also one that runs before pipelined ones."""
         self._headers_came()
         self._client_reads()
+        if self._probe_timer is not None:
+            self._probe_timer.cancel()
         self._disconnect_requests()
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """The client sends no more. True if it may wait for an answer, which is then the last one; otherwise the connection ends.
+
+        TLS ends both sides together.
+        """
+        cycle = self.cycle
+        is_awaited = cycle is not None and not (cycle.response_complete or cycle.more_body or self._is_in_headers)
+        if self._is_refused or not is_awaited or not self.transport.can_write_eof():
+            return False
+        cycle.keep_alive = False
+        if self._probe_timer is None:
+            self._probe_timer = self.loop.call_later(_PROBE_S, self._probe, True)
+        return True
+
+    def _probe(self, is_first: bool) -> None:
+        """End the connection if the client has closed its socket. No byte that comes tells, so nobody else would notice."""
+        if self.transport.is_closing():
+            return
+        if _is_reset(self.transport):
+            self.transport.abort()
+            return
+        running = self._running
+        if is_first and running is not None and not running.response_started and running.scope["http_version"] == "1.1":
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        self._probe_timer = self.loop.call_later(_PROBE_S, self._probe, False)
 
     def shutdown(self) -> None:
         """End after the request that runs, or that has begun to arrive. uvicorn calls this when the server ends.
@@ -299,6 +336,11 @@ class HttpProtocol(HttpToolsProtocol):
             if cycle is not None and not cycle.response_complete:
                 cycle.disconnected = True
                 cycle.message_event.set()
+
+
+def _is_reset(transport: asyncio.Transport) -> bool:
+    with socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno())) as duplicate:
+        return duplicate.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _TCP_CLOSE
 
 
 def raw_response(error: ApiError) -> bytes:

@@ -12,7 +12,7 @@ from uvicorn.server import ServerState
 
 from kvrelay.gateway.http.protocol import HttpProtocol
 
-from ..http_port import GET, POST, Port, Recorder, answer, close, error_of, pestered, serving, told, until
+from ..http_port import GET, POST, Port, Recorder, all_of, answer, close, error_of, pestered, serving, told, until
 
 
 async def test_the_parts_of_uvicorn_that_are_built_on_are_there() -> None:
@@ -28,6 +28,55 @@ async def test_the_parts_of_uvicorn_that_are_built_on_are_there() -> None:
         "chunked_encoding", "default_headers", "disconnected", "flow", "keep_alive", "message_event", "more_body",
         "response_complete", "response_started", "transport", "waiting_for_100_continue",
     }  # fmt: skip
+
+
+async def test_a_client_that_ends_its_side_gets_its_answers() -> None:
+    """``nc -N`` does so. The last answer ends the connection."""
+    async with serving(Recorder()) as port:
+        reader, writer = await port.connect()
+        writer.write(GET + SECOND)
+        writer.write_eof()
+        received = await all_of(reader)
+        await close(writer)
+    assert received.count(b"200 OK") == 2
+    assert received.endswith(b"connection: close\r\ntransfer-encoding: chunked\r\n\r\n7\r\n/second\r\n0\r\n\r\n"), (
+        received
+    )
+
+
+@pytest.mark.parametrize("closes", [True, False])
+async def test_a_client_that_closes_its_socket_is_told_from_one_that_waits(
+    closes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvrelay.gateway.http.protocol._PROBE_S", 0.05)
+    app = Recorder()
+    app.held.clear()
+    async with serving(app) as port:
+        reader, writer = await port.connect()
+        writer.write(GET)
+        await until(lambda: bool(app.paths))
+        if closes:
+            await close(writer)
+            await until(lambda: app.num_disconnects == 1)
+            return
+        writer.write_eof()
+        assert await answer(reader, b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        app.held.set()
+        assert (await all_of(reader)).startswith(b"HTTP/1.1 200 OK")
+        await close(writer)
+    assert app.num_disconnects == 0
+
+
+async def test_half_a_request_gets_no_answer() -> None:
+    app = Recorder()
+    async with serving(app) as port:
+        reader, writer = await port.connect()
+        writer.write(POST + b"content-length: 5\r\n\r\nab")
+        await until(lambda: bool(app.paths))
+        writer.write_eof()
+        assert await all_of(reader) == b""
+        await close(writer)
+    assert app.num_disconnects == 1
 
 
 SECOND = b"GET /second HTTP/1.1\r\nhost: x\r\n\r\n"
