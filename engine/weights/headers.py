@@ -38,7 +38,7 @@ def read_headers(directory: Path) -> dict[str, TensorHeader]:
                         raise ModelError(f"{path}: tensor {name} is in {headers[name].path.name}, too")
                     part = file.get_slice(name)
                     headers[name] = TensorHeader(path, tuple(part.get_shape()), part.get_dtype())
-        except (SafetensorError, OSError) as error:
+        except (SafetensorError, OSError, MemoryError, RuntimeError) as error:
             raise unreadable(path, error) from error
     for name, file_name in _weight_map(directory).items():
         if name not in headers or headers[name].path.name != file_name:
@@ -49,7 +49,12 @@ def read_headers(directory: Path) -> dict[str, TensorHeader]:
 
 
 def unreadable(path: Path, error: Exception) -> ModelError:
-    """The error for a file that safetensors cannot read."""
+    """The error for a file that safetensors cannot read, or that it or torch cannot map (MemoryError, RuntimeError)."""
+    if isinstance(error, MemoryError | RuntimeError):
+        return ModelError(
+            f"{path} cannot be mapped ({error}); give this process more address space (ulimit -v, vm.max_map_count, a limit of "
+            "memory)"
+        )
     return ModelError(f"{path} cannot be read ({error}); it is truncated or no safetensors file: fetch it again")
 
 

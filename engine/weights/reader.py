@@ -194,7 +194,10 @@ class CheckpointReader:
 
     def _file(self, path: Path) -> Any:
         if path not in self._open:
-            self._open[path] = self._files.enter_context(safe_open(path, framework="pt"))
+            try:
+                self._open[path] = self._files.enter_context(safe_open(path, framework="pt"))
+            except (MemoryError, RuntimeError) as error:
+                raise unreadable(path, error) from error
         return self._open[path]
 
     def _index(self, is_mxfp4: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from kvrelay.common.errors import ModelError
 from kvrelay.engine.config.model import load_config
 from kvrelay.engine.weights import checkpoint
 from kvrelay.engine.weights.checkpoint import load_weights
+from kvrelay.engine.weights.headers import read_headers
 
 from .conftest import CPU, edit, load
 from .stored_models import int8
@@ -44,6 +46,24 @@ def test_a_truncated_file_is_named(copy: Path, nbytes: int) -> None:
     path.write_bytes(path.read_bytes()[:nbytes])
     with pytest.raises(ModelError, match=r"model\.safetensors cannot be read .*truncated"):
         load(copy)
+
+
+def test_a_file_that_cannot_be_mapped_is_named(tmp_path: Path) -> None:
+    nbytes = 2**36  # sparse: it takes no room on the disk
+    head = json.dumps({"a": {"dtype": "F32", "shape": [nbytes // 4], "data_offsets": [0, nbytes]}}).encode()
+    head += b" " * (-len(head) % 8)
+    path = tmp_path / "model.safetensors"
+    with path.open("wb") as file:
+        file.write(len(head).to_bytes(8, "little") + head)
+        file.truncate(8 + len(head) + nbytes)
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + 2**35, before[1]))
+    try:
+        with pytest.raises(ModelError, match=r"model\.safetensors cannot be mapped .*ulimit -v"):
+            read_headers(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 def test_no_weights_at_all(copy: Path) -> None:
