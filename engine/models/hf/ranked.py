@@ -24,7 +24,7 @@ from kvrelay.engine.config.model import ModelShape
 from kvrelay.engine.images.reader import ProcessorReader
 from kvrelay.engine.models.adapters import AdaptedLayer
 from kvrelay.engine.models.hf.adapters import adaptable_layers
-from kvrelay.engine.models.hf.check import plain_logits
+from kvrelay.engine.models.hf.check import Plain, plain_logits
 from kvrelay.engine.models.hf.check_images import ImageUse
 from kvrelay.engine.models.hf.expert_parts import find_expert_parts
 from kvrelay.engine.models.hf.gate import Layers
@@ -48,7 +48,7 @@ class LoadedModel:
     model: TransformersModel
     shape: ModelShape  # of the whole
     cuts: Cuts
-    plain: list[torch.Tensor]  # see check_model; empty on ranks other than the first
+    plain: list[Plain]  # see check_model; empty on ranks other than the first
     images: ImageUse
     layers: dict[str, AdaptedLayer]  # that adapters may change
     first: tuple[str, int] | None  # what the check takes, see first_of_each_kind; None: all layers
