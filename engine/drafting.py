@@ -52,6 +52,7 @@ def load_draft_engine(
     if fake.is_fake:
         raise ModelError(f"--draft-model is {draft_model}; the fake engine makes its tokens up: leave it out")
     require_same_tokens(Path(model.model), directory)
+    _require_loadable(directory, model)
     own = replace(
         model,
         model=draft_model,
@@ -77,7 +78,6 @@ def load_draft_engine(
 
     log_begin(logger, directory)
     engine = load_part(LoadSettings(own, own_kv, max_num_seqs, max_batched_tokens, decodes=True), None, count)
-    require_draft_model(engine.card.layout.geometry, draft_model)
     logger.info(
         "the draft model %s takes %.0f MiB for weights, and %d MiB for K/V of %d tokens%s",
         directory.name,
@@ -87,6 +87,16 @@ def load_draft_engine(
         " on the first rank" if model.num_ranks > 1 else "",
     )
     return engine
+
+
+def _require_loadable(directory: Path, model: ModelSettings) -> None:
+    """Raise ModelError if the files show already that a draft model, or the ranks of ``model``, will be refused."""
+    from kvrelay.engine.outline import outline_model  # noqa: PLC0415 - imports torch
+    from kvrelay.engine.rank_check import require_ranks  # noqa: PLC0415 - imports torch
+
+    if model.num_ranks > 1:
+        require_ranks(model, Path(model.model), num_local=1)  # GPUs are counted with the model
+    require_draft_model(outline_model(directory, "auto", None).geometry, str(directory))
 
 
 def require_draft_model(geometry: KvGeometry, draft_model: str) -> None:

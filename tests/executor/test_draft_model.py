@@ -14,6 +14,7 @@ from kvrelay.common.errors import ModelError, SettingsError
 from kvrelay.executor import LLM, Request, SamplingParams, StructuredOutputsParams
 from kvrelay.executor.local import LocalBackend
 from tests.draft_pairs import save_pair
+from tests.models.test_types import saved
 
 from ..relay.http_gateway import VOCAB, write_model
 
@@ -102,3 +103,18 @@ def test_what_does_not_go_together_is_refused(
     given = {name: value.format(pair[1]) if isinstance(value, str) else value for name, value in options.items()}
     with pytest.raises(error, match=match):
         LLM(pair[0], **given, **OPTIONS)
+
+
+def test_what_the_files_show_is_refused_before_anything_is_loaded(
+    pair: tuple[str, str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="kvrelay")
+    saved("qwen3_next", tmp_path)
+    write_model(tmp_path)
+    for options, match in (
+        ({"draft_model": pair[1], "tensor_parallel": 3}, "--tensor-parallel"),
+        ({"draft_model": str(tmp_path)}, "which has recurrent layers: they cannot take back a wrong guess"),
+    ):
+        with pytest.raises(ModelError, match=match):
+            LLM(pair[0], speculation="draft-model", **options, **OPTIONS)
+    assert "loading" not in caplog.text
