@@ -44,8 +44,8 @@ class Fit:
     weights_nbytes: int  # on each GPU, or on the GPU with the least room left
     step_nbytes: int  # estimated
     kv_nbytes: int  # room left for K/V on each GPU, or on the same one
-    num_tokens: int  # that fit in kv_nbytes; with states, in sequences of _LONG tokens
-    has_states: bool = False
+    num_tokens: int  # that fit in kv_nbytes
+    is_in_long: bool = False  # in sequences of _LONG tokens: of a shorter one, a token takes more
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,13 +202,14 @@ def fit_of(outline: ModelOutline, memory_gib: float, draft_nbytes: int = 0, *, o
         kv_nbytes = max(0, share - rank.weights_nbytes - step_nbytes - (draft_nbytes if on_each or number == 0 else 0))
         geometry = rank.geometry
         num_tokens = kv_nbytes // geometry.block_nbytes * geometry.block_size
-        if geometry.has_states:  # a sequence has few blocks of states, however long it is
+        is_in_long = geometry.has_states or bool(outline.shape.entries)
+        if is_in_long:  # a sequence has few blocks of states, or of rows beside entries, however long it is
             of_sequence = num_physical_blocks(geometry.windows, _LONG, geometry.block_size, max_step_tokens=1)
             num_tokens = kv_nbytes // (of_sequence * geometry.physical_nbytes) * _LONG
         fits.append(
             Fit(
                 *(len(outline.ranks), memory_gib, rank.weights_nbytes, step_nbytes, kv_nbytes, num_tokens),
-                has_states=geometry.has_states,
+                is_in_long=is_in_long,
             )
         )
     return min(fits, key=lambda fit: (fit.num_tokens, fit.kv_nbytes))
@@ -250,7 +251,7 @@ def _rows(outline: ModelOutline) -> list[tuple[str, str]]:
         ("weights", f"{outline.num_parameters:,} parameters, {_gib(outline.weights_nbytes)} in {shape.dtype}{stored}"),
         *_encoder_rows(outline),
         ("longest", f"{shape.max_position_embeddings:,} tokens"),
-        ("KV", f"{geometry.token_nbytes:,} bytes per token, {_token_text(geometry)}"),
+        ("KV", f"{geometry.token_nbytes:,} bytes per token{_for_good(outline)}, {_token_text(geometry)}"),
         *(
             (f"KV group {number}", _group_text(group, geometry.block_size))
             for number, group in enumerate(geometry.groups)
@@ -269,6 +270,13 @@ def _encoder_rows(outline: ModelOutline) -> list[tuple[str, str]]:
     ]
 
 
+def _for_good(outline: ModelOutline) -> str:
+    if not outline.shape.entries:
+        return ""
+    kept = sum(group.token_nbytes for group in outline.geometry.groups if group.window is None)
+    return f" within its window and {kept:,} behind it"
+
+
 def _token_text(geometry: KvGeometry) -> str:
     return f"{geometry.block_nbytes / 2**20:.2f} MiB per block of {geometry.block_size}"
 
@@ -279,7 +287,7 @@ def _group_text(group: KvGroup, block_size: int) -> str:
     sizes = f"{group.key_size}" if group.key_size == group.value_size else f"{group.key_size} and {group.value_size}"
     window = "" if group.window is None else f" of {window_size(group.window):,} tokens"
     kind = "chunks" if isinstance(group.window, Chunk) else group.kind
-    is_latent = group.kind is GroupKind.LATENT
+    is_latent = group.value_size == 0
     kept = f"{group.key_size} numbers for all heads" if is_latent else f"{group.num_kv_heads} heads of {sizes}"
     return (
         f"{kind}{window}: {len(group.layers)} layers, {kept} in {group.dtype}, {group.token_nbytes:,} bytes per token"
@@ -303,7 +311,7 @@ def _group_json(group: KvGroup, block_size: int) -> dict[str, Any]:
 
 
 def _fit_text(fit: Fit) -> str:
-    per = f" in sequences of {_LONG:,}" if fit.has_states else ""
+    per = f" in sequences of {_LONG:,}" if fit.is_in_long else ""
     return (
         f"about {_gib(fit.kv_nbytes)} for KV{' on each' if fit.num_ranks > 1 else ''}: {fit.num_tokens:,} tokens{per} (beside "
         f"{_gib(fit.weights_nbytes)} of weights, an estimated {_gib(fit.step_nbytes)} for steps, and a tenth of the memory that "

@@ -53,6 +53,14 @@ class StateTensor:
     nbytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class EntrySizes:
+    """What a layer keeps for good of its tokens: one entry for each ``rate`` of them, once the last one is computed."""
+
+    rate: int  # tokens
+    size: int  # elements of an entry
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
     """What the pool, attention and the sampler need to know of a model. Positions are in tokens."""
@@ -76,6 +84,9 @@ class ModelShape:
     # Of a rank: the sizes of the whole model's layers, so that all ranks have the same groups of layers; None: ``kv_sizes``.
     grouped_by: tuple[KvSizes, ...] | None = None
     states: tuple[tuple[StateTensor, ...], ...] = ()  # per recurrent layer; in the pool they follow the other layers
+    # Per layer that compresses (:mod:`kvrelay.engine.kv.entries`). In the pool the entries of all of them are one layer more, which
+    # follows the others.
+    entries: tuple[EntrySizes, ...] = ()
     # Tokens of an image see each other (``Batch.last_seen``) only in layers with a window, as in Gemma 4; else in all of them.
     sees_ahead_in_windows_only: bool = False
     stage_layers: range | None = None  # with stages: the layers of this stage; None: all

@@ -54,6 +54,8 @@ def quantisation_config(directory: Path) -> Any:
     text = whole.get("text_config")
     of_text = text.get("quantization_config") if isinstance(text, Mapping) else None  # so in Kimi K2.5
     config = whole.get("quantization_config") or of_text
+    if isinstance(config, Mapping) and "expert_dtype" in whole:  # so in DeepSeek-V4
+        config = {"expert_dtype": whole["expert_dtype"], **config}
     modelopt = directory / "hf_quant_config.json"
     if config is None and modelopt.is_file():
         try:

@@ -9,11 +9,11 @@ from typing import NamedTuple
 import torch
 
 from kvrelay.common.kv_geometry import STATE_WINDOW, Chunk, GroupKind, KvGeometry, KvGroup, Window, window_size
-from kvrelay.engine.config.model import KvSizes, ModelShape, StateTensor
+from kvrelay.engine.config.model import EntrySizes, KvSizes, ModelShape, StateTensor
 
 STATE_ALIGNMENT = 16  # bytes; each tensor of a state begins at a multiple
 _POSITION_NBYTES = 8  # in front of a state's tensors: the number of tokens that it is of, int64
-_SHARE_STEP = 16  # a token's share of a state is a multiple of so many elements, as heads are
+_SHARE_STEP = 16  # a token's share of a state, or of entries, is a multiple of so many elements, as heads are
 _STATE_BLOCK_SIZES = (64, 512)  # tokens; at least some for a layer to compute at once, at most a step of a CPU
 
 
@@ -23,7 +23,9 @@ def geometry_of(shape: ModelShape, block_size: int, dtype: torch.dtype) -> KvGeo
     return KvGeometry(
         groups=tuple(
             KvGroup(
-                kind=GroupKind.STATE if number >= groups.num_attention else _attention_kind(shape, window),
+                kind=_attention_kind(shape, window)
+                if shape.entries or number < groups.num_attention
+                else GroupKind.STATE,
                 window=window,
                 layers=layers,
                 num_kv_heads=sizes.num_kv_heads,
@@ -67,6 +69,17 @@ def state_block_size(shape: ModelShape, at_least: int) -> int:
     return size
 
 
+def entries_per_block(rate: int, block_size: int) -> int:
+    """The most entries whose last token is in one block."""
+    return -(-block_size // rate)
+
+
+def _entry_sizes(entries: Sequence[EntrySizes], block_size: int) -> KvSizes:
+    """A token's share of the entries of all layers, if a block has room for all that end in it."""
+    share = -(-sum(entries_per_block(one.rate, block_size) * one.size for one in entries) // block_size)
+    return KvSizes(1, -(-share // _SHARE_STEP) * _SHARE_STEP, 0)
+
+
 def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // STATE_ALIGNMENT) * STATE_ALIGNMENT
 
@@ -85,13 +98,20 @@ class LayerGroups:
     sizes: tuple[KvSizes, ...]  # of each group
     layers: tuple[tuple[int, ...], ...]  # per group: its layers that are here
     places: dict[int, tuple[int, int]]  # per layer: its group, and its index in the group
-    num_attention: int  # groups that attention reads; the others are of states
+    num_attention: (
+        int  # groups that attention of the backends reads; the others are of states, or of a model with entries
+    )
 
     @classmethod
     def of_shape(cls, shape: ModelShape, block_size: int) -> LayerGroups:
-        """The groups of a model. Only those of states depend on the block size."""
+        """The groups of a model. Only those of states and entries depend on the block size."""
         itemsize = getattr(torch, shape.dtype).itemsize
         states = [_state_sizes(tensors, block_size, itemsize) for tensors in shape.states]
+        if shape.entries:
+            # Entries are of one layer, so that no group is smaller than all of them: only they grow with a sequence.
+            windows = (*shape.sliding_windows, None)
+            sizes = (*shape.kv_sizes, _entry_sizes(shape.entries, block_size))
+            return replace(cls.of(windows, sizes, shape.stage_layers), num_attention=0)
         if shape.grouped_by is None:
             return cls.of(shape.sliding_windows, shape.kv_sizes, shape.stage_layers, states)
         groups = cls.of(shape.sliding_windows, shape.grouped_by, shape.stage_layers, states)

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy.typing as npt
 import torch
 
+from kvrelay.engine.kv.entries import EntryStep
 from kvrelay.engine.kv.states import StateStep
 from kvrelay.engine.models.low_rank import LowRankProducts
 from kvrelay.engine.sampling.sampler import SamplerOps
@@ -52,6 +53,10 @@ class PagedStep(Protocol):
     @property
     def states(self) -> StateStep | None:
         """The states of the sequences in the step; None for a model that has none."""
+
+    @property
+    def entries(self) -> EntryStep | None:
+        """What layers keep that compress their tokens; None for a model that has none."""
 
     def kv_write(self, key: torch.Tensor, value: torch.Tensor, layer: int) -> None:
         """Write the step's keys and values into the pool, both ``[num_tokens, num_kv_heads, size]`` with the layer's sizes."""

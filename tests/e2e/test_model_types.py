@@ -26,9 +26,9 @@ PROMPT = [3 + 7 * index % 190 for index in range(41)]
 NUM_TOKENS = 12
 
 
-def save(model_type: str, directory: Path) -> tuple[Any, tokenizers.Tokenizer]:
+def save(model_type: str, directory: Path, **changes: Any) -> tuple[Any, tokenizers.Tokenizer]:
     """Save a model's directory as users have it, and return model and tokenizer. Each word is one token."""
-    model = tiny_model(model_type)
+    model = tiny_model(model_type, **changes)
     model.save_pretrained(directory)
     words = {f"w{index}": index for index in range(VOCAB)}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))

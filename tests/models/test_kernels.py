@@ -39,6 +39,7 @@ FEW = PROMPTS[::2]  # a part of a chunk, and more than two windows: the interpre
 LAYERS = {  # one of each kind
     "gemma2": ["sliding_attention", "full_attention"],
     "mimo_v2_flash": ["full_attention", "sliding_attention"],
+    "deepseek_v4": ["heavily_compressed_attention", "compressed_sparse_attention"],
     "qwen3_next": ["linear_attention", "full_attention"],
 }
 

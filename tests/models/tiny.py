@@ -164,6 +164,28 @@ for _name in ("axk1", "deepseek_v3", "glm4_moe_lite", "youtu", "longcat_flash", 
 _INDEXER: dict[str, Any] = {"index_topk": 8, "index_head_dim": 16, "index_n_heads": 16}
 MORE["deepseek_v32"] = {**EXPERTS, **LATENT, **_INDEXER}
 MORE["glm_moe_dsa"] = {**EXPERTS, **LATENT, **_INDEXER, "indexer_types": ["full", "full", "shared", "full"]}
+MORE["deepseek_v4"] = {
+    **EXPERTS,
+    **_INDEXER,
+    **_SLIDING,
+    "num_key_value_heads": 1,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "o_groups": 2,
+    "o_lora_rank": 16,
+    "swiglu_limit": 0.5,
+    "index_topk": 3,
+    "num_hidden_layers": 5,
+    "num_hash_layers": 2,
+    "layer_types": [
+        "sliding_attention",
+        "heavily_compressed_attention",
+        "compressed_sparse_attention",
+        "heavily_compressed_attention",
+        "compressed_sparse_attention",
+    ],
+    "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 6},
+}
 MORE["qwen3_next"] = MORE["qwen3_5_text"] = MORE["qwen3_5_moe_text"] = {**EXPERTS, **_LINEAR}
 _ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
 for _name in ("qwen2_vl_text", "qwen2_5_vl_text", "qwen2_5_omni_text", "qwen3_omni_moe_text", "glm4v_text", "glm46v_text",
@@ -253,6 +275,9 @@ def fill(model: PreTrainedModel, seed: int = 1) -> None:
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.1)
+            elif name.endswith("tid2eid"):  # experts by token id
+                draws = torch.rand(len(buffer), model.config.num_local_experts, generator=generator)
+                buffer.copy_(draws.argsort(dim=-1)[:, : buffer.shape[1]])
 
 
 def text_types() -> list[str]:

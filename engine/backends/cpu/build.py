@@ -36,7 +36,11 @@ def load_kernels(options: EngineOptions, dtype: torch.dtype) -> CpuKernels:
 
 
 def _head_sizes(shape: ModelShape) -> set[int]:
-    """The sizes of keys and of values in all layers. A layer without values keeps latents; its 0 fits no kernel."""
+    """The sizes of keys and of values in all layers. A layer without values keeps latents; its 0 fits no kernel. Layers with
+    entries use no kernel for attention.
+    """
+    if shape.entries:
+        return set()
     return {size for one in shape.kv_sizes for size in (one.key_size, one.value_size)}
 
 

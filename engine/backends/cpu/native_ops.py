@@ -20,6 +20,7 @@ from kvrelay.engine.backends.cpu.native import CpuKernels
 from kvrelay.engine.backends.cpu.native.library import Step
 from kvrelay.engine.backends.cpu.ops import CpuPagedOps, KvWriter, cos_sin_rows
 from kvrelay.engine.config.model import ModelConfig, ModelShape
+from kvrelay.engine.kv.entries import EntryPool, EntryStep
 from kvrelay.engine.kv.geometry import LayerGroups
 from kvrelay.engine.kv.states import StatePool, StateStep
 from kvrelay.engine.kv.views import GroupKv, view_groups
@@ -46,9 +47,10 @@ class NativeCpuPagedStep:
         kernels: CpuKernels,
         tables: tuple[torch.Tensor, torch.Tensor] | None = None,
         states: StateStep | None = None,
+        entries: EntryStep | None = None,
     ) -> None:
         """``tables``: cosines and sines, for the kernels that rotate."""
-        self.states = states
+        self.states, self.entries = states, entries
         self._kernels = kernels
         self._groups = groups
         self._batch = batch
@@ -115,6 +117,7 @@ class NativeCpuPagedOps:
         self._pool = view_groups(pool, self._groups)
         self._kernels = kernels
         self._states = StatePool(shape, pool, self.upload) if shape.states else None
+        self._entries = EntryPool(shape, pool, self.upload) if shape.entries else None
 
     def make_linear(self, weight: AnyWeight, bias: torch.Tensor | None) -> Linear:
         """See PagedOps."""
@@ -156,7 +159,8 @@ class NativeCpuPagedOps:
     def begin_step(self, batch: Batch) -> NativeCpuPagedStep:
         """See PagedOps."""
         states = None if self._states is None else self._states.begin_step(batch)
-        return NativeCpuPagedStep(batch, self._shape, self._groups, self._pool, self._kernels, None, states)
+        entries = None if self._entries is None else self._entries.begin_step(batch)
+        return NativeCpuPagedStep(batch, self._shape, self._groups, self._pool, self._kernels, None, states, entries)
 
     def argmax(self, logits: torch.Tensor) -> torch.Tensor:
         """See SamplerOps. The kernel takes bf16; processed logits are fp32."""

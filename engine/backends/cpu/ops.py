@@ -18,6 +18,7 @@ from kvrelay.engine.backends.cpu.pool_rows import GatherScratch
 from kvrelay.engine.backends.cpu.sparse_attention import PickedLatents
 from kvrelay.engine.config.model import ModelConfig, ModelShape
 from kvrelay.engine.config.rope import cos_sin_tables
+from kvrelay.engine.kv.entries import EntryPool, EntryStep
 from kvrelay.engine.kv.geometry import LayerGroups
 from kvrelay.engine.kv.states import StatePool, StateStep
 from kvrelay.engine.kv.views import GroupKv, view_groups
@@ -74,6 +75,7 @@ class CpuPagedStep:
         pool: Seq[GroupKv],
         scratch: GatherScratch,
         states: StateStep | None = None,
+        entries: EntryStep | None = None,
     ) -> None:
         self._groups = groups
         self._latent_rank = shape.latent_rank
@@ -91,7 +93,7 @@ class CpuPagedStep:
             for group, kv in enumerate(pool)
         ]
         self.positions = torch.from_numpy(batch.positions)
-        self.states = states
+        self.states, self.entries = states, entries
         self._writers = [KvWriter(batch.slot_mapping[group], kv) for group, kv in enumerate(pool)]
 
     def kv_write(self, key: torch.Tensor, value: torch.Tensor, layer: int) -> None:
@@ -170,6 +172,7 @@ class CpuPagedOps:
         self._groups = LayerGroups.of_shape(shape, pool.shape[4])
         self._pool = view_groups(pool, self._groups)
         self._states = StatePool(shape, pool, self.upload) if shape.states else None
+        self._entries = EntryPool(shape, pool, self.upload) if shape.entries else None
         self._scratch = GatherScratch(pool.dtype)
         self._packs = has_packed_linear(pool.dtype)
 
@@ -208,7 +211,8 @@ class CpuPagedOps:
     def begin_step(self, batch: Batch) -> CpuPagedStep:
         """See PagedOps."""
         states = None if self._states is None else self._states.begin_step(batch)
-        return CpuPagedStep(batch, self._shape, self._groups, self._pool, self._scratch, states)
+        entries = None if self._entries is None else self._entries.begin_step(batch)
+        return CpuPagedStep(batch, self._shape, self._groups, self._pool, self._scratch, states, entries)
 
     def argmax(self, logits: torch.Tensor) -> torch.Tensor:
         """See SamplerOps. Computes in fp32, because torch has no fast argmax for smaller types."""

@@ -18,6 +18,7 @@ from kvrelay.engine.backends.cuda.low_rank import CudaLowRank
 from kvrelay.engine.backends.cuda.step import CudaPagedStep, CudaStep, StepKv
 from kvrelay.engine.config.model import KvSizes, ModelConfig, ModelShape
 from kvrelay.engine.config.rope import cos_sin_tables
+from kvrelay.engine.kv.entries import EntryPool
 from kvrelay.engine.kv.geometry import LayerGroups
 from kvrelay.engine.kv.states import StatePool
 from kvrelay.engine.kv.views import GroupKv, view_groups
@@ -139,6 +140,7 @@ class CudaPagedOps:
         workspaces = _workspaces(shape, groups, max_num_seqs, self._num_multiprocessors, pool.device)
         self._kv = StepKv(pool, pools, views, groups, by_group, loads, workspaces)
         self._states = StatePool(shape, pool, self.upload) if shape.states else None
+        self._entries = EntryPool(shape, pool, self.upload) if shape.entries else None
 
     def make_linear(self, weight: AnyWeight, bias: torch.Tensor | None) -> Linear:
         """See Ops. cuBLAS reads ``[out, in]`` as it is. Other weights need bf16 or fp16 activations."""
@@ -190,6 +192,8 @@ class CudaPagedOps:
         step = self.step_of(self.inputs_of(batch))
         if self._states is not None:
             step.states = self._states.begin_step(batch)
+        if self._entries is not None:
+            step.entries = self._entries.begin_step(batch)
         return step
 
     def inputs_of(self, batch: Batch) -> StepInputs:

@@ -10,6 +10,7 @@ from kvrelay.common.kv_geometry import Chunk
 from kvrelay.engine.backends.cuda.inputs import StepInputs
 from kvrelay.engine.backends.cuda.picked import PickedRows
 from kvrelay.engine.config.model import ModelShape
+from kvrelay.engine.kv.entries import EntryStep
 from kvrelay.engine.kv.geometry import LayerGroups
 from kvrelay.engine.kv.states import StateStep
 from kvrelay.engine.kv.views import GroupKv
@@ -53,6 +54,7 @@ class CudaPagedStep:
     ) -> None:
         """``block_tables`` ``[num_groups, num_slots, max_blocks]``: of all slots."""
         self.states: StateStep | None = None
+        self.entries: EntryStep | None = None
         self._block_tables = block_tables.index_select(1, inputs.slots)
         self._shape = shape
         self._kv = kv

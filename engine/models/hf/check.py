@@ -66,7 +66,7 @@ class Plain:
     moved: torch.Tensor
 
 
-LONGEST = max(_LENGTHS)  # tokens of the longest sequence
+LONGEST = max(_LENGTHS)  # tokens of the longest sequence, without entries
 
 MakeOps = Callable[[ModelShape, torch.Tensor, int, int], Any]
 """Makes operations (PagedOps) over a pool ``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]``, for a longest
@@ -80,23 +80,24 @@ MakeModel = Callable[[ModelShape, torch.Tensor, int, int], tuple[Model, StepOps]
 def plain_logits(model: TransformersModel) -> list[Plain]:
     """The reference of :func:`check_model`, for each sequence. Call it before ``bind``."""
     with _short_windows(model), model.plain_attention():
-        return _plain_logits(model.model)
+        return _plain_logits(model.model, model.shape)
 
 
-def _plain_logits(model: PreTrainedModel) -> list[Plain]:
-    logits = _forward(model)
+def _plain_logits(model: PreTrainedModel, shape: ModelShape) -> list[Plain]:
+    logits = _forward(model, shape)
     moved = [torch.zeros(len(one), device=one.device) for one in logits]
     for draw in range(_DRAWS):
         with _disturbed(model, draw):
             moved = [
-                torch.maximum(most, _apart(*pair)) for most, *pair in zip(moved, _forward(model), logits, strict=True)
+                torch.maximum(most, _apart(*pair))
+                for most, *pair in zip(moved, _forward(model, shape), logits, strict=True)
             ]
     return list(map(Plain, logits, moved))
 
 
-def _forward(model: PreTrainedModel) -> list[torch.Tensor]:
+def _forward(model: PreTrainedModel, shape: ModelShape) -> list[torch.Tensor]:
     device, found = model.device, []
-    for token_ids in _prompts(model):
+    for token_ids in _prompts(model, shape):
         positions = torch.arange(len(token_ids), device=device)[None]
         inputs = {"input_ids": torch.tensor([token_ids], device=device), "position_ids": positions}
         found.append(model(**inputs, use_cache=False).logits[0].float())
@@ -139,7 +140,7 @@ def check_model(
     """
     try:
         with _short_windows(model) as shape:
-            prompts = list(map(Prompt, _prompts(model.model)))
+            prompts = list(map(Prompt, _prompts(model.model, shape)))
             found = paged_logits(
                 model.model.device, shape, prompts, lambda *pool: (model, make_ops(*pool)), dtype, _CHUNK
             )
@@ -169,8 +170,8 @@ def compare_native(reference: PreTrainedModel, shape: ModelShape, make: MakeMode
 
     ``reference``: as transformers loads it, with its own attention; it need not run over paged K/V.
     """
-    plain = _plain_logits(reference)
-    found = paged_logits(reference.device, shape, list(map(Prompt, _prompts(reference))), make, dtype, _CHUNK)
+    plain = _plain_logits(reference, shape)
+    found = paged_logits(reference.device, shape, list(map(Prompt, _prompts(reference, shape))), make, dtype, _CHUNK)
     return _distance(shape, found, plain, dtype)
 
 
@@ -198,11 +199,14 @@ def _is_rounding(found: torch.Tensor, plain: Plain, dtype: torch.dtype) -> bool:
     return bool((_apart(found, plain.logits) <= allowed).all())
 
 
-def _prompts(model: PreTrainedModel) -> list[list[int]]:
+def _prompts(model: PreTrainedModel, shape: ModelShape) -> list[list[int]]:
+    """The sequences. Of layers that keep entries, each makes one."""
+    rate = max((one.rate for one in shape.entries), default=0)
+    lengths = (-(-rate // _CHUNK) * _CHUNK + _LENGTHS[0], *_LENGTHS[1:])
     generator = torch.Generator().manual_seed(1)
     marks = mark_tokens(model.config)
     usual = [token for token in range(model.config.get_text_config().vocab_size) if token not in marks]
-    places = [torch.randint(len(usual), (count,), generator=generator).tolist() for count in _LENGTHS]
+    places = [torch.randint(len(usual), (count,), generator=generator).tolist() for count in lengths]
     return [[usual[place] for place in row] for row in places]
 
 
@@ -220,7 +224,7 @@ def _short_windows(model: TransformersModel) -> Iterator[ModelShape]:
     try:
         layers = probe_layers(model.model, len(model.layers))
         model.use_our_attention()
-        yield replace(model.shape, sliding_windows=own_windows(layers.attention))
+        yield replace(model.shape, sliding_windows=own_windows(layers))
     finally:
         for name, size in long.items():
             setattr(config, name, size)

@@ -17,6 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from kvrelay.common.errors import ModelError
 from kvrelay.common.kv_geometry import Chunk, Window
 from kvrelay.engine.config.model import StateTensor
+from kvrelay.engine.models.hf.entries import CompressedLayers, compressed_layers
 from kvrelay.engine.models.hf.parts import is_linear
 from kvrelay.engine.models.hf.states import recorded_states, state_candidates
 from kvrelay.engine.models.hf.text import text_part, towers_of
@@ -79,6 +80,7 @@ class Layers:
 
     attention: list[AttentionLayer]
     states: list[StateLayer]
+    compressed: CompressedLayers | None = None  # those of ``attention``, if some of them compress what they keep
 
 
 class _Mark:
@@ -139,7 +141,8 @@ def probe_layers(model: PreTrainedModel, num_layers: int | None = None) -> Layer
     part.set_attn_implementation(_PROBE)
     _run(model, part)
     seen = list(attention)
-    states = _probe_states(model, part, seen)
+    compressed = compressed_layers([layer.module for layer in seen], model.config)
+    states = _probe_states(model, part, seen, compressed is not None)
     if num_layers is None:
         num_layers = model.config.get_text_config().num_hidden_layers
     if not seen and not states:
@@ -155,10 +158,12 @@ def probe_layers(model: PreTrainedModel, num_layers: int | None = None) -> Layer
     heads = sorted({layer.num_q_heads for layer in seen})
     if len(heads) > 1:
         raise ModelError(f"{name} has layers of different numbers of query heads: {heads}; not served yet")
-    return Layers(seen, states)
+    return Layers(seen, states, compressed)
 
 
-def _probe_states(model: PreTrainedModel, part: nn.Module, attention: list[AttentionLayer]) -> list[StateLayer]:
+def _probe_states(
+    model: PreTrainedModel, part: nn.Module, attention: list[AttentionLayer], is_compressed: bool
+) -> list[StateLayer]:
     """The recurrent layers. Raises ModelError if transformers says that there is a state, and none is found."""
     name = type(model).__name__
     outside = {id(one) for parent, name, _ in towers_of(model) for one in getattr(parent, name).modules()}
@@ -181,7 +186,7 @@ def _probe_states(model: PreTrainedModel, part: nn.Module, attention: list[Atten
     if len({module for module, _ in found}) != len(found):
         raise ModelError(f"{name} calls a recurrent layer twice: it is not served")
     # transformers' ``generate`` checks this, too: such a model has more state than K/V
-    if model._is_stateful and not found:
+    if model._is_stateful and not found and not is_compressed:
         raise ModelError(f"{name} keeps a state in its own way, without transformers' cache for it: it is not served")
     return [
         StateLayer(module, tensors, tuple(one for one in module.modules() if is_linear(one) and one not in called))
@@ -215,9 +220,10 @@ def pool_layers(layers: list[AttentionLayer]) -> list[int]:
     return places
 
 
-def own_windows(layers: list[AttentionLayer]) -> tuple[Window | None, ...]:
-    """The windows of the layers that have their own K/V."""
-    return tuple(layer.window for layer in layers if layer.shared_with is None)
+def own_windows(layers: Layers) -> tuple[Window | None, ...]:
+    """The windows of the layers that have their own K/V, and of those in the pool that compress."""
+    windows = tuple(layer.window for layer in layers.attention if layer.shared_with is None)
+    return windows if layers.compressed is None else layers.compressed.windows(windows)
 
 
 def _layer_of(

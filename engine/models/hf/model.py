@@ -21,7 +21,9 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from kvrelay.engine.config.model import KvSizes, ModelShape
+from kvrelay.engine.kv.entries import EntryStep
 from kvrelay.engine.kv.states import StateStep
+from kvrelay.engine.models.hf.entries import CompressedLayers, keep_entries
 from kvrelay.engine.models.hf.filling import drop_layers
 from kvrelay.engine.models.hf.gate import (
     TEMPERATURE_SWITCH,
@@ -59,6 +61,10 @@ class _Running:
         """The states of its sequences."""
         return None if self.step is None else self.step.states
 
+    def entries(self) -> EntryStep | None:
+        """What its sequences keep in layers that compress."""
+        return None if self.step is None else self.step.entries
+
 
 @dataclass(frozen=True, slots=True)
 class _Bound:
@@ -89,6 +95,9 @@ class TransformersModel:
         if getattr(self._decoder.config, "hidden_size_per_layer_input", 0):
             self._per_layer = getattr(self._decoder, "get_per_layer_inputs", None)
         self._head, self._given = _head_of(model)
+        self.compressed = layers.compressed
+        if layers.compressed is not None:
+            keep_entries(layers.compressed, self._running.entries)
         places = pool_layers(self.layers)
         for layer, place in zip(self.layers, places, strict=True):
             writes = layer.shared_with is None
@@ -119,24 +128,28 @@ class TransformersModel:
         """A context in which the model has only the first ``count`` layers of the list at ``path``, and the shape of these."""
         before = drop_layers(self.model, path, count)
         inside = {module for layer in before[:count] for module in layer.modules()}
-        whole = self.layers, self.recurrent, self.shape
+        whole = self.layers, self.recurrent, self.compressed, self.shape
         self.layers = [layer for layer in self.layers if layer.module in inside]
         self.recurrent = [module for module in self.recurrent if module in inside]
-        windows, sizes = own_windows(self.layers), pool_sizes(self.layers)
+        if self.compressed is not None:
+            self.compressed = CompressedLayers([one.module for one in self.layers])
+        left = Layers(self.layers, [], self.compressed)
+        windows, sizes = own_windows(left), pool_sizes(left)
         self.shape = replace(
             self.shape,
             num_layers=len(windows),
             num_kv_heads=max((one.num_kv_heads for one in sizes), default=0),
-            head_dim=max((max(one.key_size, one.value_size) for one in sizes), default=0),
+            head_dim=_head_dim(self.layers),
             sliding_windows=windows,
             layer_sizes=sizes,
+            entries=() if self.compressed is None else self.compressed.entries,
             grouped_by=None if self.shape.grouped_by is None else self.shape.grouped_by[: len(sizes)],
             states=self.shape.states[: len(self.recurrent)],
         )
         try:
             yield
         finally:
-            self.layers, self.recurrent, self.shape = whole
+            self.layers, self.recurrent, self.compressed, self.shape = whole
             parent, _, name = path.rpartition(".")
             setattr(self.model.get_submodule(parent), name, before)
 
@@ -286,17 +299,26 @@ def _rows(heads: torch.Tensor, head_dim: int) -> torch.Tensor:
     return functional.pad(rows, (0, head_dim - rows.shape[2])) if rows.shape[2] < head_dim else rows.contiguous()
 
 
-def pool_sizes(layers: list[AttentionLayer]) -> tuple[KvSizes, ...]:
-    """The sizes of the layers with their own K/V, rounded up to multiples of what kernels load at once."""
-
-    def stored(size: int) -> int:
-        return -(-size // _HEAD_SIZE_STEP) * _HEAD_SIZE_STEP
-
+def pool_sizes(layers: Layers) -> tuple[KvSizes, ...]:
+    """The sizes of the layers with their own K/V, rounded up to multiples of what kernels load at once. No kernel reads those of
+    layers that compress.
+    """
+    if layers.compressed is not None:
+        return layers.compressed.row_sizes
     return tuple(
-        KvSizes(layer.num_kv_heads, stored(layer.key_size), stored(layer.value_size))
-        for layer in layers
+        KvSizes(layer.num_kv_heads, _stored(layer.key_size), _stored(layer.value_size))
+        for layer in layers.attention
         if layer.shared_with is None
     )
+
+
+def _stored(size: int) -> int:
+    return -(-size // _HEAD_SIZE_STEP) * _HEAD_SIZE_STEP
+
+
+def _head_dim(layers: list[AttentionLayer]) -> int:
+    """The largest size of a head in the pool."""
+    return max((_stored(max(layer.key_size, layer.value_size)) for layer in layers), default=0)
 
 
 def shape_of(model: PreTrainedModel, layers: Layers, dtype: torch.dtype) -> ModelShape:
@@ -310,18 +332,19 @@ def shape_of(model: PreTrainedModel, layers: Layers, dtype: torch.dtype) -> Mode
             # Up to this length the factor is the same for all sequences. Beyond it, one sequence would change another's.
             longest = min(longest, int(one.get("original_max_position_embeddings") or longest))
     attention = layers.attention
-    windows, sizes = own_windows(attention), pool_sizes(attention)
+    windows, sizes = own_windows(layers), pool_sizes(layers)
     return ModelShape(
         architecture=name,
         vocab_size=int(config.vocab_size),
         num_layers=len(windows),
         num_q_heads=max((layer.num_q_heads for layer in attention), default=0),
         num_kv_heads=max((one.num_kv_heads for one in sizes), default=0),
-        head_dim=max((max(one.key_size, one.value_size) for one in sizes), default=0),
+        head_dim=_head_dim(attention),
         max_position_embeddings=longest,
         sliding_windows=windows,
         layer_sizes=sizes,
         states=tuple(layer.tensors for layer in layers.states),
+        entries=() if layers.compressed is None else layers.compressed.entries,
         has_softcaps=any(layer.has_softcap for layer in attention),
         has_sinks=any(layer.has_sinks for layer in attention),
         sees_ahead_in_windows_only=config.model_type in _AHEAD_IN_WINDOWS_ONLY,

@@ -26,6 +26,7 @@ from kvrelay.engine.models.adapters import AdaptedLayer
 from kvrelay.engine.models.hf.adapters import adaptable_layers
 from kvrelay.engine.models.hf.check import Plain, plain_logits
 from kvrelay.engine.models.hf.check_images import ImageUse
+from kvrelay.engine.models.hf.entries import CompressedLayers
 from kvrelay.engine.models.hf.expert_parts import find_expert_parts
 from kvrelay.engine.models.hf.gate import Layers
 from kvrelay.engine.models.hf.loading import find_stored, load_first_layers, load_model, load_outline, load_parameters
@@ -134,4 +135,5 @@ def _layers_of(model: PreTrainedModel, outline: TransformersModel) -> Layers:
     return Layers(
         [replace(one, module=there(one.module)) for one in outline.layers],
         [replace(one, module=there(one.module), uncalled=tuple(map(there, one.uncalled))) for one in outline.states],
+        None if outline.compressed is None else CompressedLayers([there(one) for one in outline.compressed.modules]),
     )

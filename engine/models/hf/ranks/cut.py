@@ -64,7 +64,8 @@ def settle(whole: TransformersModel, cuts: Cuts, cut: Cut) -> TransformersModel:
     for before, (num_q_heads, num_kv_heads) in zip(whole.layers, heads, strict=True):
         if _GROUPS in vars(before.module):
             setattr(before.module, _GROUPS, num_q_heads // num_kv_heads)
-    for module in whole.recurrent:
+    compressed = () if whole.compressed is None else whole.compressed.modules
+    for module in (*whole.recurrent, *compressed):
         vars(module).pop("forward", None)  # that of ``whole``; the part gives them its own
     model.set_experts_implementation("eager")  # others take few numbers of columns only; ``bind`` sets ours
     try:
@@ -79,14 +80,15 @@ def settle(whole: TransformersModel, cuts: Cuts, cut: Cut) -> TransformersModel:
         raise ModelError(
             f"{asked}, but the plan of transformers for {name} does not cut its attention by heads: take 1"
         )
+    layers = Layers(attention, probed.states, probed.compressed)
     shape = replace(
         whole.shape,
         num_q_heads=max((layer.num_q_heads for layer in attention), default=0),
         num_kv_heads=max((layer.num_kv_heads for layer in attention), default=0),
-        layer_sizes=pool_sizes(attention),
+        layer_sizes=pool_sizes(layers),
         grouped_by=whole.shape.kv_sizes,
     )
-    part = TransformersModel(model, Layers(attention, probed.states), shape)
+    part = TransformersModel(model, layers, shape)
     part.use_our_attention()
     return part
 
