@@ -52,7 +52,7 @@ def test_logits_may_be_off_where_a_router_has_a_near_tie(
         return check_model(model, plain, unused, BF16)
 
     if at_a_tie:
-        assert compared() == check.TOLERANCES[BF16]
+        assert compared() >= 0.07
     else:
         with pytest.raises(ModelError, match=r"logits differ by 0\.\d+ of their size, more than 0\.06"):
             compared()

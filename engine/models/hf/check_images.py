@@ -238,7 +238,8 @@ def check_images(
     if check.logits is None:
         return 0.0
     distance = float((found.float() - check.logits).norm() / check.logits.norm())
-    allowed = max(TOLERANCES[dtype], _ROUNDED * of_text)
+    # What near ties of a router move in the text is no measure for images.
+    allowed = max(TOLERANCES[dtype], _ROUNDED * min(of_text, TOLERANCES[dtype]))
     if not distance <= allowed:
         raise ModelError(
             f"with images the model over paged K/V is not what transformers computes: logits differ by {distance:.2g} of their "

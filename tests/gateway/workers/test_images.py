@@ -9,7 +9,7 @@ import pytest
 from kvrelay.common.model_card import IMAGES_OFF
 from kvrelay.gateway.errors import InvalidRequestError, UnavailableError
 from kvrelay.gateway.workers import images
-from kvrelay.gateway.workers.images import ImageAsker
+from kvrelay.gateway.workers.images import ImageAsker, Readers
 from kvrelay.gateway.workers.pool import static_workers
 from kvrelay.wire.messages import AskImages, ImagesTold, Role
 
