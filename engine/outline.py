@@ -170,7 +170,7 @@ def _gpu_nbytes(places: Mapping[str, Place], dtype: torch.dtype, quantisation: Q
     bits = 0.0
     for name, place in places.items():
         is_stored = quantisation is not None and _stays(quantisation, name, place)
-        of_each = quantisation.stored_bits if is_stored and quantisation is not None else 8 * dtype.itemsize
+        of_each = quantisation.stored_bits(name) if is_stored and quantisation is not None else 8 * dtype.itemsize
         bits += math.prod(map(len, place.part)) * of_each
     return int(bits / 8)
 
@@ -207,9 +207,12 @@ def _stored_nbytes(
     quantisation: Quantisation | None,
 ) -> int:
     """Bytes of a transformers model's parameters on a GPU. ``stored``: the names of those that stay quantised."""
-    bits = 8.0 * dtype.itemsize
-    of_stored = bits if quantisation is None else quantisation.stored_bits
-    return int(sum(one.numel() * (of_stored if name in stored else bits) for name, one in parameters) / 8)
+    full = 8.0 * dtype.itemsize
+
+    def bits(name: str) -> float:
+        return full if quantisation is None or name not in stored else quantisation.stored_bits(name)
+
+    return int(sum(one.numel() * bits(name) for name, one in parameters) / 8)
 
 
 def check_files(directory: Path, outline: ModelOutline) -> None:

@@ -34,12 +34,15 @@ class Quantisation:
     block_size: tuple[int, int] | None = None  # (outputs, inputs) that share a scale
     zero_offset: int = 0  # number to add to the stored zeros
     bits: int | None = None  # bits of most quantised weights; None: there are none
+    expert_bits: int | None = None  # bits of experts, if they have others
     is_shuffled: bool = False  # a group's inputs need not be neighbours: each matrix has an order of its own
 
-    @property
-    def stored_bits(self) -> float:
-        """Bits of a quantised weight with its share of scales and zeros: usually 32 bits per 128 weights, for MXFP4 8 per 32."""
-        return 0 if self.bits is None else self.bits + 8 / 32
+    def stored_bits(self, name: str) -> float:
+        """Bits of a number of the quantised weight ``name``, with its share of scales and zeros: usually 32 bits per 128 numbers,
+        for MXFP4 8 per 32.
+        """
+        bits = self.expert_bits if self.expert_bits is not None and ".experts." in name else self.bits
+        return 0 if bits is None else bits + 8 / 32
 
 
 def load_quantisation(directory: Path) -> Quantisation | None:
@@ -84,8 +87,11 @@ def parse_quantisation(config: Any, directory: str) -> Quantisation:
             case "compressed-tensors":
                 return _compressed(config)
             case "fp8":
-                _require(config, "expert_dtype", "fp8", None)
-                return Quantisation(method, _block_size(config.get("weight_block_size")), bits=8)
+                _require(config, "expert_dtype", "fp4", "fp8", None)
+                expert_bits = 4 if config.get("expert_dtype") == "fp4" else None
+                return Quantisation(
+                    method, _block_size(config.get("weight_block_size")), bits=8, expert_bits=expert_bits
+                )
             case "gptq":
                 _require(config, "bits", 4, 8)
                 _require(config, "pack_dtype", "int32", None)

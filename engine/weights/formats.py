@@ -4,7 +4,7 @@ Nothing is rounded: a :class:`StoredWeight` holds the checkpoint's own integers,
 module has (:mod:`kvrelay.engine.weights.reader`). Every function raises ValueError on shapes that do not fit.
 
 Sources: GPTQ as packed by AutoGPTQ, AWQ as packed by AutoAWQ's ``gemm``, compressed-tensors' ``pack-quantized``, and the Open
-Compute Project's Microscaling Formats for MXFP4, with blocks stored as in gpt-oss.
+Compute Project's Microscaling Formats for MXFP4, with blocks stored as in gpt-oss or as in DeepSeek-V4.
 """
 
 from __future__ import annotations
@@ -123,6 +123,19 @@ def mxfp4_weight(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype)
     num_blocks = scales.shape[-1]
     values, scale = blocks.reshape(-1, 16 * num_blocks), scales.reshape(-1, num_blocks)
     return StoredWeight(values, scale, zero=None, group_size=32, order=None, dtype=dtype)
+
+
+def fp4_weight(parts: Parts, dtype: torch.dtype) -> StoredWeight:
+    """DeepSeek-V4's experts: MXFP4's numbers in a matrix ``[out, in / 2]`` of int8, with scales ``[out, in / 32]`` of e8m0."""
+    weight, scale = parts["weight"], parts["weight_scale_inv"]
+    num_outs, num_columns = weight.shape
+    if scale.shape != (num_outs, num_columns // 16) or num_columns % 16 or scale.dtype != torch.float8_e8m0fnu:
+        raise ValueError(
+            f"it is int8 {list(weight.shape)} with scales {scale.dtype} {list(scale.shape)}; two numbers of 4 bits in each, and a "
+            "scale of float8_e8m0fnu for 32 of them, can be read"
+        )
+    blocks = weight.contiguous().view(torch.uint8).view(num_outs, -1, 16)
+    return mxfp4_weight(blocks, scale.contiguous().view(torch.uint8), dtype)
 
 
 def _integers(

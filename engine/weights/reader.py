@@ -21,7 +21,14 @@ from kvrelay.common.errors import ModelError
 from kvrelay.engine.config.activations import Activations
 from kvrelay.engine.config.quantisation import Quantisation
 from kvrelay.engine.weights.file_parts import FileParts
-from kvrelay.engine.weights.formats import awq_weight, gptq_weight, mxfp4_weight, packed_weight, scaled_weight
+from kvrelay.engine.weights.formats import (
+    awq_weight,
+    fp4_weight,
+    gptq_weight,
+    mxfp4_weight,
+    packed_weight,
+    scaled_weight,
+)
 from kvrelay.engine.weights.headers import TensorHeader, unreadable
 from kvrelay.engine.weights.stored import RoundedInputs, StoredWeight
 
@@ -147,6 +154,8 @@ class CheckpointReader:
                     return awq_weight(parts, self._dtype)
                 case "gptq":
                     return gptq_weight(parts, self._quantisation.zero_offset, self._dtype)
+                case "fp8" if parts["weight"].dtype == torch.int8:
+                    return fp4_weight(parts, self._dtype)
                 case "mxfp4":
                     return mxfp4_weight(parts["blocks"], parts["scales"], self._dtype)
             if "weight_packed" in parts:
@@ -200,15 +209,22 @@ class CheckpointReader:
                 raise unreadable(path, error) from error
         return self._open[path]
 
+    def _role(self, tensor: str) -> tuple[str, str]:
+        """A tensor's module, and which part of it the tensor is."""
+        module, _, role = tensor.rpartition(".")
+        if role == "scale" and f"{module}.weight" in self._tensors:  # so in DeepSeek-V4
+            role = "weight_scale_inv"
+        return module, role
+
     def _index(self, is_mxfp4: bool) -> None:
         """Find the stored weights."""
         modules: dict[str, dict[str, str]] = {}
         for tensor in self._tensors:
-            module, _, role = tensor.rpartition(".")
+            module, role = self._role(tensor)
             modules.setdefault(module, {})[role] = tensor
         self.headers.clear()
         for tensor, header in self._tensors.items():
-            module, _, role = tensor.rpartition(".")
+            module, role = self._role(tensor)
             kind = tensor.rpartition("_")[2]
             if role in _OF_ACTIVATIONS:
                 continue

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from kvrelay.common.errors import ModelError
 from kvrelay.common.sampling import BeamSearch
 from kvrelay.common.sampling import SamplingParams as Sampling
 from kvrelay.engine.config.model import EntrySizes, ModelShape
-from kvrelay.engine.config.quantisation import load_quantisation
 from kvrelay.engine.kv.entries import EntryPool
 from kvrelay.engine.kv.geometry import geometry_of
 from kvrelay.engine.kv.owners import Owner, OwnerKind
@@ -155,11 +152,3 @@ def test_a_long_sequence_keeps_few_numbers_for_a_token(published: tuple[Path, Pr
     (entries,) = (group for group in outline_model(published[0], "auto", 128).geometry.groups if group.window is None)
     # Two layers with an entry and a key of 16 numbers for 4 tokens, two with an entry for 128; rounded up to 16 numbers.
     assert entries.token_nbytes == 4 * 32
-
-
-def test_experts_in_fp4_are_refused_by_name(tmp_path: Path) -> None:
-    """So are published ones."""
-    config = {"expert_dtype": "fp4", "quantization_config": {"quant_method": "fp8"}}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match="expert_dtype is 'fp4'"):
-        load_quantisation(tmp_path)

@@ -92,6 +92,34 @@ def blocks_of_fp8(weight: torch.Tensor) -> Tensors:
     return {"weight": values, "weight_scale_inv": scale}
 
 
+DEEPSEEK_V4 = {"quant_method": "fp8", "scale_fmt": "ue8m0", "weight_block_size": [32, 32]}
+
+
+def power_of_two(largest: torch.Tensor) -> torch.Tensor:
+    """The least power of two that is not smaller."""
+    return largest.log2().ceil().exp2()
+
+
+def deepseek_v4(module: str, weight: torch.Tensor) -> Tensors | None:
+    """As published: experts in e2m1, two numbers in a byte, other projections but those of compressors in e4m3, in blocks of 32.
+    Scales are powers of two.
+    """
+    num_outs, num_ins = weight.shape
+    if ".experts." in module:
+        groups = weight.view(num_outs, -1, 32)
+        scale = power_of_two(groups.abs().amax(dim=-1) / 6)
+        e2m1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+        nearest = ((groups.abs() / scale[..., None])[..., None] - e2m1).abs().argmin(dim=-1) + 8 * (groups < 0)
+        first, second = nearest.view(num_outs, -1, 2).to(torch.uint8).unbind(dim=-1)
+        return {"weight": (first | second << 4).view(torch.int8), "scale": scale.to(torch.float8_e8m0fnu)}
+    if ".compressor." in module or not module.rpartition(".")[2].startswith("w") or num_outs % 32 or num_ins % 32:
+        return None
+    blocks = weight.view(num_outs // 32, 32, num_ins // 32, 32)
+    scale = power_of_two(blocks.abs().amax(dim=(1, 3)) / 448)
+    values = (blocks / scale[:, None, :, None]).view(weight.shape).to(torch.float8_e4m3fn)
+    return {"weight": values, "scale": scale.to(torch.float8_e8m0fnu)}
+
+
 def fp8_of_modelopt(weight: torch.Tensor) -> Tensors:
     scale = weight.abs().max() / 448
     return {"weight": (weight / scale).to(torch.float8_e4m3fn), "weight_scale": scale, "input_scale": torch.tensor(0.1)}
@@ -233,6 +261,19 @@ def test_experts_of_fp8_through_transformers(tmp_path: Path) -> None:
     directory = stored(source, tmp_path / "fp8", made)
     assert any("experts.0.up_proj.weight_scale_inv" in name for name in load_file(directory / "model.safetensors"))
     torch.testing.assert_close(ours(engine_of(directory)), reference(source, directory, made), rtol=0, atol=2e-4)
+
+
+def test_deepseek_v4_as_it_is_published(tmp_path: Path) -> None:
+    source, directory = tmp_path / "full", tmp_path / "published"
+    tiny_model("deepseek_v4", expert_dtype="fp4").save_pretrained(source)
+    store(source, directory, DEEPSEEK_V4, deepseek_v4)
+    theirs = transformers.FineGrainedFP8Config(dequantize=True, weight_block_size=(32, 32))
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        directory, quantization_config=theirs, dtype=torch.float32
+    )
+    full = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    assert (logits_of(full) - logits_of(model)).abs().max() > 1e-3
+    torch.testing.assert_close(ours(engine_of(directory)), logits_of(model), rtol=0, atol=2e-4)
 
 
 def test_gpt_oss_in_mxfp4(tmp_path: Path) -> None:

@@ -57,6 +57,10 @@ class Read:
             assert tuple(weight.shape) == reader.headers["m.weight"].shape
             return weight
 
+    def part(self, part: tuple[range, range]) -> torch.Tensor:
+        with self._reader(torch.float32) as reader:
+            return reader.part("m.weight", part)
+
     def _reader(self, dtype: torch.dtype) -> CheckpointReader:
         return CheckpointReader(self._headers, self._quantisation, dtype)
 
@@ -205,6 +209,18 @@ def test_mxfp4(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(weight.dequantised().view(3, 64, 64).transpose(1, 2), theirs)
 
 
+def test_fp4(tmp_path: Path) -> None:
+    """DeepSeek-V4's experts have the numbers of MXFP4 under names of fp8."""
+    blocks = torch.randint(0, 256, (1, 48, 4, 16), generator=_GENERATOR).to(torch.uint8)
+    scales = torch.randint(110, 140, (1, 48, 4), generator=_GENERATOR).to(torch.uint8)
+    wanted = mxfp4_weight(blocks, scales, torch.float32).dequantised()
+    given = {"weight": blocks.view(48, 64).view(torch.int8), "scale": scales[0].view(torch.float8_e8m0fnu)}
+    read = Read(tmp_path, given, Quantisation("fp8", (128, 128)))
+    assert read.header().shape == (48, 128)
+    assert torch.equal(read.full(), wanted)
+    assert torch.equal(read.part((range(5, 40), range(64, 128))), wanted[5:40, 64:])
+
+
 def test_parts_of_a_matrix_are_dequantised_as_the_whole_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read = Read(tmp_path, awq(integers(matrix(), 4, 32, symmetric=False)), Quantisation("awq"))
     whole = read.full()
@@ -264,6 +280,11 @@ def broken() -> dict[str, tuple[Tensors, Quantisation, str]]:
             {"weight": fp8, "weight_scale_inv": torch.ones(3, 5)},
             Quantisation("fp8", (128, 128)),
             r"scale is \[3, 5\], which does not fit \[48, 160\] in blocks of \(128, 128\)",
+        ),
+        "4 bits with scales of blocks": (
+            {"weight": fp8.view(torch.int8), "scale": torch.ones(1, 2).to(torch.float8_e8m0fnu)},
+            Quantisation("fp8", (128, 128)),
+            r"is int8 \[48, 160\] with scales torch.float8_e8m0fnu \[1, 2\]",
         ),
     }
 
