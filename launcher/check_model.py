@@ -7,6 +7,7 @@ import json
 import tempfile
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -252,11 +253,18 @@ def _rows(outline: ModelOutline) -> list[tuple[str, str]]:
         *_encoder_rows(outline),
         ("longest", f"{shape.max_position_embeddings:,} tokens"),
         ("KV", f"{geometry.token_nbytes:,} bytes per token{_for_good(outline)}, {_token_text(geometry)}"),
-        *(
-            (f"KV group {number}", _group_text(group, geometry.block_size))
-            for number, group in enumerate(geometry.groups)
-        ),
+        *_group_rows(geometry),
     ]
+
+
+def _group_rows(geometry: KvGeometry) -> list[tuple[str, str]]:
+    """A row for each group, and one for neighbours that are alike: DeepSeek-V4 has some thirty."""
+    rows, first = [], 0
+    for text, alike in groupby(_group_text(group, geometry.block_size) for group in geometry.groups):
+        last = first + len(list(alike)) - 1
+        rows.append((f"KV group {first}" if first == last else f"KV groups {first}-{last}", text))
+        first = last + 1
+    return rows
 
 
 def _encoder_rows(outline: ModelOutline) -> list[tuple[str, str]]:

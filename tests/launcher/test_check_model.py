@@ -260,6 +260,32 @@ def test_of_mxfp4_experts_alone_take_less(tmp_path: Path, capsys: pytest.Capture
     assert report["gpu_weights_bytes"] == int(report["weights_bytes"] - experts * (4 - 4.25 / 8))
 
 
+@pytest.mark.parametrize("backend", ["native", "transformers"])
+def test_experts_may_have_fewer_bits_than_the_rest(
+    backend: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_config(tmp_path, "qwen3_moe", **SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+    config = json.loads((tmp_path / "config.json").read_text())
+    quantization = {"quant_method": "fp8", "weight_block_size": [32, 32]}
+    (tmp_path / "config.json").write_text(
+        json.dumps({**config, "expert_dtype": "fp4", "quantization_config": quantization})
+    )
+    _, report = found(capsys, str(tmp_path), "--memory-gib", "1", "--backend", backend)
+    attention, experts = 4 * 64 * (64 + 32 + 32 + 64), 4 * 4 * 3 * 64 * 32
+    less = attention * (4 - 8.25 / 8) + experts * (4 - 4.25 / 8)
+    assert report["gpu_weights_bytes"] == int(report["weights_bytes"] - less)
+
+
+def test_groups_that_are_alike_are_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvrelay.launcher.check_model.compare", lambda *_: 0.0)  # takes seconds
+    tiny.tiny_model("deepseek_v4").config.save_pretrained(tmp_path)
+    assert cli.run(["check-model", str(tmp_path)]) == 0
+    lines = [line[2:19].rstrip() for line in capsys.readouterr().out.splitlines() if line.startswith("  KV group")]
+    assert lines == ["KV group 0", "KV groups 1-2", "KV groups 3-4", "KV group 5", "KV groups 6-7"]
+
+
 @pytest.mark.full  # takes ten seconds
 def test_a_model_too_large_for_the_gpu_is_measured_all_the_same(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
