@@ -238,6 +238,7 @@ class KvrelaySender:
     def close(self) -> None:
         """Stop the thread."""
         self._sender.close()
+        self._sender.join()
         self._context.destroy(linger=0)
 
 

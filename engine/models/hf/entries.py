@@ -184,21 +184,24 @@ class _Compressed:
     ) -> torch.Tensor:
         """The entries ``[num_tokens, topk]`` with the highest scores; incomplete ones where there are fewer."""
         indexer: Any = self._indexer
-        size = indexer.head_dim
+        size, scorer = indexer.head_dim, indexer.scorer
         cos, sin = indexer.rotary_emb(
             hidden[None], position_ids=step.positions[None], layer_type=indexer.rope_layer_type
         )
         query = _rotated(indexer.q_b_proj(residual).view(len(hidden), -1, size), cos[0, :, None], sin[0, :, None])
+        # Of all tokens at once, as every product: an adapter knows a step's tokens by their places.
+        weights = scorer.weights_proj(hidden).float() * scorer.weights_scaling
         picked = []
         for row, (start, end) in enumerate(pairwise(step.bounds)):
             count = max(step.seq_lens[row] // self._rate, indexer.index_topk)
             numbers = torch.arange(count, device=hidden.device)
             there = numbers.clamp(max=max(0, step.seq_lens[row] // self._rate - 1))
-            keys = step.entries(torch.full_like(there, row), there, self._number)[None, :, -size:]
+            keys = step.entries(torch.full_like(there, row), there, self._number)[:, -size:].float()
             piece = max(1, _PIECE_NUMBERS // (query.shape[1] * count))
             for first in range(start, end, piece):
                 part = slice(first, min(first + piece, end))
-                scores = indexer.scorer(query[None, part], keys, hidden[None, part])[0]
+                of_heads = (query[part].float() @ keys.T).relu_().mul_(scorer.softmax_scale)  # [tokens, heads, count]
+                scores = (of_heads * weights[part, :, None]).sum(dim=1)
                 scores.masked_fill_(numbers >= complete[part, None], -torch.inf)
                 # Of equal scores the first entries, by every algorithm and in every batch.
                 order = scores.sort(dim=-1, descending=True, stable=True).indices
