@@ -206,8 +206,12 @@ async def test_each_alert_fires_behind_its_cause_and_every_query_finds_data(
             await prometheus.until_silent()
             with hung(deployment.pids["decode-0"]):
                 await prometheus.until_fired(WITHOUT_DECODE_WORKER)
-            nonsense = talk_nonsense(specs["decode-0"], deployment.url)
             assert not AMONG_STRANGERS & await prometheus.firing()
-            async with started(misfit, locked), meanwhile(nonsense, knock_with_other_keys(locked, known, other)):
+            async with (
+                started(misfit, locked),
+                meanwhile(
+                    talk_nonsense(specs["decode-0"], deployment.url), knock_with_other_keys(locked, known, other)
+                ),
+            ):
                 await prometheus.until_fired(AMONG_STRANGERS)
                 await prometheus.until_data(queries)
