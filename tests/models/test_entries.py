@@ -148,7 +148,13 @@ def test_room_without_entries_is_zero() -> None:
     assert step.entries(torch.tensor([0]), torch.tensor([0]), 0).tolist() == [[1, 2, 3]]
 
 
-def test_a_long_sequence_keeps_few_numbers_for_a_token(published: tuple[Path, PreTrainedModel]) -> None:
-    (entries,) = (group for group in outline_model(published[0], "auto", 128).geometry.groups if group.window is None)
+def test_a_sequence_keeps_few_numbers_for_a_token_and_what_entries_are_made_of(
+    published: tuple[Path, PreTrainedModel],
+) -> None:
+    groups = outline_model(published[0], "auto", 128).geometry.groups
+    (entries,) = (group for group in groups if group.window is None)
     # Two layers with an entry and a key of 16 numbers for 4 tokens, two with an entry for 128; rounded up to 16 numbers.
     assert entries.token_nbytes == 4 * 32
+    kept = {(group.key_size, group.window) for group in groups if group is not entries}
+    # By 4 and 4 numbers a token goes into two entries, and so does its key. An entry is made of 8 tokens, or of 128.
+    assert kept == {(16, 8), (128, 8), (32, 128)}
