@@ -91,7 +91,7 @@ CASES: list[tuple[str, list[dict[str, Any]], dict[str, Any], str]] = [
         "<｜User｜>1+1?<｜Assistant｜></think>2<｜end▁of▁sentence｜><｜User｜>Paris?<｜Assistant｜><think>",
     ),
     (
-        "deepseek_v4", [PARIS, CALLS, *RESULTS, SUM], {},
+        "deepseek_v4", [PARIS, CALLS, *reversed(RESULTS), SUM], {},  # V4 sorts results by their calls
         "<｜User｜>Paris?<｜Assistant｜></think>Looking.\n\n<｜DSML｜tool_calls>\n" + WRITTEN
         + "</｜DSML｜tool_calls><｜end▁of▁sentence｜><｜User｜><tool_result>rain</tool_result>\n\n<tool_result>sun</tool_result>"
         "\n\n1+1?<｜Assistant｜></think>",
