@@ -10,7 +10,7 @@ Here such a request is answered, and the connection ends then.
 
 A client that ends its side of a connection after a request (``nc -N``) still gets the answer. A client that closed its socket
 looks the same until something is sent to it, so this sends it ``100 Continue``, which HTTP/1.1 allows. A closed socket answers with
-a reset, and its request ends.
+a reset, and its request ends. HTTP/1.0 does not allow that, so there the end of one side ends the request.
 
 A refused request gets an answer only if the client cannot mistake it for the answer to another request. Then its connection closes.
 llhttp itself refuses what two parsers could read differently: Content-Length beside Transfer-Encoding or twice, line ends without
@@ -111,11 +111,12 @@ class HttpProtocol(HttpToolsProtocol):
     def eof_received(self) -> bool:  # type: ignore[override]
         """The client sends no more. True if it may wait for an answer, which is then the last one; otherwise the connection ends.
 
-        TLS ends both sides together.
+        TLS ends both sides together, and so does this for HTTP/1.0.
         """
         cycle = self.cycle
-        is_awaited = cycle is not None and not (cycle.response_complete or cycle.more_body or self._is_in_headers)
-        if self._is_refused or not is_awaited or not self.transport.can_write_eof():
+        if cycle is None or cycle.response_complete or cycle.more_body or self._is_in_headers or self._is_refused:
+            return False
+        if cycle.scope["http_version"] != "1.1" or not self.transport.can_write_eof():
             return False
         cycle.keep_alive = False
         if self._probe_timer is None:
@@ -130,7 +131,7 @@ class HttpProtocol(HttpToolsProtocol):
             self.transport.abort()
             return
         running = self._running
-        if is_first and running is not None and not running.response_started and running.scope["http_version"] == "1.1":
+        if is_first and running is not None and not running.response_started:
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         self._probe_timer = self.loop.call_later(_PROBE_S, self._probe, False)
 

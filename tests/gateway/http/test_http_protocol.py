@@ -67,6 +67,20 @@ async def test_a_client_that_closes_its_socket_is_told_from_one_that_waits(
     assert app.num_disconnects == 0
 
 
+async def test_with_http_1_0_the_end_of_one_side_ends_the_request() -> None:
+    """Nothing may be sent to find out whether the socket is closed. Some proxies close it for a client that left."""
+    app = Recorder()
+    app.held.clear()
+    async with serving(app) as port:
+        reader, writer = await port.connect()
+        writer.write(GET.replace(b"1.1", b"1.0"))
+        await until(lambda: bool(app.paths))
+        writer.write_eof()
+        assert await all_of(reader) == b""
+        await close(writer)
+    assert app.num_disconnects == 1
+
+
 async def test_half_a_request_gets_no_answer() -> None:
     app = Recorder()
     async with serving(app) as port:
