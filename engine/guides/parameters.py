@@ -16,6 +16,8 @@ from kvrelay.engine.guides.schema import followable
 _SPACES = pattern(r"[ \t\r\n]{0,16}")
 _ANY_NAME = pattern("[a-zA-Z_][a-zA-Z0-9_]*")
 _JSON_KINDS = ["null", "boolean", "number", "array", "object"]
+_COMBINING = ("anyOf", "oneOf", "allOf")
+_NOTES = ("title", "description", "default", "examples", "deprecated")  # keywords that bind nothing
 _MAX_REFERENCES = 16  # references that lead to further references
 
 
@@ -75,21 +77,53 @@ class _Writer:
 
     def _value(self, schema: Any, depth: int) -> Part:
         """A value with its end: a lexeme of a text alone would also match the beginning of what ends it."""
-        if isinstance(schema, dict) and isinstance(schema.get("$ref"), str):
-            if depth > _MAX_REFERENCES:
-                raise UnsupportedGuideError(
-                    f"{schema['$ref'][:80]!r} leads to more than {_MAX_REFERENCES} further references"
-                )
-            return self._value(self._definition(schema["$ref"]), depth + 1)
-        if isinstance(schema, dict) and isinstance(schema.get("anyOf"), list):
-            return self._lark.either([self._value(one, depth + 1) for one in schema["anyOf"]])
         schema = schema if isinstance(schema, dict) else {}
-        choices = [self._marked(self._style.of_text, text) for text in self._texts(schema)]
-        rest = self._without_text(schema)
+        if isinstance(schema.get("$ref"), str):
+            return self._value(self._definition(schema["$ref"], depth), depth + 1)
+        may_be_text = self._may_be_text(schema, depth)
+        if may_be_text and (choices := self._alternatives(schema, depth)):
+            return self._lark.either([self._value(one, depth + 1) for one in choices])
+        parts = [self._marked(self._style.of_text, text) for text in self._texts(schema)] if may_be_text else []
+        rest = self._without_text(schema) if may_be_text else schema
         if rest is not None:
             json = self._lark.json(followable({**self._definitions, **rest}, is_spaced=True))
-            choices.append(self._marked(self._style.of_json, _SPACES, json, _SPACES))
-        return self._lark.either(choices)
+            parts.append(self._marked(self._style.of_json, _SPACES, json, _SPACES))
+        return self._lark.either(parts)
+
+    def _may_be_text(self, schema: Any, depth: int) -> bool:
+        """Whether a schema admits strings. llguidance itself combines the schemas of other values."""
+        if not isinstance(schema, dict):
+            return schema is not False
+        if isinstance(schema.get("$ref"), str):
+            return self._may_be_text(self._definition(schema["$ref"], depth), depth + 1)
+        values = _values(schema)
+        if values is not None:
+            return any(isinstance(value, str) for value in values)
+        if "type" in schema and "string" not in _kinds(schema):
+            return False
+        found = {key: [self._may_be_text(one, depth) for one in _schemas(schema, key)] for key in _COMBINING}
+        return all(all(each) if key == "allOf" else any(each) for key, each in found.items() if each)
+
+    def _alternatives(self, schema: dict[str, Any], depth: int) -> list[dict[str, Any]]:
+        """The schemas of which a string must match one, instead of ``schema`` and what it combines. Empty if it combines none."""
+        key = next((key for key in _COMBINING if _schemas(schema, key)), None)
+        if key is None:
+            return []
+        own = {name: value for name, value in schema.items() if name != key}
+        if key == "allOf":
+            return [_merged([own, *_schemas(schema, key)])]
+        texts = [one for one in _schemas(schema, key) if self._may_be_text(one, depth)]
+        if key == "oneOf" and len(texts) > 1 and any(self._listed(one, depth) is None for one in texts):
+            raise UnsupportedGuideError("'oneOf' has several schemas that may match the same string")
+        return [_merged([own, one]) for one in _schemas(schema, key)]
+
+    def _listed(self, schema: Any, depth: int) -> list[Any] | None:
+        """The values that a schema lists, or what it refers to."""
+        if not isinstance(schema, dict):
+            return None
+        if isinstance(schema.get("$ref"), str):
+            return self._listed(self._definition(schema["$ref"], depth), depth + 1)
+        return _values(schema)
 
     def _marked(self, mark: str, *value: Part) -> Part:
         return self._lark.sequence([*([constant(mark)] if mark else []), *value, self._literal(self._style.end)])
@@ -127,13 +161,35 @@ class _Writer:
         kinds = [kind for kind in _kinds(schema) if kind != "string"] if "type" in schema else _JSON_KINDS
         return {**schema, "type": kinds} if kinds and self._tells_kinds else None
 
-    def _definition(self, reference: str) -> Any:
+    def _definition(self, reference: str, depth: int) -> Any:
+        if depth > _MAX_REFERENCES:
+            raise UnsupportedGuideError(f"{reference[:80]!r} leads to more than {_MAX_REFERENCES} further references")
         place: Any = self._definitions
         for name in reference.removeprefix("#/").split("/"):
             place = place.get(name) if isinstance(place, dict) else None
         if place is None:
             raise UnsupportedGuideError(f"{reference[:80]!r} leads to no schema")
         return place
+
+
+def _schemas(schema: dict[str, Any], key: str) -> list[Any]:
+    """The schemas that one combines under ``key``."""
+    found = schema.get(key)
+    return found if isinstance(found, list) else []
+
+
+def _merged(schemas: list[Any]) -> dict[str, Any]:
+    """One schema that says what all of them say. Raises UnsupportedGuideError if two differ in a keyword other than types."""
+    merged: dict[str, Any] = {}
+    for schema in [one for one in schemas if isinstance(one, dict)]:
+        for key, value in schema.items():
+            if key == "type" and (
+                kinds := [kind for kind in _kinds(schema) if kind in _kinds({"type": value, **merged})]
+            ):
+                merged[key] = kinds
+            elif key not in _NOTES and merged.setdefault(key, value) != value:
+                raise UnsupportedGuideError(f"{key!r} stands in two schemas of a string in tags, which cannot be kept")
+    return merged
 
 
 def _values(schema: dict[str, Any]) -> list[Any] | None:

@@ -86,6 +86,17 @@ def dsml(**values: tuple[str, str]) -> str:
             [dsml(s=("false", "1")), dsml(n=("false", "1")), dsml(e=("false", "x")), dsml(e=("true", " x")),
              dsml(a=("false", "x"))],
         ),
+        (
+            {"type": "json_schema", "style": "deepseek_xml", "json_schema": {
+                "properties": {"e": {"allOf": [{"$ref": "#/$defs/e"}], "default": "x"},
+                               "n": {"oneOf": [{"type": "integer"}, {"type": "boolean"}]},
+                               "o": {"type": ["string", "null"], "oneOf": [{"const": "a"}, {"type": "null"}]},
+                               "s": {"type": "string", "anyOf": [{"maxLength": 1}, {"minLength": 3}]}},
+                "$defs": {"e": {"type": "string", "enum": ["x", "y"]}}}},
+            [dsml(e=("true", "x"), n=("false", "1")), dsml(n=("false", "true"), o=("true", "a")), dsml(o=("false", "null")),
+             dsml(s=("true", "a")), dsml(s=("true", "abc"))],
+            [dsml(e=("true", "z")), dsml(n=("true", "z")), dsml(o=("true", "b")), dsml(s=("true", "ab")), dsml(s=("false", "1"))],
+        ),
     ],
 )  # fmt: skip
 def test_formats(
@@ -107,6 +118,10 @@ def test_formats(
         ({"type": "json_schema", "json_schema": {}, "style": "cohere_xml"}, "the style 'cohere_xml'"),
         ({"type": "json_schema", "json_schema": {"properties": {"a": {"type": "string", "pattern": "a"}}},
           "style": "qwen_xml"}, "'pattern'"),
+        ({"type": "json_schema", "json_schema": {"properties": {"a": {"oneOf": [{"type": "string"}, {"const": "a"}]}}},
+          "style": "qwen_xml"}, "'oneOf' has several schemas that may match the same string"),
+        ({"type": "json_schema", "json_schema": {"properties": {"a": {"allOf": [{"minLength": 1}, {"minLength": 2}]}}},
+          "style": "qwen_xml"}, "'minLength' stands in two schemas"),
         ({"type": "json_schema", "json_schema": {"not": {}}}, '["not"]'),
     ],
 )  # fmt: skip
