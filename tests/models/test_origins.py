@@ -57,18 +57,18 @@ def test_a_rank_has_a_part_of_a_matrix() -> None:
     assert isinstance(joined, Traced)
     assert joined.origin is not None
     pieces = (rows("gate", 2, 5), rows("up", 2, 5))  # of each half
-    assert joined.origin.part(0, range(2, 5), 2) == Origin((pieces,), is_stack=False)
-    assert joined.origin.part(0, range(4, 8), 1) == Origin(((rows("gate", 4), rows("up", 0, 2)),), is_stack=False)
+    assert joined.origin.part(0, (range(2, 5), range(8, 11))) == Origin((pieces,), is_stack=False)
+    assert joined.origin.part(0, (range(4, 8),)) == Origin(((rows("gate", 4), rows("up", 0, 2)),), is_stack=False)
     columns = (rows("gate", ins=range(1, 3)), rows("up", ins=range(1, 3)))
-    assert joined.origin.part(1, range(1, 3), 1) == Origin((columns,), is_stack=False)
-    assert joined.origin.part(1, range(1), 2) is None
+    assert joined.origin.part(1, (range(1, 3),)) == Origin((columns,), is_stack=False)
+    assert joined.origin.part(1, (range(1), range(2, 3))) is None
     experts = Traced.of("experts", (2, 4, 6), HALF).origin  # inputs before outputs
     assert experts is not None
-    found = experts.part(2, range(2), 2)
+    found = experts.part(2, (range(2), range(3, 5)))
     assert found is not None
     first, second = ((rows("experts", start, start + 2), rows("experts", start + 3, start + 5)) for start in (0, 6))
     assert found.matrices == (first, second)
-    fewer = experts.part(1, range(2, 4), 1)
+    fewer = experts.part(1, (range(2, 4),))
     assert fewer is not None
     assert [one.ins for one in fewer.rows] == [range(2, 4)] * 2
 

@@ -12,7 +12,7 @@ import torch
 
 from kvrelay.common.errors import ModelError
 from kvrelay.engine.models.hf import ranked
-from kvrelay.engine.models.hf.ranks.cuts import Cuts, LinearCut
+from kvrelay.engine.models.hf.ranks.cuts import Cuts
 from tests.engine.ranks.conftest import load_ranks
 
 from .test_quantised import FORMATS, ours, stored
@@ -37,11 +37,11 @@ def test_a_plan_that_is_wrong_for_a_kind_of_layers_is_refused(
     def wrong(*given: Any) -> Cuts:
         cuts, name = find(*given), f"model.layers.1.{layer}"
         one, weight = cuts.linears[name], cuts.parameters[f"{name}.weight"]
-        other = range(one.part.stop, 2 * one.part.stop)
+        other = (range(one.size, 2 * one.size),)
         return replace(
             cuts,
-            linears=cuts.linears | {name: LinearCut(one.by_outputs, other)},
-            parameters=cuts.parameters | {f"{name}.weight": replace(weight, part=other)},
+            linears=cuts.linears | {name: replace(one, ranges=other)},
+            parameters=cuts.parameters | {f"{name}.weight": replace(weight, ranges=other)},
         )
 
     monkeypatch.setattr(ranked, "find_cuts", wrong)

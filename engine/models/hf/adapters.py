@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from kvrelay.engine.models.adapters import AdaptedLayer, Adapters
 from kvrelay.engine.models.hf.model import TransformersModel
 from kvrelay.engine.models.hf.parts import Adapt, is_linear, linear_shape
-from kvrelay.engine.models.hf.ranks.cuts import LinearCut
+from kvrelay.engine.models.hf.ranks.ranges import LinearCut
 from kvrelay.engine.models.hf.text import text_decoder
 from kvrelay.engine.models.ops import Linear
 
@@ -75,10 +75,9 @@ def adapt_layers(adapters: Adapters, layers: Mapping[str, AdaptedLayer], cuts: M
 
 
 def _parts(layer: AdaptedLayer, cut: LinearCut | None) -> list[AdaptedLayer]:
-    """What a rank has of a layer: a part of each section."""
+    """What a rank has of a layer, range by range."""
     if cut is None:
         return [layer]
-    if not cut.by_outputs:
-        return [replace(layer, inputs=cut.part)]
-    firsts = range(0, layer.num_outputs, layer.num_outputs // cut.sections)
-    return [replace(layer, outputs=range(first + cut.part.start, first + cut.part.stop)) for first in firsts]
+    if cut.by_outputs:
+        return [replace(layer, outputs=one) for one in cut.ranges]
+    return [replace(layer, inputs=one) for one in cut.ranges]

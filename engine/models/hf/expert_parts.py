@@ -55,7 +55,7 @@ def find_expert_parts(model: nn.Module, cuts: Cuts, kept: Collection[str]) -> Ex
         parameter = traced.get(path)
         if parameter is None or parameter.origin is None or not parameter.origin.is_stack:
             continue
-        part = parameter.origin.part(cut.dim, cut.part, cut.sections)
+        part = parameter.origin.part(cut.dim, cut.ranges)
         if part is not None:
             origins[path] = part
     # What another parameter needs as a whole is read as a whole.

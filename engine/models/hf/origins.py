@@ -44,20 +44,16 @@ class Origin:
         """All pieces."""
         return [rows for matrix in self.matrices for rows in matrix]
 
-    def part(self, dim: int, part: range, sections: int) -> Origin | None:
-        """The origin of a part of the parameter: along ``dim``, the same range of each of some equal sections.
+    def part(self, dim: int, ranges: Sequence[range]) -> Origin | None:
+        """The origin of a part of the parameter: some ranges along ``dim``, one behind the other.
 
-        ``dim`` is not that of experts. None if inputs have several sections.
+        ``dim`` is not that of experts. None for several ranges of inputs.
         """
         if dim != _outs_dim(self):
-            return self._of_inputs(part) if sections == 1 else None
-        matrices = []
-        for matrix in self.matrices:
-            size = sum(len(rows.outs) for rows in matrix) // sections
-            starts = range(0, size * sections, size)
-            matrices.append(
-                tuple(rows for start in starts for rows in _some(matrix, start + part.start, start + part.stop))
-            )
+            return self._of_inputs(*ranges) if len(ranges) == 1 else None
+        matrices = (
+            tuple(rows for one in ranges for rows in _some(matrix, one.start, one.stop)) for matrix in self.matrices
+        )
         return replace(self, matrices=tuple(matrices))
 
     def _of_inputs(self, part: range) -> Origin:

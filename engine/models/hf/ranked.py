@@ -121,7 +121,7 @@ def load_rank(asked: ToLoad, part: RankPart) -> LoadedModel:
 def _part_of(cuts: Cuts, path: str, origin: Origin) -> Origin | None:
     """What a rank has of a stored parameter."""
     cut = cuts.parameters.get(path)
-    return origin if cut is None else origin.part(cut.dim, cut.part, cut.sections)
+    return origin if cut is None else origin.part(cut.dim, cut.ranges)
 
 
 def _layers_of(model: PreTrainedModel, outline: TransformersModel) -> Layers:

@@ -54,7 +54,7 @@ def settle(whole: TransformersModel, cuts: Cuts, cut: Cut) -> TransformersModel:
     name = type(model).__name__
     for layer_name, one in cuts.linears.items():
         layer: Any = model.get_submodule(layer_name)
-        setattr(layer, "out_features" if one.by_outputs else "in_features", len(one.part) * one.sections)
+        setattr(layer, "out_features" if one.by_outputs else "in_features", one.size)
         if f"{layer_name}.bias" in cuts.dropped:
             layer.bias = None
     for path in cuts.silent:

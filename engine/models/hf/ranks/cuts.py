@@ -17,39 +17,13 @@ from kvrelay.common.errors import ModelError
 from kvrelay.engine.config.cut import Cut
 from kvrelay.engine.models.hf.model import TransformersModel
 from kvrelay.engine.models.hf.ranks.plan import Kind, Plan
+from kvrelay.engine.models.hf.ranks.ranges import LinearCut, ParameterCut, of_each
 from kvrelay.engine.models.hf.text import text_decoder
 
 # For each kind of an expert's matrix ``[experts, outputs, inputs]``, or transposed: where its columns are, in how many sections.
 _EXPERT_SIDES = {Kind.BY_OUTPUTS: (1, 1), Kind.BY_INPUTS: (2, 1), Kind.OUTPUTS_OF_TWO: (1, 2), Kind.LAST_OF_TWO: (2, 2)}
 
 _KEYS_AND_VALUES = (".k_proj", ".v_proj")  # ends of names of layers that make them
-
-
-@dataclass(frozen=True, slots=True)
-class LinearCut:
-    """A rank's part of a linear layer: some of its outputs, or some of its inputs.
-
-    In the second case the ranks' results must be summed.
-    """
-
-    by_outputs: bool
-    part: range
-    sections: int = 1  # the outputs are so many equal sections, and ``part`` is taken of each
-
-
-@dataclass(frozen=True, slots=True)
-class ParameterCut:
-    """A rank's part of a parameter: along ``dim`` the same range of each of some equal sections."""
-
-    dim: int
-    part: range
-    sections: int = 1
-
-    def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """The rank's part: a view of a single section, a copy of several."""
-        each = whole.chunk(self.sections, self.dim)
-        parts = [one.narrow(self.dim, self.part.start, len(self.part)) for one in each]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +89,7 @@ class _Cutter:
             elif kind in (Kind.BY_OUTPUTS, Kind.BY_INPUTS) and type(module) is nn.Linear:
                 self._linears[name] = self._of_linear(name, module, by_outputs=kind is Kind.BY_OUTPUTS)
             elif kind is Kind.BY_OUTPUTS and module is None and self._parameters[name].dim() == 1:
-                self._cuts[name] = ParameterCut(0, self._evenly(name, len(self._parameters[name])))
+                self._cuts[name] = ParameterCut(0, (self._evenly(name, len(self._parameters[name])),))
             elif kind in (Kind.GATHERED, Kind.SPLIT) and type(module) is nn.Linear:
                 if (its := self._of_fused_mlp(name)) is not None:
                     self._linears[name] = its
@@ -142,11 +116,11 @@ class _Cutter:
     def _with_parameters(self, experts: set[str], silent: set[str]) -> Cuts:
         cuts, dropped = self._cuts, set()
         for name, one in self._linears.items():
-            cuts[f"{name}.weight"] = ParameterCut(int(not one.by_outputs), one.part, one.sections)
+            cuts[f"{name}.weight"] = ParameterCut(int(not one.by_outputs), one.ranges)
             if f"{name}.bias" not in self._parameters:
                 continue
             if one.by_outputs:
-                cuts[f"{name}.bias"] = ParameterCut(0, one.part, one.sections)
+                cuts[f"{name}.bias"] = ParameterCut(0, one.ranges)
             elif self._cut.rank:
                 dropped.add(f"{name}.bias")
         others = frozenset(silent) if self._cut.rank else frozenset()
@@ -156,12 +130,12 @@ class _Cutter:
         """The rank's part of a layer's outputs, or inputs. Attention gives every rank equally many."""
         size = layer.out_features if by_outputs else layer.in_features
         if (attention := self._attention.get(layer)) is None:
-            return LinearCut(by_outputs, self._columns(name, size))
+            return LinearCut(by_outputs, (self._columns(name, size),))
         num_heads = attention.num_kv_heads
         if name.endswith(_KEYS_AND_VALUES) and num_heads < self._cut.num_ranks and not size % num_heads:
             heads, width = self._cut.heads(num_heads), size // num_heads  # several ranks have the same head
-            return LinearCut(by_outputs, range(heads.start * width, heads.stop * width))
-        return LinearCut(by_outputs, self._evenly(name, size))
+            return LinearCut(by_outputs, (range(heads.start * width, heads.stop * width),))
+        return LinearCut(by_outputs, (self._evenly(name, size),))
 
     def _of_fused_mlp(self, name: str) -> LinearCut | None:
         """The rank's part of an MLP's layer if gate and up are one layer; None for other layers, which stay whole."""
@@ -175,7 +149,7 @@ class _Cutter:
             return None
         part = self._columns(name, second.in_features)
         is_first = self._modules[name] is first
-        return LinearCut(is_first, part, 2 if is_first else 1)
+        return LinearCut(is_first, of_each(part, 2 if is_first else 1, second.in_features))
 
     def _cut_experts(self, name: str, module: Any) -> None:
         """Cut the parameters of a module of experts, all by the same columns."""
@@ -191,8 +165,9 @@ class _Cutter:
         counts = {self._parameters[path].shape[dim] // sections for path, (dim, sections) in sides.items()}
         if len(sides) != 2 or len(counts) != 1:
             raise self._refused(f"{name} of {{}} has experts of a form that is not cut yet")
-        part = self._columns(name, counts.pop())
-        self._cuts |= {path: ParameterCut(dim, part, sections) for path, (dim, sections) in sides.items()}
+        (size,) = counts
+        part = self._columns(name, size)
+        self._cuts |= {path: ParameterCut(dim, of_each(part, count, size)) for path, (dim, count) in sides.items()}
 
     def _evenly(self, name: str, size: int) -> range:
         if size % self._cut.num_ranks:
