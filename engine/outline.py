@@ -22,6 +22,7 @@ from kvrelay.engine.config.cut import cuts_of, require_fit, require_indexers, re
 from kvrelay.engine.config.draft_layer import with_draft_layer
 from kvrelay.engine.config.model import ModelShape, load_config, needs_transformers
 from kvrelay.engine.config.quantisation import Quantisation, load_quantisation
+from kvrelay.engine.kv.division import divided_states
 from kvrelay.engine.kv.geometry import geometry_of, state_block_size
 from kvrelay.engine.kv.pool import KvPool
 from kvrelay.engine.models.decoder import DecoderModel
@@ -62,6 +63,7 @@ class ModelOutline:
     has_stored: bool = False  # some weights stay quantised on a GPU
     gpu_weights_nbytes: int  # on one GPU, roughly
     ranks: tuple[RankOutline, ...]  # of a worker; at least one
+    divides_states: bool = False  # each of several ranks has a part of the recurrent layers and their states
     encoder_nbytes: int = 0  # of what encodes images and sounds, which prefill workers may keep beside the weights
 
     @property
@@ -148,7 +150,7 @@ def outline_model(
             for its in (find_cuts(whole, cut) for cut in cuts):  # ranks may have unequal numbers of columns
                 parts = ((name, its.of(name, one)) for name, one in model.named_parameters())
                 own_nbytes.append(_stored_nbytes(parts, stored, dtype, quantisation))
-            of_rank = cut_model(whole, cuts[0])[0].shape  # attention is alike on all
+            of_rank = cut_model(whole, cuts[0])[0].shape  # attention and states are alike on all
     if shape.states and asked is None:
         block_size = state_block_size(shape, block_size)
     geometry = geometry_of(shape, block_size, dtype)
@@ -161,6 +163,7 @@ def outline_model(
         has_stored=bool(stored),
         gpu_weights_nbytes=nbytes,
         ranks=tuple(RankOutline(nbytes, own_geometry) for nbytes in own_nbytes),
+        divides_states=bool(divided_states(of_rank, block_size)),
         encoder_nbytes=num_tower_parameters(config) * dtype.itemsize,
     )
 

@@ -32,6 +32,7 @@ from kvrelay.engine.config.cut import Cut
 from kvrelay.engine.config.draft_layer import draft_layer, with_draft_layer
 from kvrelay.engine.config.model import ModelConfig, load_config
 from kvrelay.engine.config.tokenizer import check_tokenizer
+from kvrelay.engine.kv.division import DividedStates
 from kvrelay.engine.kv.geometry import geometry_of
 from kvrelay.engine.kv.pool import KvPool
 from kvrelay.engine.models.adapted_layers import in_other_stages
@@ -80,8 +81,11 @@ class TorchEngine:
         options: EngineOptions,
         graphs: StepGraphs | None,
         adapters: Adapters | None = None,
+        divided_states: DividedStates | None = None,
     ) -> None:
+        """``divided_states``: see the property; None: no state is divided."""
         self._card = card
+        self._divided_states = divided_states or {}
         self._adapters = adapters
         self._model = model
         self._ops = ops
@@ -224,6 +228,11 @@ class TorchEngine:
     def own_geometry(self) -> KvGeometry:
         """What of a token's K/V is in :attr:`blocks`. The card's geometry is that of the whole model."""
         return self._pool.geometry
+
+    @property
+    def divided_states(self) -> DividedStates:
+        """Which states a rank has a part of, and where that is in :attr:`blocks`."""
+        return self._divided_states
 
     @property
     def store(self) -> BlockStore:

@@ -21,6 +21,7 @@ from kvrelay.engine.backends.options import EngineOptions, asked_blocks, device_
 from kvrelay.engine.config.model import SUPPORTED_DTYPES
 from kvrelay.engine.images.processor import preprocessor_digest
 from kvrelay.engine.images.reader import ProcessorReader
+from kvrelay.engine.kv.division import divided_states
 from kvrelay.engine.kv.geometry import geometry_of, state_block_size
 from kvrelay.engine.kv.pool import KvPool
 from kvrelay.engine.models.adapters import Adapters
@@ -106,7 +107,7 @@ def load_transformers_engine(
     card = card_of(
         options, whole, whole_geometry, num_blocks, device, digest, max_model_len, no_images=images.no_images
     )
-    return TorchEngine(card, model, ops, pool, options, None, adapters)
+    return TorchEngine(card, model, ops, pool, options, None, adapters, divided_states(shape, options.block_size))
 
 
 def _require_full(options: EngineOptions) -> None:

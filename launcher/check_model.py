@@ -78,7 +78,10 @@ class Report:
                 "max_model_len": shape.max_position_embeddings,
                 "kv_bytes_per_token": geometry.token_nbytes,
                 "kv_block_size": geometry.block_size,
-                "kv_groups": [_group_json(group, geometry.block_size) for group in geometry.groups],
+                "kv_groups": [
+                    _group_json(group, own, geometry.block_size)
+                    for group, own in zip(geometry.groups, self.outline.ranks[0].geometry.groups, strict=True)
+                ],
             }
         gpu = None if self.fit is None else dataclasses.asdict(self.fit)
         return found | {"gpu": gpu, "draft_bytes": self.draft_nbytes, "logits": self.logits, "lacks": self.lacks}
@@ -253,18 +256,30 @@ def _rows(outline: ModelOutline) -> list[tuple[str, str]]:
         *_encoder_rows(outline),
         ("longest", f"{shape.max_position_embeddings:,} tokens"),
         ("KV", f"{geometry.token_nbytes:,} bytes per token{_for_good(outline)}, {_token_text(geometry)}"),
-        *_group_rows(geometry),
+        *_group_rows(outline),
     ]
 
 
-def _group_rows(geometry: KvGeometry) -> list[tuple[str, str]]:
+def _group_rows(outline: ModelOutline) -> list[tuple[str, str]]:
     """A row for each group, and one for neighbours that are alike: DeepSeek-V4 has some thirty."""
+    geometry, own = outline.geometry, outline.ranks[0].geometry
+    texts = (
+        _state_text(outline, *pair) if pair[0].kind is GroupKind.STATE else _group_text(pair[0])
+        for pair in zip(geometry.groups, own.groups, strict=True)
+    )
     rows, first = [], 0
-    for text, alike in groupby(_group_text(group, geometry.block_size) for group in geometry.groups):
+    for text, alike in groupby(texts):
         last = first + len(list(alike)) - 1
         rows.append((f"KV group {first}" if first == last else f"KV groups {first}-{last}", text))
         first = last + 1
     return rows
+
+
+def _state_text(outline: ModelOutline, group: KvGroup, own: KvGroup) -> str:
+    """``own``: what a rank has of the group."""
+    whole, part = (f"{outline.geometry.block_size * one.token_nbytes / 2**20:.2f} MiB" for one in (group, own))
+    on_ranks = f", of which each rank keeps {part}" if outline.divides_states else ", whole on each rank"
+    return f"state: {len(group.layers)} layers, {whole} per sequence{on_ranks if len(outline.ranks) > 1 else ''}"
 
 
 def _encoder_rows(outline: ModelOutline) -> list[tuple[str, str]]:
@@ -289,9 +304,7 @@ def _token_text(geometry: KvGeometry) -> str:
     return f"{geometry.block_nbytes / 2**20:.2f} MiB per block of {geometry.block_size}"
 
 
-def _group_text(group: KvGroup, block_size: int) -> str:
-    if group.kind is GroupKind.STATE:
-        return f"state: {len(group.layers)} layers, {block_size * group.token_nbytes / 2**20:.2f} MiB per sequence"
+def _group_text(group: KvGroup) -> str:
     sizes = f"{group.key_size}" if group.key_size == group.value_size else f"{group.key_size} and {group.value_size}"
     window = "" if group.window is None else f" of {window_size(group.window):,} tokens"
     kind = "chunks" if isinstance(group.window, Chunk) else group.kind
@@ -302,10 +315,15 @@ def _group_text(group: KvGroup, block_size: int) -> str:
     )
 
 
-def _group_json(group: KvGroup, block_size: int) -> dict[str, Any]:
+def _group_json(group: KvGroup, own: KvGroup, block_size: int) -> dict[str, Any]:
+    """``own``: what a rank has of the group."""
     if group.kind is GroupKind.STATE:
-        nbytes = block_size * group.token_nbytes
-        return {"kind": str(group.kind), "num_layers": len(group.layers), "bytes_per_sequence": nbytes}
+        return {
+            "kind": str(group.kind),
+            "num_layers": len(group.layers),
+            "bytes_per_sequence": block_size * group.token_nbytes,
+            "bytes_per_sequence_and_rank": block_size * own.token_nbytes,
+        }
     return {
         "kind": str(group.kind),
         "window": msgspec.to_builtins(group.window),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,16 @@ class StateTensor:
     shape: tuple[int, ...]  # of one sequence
     dtype: str
     nbytes: int
+    # Along the first axis: sizes of sections that follow each other. A rank has an equal share of each.
+    # Empty: all ranks have the whole tensor.
+    sections: tuple[int, ...] = ()
+
+    def of_rank(self, num_ranks: int) -> StateTensor:
+        """What each of ``num_ranks`` has of it, which nobody divides further."""
+        if not self.sections:
+            return self
+        shape = (self.shape[0] // num_ranks, *self.shape[1:])
+        return replace(self, shape=shape, nbytes=self.nbytes // num_ranks, sections=())
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +69,18 @@ class EntrySizes:
 
     rate: int  # tokens
     size: int  # elements of an entry
+
+
+@dataclass(frozen=True, slots=True)
+class WholeLayers:
+    """What the layers of a whole model keep, for a rank that has a part of it."""
+
+    kv_sizes: tuple[KvSizes, ...]  # per layer
+    states: tuple[tuple[StateTensor, ...], ...] = ()  # per recurrent layer
+
+    def first(self, count: int, num_recurrent: int) -> WholeLayers:
+        """Those of the first layers of each kind."""
+        return WholeLayers(self.kv_sizes[:count], self.states[:num_recurrent])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,8 +103,8 @@ class ModelShape:
         None
     )
     layer_sizes: tuple[KvSizes, ...] | None = None  # per layer; None: all keep ``num_kv_heads`` heads of ``head_dim``
-    # Of a rank: the sizes of the whole model's layers, so that all ranks have the same groups of layers; None: ``kv_sizes``.
-    grouped_by: tuple[KvSizes, ...] | None = None
+    # Of a rank: what the whole model's layers keep, so that all ranks have its groups of layers; None: what these layers keep.
+    whole_layers: WholeLayers | None = None
     states: tuple[tuple[StateTensor, ...], ...] = ()  # per recurrent layer; in the pool they follow the other layers
     # Per layer that compresses (:mod:`kvrelay.engine.kv.entries`). In the pool the entries of all of them are one layer more, which
     # follows the others.

@@ -19,6 +19,7 @@ from kvrelay.common.block_digests import landed
 from kvrelay.common.kv_geometry import KvGeometry
 from kvrelay.common.late_bytes import Reader
 from kvrelay.engine.config.cut import cuts_of
+from kvrelay.engine.kv.division import BY_HEADS, Division
 from kvrelay.engine.kv.fragments import Fragment, given, taken
 
 Bytes = npt.NDArray[np.uint8]
@@ -62,11 +63,9 @@ class GatheredStore:
         num_blocks: int,
         parts: Sequence[Part],
         num_stages: int = 1,
-        whole: frozenset[int] = frozenset(),
+        division: Division = BY_HEADS,
     ) -> None:
-        """``geometry``: of the whole model. ``num_blocks``: physical ones. ``parts``: of all ranks, in order. ``whole``: groups of
-        which every rank has all heads.
-        """
+        """``geometry``: of the whole model. ``num_blocks``: physical ones. ``parts``: of all ranks, in order."""
         self.num_blocks = num_blocks
         self.block_nbytes = geometry.physical_nbytes
         cuts = cuts_of(len(parts) // num_stages, num_stages)
@@ -74,7 +73,7 @@ class GatheredStore:
 
         def fragments(of: Callable[..., list[Fragment]], group: int) -> list[tuple[Part, list[Fragment]]]:
             pairs = zip(parts, cuts, strict=True)
-            its = ((part, of(geometry, cut, group, is_whole=group in whole)) for part, cut in pairs)
+            its = ((part, of(geometry, cut, group, division)) for part, cut in pairs)
             return [(part, found) for part, found in its if found]
 
         self._given = [fragments(given, group) for group in groups]
@@ -114,7 +113,7 @@ class GatheredStore:
 
     def gather(self, block_id: int, group: int) -> Bytes:
         """A group's block, assembled in new memory."""
-        whole = np.empty(self.block_nbytes, dtype=np.uint8)
+        whole = np.zeros(self.block_nbytes, dtype=np.uint8)
         for part, fragments in self._given[group]:
             with part.reading(block_id) as own:
                 for one in fragments:

@@ -12,7 +12,7 @@ from kvrelay.common.kv_geometry import STATE_WINDOW, Chunk, GroupKind, KvGeometr
 from kvrelay.engine.config.model import EntrySizes, KvSizes, ModelShape, StateTensor
 
 STATE_ALIGNMENT = 16  # bytes; each tensor of a state begins at a multiple
-_POSITION_NBYTES = 8  # in front of a state's tensors: the number of tokens that it is of, int64
+POSITION_NBYTES = 8  # in front of a state's tensors: the number of tokens that it is of, int64
 _SHARE_STEP = 16  # a token's share of a state, or of entries, is a multiple of so many elements, as heads are
 _STATE_BLOCK_SIZES = (64, 512)  # tokens; at least some for a layer to compute at once, at most a step of a CPU
 
@@ -49,7 +49,7 @@ def _attention_kind(shape: ModelShape, window: Window | None) -> GroupKind:
 
 def state_offsets(tensors: Sequence[StateTensor]) -> list[int]:
     """Where in a layer's state its tensors begin, in bytes, and where the last one ends; all are aligned."""
-    offsets = [_aligned(_POSITION_NBYTES)]
+    offsets = [_aligned(POSITION_NBYTES)]
     for tensor in tensors:
         offsets.append(offsets[-1] + _aligned(tensor.nbytes))
     return offsets
@@ -84,6 +84,11 @@ def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // STATE_ALIGNMENT) * STATE_ALIGNMENT
 
 
+def state_nbytes(tensors: Sequence[StateTensor], block_size: int, itemsize: int) -> int:
+    """Bytes that a layer's state takes in a block: its tensors, and what is unused. ``itemsize``: of the pool."""
+    return _state_sizes(tensors, block_size, itemsize).count * block_size * itemsize
+
+
 def _state_sizes(tensors: Sequence[StateTensor], block_size: int, itemsize: int) -> KvSizes:
     """A token's share of a state, if a block of tokens has the state's size. ``itemsize``: of the pool."""
     share = -(-state_offsets(tensors)[-1] // (block_size * itemsize))
@@ -112,9 +117,10 @@ class LayerGroups:
             windows = (*shape.sliding_windows, None)
             sizes = (*shape.kv_sizes, _entry_sizes(shape.entries, block_size))
             return replace(cls.of(windows, sizes, shape.stage_layers), num_attention=0)
-        if shape.grouped_by is None:
+        if shape.whole_layers is None:
             return cls.of(shape.sliding_windows, shape.kv_sizes, shape.stage_layers, states)
-        groups = cls.of(shape.sliding_windows, shape.grouped_by, shape.stage_layers, states)
+        whole = [_state_sizes(tensors, block_size, itemsize) for tensors in shape.whole_layers.states]
+        groups = cls.of(shape.sliding_windows, shape.whole_layers.kv_sizes, shape.stage_layers, whole)
         own = (*shape.kv_sizes, *states)
         return replace(groups, sizes=tuple(own[its[0]] for its in groups.layers))
 

@@ -27,7 +27,8 @@ from kvrelay.common.model_card import ModelCard
 from kvrelay.engine.backends.options import device_of
 from kvrelay.engine.config.cut import Cut, cuts_of
 from kvrelay.engine.kv.device.copies import CudaCopies
-from kvrelay.engine.kv.fragments import own_nbytes, whole_groups
+from kvrelay.engine.kv.division import division_of
+from kvrelay.engine.kv.fragments import own_nbytes
 from kvrelay.engine.kv.gathered import GatheredStore, HostPart, Part
 from kvrelay.engine.load_progress import OthersProgress
 from kvrelay.engine.models.ranks import RankPart
@@ -249,9 +250,9 @@ class RankedEngine:
                     raise ModelError(f"a rank has loaded {card}, its leader {own.card}: all nodes need the same model")
             geometry = own.card.layout.geometry
             num_blocks, num_stages = own.card.num_blocks * len(geometry.groups), settings.model.pipeline_parallel
-            whole = whole_groups(geometry, own.own_geometry)
-            parts = _parts(own.blocks, ranks, [own_nbytes(geometry, cut, whole) for cut in cuts[1:]])
-            store = GatheredStore(geometry, num_blocks, parts, num_stages, whole)
+            division = division_of(geometry, own.own_geometry, own.divided_states)
+            parts = _parts(own.blocks, ranks, [own_nbytes(geometry, cut, division) for cut in cuts[1:]])
+            store = GatheredStore(geometry, num_blocks, parts, num_stages, division)
             return cls(own, ranks, group, store, cuts[-1])
         except BaseException as error:
             reason = wait_for_reason(lambda: ranks.why_lost, AGREE_S) if may_be_theirs(error) else None

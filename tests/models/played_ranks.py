@@ -17,7 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from kvrelay.common.model_card import ModelCard
 from kvrelay.engine.config.cut import cuts_of
-from kvrelay.engine.kv.fragments import whole_groups
+from kvrelay.engine.kv.division import division_of
 from kvrelay.engine.kv.gathered import GatheredStore, HostPart
 from kvrelay.engine.models.ranks import RankPart
 from kvrelay.engine.step.interface import LaunchedStep
@@ -117,7 +117,8 @@ class ThreadedRanks:
         assert all(one.card == own.card for one in self.ranks)
         parts = [HostPart(one.blocks.numpy()) for one in self.ranks]
         num_blocks = own.card.num_blocks * len(geometry.groups)
-        self.store = GatheredStore(geometry, num_blocks, parts, whole=whole_groups(geometry, own.own_geometry))
+        division = division_of(geometry, own.own_geometry, own.divided_states)
+        self.store = GatheredStore(geometry, num_blocks, parts, division=division)
 
     @property
     def card(self) -> ModelCard:

@@ -205,6 +205,13 @@ def test_on_a_cpu_all_weights_are_full(tmp_path: Path, monkeypatch: pytest.Monke
 RANKED: dict[str, tuple[str, str, dict[str, int], float]] = {
     "experts": ("glm4_moe", "fp8-blocks", {}, 0.6),
     "packed gate and up": ("phi3", "gptq-8-bits", {}, 0.85),  # attention stays whole
+    "recurrent": ("qwen3_next", "gptq", {"linear_value_head_dim": 16}, 0.6),
+    "recurrent, by kinds": (
+        "qwen3_5_text",
+        "fp8-blocks",
+        {"linear_key_head_dim": 16, "linear_value_head_dim": 16},
+        0.6,
+    ),
     "groups": ("qwen2_moe", "w4a16", {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}, 0.6),
 }
 

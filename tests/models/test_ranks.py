@@ -33,7 +33,7 @@ from .tiny import VOCAB
 
 pytestmark = pytest.mark.long
 TOLERANCE = 2e-4  # of log probabilities; some types sum over many experts
-# In processes of their own: experts beside recurrent layers, whose states are whole on every rank, and whole attention.
+# In processes of their own: experts beside recurrent layers, whose states ranks divide, and whole attention.
 IN_PROCESSES = ("qwen3_next", "olmo2")
 # Biases, an MLP of two products, one product for queries, keys and values; experts, also transposed; gate and up in one layer,
 # latents, sinks, experts without parameters, heads of unequal size.

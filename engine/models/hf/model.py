@@ -134,7 +134,7 @@ class TransformersModel:
         if self.compressed is not None:
             self.compressed = CompressedLayers([one.module for one in self.layers])
         left = Layers(self.layers, [], self.compressed)
-        windows, sizes = own_windows(left), pool_sizes(left)
+        windows, sizes, of_all = own_windows(left), pool_sizes(left), self.shape.whole_layers
         self.shape = replace(
             self.shape,
             num_layers=len(windows),
@@ -143,7 +143,7 @@ class TransformersModel:
             sliding_windows=windows,
             layer_sizes=sizes,
             entries=() if self.compressed is None else self.compressed.entries,
-            grouped_by=None if self.shape.grouped_by is None else self.shape.grouped_by[: len(sizes)],
+            whole_layers=None if of_all is None else of_all.first(len(sizes), len(self.recurrent)),
             states=self.shape.states[: len(self.recurrent)],
         )
         try:

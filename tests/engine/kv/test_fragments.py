@@ -10,6 +10,7 @@ import pytest
 
 from kvrelay.common.kv_geometry import GroupKind, KvGeometry, KvGroup
 from kvrelay.engine.config.cut import Cut, cuts_of
+from kvrelay.engine.kv.division import Division
 from kvrelay.engine.kv.fragments import Fragment, given, taken
 from kvrelay.engine.kv.gathered import GatheredStore, HostPart
 
@@ -93,12 +94,13 @@ def owned(layout: KvGeometry, cut: Cut, group: int) -> np.ndarray:
 
 def test_ranks_with_all_heads_take_all_and_the_first_of_each_stage_gives() -> None:
     layout = geometry("windows", 4)
+    whole = Division(frozenset(range(len(layout.groups))))
     for group, one in enumerate(layout.groups):
         for cut in cuts_of(2, 2):
-            fragments = taken(layout, cut, group, is_whole=True)
+            fragments = taken(layout, cut, group, whole)
             num_layers = len(set(one.layers) & set(cut.layers(5)))
             assert own_nbytes(fragments) == group_nbytes(layout, group) // len(one.layers) * num_layers
-            assert given(layout, cut, group, is_whole=True) == ([] if cut.rank else fragments)
+            assert given(layout, cut, group, whole) == ([] if cut.rank else fragments)
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,9 @@ import torch
 
 from kvrelay.common.kv_geometry import GroupKind
 from kvrelay.engine.config.cut import cuts_of
-from kvrelay.engine.config.model import KvSizes, ModelShape, StateTensor, load_config, parse_config
-from kvrelay.engine.kv.fragments import taken, whole_groups
+from kvrelay.engine.config.model import KvSizes, ModelShape, StateTensor, WholeLayers, load_config, parse_config
+from kvrelay.engine.kv.division import division_of
+from kvrelay.engine.kv.fragments import taken
 from kvrelay.engine.kv.geometry import LayerGroups, geometry_of
 from kvrelay.engine.kv.pool import KvPool
 
@@ -78,18 +79,16 @@ def test_a_rank_with_whole_states_has_the_groups_of_the_whole_model() -> None:
         sliding_windows=(None,), layer_sizes=(sizes,), states=((state,),) * 4, dtype="float32", rope_text="",
     )  # fmt: skip
     alone = replace(whole, num_kv_heads=2, layer_sizes=(replace(sizes, num_kv_heads=2),))
-    rank = replace(alone, grouped_by=(sizes,))
+    rank = replace(alone, whole_layers=WholeLayers((sizes,), whole.states))
     groups = [LayerGroups.of_shape(shape, 8) for shape in (whole, alone, rank)]
     assert groups[1].layers != groups[0].layers
     assert (groups[2].layers, groups[2].places) == (groups[0].layers, groups[0].places)
     assert groups[2].sizes == (rank.kv_sizes[0], *groups[0].sizes[1:])
     geometries = [geometry_of(shape, 8, torch.float32) for shape in (whole, rank)]
-    assert whole_groups(*geometries) == set(range(1, len(groups[0].layers)))
+    division = division_of(geometries[0], geometries[1], {})
+    assert division.whole == set(range(1, len(groups[0].layers)))
     for group in range(len(groups[0].layers)):
-        is_whole = group in whole_groups(*geometries)
-        (fragments,) = {
-            sum(one.nbytes for one in taken(geometries[0], cut, group, is_whole=is_whole)) for cut in cuts_of(2, 1)
-        }
+        (fragments,) = {sum(one.nbytes for one in taken(geometries[0], cut, group, division)) for cut in cuts_of(2, 1)}
         assert fragments == geometries[1].groups[group].token_nbytes * 8
 
 

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from kvrelay.common.errors import ModelError
 from kvrelay.engine.config.cut import Cut
+from kvrelay.engine.config.model import StateTensor, WholeLayers
 from kvrelay.engine.models.hf.gate import Layers, probe_layers
 from kvrelay.engine.models.hf.loading import load_full_config
 from kvrelay.engine.models.hf.model import TransformersModel, pool_sizes, shape_of
@@ -60,6 +61,8 @@ def settle(whole: TransformersModel, cuts: Cuts, cut: Cut) -> TransformersModel:
     for path in cuts.silent:
         parent, _, own_name = path.rpartition(".")
         setattr(model.get_submodule(parent), own_name, _Silent())
+    for path, its in cuts.recurrent.items():
+        its.settle(model.get_submodule(path))
     heads = _heads_of_layers(whole, cuts, cut)
     for before, (num_q_heads, num_kv_heads) in zip(whole.layers, heads, strict=True):
         if _GROUPS in vars(before.module):
@@ -80,13 +83,18 @@ def settle(whole: TransformersModel, cuts: Cuts, cut: Cut) -> TransformersModel:
         raise ModelError(
             f"{asked}, but the plan of transformers for {name} does not cut its attention by heads: take 1"
         )
+    states = _divided_states(whole, cuts)
+    own_states = tuple(layer.tensors for layer in probed.states)
+    if own_states != tuple(tuple(one.of_rank(cut.num_ranks) for one in tensors) for tensors in states):
+        raise ModelError(f"{asked}, but a part of {name} does not keep the part of its states: take 1")
     layers = Layers(attention, probed.states, probed.compressed)
     shape = replace(
         whole.shape,
         num_q_heads=max((layer.num_q_heads for layer in attention), default=0),
         num_kv_heads=max((layer.num_kv_heads for layer in attention), default=0),
         layer_sizes=pool_sizes(layers),
-        grouped_by=whole.shape.kv_sizes,
+        states=own_states,
+        whole_layers=WholeLayers(whole.shape.kv_sizes, states),
     )
     part = TransformersModel(model, layers, shape)
     part.use_our_attention()
@@ -107,6 +115,15 @@ def _heads_of_layers(whole: TransformersModel, cuts: Cuts, cut: Cut) -> list[tup
     return [(layer.num_q_heads // cut.num_ranks, len(cut.heads(layer.num_kv_heads))) for layer in whole.layers]
 
 
+def _divided_states(whole: TransformersModel, cuts: Cuts) -> tuple[tuple[StateTensor, ...], ...]:
+    """The whole model's states, with the sections of those that ranks divide."""
+    by_layer = {whole.model.get_submodule(path): one for path, one in cuts.recurrent.items()}
+    return tuple(
+        tensors if (one := by_layer.get(layer)) is None else one.divided(tensors)
+        for layer, tensors in zip(whole.recurrent, whole.shape.states, strict=True)
+    )
+
+
 class _Silent(nn.Module):
     """Takes the place of a module whose result another rank adds."""
 
@@ -116,14 +133,18 @@ class _Silent(nn.Module):
 
 
 def sum_outputs(model: PreTrainedModel, cuts: Cuts, collectives: Collectives) -> None:
-    """Make experts and layers that are cut by inputs sum over ranks. A layer that is part of a larger replaced part is the last one
-    there.
+    """Make what is cut sum its results over ranks: layers that are cut by inputs, experts, and recurrent layers.
+
+    A layer that is part of a larger replaced part is the last one there. A recurrent layer calls its output product once for each
+    part of a step. So what it returns is summed, once.
     """
 
     def add_up(_layer: nn.Module, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
         return collectives.sum(output)
 
     modules = dict(model.named_modules())
-    for name in (*(name for name, cut in cuts.linears.items() if not cut.by_outputs), *cuts.experts):
+    inside = {f"{path}.{name}" for path, one in cuts.recurrent.items() for name in one.linears}
+    by_inputs = (name for name, cut in cuts.linears.items() if not cut.by_outputs and name not in inside)
+    for name in (*by_inputs, *cuts.experts, *cuts.recurrent):
         layer = modules.get(name) or modules[name.rpartition(".")[0]]
         layer.register_forward_hook(add_up)

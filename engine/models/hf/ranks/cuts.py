@@ -1,13 +1,13 @@
 """What a rank keeps of a transformers model, by the plan for its type (:mod:`kvrelay.engine.models.hf.ranks.plan`).
 
 Attention is cut by heads, or stays whole on every rank with all its K/V. MLPs and experts are cut by columns, after which ranks
-sum. Recurrent layers, embeddings, norms and the head stay whole.
+sum. Some recurrent layers are cut by heads, too. Embeddings, norms, the head and other recurrent layers stay whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from kvrelay.engine.config.cut import Cut
 from kvrelay.engine.models.hf.model import TransformersModel
 from kvrelay.engine.models.hf.ranks.plan import Kind, Plan
 from kvrelay.engine.models.hf.ranks.ranges import LinearCut, ParameterCut, of_each
+from kvrelay.engine.models.hf.ranks.recurrent import RecurrentCut, recurrent_cut
 from kvrelay.engine.models.hf.text import text_decoder
 
 # For each kind of an expert's matrix ``[experts, outputs, inputs]``, or transposed: where its columns are, in how many sections.
@@ -35,6 +36,9 @@ class Cuts:
     dropped: frozenset[str]  # paths of biases that another rank adds
     experts: frozenset[str] = frozenset()  # paths of modules with a part of each expert, whose results must be summed
     silent: frozenset[str] = frozenset()  # paths of modules whose results another rank adds
+    recurrent: Mapping[str, RecurrentCut] = field(
+        default_factory=dict
+    )  # by path of a layer, whose results must be summed
 
     def of(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         """The rank's part of the parameter ``name``, a view where that is possible; of a dropped one nothing is left."""
@@ -97,7 +101,8 @@ class _Cutter:
                 raise self._refused(f"{name} of {{}} is cut by {kind.value}, which is not served yet")
         if not self._linears and not experts:
             raise self._refused("the plan of transformers for {} cuts nothing")
-        return self._with_parameters(experts, silent)
+        recurrent = self._cut_recurrent()
+        return self._with_parameters(experts, silent, recurrent)
 
     def _planned(self) -> Iterator[tuple[str, Kind]]:
         """Modules and parameters that the plan names and that do not stay whole, modules first."""
@@ -113,7 +118,20 @@ class _Cutter:
             if kind is not None and kind is not Kind.WHOLE:
                 yield name, kind
 
-    def _with_parameters(self, experts: set[str], silent: set[str]) -> Cuts:
+    def _cut_recurrent(self) -> dict[str, RecurrentCut]:
+        """Cut recurrent layers by heads, if their type and the number of ranks allow it."""
+        model_type = self._whole.model.config.get_text_config().model_type
+        paths = {module: path for path, module in self._modules.items()}
+        found: dict[str, RecurrentCut] = {}
+        for layer in self._whole.recurrent:
+            path = paths[layer]
+            if (one := recurrent_cut(model_type, layer, self._cut)) is not None:
+                found[path] = one
+                self._linears |= {f"{path}.{name}": linear for name, linear in one.linears.items()}
+                self._cuts |= {f"{path}.{name}": parameter for name, parameter in one.parameters.items()}
+        return found
+
+    def _with_parameters(self, experts: set[str], silent: set[str], recurrent: dict[str, RecurrentCut]) -> Cuts:
         cuts, dropped = self._cuts, set()
         for name, one in self._linears.items():
             cuts[f"{name}.weight"] = ParameterCut(int(not one.by_outputs), one.ranges)
@@ -124,7 +142,7 @@ class _Cutter:
             elif self._cut.rank:
                 dropped.add(f"{name}.bias")
         others = frozenset(silent) if self._cut.rank else frozenset()
-        return Cuts(self._linears, cuts, frozenset(dropped), frozenset(experts), others)
+        return Cuts(self._linears, cuts, frozenset(dropped), frozenset(experts), others, recurrent)
 
     def _of_linear(self, name: str, layer: nn.Linear, *, by_outputs: bool) -> LinearCut:
         """The rank's part of a layer's outputs, or inputs. Attention gives every rank equally many."""
