@@ -22,10 +22,12 @@ from tests.engine.conftest import assert_same_tokens
 from tests.engine.ranks.conftest import load_ranks
 
 from .played_ranks import PlayedCollectives, ThreadedRanks
+from .test_kept import save_stored
 from .test_kernels import Run, relayed
+from .test_quantised import ours
 from .test_ranks import TOLERANCE, answer
 from .test_states import PROMPT
-from .test_types import again, saved
+from .test_types import again, engine_of, saved
 from .tiny import generate, tiny_model
 
 pytestmark = [
@@ -79,6 +81,17 @@ def test_what_ranks_do_not_divide_stays_whole(tmp_path: Path, monkeypatch: pytes
         expected = relayed(Run(one), Run(again(tmp_path)))
         for given, wanted in zip(relayed(Run(four), Run(one)), expected, strict=True):  # type: ignore[arg-type]
             assert_same_tokens(given, wanted, TOLERANCE)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("model_type", "name"), [("qwen3_next", "gptq"), ("qwen3_5_text", "fp8-blocks")])
+def test_ranks_expand_their_parts_of_quantised_weights(
+    model_type: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = save_stored(model_type, name, tmp_path, linear_key_head_dim=16, linear_value_head_dim=16)
+    wanted = ours(engine_of(directory))
+    with ThreadedRanks(directory, 2, monkeypatch) as two:
+        torch.testing.assert_close(ours(two), wanted, rtol=0, atol=TOLERANCE)  # type: ignore[arg-type]
 
 
 def test_channels_in_another_order_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
