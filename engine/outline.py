@@ -174,7 +174,7 @@ def _gpu_nbytes(places: Mapping[str, Place], dtype: torch.dtype, quantisation: Q
     for name, place in places.items():
         is_stored = quantisation is not None and _stays(quantisation, name, place)
         of_each = quantisation.stored_bits(name) if is_stored and quantisation is not None else 8 * dtype.itemsize
-        bits += math.prod(map(len, place.part)) * of_each
+        bits += math.prod(place.target.shape) * of_each
     return int(bits / 8)
 
 

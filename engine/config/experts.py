@@ -23,6 +23,7 @@ class Router:
     is_normalised: bool = True  # a token's factors add up to 1 (before ``scale``)
     num_groups: int = 1  # groups of neighbouring experts
     top_groups: int = 1  # groups that a token's experts may be in
+    num_scoring: int = 1  # the best experts of a group, whose scores add up to the group's
     scale: float = 1.0  # multiplies all factors
     is_wide: bool = False  # logits are computed in float32, in a model of any dtype
 

@@ -22,6 +22,14 @@ class Windows(enum.Enum):
     BY_LAYER = enum.auto()  # as ``layer_types`` says; without that, layers from ``max_window_layers`` on
 
 
+class ExpertTensors(enum.Enum):
+    """How a checkpoint has a layer's experts. In one tensor per product they are ``gate_up_proj`` and ``down_proj``."""
+
+    SINGLE = enum.auto()  # a tensor for each expert and product
+    TRANSPOSED = enum.auto()  # ``[experts, ins, outs]``, gate and up interleaved, with biases
+    STACKED = enum.auto()  # ``[experts, outs, ins]``, gate before up, without biases
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertFacts:
     """How a family names its experts, and how it routes. Tensor names are given without their layer."""
@@ -30,13 +38,10 @@ class ExpertFacts:
     router: str = "mlp.gate"
     has_router_bias: bool = False
     experts: str = "mlp.experts"
-    gate: str = "gate_proj"
+    gate: str = "gate_proj"  # these three of single tensors
     up: str = "up_proj"
     down: str = "down_proj"
-    is_fused: bool = (
-        # One tensor per layer: ``gate_up_proj`` (gate and up interleaved) and ``down_proj``, transposed, with biases.
-        False
-    )
+    tensors: ExpertTensors = ExpertTensors.SINGLE
     has_dense_layers: bool = False  # layers left out by ``decoder_sparse_step`` or in ``mlp_only_layers``
     # ``mlp_layer_types`` says which layers are "sparse"; without that, those from ``first_k_dense_replace`` on that
     # ``moe_layer_freq`` divides.
@@ -48,6 +53,7 @@ class ExpertFacts:
     choice_bias: str | None = None
     may_lack_choice_bias: bool = False  # a checkpoint without it means zeros
     has_groups: bool = False  # uses ``n_group`` and ``topk_group``, unless ``topk_method`` is greedy
+    num_scoring: int = 1  # the best experts of a group, whose scores add up to the group's
     shared: str | None = None  # name of the ``n_shared_experts``, which are one MLP
     # A norm of what experts and shared ones add up to. Checkpoints may have one beside other MLPs, which do not use it.
     norm: str | None = None
@@ -60,6 +66,8 @@ class TextPart:
     config: str  # key in config.json
     prefix: str  # of the names of its tensors
     towers: tuple[str, ...]  # prefixes of the other tensors, which are not loaded
+    types: tuple[str, ...] = ()  # its possible types, if the checkpoint's class says too little
+    gives_way: bool = False  # ``--backend auto`` takes transformers, which reads images, too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +83,7 @@ class Family:
     is_latent: bool = False  # latent attention (:mod:`kvrelay.engine.config.latent`)
     # Whether the indexer rotates dimension 2 i with 2 i + 1, unless ``indexer_rope_interleave`` says it; None: there is no indexer.
     is_indexer_interleaved: bool | None = None
+    has_query_growth: bool = False  # by the position (:class:`kvrelay.engine.config.latent.QueryGrowth`)
     experts: ExpertFacts | None = None
     text: TextPart | None = None  # None: the checkpoint is nothing else
     # What keys mean that a ``config.json`` lacks, where transformers' class has another default than Llama's.
@@ -87,6 +96,7 @@ _DEEPSEEK_V3_EXPERTS = ExpertFacts(
     is_wide=True,
     choice_bias="e_score_correction_bias",
     has_groups=True,
+    num_scoring=2,
     shared="mlp.shared_experts",
 )
 _DEEPSEEK_V3 = Family(
@@ -103,6 +113,18 @@ _DEEPSEEK_V3 = Family(
 _KIMI_K25 = replace(
     _DEEPSEEK_V3,
     text=TextPart(config="text_config", prefix="language_model.", towers=("vision_tower.", "mm_projector.")),
+)
+_MISTRAL4 = Family(
+    is_latent=True,
+    has_query_growth=True,
+    experts=ExpertFacts(
+        has_first_dense=True,
+        tensors=ExpertTensors.STACKED,
+        has_groups=True,
+        num_scoring=2,
+        shared="mlp.shared_experts",
+    ),
+    defaults={"norm_topk_prob": True},
 )
 
 FAMILIES: dict[str, Family] = {
@@ -142,7 +164,7 @@ FAMILIES: dict[str, Family] = {
             intermediate_size="intermediate_size",
             router="mlp.router",
             has_router_bias=True,
-            is_fused=True,
+            tensors=ExpertTensors.TRANSPOSED,
             is_normalised=True,
         ),
         defaults={"sliding_window": 128, "rms_norm_eps": 1e-5},
@@ -174,6 +196,17 @@ FAMILIES: dict[str, Family] = {
         _DEEPSEEK_V3,
         experts=replace(_DEEPSEEK_V3_EXPERTS, may_lack_choice_bias=True, norm="post_mlp_layernorm"),
         defaults={**_DEEPSEEK_V3.defaults, "first_k_dense_replace": 1},
+    ),
+    "Mistral4ForCausalLM": _MISTRAL4,
+    "Mistral3ForConditionalGeneration": replace(
+        _MISTRAL4,
+        text=TextPart(
+            config="text_config",
+            prefix="language_model.",
+            towers=("vision_tower.", "multi_modal_projector."),
+            types=("mistral4",),
+            gives_way=True,
+        ),
     ),
     "YoutuForCausalLM": Family(is_latent=True, defaults={"tie_word_embeddings": True}),
 }

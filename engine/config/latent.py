@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -55,6 +56,26 @@ class IndexerConfig:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class QueryGrowth:
+    """Queries grow with the position (Llama 4, 2025), by ``1 + beta * log(1 + floor(position / length))``."""
+
+    beta: float
+    length: int  # positions
+
+    @classmethod
+    def parse(cls, rope: RopeConfig, directory: str) -> QueryGrowth:
+        """From the settings of rotations. Raises ModelError."""
+        parameters = json.loads(rope.parameters)
+        beta, length = (parameters.get(name) for name in ("llama_4_scaling_beta", "original_max_position_embeddings"))
+        if not isinstance(beta, int | float) or not isinstance(length, int) or length < 1:
+            raise ModelError(
+                f"{directory}: 'llama_4_scaling_beta' is {beta!r} and 'original_max_position_embeddings' {length!r} in "
+                "'rope_parameters'; queries grow by these, so they must be a number and a positive integer"
+            )
+        return cls(float(beta), length)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentConfig:
     """Sizes in elements.
@@ -69,6 +90,7 @@ class LatentConfig:
     query_rank: int | None  # size of the latents that queries are made of; None: they are made of the hidden state
     is_interleaved: bool  # dimension 2 i is rotated with 2 i + 1; otherwise i with i + rope_size / 2
     score_scale: float
+    query_growth: QueryGrowth | None = None  # None: queries are the same at all positions
     indexer: IndexerConfig | None = None  # None: a token attends to all tokens that it sees
 
     @property
@@ -95,8 +117,9 @@ class LatentConfig:
         directory: str,
         *,
         is_indexer_interleaved: bool | None = None,
+        has_query_growth: bool = False,
     ) -> LatentConfig:
-        """Parse a config.json. ``size`` reads a positive number from it. ``is_indexer_interleaved``: of the family.
+        """Parse a config.json. ``size`` reads a positive number from it. The others are facts of the family.
 
         Raises ModelError.
         """
@@ -116,6 +139,7 @@ class LatentConfig:
             query_rank=None if config.get("q_lora_rank") is None else size("q_lora_rank"),
             is_interleaved=bool(config.get("rope_interleave", True)),
             score_scale=rope.score_factor / math.sqrt(nope_size + rope_size),
+            query_growth=QueryGrowth.parse(rope, directory) if has_query_growth else None,
             indexer=indexer,
         )
 

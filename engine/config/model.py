@@ -174,11 +174,12 @@ def architecture_of(directory: Path) -> str:
 
 def needs_transformers(backend: str, directory: Path) -> bool:
     """Whether the model in ``directory`` runs through transformers: ``backend`` asks for it, or we have no forward pass for the
-    model.
+    model, or one that leaves out what transformers reads of it.
     """
     if backend != "auto":
         return backend == "transformers"
-    return architecture_of(directory) not in FAMILIES
+    family = FAMILIES.get(architecture_of(directory))
+    return family is None or (family.text is not None and family.text.gives_way)
 
 
 def load_config(directory: Path) -> ModelConfig:
@@ -238,11 +239,17 @@ def parse_config(config: Mapping[str, Any], directory: str) -> ModelConfig:
     if head_dim % 2:
         raise ModelError(f"{directory}: head_dim is {head_dim}; it must be even")
     attention_bias = bool(config.get("attention_bias", False))
-    rope = RopeConfig.parse(config, directory)
+    rotated = size("qk_rope_head_dim") if family.is_latent else 0
+    share = rotated / (rotated + size("qk_nope_head_dim")) if family.is_latent else 1.0
+    rope = RopeConfig.parse(config, directory, share)
     has_qkv_bias = attention_bias if family.has_qkv_bias is None else family.has_qkv_bias
     latent: LatentConfig | None = None
     if family.is_latent:
-        latent = LatentConfig.parse(config, size, rope, directory, is_indexer_interleaved=family.is_indexer_interleaved)
+        latent = LatentConfig.parse(
+            *(config, size, rope, directory),
+            is_indexer_interleaved=family.is_indexer_interleaved,
+            has_query_growth=family.has_query_growth,
+        )
         num_kv_heads, head_dim = 1, latent.row_size
     return ModelConfig(
         architecture=architecture,
@@ -280,9 +287,14 @@ def _of_text(config: Mapping[str, Any], family: Family, directory: str) -> Mappi
     part = config.get(family.text.config)
     if not isinstance(part, Mapping):
         raise ModelError(f"{directory}: config.json has no {family.text.config!r}, which describes its decoder of text")
-    dtypes = {name: config[name] for name in _DTYPES if name in config}
+    if family.text.types and part.get("model_type") not in family.text.types:
+        raise ModelError(
+            f"{directory}: its decoder of text is of type {part.get('model_type')!r}; our forward pass for "
+            f"{_architecture(config)} has {', '.join(family.text.types)}: take --backend auto"
+        )
+    dtypes = {name: config[name] for name in _DTYPES if name in config and part.get(name) is None}
     tied = {_TIED: config[_TIED]} if _TIED in config else {}
-    return {**dtypes, **part, **tied}
+    return {**part, **dtypes, **tied}
 
 
 def _number(config: Mapping[str, Any], name: str, default: float, directory: str) -> float:
@@ -353,6 +365,7 @@ def _experts(
             is_normalised=is_normalised,
             num_groups=num_groups,
             top_groups=size("topk_group", 1) if num_groups > 1 else 1,
+            num_scoring=facts.num_scoring,
             scale=_number(config, "routed_scaling_factor", 1.0, directory),
             is_wide=facts.is_wide,
         ),

@@ -34,10 +34,11 @@ class RopeConfig:
     parameters: str
 
     @classmethod
-    def parse(cls, config: Mapping[str, Any], directory: str) -> RopeConfig:
+    def parse(cls, config: Mapping[str, Any], directory: str, share: float = 1.0) -> RopeConfig:
         """Parse a config.json of transformers 4 (``rope_theta``, ``rope_scaling``) or 5 (``rope_parameters``).
 
-        If both generations' keys are there, ``rope_scaling`` counts, as in transformers.
+        If both generations' keys are there, ``rope_scaling`` counts, as in transformers. ``share``: the share of a head's elements
+        that the model rotates; ``partial_rotary_factor`` may name it.
         """
         parameters = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
         theta = float(parameters.pop("rope_theta", None) or config.get("rope_theta") or 10000.0)
@@ -48,8 +49,9 @@ class RopeConfig:
             raise ModelError(
                 f"{directory}: rope type {shown!r} is not supported; supported are {', '.join(SUPPORTED_ROPE_TYPES)}"
             )
-        if float(parameters.pop("partial_rotary_factor", None) or 1.0) != 1.0:
-            raise ModelError(f"{directory}: partial_rotary_factor other than 1 is not supported")
+        factor = float(parameters.pop("partial_rotary_factor", None) or 1.0)
+        if factor != 1.0 and not math.isclose(factor, share, rel_tol=1e-6):
+            raise ModelError(f"{directory}: partial_rotary_factor is {factor}; only {share:g} is supported")
         if kind in ("llama3", "yarn"):
             parameters.setdefault("original_max_position_embeddings", config.get("max_position_embeddings"))
         for name in _NEEDED[kind]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from kvrelay.engine.config.latent import IndexerConfig, LatentConfig
+from kvrelay.engine.config.latent import IndexerConfig, LatentConfig, QueryGrowth
 from kvrelay.engine.config.model import ModelConfig
 from kvrelay.engine.config.rope import inverse_frequencies
 from kvrelay.engine.models.adapted_layers import LayerAdapters
@@ -93,6 +93,8 @@ class _Latent:
         latent, num_heads = self._latent, self._num_heads
         query_latents = self._query_latents(hidden)
         query = self._q(query_latents).view(-1, num_heads, latent.query_size)
+        if latent.query_growth is not None:
+            query = query * _growth(latent.query_growth, step.positions).to(query.dtype)[:, None, None]
         plain_query, rope_query = query.split_with_sizes((latent.nope_size, latent.rope_size), dim=-1)
         plain, rope_key = self._kv_a(hidden).split_with_sizes((latent.rank, latent.rope_size), dim=-1)
         plain = self._ops.rms_norm(plain.contiguous(), self._kv_a_norm, _LATENT_EPS)
@@ -155,6 +157,11 @@ class _Indexer:
     def _rotated(self, parts: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         rope, rest = parts.split_with_sizes(self._sizes, dim=-1)
         return torch.cat((_rotated(rope, cos, sin, is_interleaved=self._config.is_interleaved), rest), dim=-1)
+
+
+def _growth(growth: QueryGrowth, positions: torch.Tensor) -> torch.Tensor:
+    """The factor on queries at ``positions`` ``[num_tokens]``, in float32."""
+    return 1 + growth.beta * (positions.float() / growth.length).floor().log1p()
 
 
 def _rotated(parts: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, is_interleaved: bool) -> torch.Tensor:

@@ -14,15 +14,14 @@ from kvrelay.engine.config.experts import Router, Scoring
 def route(logits: torch.Tensor, router: Router, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """``[num_tokens, num_experts]`` -> (expert ids int64, factors fp32), both ``[num_tokens, top_k]``.
 
-    ``bias`` ``[num_experts]`` is added to scores for choosing experts, not to factors. With a bias, a group's score is the sum of
-    its two best experts; without, its best.
+    ``bias`` ``[num_experts]`` is added to scores for choosing experts, not to factors.
     """
     wide = logits.float()
     scores = wide.softmax(dim=-1) if router.scoring is Scoring.SOFTMAX else wide.sigmoid()
     ranks = scores if bias is None else scores + bias
     if router.num_groups > 1:
         groups = ranks.view(len(ranks), router.num_groups, -1)
-        of_groups = groups.amax(dim=-1) if bias is None else groups.topk(2, dim=-1).values.sum(dim=-1)
+        of_groups = groups.topk(router.num_scoring, dim=-1).values.sum(dim=-1)
         chosen = torch.zeros_like(of_groups, dtype=torch.bool)
         chosen.scatter_(1, of_groups.topk(router.top_groups, dim=-1).indices, True)
         ranks = groups.masked_fill(~chosen[:, :, None], -torch.inf).view_as(scores)

@@ -97,10 +97,11 @@ def _load(
             place = places.get(name)
             if place is None:
                 continue  # the model does not need it, or another rank has it
-            if place.is_stored:
-                place.put_stored(reader.stored(name, place.part))
-            else:
-                place.put(reader.part(name, place.part))
+            for piece, part in enumerate(place.pieces):
+                if place.is_stored:
+                    place.put_stored(reader.stored(name, part), piece)
+                else:
+                    place.put(reader.part(name, part), piece)
             progress(min(reader.num_bytes_read - num_bytes_checked, total), total)
     progress(total, total)
     return weights

@@ -12,7 +12,7 @@ import torch
 
 from kvrelay.engine.config.cut import Cut
 from kvrelay.engine.config.draft_layer import draft_layer
-from kvrelay.engine.config.families import FAMILIES, ExpertFacts
+from kvrelay.engine.config.families import FAMILIES, ExpertFacts, ExpertTensors
 from kvrelay.engine.config.latent import IndexerConfig
 from kvrelay.engine.config.model import ModelConfig
 from kvrelay.engine.weights.parameters import (
@@ -236,7 +236,7 @@ class _Allocator:
         assert experts is not None, f"{layer} of {config.architecture} has no experts"
         assert facts is not None, f"{config.architecture} has no experts"
         num_experts, router = experts.router.num_experts, f"{layer}{facts.router}"
-        make = self._fused_experts if facts.is_fused else self._single_experts
+        make = self._single_experts if facts.tensors is ExpertTensors.SINGLE else self._fused_experts
         return SparseWeights(
             router=self.parameter(f"{router}.weight", num_experts, config.hidden_size),
             router_bias=self.parameter(f"{router}.bias", num_experts) if facts.has_router_bias else None,
@@ -273,30 +273,38 @@ class _Allocator:
             down_bias=None,
         )
 
-    def _fused_experts(self, prefix: str, _: ExpertFacts, num_experts: int, mid: int) -> ExpertWeights:
+    def _fused_experts(self, prefix: str, facts: ExpertFacts, num_experts: int, mid: int) -> ExpertWeights:
         """From one tensor for all experts, per product."""
         hidden, experts = range(self._config.hidden_size), self._cut.experts(num_experts)
         middle = self._cut.expert_columns(mid)
-        both = range(2 * middle.start, 2 * middle.stop)
+        is_transposed = facts.tensors is ExpertTensors.TRANSPOSED
+        both = range(2 * middle.start, 2 * middle.stop)  # interleaved
+        gates_and_ups = (both,) if is_transposed else (middle, range(mid + middle.start, mid + middle.stop))
 
         def bias(name: str, num_parts: int, outs: range, size: int) -> torch.Tensor:
             tensor = torch.empty(len(experts) * len(outs), dtype=self._dtype, device=self._device)
             self.places[f"{prefix}{name}_bias"] = Place(
-                FusedExperts(tensor, num_parts), (num_experts, size), (experts, outs)
+                FusedExperts(tensor, num_parts, is_transposed), (num_experts, size), (experts, outs)
             )
             return tensor
 
-        def matrix(name: str, num_parts: int, num_ins: int, ins: range, num_outs: int, outs: range) -> AnyWeight:
-            full_name, num_rows = f"{prefix}{name}", len(experts) * len(outs)
+        def matrix(
+            name: str, num_parts: int, num_ins: int, ins: range, num_outs: int, pieces: Sequence[range]
+        ) -> AnyWeight:
+            full_name, num_rows = f"{prefix}{name}", len(experts) * sum(map(len, pieces))
             # All rows have the same form, so any rows of the rank's number will do.
             stored = self._kept.joined(((full_name, range(num_rows), ins),), self._device)
             weight = self._matrix(num_rows, len(ins)) if stored is None else stored
-            fused, (read, held) = FusedExperts(weight, num_parts), self._read(num_ins, ins)
-            self.places[full_name] = Place(fused, (num_experts, num_ins, num_outs), (experts, read, outs), held)
+            fused, (read, held) = FusedExperts(weight, num_parts, is_transposed), self._read(num_ins, ins)
+            shape = (num_ins, num_outs) if is_transposed else (num_outs, num_ins)
+            first, *others = ((experts, *((read, outs) if is_transposed else (outs, read))) for outs in pieces)
+            self.places[full_name] = Place(fused, (num_experts, *shape), first, held, tuple(others))
             return weight
 
-        gate_up = matrix("gate_up_proj", 2, len(hidden), hidden, 2 * mid, both)
-        down = matrix("down_proj", 1, mid, middle, len(hidden), hidden)
+        gate_up = matrix("gate_up_proj", 2 if is_transposed else 1, len(hidden), hidden, 2 * mid, gates_and_ups)
+        down = matrix("down_proj", 1, mid, middle, len(hidden), (hidden,))
+        if not is_transposed:
+            return ExpertWeights(len(experts), gate_up, None, down, None)
         down_bias = None
         if self._cut.rank == 0 or self._cut.has_whole_experts:
             down_bias = bias("down_proj", 1, hidden, len(hidden))

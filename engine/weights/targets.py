@@ -13,30 +13,38 @@ from kvrelay.engine.weights.stored import StoredWeight
 
 @dataclass(frozen=True, slots=True)
 class FusedExperts:
-    """The target for one checkpoint tensor with the matrices or biases of all experts, whose last dimension is outputs."""
+    """The target for one checkpoint tensor with the matrices or biases of all experts."""
 
-    target: AnyWeight  # [num_experts * num_parts * out, in], or biases without ``in``
-    num_parts: int  # interleaved parts of each expert: gate, up, gate, up …
+    target: AnyWeight  # [num_experts * outs, in], or biases without ``in``
+    num_parts: int  # interleaved outputs of each expert in the checkpoint: gate, up, gate, up …; here gate is before up
+    is_transposed: bool  # in the checkpoint outputs are the last dimension
 
-    def copy_(self, tensor: torch.Tensor, columns: slice | None) -> None:
-        """``tensor``: ``[num_experts, in, out * num_parts]``, or without ``in``. ``columns``: see Place."""
-        size, start = tensor.shape[-1] // self.num_parts, 0
-        for expert in tensor:
+    @property
+    def shape(self) -> torch.Size:
+        """Of the memory."""
+        return self.target.shape
+
+    def copy_(self, tensor: torch.Tensor, columns: slice | None, piece: int) -> None:
+        """``tensor``: ``[num_experts, outs, in]``, or transposed, or without ``in``. ``columns``, ``piece``: see Place."""
+        experts = tensor.movedim(1, -1) if self.is_transposed else tensor
+        for number, expert in enumerate(experts):
             for part in range(self.num_parts):
-                weight = expert[..., part :: self.num_parts].movedim(0, -1)
-                _copy(self.target[start : start + size], weight, columns)
-                start += size
+                weight = expert[part :: self.num_parts]
+                _copy(self.target[self._rows(number, len(experts), piece + part, len(weight))], weight, columns)
 
-    def copy_stored(self, weight: StoredWeight, num_experts: int) -> None:
-        """``weight``: ``[num_experts * out * num_parts, in]`` in the target's form."""
+    def copy_stored(self, weight: StoredWeight, num_experts: int, piece: int) -> None:
+        """``weight``: ``[num_experts * outs, in]`` in the target's form. ``piece``: see Place."""
         assert isinstance(self.target, StoredWeight), "stored experts into memory for full ones"
-        of_expert = weight.shape[0] // num_experts
-        size, start = of_expert // self.num_parts, 0
-        for first in range(0, weight.shape[0], of_expert):
+        num_outs = weight.shape[0] // num_experts
+        for number in range(num_experts):
             for part in range(self.num_parts):
-                rows = slice(first + part, first + of_expert, self.num_parts)
-                self.target[start : start + size].copy_(weight[rows])
-                start += size
+                own = weight[slice(number * num_outs + part, (number + 1) * num_outs, self.num_parts)]
+                self.target[self._rows(number, num_experts, piece + part, own.shape[0])].copy_(own)
+
+    def _rows(self, expert: int, num_experts: int, part: int, num_outs: int) -> slice:
+        """The rows of one of an expert's parts, all of which have ``num_outs``."""
+        start = expert * (self.target.shape[0] // num_experts) + part * num_outs
+        return slice(start, start + num_outs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +53,11 @@ class Place:
 
     target: AnyWeight | FusedExperts
     shape: tuple[int, ...]  # of the tensor
-    part: tuple[range, ...]  # the part that is read for the target, per dimension
+    part: tuple[
+        range, ...
+    ]  # the part that is read for the target, per dimension; the first of them if there are several
     columns: slice | None = None  # of the inputs that are read: those that the target keeps; None: all
+    others: tuple[tuple[range, ...], ...] = ()  # parts of each expert that follow in the target, all of one size
     is_optional: bool = False  # a checkpoint may lack the tensor; the target is then complete
 
     @property
@@ -54,17 +65,22 @@ class Place:
         """Whether the target keeps the stored form."""
         return isinstance(self.target.target if isinstance(self.target, FusedExperts) else self.target, StoredWeight)
 
-    def put(self, tensor: torch.Tensor) -> None:
-        """Copy the full part to its place."""
+    @property
+    def pieces(self) -> tuple[tuple[range, ...], ...]:
+        """All parts that are read."""
+        return self.part, *self.others
+
+    def put(self, tensor: torch.Tensor, piece: int) -> None:
+        """Copy a full piece to its place."""
         if isinstance(self.target, FusedExperts):
-            self.target.copy_(tensor, self.columns)
+            self.target.copy_(tensor, self.columns, piece)
         else:
             _copy(self.target, tensor, self.columns)
 
-    def put_stored(self, weight: StoredWeight) -> None:
-        """Copy the stored part to its place."""
+    def put_stored(self, weight: StoredWeight, piece: int) -> None:
+        """Copy a stored piece to its place."""
         if isinstance(self.target, FusedExperts):
-            self.target.copy_stored(weight, len(self.part[0]))
+            self.target.copy_stored(weight, len(self.part[0]), piece)
         else:
             assert isinstance(self.target, StoredWeight), "a stored weight into memory for a full one"
             self.target.copy_(weight)

@@ -26,6 +26,7 @@ from kvrelay.common.errors import ModelError
 from kvrelay.common.images import ImageSpan, PromptImage, image_digest
 from kvrelay.common.sampling import SampledToken, SamplingParams
 from kvrelay.engine.backends.cpu.ops import CpuPagedOps
+from kvrelay.engine.config.model import needs_transformers, read_config
 from kvrelay.engine.factory import load_images
 from kvrelay.engine.images.files import decoded
 from kvrelay.engine.images.interface import ReadImages
@@ -43,6 +44,7 @@ from kvrelay.engine.step.sequence import Sequence
 from kvrelay.engine.torch_engine import TorchEngine
 
 from .test_types import BLOCK_SIZE, engine_of, saved
+from .tiny import MORE
 from .tiny_image_kinds import TORCHVISION_KINDS, VOCAB
 from .tiny_images import image_types, save_image_model
 
@@ -204,6 +206,15 @@ def test_a_type_generates_as_transformers(model_type: str, tmp_path: Path) -> No
         for found, expected in zip(answers(prefill, decode, prompts, reads, chunk), wanted, strict=True):
             assert found[0] == expected[0]
             torch.testing.assert_close(found[1], expected[1], atol=TOLERANCE, rtol=TOLERANCE)
+
+
+@pytest.mark.full
+def test_images_are_read_beside_mistral_4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in Mistral Small 4. Keys and values are full, as transformers expands them."""
+    monkeypatch.setitem(MORE, "mistral", {**MORE["mistral4"], "model_type": "mistral4"})
+    test_a_type_generates_as_transformers("mistral3", tmp_path)
+    assert read_config(tmp_path)["text_config"]["model_type"] == "mistral4"
+    assert needs_transformers("auto", tmp_path)
 
 
 def test_images_of_a_single_token_are_encoded_alone(tmp_path: Path) -> None:

@@ -156,13 +156,15 @@ def test_kernels_compute_what_transformers_does(
 
 
 @pytest.mark.timeout(120)  # the interpreter takes two to four seconds on a quiet machine
-@pytest.mark.parametrize("model_type", ["deepseek_v3", pytest.param("glm_moe_dsa", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "model_type", ["deepseek_v3", *(pytest.param(name, marks=pytest.mark.full) for name in ("glm_moe_dsa", "mistral4"))]
+)
 @pytest.mark.filterwarnings("ignore")
 def test_kernels_over_latents_compute_what_transformers_does(
     model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # deepseek_v3: a dense layer, and one of experts
-    model = saved(model_type, tmp_path, **({"num_hidden_layers": 2} if model_type == "deepseek_v3" else {}))
+    # a dense layer, and one of experts; glm_moe_dsa has layers that share what others picked
+    model = saved(model_type, tmp_path, **({} if model_type == "glm_moe_dsa" else {"num_hidden_layers": 2}))
     is_cuda = torch.cuda.is_available()
     if not is_cuda:
         monkeypatch.setattr(torch_engine, "cpu_ops", lambda options, *of: CudaOps(*of, options.max_num_seqs))

@@ -154,9 +154,9 @@ def answer(engine: TorchEngine, prompt: list[int]) -> list[SampledToken]:
 
 @pytest.mark.parametrize(
     ("model_type", "how"),
-    [("deepseek_v3", {"num_ranks": 2}), ("axk1", {"num_ranks": 2, "expert_parallel": True}),
+    [("mistral4", {"num_ranks": 2}), ("axk1", {"num_ranks": 2, "expert_parallel": True}),
      ("kimi_k25", {"num_ranks": 1, "num_stages": 2})],
-    ids=["deepseek_v3", "axk1 with whole experts", "kimi_k25 in stages"],
+    ids=["mistral4", "axk1 with whole experts", "kimi_k25 in stages"],
 )  # fmt: skip
 def test_ranks_have_query_heads_and_all_latents(model_type: str, how: dict[str, Any], tmp_path: Path) -> None:
     saved(model_type, tmp_path)

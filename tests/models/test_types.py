@@ -34,9 +34,7 @@ pytestmark = pytest.mark.long
 # parallel layers, a state, an encoder of images.
 _ALIKE = "llama llama4_text gemma2 gemma4_text gpt_oss qwen3_moe deepseek_v3 mimo_v2_flash gpt2 cohere2 opt qwen3_next lfm2 gemma3"
 ALIKE = frozenset(_ALIKE.split())
-_NATIVE = (
-    "axk1 deepseek_v2 deepseek_v3 glm4_moe_lite gpt_oss kimi_k25 llama mistral mixtral qwen2 qwen3 qwen3_moe youtu"
-)
+_NATIVE = "axk1 deepseek_v2 deepseek_v3 glm4_moe_lite gpt_oss kimi_k25 llama mistral mistral4 mixtral qwen2 qwen3 qwen3_moe youtu"
 # transformers picks tokens by masks, which its path cannot give
 ONLY_NATIVE = frozenset({"deepseek_v32", "glm_moe_dsa"})
 NATIVE = ONLY_NATIVE.union(_NATIVE.split())
@@ -85,7 +83,7 @@ def options_of(directory: Path, **changes: Any) -> EngineOptions:
     return EngineOptions(model_dir=directory, **(chosen | changes))
 
 
-def saved(model_type: str, directory: Path, **changes: Any) -> transformers.PreTrainedModel:
+def saved(model_type: str, directory: Path, /, **changes: Any) -> transformers.PreTrainedModel:
     """Save a tiny model of the type. Raises NotTinyError."""
     model = tiny_model(model_type, **changes)
     model.save_pretrained(directory)

@@ -159,8 +159,22 @@ _LINEAR = {
 for _name in ("bert", "bert-generation", "camembert", "data2vec-text", "electra", "ernie", "roberta", "roberta-prelayernorm",
               "roc_bert", "xlm-roberta", "xlm-roberta-xl"):  # fmt: skip
     MORE[_name] = {"is_decoder": True}
-for _name in ("axk1", "deepseek_v3", "glm4_moe_lite", "youtu", "longcat_flash", "mistral4"):
+for _name in ("axk1", "deepseek_v3", "glm4_moe_lite", "youtu", "longcat_flash"):
     MORE[_name] = {**EXPERTS, **LATENT}
+MORE["mistral4"] = {
+    **EXPERTS,
+    **LATENT,
+    "head_dim": LATENT["qk_nope_head_dim"] + LATENT["qk_rope_head_dim"],
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 16.0,
+        "original_max_position_embeddings": 16,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.3,
+    },
+}
 _INDEXER: dict[str, Any] = {"index_topk": 8, "index_head_dim": 16, "index_n_heads": 16}
 MORE["deepseek_v32"] = {**EXPERTS, **LATENT, **_INDEXER}
 MORE["glm_moe_dsa"] = {**EXPERTS, **LATENT, **_INDEXER, "indexer_types": ["full", "full", "shared", "full"]}
@@ -234,7 +248,7 @@ class NotTinyError(Exception):
     """None of the tried configurations of a type gives a small model."""
 
 
-def tiny_model(model_type: str, **changes: Any) -> PreTrainedModel:
+def tiny_model(model_type: str, /, **changes: Any) -> PreTrainedModel:
     """A random model of the type, in float32. Norms, sinks and biases are random, too. Raises NotTinyError.
 
     ``changes``: fields of its configuration.

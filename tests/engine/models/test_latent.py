@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from kvrelay.common.errors import ModelError
 from kvrelay.engine.config.experts import Scoring
 from kvrelay.engine.config.model import load_config
+from kvrelay.engine.models.hf.text import auto_class
 from kvrelay.engine.outline import compare
 from kvrelay.engine.weights.checkpoint import check_files
 from tests.models.tiny import EXPERTS, LATENT, SIZES
@@ -25,6 +26,7 @@ YARN = {
     "rope_type": "yarn", "factor": 4.0, "rope_theta": 10_000.0, "original_max_position_embeddings": 16,
     "mscale": 0.707, "mscale_all_dim": 0.5, "beta_fast": 32, "beta_slow": 1,
 }  # fmt: skip
+MISTRAL4_ROPE = {**YARN, "original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.3}
 GROUPS: dict[str, Any] = {
     "num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3,
 }  # fmt: skip
@@ -39,6 +41,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "v3 dense": ("deepseek_v3", {"first_k_dense_replace": 4}),
     "glm-4.7-flash": ("glm4_moe_lite", {**GROUPS, "mlp_layer_types": ["dense", "sparse", "dense", "sparse"]}),
     "a.x-k1": ("axk1", {**GROUPS, "rope_parameters": YARN}),
+    # The longest sequence of the check has 42 tokens: queries grow five times.
+    "mistral 4": ("mistral4", {**GROUPS, "head_dim": 24, "rope_parameters": MISTRAL4_ROPE}),
     # transformers loads zeros for a padding token, which the check's prompts have.
     "youtu": ("youtu", {"tie_word_embeddings": True, "pad_token_id": None}),
 }
@@ -48,7 +52,7 @@ def save(directory: Path, model_type: str, **fields: Any) -> PreTrainedModel:
     """Save a random model in float32."""
     config = CONFIG_MAPPING[model_type](**{**SIZES, **EXPERTS, **LATENT, **fields})
     torch.manual_seed(5)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model: PreTrainedModel = auto_class(config).from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if name.endswith("e_score_correction_bias"):

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DeepseekV2Config, DeepseekV3Config, GptOssConfig, MixtralConfig, Qwen3MoeConfig
+from transformers import DeepseekV2Config, DeepseekV3Config, GptOssConfig, Mistral4Config, MixtralConfig, Qwen3MoeConfig
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
+from transformers.models.mistral4.modeling_mistral4 import Mistral4TopkRouter
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
@@ -30,7 +31,8 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any]]] = {
     "deepseek_v2": (
         DeepseekV2Config, DeepseekV2TopkRouter, {"topk_method": "group_limited_greedy"}, {**GROUPS, "is_normalised": False},
     ),
-    "deepseek_v3": (DeepseekV3Config, DeepseekV3TopkRouter, {}, {**GROUPS, "scoring": Scoring.SIGMOID}),
+    "deepseek_v3": (DeepseekV3Config, DeepseekV3TopkRouter, {}, {**GROUPS, "num_scoring": 2, "scoring": Scoring.SIGMOID}),
+    "mistral4": (Mistral4Config, Mistral4TopkRouter, {}, {**GROUPS, "num_scoring": 2}),
 }  # fmt: skip
 
 
