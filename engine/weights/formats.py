@@ -23,8 +23,14 @@ Parts = Mapping[str, torch.Tensor]
 
 
 def scaled_weight(parts: Parts, block_size: tuple[int, int] | None, dtype: torch.dtype) -> StoredWeight:
-    """int8 or e4m3 with a scale for the tensor, for each output, each group, or each block of ``block_size`` (outputs, inputs)."""
+    """int8 or e4m3 with a scale for the tensor, for each output, each group, or each block of ``block_size`` (outputs, inputs).
+
+    Or experts ``[experts, out, in]`` with a scale for each of them, as in Mistral 4. The result stacks the matrices.
+    """
     weight, scale = parts["weight"], parts.get("weight_scale", parts.get("weight_scale_inv"))
+    if weight.dim() == 3 and scale is not None and scale.numel() == len(weight):
+        scale = scale.reshape(-1, 1).repeat_interleave(weight.shape[1], dim=0)
+        weight = weight.flatten(0, 1)
     if weight.dim() != 2 or scale is None or weight.dtype not in (torch.int8, torch.float8_e4m3fn):
         raise ValueError(
             f"it is {weight.dtype} {list(weight.shape)}; beside a scale, matrices of int8 and float8_e4m3fn are read"

@@ -37,6 +37,8 @@ _MARKS = ("weight_scale", "weight_scale_inv", "weight_packed", "qweight")
 _PARTS = (*_MARKS, "weight", "weight_zero_point", "weight_shape", "weight_g_idx", "qzeros", "scales", "g_idx")
 _OF_ACTIVATIONS = ("input_scale", "input_zero_point", "output_scale", "output_zero_point", "activation_scale")
 _INPUT_SCALES = ("input_scale", "activation_scale")
+# What names end with where one tensor has all experts, as in Mistral 4, and which part of the stored weight that is.
+_OF_STACKS = {"_scale_inv": "weight_scale_inv", "_activation_scale": "activation_scale", "": "weight"}
 _GROUPS = ("weight_g_idx", "g_idx")  # groups of inputs
 _NUMBERS = ("weight_shape", *_GROUPS)  # these describe the matrix and have no parts
 _FULL = "BF16"
@@ -72,8 +74,10 @@ class CheckpointReader:
         """All tensors by the names that models use; a stored weight appears as the full one."""
         self.outlines: dict[str, StoredWeight] = {}
         """Stored weights by name, without their numbers; those of a form may be one object. Experts in one tensor are stacked."""
+        self.has_inputs_first = quantisation is not None and quantisation.method == "mxfp4"
+        """Whether stored experts in one tensor appear as ``[experts, in, out]``, as in gpt-oss; else as ``[experts, out, in]``."""
         if quantisation is not None:
-            self._index(is_mxfp4=quantisation.method == "mxfp4")
+            self._index(is_mxfp4=self.has_inputs_first)
 
     def __enter__(self) -> CheckpointReader:
         return self
@@ -107,7 +111,10 @@ class CheckpointReader:
                 full = exact.dequantised()
             else:
                 full = found.dequantised()[rows.start : rows.stop, columns.start : columns.stop]
-            return full if len(part) == 2 else full.reshape(len(part[0]), -1, len(part[1])).transpose(-1, -2)
+            if len(part) == 2:
+                return full
+            experts = full.view(len(part[0]), -1, full.shape[1])
+            return experts.transpose(-1, -2) if self.has_inputs_first else experts
         return self._get(name, tuple(slice(some.start, some.stop) for some in part))
 
     def is_zero_bias(self, name: str) -> bool:
@@ -117,14 +124,8 @@ class CheckpointReader:
     def _around(self, name: str, part: tuple[range, ...]) -> tuple[StoredWeight, range, range]:
         """What to read for a part of a stored weight, and its rows and columns in that."""
         tensors, outline = self._parts[name], self.outlines[name]
-        if len(part) == 3:  # experts in one tensor: [experts, in, out]
-            experts, columns, outs = part
-            size = outline.group_size
-            groups = slice(columns.start // size, -(-columns.stop // size))
-            cut = (slice(experts.start, experts.stop), slice(outs.start, outs.stop), groups)
-            found = self._stored(name, {role: self._get(tensor, cut) for role, tensor in tensors.items()})
-            first = columns.start - groups.start * size
-            return found, range(found.shape[0]), range(first, first + len(columns))
+        if len(part) == 3:
+            return self._around_experts(name, part)
         assert self._quantisation is not None, f"{name} of a checkpoint without stored weights"
         layout = FileParts(
             shape=(outline.shape[0], outline.shape[1]),
@@ -144,6 +145,21 @@ class CheckpointReader:
                 parts[role] = self._get(tensor)
         start, first = part[0].start - rows.start, part[1].start - columns.start
         return self._stored(name, parts), range(start, start + len(part[0])), range(first, first + len(part[1]))
+
+    def _around_experts(self, name: str, part: tuple[range, ...]) -> tuple[StoredWeight, range, range]:
+        """The same where one tensor has all experts. ``part``: ``[experts, out, in]``, or inputs first."""
+        experts, outs, columns = (slice(one.start, one.stop) for one in part)
+        if not self.has_inputs_first:
+            cuts = {"weight": (experts, outs, columns), "weight_scale_inv": (experts,)}
+            found = self._stored(name, {role: self._get(one, cuts[role]) for role, one in self._parts[name].items()})
+            return found, range(found.shape[0]), range(found.shape[1])
+        columns, outs = outs, columns
+        size = self.outlines[name].group_size
+        groups = slice(columns.start // size, -(-columns.stop // size))
+        cut = (experts, outs, groups)
+        found = self._stored(name, {role: self._get(tensor, cut) for role, tensor in self._parts[name].items()})
+        first = columns.start - groups.start * size
+        return found, range(found.shape[0]), range(first, first + len(part[1]))
 
     def _stored(self, name: str, parts: Mapping[str, torch.Tensor]) -> StoredWeight:
         """Makes a stored weight from its parts."""
@@ -214,6 +230,12 @@ class CheckpointReader:
         module, _, role = tensor.rpartition(".")
         if role == "scale" and f"{module}.weight" in self._tensors:  # so in DeepSeek-V4
             role = "weight_scale_inv"
+        if role in _PARTS or role in _OF_ACTIVATIONS:
+            return module, role
+        for end, part in _OF_STACKS.items():
+            stack = tensor.removesuffix(end)
+            if tensor.endswith(end) and stack in self._tensors and f"{stack}_scale_inv" in self._tensors:
+                return stack, part
         return module, role
 
     def _index(self, is_mxfp4: bool) -> None:
@@ -230,7 +252,7 @@ class CheckpointReader:
                 continue
             if role in _PARTS and not modules[module].keys().isdisjoint(_MARKS):
                 parts = {part: modules[module][part] for part in _PARTS if part in modules[module]}
-                self._parts[f"{module}.weight"] = parts
+                self._parts[module if module in self._tensors else f"{module}.weight"] = parts
             elif is_mxfp4 and kind in ("blocks", "scales"):
                 self._parts.setdefault(tensor.removesuffix(f"_{kind}"), {})[kind] = tensor
             else:
@@ -258,6 +280,8 @@ class CheckpointReader:
             if is_mxfp4:  # [experts, in, out], like full ones
                 num_experts = self._tensors[tensors["blocks"]].shape[0]
                 shape = (num_experts, shape[1], shape[0] // num_experts)
+            elif name in self._tensors and len(self._tensors[name].shape) == 3:  # experts in one tensor
+                shape = self._tensors[name].shape
             self.headers[name] = TensorHeader(path, shape, _FULL)
 
 

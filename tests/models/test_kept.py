@@ -29,6 +29,7 @@ from kvrelay.engine.models.hf.model import TransformersModel
 from kvrelay.engine.weights.stored import StoredWeight
 from tests.adapters import linear_shapes, write_adapter
 from tests.engine.conftest import tokens
+from tests.engine.models.test_mistral4 import save_published
 from tests.engine.weights.stored_models import FORMATS, HALF, save_gpt_oss
 from tests.engine.weights.storing import Tensors, store
 
@@ -51,6 +52,7 @@ QKVO = {f"self_attn.{name}_proj.weight" for name in "qkvo"}
 MLP = {f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")}
 SHARED = {name.replace("mlp", "mlp.shared_experts") for name in MLP}
 SINGLE_SHARED = {name.replace("mlp", "mlp.shared_expert") for name in MLP}
+LATENT = {f"self_attn.{name}.weight" for name in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")}
 EXPERTS = {"mlp.experts.gate_up_proj", "mlp.experts.down_proj"}
 # Types, formats, and which parameters stay stored, by the ends of their names in the layers.
 CASES = {
@@ -74,6 +76,7 @@ MORE_CASES = {
     "compressed-tensors": ("glm4_moe", "w4a16", QKVO | MLP | SHARED | EXPERTS),
     "experts in one tensor": ("gpt_oss", "mxfp4", EXPERTS),
     "experts in fp4": ("deepseek_v4", "published", {"self_attn.o_b_proj.weight"} | SHARED | EXPERTS),
+    "experts in one tensor, outputs first": ("mistral3", "mistral 4", LATENT | MLP | SHARED | EXPERTS),
     "images": ("gemma3", "awq", QKVO | MLP),
 }
 
@@ -83,6 +86,9 @@ def save_stored(model_type: str, name: str, directory: Path, but: str = " ", **c
     names, head and routers. ``changes``: fields of its configuration."""
     if name == "mxfp4":
         save_gpt_oss(directory)
+        return directory
+    if name == "mistral 4":
+        save_published(directory, num_hidden_layers=2)
         return directory
     if name == "published":
         layers = ["heavily_compressed_attention", "compressed_sparse_attention"]

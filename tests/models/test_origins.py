@@ -36,7 +36,7 @@ def test_experts_are_stacked_and_joined() -> None:
     turned = torch.transpose(joined, dim0=1, dim1=2)
     assert isinstance(turned, Traced)
     assert turned.origin == Origin(both, is_stack=True, is_transposed=True)
-    as_they_are = Traced.of("experts", (2, 4, 6), HALF)
+    as_they_are = Traced.of("experts", (2, 4, 6), HALF, has_inputs_first=True)
     assert as_they_are.origin == Origin(((rows("experts"),), (rows("experts", 6, 12),)), True, is_transposed=True)
     (gate, up) = torch.chunk(as_they_are, 2, dim=-1)
     assert isinstance(up, Traced)
@@ -62,7 +62,7 @@ def test_a_rank_has_a_part_of_a_matrix() -> None:
     columns = (rows("gate", ins=range(1, 3)), rows("up", ins=range(1, 3)))
     assert joined.origin.part(1, (range(1, 3),)) == Origin((columns,), is_stack=False)
     assert joined.origin.part(1, (range(1), range(2, 3))) is None
-    experts = Traced.of("experts", (2, 4, 6), HALF).origin  # inputs before outputs
+    experts = Traced.of("experts", (2, 4, 6), HALF, has_inputs_first=True).origin  # inputs before outputs
     assert experts is not None
     found = experts.part(2, (range(2), range(3, 5)))
     assert found is not None

@@ -202,9 +202,10 @@ def _read(reader: CheckpointReader, rows: Rows) -> StoredWeight:
     shape = reader.headers[rows.name].shape
     if len(shape) == 2:
         return reader.stored(rows.name, (rows.outs, rows.ins))
-    num_outs = shape[2]
-    expert, first = divmod(rows.outs.start, num_outs)
-    return reader.stored(rows.name, (range(expert, expert + 1), rows.ins, range(first, first + len(rows.outs))))
+    expert, first = divmod(rows.outs.start, shape[2] if reader.has_inputs_first else shape[1])
+    outs = range(first, first + len(rows.outs))
+    matrix = (rows.ins, outs) if reader.has_inputs_first else (outs, rows.ins)
+    return reader.stored(rows.name, (range(expert, expert + 1), *matrix))
 
 
 def _nbytes(stored: StoredWeight) -> int:

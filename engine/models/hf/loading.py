@@ -278,7 +278,7 @@ def _from_reader(
             if is_attention_scale(name):
                 continue
             if name in traced:
-                tensors[name] = Traced.of(name, header.shape, how["dtype"])
+                tensors[name] = Traced.of(name, header.shape, how["dtype"], has_inputs_first=reader.has_inputs_first)
             elif how["device_map"] == "meta":
                 tensors[name] = torch.empty(header.shape, device="meta")
             else:

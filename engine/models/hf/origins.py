@@ -69,15 +69,15 @@ class Traced(torch.Tensor):
     sources: frozenset[str]  # names of all tensors that it is made of
 
     @classmethod
-    def of(cls, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Traced:
-        """A checkpoint's matrix ``[out, in]``, or experts ``[experts, in, out]`` in one tensor."""
+    def of(cls, name: str, shape: tuple[int, ...], dtype: torch.dtype, *, has_inputs_first: bool = False) -> Traced:
+        """A checkpoint's matrix ``[out, in]``, or experts ``[experts, out, in]`` in one tensor, which may have inputs first."""
         if len(shape) == 2:
             origin = Origin(((Rows(name, range(shape[0]), range(shape[1])),),), is_stack=False)
         else:
-            num_experts, num_ins, num_outs = shape
+            num_experts, num_outs, num_ins = (shape[0], *reversed(shape[1:])) if has_inputs_first else shape
             starts = range(0, num_experts * num_outs, num_outs)
             matrices = tuple((Rows(name, range(start, start + num_outs), range(num_ins)),) for start in starts)
-            origin = Origin(matrices, is_stack=True, is_transposed=True)
+            origin = Origin(matrices, is_stack=True, is_transposed=has_inputs_first)
         return _traced(torch.empty(shape, dtype=dtype, device="meta"), origin, frozenset((name,)))
 
     @classmethod
