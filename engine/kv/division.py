@@ -1,7 +1,7 @@
 """How ranks divide what a block keeps: most K/V by heads, some not at all, and states of recurrent layers tensor by tensor.
 
-A rank has an equal share of each divided tensor. The convolution of a gated delta rule has channels of keys, keys and values behind
-each other. So a rank's channels are three ranges, and :attr:`StateTensor.sections` says how long each is in the whole model.
+A rank has an equal share of each divided tensor. The convolution of a gated delta rule has channels of queries, keys and values
+behind each other. So a rank's channels are three ranges, and :attr:`StateTensor.sections` says how long each is in the whole model.
 Positions, and tensors without sections, are the same on all ranks. Pure: touches no memory.
 """
 

@@ -22,7 +22,7 @@ from kvrelay.engine.kv.states import Part, StatePool
 
 BLOCK_SIZE, NUM_LAYERS = 4, 3
 KV = KvSizes(4, 16, 16)
-CHANNELS = StateTensor("conv", 0, (16, 3), "bfloat16", 96, sections=(4, 4, 8))  # keys, keys, values
+CHANNELS = StateTensor("conv", 0, (16, 3), "bfloat16", 96, sections=(4, 4, 8))  # queries, keys, values
 HEADS = StateTensor("recurrent", 0, (8, 4, 5), "float32", 640, sections=(8,))
 SAME = StateTensor("recurrent", 1, (3,), "float32", 12)
 WHOLE = ModelShape(
