@@ -103,6 +103,7 @@ def _attention_launches(
     has_sinks: bool = False,
     chunk: int | None = None,
     has_images: bool = False,
+    rotary_size: int | None = None,
 ) -> list[Launch]:
     case = f"{NAMES[dtype]} d{head_dim} {num_q_heads}/{num_kv_heads}"
     case += (
@@ -111,6 +112,7 @@ def _attention_launches(
         + (f" chunks of {chunk}" if chunk else "")
     )
     case += (" softcap" if softcap else "") + (" sinks" if has_sinks else "") + (" images" if has_images else "")
+    case += f" rotating {rotary_size}" if rotary_size else ""
     pool = torch.empty((2, 2, 2, num_kv_heads, 16, head_dim), dtype=torch.float8_e4m3fn if fp8 else dtype)
     scales = torch.empty((2, 2, num_kv_heads)) if fp8 else None
     qkv = torch.empty((4, num_q_heads + 2 * num_kv_heads, head_dim), dtype=dtype)
@@ -119,7 +121,7 @@ def _attention_launches(
     tables = torch.empty((4, 8), dtype=torch.int32)
     lens = torch.empty((5,), dtype=torch.int32)
     long = torch.empty((4,), dtype=torch.int64)
-    table = torch.empty((32, head_dim // 2))
+    table = torch.empty((32, (rotary_size or head_dim) // 2))
     workspace = DecodeWorkspace.allocate(4, num_q_heads, head_dim, 33, "cpu")
     sinks = torch.empty((num_q_heads,), dtype=dtype) if has_sinks else None
     options: dict[str, Any] = {"scale": 0.1, "sliding_window": window, "out": out, "kv_scales": scales}
@@ -262,6 +264,7 @@ def _all_launches() -> list[Launch]:
         *_attention_launches(256, 8, 4, bf16, 1024, has_images=True),
         *_attention_launches(128, 32, 16, bf16, None, has_images=True),
         *_attention_launches(128, 32, 16, bf16, 1024, has_images=True),
+        *_attention_launches(128, 96, 8, bf16, None, rotary_size=64),
         *_attention_launches(64, 9, 3, torch.float32, None),
         *_attention_launches(128, 32, 8, torch.float32, None),
     ):
@@ -270,7 +273,7 @@ def _all_launches() -> list[Launch]:
         if launch.kernel.startswith("decode_combine"):
             is_representative = launch.case in ("bf16 d128 32/8 fp8 pool", "bf16 d512 16/2")
         if launch.kernel.startswith("_rotary"):
-            is_representative |= launch.case == "bf16 d128 32/8 fp8 pool"
+            is_representative |= launch.case == "bf16 d128 32/8 fp8 pool" or "rotating" in launch.case
         if is_representative or launch.kernel.startswith(("_prefill", "_decode_split")):
             found.append(launch)
     found += [*_latent_launches(128, bf16), *_latent_launches(16, bf16), *_latent_launches(128, bf16, is_picked=True)]

@@ -153,6 +153,11 @@ class ModelConfig(ModelShape):
     has_draft_layer: bool = False  # the first of these is loaded
 
     @property
+    def rotary_size(self) -> int:
+        """Elements of a head that rotate, which are its first ones."""
+        return self.rope.rotary_size(self.head_dim)
+
+    @property
     def q_size(self) -> int:
         """Elements of all query heads of a token."""
         return self.num_q_heads * self.head_dim

@@ -32,13 +32,17 @@ class RopeConfig:
     kind: str
     theta: float
     parameters: str
+    fraction: float = 1.0  # of a head's dimensions, the first of which rotate
 
     @classmethod
-    def parse(cls, config: Mapping[str, Any], directory: str, share: float = 1.0) -> RopeConfig:
+    def parse(
+        cls, config: Mapping[str, Any], directory: str, share: float = 1.0, *, may_be_partial: bool = False
+    ) -> RopeConfig:
         """Parse a config.json of transformers 4 (``rope_theta``, ``rope_scaling``) or 5 (``rope_parameters``).
 
-        If both generations' keys are there, ``rope_scaling`` counts, as in transformers. ``share``: the share of a head's elements
-        that the model rotates; ``partial_rotary_factor`` may name it.
+        If both generations' keys are there, ``rope_scaling`` counts, as in transformers. ``partial_rotary_factor`` may name
+        ``share``, the share of a head's elements that the model rotates anyway. ``may_be_partial``: it may be any other than 1, and
+        may stand beside these dictionaries.
         """
         parameters = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
         theta = float(parameters.pop("rope_theta", None) or config.get("rope_theta") or 10000.0)
@@ -49,15 +53,22 @@ class RopeConfig:
             raise ModelError(
                 f"{directory}: rope type {shown!r} is not supported; supported are {', '.join(SUPPORTED_ROPE_TYPES)}"
             )
-        factor = float(parameters.pop("partial_rotary_factor", None) or 1.0)
-        if factor != 1.0 and not math.isclose(factor, share, rel_tol=1e-6):
-            raise ModelError(f"{directory}: partial_rotary_factor is {factor}; only {share:g} is supported")
+        found = parameters.pop("partial_rotary_factor", None)
+        if found is None and may_be_partial:
+            found = config.get("partial_rotary_factor")
+        fraction = 1.0 if found is None else float(found)
+        if not may_be_partial:
+            if fraction != 1.0 and not math.isclose(fraction, share, rel_tol=1e-6):
+                raise ModelError(f"{directory}: partial_rotary_factor is {fraction}; only {share:g} is supported")
+            fraction = 1.0  # heads hold what rotates apart, if anything does not
+        if not 0 < fraction <= 1:
+            raise ModelError(f"{directory}: partial_rotary_factor is {fraction}; it must be above 0, and at most 1")
         if kind in ("llama3", "yarn"):
             parameters.setdefault("original_max_position_embeddings", config.get("max_position_embeddings"))
         for name in _NEEDED[kind]:
             if not isinstance(parameters.get(name), (int, float)):
                 raise ModelError(f"{directory}: rope type {kind!r} needs {name!r} as a number")
-        return cls(kind, theta, json.dumps(parameters, sort_keys=True))
+        return cls(kind, theta, json.dumps(parameters, sort_keys=True), fraction)
 
     @property
     def score_factor(self) -> float:
@@ -77,20 +88,25 @@ class RopeConfig:
     @property
     def canonical(self) -> str:
         """One line that is equal if and only if the settings are equal."""
-        return f"{self.kind} theta={self.theta!r} {self.parameters}"
+        partial = "" if self.fraction == 1.0 else f" of {self.fraction!r}"
+        return f"{self.kind} theta={self.theta!r} {self.parameters}{partial}"
+
+    def rotary_size(self, head_dim: int) -> int:
+        """How many dimensions of a head rotate."""
+        return int(head_dim * self.fraction)
 
 
 def cos_sin_tables(rope: RopeConfig, head_dim: int, max_positions: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin of all angles, both ``[max_positions, head_dim // 2]`` fp32, multiplied by the attention factor."""
-    inv_freq, factor = inverse_frequencies(rope, head_dim)
+    """cos and sin of all angles, both ``[max_positions, rotary_size // 2]`` fp32, multiplied by the attention factor."""
+    inv_freq, factor = inverse_frequencies(rope, rope.rotary_size(head_dim))
     angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * inv_freq[None, :]
     return angles.cos() * factor, angles.sin() * factor
 
 
-def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float]:
-    """(``[head_dim // 2]`` fp32 inverse frequencies, factor on cos and sin)."""
+def inverse_frequencies(rope: RopeConfig, rotary_size: int) -> tuple[torch.Tensor, float]:
+    """(``[rotary_size // 2]`` fp32 inverse frequencies, factor on cos and sin). ``rotary_size``: dimensions that rotate."""
     parameters = json.loads(rope.parameters)
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    exponents = torch.arange(0, rotary_size, 2, dtype=torch.int64).float() / rotary_size
     inv_freq = 1.0 / rope.theta**exponents
     match rope.kind:
         case "default":
@@ -100,7 +116,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, 
         case "llama3":
             return _llama3(inv_freq, parameters), 1.0
         case "yarn":
-            return _yarn(inv_freq, parameters, rope.theta, head_dim)
+            return _yarn(inv_freq, parameters, rope.theta, rotary_size)
     raise AssertionError(f"rope type {rope.kind!r} passed the parser")
 
 
@@ -116,20 +132,20 @@ def _llama3(inv_freq: torch.Tensor, parameters: Mapping[str, Any]) -> torch.Tens
 
 
 def _yarn(
-    inv_freq: torch.Tensor, parameters: Mapping[str, Any], theta: float, head_dim: int
+    inv_freq: torch.Tensor, parameters: Mapping[str, Any], theta: float, rotary_size: int
 ) -> tuple[torch.Tensor, float]:
     factor = float(parameters["factor"])
     original = float(parameters["original_max_position_embeddings"])
 
     def dimension_of(rotations: float) -> float:
-        return head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+        return rotary_size * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
     low = dimension_of(float(parameters.get("beta_fast") or 32.0))
     high = dimension_of(float(parameters.get("beta_slow") or 1.0))
     if parameters.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
-    ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)).clamp(0.0, 1.0)
+    low, high = max(low, 0), min(high, rotary_size - 1)
+    ramp = ((torch.arange(rotary_size // 2, dtype=torch.float32) - low) / max(high - low, 0.001)).clamp(0.0, 1.0)
     scaled = inv_freq / factor * ramp + inv_freq * (1 - ramp)
     attention_factor = parameters.get("attention_factor")
     if attention_factor is None:

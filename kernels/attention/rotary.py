@@ -1,7 +1,7 @@
 """Rotary embedding of q and k, fused with writing k and v into the paged pool.
 
-Half-split ("neox") rotation as in Llama: dimension i is rotated with dimension i + head_dim/2. The caller owns the cos/sin tables,
-which may follow any rope scaling. Not for partial rotary dimensions.
+Half-split ("neox") rotation as in Llama: dimension i is rotated with dimension i + rotary_size/2. Dimensions from rotary_size on
+stay as they are (partial rotation, as in GLM-4.5). The caller owns the cos/sin tables, which may follow any rope scaling.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ _FP8_MAX = tl.constexpr(FP8_MAX)
 def rotary_reference(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Rotates `x [num_tokens, heads, head_dim]` in at least fp32 and rounds once; returns a new tensor."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    first, second = wide.chunk(2, dim=-1)
+    half = cos.shape[-1]
+    first, second, rest = wide.split_with_sizes((half, half, x.shape[-1] - 2 * half), dim=-1)
     c, s = cos[positions][:, None, :], sin[positions][:, None, :]
-    return torch.cat((first * c - second * s, second * c + first * s), dim=-1).to(x.dtype)
+    return torch.cat((first * c - second * s, second * c + first * s, rest), dim=-1).to(x.dtype)
 
 
 def rotary_kv_write_reference(
@@ -86,6 +87,8 @@ def _rotary_kv_write_kernel(
     GROUP_PAD: tl.constexpr,
     HALF: tl.constexpr,
     HALF_PAD: tl.constexpr,
+    REST: tl.constexpr,
+    REST_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HAS_SCALES: tl.constexpr,
 ):
@@ -106,6 +109,11 @@ def _rotary_kv_write_kernel(
     k_second = tl.load(k_ptrs + HALF, mask=mask, other=0.0).to(tl.float32)
     v_first = tl.load(v_ptrs, mask=mask, other=0.0)
     v_second = tl.load(v_ptrs + HALF, mask=mask, other=0.0)
+    if REST > 0:  # dimensions that do not rotate; those of q stay where they are
+        others = tl.arange(0, REST_PAD)
+        rest_mask = others < REST
+        k_rest = tl.load(k_ptr + token * k_stride_token + kv_head * k_stride_head + 2 * HALF + others, mask=rest_mask)
+        v_rest = tl.load(v_ptr + token * v_stride_token + kv_head * v_stride_head + 2 * HALF + others, mask=rest_mask)
     slot = tl.load(slot_mapping_ptr + token)
     position = tl.load(positions_ptr + token)
     cos = tl.load(cos_ptr + position * HALF + dims, mask=mask, other=0.0)
@@ -116,7 +124,8 @@ def _rotary_kv_write_kernel(
     tl.store(q_ptrs + HALF, (q_second * cos[None, :] + q_first * sin[None, :]).to(q_dtype), mask=q_mask)
 
     block_offset = (slot // BLOCK_SIZE) * pool_stride_block + kv_head * pool_stride_head
-    key_ptrs = pool_ptr + block_offset + (slot % BLOCK_SIZE) * (2 * HALF) + dims
+    row_ptr = pool_ptr + block_offset + (slot % BLOCK_SIZE) * (2 * HALF + REST)
+    key_ptrs = row_ptr + dims
     value_ptrs = key_ptrs + pool_stride_value
     rotated_first = (k_first * cos - k_second * sin).to(q_dtype)
     rotated_second = (k_second * cos + k_first * sin).to(q_dtype)
@@ -125,10 +134,16 @@ def _rotary_kv_write_kernel(
         value_scale = tl.load(kv_scales_ptr + NUM_KV_HEADS + kv_head)
         rotated_first, rotated_second = _saturated(rotated_first, key_scale), _saturated(rotated_second, key_scale)
         v_first, v_second = _saturated(v_first, value_scale), _saturated(v_second, value_scale)
+        if REST > 0:
+            k_rest, v_rest = _saturated(k_rest, key_scale), _saturated(v_rest, value_scale)
     tl.store(key_ptrs, rotated_first, mask=mask)
     tl.store(key_ptrs + HALF, rotated_second, mask=mask)
     tl.store(value_ptrs, v_first, mask=mask)
     tl.store(value_ptrs + HALF, v_second, mask=mask)
+    if REST > 0:
+        rest_ptrs = row_ptr + 2 * HALF + others
+        tl.store(rest_ptrs, k_rest, mask=rest_mask)
+        tl.store(rest_ptrs + pool_stride_value, v_rest, mask=rest_mask)
 
 
 def rotary_kv_write(
@@ -152,7 +167,7 @@ def rotary_kv_write(
         q: `[num_tokens, num_q_heads, head_dim]`, pool's dtype, any float type over an fp8 pool; overwritten;
             may be a strided view.
         k, v: `[num_tokens, num_kv_heads, head_dim]`, q's dtype; may be strided views; not changed.
-        cos, sin: `[max_positions, head_dim // 2]` fp32, contiguous.
+        cos, sin: `[max_positions, rotary_size // 2]` fp32, contiguous; rotary_size is even, and at most head_dim.
         positions: `[num_tokens]` int64, each < max_positions (not checked: it is device data).
         pool: `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`, layer `layer` is written.
         slot_mapping: `[num_tokens]` int64, block_id * block_size + offset in the block.
@@ -171,7 +186,9 @@ def rotary_kv_write(
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         require_dtype(name, tensor, q.dtype)
         require_unit_stride(name, tensor)
-    half = head_dim // 2
+    half = cos.shape[-1]
+    if not 0 < 2 * half <= head_dim:
+        raise ValueError(f"cos has shape {tuple(cos.shape)}, expected angles for 2 to {head_dim} dimensions of a head")
     for name, tensor in (("cos", cos), ("sin", sin)):
         require_shape(name, tensor, (cos.shape[0], half))
         require_dtype(name, tensor, torch.float32)
@@ -206,6 +223,8 @@ def rotary_kv_write(
         GROUP_PAD=next_power_of_2(group),
         HALF=half,
         HALF_PAD=next_power_of_2(half),
+        REST=head_dim - 2 * half,
+        REST_PAD=next_power_of_2(max(head_dim - 2 * half, 1)),
         BLOCK_SIZE=geometry.block_size,
         HAS_SCALES=kv_scales is not None,
         num_warps=1,

@@ -20,9 +20,10 @@ logger = logging.getLogger(__name__)
 
 def cpu_kernels(options: EngineOptions, config: ModelConfig, dtype: torch.dtype) -> CpuKernels:
     """Our kernels for a model in ``dtype``, compiled if necessary. Raises CpuKernelsError, which says why they cannot be used."""
-    widths = (config.hidden_size, *config.intermediate_sizes)
-    if not CpuKernels.fit(head_sizes=_head_sizes(config), widths=widths):
-        raise CpuKernelsError(f"they have no code for head_dim {_text(config)} with widths {widths}")
+    widths, rotary_size = (config.hidden_size, *config.intermediate_sizes), config.rotary_size
+    if not CpuKernels.fit(head_sizes=_head_sizes(config), widths=widths, rotary_size=rotary_size):
+        sizes = f"head_dim {_text(config)}, {rotary_size} of it rotating,"
+        raise CpuKernelsError(f"they have no code for {sizes} with widths {widths}")
     return load_kernels(options, dtype)
 
 

@@ -57,6 +57,7 @@ class NativeCpuPagedStep:
         self._pool = pool
         self._writers: dict[int, KvWriter] = {}
         cos, sin = (0, 0) if tables is None else (table.data_ptr() for table in tables)
+        rotary_size = 0 if tables is None else tables[0].shape[-1]
         self._kept: list[object] = [tables]  # kept alive because the kernels have their addresses
         positions, seq_lens, query_starts = map(self._address, (batch.positions, batch.seq_lens, batch.query_start_loc))
         # 0 is C++'s null.
@@ -68,7 +69,7 @@ class NativeCpuPagedStep:
                 last_seen=last_seen if shape.sees_ahead(groups.windows[group]) else 0,
                 num_tokens=len(batch.positions), num_rows=len(batch.seq_lens), max_blocks=batch.max_blocks,
                 block_stride=kv.block_stride, q_heads=shape.num_q_heads, kv_heads=kv.sizes.num_kv_heads, block_size=kv.block_size,
-                key_size=kv.sizes.key_size, value_size=kv.sizes.value_size,
+                key_size=kv.sizes.key_size, value_size=kv.sizes.value_size, rotary_size=rotary_size,
             )
             for group, kv in enumerate(pool)
         ]  # fmt: skip

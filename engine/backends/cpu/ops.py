@@ -149,7 +149,7 @@ class CpuStep(CpuPagedStep):
     ) -> None:
         """``tables``: None for a model with latents, which rotates by itself."""
         super().__init__(batch, shape, groups, pool, scratch)
-        # [num_tokens, 1, head_dim] each
+        # [num_tokens, 1, rotary_size] each
         self._angles = [] if tables is None else [table[self.positions][:, None, :] for table in tables]
 
     def rotary_kv_write(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int) -> torch.Tensor:
@@ -157,8 +157,9 @@ class CpuStep(CpuPagedStep):
         heads = torch.cat((query, key), dim=1)
         # Rounded where the reference implementation rounds: after each product and after the sum.
         cos, sin = self._angles
-        swapped = heads.roll(heads.shape[-1] // 2, -1)
-        heads = (heads * cos).add_(swapped.mul_(sin))
+        rotary = heads[..., : cos.shape[-1]]
+        swapped = rotary.roll(rotary.shape[-1] // 2, -1)
+        rotary.mul_(cos).add_(swapped.mul_(sin))
         query, key = heads.split_with_sizes((query.shape[1], key.shape[1]), dim=1)
         self.kv_write(key, value, layer)
         return query
@@ -257,7 +258,7 @@ class CpuOps(CpuPagedOps):
 
 
 def cos_sin_rows(config: ModelConfig, max_model_len: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """(cosines, sines), both ``[max_model_len, head_dim]``.
+    """(cosines, sines), both ``[max_model_len, rotary_size]``.
 
     The sine of the first half is negated, so that a rotation needs no negation.
     """

@@ -156,15 +156,15 @@ def test_argmax_of_logits_that_were_processed(kernels: CpuKernels) -> None:
 
 
 @pytest.mark.parametrize(
-    ("heads", "head_dim"), [((9, 3), 64), ((4, 4), 32), ((8, 1), 128), ((14, 2), 64), ((2, 2), 96)]
+    ("heads", "head_dim", "rotary"),
+    [((9, 3), 64, 1), ((4, 4), 32, 1), ((8, 1), 128, 1), ((14, 2), 64, 1), ((2, 2), 96, 1), ((6, 2), 128, 0.5)],
 )
 @pytest.mark.parametrize("block_size", [1, 16, 24])
 def test_a_step_is_that_of_plain_torch(
-    kernels: CpuKernels, heads: tuple[int, int], head_dim: int, block_size: int
+    kernels: CpuKernels, heads: tuple[int, int], head_dim: int, rotary: float, block_size: int
 ) -> None:
-    """Rotation and pool are bit-identical, and attention is as exact as torch's. The batch mixes decode rows and chunks
-    of prompts."""
-    config = config_of(heads, head_dim)
+    """Rotation and pool are bit-identical, attention is as exact as torch's. Decode rows are mixed with chunks of prompts."""
+    config = replace(config_of(heads, head_dim), rope=RopeConfig("default", 10000.0, "{}", rotary))
     batch, num_blocks = shuffled_batch([(300, 1), (0, 1), (0, 70), (17, 1), (100, 20)], block_size)
     pool = bf16(num_blocks, 2, 2, heads[1], block_size, head_dim)
     theirs = pool.clone()

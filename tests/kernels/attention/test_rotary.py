@@ -13,15 +13,16 @@ from tests.kernels.conftest import DTYPES
 Randn = Callable[..., torch.Tensor]
 
 
-def _tables(max_positions: int, head_dim: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    inverse = 10000.0 ** (-torch.arange(0, head_dim, 2, device=device) / head_dim)
+def _tables(max_positions: int, rotary_size: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    inverse = 10000.0 ** (-torch.arange(0, rotary_size, 2, device=device) / rotary_size)
     angles = torch.arange(max_positions, device=device)[:, None] * inverse
     return angles.cos(), angles.sin()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("num_q_heads", "num_kv_heads", "head_dim", "block_size"), [(9, 3, 64, 16), (4, 4, 48, 8), (5, 1, 128, 32)]
+    ("num_q_heads", "num_kv_heads", "head_dim", "rotary_size", "block_size"),
+    [(9, 3, 64, 64, 16), (4, 4, 48, 48, 8), (5, 1, 128, 128, 32), (6, 2, 128, 64, 16), (4, 2, 80, 24, 8)],
 )
 def test_rotary_kv_write(
     device: str,
@@ -31,9 +32,10 @@ def test_rotary_kv_write(
     num_q_heads: int,
     num_kv_heads: int,
     head_dim: int,
+    rotary_size: int,
     block_size: int,
 ) -> None:
-    cos, sin = _tables(40, head_dim, device)
+    cos, sin = _tables(40, rotary_size, device)
     qkv = randn(5, num_q_heads + 2 * num_kv_heads, head_dim, dtype=dtype)
     q, k, v = qkv.split([num_q_heads, num_kv_heads, num_kv_heads], dim=1)
     before = qkv.clone()
@@ -54,16 +56,19 @@ def test_rotary_kv_write(
         pool[block_ids, 1, 0, :, offsets],
         rotary_reference(exact[:, num_q_heads : num_q_heads + num_kv_heads], cos, sin, positions),
     )
+    assert torch.equal(q[..., rotary_size:], before[:, :num_q_heads, rotary_size:])
     # Apart from the written slots, the pool is bit-identical to the reference's.
     for tensor in (pool, expected_pool):
         tensor[block_ids, 1, :, :, offsets] = 0
     assert torch.equal(pool, expected_pool)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_fp8_pool_gets_what_the_reference_rounds_to(device: str, randn: Randn, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("dtype", "rotary_size"), [(torch.float32, 64), (torch.bfloat16, 64), (torch.bfloat16, 32)])
+def test_an_fp8_pool_gets_what_the_reference_rounds_to(
+    device: str, randn: Randn, dtype: torch.dtype, rotary_size: int
+) -> None:
     """Values are bit-identical, with a scale for each head, and saturated where too large."""
-    cos, sin = _tables(40, 64, device)
+    cos, sin = _tables(40, rotary_size, device)
     q, k, v = (randn(5, heads, 64, dtype=dtype) for heads in (4, 2, 2))
     v[0, 0, 0], v[1, 1, 63] = 1e6, -1e6
     positions = torch.tensor([0, 7, 39, 3, 1], device=device)
@@ -120,5 +125,8 @@ def test_wrong_arguments_are_refused(device: str, randn: Randn) -> None:
         rotary_kv_write(x, x, x, cos, sin, ids.int(), pool, 0, ids)
     with pytest.raises(ValueError, match="cos has dtype"):
         rotary_kv_write(x, x, x, cos.half(), sin, ids, pool, 0, ids)
+    wide = _tables(4, 128, device)
+    with pytest.raises(ValueError, match=r"cos has shape .* expected angles for 2 to 64 dimensions"):
+        rotary_kv_write(x, x, x, *wide, ids, pool, 0, ids)
     with pytest.raises(ValueError, match=r"slot_mapping has shape \(2,\)"):
         rotary_kv_write(x, x, x, cos, sin, ids, pool, 0, ids[:2])

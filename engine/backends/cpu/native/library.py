@@ -29,7 +29,7 @@ class Step(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("num_tokens", "num_rows", "max_blocks")),
         *(
             (name, ctypes.c_int64)
-            for name in ("block_stride", "q_heads", "kv_heads", "block_size", "key_size", "value_size")
+            for name in ("block_stride", "q_heads", "kv_heads", "block_size", "key_size", "value_size", "rotary_size")
         ),
     ]
 
@@ -78,9 +78,13 @@ class CpuKernels:
             raise CpuKernelsError(f"{path} cannot be loaded: {error}") from error
 
     @staticmethod
-    def fit(*, head_sizes: Iterable[int], widths: tuple[int, ...]) -> bool:
-        """Whether the kernels support heads (keys and values) of these sizes, and norms and activations of these widths."""
-        return all(size in _HEAD_SIZES for size in head_sizes) and all(map(CpuKernels.fits_width, widths))
+    def fit(*, head_sizes: Iterable[int], widths: tuple[int, ...], rotary_size: int = 0) -> bool:
+        """Whether the kernels support heads (keys and values) of these sizes, and norms and activations of these widths.
+
+        ``rotary_size``: dimensions of a head that they rotate.
+        """
+        has_heads = all(size in _HEAD_SIZES for size in head_sizes)
+        return has_heads and all(map(CpuKernels.fits_width, widths)) and rotary_size % (2 * _LANES) == 0
 
     @staticmethod
     def fits_width(width: int) -> bool:

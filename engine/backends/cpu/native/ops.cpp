@@ -104,12 +104,12 @@ void kvrelay_argmax(const bf16* logits, int64_t* tokens, int64_t rows, int64_t w
 // Writes q, rotated, to rotated [num_tokens, q_heads, head_dim], and k, rotated, and v to the pool. Strides are per token.
 void kvrelay_rotary_kv_write(const Step* step, int64_t layer, const bf16* query, const bf16* key, const bf16* value,
                              int64_t query_stride, int64_t key_stride, int64_t value_stride, bf16* rotated) {
-    const int64_t dim = step->key_size, half = dim / 2, values = step->value_size;
+    const int64_t dim = step->key_size, turning = step->rotary_size, half = turning / 2, values = step->value_size;
     const int64_t heads = step->q_heads + step->kv_heads;
 #pragma omp parallel for if (step->num_tokens * heads * dim > kParallelElements)
     for (int64_t token = 0; token < step->num_tokens; ++token) {
-        const bf16* cos = step->cos + step->positions[token] * dim;
-        const bf16* sin = step->sin + step->positions[token] * dim;
+        const bf16* cos = step->cos + step->positions[token] * turning;
+        const bf16* sin = step->sin + step->positions[token] * turning;
         const int64_t block = step->slots[token] / step->block_size, offset = step->slots[token] % step->block_size;
         bf16* layer_keys = step->pool + block * step->block_stride + layer * layer_stride(step);
         bf16* place = layer_keys + offset * dim;
@@ -119,9 +119,13 @@ void kvrelay_rotary_kv_write(const Step* step, int64_t layer, const bf16* query,
             const bf16* from = is_key ? key + token * key_stride + kv_head * dim : query + token * query_stride + head * dim;
             bf16* to = is_key ? place + kv_head * step->block_size * dim : rotated + (token * step->q_heads + head) * dim;
             for (int64_t at = 0; at < dim; at += kLanes) {
-                const int64_t other = at < half ? at + half : at - half;
-                const vec turned = rounded(load(from + at) * load(cos + at)) + rounded(load(from + other) * load(sin + at));
-                hvec bits = narrow(turned);
+                hvec bits;
+                if (at < turning) {
+                    const int64_t other = at < half ? at + half : at - half;
+                    bits = narrow(rounded(load(from + at) * load(cos + at)) + rounded(load(from + other) * load(sin + at)));
+                } else {
+                    std::memcpy(&bits, from + at, sizeof bits);
+                }
                 // NaN and infinity are written as 0: later steps would use them, and the prefix cache would keep them.
                 if (is_key) bits = (bits & 0x7f80) == 0x7f80 ? hvec{} : bits;
                 std::memcpy(to + at, &bits, sizeof bits);

@@ -120,7 +120,7 @@ inline vec exponential(vec x) {
 // fields.
 struct Step {
     bf16* pool;                   // blocks of layers; a layer: keys [kv_heads, block_size, key_size], then values
-    const bf16* cos;              // [max_model_len, key_size]
+    const bf16* cos;              // [max_model_len, rotary_size]
     const bf16* sin;              // the first half negative
     const int64_t* positions;     // [num_tokens]
     const int64_t* slots;         // [num_tokens]: block * block_size + offset
@@ -130,6 +130,7 @@ struct Step {
     const int64_t* last_seen;     // null, or [num_tokens]: the last position that a token sees, not before its own
     int64_t num_tokens, num_rows, max_blocks;
     int64_t block_stride, q_heads, kv_heads, block_size, key_size, value_size;  // block_stride in elements
+    int64_t rotary_size;  // the first dimensions of a key, which rotate
 };
 
 namespace {
