@@ -264,7 +264,6 @@ def _all_launches() -> list[Launch]:
         *_attention_launches(256, 8, 4, bf16, 1024, has_images=True),
         *_attention_launches(128, 32, 16, bf16, None, has_images=True),
         *_attention_launches(128, 32, 16, bf16, 1024, has_images=True),
-        *_attention_launches(128, 96, 8, bf16, None, rotary_size=64),
         *_attention_launches(64, 9, 3, torch.float32, None),
         *_attention_launches(128, 32, 8, torch.float32, None),
     ):
@@ -273,9 +272,11 @@ def _all_launches() -> list[Launch]:
         if launch.kernel.startswith("decode_combine"):
             is_representative = launch.case in ("bf16 d128 32/8 fp8 pool", "bf16 d512 16/2")
         if launch.kernel.startswith("_rotary"):
-            is_representative |= launch.case == "bf16 d128 32/8 fp8 pool" or "rotating" in launch.case
+            is_representative |= launch.case == "bf16 d128 32/8 fp8 pool"
         if is_representative or launch.kernel.startswith(("_prefill", "_decode_split")):
             found.append(launch)
+    rotating = _attention_launches(128, 96, 8, bf16, None, rotary_size=64)
+    found += [launch for launch in rotating if launch.kernel.startswith("_rotary")]
     found += [*_latent_launches(128, bf16), *_latent_launches(16, bf16), *_latent_launches(128, bf16, is_picked=True)]
     found += [*_index_launches(64, bf16), *_index_launches(32, bf16)]
     for case, call in linear_cases():

@@ -23,7 +23,7 @@ _FILE = "model.safetensors"
 
 
 def save_with_draft_layer(directory: Path, model_type: str, *, is_dense: bool = False, **fields: Any) -> ReferenceLayer:
-    """Save a random model of a type with latents in float32, with its layer for drafting, in an existing directory.
+    """Save a random model of a type with such layers in float32, with its layer for drafting, in an existing directory.
 
     ``is_dense``: no layer has experts. ``fields``: of its config.json.
     """

@@ -77,7 +77,11 @@ class Family:
     windows: Windows = Windows.NONE
     has_window_switch: bool = False  # the config has ``use_sliding_window``, which defaults to off
     has_qkv_bias: bool | None = None  # a bias for q, k and v but not for o; None: ``attention_bias`` decides for all
-    has_qk_norm: bool = False
+    may_have_o_bias: bool = True  # if not, ``attention_bias`` decides for q, k and v only
+    has_qk_norm: bool | None = False  # None: ``use_qk_norm`` decides
+    has_partial_rotary: bool = (
+        False  # ``partial_rotary_factor`` says how much of a head rotates; elsewhere it must be 1
+    )
     has_sinks: bool = False
     has_clamped_swiglu: bool = False  # with ``swiglu_alpha`` and ``swiglu_limit``
     is_latent: bool = False  # latent attention (:mod:`kvrelay.engine.config.latent`)
@@ -189,6 +193,19 @@ FAMILIES: dict[str, Family] = {
             "norm_topk_prob": True,
             "routed_scaling_factor": 1.8,
             "first_k_dense_replace": 1,
+            "rms_norm_eps": 1e-5,
+        },
+    ),
+    "Glm4MoeForCausalLM": Family(
+        may_have_o_bias=False,
+        has_qk_norm=None,
+        has_partial_rotary=True,
+        experts=_DEEPSEEK_V3_EXPERTS,
+        defaults={
+            "partial_rotary_factor": 0.5,
+            "norm_topk_prob": True,
+            "first_k_dense_replace": 1,
+            "n_shared_experts": 1,
             "rms_norm_eps": 1e-5,
         },
     ),

@@ -246,7 +246,12 @@ def parse_config(config: Mapping[str, Any], directory: str) -> ModelConfig:
     attention_bias = bool(config.get("attention_bias", False))
     rotated = size("qk_rope_head_dim") if family.is_latent else 0
     share = rotated / (rotated + size("qk_nope_head_dim")) if family.is_latent else 1.0
-    rope = RopeConfig.parse(config, directory, share)
+    rope = RopeConfig.parse(config, directory, share, may_be_partial=family.has_partial_rotary)
+    if (rotary_size := rope.rotary_size(head_dim)) < 2 or rotary_size % 2:
+        raise ModelError(
+            f"{directory}: {rotary_size} of {head_dim} dimensions rotate by partial_rotary_factor {rope.fraction}; "
+            "this must be an even number above 0"
+        )
     has_qkv_bias = attention_bias if family.has_qkv_bias is None else family.has_qkv_bias
     latent: LatentConfig | None = None
     if family.is_latent:
@@ -269,9 +274,9 @@ def parse_config(config: Mapping[str, Any], directory: str) -> ModelConfig:
         max_position_embeddings=max(size("max_position_embeddings"), rope.stretched_len),
         has_tied_embeddings=bool(config.get(_TIED, False)),
         has_qkv_bias=has_qkv_bias,
-        has_o_bias=attention_bias and family.has_qkv_bias is None,
+        has_o_bias=attention_bias and family.has_qkv_bias is None and family.may_have_o_bias,
         has_mlp_bias=bool(config.get("mlp_bias", False)),
-        has_qk_norm=family.has_qk_norm,
+        has_qk_norm=bool(config.get("use_qk_norm")) if family.has_qk_norm is None else family.has_qk_norm,
         has_sinks=family.has_sinks,
         latent=latent,
         num_draft_layers=size("num_nextn_predict_layers", 0) if config.get("num_nextn_predict_layers") else 0,

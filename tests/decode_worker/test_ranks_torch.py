@@ -49,6 +49,13 @@ FAMILIES: dict[str, tuple[Any, int] | tuple[Any, int, int]] = {  # and how many 
         ),
         2, 2,
     ),
+    "glm-4.5-2-in-2-stages": (
+        transformers.Glm4MoeConfig(
+            **{**HEADS, "num_key_value_heads": 4, "rope_parameters": dict(SIZES["rope_parameters"])}, moe_intermediate_size=32,
+            n_routed_experts=4, num_experts_per_tok=2, attention_bias=True, use_qk_norm=True,
+        ),
+        2, 2,
+    ),
     "deepseek-v3-in-2-stages": (
         transformers.DeepseekV3Config(
             **{**HEADS, "num_key_value_heads": 12, "head_dim": 8}, moe_intermediate_size=32, n_routed_experts=4,

@@ -68,6 +68,24 @@ ARCHITECTURES = {
         attention_bias=True,
     ),
     "mixtral": lambda: transformers.MixtralConfig(**SIZES, **EXPERTS, sliding_window=None),
+    "glm-4.5": lambda: transformers.Glm4MoeConfig(
+        **{**SIZES, "head_dim": 32, "rope_parameters": dict(SIZES["rope_parameters"])},  # it adds to the dictionary
+        moe_intermediate_size=48,
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=2.5,
+        attention_bias=True,
+        use_qk_norm=True,
+    ),
+    "glm-4.5-air-yarn": lambda: transformers.Glm4MoeConfig(
+        **{**SIZES, "rope_parameters": {**YARN_ROPE, "partial_rotary_factor": 0.5}},
+        moe_intermediate_size=48,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        attention_bias=True,
+    ),
     "qwen3-bias": lambda: transformers.Qwen3Config(**{**SIZES, "attention_bias": True}),
 }
 

@@ -176,6 +176,7 @@ MORE["mistral4"] = {
     },
 }
 _INDEXER: dict[str, Any] = {"index_topk": 8, "index_head_dim": 16, "index_n_heads": 16}
+MORE["glm4_moe"] = {**EXPERTS, "use_qk_norm": True, "attention_bias": True}
 MORE["deepseek_v32"] = {**EXPERTS, **LATENT, **_INDEXER}
 MORE["glm_moe_dsa"] = {**EXPERTS, **LATENT, **_INDEXER, "indexer_types": ["full", "full", "shared", "full"]}
 MORE["deepseek_v4"] = {

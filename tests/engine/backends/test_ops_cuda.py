@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 import transformers
@@ -262,9 +263,19 @@ def run_interpreted(script: str, model_dir: Path, *arguments: str) -> str:
     return done.stdout
 
 
+GLM_EXPERTS = {"n_routed_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+CONFIGS: dict[str, Any] = {
+    "qwen3": lambda sizes: transformers.Qwen3Config(**sizes),
+    "glm-4.5": lambda sizes: transformers.Glm4MoeConfig(**sizes, **GLM_EXPERTS, attention_bias=True, use_qk_norm=True),
+}
+
+
 @pytest.mark.full
-def test_kernels_and_cpu_agree(tmp_path: Path) -> None:
-    save_model(tmp_path, transformers.Qwen3Config(**{**SIZES, "num_hidden_layers": 2}))
+@pytest.mark.parametrize("family", CONFIGS)
+def test_kernels_and_cpu_agree(family: str, tmp_path: Path) -> None:
+    # transformers writes into the dictionary of rotations
+    rope = dict(SIZES["rope_parameters"])
+    save_model(tmp_path, CONFIGS[family]({**SIZES, "num_hidden_layers": 2, "rope_parameters": rope}))
     assert run_interpreted(SCRIPT, tmp_path).startswith("same 8 ")
 
 

@@ -29,6 +29,7 @@ LLAMA: dict[str, Any] = {
     "rms_norm_eps": 1e-5,
     "max_position_embeddings": 2048,
 }
+GLM_EXPERTS = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -61,7 +62,7 @@ def test_missing_keys_mean_what_they_mean_to_transformers(architecture: str) -> 
     theirs = model_class.config_class(
         **({"use_sliding_window": True} if FAMILIES[architecture].has_window_switch else {})
     )
-    known = {**vars(theirs), "rope_theta": theirs.rope_parameters["rope_theta"]}
+    known = {**vars(theirs), **theirs.rope_parameters}
     if "mlp_layer_types" in known:
         known["first_k_dense_replace"] = known["mlp_layer_types"].index("sparse")
     defaults = FAMILIES[architecture].defaults
@@ -170,6 +171,23 @@ def test_biases_by_architecture() -> None:
     assert (qwen2.has_qkv_bias, qwen2.has_o_bias, qwen2.has_qk_norm) == (True, False, False)
     qwen3 = parse(architectures=["Qwen3ForCausalLM"], attention_bias=True)
     assert (qwen3.has_qkv_bias, qwen3.has_o_bias, qwen3.has_qk_norm) == (True, True, True)
+    glm = parse(architectures=["Glm4MoeForCausalLM"], attention_bias=True, use_qk_norm=True, **GLM_EXPERTS)
+    assert (glm.has_qkv_bias, glm.has_o_bias, glm.has_qk_norm) == (True, False, True)
+    glm = parse(architectures=["Glm4MoeForCausalLM"], **GLM_EXPERTS)
+    assert (glm.has_qkv_bias, glm.has_o_bias, glm.has_qk_norm) == (False, False, False)
+
+
+def test_how_much_of_a_head_rotates() -> None:
+    """GLM-4.5 says it beside ``rope_scaling``, and a config that transformers 5 saves within ``rope_parameters``."""
+    glm = {"architectures": ["Glm4MoeForCausalLM"], **GLM_EXPERTS}
+    half, own = parse(**glm), parse(**glm, partial_rotary_factor=0.25)
+    assert (half.rotary_size, own.rotary_size) == (8, 4)
+    assert half.rope_text != own.rope_text
+    new = parse(**glm, rope_parameters={"rope_theta": 10000.0, "rope_type": "default", "partial_rotary_factor": 0.25})
+    assert new.rope == own.rope
+    for factor, reason in ((0.1, "1 of 16 dimensions rotate"), (2.0, "partial_rotary_factor is 2.0")):
+        with pytest.raises(ModelError, match=reason):
+            parse(**glm, partial_rotary_factor=factor)
 
 
 @pytest.mark.parametrize(

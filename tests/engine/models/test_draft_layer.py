@@ -27,10 +27,12 @@ from tests.engine.weights.storing import store
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers warns of what tiny configurations leave out
 
+HEADS = {"head_dim": 16, "num_key_value_heads": 2, "use_qk_norm": True, "attention_bias": True}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "v3": ("deepseek_v3", {}),
     "v3 dense": ("deepseek_v3", {"is_dense": True}),
     "glm-4.7-flash": ("glm4_moe_lite", {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]}),
+    "glm-4.5": ("glm4_moe", HEADS),
     "v3.2": ("deepseek_v32", INDEXER),
     "glm-5": ("glm_moe_dsa", {**INDEXER, "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]}),
 }
@@ -66,9 +68,11 @@ def test_drafts_are_those_of_the_published_formula(model: tuple[Path, ReferenceL
         texts.step([short])
 
 
-@pytest.mark.parametrize("expert_parallel", [False, True])
-def test_two_ranks_guess_together(tmp_path: Path, expert_parallel: bool) -> None:
-    reference, guessing = save_with_draft_layer(tmp_path, "deepseek_v3"), Guessing(mtp_kv_bytes=2**22, taps=())
+@pytest.mark.parametrize(("variant", "expert_parallel"), [("v3", False), ("v3", True), ("glm-4.5", False)])
+def test_two_ranks_guess_together(tmp_path: Path, variant: str, expert_parallel: bool) -> None:
+    model_type, fields = VARIANTS[variant]
+    reference = save_with_draft_layer(tmp_path, model_type, **fields)
+    guessing = Guessing(mtp_kv_bytes=2**22, taps=())
     sizes = {"num_blocks": 96, "block_size": 8}
     engine: Any = load_ranks(tmp_path, 2, guessing=guessing, dtype="float32", expert_parallel=expert_parallel, **sizes)
     try:

@@ -54,6 +54,12 @@ SPARSE: dict[str, tuple[Any, int]] = {  # and the number of ranks
             mlp_only_layers=[1], norm_topk_prob=True,
         ), 3
     ),
+    "glm4_moe-2": (
+        transformers.Glm4MoeConfig(
+            **{**SIZES, "rope_parameters": dict(SIZES["rope_parameters"])}, n_routed_experts=5, num_experts_per_tok=2,
+            moe_intermediate_size=32, attention_bias=True, use_qk_norm=True,
+        ), 2
+    ),
 }  # fmt: skip
 
 
