@@ -18,11 +18,10 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "
 
 
 def linear_shapes(model_dir: Path, projections: tuple[str, ...] = PROJECTIONS) -> dict[str, tuple[int, int]]:
-    """The shapes ``(outputs, inputs)`` of a checkpoint's linear layers with these names, by module."""
+    """The shapes ``(outputs, inputs)`` of a checkpoint's linear layers with these names, by module. Routed experts are left out."""
     weights = load_file(model_dir / "model.safetensors")
-    names = [
-        name.removesuffix(".weight") for name in weights if name.endswith(tuple(f"{one}.weight" for one in projections))
-    ]
+    ends = tuple(f"{one}.weight" for one in projections)
+    names = [name.removesuffix(".weight") for name in weights if name.endswith(ends) and ".experts." not in name]
     return {name: tuple(weights[f"{name}.weight"].shape) for name in names}
 
 

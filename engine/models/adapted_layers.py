@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvrelay.engine.config.cut import Cut
+from kvrelay.engine.config.families import FAMILIES
 from kvrelay.engine.config.model import ModelConfig
 from kvrelay.engine.models.adapters import AdaptedLayer, Adapters
 from kvrelay.engine.models.ops import Linear
@@ -47,20 +48,30 @@ class LayerAdapters:
         rows = self._elements(whole.num_q_heads)
         return self._adapted(linear, self._layer("self_attn.o_proj", len(hidden), whole.q_size, hidden, rows))
 
-    def gate_up(self, linear: Linear) -> Linear:
-        """The MLP's first product."""
-        hidden, mid = range(self._whole.hidden_size), self._whole.intermediate_size
+    def gate_up(self, linear: Linear, *, is_shared: bool = False) -> Linear:
+        """The MLP's first product. ``is_shared``: of the MLP beside experts."""
+        hidden, (name, mid) = range(self._whole.hidden_size), self._mlp(is_shared=is_shared)
         columns = self._cut.columns(mid)
         return self._adapted(
             linear,
-            self._layer("mlp.gate_proj", mid, len(hidden), columns, hidden),
-            self._layer("mlp.up_proj", mid, len(hidden), columns, hidden),
+            self._layer(f"{name}.gate_proj", mid, len(hidden), columns, hidden),
+            self._layer(f"{name}.up_proj", mid, len(hidden), columns, hidden),
         )
 
-    def down(self, linear: Linear) -> Linear:
+    def down(self, linear: Linear, *, is_shared: bool = False) -> Linear:
         """The MLP's last product; a rank's result is summed over ranks afterwards."""
-        hidden, mid = range(self._whole.hidden_size), self._whole.intermediate_size
-        return self._adapted(linear, self._layer("mlp.down_proj", len(hidden), mid, hidden, self._cut.columns(mid)))
+        hidden, (name, mid) = range(self._whole.hidden_size), self._mlp(is_shared=is_shared)
+        return self._adapted(linear, self._layer(f"{name}.down_proj", len(hidden), mid, hidden, self._cut.columns(mid)))
+
+    def _mlp(self, *, is_shared: bool) -> tuple[str, int]:
+        """(name, size) of an MLP."""
+        if not is_shared:
+            return "mlp", self._whole.intermediate_size
+        facts, experts = FAMILIES[self._whole.architecture].experts, self._whole.experts
+        assert facts is not None, f"{self._whole.architecture} has no experts"
+        assert facts.shared is not None, f"{self._whole.architecture} has no MLP beside experts"
+        assert experts is not None, f"{self._whole.architecture} has no experts"
+        return facts.shared, experts.shared_size
 
     def _layer(self, name: str, num_outputs: int, num_inputs: int, outputs: range, inputs: range) -> AdaptedLayer:
         return AdaptedLayer(f"{_LAYERS}{self._index}.{name}", num_outputs, num_inputs, outputs, inputs)

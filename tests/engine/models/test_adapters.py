@@ -31,6 +31,13 @@ FAMILIES = {
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
         attention_bias=True,
     ),
+    "glm-4.5": lambda: transformers.Glm4MoeConfig(
+        **{**SIZES, "rope_parameters": dict(SIZES["rope_parameters"])},
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        attention_bias=True,
+    ),
 }
 LENGTHS = (5, 21, 33, 18)
 NUM_TOKENS = 6

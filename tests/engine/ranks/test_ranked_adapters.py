@@ -33,10 +33,10 @@ MODELS: dict[str, tuple[Any, int, dict[str, Any]]] = {  # model, ranks of a stag
             **SIZES, num_experts_per_tok=2, num_local_experts=5, attention_bias=True, sliding_window=None
         ), 2, {"expert_parallel": True},
     ),
-    "qwen3_moe-2": (
-        transformers.Qwen3MoeConfig(
-            **SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, mlp_only_layers=[1],
-            norm_topk_prob=True,
+    "glm4_moe-2": (  # with an MLP beside whole experts, and instead of them
+        transformers.Glm4MoeConfig(
+            **{**SIZES, "rope_parameters": dict(SIZES["rope_parameters"])}, n_routed_experts=4, num_experts_per_tok=2,
+            moe_intermediate_size=32,
         ), 2, {"expert_parallel": True},
     ),
     "mistral-1x2": (transformers.MistralConfig(**SIZES, sliding_window=19), 1, {"num_stages": 2}),
@@ -46,7 +46,7 @@ MODELS: dict[str, tuple[Any, int, dict[str, Any]]] = {  # model, ranks of a stag
 
 def adapters_of(base: Path, directory: Path) -> list[AdapterRef]:
     """Adapters for all possible layers, for a few, and with a different rank for each layer."""
-    shapes = {name: shape for name, shape in linear_shapes(base).items() if ".experts." not in name}
+    shapes = linear_shapes(base)
     few = {name: shape for name, shape in shapes.items() if name.endswith(("v_proj", "o_proj", "down_proj"))}
     return [
         write_adapter(directory / "all", shapes, seed=1),
