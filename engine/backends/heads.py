@@ -132,6 +132,6 @@ def _blocks_of_slot(layer: ModelConfig, kv_bytes: int, num_slots: int, geometry:
         nbytes = num_slots * block_nbytes * -(-_FEWEST_TOKENS // block_size)
         raise ModelError(
             f"--draft-kv-memory-mb is {kv_bytes / 2**20:.0f}, {num_blocks * block_size} tokens for each of {num_slots} "
-            f"sequences; a head needs {_FEWEST_TOKENS}: take {-(-nbytes // 2**20)}, or fewer sequences (--max-num-seqs)"
+            f"sequences; guesses need {_FEWEST_TOKENS}: take {-(-nbytes // 2**20)}, or fewer sequences (--max-num-seqs)"
         )
     return num_blocks

@@ -47,7 +47,7 @@ def test_the_texts_are_those_without(model: str) -> None:
         ({"pipeline_parallel": 2}, ModelError, "--speculation is mtp, and --pipeline-parallel 2; a layer for drafting"),
         ({"backend": "transformers"}, ModelError, "--speculation is mtp; models that run through transformers"),
         ({"engine": "fake"}, ModelError, "--speculation is mtp; the fake engine has no hidden states"),
-        ({"draft_kv_memory_mb": 1, "max_num_seqs": 512}, ModelError, "--draft-kv-memory-mb is 1, .* a head needs 64"),
+        ({"draft_kv_memory_mb": 1, "max_num_seqs": 512}, ModelError, "--draft-kv-memory-mb is 1, .* guesses need 64"),
     ],
 )
 def test_what_does_not_go_together_is_refused_before_the_model_is_loaded(

@@ -51,7 +51,7 @@ def test_the_texts_are_those_without(pair: tuple[str, str]) -> None:
         ({"pipeline_parallel": 2}, ModelError, "layers that other stages have: take --tensor-parallel instead"),
         ({"backend": "transformers"}, ModelError, "models that run through transformers have no heads"),
         ({"engine": "fake"}, ModelError, "the fake engine has no hidden states"),
-        ({"draft_kv_memory_mb": 1, "max_num_seqs": 512}, ModelError, "--draft-kv-memory-mb is 1, .* a head needs 64"),
+        ({"draft_kv_memory_mb": 1, "max_num_seqs": 512}, ModelError, "--draft-kv-memory-mb is 1, .* guesses need 64"),
     ],
 )
 def test_what_does_not_go_together_is_refused_before_the_model_is_loaded(

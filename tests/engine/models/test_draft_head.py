@@ -216,7 +216,7 @@ def test_a_truncated_file_and_a_small_pool_are_refused_by_name(model: Path, head
     path.unlink()
     with pytest.raises(ModelError, match=r"has no model.safetensors"):
         engine_of(model).load_head(directory, KV_BYTES)
-    with pytest.raises(ModelError, match="is 0, 24 tokens for each of 4 sequences; a head needs 64: take 1"):
+    with pytest.raises(ModelError, match="is 0, 24 tokens for each of 4 sequences; guesses need 64: take 1"):
         engine_of(model).load_head(head, 4 * 31 * 2 * 2 * 16 * 4)
 
 
