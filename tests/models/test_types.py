@@ -34,7 +34,10 @@ pytestmark = pytest.mark.long
 # parallel layers, a state, an encoder of images.
 _ALIKE = "llama llama4_text gemma2 gemma4_text gpt_oss qwen3_moe deepseek_v3 mimo_v2_flash gpt2 cohere2 opt qwen3_next lfm2 gemma3"
 ALIKE = frozenset(_ALIKE.split())
-_NATIVE = "axk1 deepseek_v2 deepseek_v3 glm4_moe glm4_moe_lite gpt_oss kimi_k25 llama mistral mistral4 mixtral qwen2 qwen3 qwen3_moe youtu"
+_NATIVE = (
+    "axk1 deepseek_v2 deepseek_v3 glm4_moe glm4_moe_lite gpt_oss kimi_k25 llama mistral mistral4 mixtral qwen2 qwen3 "
+    "qwen3_moe youtu"
+)
 # transformers picks tokens by masks, which its path cannot give
 ONLY_NATIVE = frozenset({"deepseek_v32", "glm_moe_dsa"})
 NATIVE = ONLY_NATIVE.union(_NATIVE.split())
