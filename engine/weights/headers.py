@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from kvrelay.common.errors import ModelError
 
 _FULL = ("F64", "F32", "F16", "BF16")
+_OF_EXPERT = re.compile(r"(.*\.experts\.)(\d+)(\..*weight)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,26 @@ def check_full(headers: Mapping[str, TensorHeader]) -> None:
                 f"{header.path}: tensor {name} has format {header.dtype}, of a quantised checkpoint, but neither config.json nor "
                 "a scale beside it tells what its numbers mean: take the config.json that belongs to it, or a checkpoint in bf16, "
                 "fp16 or fp32"
+            )
+
+
+def check_experts(directory: Path, names: Iterable[str]) -> None:
+    """Raises ModelError naming a weight that an expert lacks, and others beside it have.
+
+    transformers stacks the experts of a layer, and fails on unequal numbers of them without a name. ``names``: as models use them.
+    """
+    found: dict[tuple[str, str], set[int]] = {}
+    of_layers: dict[str, set[int]] = {}
+    for name in names:
+        if (match := _OF_EXPERT.fullmatch(name)) is not None:
+            layer, number, weight = match.groups()
+            found.setdefault((layer, weight), set()).add(int(number))
+            of_layers.setdefault(layer, set()).add(int(number))
+    for (layer, weight), numbers in found.items():
+        if lacking := of_layers[layer] - numbers:
+            raise ModelError(
+                f"{directory} lacks {layer}{min(lacking)}{weight}, which other experts have: the checkpoint is not complete; fetch "
+                "it again"
             )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
+from kvrelay.common.errors import ModelError
 from kvrelay.common.sampling import BeamSearch
 from kvrelay.common.sampling import SamplingParams as Sampling
 from kvrelay.engine.config.model import EntrySizes, ModelShape
@@ -18,6 +20,7 @@ from kvrelay.engine.kv.entries import EntryPool
 from kvrelay.engine.kv.geometry import geometry_of
 from kvrelay.engine.kv.owners import Owner, OwnerKind
 from kvrelay.engine.kv.pool import KvPool
+from kvrelay.engine.models.hf.loading import check_files
 from kvrelay.engine.outline import outline_model
 from kvrelay.engine.step.batch import build_batch
 from kvrelay.engine.step.plan import PlanRow, StepPlan, TableDelta
@@ -158,3 +161,13 @@ def test_a_sequence_keeps_few_numbers_for_a_token_and_what_entries_are_made_of(
     kept = {(group.key_size, group.window) for group in groups if group is not entries}
     # By 4 and 4 numbers a token goes into two entries, and so does its key. An entry is made of 8 tokens, or of 128.
     assert kept == {(16, 8), (128, 8), (32, 128)}
+
+
+def test_a_weight_that_one_expert_lacks_is_named(small: tuple[Path, PreTrainedModel], tmp_path: Path) -> None:
+    tensors = load_file(small[0] / "model.safetensors")
+    lacking = sorted(name for name in tensors if ".experts." in name)[0]
+    save_file({name: one for name, one in tensors.items() if name != lacking}, tmp_path / "model.safetensors")
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_bytes((small[0] / name).read_bytes())
+    with pytest.raises(ModelError, match=f"lacks {re.escape(lacking)}, which other experts have"):
+        check_files(tmp_path, torch.float32)

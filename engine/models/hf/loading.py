@@ -31,7 +31,13 @@ from kvrelay.engine.models.hf.outline import NoWeights
 from kvrelay.engine.models.hf.parts import candidates
 from kvrelay.engine.models.hf.progress import followed, without_bar
 from kvrelay.engine.models.hf.text import full_class, text_class, towers_of
-from kvrelay.engine.weights.headers import check_full, check_layers, checkpoint_files, read_headers
+from kvrelay.engine.weights.headers import (
+    check_experts,
+    check_full,
+    check_layers,
+    checkpoint_files,
+    read_headers,
+)
 from kvrelay.engine.weights.kv_scales import is_attention_scale
 from kvrelay.engine.weights.reader import CheckpointReader
 from kvrelay.engine.weights.stored import StoredWeight
@@ -169,6 +175,7 @@ def _checked(
     check_layers(directory, int(config.num_hidden_layers), headers)
     with CheckpointReader(headers, load_quantisation(directory), dtype) as reader:
         check_full(reader.headers)
+        check_experts(directory, reader.headers)
         traced = frozenset(reader.outlines) if traces else frozenset()
         traced |= of_single_experts(reader) if traces_experts else frozenset()
     check_tokenizer(directory, int(config.vocab_size))
