@@ -126,7 +126,11 @@ def check_checkpoint(directory: Path, reader: CheckpointReader, config: ModelCon
     if missing := sorted(name for name, place in places.items() if name not in headers and not place.is_optional):
         files = checkpoint_files(directory)
         where = str(files[0]) if len(files) == 1 else f"the {len(files)} files in {directory}"
-        raise ModelError(f"{len(missing)} tensors are missing from {where}, the first is {missing[0]}")
+        is_draft = config.has_draft_layer and all(map(_is_of_draft_layer(config), missing))
+        way_out = (
+            "; only --speculation mtp needs them: take --speculation ngram, draft-model or head" if is_draft else ""
+        )
+        raise ModelError(f"{len(missing)} tensors are missing from {where}, the first is {missing[0]}{way_out}")
     for name, header in headers.items():
         if (place := places.get(name)) is None:
             _check_unused(reader, name, config)
@@ -187,11 +191,10 @@ def weights_digest(directory: Path) -> str:
 
 def _check_unused(reader: CheckpointReader, name: str, config: ModelConfig) -> None:
     """Raise ModelError for a tensor that we cannot use, unless the model is the same without it."""
-    family, prefix = FAMILIES[config.architecture], text_prefix(config)
+    family = FAMILIES[config.architecture]
     is_tied_head = name == vocab_names(config).head and config.has_tied_embeddings
     is_rotary_buffer = name.endswith(".rotary_emb.inv_freq")  # in old checkpoints; the config determines it
-    drafts = range(config.num_layers, config.num_layers + config.num_draft_layers)
-    is_draft = any(name.startswith(f"{prefix}model.layers.{layer}.") for layer in drafts)
+    is_draft = _is_of_draft_layer(config)(name)
     is_of_tower = family.text is not None and name.startswith(family.text.towers)
     norm = None if family.experts is None else family.experts.norm
     is_unused_norm = norm is not None and name.endswith(f".{norm}.weight")  # of a layer without experts
@@ -202,6 +205,13 @@ def _check_unused(reader: CheckpointReader, name: str, config: ModelConfig) -> N
     raise ModelError(
         f"{reader.headers[name].path}: tensor {name} is unknown to {config.architecture} with this config.json; it would be ignored"
     )
+
+
+def _is_of_draft_layer(config: ModelConfig) -> Callable[[str], bool]:
+    """Tells whether a tensor of this name belongs to a layer for drafting."""
+    drafts = range(config.num_layers, config.num_layers + config.num_draft_layers)
+    prefixes = tuple(f"{text_prefix(config)}model.layers.{layer}." for layer in drafts)
+    return lambda name: name.startswith(prefixes)
 
 
 def _has_own_head(reader: CheckpointReader, names: VocabNames) -> bool:
