@@ -180,7 +180,7 @@ def _gpu_nbytes(places: Mapping[str, Place], dtype: torch.dtype, quantisation: Q
 
 def _stays(quantisation: Quantisation, name: str, place: Place) -> bool:
     """Whether a weight of a quantised checkpoint stays quantised on a GPU. The matrix that expands latents becomes
-    full, and an indexer's weights of heads are."""
+    full. An indexer's weights of heads are, and so is the product that a layer for drafting begins with."""
     if quantisation.bits is None:
         return False
     if quantisation.is_shuffled and len(place.part[-1]) < place.shape[-1]:
@@ -189,7 +189,7 @@ def _stays(quantisation: Quantisation, name: str, place: Place) -> bool:
         return name.endswith((".experts.gate_up_proj", ".experts.down_proj"))
     if ".experts." in name:
         return not quantisation.is_shuffled
-    full = ("kv_b_proj.weight", ".weights_proj.weight")
+    full = ("kv_b_proj.weight", ".weights_proj.weight", ".eh_proj.weight")
     return name.endswith(("_proj.weight", "_proj_with_mqa.weight", ".wq_b.weight", ".wk.weight")) and not name.endswith(
         full
     )

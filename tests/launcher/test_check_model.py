@@ -208,6 +208,11 @@ def test_a_layer_for_drafting_is_on_each_of_two_gpus(tmp_path: Path, capsys: pyt
     layer = report["num_parameters"] - alone["num_parameters"]
     assert 2 * layer < more < 4 * layer  # norms and latents are on both
     assert alone["gpu"]["kv_nbytes"] - report["gpu"]["kv_nbytes"] == more + report["draft_bytes"]
+    quantised = {"quant_method": "fp8", "weight_block_size": [32, 32]}
+    write_config(tmp_path, "deepseek_v3", **sizes, quantization_config=quantised)
+    of_fp8 = [found(capsys, *asked[:3], *more)[1]["gpu_weights_bytes"] for more in ((), ("--speculation", "mtp"))]
+    first_product = 2 * sizes["hidden_size"] ** 2  # stays float32
+    assert of_fp8[1] - of_fp8[0] > layer + 3 * first_product
     write_config(tmp_path, "deepseek_v3", **{**sizes, "num_nextn_predict_layers": 0})
     code, report = found(capsys, *asked, "--speculation", "mtp")
     assert (code, "one layer for drafting is needed" in report["reason"]) == (1, True)
