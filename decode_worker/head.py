@@ -13,7 +13,7 @@ from kvrelay.common.clock import Clock
 from kvrelay.decode_worker.drafter import Wanted
 from kvrelay.decode_worker.metrics import DraftMetrics
 from kvrelay.decode_worker.row_cost import RowCost
-from kvrelay.engine.step.interface import DraftHead, HeadAsk
+from kvrelay.engine.step.interface import DeviceFailedError, DraftHead, HeadAsk
 from kvrelay.engine.step.sequence import Sequence
 
 logger = logging.getLogger(__name__)
@@ -77,13 +77,15 @@ class HeadDrafter:
         begun_s = self._clock()
         try:
             drafts = self._head.draft(list(asks.values()))
+        except DeviceFailedError:
+            return {}  # no draft is tried again: the next step fails for the same reason, and ends the worker
         except Exception:
             self._num_failures += 1
             self._metrics.failures.inc()
             if self._num_failures >= _MAX_FAILURES:
                 self._head.give_up()
             what_next = "there are no drafts any more" if self._num_failures >= _MAX_FAILURES else "it is asked again"
-            logger.exception("the head failed; requests go on without, and %s", what_next)
+            logger.exception("guessing failed; requests go on without drafts, and %s", what_next)
             return {}
         step_s = self._clock() - begun_s
         self._metrics.computed("drafts", step_s)

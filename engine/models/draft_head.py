@@ -107,7 +107,7 @@ class HeadBesideModel:
             if self._model.has_collectives:
                 raise  # the other ranks would wait for this one
             self.give_up()
-            logger.exception("the head failed beside a step; requests go on without, and there are no drafts any more")
+            logger.exception("guessing failed beside a step; requests go on, and there are no drafts any more")
 
     def give_up(self) -> None:
         """See DraftHead."""
