@@ -96,8 +96,8 @@ def load_transformers_engine(
     max_model_len = max_model_len_of(options, shape, geometry, num_blocks)
     ops = make_ops(shape, pool.tensor, max_model_len, options.max_num_seqs)
     if device.type == "cuda":
-        from kvrelay.engine.backends.cuda.build import compile_adapters, compile_sampling, compile_steps  # noqa: PLC0415
         from kvrelay.engine.backends.cuda.low_rank import AdaptedSteps  # noqa: PLC0415
+        from kvrelay.engine.backends.cuda.trial import compile_adapters, compile_sampling, compile_steps  # noqa: PLC0415
 
         compile_steps(model, ops, pool, options, takes_whole=images.takes_whole)
         if adapters is not None:

@@ -67,9 +67,11 @@ def make_head(
     if weights.embed is None and target.embeds_with_ranks:
         # Other ranks do not know when the head looks a token up.
         weights = replace(weights, embed=load_embedding(options.model_dir, model, target.dtype, target.device))
-    return _beside(
-        config.layer, kv_bytes, target, slots, options, lambda ops: HeadModel(config, weights, ops, target.embed)
-    )
+
+    def make(ops: Ops) -> HeadModel:
+        return HeadModel(config, weights, ops, target.embed)
+
+    return _beside(config.layer, model.hidden_size, kv_bytes, target, slots, options, make)
 
 
 def draft_layer_nbytes(kv_bytes: int, model: ModelConfig, dtype: torch.dtype, num_slots: int) -> int:
@@ -95,32 +97,43 @@ def make_draft_layer(
 
     ``kv_bytes``: as of ``make_head``. Raises ModelError if the pool is too small.
     """
-    return _beside(config, kv_bytes, target, slots, options, lambda ops: DraftLayer(config, weights, ops, target, part))
+
+    def make(ops: Ops) -> DraftLayer:
+        return DraftLayer(config, weights, ops, target, part)
+
+    return _beside(config, config.hidden_size, kv_bytes, target, slots, options, make)
 
 
 def _beside(
     layer: ModelConfig,
+    target_size: int,
     kv_bytes: int,
     target: DecoderModel,
     slots: Slots,
     options: EngineOptions,
     make: Callable[[Ops], Guesser],
 ) -> HeadBesideModel:
-    """``make`` gets operations over the pool of what guesses, whose one layer is ``layer``."""
+    """``make`` gets operations over the pool of what guesses, whose one layer is ``layer``.
+
+    ``target_size``: elements of the model's hidden states.
+    """
     geometry = geometry_of(layer, options.block_size, target.dtype)
     num_slots = len(slots.sequences)
     num_blocks = _blocks_of_slot(layer, kv_bytes, num_slots, geometry)
     pool = KvPool(geometry, num_slots * num_blocks, target.device)
     num_tokens = num_blocks * options.block_size
     logger.info("what guesses sees the last %d tokens of each of %d sequences", num_tokens, num_slots)
-    ops: Ops
     if target.device.type == "cpu":
-        ops = cpu_ops(options, layer, pool.tensor, num_tokens)
-    else:
-        from kvrelay.engine.backends.cuda.build import cuda_ops  # noqa: PLC0415 - a CPU worker may lack Triton
+        ops: Ops = cpu_ops(options, layer, pool.tensor, num_tokens)
+        return HeadBesideModel(make(ops), ops, target, slots, num_blocks, options.block_size)
+    from kvrelay.engine.backends.cuda.build import cuda_ops  # noqa: PLC0415 - a CPU worker may lack Triton
+    from kvrelay.engine.backends.cuda.trial import compile_guesses  # noqa: PLC0415
 
-        ops = cuda_ops(layer, pool, num_tokens, options, None)
-    return HeadBesideModel(make(ops), ops, target, slots, num_blocks, options.block_size)
+    on_gpu = cuda_ops(layer, pool, num_tokens, options, None)
+    guesser = make(on_gpu)
+    hidden = torch.zeros(1, target_size, dtype=target.dtype, device=target.device)
+    compile_guesses(guesser, hidden, on_gpu, options)
+    return HeadBesideModel(guesser, on_gpu, target, slots, num_blocks, options.block_size)
 
 
 def _blocks_of_slot(layer: ModelConfig, kv_bytes: int, num_slots: int, geometry: KvGeometry) -> int:

@@ -10,8 +10,9 @@ import torch
 
 from kvrelay.common.sampling import SamplingParams
 from kvrelay.engine import pool_and_card, torch_engine
-from kvrelay.engine.backends.cuda.build import compile_steps, decode_graphs
+from kvrelay.engine.backends.cuda.build import decode_graphs
 from kvrelay.engine.backends.cuda.ops import CudaOps
+from kvrelay.engine.backends.cuda.trial import compile_steps
 from kvrelay.engine.config.model import load_config
 from kvrelay.engine.kv.pool import KvPool
 from kvrelay.engine.step.interface import StepRow

@@ -19,7 +19,7 @@ from kvrelay.common.sampling import SamplingParams as Sampling
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.decode_worker.worker import DecodeWorker
 from kvrelay.engine.backends.cpu.ops import CpuPagedOps, CpuPagedStep
-from kvrelay.engine.backends.cuda.build import run_largest_step
+from kvrelay.engine.backends.cuda.trial import run_largest_step
 from kvrelay.engine.kv.block_manager import BlockManager
 from kvrelay.engine.kv.host.tier import HostTier
 from kvrelay.engine.kv.owners import Owner, OwnerKind

@@ -4,51 +4,42 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from collections.abc import Sequence as Seq
 from dataclasses import replace
 from functools import partial
 
-import numpy as np
 import torch
 
 from kvrelay.common.errors import ModelError
-from kvrelay.common.sampling import SamplingParams
 from kvrelay.engine.backends.cuda.graphs import Agree, CaptureError, CudaRecorder, DecodeGraphs, Recorder
 from kvrelay.engine.backends.cuda.inputs import StepInputs
 from kvrelay.engine.backends.cuda.linear import can_multiply
 from kvrelay.engine.backends.cuda.low_rank import AdaptedSteps
 from kvrelay.engine.backends.cuda.memory import GpuMemory
-from kvrelay.engine.backends.cuda.ops import CudaOps, CudaPagedOps
-from kvrelay.engine.backends.options import EngineOptions, asked_blocks
+from kvrelay.engine.backends.cuda.ops import CudaOps
+from kvrelay.engine.backends.cuda.trial import (
+    MakeTrial,
+    compile_adapters,
+    compile_sampling,
+    compile_steps,
+    run_largest_step,
+)
+from kvrelay.engine.backends.options import EngineOptions
 from kvrelay.engine.config.activations import Activations
 from kvrelay.engine.config.cut import Cut
 from kvrelay.engine.config.model import ModelConfig, ModelShape
-from kvrelay.engine.kv.geometry import geometry_of
 from kvrelay.engine.kv.pool import KvPool
 from kvrelay.engine.models.adapted_layers import in_other_stages
 from kvrelay.engine.models.adapters import Adapters
 from kvrelay.engine.models.decoder import DecoderModel, Taps
-from kvrelay.engine.models.ops import Model
 from kvrelay.engine.models.ranks import RankPart
-from kvrelay.engine.sampling.rows import Asking
-from kvrelay.engine.sampling.sampled import UnderWay
-from kvrelay.engine.sampling.sampler import sample
-from kvrelay.engine.step.batch import Batch, build_batch
-from kvrelay.engine.step.plan import PlanRow, SlotJoin, StepPlan, TableDelta
-from kvrelay.engine.step.rules import num_words
-from kvrelay.engine.step.slots import Slots
 from kvrelay.engine.weights.kv_scales import unit_kv_scales
 from kvrelay.engine.weights.parameters import ModelWeights
 from kvrelay.engine.weights.rounding import Rounding
 from kvrelay.engine.weights.stored import StoredWeight
-from kvrelay.kernels.attention.decode_workspace import decode_batch_sizes
 from kvrelay.kernels.attention.kv_scales import require_e4m3
 from kvrelay.kernels.checks import MAX_HEAD_DIM
 
 logger = logging.getLogger(__name__)
-
-MakeTrial = Callable[[KvPool, int, int], tuple[Model, CudaPagedOps]]
-"""A model over a pool, for so many tokens of a sequence and so many sequences, and its operations."""
 
 
 def cuda_model(
@@ -187,115 +178,6 @@ def measure_memory(
     memory = GpuMemory(total, free - later, held, step=max(0, step_nbytes))
     logger.info("GPU memory: %s", memory.text)
     return memory
-
-
-@torch.inference_mode()
-def run_largest_step(
-    shape: ModelShape, make: MakeTrial, kv_dtype: torch.dtype, device: torch.device, options: EngineOptions
-) -> int:
-    """Compute as many tokens as a step may have, and sample for as many sequences, over a pool of its own. With states, also
-    compute a token of as many sequences.
-
-    Returns that pool's bytes; it is not larger than one whose size is given.
-    """
-    geometry = geometry_of(shape, options.block_size, kv_dtype)
-    asked = asked_blocks(options, geometry.block_nbytes)
-    num_tokens = options.max_batched_tokens
-    if asked is not None:
-        num_tokens = max(1, min(num_tokens, asked * options.block_size))
-    max_len = min(num_tokens, options.max_model_len or num_tokens, shape.max_position_embeddings)
-    sampling = SamplingParams(max_tokens=1, top_p=0.9, typical_p=0.9, num_logprobs=0)
-    prompts, num_blocks = [], 0
-    for start in range(0, num_tokens, max_len):
-        length = min(max_len, num_tokens - start)
-        blocks = range(num_blocks, num_blocks + -(-length // options.block_size))
-        num_blocks += len(blocks)
-        prompts.append((length, tuple(blocks)))
-    pool = KvPool(geometry, num_blocks, device)
-    # Of very short sequences more make up a step than ever run.
-    model, ops = make(pool, max_len, max(options.max_num_seqs, len(prompts)))
-    slots, batch = _made_up(prompts, sampling, options.block_size, len(geometry.groups))
-    hidden = model.forward(ops.upload((batch.token_ids,))[0], ops.begin_step(batch))
-    if hidden is None:
-        return pool.tensor.nbytes
-    num_sampled = min(options.max_num_seqs, num_tokens)
-    asking = Asking.of(slots, np.zeros(num_sampled, dtype=np.int64), np.ones(num_sampled, dtype=np.int64))
-    sample(model.logits(hidden[:num_sampled]), asking, None, ops, {}).read()
-    if shape.states:  # of single tokens, a step copies each one's states
-        singles = [(1, (0,))] * options.max_num_seqs
-        _, batch = _made_up(singles, sampling, options.block_size, len(geometry.groups))
-        model.forward(ops.upload((batch.token_ids,))[0], ops.begin_step(batch))
-    return pool.tensor.nbytes
-
-
-@torch.inference_mode()
-def compile_steps(
-    model: Model, ops: CudaPagedOps, pool: KvPool, options: EngineOptions, *, takes_whole: bool = False
-) -> None:
-    """Compute single tokens beside a prompt, in the spare block of ``pool``, for each number of them that has a kernel of its own.
-
-    Compiled when a step first has so many, it would stall all streams. Over the very pool: by its shape kernels are chosen.
-    ``takes_whole``: see ImageReader; the prompt is also computed as an image, whose tokens see each other.
-    """
-    spare = (pool.num_blocks,)
-    for num_single in decode_batch_sizes(options.max_num_seqs):
-        rows = [(1, spare)] * num_single + [(2, spare)]
-        _, batch = _made_up(rows, SamplingParams(max_tokens=1), options.block_size, len(pool.geometry.groups))
-        for step in ops.trial_steps(batch):
-            hidden = model.forward(ops.upload((batch.token_ids,))[0], step)
-            if hidden is not None:
-                model.logits(hidden[-1:])
-    if takes_whole:
-        _, batch = _made_up([(2, spare)], SamplingParams(max_tokens=1), options.block_size, len(pool.geometry.groups))
-        batch = replace(batch, last_seen=np.ones(2, dtype=np.int64))
-        model.forward(ops.upload((batch.token_ids,))[0], ops.begin_step(batch))
-
-
-@torch.inference_mode()
-def compile_adapters(model: Model, ops: CudaPagedOps, pool: KvPool, adapted: AdaptedSteps) -> None:
-    """Compute a token in the spare block of ``pool`` with each kernel that adapters have; nobody has one yet."""
-    geometry = pool.geometry
-    rows = [(1, (pool.num_blocks,))]
-    _, batch = _made_up(rows, SamplingParams(max_tokens=1), geometry.block_size, len(geometry.groups))
-    for tiling in adapted.tilings:
-        with adapted.over(adapted.no_rows(1, tiling)):
-            model.forward(ops.upload((batch.token_ids,))[0], ops.begin_step(batch))
-
-
-@torch.inference_mode()
-def compile_sampling(logits: torch.Tensor, ops: CudaPagedOps) -> None:
-    """Sample from ``logits`` ``[1, vocab]`` with penalties, with and without a token under way, and with a guide's mask: compiled
-    when a stream first asks for them, these kernels would stall all."""
-    sampling = SamplingParams(max_tokens=2, repetition_penalty=1.1, top_p=0.9)
-    slots, _ = _made_up([(2, (0,))], sampling, 16)
-    slots.sequences[0].num_prompt_tokens = 1
-    asking = Asking.of(slots, np.zeros(1, dtype=np.int64), np.full(1, 2))
-    token_ids = torch.zeros(1, dtype=torch.int64, device=logits.device)
-    for under_way in (None, UnderWay(np.ones(1, dtype=np.int32), token_ids)):
-        sample(logits, asking, None, ops, {}, under_way).read()
-    all_may_come = np.full((1, num_words(logits.shape[1])), -1, dtype=np.int32)
-    for of_type in (logits, logits.float()):  # behind an operator's processor they are masked once more
-        ops.mask_tokens(of_type, (0,), all_may_come)
-
-
-def _made_up(
-    prompts: Seq[tuple[int, tuple[int, ...]]], sampling: SamplingParams, block_size: int, num_groups: int = 1
-) -> tuple[Slots, Batch]:
-    """A step over prompts of zeros, (length, blocks) each, those of one token first. All groups write the same blocks."""
-    slots = Slots(len(prompts), max(len(blocks) for _, blocks in prompts), num_groups)
-    plan = StepPlan(
-        rows=tuple(PlanRow(slot, 0, length) for slot, (length, _) in enumerate(prompts)),
-        joins=tuple(
-            SlotJoin(slot, "made up", (0,) * length, length, sampling) for slot, (length, _) in enumerate(prompts)
-        ),
-        tables=tuple(
-            TableDelta(slot, 0, blocks, group)
-            for slot, (_, blocks) in enumerate(prompts)
-            for group in range(num_groups)
-        ),
-    )
-    slots.apply(plan)
-    return slots, build_batch(plan, slots, block_size)
 
 
 def agreed_graphs(part: RankPart | None, capture: Callable[[Agree | None], DecodeGraphs]) -> DecodeGraphs | None:

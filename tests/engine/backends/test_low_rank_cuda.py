@@ -66,7 +66,8 @@ from pathlib import Path
 import torch
 
 from kvrelay.engine import pool_and_card, torch_engine
-from kvrelay.engine.backends.cuda.build import compile_adapters, decode_graphs
+from kvrelay.engine.backends.cuda.build import decode_graphs
+from kvrelay.engine.backends.cuda.trial import compile_adapters
 from kvrelay.engine.backends.cuda.low_rank import AdaptedSteps
 from kvrelay.engine.backends.cuda.ops import CudaOps
 from kvrelay.engine.backends.options import EngineOptions

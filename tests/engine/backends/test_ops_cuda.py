@@ -91,7 +91,8 @@ import torch
 from kvrelay.common.sampling import SamplingParams
 from kvrelay.engine import pool_and_card, torch_engine
 from kvrelay.engine.step import uploads
-from kvrelay.engine.backends.cuda.build import compile_sampling, compile_steps, decode_graphs, run_largest_step, trial_model
+from kvrelay.engine.backends.cuda.build import decode_graphs, trial_model
+from kvrelay.engine.backends.cuda.trial import compile_sampling, compile_steps, run_largest_step
 from kvrelay.engine.backends.options import EngineOptions
 from kvrelay.engine.step.interface import StepRow
 from kvrelay.engine.step.leader import Leader
