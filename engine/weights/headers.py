@@ -77,7 +77,8 @@ def check_full(headers: Mapping[str, TensorHeader]) -> None:
 def check_experts(directory: Path, names: Iterable[str]) -> None:
     """Raises ModelError naming a weight that an expert lacks, and others beside it have.
 
-    transformers stacks the experts of a layer, and fails on unequal numbers of them without a name. ``names``: as models use them.
+    transformers stacks the experts of a layer, and fails on unequal numbers of them without a name. Call this where it fails: in
+    some types an expert has fewer weights than others. ``names``: as models use them.
     """
     found: dict[tuple[str, str], set[int]] = {}
     of_layers: dict[str, set[int]] = {}

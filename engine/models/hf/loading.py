@@ -175,11 +175,14 @@ def _checked(
     check_layers(directory, int(config.num_hidden_layers), headers)
     with CheckpointReader(headers, load_quantisation(directory), dtype) as reader:
         check_full(reader.headers)
-        check_experts(directory, reader.headers)
         traced = frozenset(reader.outlines) if traces else frozenset()
         traced |= of_single_experts(reader) if traces_experts else frozenset()
     check_tokenizer(directory, int(config.vocab_size))
-    return _from_pretrained(directory, dtype, "meta", with_towers, traced=traced)
+    try:
+        return _from_pretrained(directory, dtype, "meta", with_towers, traced=traced)
+    except ModelError:
+        check_experts(directory, reader.headers)  # names more than transformers does
+        raise
 
 
 def find_stored(

@@ -363,7 +363,7 @@ def test_why_there_are_no_kernels(kernels: CpuKernels, monkeypatch: pytest.Monke
 
     assert why(64, "auto") is why(64, "native") is None
     assert why(64, "torch") == "--cpu-kernels is torch"
-    assert str(why(80, "auto")).startswith("they have no code for head_dim 80 with widths")
+    assert str(why(80, "auto")).startswith("they have no code for head_dim 80, 80 of it rotating, with widths")
 
 
 @pytest.mark.parametrize(
