@@ -116,7 +116,7 @@ def _random(model_type: str, seed: int, **fields: Any) -> Any:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", ".bias")):
                 tensor.normal_(0, 0.3)
             elif name.endswith("norm.weight"):
                 tensor.uniform_(0.5, 1.5)

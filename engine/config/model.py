@@ -367,6 +367,12 @@ def _experts(
     num_groups = size("n_group", 1) if has_groups else 1
     if num_experts % num_groups:
         raise ModelError(f"{directory}: 'n_group' is {num_groups}; it must divide the {num_experts} experts")
+    top_groups, of_group = size("topk_group", 1) if num_groups > 1 else 1, num_experts // num_groups
+    if top_groups > num_groups or top_groups * of_group < top_k or (num_groups > 1 and of_group < facts.num_scoring):
+        raise ModelError(
+            f"{directory}: 'topk_group' is {top_groups} of {num_groups} groups with {of_group} experts each; that is too many, or "
+            f"leaves too few for the {top_k} experts of a token"
+        )
     return ExpertsConfig(
         router=Router(
             num_experts=num_experts,
@@ -374,7 +380,7 @@ def _experts(
             scoring=facts.scoring,
             is_normalised=is_normalised,
             num_groups=num_groups,
-            top_groups=size("topk_group", 1) if num_groups > 1 else 1,
+            top_groups=top_groups,
             num_scoring=facts.num_scoring,
             scale=_number(config, "routed_scaling_factor", 1.0, directory),
             is_wide=facts.is_wide,

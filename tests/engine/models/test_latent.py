@@ -104,6 +104,8 @@ def test_layers_that_draft_are_left_in_the_checkpoint(tmp_path: Path) -> None:
         ({"qk_rope_head_dim": 7}, "'qk_rope_head_dim' is 7; it must be even"),
         ({"kv_lora_rank": None}, "config.json has no 'kv_lora_rank'"),
         ({"n_group": 3, "topk_group": 1}, "'n_group' is 3; it must divide the 4 experts"),
+        ({"n_group": 2, "topk_group": 3}, "'topk_group' is 3 of 2 groups with 2 experts each; that is too many"),
+        ({"n_group": 2, "topk_group": 1, "num_experts_per_tok": 3}, "leaves too few for the 3 experts of a token"),
     ],
 )
 def test_what_is_not_served_is_named(fields: dict[str, Any], reason: str, tmp_path: Path) -> None:
