@@ -78,7 +78,7 @@ class HeadDrafter:
         try:
             drafts = self._head.draft(list(asks.values()))
         except DeviceFailedError:
-            return {}  # no draft is tried again: the next step fails for the same reason, and ends the worker
+            return {}  # the next step fails for the same reason, says it, and ends the worker
         except Exception:
             self._num_failures += 1
             self._metrics.failures.inc()

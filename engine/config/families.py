@@ -80,7 +80,7 @@ class Family:
     may_have_o_bias: bool = True  # if not, ``attention_bias`` decides for q, k and v only
     has_qk_norm: bool | None = False  # None: ``use_qk_norm`` decides
     has_partial_rotary: bool = (
-        False  # ``partial_rotary_factor`` says how much of a head rotates; elsewhere it must be 1
+        False  # ``partial_rotary_factor`` says how much of a head rotates; in others it must be 1
     )
     has_sinks: bool = False
     has_clamped_swiglu: bool = False  # with ``swiglu_alpha`` and ``swiglu_limit``

@@ -53,9 +53,8 @@ class Place:
 
     target: AnyWeight | FusedExperts
     shape: tuple[int, ...]  # of the tensor
-    part: tuple[
-        range, ...
-    ]  # the part that is read for the target, per dimension; the first of them if there are several
+    # The part that is read for the target, per dimension; the first of them if there are several.
+    part: tuple[range, ...]
     columns: slice | None = None  # of the inputs that are read: those that the target keeps; None: all
     others: tuple[tuple[range, ...], ...] = ()  # parts of each expert that follow in the target, all of one size
     is_optional: bool = False  # a checkpoint may lack the tensor; the target is then complete

@@ -11,6 +11,7 @@ import pytest
 import transformers
 
 from kvrelay.common.sampling import SamplingParams
+from kvrelay.engine.step.interface import DeviceFailedError
 from kvrelay.engine.torch_engine import TorchEngine
 from tests.decode_worker.rig import Rig, greedy
 from tests.decode_worker.test_run_ahead_torch import sampling, unlike_the_last
@@ -123,3 +124,25 @@ def test_a_head_that_fails_is_not_asked_any_more(
     assert len(rig.outputs["r"]) == 60
     assert num_calls == 3
     assert max(rig.engine.depths) == 1
+
+
+def test_a_device_that_fails_is_not_told_as_guesses_that_fail(
+    directories: dict[str, tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The step says why the worker ends. A line of the log that requests go on would be false."""
+    model, directory = directories["known"]
+    engine = engine_of(model, "on")
+    head = engine.load_head(directory, KV_BYTES)
+    num_calls = 0
+
+    def fail(*_: object) -> None:
+        nonlocal num_calls
+        num_calls += 1
+        raise DeviceFailedError("a rank is lost")
+
+    monkeypatch.setattr(head._model, "forward", fail)
+    rig = Rig(engine, head=head)
+    rig.add("r", [1, 2, 3], greedy(12))
+    rig.run()
+    assert num_calls > 0
+    assert "guessing failed" not in caplog.text

@@ -36,9 +36,8 @@ class Cuts:
     dropped: frozenset[str]  # paths of biases that another rank adds
     experts: frozenset[str] = frozenset()  # paths of modules with a part of each expert, whose results must be summed
     silent: frozenset[str] = frozenset()  # paths of modules whose results another rank adds
-    recurrent: Mapping[str, RecurrentCut] = field(
-        default_factory=dict
-    )  # by path of a layer, whose results must be summed
+    # By path of a layer, whose results must be summed.
+    recurrent: Mapping[str, RecurrentCut] = field(default_factory=dict)
 
     def of(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         """The rank's part of the parameter ``name``, a view where that is possible; of a dropped one nothing is left."""
