@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -146,19 +146,21 @@ class ThreadedRanks:
             one.shutdown()
 
     def _on_all(self, act: Callable[[int], T]) -> list[T]:
-        """What ``act`` gives for each rank. Raises what the first rank that failed raises."""
+        """What ``act`` gives for each rank. Raises the earliest error: those behind it may be of ranks that waited for its rank."""
+        errors: list[BaseException] = []
 
         def guarded(rank: int) -> T:
             with self._board.turn:
                 try:
                     return act(rank)
-                except BaseException:
+                except BaseException as error:
+                    errors.append(error)
                     self._board.abort()
                     raise
 
         futures = [thread.submit(guarded, rank) for rank, thread in enumerate(self._threads)]
-        errors = [error for future in futures if (error := future.exception()) is not None]
-        for error in sorted(errors, key=lambda one: isinstance(one, threading.BrokenBarrierError)):
+        wait(futures)
+        for error in errors:
             raise error
         return [future.result() for future in futures]
 
