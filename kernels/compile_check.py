@@ -33,6 +33,7 @@ from kvrelay.kernels.binaries import (
 )
 from kvrelay.kernels.launches import Launch, Target, launches
 from kvrelay.kernels.linear import few_routes, fp8, group_scaled, grouped, low_rank, vector, weight_only
+from kvrelay.kernels.recurrent import convolution, delta_rule
 from kvrelay.kernels.rows import activation, digests, norm
 from kvrelay.kernels.sampling import bitmask, penalties, sample_kernels
 
@@ -42,6 +43,9 @@ _KERNELS = {
         activation._swiglu_kernel,
         bitmask._bitmask_kernel,
         digests._digest_kernel,
+        convolution._convolution_kernel,
+        convolution._keep_inputs_kernel,
+        delta_rule._delta_rule_kernel,
         splits.decode_combine_kernel,
         decode._decode_split_kernel,
         few_routes._few_down_kernel,

@@ -19,6 +19,8 @@ from kvrelay.kernels.attention import decode, index_scores, latent, prefill, rot
 from kvrelay.kernels.attention.decode_workspace import DecodeWorkspace
 from kvrelay.kernels.attention.prefill_tiles import TileLoads, has_much_shared_memory, tile_loads
 from kvrelay.kernels.linear.cases import NAMES, linear_cases
+from kvrelay.kernels.recurrent import convolution, delta_rule
+from kvrelay.kernels.recurrent.ragged import DeltaInputs, RaggedStates
 from kvrelay.kernels.rows import activation, digests, norm
 from kvrelay.kernels.sampling import bitmask, penalties, sample
 
@@ -168,6 +170,25 @@ def _index_launches(num_heads: int, dtype: torch.dtype) -> list[Launch]:
     )
 
 
+def _recurrent_launches(dtype: torch.dtype) -> list[Launch]:
+    """The recurrent layers of Qwen3-Next, for single tokens and a prompt."""
+    mixed, gates, heads = torch.empty((4, 8192), dtype=dtype), torch.empty((4, 64), dtype=dtype), torch.empty(32)
+    inputs = DeltaInputs(mixed, gates[:, :32], gates[:, 32:], heads, heads)
+    pool = torch.empty((2, 2**20))
+    matrices, kept = pool[:, :524288].view(2, 32, 128, 128), pool.view(dtype)[:, :32768].view(2, 8192, 4)
+    int32, int64 = torch.zeros((5,), dtype=torch.int32), torch.zeros((4,), dtype=torch.int64)
+    singles = RaggedStates(int32[:4], int32, int32, int64, torch.zeros(4, dtype=torch.bool), int64)
+    prompt = RaggedStates(int32[:4], int32[:2], int32[:2], int64[:1], singles.is_new[:1], int64[:1])
+
+    def call() -> None:
+        convolution.causal_convolution(mixed, mixed.view(8192, 4), kept, singles)
+        delta_rule.gated_delta_rule(inputs, matrices, singles)
+
+    case = f"{NAMES[dtype]} 32 heads of 128x128"
+    whole = _record(f"{case}, prompts", lambda: delta_rule.gated_delta_rule(inputs, matrices, prompt))
+    return [*_record(f"{case}, single tokens", call), *whole]
+
+
 def _capability(target: Target) -> tuple[int, int] | None:
     backend, arch = target
     return divmod(arch, 10) if backend == "cuda" and isinstance(arch, int) else None
@@ -278,7 +299,7 @@ def _all_launches() -> list[Launch]:
     rotating = _attention_launches(128, 96, 8, bf16, None, rotary_size=64)
     found += [launch for launch in rotating if launch.kernel.startswith("_rotary")]
     found += [*_latent_launches(128, bf16), *_latent_launches(16, bf16), *_latent_launches(128, bf16, is_picked=True)]
-    found += [*_index_launches(64, bf16), *_index_launches(32, bf16)]
+    found += [*_index_launches(64, bf16), *_index_launches(32, bf16), *_recurrent_launches(bf16)]
     for case, call in linear_cases():
         # The kernel that adds splits does not depend on the format, only on whether sums have scales.
         has_own_sums = "int8" in case or "4 bits" in case

@@ -6,6 +6,9 @@ a full block can continue behind it. A step computes a prompt block by block, so
 
 In front of a state is its position, the number of tokens that it is of. Whoever computes a token twice, or leaves one out, reads a
 state of another position. On a CPU this raises.
+
+Layers of transformers compute part by part, with copies of states. A gated delta rule that has kernels computes the whole step at
+once, with the states in the pool (:data:`DeltaRule`).
 """
 
 from __future__ import annotations
@@ -19,10 +22,26 @@ import numpy.typing as npt
 import torch
 
 from kvrelay.engine.config.model import ModelShape, StateTensor
-from kvrelay.engine.kv.geometry import LayerGroups, state_offsets
+from kvrelay.engine.kv.geometry import POSITION_NBYTES, LayerGroups, state_offsets
 from kvrelay.engine.step.batch import Batch
+from kvrelay.kernels.recurrent.ragged import DeltaInputs, RaggedStates
 
 Upload = Callable[[Sequence[npt.NDArray[Any]]], list[torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaStates:
+    """The states of a layer with a gated delta rule, in the pool. A rule replaces them."""
+
+    conv: torch.Tensor  # [num_blocks, num_channels, width]
+    recurrent: torch.Tensor  # [num_blocks, num_heads, key_size, value_size] fp32
+    ragged: RaggedStates
+
+
+DeltaRule = Callable[[DeltaInputs, torch.Tensor, DeltaStates], torch.Tensor]
+"""(inputs, a causal convolution's ``[num_channels, width]`` for what is mixed in them, states) -> outputs
+``[num_tokens, num_heads, value_size]``
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +70,12 @@ class Part:
 class StatePool:
     """All states of a model."""
 
-    def __init__(self, shape: ModelShape, pool: torch.Tensor, upload: Upload) -> None:
-        """``pool``: as :attr:`kvrelay.engine.kv.pool.KvPool.tensor`. ``upload``: brings arrays to its device."""
+    def __init__(
+        self, shape: ModelShape, pool: torch.Tensor, upload: Upload, delta_rule: DeltaRule | None = None
+    ) -> None:
+        """``pool``: as :attr:`kvrelay.engine.kv.pool.KvPool.tensor`. ``upload``: brings arrays to its device. ``delta_rule``:
+        computes whole steps; None if there are no kernels for that.
+        """
         self.block_size = pool.shape[4]
         self._groups = LayerGroups.of_shape(shape, self.block_size)
         self._first_layer = len(shape.sliding_windows)
@@ -61,6 +84,7 @@ class StatePool:
         self._bytes = pool.view(len(pool), -1).view(torch.uint8)
         self._itemsize = pool.element_size()
         self._upload = upload
+        self._delta_rule = delta_rule
 
     def begin_step(self, batch: Batch) -> StateStep:
         """The states of the batch's sequences. A sequence may have one row only."""
@@ -76,16 +100,25 @@ class StatePool:
                 starts.append(start)
                 shapes.append((first, 1, num_tokens))
                 first, start = first + num_tokens, start + num_tokens
-        _, num_seqs, counts = zip(*shapes, strict=True)
+        _, num_seqs, lengths = zip(*shapes, strict=True)
+        counts = np.repeat(lengths, num_seqs)
+        numbers = self._numbers(batch, rows, np.array(starts), counts)
+        of_seqs = (
+            () if self._delta_rule is None else self._of_seqs(np.array(rows), np.array(starts), counts, *numbers[:3])
+        )
         # One upload for all parts: each would take one of the uploader's few buffers.
-        there = self._upload(self._numbers(batch, rows, np.array(starts), np.repeat(counts, num_seqs)))
+        there = self._upload((*numbers, *of_seqs))
         parts: list[Part] = []
         behind = 0
         for first, count, num_tokens in shapes:
             own, behind = slice(behind, behind + count), behind + count
-            read, write, is_new, ends = (one[..., own] for one in there)
+            read, write, is_new, ends = (one[..., own] for one in there[:4])
             parts.append(Part(first, num_tokens, np.array(starts[own]), read, write, is_new[:, None], ends))
-        return StateStep(self, parts)
+        whole = None
+        if self._delta_rule is not None:
+            firsts = of_seqs[3][:-1]
+            whole = WholeStep(np.array(starts)[firsts], there[1], there[3], *there[4:])
+        return StateStep(self, parts, whole)
 
     def _numbers(
         self, batch: Batch, rows: list[int], starts: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]
@@ -95,6 +128,23 @@ class StatePool:
         read = tables[:, slots, np.maximum(starts - 1, 0) // self.block_size]
         return read, tables[:, slots, (ends - 1) // self.block_size], starts == 0, ends
 
+    def _of_seqs(
+        self,
+        rows: npt.NDArray[np.int64],
+        starts: npt.NDArray[np.int64],
+        counts: npt.NDArray[np.int64],
+        read: npt.NDArray[Any],
+        write: npt.NDArray[Any],
+        is_new: npt.NDArray[np.bool_],
+    ) -> tuple[npt.NDArray[Any], ...]:
+        """The tensors of a WholeStep from ``begun`` on. Given are numbers of its parts, whose rows ascend."""
+        firsts = np.flatnonzero(np.diff(rows, prepend=-1))
+        seqs = np.repeat(np.searchsorted(firsts, np.arange(len(rows)), side="right") - 1, counts)
+        token_starts = np.concatenate(([0], counts.cumsum()))
+        numbers = (seqs, token_starts, np.append(firsts, len(rows)))
+        begun = write[:, starts % self.block_size == 0]
+        return (begun, *(one.astype(np.int32) for one in numbers), read[:, firsts], is_new[firsts])
+
     def read(self, part: Part, layer: int) -> torch.Tensor:
         """Copies of a layer's states before the part: bytes ``[num_seqs, size]``, which :meth:`tensors` divides.
 
@@ -103,10 +153,7 @@ class StatePool:
         group, columns = self._place(layer)
         states = self._bytes[part.read[group], columns]
         if states.device.type == "cpu":
-            found, is_old = _positions(states).numpy(), part.starts > 0
-            assert (found == part.starts)[is_old].all(), (
-                f"states of {found.tolist()} tokens before positions {part.starts.tolist()}: a token was computed twice, or not"
-            )
+            _require_positions(states, part.starts)
         return states.masked_fill_(part.is_new, 0)
 
     def write(self, part: Part, layer: int, states: torch.Tensor) -> None:
@@ -114,6 +161,33 @@ class StatePool:
         group, columns = self._place(layer)
         _positions(states).copy_(part.ends)
         self._bytes[part.write[group], columns] = states
+
+    def compute(self, whole: WholeStep, layer: int, inputs: DeltaInputs, weight: torch.Tensor) -> torch.Tensor:
+        """A layer's outputs for all tokens of a step, by its rule; replaces its states. See :data:`DeltaRule`."""
+        assert self._delta_rule is not None, "no rule computes whole steps"
+        group, columns = self._place(layer)
+        here, read, write = self._bytes[:, columns], whole.read[group], whole.write[group]
+        if here.device.type == "cpu":
+            is_old = whole.starts > 0
+            _require_positions(here[read[torch.from_numpy(is_old)]], whole.starts[is_old])
+        in_place = {one.kind: tensor for one, tensor in self.tensors(layer, here)}
+        ragged = RaggedStates(whole.seqs, whole.token_starts, whole.part_starts, read, whole.is_new, write)
+        out = self._delta_rule(inputs, weight, DeltaStates(in_place["conv"], in_place["recurrent"], ragged))
+        if whole.begun.shape[1]:
+            self._clear_unused(layer, here, whole.begun[group])
+        here[write, :POSITION_NBYTES] = whole.ends.view(torch.uint8).view(-1, POSITION_NBYTES)
+        return out
+
+    def _clear_unused(self, layer: int, here: torch.Tensor, block_ids: torch.Tensor) -> None:
+        """Write zeros between and behind a layer's tensors in some blocks. ``here``: the layer's bytes in all blocks."""
+        starts = [*self._offsets[layer][:-1], here.shape[1]]
+        ends = [
+            POSITION_NBYTES,
+            *(first + one.nbytes for one, first in zip(self._tensors[layer], starts, strict=False)),
+        ]
+        for first, end in zip(ends, starts, strict=True):
+            word = torch.uint8 if first % 8 or end % 8 else torch.int64
+            here.view(word)[block_ids, first // word.itemsize : end // word.itemsize] = 0
 
     def tensors(self, layer: int, states: torch.Tensor) -> list[tuple[StateTensor, torch.Tensor]]:
         """A layer's tensors in ``states`` (views), each ``[num_seqs, *shape]``."""
@@ -133,11 +207,43 @@ class StatePool:
 
 
 @dataclass(frozen=True, slots=True)
+class WholeStep:
+    """All parts of a step, for a rule that computes them at once. See RaggedStates."""
+
+    starts: npt.NDArray[np.int64]  # [num_seqs] positions of the first tokens
+    write: torch.Tensor  # [num_groups, num_parts]
+    ends: torch.Tensor  # [num_parts] positions behind the last tokens
+    begun: torch.Tensor  # [num_groups, …] those of ``write`` that the step begins
+    seqs: torch.Tensor
+    token_starts: torch.Tensor
+    part_starts: torch.Tensor
+    read: torch.Tensor  # [num_groups, num_seqs]
+    is_new: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class StateStep:
     """The states of one step."""
 
     pool: StatePool
     parts: Sequence[Part]  # in the order of the step's tokens
+    whole: WholeStep | None = None  # None: no rule computes it at once
+
+    def compute(self, layer: int, inputs: DeltaInputs, weight: torch.Tensor) -> torch.Tensor:
+        """A layer's outputs for all tokens by the backend's rule, which replaces its states. See :data:`DeltaRule`.
+
+        ``layer``: among the recurrent ones. There must be a ``whole``.
+        """
+        assert self.whole is not None, "no rule computes whole steps"
+        return self.pool.compute(self.whole, layer, inputs, weight)
+
+
+def _require_positions(states: torch.Tensor, starts: npt.NDArray[np.int64]) -> None:
+    """``states`` are of sequences that go on at ``starts``, but where this is 0."""
+    found = _positions(states).numpy()
+    assert (found == starts)[starts > 0].all(), (
+        f"states of {found.tolist()} tokens before positions {starts.tolist()}: a token was computed twice, or not"
+    )
 
 
 def _positions(states: torch.Tensor) -> torch.Tensor:

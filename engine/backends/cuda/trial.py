@@ -66,7 +66,7 @@ def run_largest_step(
     num_sampled = min(options.max_num_seqs, num_tokens)
     asking = Asking.of(slots, np.zeros(num_sampled, dtype=np.int64), np.ones(num_sampled, dtype=np.int64))
     sample(model.logits(hidden[:num_sampled]), asking, None, ops, {}).read()
-    if shape.states:  # of single tokens, a step copies each one's states
+    if shape.states:  # of single tokens alone, a step has other kernels, or copies each one's states
         singles = [(1, (0,))] * options.max_num_seqs
         _, batch = _made_up(singles, sampling, options.block_size, len(geometry.groups))
         model.forward(ops.upload((batch.token_ids,))[0], ops.begin_step(batch))

@@ -23,6 +23,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from kvrelay.engine.config.model import KvSizes, ModelShape
 from kvrelay.engine.kv.entries import EntryStep
 from kvrelay.engine.kv.states import StateStep
+from kvrelay.engine.models.hf.delta_rule import delta_rule_forward
 from kvrelay.engine.models.hf.entries import CompressedLayers, keep_entries
 from kvrelay.engine.models.hf.filling import drop_layers
 from kvrelay.engine.models.hf.gate import (
@@ -108,7 +109,8 @@ class TransformersModel:
         self.recurrent = [one.module for one in layers.states]
         self._read_weights = [one for recurrent in layers.states for one in recurrent.uncalled]
         for index, recurrent in enumerate(layers.states):
-            keep_states(recurrent.module, index, self._running.states)
+            whole = delta_rule_forward(model.config.get_text_config().model_type, recurrent.module, recurrent.tensors)
+            keep_states(recurrent.module, index, self._running.states, whole)
 
     def bind(self, ops: PagedOps, dtype: torch.dtype, adapt: Adapt | None = None) -> None:
         """Run products, norms and experts with ``ops`` from now on. Takes over the weights.

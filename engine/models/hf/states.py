@@ -22,6 +22,7 @@ from kvrelay.engine.kv.states import Part, StateStep
 
 _CACHE_ARGUMENTS = ("cache_params", "past_key_values", "past_key_value")
 _MASK = "attention_mask"
+_HIDDEN = "hidden_states"
 
 Forward = Callable[..., Any]
 
@@ -150,10 +151,16 @@ def recorded_states(candidates: list[nn.Module]) -> Iterator[list[tuple[nn.Modul
                 module.forward = replaced
 
 
-def keep_states(module: nn.Module, layer: int, step_states: Callable[[], StateStep | None]) -> None:
+def keep_states(
+    module: nn.Module,
+    layer: int,
+    step_states: Callable[[], StateStep | None],
+    whole: Callable[[torch.Tensor, StateStep, int], torch.Tensor] | None = None,
+) -> None:
     """Replace the forward pass of a recurrent layer. ``layer``: its number among these.
 
-    ``step_states``: those of the step under way; None outside of steps, when the layer computes as transformers does.
+    ``step_states``: those of the step under way; None outside of steps, when the layer computes as transformers does. ``whole``:
+    computes a whole step, of ``[1, num_tokens, hidden]``, where the backend has kernels for it.
     """
     plain = _PlainLayer(module.forward)
 
@@ -163,6 +170,8 @@ def keep_states(module: nn.Module, layer: int, step_states: Callable[[], StateSt
         if step is None:
             return plain.forward(*args, **kwargs)
         given, outputs = plain.arguments(args, kwargs), []
+        if whole is not None and step.whole is not None:
+            return whole(given[_HIDDEN], step, layer)
         for part in step.parts:
             states = step.pool.read(part, layer)
             tensors = {(one.kind, one.index): tensor for one, tensor in step.pool.tensors(layer, states)}

@@ -1,0 +1,1 @@
+"""Recurrent layers over states in the KV pool."""
