@@ -33,7 +33,7 @@ from kvrelay.kernels.binaries import (
 )
 from kvrelay.kernels.launches import Launch, Target, launches
 from kvrelay.kernels.linear import few_routes, fp8, group_scaled, grouped, low_rank, vector, weight_only
-from kvrelay.kernels.recurrent import convolution, delta_rule
+from kvrelay.kernels.recurrent import convolution, delta_rule, state_space
 from kvrelay.kernels.rows import activation, digests, norm
 from kvrelay.kernels.sampling import bitmask, penalties, sample_kernels
 
@@ -46,6 +46,7 @@ _KERNELS = {
         convolution._convolution_kernel,
         convolution._keep_inputs_kernel,
         delta_rule._delta_rule_kernel,
+        state_space._state_space_kernel,
         splits.decode_combine_kernel,
         decode._decode_split_kernel,
         few_routes._few_down_kernel,

@@ -19,8 +19,8 @@ from kvrelay.kernels.attention import decode, index_scores, latent, prefill, rot
 from kvrelay.kernels.attention.decode_workspace import DecodeWorkspace
 from kvrelay.kernels.attention.prefill_tiles import TileLoads, has_much_shared_memory, tile_loads
 from kvrelay.kernels.linear.cases import NAMES, linear_cases
-from kvrelay.kernels.recurrent import convolution, delta_rule
-from kvrelay.kernels.recurrent.ragged import DeltaInputs, RaggedStates
+from kvrelay.kernels.recurrent import convolution, delta_rule, state_space
+from kvrelay.kernels.recurrent.ragged import DeltaInputs, RaggedStates, SpaceInputs
 from kvrelay.kernels.rows import activation, digests, norm
 from kvrelay.kernels.sampling import bitmask, penalties, sample
 
@@ -171,7 +171,7 @@ def _index_launches(num_heads: int, dtype: torch.dtype) -> list[Launch]:
 
 
 def _recurrent_launches(dtype: torch.dtype) -> list[Launch]:
-    """The recurrent layers of Qwen3-Next, for single tokens and a prompt."""
+    """The recurrent layers of Qwen3-Next and of Nemotron-H, for single tokens and a prompt."""
     mixed, gates, heads = torch.empty((4, 8192), dtype=dtype), torch.empty((4, 64), dtype=dtype), torch.empty(32)
     inputs = DeltaInputs(mixed, gates[:, :32], gates[:, 32:], heads, heads)
     pool = torch.empty((2, 2**20))
@@ -180,13 +180,23 @@ def _recurrent_launches(dtype: torch.dtype) -> list[Launch]:
     singles = RaggedStates(int32[:4], int32, int32, int64, torch.zeros(4, dtype=torch.bool), int64)
     prompt = RaggedStates(int32[:4], int32[:2], int32[:2], int64[:1], singles.is_new[:1], int64[:1])
 
-    def call() -> None:
-        convolution.causal_convolution(mixed, mixed.view(8192, 4), kept, singles)
-        delta_rule.gated_delta_rule(inputs, matrices, singles)
+    more = torch.empty(64)
+    space = SpaceInputs(mixed[:, :6144], gates, more, more, more, (0.0, 1.0))
+    spaces = matrices.view(2, 64, 64, 128)
 
-    case = f"{NAMES[dtype]} 32 heads of 128x128"
-    whole = _record(f"{case}, prompts", lambda: delta_rule.gated_delta_rule(inputs, matrices, prompt))
-    return [*_record(f"{case}, single tokens", call), *whole]
+    def call(states: RaggedStates) -> None:
+        delta_rule.gated_delta_rule(inputs, matrices, states)
+        state_space.state_space(space, spaces, states)
+
+    bias = mixed.view(-1)[:8192]
+    return [
+        *_record(
+            f"{NAMES[dtype]} 8192 channels",
+            lambda: convolution.causal_convolution(mixed, mixed.view(8192, 4), bias, kept, singles),
+        ),
+        *_record(f"{NAMES[dtype]} 2 MiB, single tokens", lambda: call(singles)),
+        *_record(f"{NAMES[dtype]} 2 MiB, prompts", lambda: call(prompt)),
+    ]
 
 
 def _capability(target: Target) -> tuple[int, int] | None:

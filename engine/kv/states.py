@@ -7,15 +7,15 @@ a full block can continue behind it. A step computes a prompt block by block, so
 In front of a state is its position, the number of tokens that it is of. Whoever computes a token twice, or leaves one out, reads a
 state of another position. On a CPU this raises.
 
-Layers of transformers compute part by part, with copies of states. A gated delta rule that has kernels computes the whole step at
-once, with the states in the pool (:data:`DeltaRule`).
+Layers of transformers compute part by part, with copies of states. A layer that has kernels computes the whole step at once, over
+the states in the pool (:class:`RecurrentKernels`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -24,24 +24,40 @@ import torch
 from kvrelay.engine.config.model import ModelShape, StateTensor
 from kvrelay.engine.kv.geometry import POSITION_NBYTES, LayerGroups, state_offsets
 from kvrelay.engine.step.batch import Batch
-from kvrelay.kernels.recurrent.ragged import DeltaInputs, RaggedStates
+from kvrelay.kernels.recurrent.ragged import DeltaInputs, RaggedStates, SpaceInputs
 
 Upload = Callable[[Sequence[npt.NDArray[Any]]], list[torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
-class DeltaStates:
-    """The states of a layer with a gated delta rule, in the pool. A rule replaces them."""
+class LayerStates:
+    """A layer's states in the pool, for kernels, which replace them."""
 
     conv: torch.Tensor  # [num_blocks, num_channels, width]
-    recurrent: torch.Tensor  # [num_blocks, num_heads, key_size, value_size] fp32
+    recurrent: torch.Tensor  # [num_blocks, num_heads, …] fp32
     ragged: RaggedStates
 
 
-DeltaRule = Callable[[DeltaInputs, torch.Tensor, DeltaStates], torch.Tensor]
-"""(inputs, a causal convolution's ``[num_channels, width]`` for what is mixed in them, states) -> outputs
-``[num_tokens, num_heads, value_size]``
-"""
+class RecurrentKernels(Protocol):
+    """Compute a layer's recurrence for all tokens of a step at once: ``[num_tokens, num_heads, size of a head's output]``.
+
+    What is mixed in ``inputs`` first passes a causal convolution with ``weight`` ``[num_channels, width]`` and ``bias``
+    ``[num_channels]``, and silu.
+    """
+
+    def delta_rule(
+        self, inputs: DeltaInputs, weight: torch.Tensor, bias: torch.Tensor | None, states: LayerStates
+    ) -> torch.Tensor:
+        """A gated delta rule over states ``[…, key_size, value_size]``."""
+
+    def state_space(
+        self, inputs: SpaceInputs, weight: torch.Tensor, bias: torch.Tensor | None, states: LayerStates
+    ) -> torch.Tensor:
+        """A selective state space over states ``[…, head_size, state_size]``."""
+
+
+Recurrence = Callable[[RecurrentKernels, LayerStates], torch.Tensor]
+"""What a layer asks of kernels; gives its outputs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +87,10 @@ class StatePool:
     """All states of a model."""
 
     def __init__(
-        self, shape: ModelShape, pool: torch.Tensor, upload: Upload, delta_rule: DeltaRule | None = None
+        self, shape: ModelShape, pool: torch.Tensor, upload: Upload, kernels: RecurrentKernels | None = None
     ) -> None:
-        """``pool``: as :attr:`kvrelay.engine.kv.pool.KvPool.tensor`. ``upload``: brings arrays to its device. ``delta_rule``:
-        computes whole steps; None if there are no kernels for that.
+        """``pool``: as :attr:`kvrelay.engine.kv.pool.KvPool.tensor`. ``upload``: brings arrays to its device. ``kernels``:
+        compute whole steps, if a backend has them.
         """
         self.block_size = pool.shape[4]
         self._groups = LayerGroups.of_shape(shape, self.block_size)
@@ -84,7 +100,7 @@ class StatePool:
         self._bytes = pool.view(len(pool), -1).view(torch.uint8)
         self._itemsize = pool.element_size()
         self._upload = upload
-        self._delta_rule = delta_rule
+        self._kernels = kernels
 
     def begin_step(self, batch: Batch) -> StateStep:
         """The states of the batch's sequences. A sequence may have one row only."""
@@ -103,9 +119,7 @@ class StatePool:
         _, num_seqs, lengths = zip(*shapes, strict=True)
         counts = np.repeat(lengths, num_seqs)
         numbers = self._numbers(batch, rows, np.array(starts), counts)
-        of_seqs = (
-            () if self._delta_rule is None else self._of_seqs(np.array(rows), np.array(starts), counts, *numbers[:3])
-        )
+        of_seqs = () if self._kernels is None else self._of_seqs(np.array(rows), np.array(starts), counts, *numbers[:3])
         # One upload for all parts: each would take one of the uploader's few buffers.
         there = self._upload((*numbers, *of_seqs))
         parts: list[Part] = []
@@ -115,7 +129,7 @@ class StatePool:
             read, write, is_new, ends = (one[..., own] for one in there[:4])
             parts.append(Part(first, num_tokens, np.array(starts[own]), read, write, is_new[:, None], ends))
         whole = None
-        if self._delta_rule is not None:
+        if self._kernels is not None:
             firsts = of_seqs[3][:-1]
             whole = WholeStep(np.array(starts)[firsts], there[1], there[3], *there[4:])
         return StateStep(self, parts, whole)
@@ -162,9 +176,9 @@ class StatePool:
         _positions(states).copy_(part.ends)
         self._bytes[part.write[group], columns] = states
 
-    def compute(self, whole: WholeStep, layer: int, inputs: DeltaInputs, weight: torch.Tensor) -> torch.Tensor:
-        """A layer's outputs for all tokens of a step, by its rule; replaces its states. See :data:`DeltaRule`."""
-        assert self._delta_rule is not None, "no rule computes whole steps"
+    def compute(self, whole: WholeStep, layer: int, recurrence: Recurrence) -> torch.Tensor:
+        """A layer's outputs for all tokens of a step; replaces its states. There must be kernels."""
+        assert self._kernels is not None, "nothing computes whole steps"
         group, columns = self._place(layer)
         here, read, write = self._bytes[:, columns], whole.read[group], whole.write[group]
         if here.device.type == "cpu":
@@ -172,7 +186,7 @@ class StatePool:
             _require_positions(here[read[torch.from_numpy(is_old)]], whole.starts[is_old])
         in_place = {one.kind: tensor for one, tensor in self.tensors(layer, here)}
         ragged = RaggedStates(whole.seqs, whole.token_starts, whole.part_starts, read, whole.is_new, write)
-        out = self._delta_rule(inputs, weight, DeltaStates(in_place["conv"], in_place["recurrent"], ragged))
+        out = recurrence(self._kernels, LayerStates(in_place["conv"], in_place["recurrent"], ragged))
         if whole.begun.shape[1]:
             self._clear_unused(layer, here, whole.begun[group])
         here[write, :POSITION_NBYTES] = whole.ends.view(torch.uint8).view(-1, POSITION_NBYTES)
@@ -208,7 +222,7 @@ class StatePool:
 
 @dataclass(frozen=True, slots=True)
 class WholeStep:
-    """All parts of a step, for a rule that computes them at once. See RaggedStates."""
+    """All parts of a step, for kernels that compute them at once. See RaggedStates."""
 
     starts: npt.NDArray[np.int64]  # [num_seqs] positions of the first tokens
     write: torch.Tensor  # [num_groups, num_parts]
@@ -227,15 +241,12 @@ class StateStep:
 
     pool: StatePool
     parts: Sequence[Part]  # in the order of the step's tokens
-    whole: WholeStep | None = None  # None: no rule computes it at once
+    whole: WholeStep | None = None  # None: nothing computes it at once
 
-    def compute(self, layer: int, inputs: DeltaInputs, weight: torch.Tensor) -> torch.Tensor:
-        """A layer's outputs for all tokens by the backend's rule, which replaces its states. See :data:`DeltaRule`.
-
-        ``layer``: among the recurrent ones. There must be a ``whole``.
-        """
-        assert self.whole is not None, "no rule computes whole steps"
-        return self.pool.compute(self.whole, layer, inputs, weight)
+    def compute(self, layer: int, recurrence: Recurrence) -> torch.Tensor:
+        """A layer's outputs for all tokens; replaces its states. ``layer``: among the recurrent ones. There must be a ``whole``."""
+        assert self.whole is not None, "nothing computes whole steps"
+        return self.pool.compute(self.whole, layer, recurrence)
 
 
 def _require_positions(states: torch.Tensor, starts: npt.NDArray[np.int64]) -> None:

@@ -20,7 +20,7 @@ _CHANNELS = 128  # of a program
 
 
 def causal_convolution_reference(
-    inputs: torch.Tensor, weight: torch.Tensor, pool: torch.Tensor, states: RaggedStates
+    inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, pool: torch.Tensor, states: RaggedStates
 ) -> torch.Tensor:
     """The same contract as `causal_convolution`; reads numbers on the host."""
     width, found = weight.shape[1], []
@@ -31,7 +31,8 @@ def causal_convolution_reference(
             whole = torch.cat(
                 (state, inputs[token_starts[part] : token_starts[part + 1]])
             )  # [width + num_tokens, num_channels]
-            sums = F.conv1d(whole[1:].T.double(), weight[:, None].double(), groups=len(weight))
+            added = None if bias is None else bias.double()
+            sums = F.conv1d(whole[1:].T.double(), weight[:, None].double(), added, groups=len(weight))
             found.append(F.silu(sums.to(inputs.dtype)).T)
             state = whole[-width:]
             pool[states.write[part]] = state.T
@@ -43,6 +44,7 @@ def causal_convolution_reference(
 def _convolution_kernel(
     inputs_ptr,
     weight_ptr,
+    bias_ptr,
     before_ptr,
     out_ptr,
     seqs_ptr,
@@ -77,6 +79,8 @@ def _convolution_kernel(
         kept = tl.load(before_ptr + before + (WIDTH - ahead)[:, None], mask=is_here & is_kept[:, None], other=0.0)
         weight = tl.load(weight_ptr + channels * WIDTH + place, mask=is_channel, other=0.0)
         sums += (given.to(tl.float32) + kept.to(tl.float32)) * weight.to(tl.float32)[None, :]
+    if bias_ptr is not None:
+        sums += tl.load(bias_ptr + channels, mask=is_channel, other=0.0).to(tl.float32)[None, :]
     rounded = sums.to(out_ptr.dtype.element_ty).to(tl.float32)
     found = rounded / (1.0 + tl.exp(-rounded))
     tl.store(out_ptr + tokens.to(tl.int64)[:, None] * NUM_CHANNELS + channels[None, :], found, mask=is_here)
@@ -122,13 +126,15 @@ def _keep_inputs_kernel(
 
 
 def causal_convolution(
-    inputs: torch.Tensor, weight: torch.Tensor, pool: torch.Tensor, states: RaggedStates
+    inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, pool: torch.Tensor, states: RaggedStates
 ) -> torch.Tensor:
-    """`silu` of the sum of the sequence's last inputs times `weight`, for each token and channel; and the states in the pool.
+    """`silu` of `bias` and the sum of the sequence's last inputs times `weight`, for each token and channel; and the states in the
+    pool.
 
     Args:
         inputs: `[num_tokens, num_channels]`, may be strided between tokens.
         weight: `[num_channels, width]`, contiguous; the last column is the token's own.
+        bias: `[num_channels]`, or None.
         pool: `[num_blocks, num_channels, width]`, states, the last input last; may be strided between blocks.
         states: where they are. States behind each part are written.
 
@@ -145,6 +151,10 @@ def causal_convolution(
     require_dtype("inputs", inputs, *FLOAT_DTYPES)
     require_dtype("weight", weight, *FLOAT_DTYPES)
     require_dtype("pool", pool, inputs.dtype)
+    if bias is not None:
+        require_shape("bias", bias, (num_channels,))
+        require_dtype("bias", bias, *FLOAT_DTYPES)
+        require_unit_stride("bias", bias)
     require_unit_stride("inputs", inputs)
     if not weight.is_contiguous() or pool.stride()[1:] != (width, 1):
         raise ValueError(
@@ -156,7 +166,7 @@ def causal_convolution(
     tiles = triton.cdiv(num_channels, _CHANNELS)
     numbers = states.seqs, states.token_starts, states.part_starts, states.is_new.view(torch.uint8)
     _convolution_kernel[(triton.cdiv(states.num_tokens, _TOKENS), tiles)](
-        *(inputs, weight, before, out, *numbers, states.num_tokens, inputs.stride(0)),
+        *(inputs, weight, bias, before, out, *numbers, states.num_tokens, inputs.stride(0)),
         NUM_CHANNELS=num_channels,
         WIDTH=width,
         TOKENS=_TOKENS,

@@ -60,3 +60,15 @@ class DeltaInputs:
     beta: torch.Tensor  # [num_tokens, num_heads], before the sigmoid
     log_rates: torch.Tensor  # [num_heads]: a state fades by exp(-exp(log_rate) * softplus(decay + decay_bias))
     decay_bias: torch.Tensor  # [num_heads]
+
+
+@dataclass(frozen=True, slots=True)
+class SpaceInputs:
+    """What a layer with a selective state space computes of a step's tokens. All may be strided between tokens."""
+
+    mixed: torch.Tensor  # [num_tokens, num_heads * head_size + 2 * num_keys * state_size]: inputs, keys, queries
+    steps: torch.Tensor  # [num_tokens, num_heads]: a time step is softplus(step + step_bias)
+    log_rates: torch.Tensor  # [num_heads]: in a step a state fades by exp(-exp(log_rate) * step)
+    step_bias: torch.Tensor  # [num_heads]
+    skip: torch.Tensor  # [num_heads]: this share of the inputs is added to the output
+    limits: tuple[float, float]  # of time steps, in sequences with more than one token in the step

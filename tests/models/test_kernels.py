@@ -41,7 +41,6 @@ LAYERS = {  # one of each kind
     "mimo_v2_flash": ["full_attention", "sliding_attention"],
     "deepseek_v4": ["heavily_compressed_attention", "compressed_sparse_attention"],
     "qwen3_next": ["linear_attention", "full_attention"],
-    "qwen3_5_moe_text": ["linear_attention", "full_attention"],
 }
 
 

@@ -11,11 +11,11 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from kvrelay.engine.backends.cuda.delta_rule import compute_delta_rule
 from kvrelay.engine.backends.cuda.experts import CudaExperts
 from kvrelay.engine.backends.cuda.inputs import GraphInputs, StepInputs
 from kvrelay.engine.backends.cuda.linear import Fp8Linear, FullLinear, RoundedLinear, StoredLinear, is_for_vectors
 from kvrelay.engine.backends.cuda.low_rank import CudaLowRank
+from kvrelay.engine.backends.cuda.recurrent import CudaRecurrentKernels
 from kvrelay.engine.backends.cuda.step import CudaPagedStep, CudaStep, StepKv
 from kvrelay.engine.config.model import KvSizes, ModelConfig, ModelShape
 from kvrelay.engine.config.rope import cos_sin_tables
@@ -140,7 +140,7 @@ class CudaPagedOps:
         self._compiled: set[tuple[object, ...]] = set()  # kinds of products by our kernels that are compiled
         workspaces = _workspaces(shape, groups, max_num_seqs, self._num_multiprocessors, pool.device)
         self._kv = StepKv(pool, pools, views, groups, by_group, loads, workspaces)
-        self._states = StatePool(shape, pool, self.upload, compute_delta_rule) if shape.states else None
+        self._states = StatePool(shape, pool, self.upload, CudaRecurrentKernels()) if shape.states else None
         self._entries = EntryPool(shape, pool, self.upload) if shape.entries else None
 
     def make_linear(self, weight: AnyWeight, bias: torch.Tensor | None) -> Linear:

@@ -23,7 +23,6 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from kvrelay.engine.config.model import KvSizes, ModelShape
 from kvrelay.engine.kv.entries import EntryStep
 from kvrelay.engine.kv.states import StateStep
-from kvrelay.engine.models.hf.delta_rule import delta_rule_forward
 from kvrelay.engine.models.hf.entries import CompressedLayers, keep_entries
 from kvrelay.engine.models.hf.filling import drop_layers
 from kvrelay.engine.models.hf.gate import (
@@ -36,6 +35,7 @@ from kvrelay.engine.models.hf.gate import (
 )
 from kvrelay.engine.models.hf.images import StepImages, StepInputs
 from kvrelay.engine.models.hf.parts import Adapt, replace_parts
+from kvrelay.engine.models.hf.recurrent import whole_step_forward
 from kvrelay.engine.models.hf.states import keep_states
 from kvrelay.engine.models.hf.text import decoder_name, text_class_name, text_decoder, text_part
 from kvrelay.engine.models.ops import PagedOps, PagedStep, Scores, Upload
@@ -109,7 +109,7 @@ class TransformersModel:
         self.recurrent = [one.module for one in layers.states]
         self._read_weights = [one for recurrent in layers.states for one in recurrent.uncalled]
         for index, recurrent in enumerate(layers.states):
-            whole = delta_rule_forward(model.config.get_text_config().model_type, recurrent.module, recurrent.tensors)
+            whole = whole_step_forward(model.config.get_text_config().model_type, recurrent.module, recurrent.tensors)
             keep_states(recurrent.module, index, self._running.states, whole)
 
     def bind(self, ops: PagedOps, dtype: torch.dtype, adapt: Adapt | None = None) -> None:

@@ -13,11 +13,10 @@ from kvrelay.common.sampling import SamplingParams
 from kvrelay.engine.config.model import KvSizes, ModelShape, StateTensor
 from kvrelay.engine.kv.geometry import geometry_of, state_block_size
 from kvrelay.engine.kv.pool import KvPool
-from kvrelay.engine.kv.states import DeltaRule, DeltaStates, StatePool
+from kvrelay.engine.kv.states import LayerStates, StatePool
 from kvrelay.engine.step.batch import Batch, build_batch
 from kvrelay.engine.step.plan import PlanRow, SlotJoin, StepPlan, TableDelta
 from kvrelay.engine.step.slots import Slots
-from kvrelay.kernels.recurrent.ragged import DeltaInputs
 
 BLOCK_SIZE = 4
 NUM_TOKENS = 11  # of each sequence
@@ -52,40 +51,39 @@ QWEN3_NEXT = replace(
 )
 
 
-WEIGHT, OUTPUTS = torch.ones(6, 3), torch.zeros(1)
+OUTPUTS = torch.zeros(1)
 
 
-def inputs_of(layer: int) -> DeltaInputs:
-    """What tells :func:`add_numbers` the layer."""
-    return DeltaInputs(*[torch.tensor(layer)] * 5)
+class Adds:
+    """In the place of kernels: does what the layers of :meth:`Sequences.compute` do."""
 
-
-def add_numbers(inputs: DeltaInputs, weight: torch.Tensor, states: DeltaStates) -> torch.Tensor:
-    """A rule that computes what the layers of :meth:`Sequences.compute` do."""
-    assert weight is WEIGHT
-    ragged = states.ragged
-    ragged.require()
-    assert ragged.seqs.tolist() == sorted(ragged.seqs.tolist())
-    for pool in (states.conv, states.recurrent):
-        for seq in range(ragged.num_seqs):
-            state = torch.zeros_like(pool[0]) if ragged.is_new[seq] else pool[ragged.read[seq]]
-            for part in range(*ragged.part_starts[seq : seq + 2].tolist()):
-                first, end = ragged.token_starts[part : part + 2].tolist()
-                assert ragged.seqs[first:end].unique().tolist() == [seq]
-                state = pool[ragged.write[part]] = state + (end - first) * (int(inputs.decay) + 1)
-    return OUTPUTS
+    def add(self, layer: int, states: LayerStates) -> torch.Tensor:
+        ragged = states.ragged
+        ragged.require()
+        assert ragged.seqs.tolist() == sorted(ragged.seqs.tolist())
+        for pool in (states.conv, states.recurrent):
+            for seq in range(ragged.num_seqs):
+                state = torch.zeros_like(pool[0]) if ragged.is_new[seq] else pool[ragged.read[seq]]
+                for part in range(*ragged.part_starts[seq : seq + 2].tolist()):
+                    first, end = ragged.token_starts[part : part + 2].tolist()
+                    assert ragged.seqs[first:end].unique().tolist() == [seq]
+                    state = pool[ragged.write[part]] = state + (end - first) * (layer + 1)
+        return OUTPUTS
 
 
 class Sequences:
     """Two sequences with blocks of every group, and the states of their layers."""
 
-    def __init__(self, delta_rule: DeltaRule | None = None) -> None:
+    def __init__(self, kernels: Adds | None = None) -> None:
         self.geometry = geometry_of(SHAPE, BLOCK_SIZE, torch.bfloat16)
         num_groups = len(self.geometry.groups)
         self.pool = KvPool(self.geometry, 6 * num_groups, torch.device("cpu"))
         self.pool.tensor.fill_(torch.nan)  # what others left there
         self.states = StatePool(
-            SHAPE, self.pool.tensor, lambda arrays: [torch.from_numpy(one) for one in arrays], delta_rule
+            SHAPE,
+            self.pool.tensor,
+            lambda arrays: [torch.from_numpy(one) for one in arrays],
+            kernels,  # type: ignore[arg-type]
         )
         self.slots = Slots(2, 3, num_groups)
         ids = tuple(range(1, NUM_TOKENS + 1))
@@ -107,7 +105,7 @@ class Sequences:
         step = self.states.begin_step(self.batch(*rows))
         for layer in range(3):
             if step.whole is not None:
-                assert step.compute(layer, inputs_of(layer), WEIGHT) is OUTPUTS
+                assert step.compute(layer, lambda kernels, states, its=layer: kernels.add(its, states)) is OUTPUTS
                 continue
             for part in step.parts:
                 states = self.states.read(part, layer)
@@ -141,9 +139,9 @@ def test_rows_of_one_token_are_computed_together_and_chunks_alone() -> None:
     assert sequences.found(1, 7) == [[7, 7], [14, 14], [21, 21]]
 
 
-def test_a_rule_for_whole_steps_leaves_the_same_bytes() -> None:
+def test_kernels_for_whole_steps_leave_the_same_bytes() -> None:
     """Also where nothing is kept, and in front of each state."""
-    parts, whole = Sequences(), Sequences(add_numbers)
+    parts, whole = Sequences(), Sequences(Adds())
     for rows in (
         [PlanRow(0, 0, 6)],
         [PlanRow(0, 6, 1), PlanRow(1, 0, 9)],
@@ -157,10 +155,10 @@ def test_a_rule_for_whole_steps_leaves_the_same_bytes() -> None:
         assert whole.pool.tensor.view(torch.int16).equal(parts.pool.tensor.view(torch.int16))
 
 
-@pytest.mark.parametrize("rule", [None, add_numbers])
+@pytest.mark.parametrize("kernels", [None, Adds()])
 @pytest.mark.parametrize("start", [5, 7])
-def test_a_token_that_is_computed_twice_or_left_out_is_refused(start: int, rule: DeltaRule | None) -> None:
-    sequences = Sequences(rule)
+def test_a_token_that_is_computed_twice_or_left_out_is_refused(start: int, kernels: Adds | None) -> None:
+    sequences = Sequences(kernels)
     sequences.compute(PlanRow(0, 0, 6))
     with pytest.raises(AssertionError, match=rf"states of \[6\] tokens before positions \[{start}\]"):
         sequences.compute(PlanRow(0, start, 1))

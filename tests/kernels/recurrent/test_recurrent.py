@@ -12,7 +12,8 @@ import torch
 
 from kvrelay.kernels.recurrent.convolution import causal_convolution, causal_convolution_reference
 from kvrelay.kernels.recurrent.delta_rule import gated_delta_rule, gated_delta_rule_reference
-from kvrelay.kernels.recurrent.ragged import DeltaInputs, RaggedStates
+from kvrelay.kernels.recurrent.ragged import DeltaInputs, RaggedStates, SpaceInputs
+from kvrelay.kernels.recurrent.state_space import state_space, state_space_reference
 from tests.kernels.conftest import DTYPES
 
 Randn = Callable[..., torch.Tensor]
@@ -66,10 +67,11 @@ def test_convolution(
     states, num_channels = states_of(STEPS[step], device), 140
     inputs = randn(states.num_tokens, num_channels + 3, dtype=dtype)[:, 3:]
     weight = randn(num_channels, width, dtype=dtype)
+    bias = randn(num_channels, dtype=dtype) if width == 4 else None
     pool = pool_of(states, (num_channels, width), dtype, randn)
     expected_pool = pool.clone()
-    expected = causal_convolution_reference(inputs, weight, expected_pool, states)
-    assert_close(causal_convolution(inputs, weight, pool, states), expected.double())
+    expected = causal_convolution_reference(inputs, weight, bias, expected_pool, states)
+    assert_close(causal_convolution(inputs, weight, bias, pool, states), expected.double())
     assert pool.nan_to_num().equal(expected_pool.nan_to_num())
     assert pool.isnan().equal(expected_pool.isnan())
 
@@ -92,6 +94,27 @@ def test_delta_rule(
     expected = gated_delta_rule_reference(inputs, expected_pool, states)
     assert_close(gated_delta_rule(inputs, pool, states), expected.double())
     assert_equal_but_for_rounding(pool, expected_pool, assert_close)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_keys", "head_size", "state_size"), [(2, 40, 16), (1, 16, 24)])
+@pytest.mark.parametrize("step", STEPS)
+def test_state_space(
+    step: str, num_keys: int, head_size: int, state_size: int, dtype: torch.dtype, device: str, randn: Randn,
+    assert_close: AssertClose, poisoned_empty: None,
+) -> None:  # fmt: skip
+    states, num_heads = states_of(STEPS[step], device), 4
+    mixed = randn(states.num_tokens, num_heads * head_size + 2 * num_keys * state_size + 8, dtype=dtype)[:, 8:]
+    steps = randn(states.num_tokens, num_heads + 3, dtype=dtype)[:, 3:]
+    rates, bias, skip = randn(3, num_heads, dtype=dtype)
+    inputs = SpaceInputs(mixed, steps, rates.float(), bias, skip, (0.4, 0.9))
+    pool = pool_of(states, (num_heads, head_size, state_size), torch.float32, randn)
+    expected_pool = pool.clone()
+    expected = state_space_reference(inputs, expected_pool, states)
+    assert_close(state_space(inputs, pool, states), expected.double())
+    assert_equal_but_for_rounding(pool, expected_pool, assert_close)
+    with pytest.raises(ValueError, match="numbers per token, expected 4 inputs of"):
+        state_space(replace(inputs, mixed=mixed[:, 1:]), pool, states)
 
 
 def test_the_rule_computes_what_its_authors_wrote(device: str, randn: Randn, assert_close: AssertClose) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers.models.qwen3_next import modeling_qwen3_next
 
 from kvrelay.engine import transformers_engine
 from kvrelay.engine.backends.cuda.ops import CudaPagedOps
@@ -18,6 +18,7 @@ from .test_kernels import BLOCK_SIZE, FEW, Run, relayed
 from .test_ranks import TOLERANCE
 from .test_types import again, saved
 
+MAMBA = ("mamba2_chunk_scan", "mamba2_selective_state_update")
 LAYERS = {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2}
 pytestmark = [
     pytest.mark.long,
@@ -33,14 +34,27 @@ def on_kernels(directory: Path) -> TorchEngine:
         return again(directory, block_size=BLOCK_SIZE)
 
 
-def test_transformers_functions_are_not_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("model_type", "layers", "functions"),
+    [
+        ("qwen3_next", LAYERS, ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")),
+        ("nemotron_h", LAYERS, MAMBA),
+        pytest.param("bamba", {}, MAMBA, marks=pytest.mark.full),
+        pytest.param("granitemoehybrid", LAYERS, MAMBA, marks=pytest.mark.full),
+        pytest.param("mamba2", {"num_hidden_layers": 2}, MAMBA, marks=pytest.mark.full),
+        pytest.param("falcon_h1", {"num_hidden_layers": 2}, MAMBA, marks=pytest.mark.full),
+    ],
+)
+def test_transformers_functions_are_not_called(
+    model_type: str, layers: dict[str, Any], functions: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They would compute the same, slowly. Chunks end within blocks, and some of them in the next one."""
-    saved("qwen3_next", tmp_path, **LAYERS)
+    saved(model_type, tmp_path, **layers)
     plain = [Run(again(tmp_path, device="cpu", block_size=BLOCK_SIZE)) for _ in range(2)]
     expected = list(relayed(*plain, FEW))
     ours = [Run(on_kernels(tmp_path)) for _ in range(2)]
-    for name in ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule", "causal_conv1d_fn"):
-        monkeypatch.delattr(modeling_qwen3_next, name)
+    for name in ("causal_conv1d_fn", *functions):
+        monkeypatch.delattr(f"transformers.models.{model_type}.modeling_{model_type}.{name}")
     for given, wanted in zip(relayed(*ours, FEW), expected, strict=True):
         assert_same_tokens(given, wanted, TOLERANCE)
 
