@@ -18,6 +18,7 @@ from .test_kernels import BLOCK_SIZE, FEW, Run, relayed
 from .test_ranks import TOLERANCE
 from .test_types import again, saved
 
+DELTA_RULE = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")
 MAMBA = ("mamba2_chunk_scan", "mamba2_selective_state_update")
 LAYERS = {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2}
 pytestmark = [
@@ -37,7 +38,8 @@ def on_kernels(directory: Path) -> TorchEngine:
 @pytest.mark.parametrize(
     ("model_type", "layers", "functions"),
     [
-        ("qwen3_next", LAYERS, ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")),
+        ("qwen3_next", LAYERS | {"linear_num_key_heads": 4}, DELTA_RULE),  # a value head per key head
+        pytest.param("qwen3_5_moe_text", LAYERS, DELTA_RULE, marks=pytest.mark.full),
         ("nemotron_h", LAYERS, MAMBA),
         pytest.param("bamba", {}, MAMBA, marks=pytest.mark.full),
         pytest.param("granitemoehybrid", LAYERS, MAMBA, marks=pytest.mark.full),
@@ -54,7 +56,8 @@ def test_transformers_functions_are_not_called(
     expected = list(relayed(*plain, FEW))
     ours = [Run(on_kernels(tmp_path)) for _ in range(2)]
     for name in ("causal_conv1d_fn", *functions):
-        monkeypatch.delattr(f"transformers.models.{model_type}.modeling_{model_type}.{name}")
+        family = model_type.removesuffix("_text")
+        monkeypatch.delattr(f"transformers.models.{family}.modeling_{family}.{name}")
     for given, wanted in zip(relayed(*ours, FEW), expected, strict=True):
         assert_same_tokens(given, wanted, TOLERANCE)
 

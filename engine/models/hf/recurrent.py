@@ -52,7 +52,9 @@ def _by_key_heads(layer: Any, hidden: torch.Tensor) -> _Projections:
     """The rows of a key head and its value heads follow each other."""
     of_heads = layer.fix_query_key_value_ordering(layer.in_proj_qkvz(hidden), layer.in_proj_ba(hidden))
     query, key, value, gate, beta, decay = of_heads
-    return torch.cat([one.flatten(2) for one in (query, key, value)], dim=-1), gate, beta, decay
+    mixed = torch.cat([one.flatten(2) for one in (query, key, value)], dim=-1)
+    # With a value head per key head these are views with gaps.
+    return mixed, gate, beta.contiguous(), decay.contiguous()
 
 
 def _by_kinds(layer: Any, hidden: torch.Tensor) -> _Projections:
