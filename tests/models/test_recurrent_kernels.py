@@ -23,7 +23,7 @@ MAMBA = ("mamba2_chunk_scan", "mamba2_selective_state_update")
 LAYERS = {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2}
 pytestmark = [
     pytest.mark.long,
-    pytest.mark.timeout(120),  # the interpreter takes some seconds on a quiet machine
+    pytest.mark.timeout(600),  # the interpreter takes ten seconds for each on a quiet machine
     pytest.mark.filterwarnings("ignore"),  # transformers warns of what tiny configurations leave out
 ]
 
