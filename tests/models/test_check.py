@@ -14,6 +14,7 @@ from kvrelay.engine.models.hf.check import Plain, check_model, plain_logits
 from kvrelay.engine.models.hf.loading import load_model
 from kvrelay.engine.models.hf.model import TransformersModel
 
+from .played_ranks import PlayedCollectives
 from .test_types import saved
 
 BF16 = torch.bfloat16
@@ -69,3 +70,18 @@ def test_rounding_that_moves_most_positions_excuses_nothing(
     unused: Any = None
     with pytest.raises(ModelError, match=r"half of the positions by 0\.35 or more, so only --dtype float32"):
         check_model(model, plain, unused, BF16)
+
+
+def test_a_rank_that_waited_for_another_does_not_blame_the_model_alone(
+    mixture: tuple[TransformersModel, list[Plain]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its collective fails if the other one has refused the model, or has ended."""
+    model, plain = mixture
+
+    def interrupted(*_: Any) -> list[torch.Tensor]:
+        raise RuntimeError("connection closed by peer")
+
+    monkeypatch.setattr(check, "paged_logits", interrupted)
+    unused: Any = None
+    with pytest.raises(ModelError, match=r"does not run .*, or another rank failed first \(RuntimeError: connection"):
+        check_model(model, plain, unused, BF16, ranks=PlayedCollectives(unused, 1))

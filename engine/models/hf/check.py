@@ -148,8 +148,10 @@ def check_model(
             if ranks is not None:
                 plain = _told(plain, found, ranks)
     except Exception as error:
+        # A collective fails on the ranks that wait for one that failed.
+        theirs = ", or another rank failed first" if ranks is not None and isinstance(error, RuntimeError) else ""
         raise ModelError(
-            f"{model.shape.architecture} does not run over paged K/V ({type(error).__name__}: {error}): it is not served"
+            f"{model.shape.architecture} does not run over paged K/V{theirs} ({type(error).__name__}: {error}): it is not served"
         ) from error
     return _distance(model.shape, found, plain, dtype)
 
