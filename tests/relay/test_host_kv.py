@@ -15,6 +15,7 @@ from kvrelay.engine.fake.engine import FakeEngine, fake_card
 from kvrelay.gateway.settings import RelaySettings
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
 from kvrelay.prefill_worker.worker import PrefillWorker
+from tests.host_tier import has_copied_out
 from tests.relay.test_multi_turn import BLOCK, full_blocks, tokens
 
 from .workers import decode_worker, gateway, generate, prefill_worker, worker_setup
@@ -51,7 +52,7 @@ async def copied_out(prefill: PrefillWorker) -> None:
     """Wait until the tier has all blocks that are published."""
     tier = prefill._tier
     assert tier is not None
-    while tier.num_queued or tier._out._under_way:
+    while not has_copied_out(tier):
         await asyncio.sleep(0.001)  # polls for a state
 
 
