@@ -16,6 +16,7 @@ import pytest
 from kvrelay.launcher.local.deployment import LocalDeployment
 from kvrelay.launcher.models import resolve_model
 from kvrelay.launcher.settings import LocalSettings
+from tests.reliability.figures import wait_until
 
 from .promises import FEW, LONG, Answer, ask_alone
 
@@ -58,6 +59,16 @@ def local_deployment(model_directory: Path) -> Iterator[LocalDeployment]:
     """A gateway and one decode worker, which computes every prompt itself, without a hand-off."""
     with serving(model_directory, prefill=0, local_prefill="sooner", kv_memory_mb=256) as running:
         yield running
+
+
+def wait_restarted(deployment: LocalDeployment, name: str, lost: int) -> None:
+    """Wait until another process than ``lost``, which was killed, is the component, and all are ready. Until the launcher looks
+    at it again, one that was killed still counts as ready.
+    """
+    wait_until(
+        lambda: deployment.pids.get(name) not in (None, lost), PATIENCE_S, f"{name} is another process than {lost}"
+    )
+    deployment.wait_ready(timeout_s=120)
 
 
 def ledger(deployment: LocalDeployment, name: str) -> dict[str, int]:

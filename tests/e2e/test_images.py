@@ -20,7 +20,7 @@ from kvrelay.launcher.settings import LocalSettings
 
 from ..images import png
 from ..tokenizer_files import save_tokenizer
-from .conftest import wait_until_idle
+from .conftest import wait_restarted, wait_until_idle
 from .test_demo import http
 
 pytestmark = pytest.mark.timeout(300)
@@ -155,8 +155,7 @@ async def test_a_killed_worker_costs_time_but_no_token(deployment: LocalDeployme
         late = [asyncio.create_task(chat(client, prompt, max_tokens=60)) for prompt in prompts]
         assert await asyncio.gather(*(stream(prompt) for prompt in prompts)) == alone
         assert [text_of(answer) for answer in await asyncio.gather(*late)] == alone
-        await asyncio.to_thread(deployment.wait_ready, timeout_s=120)
-        assert deployment.pids[victim] != lost
+        await asyncio.to_thread(wait_restarted, deployment, victim, lost)
         await asyncio.to_thread(wait_until_idle, deployment)
 
 

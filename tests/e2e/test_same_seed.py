@@ -25,7 +25,7 @@ from kvrelay.engine.backends.cpu.native_ops import has_native_linear
 from kvrelay.launcher.client import counter_values
 from kvrelay.launcher.local.deployment import LocalDeployment
 
-from .conftest import serving, wait_until_idle
+from .conftest import serving, wait_restarted, wait_until_idle
 from .promises import Wish, ask_alone, ask_together
 from .test_demo import http
 
@@ -177,7 +177,6 @@ async def test_after_failover(small: LocalDeployment, alone: dict[str, Told]) ->
     left = set(WISHES)
     async with http(small) as client:
         while left:
-            await asyncio.to_thread(small.wait_ready, timeout_s=120)
             streams = {name: Stream(name, WISHES[name]) for name in sorted(left)}
             running = [asyncio.create_task(stream.run(client)) for stream in streams.values()]
             await asyncio.gather(*(stream.is_under_way.wait() for stream in streams.values()))
@@ -186,12 +185,14 @@ async def test_after_failover(small: LocalDeployment, alone: dict[str, Told]) ->
                 for worker, keys in (await in_hand(small)).items()
             }
             victim = max(struck_by, key=lambda worker: len(struck_by[worker]))
+            lost = small.pids[victim]
             if struck_by[victim]:  # else all have ended meanwhile, and are asked again
-                os.kill(small.pids[victim], signal.SIGKILL)
+                os.kill(lost, signal.SIGKILL)
             await asyncio.gather(*running)
             assert {name: stream.told for name, stream in streams.items()} == {name: alone[name] for name in left}
+            if struck_by[victim]:
+                await asyncio.to_thread(wait_restarted, small, victim, lost)
             left -= struck_by[victim]
         gateway = small.admin_urls["gateway"]
         assert sum(counter_values(gateway, "kvrelay_attempts_total", {"outcome": "peer_lost"})) >= len(WISHES)
-    await asyncio.to_thread(small.wait_ready, timeout_s=120)
     await asyncio.to_thread(wait_until_idle, small)
