@@ -6,6 +6,13 @@ import asyncio
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
+from types import SimpleNamespace
+
+import pytest
+
+from kvrelay.gateway.chat import image_fetch
+
+FETCH_S = 100.0  # of fetches with ``Deadlines``
 
 Serve = Callable[[asyncio.StreamWriter], Awaitable[None]]
 """Writes an answer. Cancelled when the client leaves."""
@@ -98,6 +105,32 @@ async def endless(writer: asyncio.StreamWriter) -> None:
     while True:
         writer.write(b"1000\r\n" + bytes(0x1000) + b"\r\n")
         await writer.drain()
+
+
+class Deadlines:
+    """The deadlines of fetches. One passes only for a host that ``is_late``. On a machine that stops for a moment, a short one
+    would pass before the host is asked.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._begun: list[asyncio.Timeout] = []
+        monkeypatch.setattr(image_fetch, "FETCH_S", FETCH_S)
+        monkeypatch.setattr(image_fetch, "asyncio", SimpleNamespace(**{**vars(asyncio), "timeout_at": self._begin}))
+
+    def _begin(self, at_s: float | None) -> asyncio.Timeout:
+        assert at_s is not None
+        assert 0.5 * FETCH_S < at_s - asyncio.get_running_loop().time() <= FETCH_S
+        self._begun.append(asyncio.timeout(None))
+        return self._begun[-1]
+
+    def is_late(self, served: Serve) -> Serve:
+        """Serves so, and lets the deadline of the fetch that began last pass soon afterwards."""
+
+        async def serve(writer: asyncio.StreamWriter) -> None:
+            self._begun[-1].reschedule(asyncio.get_running_loop().time() + 0.1)
+            await served(writer)
+
+        return serve
 
 
 @asynccontextmanager

@@ -15,7 +15,6 @@ from starlette.types import Message
 
 from kvrelay.common.images import image_digest
 from kvrelay.common.model_card import IMAGES_OFF
-from kvrelay.gateway.chat import image_fetch
 from kvrelay.gateway.errors import OverloadedError
 from kvrelay.gateway.routing.admission import Admission
 from kvrelay.gateway.settings import TraceSettings
@@ -26,7 +25,7 @@ from ..http.test_api_keys import ALICE, limited
 from ..http_app import CHAT, TEXT, App, apps_for, saying
 from ..pictures import part, picture, save_model, seeing_card, telling, text_of
 from ..players import Player, failing, in_turn
-from ..web_host import WebHost, answer, redirect, silence, web_host
+from ..web_host import FETCH_S, Deadlines, WebHost, answer, redirect, silence, web_host
 
 RESPONSES, MESSAGES, COUNT = "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"
 TOKENIZE, CHAT_TOKENIZE = "/tokenize", "/chat_tokenize"
@@ -194,9 +193,8 @@ async def test_what_the_client_can_mend_is_told_where(seeing: App, host: WebHost
 async def test_what_the_host_has_to_mend_is_told_with_its_name(
     seeing: App, host: WebHost, path: str, status: int, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(image_fetch, "FETCH_S", 0.3)
-    host.files |= {"/broken": answer(503), "/slow": silence}
-    for name, says in (("broken", "answers with status 503"), ("slow", "does not send it within 0.3 s")):
+    host.files |= {"/broken": answer(503), "/slow": Deadlines(monkeypatch).is_late(silence)}
+    for name, says in (("broken", "answers with status 503"), ("slow", f"does not send it within {FETCH_S:g} s")):
         answered = await seeing.client.post(path, json=body_of(path, host.url("/cat"), host.url(f"/{name}?{SECRET}")))
         assert (answered.status_code, told(path, answered.json())[0]) == (status, kind)
         assert f"{host.entry} {says}" in told(path, answered.json())[1]

@@ -31,7 +31,7 @@ from kvrelay.gateway.image_hosts import ImageHosts, WebAddress
 from kvrelay.gateway.metrics import GatewayMetrics
 
 from ..certificates import write_pair
-from ..web_host import Serve, WebHost, answer, beginning, endless, redirect, silence, web_host
+from ..web_host import FETCH_S, Deadlines, Serve, WebHost, answer, beginning, endless, redirect, silence, web_host
 
 CAT, DOG = b"a cat" * 100, b"a dog" * 77
 SECRET = "s3cret"
@@ -196,10 +196,9 @@ SLOW: list[Serve] = [silence, beginning("Content-Length: 99"), beginning("Conten
 async def test_a_slow_host_is_not_waited_for(
     host: WebHost, listed: Fetching, served: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(image_fetch, "FETCH_S", 0.2)
-    host.files["/slow"] = served
+    host.files["/slow"] = Deadlines(monkeypatch).is_late(served)
     message = await listed.refusal(ImageHostError, host.url(f"/slow?{SECRET}"))
-    assert f"image[0]: {host.entry} does not send it within 0.2 s; try again later" in message
+    assert f"image[0]: {host.entry} does not send it within {FETCH_S:g} s; try again later" in message
     assert (listed.count("late"), listed.count("fetched")) == (1, 0)
     async with asyncio.timeout(20):
         await host.left.wait()
