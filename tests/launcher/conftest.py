@@ -78,9 +78,10 @@ def make_spec(tmp_path: Path) -> MakeSpec:
     """``make_spec(name, behaviour, stop_rank=…, grace_s=…)``: the spec of a fake component."""
     script = tmp_path / "fake_component.py"
     script.write_text(FAKE_COMPONENT)
+    ports = iter(free_ports(4))  # all at once, so that they differ: nobody listens yet
 
     def make(name: str, behaviour: str = "works", stop_rank: int = 0, grace_s: float = 60.0) -> ComponentSpec:
-        (port,) = free_ports(1)
+        port = next(ports)
         return ComponentSpec(
             name=name,
             command=(sys.executable, "-I", "-S", str(script), str(port), behaviour, name, str(tmp_path)),

@@ -6,7 +6,6 @@ import asyncio
 import gzip
 import logging
 import math
-import socket
 import ssl
 import time
 from collections.abc import AsyncIterator
@@ -29,6 +28,8 @@ from kvrelay.gateway.errors import (
 )
 from kvrelay.gateway.image_hosts import ImageHosts, WebAddress
 from kvrelay.gateway.metrics import GatewayMetrics
+from tests.ipv6 import needs_ipv6
+from tests.ports import reserved_port
 
 from ..certificates import write_pair
 from ..web_host import FETCH_S, Deadlines, Serve, WebHost, answer, beginning, endless, redirect, silence, web_host
@@ -228,12 +229,6 @@ async def test_a_client_may_give_it_less_time(host: WebHost, listed: Fetching, m
     assert "did not come from" in message
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port: int = taken.getsockname()[1]
-        return port
-
-
 @pytest.mark.parametrize(
     "served",
     [
@@ -259,10 +254,11 @@ async def test_a_host_that_breaks_off_has_failed(host: WebHost, listed: Fetching
 
 async def test_a_host_that_is_down_has_failed(caplog: pytest.LogCaptureFixture) -> None:
     """The log says why, once a second at most. Neither it nor the error tells an address of this network."""
-    entry = f"http://localhost:{free_port()}"
-    async with fetching(entry) as listed:
-        for _ in range(3):
-            assert "127.0.0.1" not in await listed.refusal(ImageHostError, f"{entry}/?{SECRET}")
+    with reserved_port() as port:
+        entry = f"http://localhost:{port}"
+        async with fetching(entry) as listed:
+            for _ in range(3):
+                assert "127.0.0.1" not in await listed.refusal(ImageHostError, f"{entry}/?{SECRET}")
     [line] = [record.getMessage() for record in caplog.records]
     assert f"{entry} cannot be reached, or ends the connection (ClientConnectorError)" in line
 
@@ -289,12 +285,11 @@ async def test_the_system_trusts_a_hosts_certificate_and_it_has_its_name(
         assert host.heads == []
 
 
+@needs_ipv6
 async def test_an_ipv6_address_is_a_host() -> None:
-    if not socket.has_ipv6:
-        pytest.skip("no IPv6")
-    port = free_port()
-    async with fetching(f"http://[::1]:{port}") as listed:
-        await listed.refusal(ImageHostError, f"http://[0:0::1]:{port}/")
+    with reserved_port("::1") as port:
+        async with fetching(f"http://[::1]:{port}") as listed:
+            await listed.refusal(ImageHostError, f"http://[0:0::1]:{port}/")
 
 
 async def test_neither_a_proxy_nor_a_netrc_counts(
@@ -303,9 +298,10 @@ async def test_neither_a_proxy_nor_a_netrc_counts(
     netrc = tmp_path / "netrc"
     netrc.write_text("machine localhost login me password secret\n")
     monkeypatch.setenv("NETRC", str(netrc))
-    for name in ("http_proxy", "https_proxy", "all_proxy"):
-        monkeypatch.setenv(name, f"http://localhost:{free_port()}")
-    assert await listed.get(host.url("/cat")) == [CAT]
+    with reserved_port() as port:
+        for name in ("http_proxy", "https_proxy", "all_proxy"):
+            monkeypatch.setenv(name, f"http://localhost:{port}")
+        assert await listed.get(host.url("/cat")) == [CAT]
     assert "authorization" not in host.heads[0].lower()
 
 
