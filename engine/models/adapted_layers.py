@@ -10,13 +10,22 @@ from kvrelay.engine.config.model import ModelConfig
 from kvrelay.engine.models.adapters import AdaptedLayer, Adapters
 from kvrelay.engine.models.ops import Linear
 
-_LAYERS = "model.layers."  # prefix of a layer's number in a checkpoint's names
+
+def _layer_prefixes(whole: ModelConfig) -> tuple[str, ...]:
+    """What may be before a layer's number in an adapter's names.
+
+    Beside images these are the checkpoint's names, those of transformers' modules, and those of the text alone.
+    """
+    text = FAMILIES[whole.architecture].text
+    plain = "model.layers."
+    return (plain,) if text is None else (f"{text.prefix}{plain}", f"model.{text.prefix}layers.", plain)
 
 
 def in_other_stages(whole: ModelConfig, cut: Cut) -> Callable[[str], bool]:
     """A function that says whether a module (by its name) is in a layer of another stage."""
     own = cut.layers(whole.num_layers)
-    others = tuple(f"{_LAYERS}{index}." for index in range(whole.num_layers) if index not in own)
+    numbers = [index for index in range(whole.num_layers) if index not in own]
+    others = tuple(f"{prefix}{number}." for prefix in _layer_prefixes(whole) for number in numbers)
     return lambda module: module.startswith(others)
 
 
@@ -74,7 +83,8 @@ class LayerAdapters:
         return facts.shared, experts.shared_size
 
     def _layer(self, name: str, num_outputs: int, num_inputs: int, outputs: range, inputs: range) -> AdaptedLayer:
-        return AdaptedLayer(f"{_LAYERS}{self._index}.{name}", num_outputs, num_inputs, outputs, inputs)
+        module, *others = (f"{prefix}{self._index}.{name}" for prefix in _layer_prefixes(self._whole))
+        return AdaptedLayer(module, num_outputs, num_inputs, outputs, inputs, tuple(others))
 
     def _elements(self, num_heads: int) -> range:
         heads, size = self._cut.heads(num_heads), self._whole.head_dim

@@ -29,6 +29,7 @@ class AdaptedLayer:
     num_inputs: int
     outputs: range  # the part of the layer that is here
     inputs: range
+    other_names: tuple[str, ...] = ()  # by which adapters may call it, too
 
 
 class Adapters:
@@ -117,8 +118,10 @@ class Adapters:
                 self._products.put(slot, site, self._parts(layers, headers, reader))
 
     def _fitting(self, files: AdapterFiles) -> Mapping[str, LowRankHeader]:
-        """An adapter's layers by name. Raises AdapterError if this model lacks one, or has it with another shape."""
-        layers = {layer.module: layer for site in self._sites for layer in site}
+        """An adapter's layers by our names. Raises AdapterError if this model lacks one, or has it with another shape."""
+        every = (layer for site in self._sites for layer in site)
+        layers = {name: layer for layer in every for name in (layer.module, *layer.other_names)}
+        fitting: dict[str, LowRankHeader] = {}
         for header in files.layers:
             if self._is_elsewhere(header.module):
                 continue
@@ -134,7 +137,13 @@ class Adapters:
                     f"{files.weights_path}: {header.module} is for a base of shape {shape}; this model's is {ours}: the adapter is "
                     f"for another base ({CONFIG_FILE} names it)"
                 )
-        return {header.module: header for header in files.layers}
+            if layer.module in fitting:
+                raise AdapterError(
+                    f"{files.weights_path}: {header.module} is another name of a layer that it also calls "
+                    f"{fitting[layer.module].module}; save the adapter with one of them"
+                )
+            fitting[layer.module] = header
+        return fitting
 
     def _parts(
         self, layers: Sequence[AdaptedLayer], headers: Mapping[str, LowRankHeader], reader: AdapterReader

@@ -9,16 +9,21 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from kvrelay.common.adapter_files import AdapterError
 from kvrelay.common.errors import ModelError
 from kvrelay.engine.config.cut import Cut
 from kvrelay.engine.config.model import load_config
+from kvrelay.engine.models.adapted_layers import in_other_stages
 from kvrelay.engine.outline import compare, outline_model
 from kvrelay.engine.weights.checkpoint import check_files, load_weights
 from kvrelay.engine.weights.parameters import SparseWeights
 from kvrelay.engine.weights.stored import StoredWeight
+from tests.adapters import linear_shapes, merge, write_adapter
+from tests.engine.conftest import load
 from tests.models.test_types import saved
 from tests.models.tiny import MORE
 
+from .test_adapters import generate, slots_of
 from .test_kimi import change_config, change_tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers warns of what tiny configurations leave out
@@ -37,9 +42,14 @@ def in_fp8(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     return {name: values, f"{name}_scale_inv": scale, activations: torch.ones(scale.numel())}
 
 
-def save_published(directory: Path, **changes: Any) -> None:
-    """Save a tiny model. ``changes``: fields of its text's configuration."""
+def save_full(directory: Path, **changes: Any) -> None:
+    """Save a tiny model in full. ``changes``: fields of its text's configuration."""
     saved("mistral3", directory, **{**MORE["mistral4"], "model_type": "mistral4", **changes})
+
+
+def save_published(directory: Path, **changes: Any) -> None:
+    """Save a tiny model. ``changes``: as for ``save_full``."""
+    save_full(directory, **changes)
     change_tensors(directory, in_fp8)
     change_config(directory, lambda config: config.update(quantization_config=FP8))
 
@@ -111,3 +121,25 @@ def test_queries_that_grow_by_nothing_known_are_refused(published: Path) -> None
         ModelError, match=r"'llama_4_scaling_beta' is None and 'original_max_position_embeddings' 16 in"
     ):
         load_config(published)
+
+
+def test_adapters_may_call_layers_as_files_classes_or_a_text_alone_do(tmp_path: Path) -> None:
+    """An adapter changes MLPs beside experts. By any names it gives what the merged model gives."""
+    base, published = tmp_path / "base", "language_model.model."
+    save_full(base)
+    every = linear_shapes(base, ("gate_proj", "up_proj", "down_proj"))
+    shapes = {name: shape for name, shape in every.items() if name.startswith(published)}
+    write_adapter(tmp_path / "adapter", shapes)
+    merge(base, tmp_path / "adapter", tmp_path / "merged")
+    expected = generate(load(tmp_path / "merged", dtype="float32"), [0])
+    engine = load(base, dtype="float32", adapter_bytes=1)
+    is_elsewhere = in_other_stages(load_config(base), Cut(num_stages=2))
+    for slot, prefix in enumerate((published, "model.language_model.", "model."), start=1):
+        renamed = {name.replace(published, prefix): shape for name, shape in shapes.items()}
+        ref = write_adapter(tmp_path / f"adapter-{slot}", renamed)
+        slots_of(engine).load(slot, tmp_path / ref.name, ref.digest)
+        assert generate(engine, [slot]) == expected != generate(engine, [0])
+        assert [is_elsewhere(f"{prefix}layers.{layer}.mlp.up_proj") for layer in range(4)] == [False, False, True, True]
+    both = write_adapter(tmp_path / "both", shapes | renamed)
+    with pytest.raises(AdapterError, match=r"model\.layers\.0\.mlp\.down_proj is another name of a layer that it also"):
+        slots_of(engine).load(4, tmp_path / "both", both.digest)
