@@ -40,6 +40,17 @@ def test_int8_products_are_exact_but_for_the_rounded_weights(
     assert ((wanted - weight.double()).abs() <= 0.5001 * scale[:, None] + 2**-8 * weight.double().abs()).all()
 
 
+@pytest.mark.parametrize("num_ins", [20, 40])
+def test_int8_products_of_widths_that_torchs_kernel_reads_beyond(num_ins: int) -> None:
+    """It may crash for these, or give any numbers."""
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(2, num_ins, generator=generator).bfloat16()
+    weight = rounded(torch.randn(80, num_ins, generator=generator).bfloat16(), Rounding.INT8)
+    result = Int8Linear(weight, None, lambda integers: PlainLinear(integers, None))(hidden)
+    exact = hidden.double() @ weight.dequantised().double().T
+    torch.testing.assert_close(result.double(), exact, rtol=2 * 2**-8, atol=0.05)
+
+
 @pytest.mark.parametrize("linear", [PlainLinear, PackedLinear])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_full_products(linear: type[PlainLinear] | type[PackedLinear], dtype: torch.dtype) -> None:
