@@ -37,6 +37,7 @@ _WAY_OUT = "take a checkpoint with sound scales, or leave --kv-dtype at auto"
 
 def is_attention_scale(name: str) -> bool:
     """Whether a checkpoint's tensor of this name is a scale of attention, which only an fp8 pool uses."""
+    name = name.replace("language_model.", "", 1)  # before or behind "model.", in checkpoints that also read images
     return bool(_SCALE.fullmatch(name) or _UNUSED.fullmatch(name))
 
 
@@ -74,6 +75,8 @@ def _scales_in(files: Sequence[Path], config: ModelConfig) -> torch.Tensor | Non
     given: dict[tuple[int, int], str] = {}
     for path, name, tensor in _scale_tensors(files):
         layer = int(name.split(".")[2])
+        if config.num_layers <= layer < config.num_layers + config.num_draft_layers:
+            continue  # the pool of what guesses is not in fp8
         if layer >= config.num_layers:
             raise ModelError(f"{path}: {name} is of layer {layer}; the model has {config.num_layers}: {_WAY_OUT}")
         values = _checked(path, name, tensor, config.num_kv_heads)

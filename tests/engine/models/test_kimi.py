@@ -119,6 +119,17 @@ def test_kimi_k25_has_experts_in_int4(kimi_k25: Path) -> None:
     assert compare(kimi_k25, "transformers") < 2e-6
 
 
+def test_scales_for_an_fp8_pool_that_nothing_uses_are_passed_over(kimi_k25: Path) -> None:
+    def with_scale(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+        module = name.removesuffix("o_proj.weight")
+        return {name: tensor} if module == name else {name: tensor, f"{module}k_proj.k_scale": torch.tensor(0.5)}
+
+    change_tensors(kimi_k25, with_scale)
+    assert "language_model.model.layers.1.self_attn.k_proj.k_scale" in load_file(kimi_k25 / "model.safetensors")
+    check_files(kimi_k25, load_config(kimi_k25))
+    assert compare(kimi_k25, "transformers") < 2e-6
+
+
 def test_of_kimi_k25_only_what_reads_images_is_passed_over(kimi_k25: Path) -> None:
     check_files(kimi_k25, load_config(kimi_k25))
     change_tensors(kimi_k25, lambda name, tensor: {name.replace("vision_tower.", "ear."): tensor})

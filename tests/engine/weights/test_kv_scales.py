@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,15 @@ def test_what_is_malformed_is_named_with_the_way_out(value: torch.Tensor, words:
     way_out = "take a checkpoint with sound scales, or leave --kv-dtype at auto"
     with pytest.raises(ModelError, match=rf"model\.safetensors: model\.layers\.1\.self_attn\.{words}.*{way_out}"):
         scales_of(model)
+
+
+def test_those_of_a_layer_for_drafting_are_passed_over(model: Path) -> None:
+    """Its pool is not in fp8."""
+    add(model, named("{kind}_scale", per_tensor()))
+    expected = scales_of(model)
+    add(model, {"model.layers.3.self_attn.k_scale": torch.tensor(1.0)})
+    config = replace(load_config(model), num_draft_layers=1)
+    assert torch.equal(load_kv_scales(checkpoint_files(model), config), expected)
 
 
 def test_sets_that_are_not_whole_are_refused(model: Path, tmp_path: Path) -> None:
