@@ -14,6 +14,7 @@ import msgspec
 from kvrelay.common.kv_geometry import KvGeometry
 
 TEXT_ONLY = "the model reads text only"
+NATIVE_TEXT_ONLY = "with --backend native the model reads text only; with auto it reads images, too"
 IMAGES_OFF = "decode workers read images only with --images"
 
 # Of fields whose name does not say what to do.

@@ -14,7 +14,7 @@ import torch
 
 from kvrelay.common.errors import ModelError
 from kvrelay.common.kv_geometry import KvGeometry
-from kvrelay.common.model_card import ModelCard
+from kvrelay.common.model_card import NATIVE_TEXT_ONLY, TEXT_ONLY, ModelCard
 from kvrelay.engine.backends.cpu.build import cpu_ops, why_no_cpu_kernels
 from kvrelay.engine.backends.cuda.memory import GpuMemory
 from kvrelay.engine.backends.heads import make_draft_layer, make_head
@@ -30,7 +30,7 @@ from kvrelay.engine.backends.options import (
 )
 from kvrelay.engine.config.cut import Cut
 from kvrelay.engine.config.draft_layer import draft_layer, with_draft_layer
-from kvrelay.engine.config.model import ModelConfig, load_config
+from kvrelay.engine.config.model import ModelConfig, load_config, needs_transformers
 from kvrelay.engine.config.tokenizer import check_tokenizer
 from kvrelay.engine.kv.division import DividedStates
 from kvrelay.engine.kv.geometry import geometry_of
@@ -154,7 +154,9 @@ class TorchEngine:
         digest = weights_digest(options.model_dir) + ("" if rounding is None else f"-{rounding.value}")
         digest += "" if activations is None else "-fp8-activations"
         scales = "" if kv_scales is None else kv_scales_digest(kv_scales)
-        card = card_of(options, whole, geometry, num_blocks, device, digest, max_model_len, scales)
+        card = card_of(
+            options, whole, geometry, num_blocks, device, digest, max_model_len, scales, _no_images_of(options)
+        )
         if device.type == "cpu":
             ops = cpu_ops(options, config, pool.tensor, max_model_len)
             if rounding is not None and weights.lm_head is not None:
@@ -389,6 +391,11 @@ def _under_way(batch: Batch, there: _There) -> UnderWay | None:
     if batch.is_fed is None:
         return None
     return UnderWay(batch.is_fed[batch.sampling_rows].astype(np.int32), there.token_ids[there.last_tokens])
+
+
+def _no_images_of(options: EngineOptions) -> str:
+    """See ModelCard. Our forward pass may have been asked for instead of one that reads images."""
+    return NATIVE_TEXT_ONLY if needs_transformers("auto", options.model_dir) else TEXT_ONLY
 
 
 def _kv_scales_of(options: EngineOptions, config: ModelConfig, kv_dtype: torch.dtype) -> torch.Tensor | None:

@@ -107,6 +107,12 @@ def test_other_texts_beside_the_encoder_run_through_transformers(tmp_path: Path)
         load_config(tmp_path)
 
 
+def test_a_worker_without_images_says_which_backend_reads_them(published: Path) -> None:
+    assert load(published, dtype="float32").card.no_images == (
+        "with --backend native the model reads text only; with auto it reads images, too"
+    )
+
+
 def test_a_type_that_only_the_whole_checkpoint_says_is_the_texts(published: Path) -> None:
     def change(config: dict[str, Any]) -> None:
         config["dtype"], config["text_config"]["dtype"] = "bfloat16", None
