@@ -10,7 +10,7 @@ import abc
 import logging
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kvrelay.common.images import PromptImage
-from kvrelay.common.sampling import SampledToken
+from kvrelay.common.sampling import GuideKind, SampledToken
 from kvrelay.gateway.apis.prompts import prompt_of
 from kvrelay.gateway.chat.dialect import Chat
 from kvrelay.gateway.errors import ApiError, ClientBehindError
@@ -155,7 +155,8 @@ async def chat_of(
     def read() -> tuple[Chat, GenerationSpec]:
         spec, chat = prepare()
         patience.flow = request.flow(spec.priority)
-        return chat, chat.guided(spec)
+        is_json = spec.guide is not None and spec.guide.kind in (GuideKind.JSON_OBJECT, GuideKind.JSON_SCHEMA)
+        return replace(chat, is_json=is_json), chat.guided(spec)
 
     def encode(text: str) -> list[int]:
         return model.encode(text, prompt_param, add_special_tokens=add_special_tokens)

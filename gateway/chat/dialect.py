@@ -184,14 +184,17 @@ class Dialect:
             param = param or "response_format"
             raise InvalidRequestError(f"{param} cannot be used: {error}", param=param.partition(".")[0]) from error
 
-    def parser(self, prompt: str, choice: ToolChoice, new_id: CallIds = random_call_id) -> CallParser:
-        """A parser for one answer to the rendered ``prompt``."""
+    def parser(
+        self, prompt: str, choice: ToolChoice, new_id: CallIds = random_call_id, *, is_json: bool = False
+    ) -> CallParser:
+        """A parser for one answer to the rendered ``prompt``. ``is_json``: an answer without calls must be JSON."""
         syntax, read_first = NO_CALLS, None
         if self.family is not None and self._reads_calls(choice):
             syntax, choice = self.family.syntax, self.choice_for(choice)
+            is_json = is_json and self.family.whole_answer is None  # otherwise the format says where calls begin
         if (family := self.reasoning) is not None:
             read_first = partial(read_thoughts, family=family, starts_inside=family.starts_inside(prompt))
-        return CallParser(syntax, choice, new_id, read_first)
+        return CallParser(syntax, choice, new_id, read_first, is_json=is_json)
 
     def is_plain(self, choice: ToolChoice) -> bool:
         """Whether all of an answer's text is content: there are neither tools nor thoughts."""
@@ -218,6 +221,7 @@ class Chat:
     refusal: ChatTemplateError | None = (
         None  # of the template, which refused messages with images; the prompt is empty then
     )
+    is_json: bool = False  # an answer without calls must be JSON
 
     def guided(self, spec: GenerationSpec) -> GenerationSpec:
         """``spec`` for this chat's answer, with the guide for tools and thoughts.
@@ -245,7 +249,7 @@ class Chat:
 
     def parser(self) -> CallParser:
         """A parser for one choice of the answer."""
-        return self._dialect.parser(self.prompt, self._choice)
+        return self._dialect.parser(self.prompt, self._choice, is_json=self.is_json)
 
 
 def read_chat(

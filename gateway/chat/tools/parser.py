@@ -91,7 +91,8 @@ class CallParser:
     """Reads one answer, which may think and call functions, while it arrives. The result depends only on the text, not on its
     pieces.
 
-    ``read_first``: reads what precedes the answer itself, such as thoughts.
+    ``read_first``: reads what precedes the answer itself, such as thoughts. ``is_json``: an answer that does not begin with a call
+    is a JSON document, whose strings may spell calls.
     """
 
     def __init__(
@@ -100,9 +101,12 @@ class CallParser:
         choice: ToolChoice,
         new_id: CallIds,
         read_first: Callable[[Context], Reading[None]] | None = None,
+        *,
+        is_json: bool = False,
     ) -> None:
         self._syntax = syntax
         self._read_first = read_first
+        self._is_json = is_json
         self._must_call = choice.mode is ToolMode.REQUIRED
         functions = {function.name: function for function in choice.functions}
         self._context = Context(Reader(), Outbox(new_id), functions, choice.max_calls)
@@ -140,7 +144,8 @@ class CallParser:
                 spaces = reader.settle()
                 if not (reader.is_over() and out.num_calls):
                     out.add_content(spaces)
-                marker = yield from reader.free(self._syntax.markers, out.add_content)
+                is_document = self._is_json and not out.num_calls
+                marker = yield from reader.free(() if is_document else self._syntax.markers, out.add_content)
             if marker is not None:
                 yield from self._calls(marker)
             is_start = False

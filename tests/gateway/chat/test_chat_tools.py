@@ -59,6 +59,20 @@ async def test_a_call_streamed_and_whole(model_directory: Path) -> None:
         assert all(len(pieces) > 4 for pieces in calls.values()), "arguments come as they are written"
 
 
+async def test_json_whose_text_spells_a_call_is_no_call(model_directory: Path) -> None:
+    """With a response format an answer is calls or JSON. What stands in a string of JSON is text."""
+    call = "<tool_call>weather<arg_key>city</arg_key><arg_value>Bern</arg_value></tool_call>"
+    json_format: Any = {"response_format": {"type": "json_object"}}
+    async with app_for(model_directory, saying(text := f'{{"quote": "as in {call}"}}'), tool_parser="glm47") as app:
+        (choice,) = (await app.post(CHAT, messages=USER, tools=[WEATHER], **json_format))["choices"]
+        assert choice["message"] == {"role": "assistant", "content": text, "refusal": None}
+        (choice,) = (await app.post(CHAT, messages=USER, tools=[WEATHER]))["choices"]
+        assert choice["message"]["tool_calls"], "in free text it is one"
+    async with app_for(model_directory, saying(call), tool_parser="glm47") as app:
+        (choice,) = (await app.post(CHAT, messages=USER, tools=[WEATHER], **json_format))["choices"]
+        assert choice["message"]["tool_calls"], "so it is in place of JSON"
+
+
 async def test_the_model_is_told_of_its_tools_and_of_what_came_of_them(model_directory: Path) -> None:
     async with app_for(model_directory, saying("fine"), num_blocks=512) as app:
         call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Bern"}'}}
