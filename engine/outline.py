@@ -28,10 +28,18 @@ from kvrelay.engine.kv.pool import KvPool
 from kvrelay.engine.models.decoder import DecoderModel
 from kvrelay.engine.models.hf import loading
 from kvrelay.engine.models.hf.check import LONGEST, check_model, compare_native, plain_logits
+from kvrelay.engine.models.hf.entries import require_dtype
 from kvrelay.engine.models.hf.gate import probe_layers
 from kvrelay.engine.models.hf.loading import load_full_config, load_model
 from kvrelay.engine.models.hf.model import TransformersModel, shape_of
-from kvrelay.engine.models.hf.outline import NoWeights, model_without_weights, num_tower_parameters
+from kvrelay.engine.models.hf.outline import (
+    NoWeights,
+    buffers_nbytes,
+    float32_names,
+    is_published_full,
+    model_without_weights,
+    num_tower_parameters,
+)
 from kvrelay.engine.models.hf.parts import candidates
 from kvrelay.engine.models.hf.ranks.cut import cut_model
 from kvrelay.engine.models.hf.ranks.cuts import find_cuts
@@ -136,20 +144,23 @@ def outline_model(
         raise ModelError("models that run through transformers have no stages")
     dtype: torch.dtype = getattr(torch, checkpoint_dtype(directory))
     config = load_full_config(directory)
+    require_dtype(config, dtype)
     model = model_without_weights(config, dtype)
     num_parameters = model.num_parameters()
     with NoWeights():
         layers = probe_layers(model)
         shape = of_rank = shape_of(model, layers, dtype)
         stored = _stored_names(model, quantisation)
-        nbytes = _stored_nbytes(model.named_parameters(), stored, dtype, quantisation)
+        wide = float32_names(model, dtype)
+        of_buffers = buffers_nbytes(model, wide)
+        nbytes = of_buffers + _stored_nbytes(model.named_parameters(), stored, wide, dtype, quantisation)
         own_nbytes = [nbytes]
         if num_ranks > 1:
             whole, cuts = TransformersModel(model, layers, shape), cuts_of(num_ranks, 1)
             own_nbytes = []
             for its in (find_cuts(whole, cut) for cut in cuts):  # ranks may have unequal numbers of columns
                 parts = ((name, its.of(name, one)) for name, one in model.named_parameters())
-                own_nbytes.append(_stored_nbytes(parts, stored, dtype, quantisation))
+                own_nbytes.append(of_buffers + _stored_nbytes(parts, stored, wide, dtype, quantisation))
             of_rank = cut_model(whole, cuts[0])[0].shape  # attention and states are alike on all
     if shape.states and asked is None:
         block_size = state_block_size(shape, block_size)
@@ -200,20 +211,26 @@ def _stored_names(model: PreTrainedModel, quantisation: Quantisation | None) -> 
     if quantisation is None or quantisation.bits is None:
         return frozenset()
     of_experts = {"mxfp4": {True}}.get(quantisation.method, {False} if quantisation.is_shuffled else {False, True})
-    return frozenset(path for path, one in candidates(model).items() if one in of_experts)
+    found = (path for path, one in candidates(model).items() if one in of_experts)
+    return frozenset(path for path in found if not is_published_full(model, path))
 
 
 def _stored_nbytes(
     parameters: Iterable[tuple[str, torch.Tensor]],
     stored: frozenset[str],
+    wide: frozenset[str],
     dtype: torch.dtype,
     quantisation: Quantisation | None,
 ) -> int:
-    """Bytes of a transformers model's parameters on a GPU. ``stored``: the names of those that stay quantised."""
+    """Bytes of a transformers model's parameters on a GPU. ``stored``: the names of those that stay quantised. ``wide``: of those
+    in float32.
+    """
     full = 8.0 * dtype.itemsize
 
     def bits(name: str) -> float:
-        return full if quantisation is None or name not in stored else quantisation.stored_bits(name)
+        if quantisation is not None and name in stored:
+            return quantisation.stored_bits(name)
+        return 32.0 if name in wide else full
 
     return int(sum(one.numel() * bits(name) for name, one in parameters) / 8)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,8 @@ from kvrelay.engine.kv.entries import EntryPool
 from kvrelay.engine.kv.geometry import geometry_of
 from kvrelay.engine.kv.owners import Owner, OwnerKind
 from kvrelay.engine.kv.pool import KvPool
-from kvrelay.engine.models.hf.loading import check_files
+from kvrelay.engine.models.hf.loading import check_files, load_parameters
+from kvrelay.engine.models.hf.parts import candidates
 from kvrelay.engine.outline import outline_model
 from kvrelay.engine.step.batch import build_batch
 from kvrelay.engine.step.plan import PlanRow, StepPlan, TableDelta
@@ -171,3 +174,45 @@ def test_a_weight_that_one_expert_lacks_is_named(small: tuple[Path, PreTrainedMo
         (tmp_path / name).write_bytes((small[0] / name).read_bytes())
     with pytest.raises(ModelError, match=f"lacks {re.escape(lacking)}, which other experts have"):
         check_files(tmp_path, torch.float32)
+
+
+def changed(directory: Path, target: Path, **fields: Any) -> dict[str, torch.Tensor]:
+    """Copy a checkpoint with other fields in its config.json. Returns its tensors."""
+    shutil.copytree(directory, target)
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps({**config, **fields}))
+    return load_file(target / "model.safetensors")
+
+
+def test_a_table_that_names_an_expert_that_is_not_there_is_refused(
+    small: tuple[Path, PreTrainedModel], tmp_path: Path
+) -> None:
+    """Otherwise the first request with this token would end a GPU's worker."""
+    tensors = changed(small[0], tmp_path / "model")
+    tensors["layers.1.ffn.gate.tid2eid"][150, 1] = 4
+    save_file(tensors, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"layers\.1\..*sends token 150 to the experts \[\d, 4\], and a layer has 4"):
+        engine_of(tmp_path / "model")
+
+
+def test_float16_is_refused_with_the_way_out(small: tuple[Path, PreTrainedModel], tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"float16.*choose --dtype bfloat16 or float32"):
+        engine_of(small[0], dtype="float16")
+    changed(small[0], tmp_path / "model", dtype="float16")
+    with pytest.raises(ModelError, match=r"float16.*choose --dtype bfloat16 or float32"):
+        outline_model(tmp_path / "model", "auto", 16)
+
+
+def test_check_model_counts_what_is_loaded(small: tuple[Path, PreTrainedModel], tmp_path: Path) -> None:
+    """Tables of experts, and what transformers keeps in float32, too. Of a quantised one most products of compressors stay full."""
+    changed(small[0], tmp_path / "full", dtype="bfloat16")
+    model = load_parameters(tmp_path / "full", torch.bfloat16, torch.device("cpu"))
+    nbytes = outline_model(tmp_path / "full", "auto", 16).gpu_weights_nbytes
+    assert nbytes == sum(one.nbytes for one in model.state_dict().values())
+    fp8 = {"quant_method": "fp8", "weight_block_size": [32, 32]}
+    changed(small[0], tmp_path / "fp8", dtype="bfloat16", quantization_config=fp8)
+    stored = [
+        name for name in candidates(model) if ".compressor." not in name or name.endswith("indexer.q_b_proj.weight")
+    ]
+    less = sum(model.get_parameter(name).numel() for name in stored) * (2 - 8.25 / 8)
+    assert outline_model(tmp_path / "fp8", "auto", 16).gpu_weights_nbytes == int(nbytes - less)

@@ -15,12 +15,14 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
+from kvrelay.common.errors import ModelError
 from kvrelay.common.kv_geometry import Window
 from kvrelay.engine.config.model import EntrySizes, KvSizes
 from kvrelay.engine.kv.entries import EntryStep
@@ -67,6 +69,30 @@ class CompressedLayers:
             if module.compressor is not None:
                 found.append(_width(module) * module.compressor.compress_rate)
         return tuple(found)
+
+
+def require_dtype(config: PreTrainedConfig, dtype: torch.dtype) -> None:
+    """Raises ModelError if a model of ``config`` compresses its tokens and cannot compute in ``dtype``."""
+    if dtype == torch.float16 and config.get_text_config().model_type in _TYPES:
+        raise ModelError(
+            f"the number format is float16, in which transformers keeps some projections of {config.model_type} in float32 and "
+            "cannot compute; choose --dtype bfloat16 or float32"
+        )
+
+
+def require_experts(directory: Path, model: nn.Module) -> None:
+    """Raises ModelError if a table of the checkpoint sends a token to an expert that the model does not have."""
+    for path, table in model.named_buffers():
+        if not path.endswith(".tid2eid"):
+            continue
+        count = int(model.get_submodule(path.rpartition(".")[0]).num_experts)  # type: ignore[arg-type]
+        wrong = ((table < 0) | (table >= count)).any(dim=-1).nonzero()
+        if len(wrong):
+            token = int(wrong[0])
+            raise ModelError(
+                f"{directory}: {path} sends token {token} to the experts {table[token].tolist()}, and a layer has {count}: the "
+                "checkpoint is damaged, or of another model"
+            )
 
 
 def compressed_layers(modules: list[nn.Module], config: PreTrainedConfig) -> CompressedLayers | None:

@@ -21,6 +21,7 @@ from kvrelay.common.errors import ModelError
 from kvrelay.engine.config.model import read_config
 from kvrelay.engine.config.quantisation import Quantisation, load_quantisation
 from kvrelay.engine.config.tokenizer import check_tokenizer
+from kvrelay.engine.models.hf.entries import require_dtype, require_experts
 from kvrelay.engine.models.hf.expert_parts import NO_EXPERTS, ExpertParts, of_single_experts, put_expert_parts
 from kvrelay.engine.models.hf.filling import Keep, filled
 from kvrelay.engine.models.hf.gate import probe_layers
@@ -127,6 +128,7 @@ def load_parameters(
         fill = partial(filled, device=device, keep=keep, first=first)
         traced = kept.sources | experts.sources
         model = _from_pretrained(directory, dtype, None, with_towers, fill, traced).eval()
+    require_experts(directory, model)
     if traced:
         upload = TensorUpload(device) if device.type == "cuda" else None
 
@@ -172,6 +174,7 @@ def _checked(
     """
     headers = read_headers(directory)
     config = load_transformers_config(directory).get_text_config()
+    require_dtype(config, dtype)
     check_layers(directory, int(config.num_hidden_layers), headers)
     with CheckpointReader(headers, load_quantisation(directory), dtype) as reader:
         check_full(reader.headers)

@@ -48,6 +48,25 @@ def model_without_weights(config: PreTrainedConfig, dtype: torch.dtype) -> PreTr
     return model.eval()
 
 
+def float32_names(model: PreTrainedModel, dtype: torch.dtype) -> frozenset[str]:
+    """The tensors that transformers loads in float32, although the model is asked for in ``dtype``."""
+    kept = set() if dtype == torch.float32 else set(model._keep_in_fp32_modules_strict or ())
+    tensors = model.state_dict().items()
+    return frozenset(name for name, one in tensors if one.is_floating_point() and any(part in name for part in kept))
+
+
+def buffers_nbytes(model: PreTrainedModel, wide: frozenset[str]) -> int:
+    """Bytes of the checkpoint's tensors that are no parameters. ``wide``: the names of those in float32."""
+    buffers = dict(model.named_buffers())
+    kept = {name: buffers[name] for name in model.state_dict() if name in buffers}
+    return sum(one.numel() * (4 if name in wide else one.itemsize) for name, one in kept.items())
+
+
+def is_published_full(model: PreTrainedModel, name: str) -> bool:
+    """Whether transformers takes this weight for full in every quantised checkpoint."""
+    return any(part in name for part in model._keep_in_fp32_modules or ())
+
+
 def num_tower_parameters(config: PreTrainedConfig) -> int:
     """Parameters of the towers of a multimodal type; 0 for others."""
     if not is_multimodal(config):
