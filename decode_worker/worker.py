@@ -193,13 +193,17 @@ def load_drafting(
             "--speculation draft-model --draft-model NAME, and so does a head: --speculation head"
         )
     if settings.speculation == "mtp":
-        return Drafting(guessing=require_layer(model, fake, settings.draft_kv_memory_mb, settings.max_num_seqs))
+        guessing = require_layer(
+            model, kv, fake, kv_memory_mb=settings.draft_kv_memory_mb, max_num_seqs=settings.max_num_seqs
+        )
+        return Drafting(guessing=guessing)
     if settings.draft_model is None:
         return Drafting()
     if settings.speculation == "head":
         guessing = require_head(
             settings.draft_model,
             model,
+            kv,
             fake,
             kv_memory_mb=settings.draft_kv_memory_mb,
             max_num_seqs=settings.max_num_seqs,

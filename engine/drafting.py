@@ -108,7 +108,13 @@ def require_draft_model(geometry: KvGeometry, draft_model: str) -> None:
 
 
 def require_head(
-    draft_model: str, model: ModelSettings, fake: FakeSettings, *, kv_memory_mb: int, max_num_seqs: int | None
+    draft_model: str,
+    model: ModelSettings,
+    kv: KvSettings,
+    fake: FakeSettings,
+    *,
+    kv_memory_mb: int,
+    max_num_seqs: int | None,
 ) -> Guessing:
     """What the head in the directory ``draft_model`` will be beside ``model``, on the first rank. See ``load_head``.
 
@@ -119,12 +125,13 @@ def require_head(
         raise ModelError(f"--draft-model is {draft_model}; the fake engine has no hidden states: leave it out")
     from kvrelay.engine.backends.options import device_of  # noqa: PLC0415 - torch takes seconds to import
 
-    return head_on_first_rank(
-        draft_model, model, kv_memory_mb, sequences_at_a_time(max_num_seqs, device_of(model.device).type)
-    )
+    num_slots = sequences_at_a_time(max_num_seqs, device_of(model.device).type)
+    return head_on_first_rank(draft_model, model, kv_memory_mb, num_slots, kv.block_size)
 
 
-def head_on_first_rank(draft_model: str, model: ModelSettings, kv_memory_mb: int, num_slots: int) -> Guessing:
+def head_on_first_rank(
+    draft_model: str, model: ModelSettings, kv_memory_mb: int, num_slots: int, block_size: int | None = None
+) -> Guessing:
     """As ``require_head``, for ``num_slots`` sequences on any device."""
     directory = Path(draft_model)
     if not directory.is_dir():
@@ -133,11 +140,14 @@ def head_on_first_rank(draft_model: str, model: ModelSettings, kv_memory_mb: int
     from kvrelay.engine.backends.heads import head_nbytes  # noqa: PLC0415 - torch takes seconds to import
     from kvrelay.engine.config.head import load_head_config  # noqa: PLC0415
 
-    nbytes = head_nbytes(directory, kv_memory_mb * 2**20, config, dtype, num_slots, is_cut=model.tensor_parallel > 1)
+    kv_bytes, is_cut = kv_memory_mb * 2**20, model.tensor_parallel > 1
+    nbytes = head_nbytes(directory, kv_bytes, config, dtype, num_slots, is_cut=is_cut, block_size=block_size)
     return Guessing(nbytes, taps=load_head_config(directory, config).taps)
 
 
-def require_layer(model: ModelSettings, fake: FakeSettings, kv_memory_mb: int, max_num_seqs: int | None) -> Guessing:
+def require_layer(
+    model: ModelSettings, kv: KvSettings, fake: FakeSettings, *, kv_memory_mb: int, max_num_seqs: int | None
+) -> Guessing:
     """What the checkpoint's own layer for drafting will be beside ``model``, on each rank. Its weights are loaded with the model's.
 
     Raises ModelError unless the checkpoint has one, as far as its config.json tells, and a worker with these settings can have it.
@@ -146,17 +156,20 @@ def require_layer(model: ModelSettings, fake: FakeSettings, kv_memory_mb: int, m
         raise ModelError("--speculation is mtp; the fake engine has no hidden states: take ngram, or off")
     from kvrelay.engine.backends.options import device_of  # noqa: PLC0415 - torch takes seconds to import
 
-    return layer_on_each_rank(model, kv_memory_mb, sequences_at_a_time(max_num_seqs, device_of(model.device).type))
+    num_slots = sequences_at_a_time(max_num_seqs, device_of(model.device).type)
+    return layer_on_each_rank(model, kv_memory_mb, num_slots, kv.block_size)
 
 
-def layer_on_each_rank(model: ModelSettings, kv_memory_mb: int, num_slots: int) -> Guessing:
+def layer_on_each_rank(
+    model: ModelSettings, kv_memory_mb: int, num_slots: int, block_size: int | None = None
+) -> Guessing:
     """As ``require_layer``, for ``num_slots`` sequences on any device."""
     config, dtype = _read_by("--speculation is mtp", "a layer for drafting", model)
     from kvrelay.engine.backends.heads import draft_layer_nbytes  # noqa: PLC0415 - torch takes seconds to import
     from kvrelay.engine.config.draft_layer import with_draft_layer  # noqa: PLC0415
 
     kv_bytes = kv_memory_mb * 2**20
-    nbytes = draft_layer_nbytes(kv_bytes, with_draft_layer(config), dtype, num_slots)
+    nbytes = draft_layer_nbytes(kv_bytes, with_draft_layer(config), dtype, num_slots, block_size)
     return Guessing(nbytes, kv_bytes, ())
 
 

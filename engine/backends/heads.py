@@ -38,14 +38,24 @@ _FEWEST_TOKENS = 64  # fewest tokens in a slot's share of the pool
 
 
 def head_nbytes(
-    directory: Path, kv_bytes: int, model: ModelConfig, dtype: torch.dtype, num_slots: int, *, is_cut: bool
+    directory: Path,
+    kv_bytes: int,
+    model: ModelConfig,
+    dtype: torch.dtype,
+    num_slots: int,
+    *,
+    is_cut: bool,
+    block_size: int | None = None,
 ) -> int:
-    """The memory that ``make_head`` will take for a model of type ``dtype``. ``is_cut``: among several ranks.
+    """The memory that ``make_head`` will take for a model of type ``dtype``. ``is_cut``: among several ranks. ``block_size``:
+    as in KvSettings.
 
     Raises ModelError as ``make_head``, as far as that is known without reading a tensor.
     """
     config = load_head_config(directory, model)
-    _blocks_of_slot(config.layer, kv_bytes, num_slots, geometry_of(config.layer, DEFAULT_BLOCK_SIZE, dtype))
+    _blocks_of_slot(
+        config.layer, kv_bytes, num_slots, geometry_of(config.layer, block_size or DEFAULT_BLOCK_SIZE, dtype)
+    )
     headers = head_headers(directory, config)
     num_elements = sum(math.prod(header.shape) for header in headers.values())
     num_elements += math.prod(ring_shape(config.layer.hidden_size, num_slots))
@@ -74,13 +84,15 @@ def make_head(
     return _beside(config.layer, model.hidden_size, kv_bytes, target, slots, options, make)
 
 
-def draft_layer_nbytes(kv_bytes: int, model: ModelConfig, dtype: torch.dtype, num_slots: int) -> int:
+def draft_layer_nbytes(
+    kv_bytes: int, model: ModelConfig, dtype: torch.dtype, num_slots: int, block_size: int | None = None
+) -> int:
     """The memory that ``make_draft_layer`` will take beside the layer's weights, on each rank. ``model``: the whole one.
 
     Raises ModelError as ``make_draft_layer``.
     """
     layer = draft_layer(model)
-    _blocks_of_slot(layer, kv_bytes, num_slots, geometry_of(layer, DEFAULT_BLOCK_SIZE, dtype))
+    _blocks_of_slot(layer, kv_bytes, num_slots, geometry_of(layer, block_size or DEFAULT_BLOCK_SIZE, dtype))
     return math.prod(ring_shape(layer.hidden_size, num_slots)) * dtype.itemsize + kv_bytes
 
 

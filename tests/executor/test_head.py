@@ -52,6 +52,7 @@ def test_the_texts_are_those_without(pair: tuple[str, str]) -> None:
         ({"backend": "transformers"}, ModelError, "models that run through transformers have no heads"),
         ({"engine": "fake"}, ModelError, "the fake engine has no hidden states"),
         ({"draft_kv_memory_mb": 1, "max_num_seqs": 512}, ModelError, "--draft-kv-memory-mb is 1, .* guesses need 64"),
+        ({"draft_kv_memory_mb": 1, "max_num_seqs": 64, "block_size": 256}, ModelError, "is 1, 0 tokens for each of"),
     ],
 )
 def test_what_does_not_go_together_is_refused_before_the_model_is_loaded(
