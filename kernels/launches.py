@@ -171,7 +171,7 @@ def _index_launches(num_heads: int, dtype: torch.dtype) -> list[Launch]:
 
 
 def _recurrent_launches(dtype: torch.dtype) -> list[Launch]:
-    """The recurrent layers of Qwen3-Next and of Nemotron-H, for single tokens and a prompt."""
+    """The recurrent layers of Qwen3-Next, Nemotron-H and Falcon-H1, for single tokens and a prompt."""
     mixed, gates, heads = torch.empty((4, 8192), dtype=dtype), torch.empty((4, 64), dtype=dtype), torch.empty(32)
     inputs = DeltaInputs(mixed, gates[:, :32], gates[:, 32:], heads, heads)
     pool = torch.empty((2, 2**20))
@@ -188,6 +188,8 @@ def _recurrent_launches(dtype: torch.dtype) -> list[Launch]:
         delta_rule.gated_delta_rule(inputs, matrices, states)
         state_space.state_space(space, spaces, states)
 
+    wide = SpaceInputs(mixed[:, :4608], gates[:, :32], heads, heads, heads, (0.0, 1.0))
+    wides = pool.view(2, 32, 128, 256)
     bias = mixed.view(-1)[:8192]
     return [
         *_record(
@@ -196,6 +198,8 @@ def _recurrent_launches(dtype: torch.dtype) -> list[Launch]:
         ),
         *_record(f"{NAMES[dtype]} 2 MiB, single tokens", lambda: call(singles)),
         *_record(f"{NAMES[dtype]} 2 MiB, prompts", lambda: call(prompt)),
+        *_record(f"{NAMES[dtype]} 4 MiB, single tokens", lambda: state_space.state_space(wide, wides, singles)),
+        *_record(f"{NAMES[dtype]} 4 MiB, prompts", lambda: state_space.state_space(wide, wides, prompt)),
     ]
 
 

@@ -30,6 +30,7 @@ from kvrelay.kernels.recurrent.ragged import RaggedStates, SpaceInputs
 
 _ROWS_OF_SINGLE_TOKENS = 16  # of a program: it mostly moves states
 _ROWS = 8  # with more tokens: each waits for the one before it, so more programs share the work
+_NUMBERS = 2048  # of a state in a program, at most: more would not stay in registers
 
 
 def state_space_reference(inputs: SpaceInputs, pool: torch.Tensor, states: RaggedStates) -> torch.Tensor:
@@ -174,7 +175,8 @@ def state_space(inputs: SpaceInputs, pool: torch.Tensor, states: RaggedStates) -
     states.require()
     out = torch.empty((states.num_tokens, num_heads, head_size), dtype=inputs.mixed.dtype, device=inputs.mixed.device)
     is_single = states.num_seqs == states.num_tokens
-    rows = min(_ROWS_OF_SINGLE_TOKENS if is_single else _ROWS, next_power_of_2(head_size))
+    most, state_pad = _ROWS_OF_SINGLE_TOKENS if is_single else _ROWS, next_power_of_2(state_size)
+    rows = min(most, next_power_of_2(head_size), max(_NUMBERS // state_pad, 1))
     _state_space_kernel[(states.num_seqs, num_heads, triton.cdiv(head_size, rows))](
         *(inputs.mixed, inputs.steps, *of_heads.values(), pool, out, states.token_starts, states.part_starts),
         *(states.read, states.is_new.view(torch.uint8), states.write, *map(float, inputs.limits)),
@@ -183,7 +185,7 @@ def state_space(inputs: SpaceInputs, pool: torch.Tensor, states: RaggedStates) -
         HEADS_PER_KEY=num_heads // num_keys,
         HEAD_SIZE=head_size,
         STATE_SIZE=state_size,
-        STATE_PAD=next_power_of_2(state_size),
+        STATE_PAD=state_pad,
         ROWS=rows,
         num_warps=1,
     )
