@@ -30,6 +30,7 @@ from kvrelay.kernels.checks import (
     require_shape,
     require_unit_stride,
 )
+from kvrelay.kernels.recurrent.gates import softplus
 from kvrelay.kernels.recurrent.ragged import DeltaInputs, RaggedStates
 
 _COLUMNS_OF_SINGLE_TOKENS = 16  # of a program: it mostly moves states
@@ -134,8 +135,7 @@ def _delta_rule_kernel(
             asked = asked * (scale / tl.sqrt(tl.sum(asked * asked, axis=0) + EPS))
             own = own / tl.sqrt(tl.sum(own * own, axis=0) + EPS)
             shifted = decay.to(tl.float32) + decay_bias
-            # softplus, whose exponential would overflow
-            softened = tl.maximum(shifted, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(shifted)))
+            softened = softplus(shifted)
             state = state * tl.exp(-rate * softened)
             missing = value.to(tl.float32) - tl.sum(state * own[:, None], axis=0)
             # What the query is told of the state before the replacement, and of the replacement: neither waits for the other.

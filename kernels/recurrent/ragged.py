@@ -38,7 +38,7 @@ class RaggedStates:
         return len(self.read)
 
     def require(self) -> None:
-        """Raise ValueError unless shapes and dtypes are as above."""
+        """Raise ValueError unless shapes and dtypes are as above, and numbers lie next to each other."""
         require_shape("seqs", self.seqs, ("num_tokens",))
         require_shape("write", self.write, ("num_parts",))
         require_shape("read", self.read, ("num_seqs",))
@@ -48,6 +48,8 @@ class RaggedStates:
         require_int32(seqs=self.seqs, token_starts=self.token_starts, part_starts=self.part_starts)
         for name, blocks in (("read", self.read), ("write", self.write)):
             require_dtype(name, blocks, torch.int64)
+            if not blocks.is_contiguous():
+                raise ValueError(f"{name} has stride {blocks.stride(0)}, expected 1")
         require_dtype("is_new", self.is_new, torch.bool)
 
 

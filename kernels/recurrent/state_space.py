@@ -26,6 +26,7 @@ from kvrelay.kernels.checks import (
     require_shape,
     require_unit_stride,
 )
+from kvrelay.kernels.recurrent.gates import softplus
 from kvrelay.kernels.recurrent.ragged import RaggedStates, SpaceInputs
 
 _ROWS_OF_SINGLE_TOKENS = 16  # of a program: it mostly moves states
@@ -129,8 +130,7 @@ def _state_space_kernel(
             next_step = tl.load(steps_ptr + next_place * steps_stride_token + head)
 
             given, shifted = value.to(tl.float32), step.to(tl.float32) + step_bias
-            # softplus, whose exponential would overflow
-            softened = tl.maximum(shifted, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(shifted)))
+            softened = softplus(shifted)
             softened = tl.minimum(tl.maximum(softened, shortest), longest)
             state = state * tl.exp(-rate * softened)
             state = state + (given * softened)[:, None] * key.to(tl.float32)[None, :]

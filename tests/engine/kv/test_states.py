@@ -82,7 +82,7 @@ class Sequences:
         self.states = StatePool(
             SHAPE,
             self.pool.tensor,
-            lambda arrays: [torch.from_numpy(one) for one in arrays],
+            lambda arrays: [torch.from_numpy(np.ascontiguousarray(one)) for one in arrays],
             kernels,  # type: ignore[arg-type]
         )
         self.slots = Slots(2, 3, num_groups)

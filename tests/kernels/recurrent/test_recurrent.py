@@ -117,6 +117,16 @@ def test_state_space(
         state_space(replace(inputs, mixed=mixed[:, 1:]), pool, states)
 
 
+def test_a_token_of_a_very_short_step_adds_as_much_as_it_should(device: str) -> None:
+    """``log(1 + x)`` of such a step in fp32 is off by a fifth."""
+    states = states_of([[1], [1]], device)
+    heads = torch.zeros(2, 1, device=device)
+    mixed = torch.ones(2, 16 + 2 * 16, device=device)
+    inputs = SpaceInputs(mixed, heads - 15, heads[0], heads[0], heads[0], (0.0, math.inf))
+    found = state_space(inputs, torch.zeros(NUM_BLOCKS, 1, 16, 16, device=device), states)
+    torch.testing.assert_close(found, torch.full_like(found, 16 * math.log1p(math.exp(-15))), rtol=1e-5, atol=0)
+
+
 def test_the_rule_computes_what_its_authors_wrote(device: str, randn: Randn, assert_close: AssertClose) -> None:
     """Of one head of two numbers, by hand: what a key answered is replaced by half."""
     states = states_of([[2]], device)
