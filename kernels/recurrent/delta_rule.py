@@ -23,15 +23,9 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from kvrelay.kernels.checks import (
-    FLOAT_DTYPES,
-    next_power_of_2,
-    require_dtype,
-    require_shape,
-    require_unit_stride,
-)
+from kvrelay.kernels.checks import next_power_of_2, require_shape
 from kvrelay.kernels.recurrent.gates import softplus
-from kvrelay.kernels.recurrent.ragged import DeltaInputs, RaggedStates
+from kvrelay.kernels.recurrent.ragged import DeltaInputs, RaggedStates, require_recurrence
 
 _COLUMNS_OF_SINGLE_TOKENS = 16  # of a program: it mostly moves states
 _COLUMNS = 8  # with more tokens: each waits for the one before it, so more programs share the work
@@ -161,27 +155,13 @@ def gated_delta_rule(inputs: DeltaInputs, pool: torch.Tensor, states: RaggedStat
     Raises:
         ValueError: a shape, dtype or stride is not as above.
     """
+    of_tokens = {"decay": inputs.decay, "beta": inputs.beta}
+    of_heads = {"log_rates": inputs.log_rates, "decay_bias": inputs.decay_bias}
     require_shape("pool", pool, ("num_blocks", "num_heads", "key_size", "value_size"))
     num_heads, key_size, value_size = pool.shape[1:]
-    require_dtype("pool", pool, torch.float32)
-    if pool.stride()[1:] != (key_size * value_size, value_size, 1):
-        raise ValueError(f"pool has strides {pool.stride()}, expected contiguous blocks")
-    require_shape("mixed", inputs.mixed, (states.num_tokens, "size"))
-    num_keys, rest = divmod(inputs.mixed.shape[1] - num_heads * value_size, 2 * key_size)
-    if num_keys < 1 or rest or num_heads % num_keys:
-        raise ValueError(
-            f"mixed has {inputs.mixed.shape[1]} numbers per token, expected {num_heads} values of {value_size}, and as many "
-            f"queries as keys of {key_size}, whose number divides that of the values"
-        )
-    for name, tensor in (("mixed", inputs.mixed), ("decay", inputs.decay), ("beta", inputs.beta)):
-        require_dtype(name, tensor, *FLOAT_DTYPES)
-        require_unit_stride(name, tensor)
-    for name, tensor in (("log_rates", inputs.log_rates), ("decay_bias", inputs.decay_bias)):
-        require_shape(name, tensor, (num_heads,))
-        require_unit_stride(name, tensor)
-    for name, tensor in (("decay", inputs.decay), ("beta", inputs.beta)):
-        require_shape(name, tensor, (states.num_tokens, num_heads))
-    states.require()
+    num_keys = require_recurrence(
+        *(inputs.mixed, of_tokens, of_heads, pool, states), value_size=value_size, key_size=key_size
+    )
     out = torch.empty((states.num_tokens, num_heads, value_size), dtype=inputs.mixed.dtype, device=inputs.mixed.device)
     is_single = states.num_seqs == states.num_tokens
     columns = min(_COLUMNS_OF_SINGLE_TOKENS if is_single else _COLUMNS, next_power_of_2(value_size))

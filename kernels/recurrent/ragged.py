@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
-from kvrelay.kernels.checks import require_dtype, require_int32, require_shape
+from kvrelay.kernels.checks import FLOAT_DTYPES, require_dtype, require_int32, require_shape, require_unit_stride
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,44 @@ class RaggedStates:
             if not blocks.is_contiguous():
                 raise ValueError(f"{name} has stride {blocks.stride(0)}, expected 1")
         require_dtype("is_new", self.is_new, torch.bool)
+
+
+def require_recurrence(
+    mixed: torch.Tensor,
+    of_tokens: Mapping[str, torch.Tensor],
+    of_heads: Mapping[str, torch.Tensor],
+    pool: torch.Tensor,
+    states: RaggedStates,
+    *,
+    value_size: int,
+    key_size: int,
+) -> int:
+    """The number of keys in `mixed`, which has a value for each head, as many queries as keys, and nothing else.
+
+    Raises ValueError unless `pool`, `[num_blocks, num_heads, …, …]`, is fp32 with contiguous blocks, `of_tokens` are `[num_tokens,
+    num_heads]`, `of_heads` are `[num_heads]`, and `states` are sound.
+    """
+    require_dtype("pool", pool, torch.float32)
+    num_heads, num_rows, num_columns = pool.shape[1:]
+    if pool.stride()[1:] != (num_rows * num_columns, num_columns, 1):
+        raise ValueError(f"pool has strides {pool.stride()}, expected contiguous blocks")
+    require_shape("mixed", mixed, (states.num_tokens, "size"))
+    num_keys, rest = divmod(mixed.shape[1] - num_heads * value_size, 2 * key_size)
+    if num_keys < 1 or rest or num_heads % num_keys:
+        raise ValueError(
+            f"mixed has {mixed.shape[1]} numbers per token, expected {num_heads} values of {value_size}, and as many queries as "
+            f"keys of {key_size}, whose number divides that of the values"
+        )
+    for name, tensor in of_tokens.items():
+        require_shape(name, tensor, (states.num_tokens, num_heads))
+    for name, tensor in {"mixed": mixed, **of_tokens}.items():
+        require_dtype(name, tensor, *FLOAT_DTYPES)
+        require_unit_stride(name, tensor)
+    for name, tensor in of_heads.items():
+        require_shape(name, tensor, (num_heads,))
+        require_unit_stride(name, tensor)
+    states.require()
+    return num_keys
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,15 +19,9 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from kvrelay.kernels.checks import (
-    FLOAT_DTYPES,
-    next_power_of_2,
-    require_dtype,
-    require_shape,
-    require_unit_stride,
-)
+from kvrelay.kernels.checks import next_power_of_2, require_shape
 from kvrelay.kernels.recurrent.gates import softplus
-from kvrelay.kernels.recurrent.ragged import RaggedStates, SpaceInputs
+from kvrelay.kernels.recurrent.ragged import RaggedStates, SpaceInputs, require_recurrence
 
 _ROWS_OF_SINGLE_TOKENS = 16  # of a program: it mostly moves states
 _ROWS = 8  # with more tokens: each waits for the one before it, so more programs share the work
@@ -152,27 +146,12 @@ def state_space(inputs: SpaceInputs, pool: torch.Tensor, states: RaggedStates) -
     Raises:
         ValueError: a shape, dtype or stride is not as above.
     """
+    of_heads = {"log_rates": inputs.log_rates, "step_bias": inputs.step_bias, "skip": inputs.skip}
     require_shape("pool", pool, ("num_blocks", "num_heads", "head_size", "state_size"))
     num_heads, head_size, state_size = pool.shape[1:]
-    require_dtype("pool", pool, torch.float32)
-    if pool.stride()[1:] != (head_size * state_size, state_size, 1):
-        raise ValueError(f"pool has strides {pool.stride()}, expected contiguous blocks")
-    require_shape("mixed", inputs.mixed, (states.num_tokens, "size"))
-    num_keys, rest = divmod(inputs.mixed.shape[1] - num_heads * head_size, 2 * state_size)
-    if num_keys < 1 or rest or num_heads % num_keys:
-        raise ValueError(
-            f"mixed has {inputs.mixed.shape[1]} numbers per token, expected {num_heads} inputs of {head_size}, and as many "
-            f"queries as keys of {state_size}, whose number divides that of the inputs"
-        )
-    require_shape("steps", inputs.steps, (states.num_tokens, num_heads))
-    for name, tensor in (("mixed", inputs.mixed), ("steps", inputs.steps)):
-        require_dtype(name, tensor, *FLOAT_DTYPES)
-        require_unit_stride(name, tensor)
-    of_heads = {"log_rates": inputs.log_rates, "step_bias": inputs.step_bias, "skip": inputs.skip}
-    for name, tensor in of_heads.items():
-        require_shape(name, tensor, (num_heads,))
-        require_unit_stride(name, tensor)
-    states.require()
+    num_keys = require_recurrence(
+        *(inputs.mixed, {"steps": inputs.steps}, of_heads, pool, states), value_size=head_size, key_size=state_size
+    )
     out = torch.empty((states.num_tokens, num_heads, head_size), dtype=inputs.mixed.dtype, device=inputs.mixed.device)
     is_single = states.num_seqs == states.num_tokens
     most, state_pad = _ROWS_OF_SINGLE_TOKENS if is_single else _ROWS, next_power_of_2(state_size)

@@ -113,7 +113,7 @@ def test_state_space(
     expected = state_space_reference(inputs, expected_pool, states)
     assert_close(state_space(inputs, pool, states), expected.double())
     assert_equal_but_for_rounding(pool, expected_pool, assert_close)
-    with pytest.raises(ValueError, match="numbers per token, expected 4 inputs of"):
+    with pytest.raises(ValueError, match="numbers per token, expected 4 values of"):
         state_space(replace(inputs, mixed=mixed[:, 1:]), pool, states)
 
 
